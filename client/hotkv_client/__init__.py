@@ -1,5 +1,7 @@
-"""Client of hotkv-server: sessions for engines, admin calls for people. Light: grpcio, protobuf and
-numpy."""
+"""Client of hotkv-server: sessions for engines, admin calls for operators.
+
+It depends on grpcio, protobuf and numpy only.
+"""
 
 from hotkv_client.arena import Arena
 from hotkv_client.session import Session

@@ -1,4 +1,4 @@
-"""Admin calls for people and scripts: plain values in, plain values out."""
+"""Admin calls for operators and scripts: plain values in, plain values out."""
 
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -13,15 +13,17 @@ from hotkv_proto.errors import HotKVError
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
 EXPORT_TIMEOUT_S = 300.0
 CHANGING = frozenset(("evict", "flush", "drain"))
-"""Calls that change something: the server writes down who made them."""
+"""Calls that change something. The server records in its audit log who made them."""
 TICKET_KEY = "hotkv-ticket-bin"
 
 
 class AdminClient:
-    """One channel to the server. Calls block, at most `timeout_s` each, and raise HotKVError.
+    """A channel to the server's admin API. Calls raise HotKVError.
 
-    `target`: as for sessions; of a Unix target the admin socket beside it is used. Raises
-    HotKVError for credentials that can't be used.
+    Calls block for at most `timeout_s`, except the streams and `export_blocks`. The constructor
+    raises HotKVError for credentials that can't be used.
+
+    target: as for sessions. If it is a Unix socket, the admin socket beside it is used.
     """
 
     def __init__(
@@ -50,37 +52,41 @@ class AdminClient:
         self._channel.close()
 
     def ping(self, service: str = "") -> bool:
-        """Returns whether the server serves; asks on the engines' socket. `service` "live": whether
-        it is in order, even if it only drains."""
+        """Returns whether the server serves. Uses the engines' socket, not the admin socket.
+
+        service: "live" asks whether the server is healthy; the answer is True even while it drains.
+        """
         with channels.open_channel(self._target, self._credentials) as channel:
             return _admin_wire.is_serving(channel, service, self._timeout_s, self._metadata)
 
     def tell(self, topic: str = "", **filters: str | float) -> dict[str, Any]:
-        """What the server says of a topic, as JSON has it; the topics and their filters if none is
-        named. docs/told.md has the fields."""
+        """Returns what the server reports about a topic, in the form of JSON.
+
+        Without a topic it returns the topics and their filters. docs/told.md describes the fields.
+        """
         given = {name: str(value) for name, value in filters.items() if value}
         return _admin_wire.tell(self._stubs, topic, self._timeout_s, self._metadata, given)
 
     def info(self) -> dict[str, Any]:
-        """Version, epoch, state, devices, and `counters` by name."""
+        """Returns version, epoch, state, devices, and `counters` by name."""
         return self.tell("server")
 
     def tiers(self) -> list[dict[str, Any]]:
-        """Tiers with capacity and use."""
+        """Returns the tiers with their capacity and use."""
         return list(self.tell("tiers")["tiers"])
 
     def key_spaces(self, key_space_id: int = 0) -> list[dict[str, Any]]:
-        """Key spaces with what they hold, or one."""
+        """Returns the key spaces with the amount that each holds; with an id, only that one."""
         return list(self.tell("key_spaces", key_space_id=key_space_id)["key_spaces"])
 
     def sessions(self) -> list[dict[str, Any]]:
-        """Live sessions."""
+        """Returns the live sessions."""
         return list(self.tell("sessions")["sessions"])
 
     def blocks(
         self, key_space_id: int = 0, page_size: int = 0, page_token: str = ""
     ) -> dict[str, Any]:
-        """One page of blocks, with `next_page_token`."""
+        """Returns a page of the list of blocks, with `next_page_token`."""
         return self.tell(
             "blocks", key_space_id=key_space_id, page_size=page_size, page_token=page_token
         )
@@ -93,7 +99,8 @@ class AdminClient:
         *,
         everything: bool = False,
     ) -> dict[str, Any]:
-        """Drops the named blocks, or with `everything` all of a key space (0: of every)."""
+        """Drops the named blocks; with `everything`, all blocks of a key space (0: of all key
+        spaces)."""
         return self._call(
             "evict",
             key_space_id=key_space_id,
@@ -103,26 +110,34 @@ class AdminClient:
         )
 
     def flush(self, key_space_id: int) -> dict[str, Any]:
-        """Forgets a key space's blocks, also pinned ones."""
+        """Drops all blocks of a key space, pinned blocks included."""
         return self._call("flush", key_space_id=key_space_id)
 
     def watch_requests(
         self, key_space_id: int = 0, seconds: float = 0
     ) -> Iterator[tuple[list[WatchedRequest], int]]:
-        """Requests that engines report, as they come, and how many were missed after them. The
-        first answer is empty: from there on all is seen. Ends after `seconds`; 0 for never.
+        """Yields the requests that engines report, as they arrive, and the number missed after
+        them.
+
+        The first answer is empty: every request after it is seen or counted as missed. Ends after
+        `seconds`; 0: never.
         """
         return _admin_wire.watch_requests(self._stubs, key_space_id, seconds, self._metadata)
 
     def events(
         self, key_space_id: int = 0, seconds: float = 0, *, tiers: bool = False
     ) -> Iterator[tuple[list[dict[str, Any]], int]]:
-        """Events as they come, and how many were missed after them. First answer and end as for
-        `watch_requests`. `tiers`: also of blocks in tiers; else of host memory only."""
+        """Yields cache events as they happen, and the number missed after them.
+
+        The first answer and the end are as for `watch_requests`.
+
+        tiers: include events of blocks in lower tiers; False: host memory only.
+        """
         return _admin_wire.subscribe(self._stubs, key_space_id, seconds, tiers, self._metadata)
 
     def drain(self, timeout_s: float = 0) -> dict[str, Any]:
-        """Begins to drain; the server stops when all has ended or the time is up."""
+        """Starts to drain the server. It stops when all sessions have ended or `timeout_s` has
+        passed."""
         return self._call("drain", timeout_ms=int(timeout_s * 1000))
 
     def explain(
@@ -133,9 +148,12 @@ class AdminClient:
         session_id: str = "",
         tenant: str = "",
     ) -> list[dict[str, Any]]:
-        """Of each block of a prompt, would it hit, and why not. `token_ids`: packed little-endian
-        int32. `session_id`: in place of a prompt, of the latest ones of this session, of one
-        `tenant` or of all."""
+        """Says for each block of a prompt whether a lookup would hit it, and if not, why.
+
+        token_ids: packed little-endian int32.
+        session_id: explains the latest prompts of this session instead of a given prompt.
+        tenant: limits `session_id` to this tenant; empty: all tenants.
+        """
         answer = self._call(
             "explain",
             key_space_id=key_space_id,
@@ -147,8 +165,12 @@ class AdminClient:
         return list(answer["key_spaces"])
 
     def export_blocks(self, key_space_id: int, byte_count: int = 0) -> Iterator[Any]:
-        """The key space as JSON has it, then the hottest blocks that take so many bytes (0: all),
-        in parts: group index and packed hashes."""
+        """Yields the key space in the form of JSON, then its hottest blocks in parts.
+
+        A part is a group index and packed hashes.
+
+        byte_count: the blocks take about this many bytes in total; 0: all blocks.
+        """
         return _admin_wire.export(
             self._warm_start, key_space_id, byte_count, EXPORT_TIMEOUT_S, self._metadata
         )
@@ -160,15 +182,20 @@ class AdminClient:
         prompts: Sequence[tuple[bytes, bytes]] = (),
         wait_s: float = 0,
     ) -> dict[str, Any]:
-        """Brings blocks in from lower tiers, and says where they lie now. `key_space`: as
-        `export_blocks` gave it, or a number. `prompts`: packed hashes or packed token ids."""
+        """Promotes blocks from lower tiers to host memory, and returns where they are afterwards.
+
+        key_space: the value that `export_blocks` yielded, or a key space id.
+        prompts: pairs of packed hashes and packed token ids; either may be empty.
+        """
         return _admin_wire.prefetch(
             self._warm_start, key_space, groups, prompts, wait_s, self._timeout_s, self._signed()
         )
 
     def explain_session(self, session_id: str, tenant: str = "") -> list[dict[str, Any]]:
-        """Where each block of the sessions of this name lies, and what was asked for them: one
-        answer a tenant."""
+        """Says where the blocks of a session lie and what hints asked for them.
+
+        Returns an entry for each tenant that has a session of this name.
+        """
         told = self.hints(session_id=session_id, tenant=tenant)
         spaces = self.explain(session_id=session_id, tenant=tenant)
         idle_s = {one["tenant"]: one["idle_s"] for one in told["sessions"]}
@@ -186,7 +213,8 @@ class AdminClient:
     def hints(
         self, message_id: str = "", page_size: int = 0, session_id: str = "", tenant: str = ""
     ) -> dict[str, Any]:
-        """The latest `outcomes` of routers' hints, of all tenants, and what `tenants` have."""
+        """Returns the latest `outcomes` of routers' hints for all tenants, and the state of
+        `tenants`."""
         return self.tell(
             "hints",
             message_id=message_id,
@@ -196,17 +224,18 @@ class AdminClient:
         )
 
     def residencies(self, page_size: int = 0) -> dict[str, Any]:
-        """Residencies, those with the most room first, the engines that wait for room, and
-        totals."""
+        """Returns the residencies, largest room first, the engines that wait, and totals."""
         return self.tell("residencies", page_size=page_size)
 
     def savings(self, since_s: float = 0.0) -> dict[str, Any]:
-        """What the cache has brought, a row an engine, and what a larger one would bring, by the
-        requests of the last seconds; 0 for all."""
+        """Returns what the cache has saved, per engine, and what a larger cache would save.
+
+        since_s: uses the requests of this many last seconds; 0: all requests.
+        """
         return self.tell("savings", since_s=since_s)
 
     def sparse_layers(self) -> list[dict[str, Any]]:
-        """Counters of sparse decode per engine and layer, and figures derived from them."""
+        """Returns counters of sparse decode per engine and layer, and figures derived from them."""
         return list(self.tell("sparse_layers")["layers"])
 
     def _call(self, name: str, **fields: Any) -> dict[str, Any]:
@@ -214,8 +243,10 @@ class AdminClient:
         return _admin_wire.call(self._stubs, name, self._timeout_s, metadata, **fields)
 
     def _signed(self) -> channels.Metadata:
-        """Metadata that also say who calls, for the server's audit log. Without them if the server
-        gives this user no ticket."""
+        """Returns metadata that also identify the caller for the server's audit log.
+
+        Without the identification if the server refuses this user a ticket.
+        """
         path = descriptor_socket(self._target)
         if path is None:
             return self._metadata

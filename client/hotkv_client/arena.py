@@ -1,10 +1,12 @@
-"""The server's arena in this process: memory that a session's link hands out, read-only unless the
-server trusts this process's user with all of it (`security.arena_writers`).
+"""Maps the server's arena into this process.
 
-Always true: nobody writes through it, also where it could be written; it stays mapped as long as
-somebody holds it or a view of its `memory`, even after session and server have ended. A block may
-be read only under a lease or in a residency: slots are used again. If a mapping outlives its server
-for good, it keeps that server's memory.
+The link of a session provides the arena's descriptor. It is read-only, unless the server trusts
+this process's user with the whole arena (`security.arena_writers`).
+
+Always true: this process never writes to the arena, even if the mapping is writable. The arena
+stays mapped as long as the object or a view of its `memory` is referenced, even after session and
+server have ended. Read a block only under a lease or in a residency, because slots are reused. A
+mapping that outlives its server keeps that server's memory allocated.
 """
 
 import ctypes
@@ -20,11 +22,12 @@ from hotkv_proto.words import GENERATION
 
 # ----------------------------------------------------------------------------------- mapping a file
 
-# Nobody writes through the arrays.
+# Nothing writes through the arrays.
 #
-# Always true: the address is a multiple of 2 MiB. The files are of huge pages as far as the kernel
-# gives them, and it maps those as such only at such addresses, which Python's own mmap does not
-# promise. In small pages a cold lookup waits for page tables longer than for the table.
+# Always true: the address is a multiple of 2 MiB. The files consist of huge pages if the kernel
+# provides them. The kernel maps them as huge pages only at such addresses, which Python's own mmap
+# does not promise. With small pages, filling the page tables costs a cold lookup more time than
+# reading the block table.
 
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -43,16 +46,19 @@ _libc.mmap.argtypes = (
 
 
 def map_file(fd: int, num_bytes: int, is_writable: bool = False) -> NDArray[np.uint8]:
-    """The first bytes of a file, uint8 [num_bytes], a read-only array; mapped as long as somebody
-    holds the array or a view of it. `is_writable`: the pages are writable all the same, which CUDA
-    asks of memory that it registers.
+    """Maps the first bytes of a file and returns them as a read-only array, uint8 [num_bytes].
 
-    `fd` stays the caller's. Raises OSError if the system refuses, or the file is shorter.
+    The file stays mapped as long as the array or a view of it is referenced. Raises OSError if the
+    system refuses or the file is shorter.
+
+    fd: stays the caller's.
+    is_writable: maps writable pages, which CUDA requires of memory that it registers. The array is
+        read-only all the same.
     """
     file_bytes = os.fstat(fd).st_size
     if file_bytes < num_bytes:
         raise OSError(f"the file has {file_bytes} bytes, not {num_bytes}")
-    # The file replaces a part of this mapping and is unmapped with it.
+    # The file replaces a part of this mapping and is unmapped together with it.
     room = mmap.mmap(
         -1, num_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ
     )
@@ -74,19 +80,26 @@ def map_file(fd: int, num_bytes: int, is_writable: bool = False) -> NDArray[np.u
 
 
 class Arena:
-    """`memory` uint8 [bytes], a read-only array; `is_writable`: its pages are writable, for CUDA.
-    `words` uint64 [n], read-only: see `hotkv_proto.words`; none from a server without residencies.
-    `file_id`: (device, inode) of its file.
+    """The server's arena, mapped.
 
-    A server that takes over the arena of an earlier one has the same `file_id`: memory that was
+    A server that continues the arena of an earlier server has the same `file_id`: memory that was
     registered with a device can stay registered.
+
+    memory: uint8 [bytes], a read-only array.
+    is_writable: whether its pages are writable, for CUDA.
+    words: uint64 [n], read-only; see `hotkv_proto.words`. Empty if the server has no residencies.
+    file_id: (device, inode) of the arena's file.
     """
 
     def __init__(
         self, fd: int, num_bytes: int, words_offset_bytes: int = 0, num_words: int = 0
     ) -> None:
-        """Maps the file; `fd` stays the caller's. Raises OSError if the system refuses, or the
-        file is shorter."""
+        """Maps the file.
+
+        Raises OSError if the system refuses or the file is shorter.
+
+        fd: stays the caller's.
+        """
         status = os.fstat(fd)
         self.file_id = (status.st_dev, status.st_ino)
         end = words_offset_bytes + 8 * num_words
@@ -96,11 +109,14 @@ class Arena:
         self.words: NDArray[np.uint64] = mapped[words_offset_bytes:end].view("<u8")
 
     def holds(self, opened: ResidencyOpened) -> bool:
-        """True if all that a residency has pinned was pinned until now: what was copied out of
-        `memory` before this call is what was stored. Never True again once it was False.
+        """Returns True if all blocks that a residency has pinned have stayed pinned until this
+        call.
 
-        The copy must be complete before the words are read. On x86-64 that is so in program order;
-        elsewhere the caller needs an acquire fence between the two.
+        Then the bytes that were copied out of `memory` before this call are the bytes that were
+        stored. After it has returned False it never returns True again.
+
+        The copy must be complete before the words are read. On x86-64 program order guarantees
+        that. On other machines the caller needs an acquire fence between the two.
         """
         return holds(self.words, opened)
 
@@ -112,7 +128,7 @@ class Arena:
 
 
 def holds(words: NDArray[np.uint64], opened: ResidencyOpened) -> bool:
-    """As `Arena.holds`, of any words; False without words."""
+    """Does the check of `Arena.holds` on any words. Returns False if there are no words."""
     return bool(
         len(words)
         and words[GENERATION] <= opened.generation

@@ -1,9 +1,9 @@
 """Channels to a server, with the proofs of each side's identity.
 
-On a Unix socket the server knows the peer by SO_PEERCRED, and the client has nothing to prove here.
-Over TCP a channel uses TLS as soon as any TLS setting is given. A token travels in the metadata of
-calls, and never in the clear over a network. `why_unanswered` says what it means for an operator
-that a call was not answered.
+On a Unix socket the server identifies the peer by SO_PEERCRED; the client sends no proof in the
+channel. Over TCP a channel uses TLS as soon as any TLS setting is given. A token travels in the
+metadata of calls, and never in the clear over a network. `why_unanswered` explains to an operator
+why a call got no answer.
 """
 
 from pathlib import Path
@@ -37,15 +37,17 @@ def is_unix(target: str) -> bool:
 
 
 def admin_target(target: str) -> str:
-    """The admin socket beside a Unix target's `grpc.sock`; any other target as it is."""
+    """Returns the admin socket beside a Unix target's `grpc.sock`; any other target unchanged."""
     if is_unix(target) and target.endswith(f"/{USER_SOCKET}"):
         return target.removesuffix(USER_SOCKET) + ADMIN_SOCKET
     return target
 
 
 def open_channel(target: str, credentials: Credentials) -> grpc.Channel:
-    """Opens a channel, which connects by itself. Raises HotKVError for credentials that can't be
-    used."""
+    """Opens a channel, which connects by itself.
+
+    Raises HotKVError for credentials that can't be used.
+    """
     wants_tls = (
         credentials.tls_ca
         or credentials.tls_certificate
@@ -70,8 +72,10 @@ def open_channel(target: str, credentials: Credentials) -> grpc.Channel:
 
 
 def metadata(target: str, credentials: Credentials) -> Metadata:
-    """Metadata of calls that open a session or ask an admin service. Raises HotKVError if the token
-    can't be read or would be sent in the clear."""
+    """Returns the metadata for calls that open a session or use an admin service.
+
+    Raises HotKVError if the token can't be read or would be sent in the clear.
+    """
     if not credentials.token_file or is_unix(target):
         return ()
     if not (
@@ -98,7 +102,7 @@ def metadata(target: str, credentials: Credentials) -> Metadata:
 
 
 def _read(field: str, path: str) -> bytes | None:
-    """The file's bytes; None if no path is set."""
+    """Returns the file's bytes; None if no path is set."""
     try:
         return Path(path).read_bytes() if path else None
     except OSError as error:
@@ -139,7 +143,8 @@ UNREACHED: tuple[tuple[tuple[str, ...], str], ...] = (
         "log says why; over TCP it may also want TLS",
     ),
 )
-"""Words in the details of UNAVAILABLE, and the sentence for them; the first that fits counts."""
+"""Pairs of words in the details of UNAVAILABLE and the sentence for them. The first match counts.
+"""
 SENTENCES: dict[grpc.StatusCode, str] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: (
         "no answer in time: the server is busy or hangs; --timeout-s waits longer"
@@ -153,7 +158,8 @@ SENTENCES: dict[grpc.StatusCode, str] = {
 
 
 def why_unanswered(code: grpc.StatusCode, details: str) -> str:
-    """One sentence with the code in brackets; with gRPC's own words where none fits."""
+    """Returns a sentence for an unanswered call, with the code; gRPC's own details if no sentence
+    fits."""
     found = SENTENCES.get(code)
     if code is grpc.StatusCode.UNAVAILABLE:
         known = (text for words, text in UNREACHED if any(word in details for word in words))

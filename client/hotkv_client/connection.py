@@ -1,10 +1,10 @@
-"""One life of a session's stream: from the opening to the end of the last transfer.
+"""A single connection of a session's stream: from its opening to the end of its last transfer.
 
 A connection owns the channel, the link, the mapped block table, and every call that waits for its
-answer. Always true: each call is resolved once. The answer that bears a call's number ends it; one
-that can't be read fails that call, and no other. If the stream breaks, a call that touches no
-memory fails at once, and so does a store that can be revoked; a load, or a store without a word of
-the fence, fails only when the server can no longer touch the engine's memory.
+answer. Always true: each call is resolved once. The answer with the call's number resolves it. An
+answer that can't be read fails only its own call. If the stream breaks, two kinds of calls fail at
+once: calls that touch no memory, and stores that can be revoked. A load, or a store without a word
+of the fence, fails only when the server can no longer touch the engine's memory.
 """
 
 import itertools
@@ -40,18 +40,23 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING = 1 << 16
 REQUEST_ID_BYTES = 16
-"""More than the number of a request takes."""
+"""An upper bound for the bytes that a request's number adds to its message."""
 DEVICE_GRACE_S = 1.0
-"""How long a device may go on with what a dead server had given it. The kernel closes a dead
-process's sockets and devices in no promised order; a server gives a device a few pieces at a time
-(`copy.depth`), which take tens of milliseconds.
+"""Time for which a device may still work on copies that a dead server started.
+
+The kernel closes a dead process's sockets and devices in no promised order. A server has only a few
+pieces at a time in flight on a device (`copy.depth`), which take tens of milliseconds.
 """
 
 
 @dataclass(slots=True)
 class Pending:
-    """A call that waits for its answer. `transfer_id`: set for transfers. `fence_index`: set for
-    stores that can be revoked. `call`: its name, set when it is sent."""
+    """A call that waits for its answer.
+
+    transfer_id: set for transfers.
+    fence_index: set for stores that can be revoked.
+    call: name of the call; set when it is sent.
+    """
 
     future: "Future[Any]"
     lease_id: str = ""
@@ -62,9 +67,11 @@ class Pending:
 
 
 class Connection:
-    """One connection of a session, with the calls that wait for answers. `order_kind`,
-    `order_message`: what the server took of the memory's device order, and why no more.
-    Thread-safe once it is open."""
+    """A connection of a session, with the calls that wait for answers. Thread-safe once it is open.
+
+    order_kind: the kind of mark that the server accepts.
+    order_message: why the server accepted less of the memory's device order than was offered.
+    """
 
     def __init__(
         self,
@@ -72,13 +79,13 @@ class Connection:
         memory: EngineMemory | None,
         fence: Fence | SharedFence | None,
     ) -> None:
-        """Raises HotKVError for credentials that can't be used."""
+        """Opens the channel. Raises HotKVError for credentials that can't be used."""
         self._config = config
         self._memory = memory
         self._fence = fence
         self._metadata = channels.metadata(config.target, config.credentials)
         self.channel = channels.open_channel(config.target, config.credentials)
-        # Made while the channel is open: gRPC crashes a process that makes a stub of a closed one.
+        # Make the stub while the channel is open: for a closed channel gRPC crashes the process.
         self._stub = _wire.Stub(self.channel)
         self.selecting = _sparse_wire.Stub(self.channel)
         self.outbox: queue.SimpleQueue[_wire.Request | None] = queue.SimpleQueue()
@@ -99,12 +106,15 @@ class Connection:
 
     @property
     def num_pending(self) -> int:
-        """Calls that wait for their answers."""
+        """Number of calls that wait for their answers."""
         return len(self._pending)
 
     def open(self, ticket: bytes) -> None:
-        """Opens the session, links, and registers memory. Raises HotKVError, OSError, or
-        grpc.RpcError; the latter also when it takes longer than `connect_timeout_s`."""
+        """Opens the session, links, and registers memory.
+
+        Raises HotKVError, OSError, or grpc.RpcError. The last also if it takes longer than
+        `connect_timeout_s`.
+        """
         self.outbox.put(_wire.open_session(self._config, ticket))
         self.call = _wire.connect(self._stub, iter(self.outbox.get, None), self._metadata)
         watchdog = threading.Timer(self._config.connect_timeout_s, self.call.cancel)
@@ -151,8 +161,10 @@ class Connection:
     def submit(
         self, request: _wire.Request, pending: Pending, after: After | None
     ) -> HotKVError | None:
-        """Sends a request; its answer resolves `pending`. Returns why it was not sent, and then
-        nothing has changed."""
+        """Sends a request; its answer resolves `pending`.
+
+        Returns the reason if it was not sent; nothing has changed then.
+        """
         if (too_large := _too_large(request)) is not None:
             return too_large
         with self._lock:
@@ -170,23 +182,24 @@ class Connection:
                 )
             request.request_id = next(self._request_ids)
             pending.call = request.WhichOneof("body") or ""
-            # From here on `Future.cancel` does nothing: a cancelled future could not be resolved.
+            # From here on `Future.cancel` has no effect: a cancelled future could not be resolved.
             pending.future.set_running_or_notify_cancel()
             self._pending[request.request_id] = pending
             self.outbox.put(request)
             return None
 
     def send_only(self, request: _wire.Request) -> None:
-        """Sends a request that has no answer; one that is too large is dropped, with a line in the
-        log."""
+        """Sends a request that has no answer. Drops one that is too large and logs a warning."""
         if (too_large := _too_large(request)) is not None:
             log.warning("not sent: %s", too_large.message)
         else:
             self.outbox.put(request)
 
     def serve(self, on_notice: Callable[[_answers.Response], None]) -> None:
-        """Resolves calls as answers come, until the server ends the stream. Raises
-        grpc.RpcError."""
+        """Resolves calls as answers arrive, until the server ends the stream.
+
+        Raises grpc.RpcError.
+        """
         for response in self.call:
             if response.request_id:
                 self._answered(response)
@@ -210,8 +223,8 @@ class Connection:
             waiting.future.set_result(value)
 
     def cancel(self, transfer_id: str) -> None:
-        """Asks for a transfer's end. A store that has a word of the fence is revoked, and resolved
-        at once."""
+        """Asks the server to end a transfer. Revokes and resolves a store at once if it has a fence
+        word."""
         revoked: list[Future[TransferResult]] = []
         with self._lock:
             for item in self._pending.values():
@@ -236,7 +249,8 @@ class Connection:
             )
 
     def end(self) -> None:
-        """Closes the stream and fails the calls that wait, each as early as the module allows."""
+        """Closes the stream and fails the waiting calls, each as early as the module's rule allows
+        it."""
         with self._lock:
             self._has_ended = True
             waiting = list(self._pending.values())
@@ -246,8 +260,8 @@ class Connection:
         lost = SessionLostError("the link to the server broke")
         for item in waiting:
             if item.fence_index and self._fence is not None:
-                # The server may live, and not know yet: nobody here could take these blocks back
-                # any more.
+                # The server may be alive and may not know that the link broke. After this point the
+                # client can't revoke these stores any more.
                 self._fence.revoke(item.fence_index)
                 told, item.future = item.future, Future()
                 told.set_exception(lost)
@@ -264,7 +278,7 @@ class Connection:
             try:
                 thread.start()
             except RuntimeError:
-                # The system has no thread left. The next connection waits until this is settled.
+                # No more threads can be started. The next connection waits until this is settled.
                 self._settle(*arguments)
         else:
             self.link.close()
@@ -292,7 +306,10 @@ class Connection:
 
 
 def _too_large(request: _wire.Request) -> HotKVError | None:
-    """Why a request can't be sent, which would end the whole stream; None if it can."""
+    """Returns an error if a request is too large to send; None if it fits.
+
+    Sending a message that is too large would end the whole stream.
+    """
     num_bytes = request.ByteSize() + REQUEST_ID_BYTES
     if num_bytes <= MAX_MESSAGE_BYTES:
         return None
@@ -304,5 +321,5 @@ def _too_large(request: _wire.Request) -> HotKVError | None:
 
 
 def _await_devices() -> None:
-    """Returns when no device works any more for a server that is dead."""
+    """Waits until no device can still work on copies of a dead server."""
     time.sleep(DEVICE_GRACE_S)

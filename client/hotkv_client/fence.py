@@ -1,14 +1,15 @@
-"""The fence: a page shared with the server in which an engine takes its blocks back from a store.
+"""The fence: a page shared with the server, through which an engine revokes its stores.
 
-The server reads a store's word after the copy and before the commit. So once the word is set, the
-engine may overwrite the blocks at once, even if the server hangs: the copy was committed before,
-and is right, or never will be. A word is used again only after the server has answered.
+The server reads a store's word after the copy and before the commit. Once the word is set, the
+engine may overwrite the store's blocks at once, even if the server hangs. Either the copy was
+committed before and is right, or it is never committed. A word is reused only after the server has
+answered.
 
-`Fence`: its session chooses the words. `SharedFence`: another process of the engine does
-(`Revocations`), over the pages of several sessions at once, and can so take blocks back before the
-owner of the session hears of it. Such a page holds, beside each word, whether the session still
-waits for the server's answer. The owner of a page and the process that chooses write the same words
-only to revoke.
+`Fence`: its session chooses the words. `SharedFence`: another process of the engine chooses the
+words through `Revocations`, over the pages of several sessions at once. That process can revoke a
+store before the session's own process hears of it. A shared page also records for each word whether
+the session still waits for the server's answer. The page's owner and the process that chooses may
+write the same word only to revoke it.
 
 A page's descriptor is closed when its `Fence` or `SharedFence` is collected. The words stay mapped
 as long as they are referenced.
@@ -27,16 +28,17 @@ from numpy.typing import NDArray
 from hotkv_proto.layout import FENCE_WORDS
 
 SHARED_WORDS = 500
-"""Words of a shared fence for stores: 1 to SHARED_WORDS - 1. Word SHARED_WORDS + i is not zero
-while a session has sent the store of word i and the server has not answered. The token of
-`FencePlace` lies from word TOKEN_WORD on.
+"""Number of words of a shared fence; stores use words 1 to SHARED_WORDS - 1.
+
+Word SHARED_WORDS + i is not zero while a session has sent the store of word i and the server has
+not answered. The token of `FencePlace` starts at word TOKEN_WORD.
 """
 TOKEN_WORD = 1000
 TOKEN_BYTES = 16
 
 
 class Fence:
-    """Words 1 to FENCE_WORDS - 1, each for one store in flight. Thread-safe."""
+    """A page of words 1 to FENCE_WORDS - 1, each for one store in flight. Thread-safe."""
 
     def __init__(self) -> None:
         self.fd, self._words = _new_page(self)
@@ -47,7 +49,8 @@ class Fence:
         return f"Fence({len(self._free)}/{FENCE_WORDS - 1} words free)"
 
     def take(self) -> int:
-        """A cleared word; 0 if all are in use: such a store can't be revoked."""
+        """Acquires a cleared word; returns 0 if all are in use, and then the store can't be
+        revoked."""
         with self._lock:
             if not self._free:
                 return 0
@@ -56,15 +59,15 @@ class Fence:
         return index
 
     def revoke(self, index: int) -> None:
-        """From here on the store of this word commits nothing more."""
+        """Revokes the store of this word: it commits nothing after this call."""
         self._words[index] = 1
 
     def revoke_all(self) -> None:
-        """The same for all stores under way. A free word is cleared when it is taken."""
+        """Revokes all stores under way. Also sets free words; `take` clears them."""
         self._words[1:] = 1
 
     def give_back(self, index: int) -> None:
-        """The server has answered, or is dead."""
+        """Frees a word after the server has answered or is dead. 0 is ignored."""
         if index:
             with self._lock:
                 self._free.append(index)
@@ -72,8 +75,10 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class FencePlace:
-    """Place of a shared fence: a descriptor of a process, and the token that must be written there,
-    since a process id may be used again."""
+    """The place of a shared fence: a process and its descriptor.
+
+    token: must be found on the page, because a process id may be reused.
+    """
 
     pid: int
     fd: int
@@ -81,8 +86,10 @@ class FencePlace:
 
 
 class SharedFence:
-    """A session's side of a page whose words another process chooses. Sessions of one process may
-    share it. Thread-safe."""
+    """A session's side of a page whose words another process chooses. Thread-safe.
+
+    Sessions of one process may share it.
+    """
 
     def __init__(self) -> None:
         self.fd, self._words = _new_page(self)
@@ -95,8 +102,10 @@ class SharedFence:
         return f"SharedFence({num_used}/{SHARED_WORDS - 1} words in use)"
 
     def hold(self, index: int) -> None:
-        """The store of this word is about to be sent. Raises ValueError for no word: the store
-        could not be revoked."""
+        """Marks that the store of this word is about to be sent.
+
+        Raises ValueError if `index` is no word for stores: the store could not be revoked.
+        """
         if not 0 < index < SHARED_WORDS:
             raise ValueError(
                 f"fence_index is {index}; a store over a shared fence needs a word of it, from 1 "
@@ -105,35 +114,34 @@ class SharedFence:
         self._words[SHARED_WORDS + index] = 1
 
     def is_revoked(self, index: int) -> bool:
-        """As the server reads it."""
+        """Returns whether the store of this word is revoked, as the server sees it."""
         return bool(self._words[index])
 
     def revoke(self, index: int) -> None:
-        """From here on the store of this word commits nothing more."""
+        """Revokes the store of this word: it commits nothing after this call."""
         self._words[index] = 1
 
     def revoke_all(self) -> None:
-        """The same for all stores under way. A free word is cleared when it is taken."""
+        """Revokes all stores under way. Also sets free words; `Revocations.take` clears them."""
         self._words[1:SHARED_WORDS] = 1
 
     def give_back(self, index: int) -> None:
-        """The server has answered, or is dead."""
+        """Marks that the server has answered or is dead. 0 is ignored."""
         if index:
             self._words[SHARED_WORDS + index] = 0
 
 
 class Revocations:
-    """The other side: chooses words and revokes them on all pages. Raises OSError, ValueError if
-    a page can't be mapped. One thread.
+    """Chooses the words of shared fences and revokes stores on all pages. For one thread.
 
-    What is always true: a word is cleared only when its store has ended here and no session waits
-    for the server's answer to it.
+    Always true: a word is cleared only when its store has ended here and no session waits for the
+    server's answer to it. The constructor raises OSError or ValueError if a page can't be mapped.
     """
 
     def __init__(self, places: Sequence[FencePlace]) -> None:
         self._pages = [_found(place) for place in places]
-        # Of stores whose words another one has chosen, sessions may still wait for the server's
-        # answers; nobody else could revoke them now.
+        # An earlier process may have chosen words for stores whose sessions still wait for the
+        # server's answers. Only this object can revoke those stores.
         self.revoke_all()
         self._ended = list(range(SHARED_WORDS - 1, 0, -1))
         self._free = self._answered()
@@ -145,7 +153,8 @@ class Revocations:
         )
 
     def take(self) -> int:
-        """A cleared word; 0 if all are in use: such a store must not be sent."""
+        """Acquires a cleared word; returns 0 if all are in use, and then the store must not be
+        sent."""
         if not self._free:
             self._free = self._answered()
         if not self._free:
@@ -156,7 +165,7 @@ class Revocations:
         return index
 
     def _answered(self) -> list[int]:
-        """Takes out of the ended words those that no session waits for."""
+        """Removes from the ended words those that no session waits for, and returns them."""
         waiting = {
             index
             for index in self._ended
@@ -167,25 +176,30 @@ class Revocations:
         return answered
 
     def revoke(self, index: int) -> None:
-        """From here on the store of this word commits nothing more, in any session."""
+        """Revokes the store of this word in all sessions: it commits nothing after this call."""
         for page in self._pages:
             page[index] = 1
 
     def revoke_all(self) -> None:
-        """The same for all stores under way."""
+        """Revokes all stores under way in all sessions."""
         for page in self._pages:
             page[1:SHARED_WORDS] = 1
 
     def end(self, index: int) -> None:
-        """No session will send the store of this word any more, or needs what it has not yet
-        committed."""
+        """Revokes a store and returns its word for reuse.
+
+        Call this when no session will send the store any more and its uncommitted blocks are not
+        needed.
+        """
         self.revoke(index)
         self._ended.append(index)
 
 
 def _new_page(owner: object) -> tuple[int, NDArray[np.uint32]]:
-    """A descriptor of a zeroed page, open as long as `owner` lives, and its words. Raises
-    OSError."""
+    """Creates a zeroed page. Returns its descriptor, open as long as `owner` lives, and its words.
+
+    Raises OSError.
+    """
     fd = os.memfd_create("hotkv-fence", os.MFD_CLOEXEC)
     weakref.finalize(owner, os.close, fd)
     os.truncate(fd, FENCE_WORDS * 4)

@@ -1,4 +1,4 @@
-"""Hints for the cache from a router, without a request: sends envelopes, asks what came of them."""
+"""Sends cache hints from a router without a request, and asks for their outcomes."""
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -12,8 +12,10 @@ from hotkv_proto.errors import HotKVError
 
 
 class HintClient:
-    """One channel to the server, for one tenant. Calls block, at most `timeout_s` each, and raise
-    HotKVError. Not for several threads."""
+    """A channel to the server's HintService, for one tenant. For one thread.
+
+    Calls block for at most `timeout_s` each and raise HotKVError.
+    """
 
     def __init__(
         self,
@@ -43,10 +45,10 @@ class HintClient:
     def send(
         self, envelope: Mapping[str, Any], key_space_id: int = 0, hashes: Sequence[bytes] = ()
     ) -> list[dict[str, Any]]:
-        """Sends an envelope with the fields of vLLM's `kv_hints`; returns the outcomes so far.
+        """Sends an envelope with the fields of vLLM's `kv_hints`. Returns the outcomes so far.
 
-        `hashes`: of a prompt, which actions without a session mean; of the key space
-        `key_space_id`.
+        hashes: hashes of a prompt in the key space `key_space_id`. Actions that name no session
+            apply to this prompt.
         """
         return _wire.send_hints(
             self._stub,
@@ -62,8 +64,10 @@ class HintClient:
     def outcomes(
         self, message_id: str = "", cursor: int = 0, page_size: int = 0
     ) -> tuple[list[dict[str, Any]], int]:
-        """Outcomes of a message, or of all, that have changed since a cursor; and the next
-        cursor."""
+        """Returns the outcomes that have changed since a cursor, and the next cursor.
+
+        message_id: only outcomes of this message; empty: of all messages.
+        """
         return _wire.poll_hints(
             self._stub,
             self._tenant,
@@ -76,7 +80,10 @@ class HintClient:
         )
 
     def _ticket(self) -> bytes:
-        """The proof of this process's user; a server without tenants needs none."""
+        """Returns a ticket for this process's user; empty if there is none or no tenant is set.
+
+        A server without tenants needs no ticket.
+        """
         path = descriptor_socket(self._target)
         if path is None or not self._tenant:
             return b""

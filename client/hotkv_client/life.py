@@ -1,9 +1,8 @@
-"""The life of a session: connections that follow each other, with back-off between them.
+"""The life of a session: a sequence of connections, with back-off between them.
 
-Owns the session's thread, its state and the engine's memory and fence. Always true: there is at
-most one open connection, and the state is CONNECTED only while there is one; `close` alone ends the
-thread, whatever it waits for and whatever a server sends; a connection that fails is followed by
-another.
+Owns the session's thread, its state, and the engine's memory and fence. Always true: at most one
+connection is open, and the state is CONNECTED only while one is. Only `close` ends the thread,
+whatever it waits for and whatever a server sends. After a connection fails, another follows.
 """
 
 import logging
@@ -26,9 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 class SessionLife:
-    """Keeps a session connected, from its start to its close. `connection`: the one that is
-    open, if any. `opened`: what the server said when the last connection was opened. `fence`:
-    the memory's, or one of the session's own."""
+    """Maintains a session's connection from `start` to `close`.
+
+    connection: the open connection, or None.
+    opened: what the server answered when the last connection was opened.
+    fence: the memory's fence, or the session's own.
+    """
 
     def __init__(self, config: SessionConfig, memory: EngineMemory | None) -> None:
         self._config = config
@@ -45,29 +47,31 @@ class SessionLife:
         )
 
     def start(self) -> None:
-        """Begins to connect, in the background."""
+        """Starts to connect in the background."""
         self.thread.start()
 
     def wait_connected(self, timeout_s: float) -> bool:
-        """Blocks until connected or the time is up; says which."""
+        """Blocks until the session is connected or the time is up. Returns whether it connected."""
         with self._changed:
             return self._changed.wait_for(lambda: self.state is LinkState.CONNECTED, timeout_s)
 
     def close(self) -> None:
-        """Ends the connection and the thread. Blocks until the server has settled the session, 5
-        seconds at most. A fence of the session's own is closed."""
+        """Ends the connection and the thread, and closes the session's own fence.
+
+        Blocks until the server has settled the session, for at most 5 seconds.
+        """
         self._closed.set()
         with self._changed:
             connection, awaited = self.connection, self._awaited
         if connection is not None:
             connection.outbox.put(None)
         if awaited is not None:
-            # Without a server the thread would wait for one until its time is up.
+            # Without a server the thread would wait for a connection until its timeout.
             awaited.cancel()
         if self.thread.is_alive():
             self.thread.join(CLOSE_WAIT_S)
         if isinstance(self.fence, Fence) and not self.thread.is_alive():
-            # Nobody links or revokes any more: the thread has revoked what was under way.
+            # The thread has ended and has revoked the stores under way: the fence is unused now.
             self.fence = None
         self._set_state(LinkState.CLOSED, "closed")
 
@@ -91,7 +95,7 @@ class SessionLife:
             delay_s = min(2 * delay_s, self._config.reconnect_max_s)
 
     def _connect_and_serve(self) -> str:
-        """One life of the stream; returns why it ended."""
+        """Connects and serves one stream. Returns the reason why it ended."""
         config, why_no_ticket = self._config, ""
         connection = Connection(config, self.memory, self.fence)
         try:
@@ -123,12 +127,14 @@ class SessionLife:
             self._lose(connection)
 
     def _await_server(self, channel: grpc.Channel) -> None:
-        """Blocks until a server answers. Raises grpc.FutureTimeoutError when the time is up,
-        grpc.FutureCancelledError after `close`."""
+        """Blocks until a server answers.
+
+        Raises grpc.FutureTimeoutError when the time is up, grpc.FutureCancelledError after `close`.
+        """
         ready = grpc.channel_ready_future(channel)
         with self._changed:
             self._awaited = ready
-        # `close` sets the event before it looks for what to cancel.
+        # `close` sets the event before it looks for a future to cancel.
         if self._closed.is_set():
             ready.cancel()
         try:
@@ -138,8 +144,10 @@ class SessionLife:
                 self._awaited = None
 
     def _ticket(self) -> tuple[bytes, str]:
-        """The proof of this process's user, and why there is none. A server without tenants needs
-        none, so that is no failure yet."""
+        """Returns a ticket for this process's user, or an empty ticket and the reason.
+
+        A server without tenants needs no ticket, so a missing ticket is not a failure here.
+        """
         path = descriptor_socket(self._config.target)
         if path is None:
             return b"", ""
@@ -158,7 +166,7 @@ class SessionLife:
                 self._set_state(LinkState.DRAINING, "the server is draining")
 
     def _lose(self, connection: Connection) -> None:
-        """No call is sent over the connection any more; then it ends."""
+        """Detaches the connection, so that no call uses it any more, then ends it."""
         with self._changed:
             if self.connection is connection:
                 self.connection = None
@@ -179,7 +187,7 @@ class SessionLife:
 
 
 def _tell(listener: Callable[..., None], *news: object) -> None:
-    """Calls a listener of the session's owner. Its faults are logged, and stay its own."""
+    """Calls a listener of the session's owner. Logs its exceptions and does not pass them on."""
     try:
         listener(*news)
     except Exception:

@@ -1,9 +1,10 @@
 """The link: a connection to the server's descriptor socket that lives as long as the session.
 
-It carries the descriptors of the engine's memory to the server, and read-only ones of the arena and
-the block table back. Its end proves that the server can't touch the engine's memory any more: the
-server closes it only then, and the kernel closes it when the server is dead. A device may still
-work on copies of a dead server (`connection.DEVICE_GRACE_S`).
+It carries the descriptors of the engine's memory to the server. The server sends back read-only
+descriptors of the arena and the block table. The end of the link proves that the server can no
+longer touch the engine's memory: the server closes the link only then, and the kernel closes it
+when the server is dead. A device may still work on copies of a dead server
+(`connection.DEVICE_GRACE_S`).
 """
 
 import contextlib
@@ -23,15 +24,17 @@ MAX_PACKET_BYTES = 65536
 
 
 def descriptor_socket(target: str) -> Path | None:
-    """Path of the descriptor socket beside a `unix:` target; None for targets on the network."""
+    """Returns the path of the descriptor socket beside a `unix:` target; None for other targets."""
     if not target.startswith("unix:"):
         return None
     return Path(target.removeprefix("unix:").removeprefix("//")).parent / SOCKET_NAME
 
 
 def fetch_ticket(path: Path, timeout_s: float) -> bytes:
-    """A one-time proof that this process is its user's. Raises OSError if nobody answers,
-    HotKVError if the server refuses."""
+    """Fetches a ticket, which proves once which user this process runs as.
+
+    Raises OSError if the socket does not answer, HotKVError if the server refuses.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(timeout_s)
         connection.connect(str(path))
@@ -40,13 +43,18 @@ def fetch_ticket(path: Path, timeout_s: float) -> bytes:
 
 
 class Link:
-    """An open link. `table`: the shared block table, mapped read-only; None if this session may
-    not see it."""
+    """An open link.
+
+    table: the shared block table, mapped read-only; None if this session may not see it.
+    """
 
     def __init__(
         self, path: Path, session_id: str, fds: Mapping[str, int], timeout_s: float
     ) -> None:
-        """Raises OSError if nobody answers, HotKVError if the server refuses."""
+        """Connects and exchanges descriptors.
+
+        Raises OSError if the socket does not answer, HotKVError if the server refuses.
+        """
         self._lock = threading.Lock()
         self._arena: Arena | None = None
         self._arena_fd = -1
@@ -88,8 +96,10 @@ class Link:
             raise
 
     def arena(self) -> Arena | None:
-        """The arena, mapped at the first call; None if this session may not map it, and once the
-        link is closed. Raises OSError."""
+        """Returns the arena, which the first call maps.
+
+        None if this session may not map it, or if the link is closed. Raises OSError.
+        """
         with self._lock:
             if self._arena is None and self._arena_fd >= 0:
                 sizes = self._sizes
@@ -99,7 +109,7 @@ class Link:
             return self._arena
 
     def _let_go_of_arena(self) -> None:
-        """Whoever holds the mapping keeps it."""
+        """Drops the link's references to the arena. Mappings that are in use elsewhere stay."""
         with self._lock:
             if self._arena_fd >= 0:
                 os.close(self._arena_fd)
@@ -115,7 +125,7 @@ class Link:
         self._socket.close()
 
     def close(self) -> None:
-        """Closes our end."""
+        """Closes this end of the link."""
         self._let_go_of_arena()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

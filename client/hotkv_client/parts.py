@@ -1,7 +1,7 @@
-"""Splits what is too large for one message, and joins the answers.
+"""Splits values that are too large for one message, and joins the answers.
 
-Always true: a part has at most PART_BYTES of hashes or of messages, so it fits a message with all
-that stands beside them; parts are in the order of the whole.
+Always true: the hashes or messages of a part have at most PART_BYTES, so the part fits into a
+message with its other fields. Parts are in the order of the whole.
 """
 
 import threading
@@ -20,8 +20,10 @@ R = TypeVar("R")
 
 
 def split_groups(groups: Sequence[GroupHashes], hash_bytes: int) -> list[list[GroupHashes]]:
-    """The lists in parts of at most PART_BYTES; a list that does not fit goes on in the next part.
-    One part at least."""
+    """Splits lists of hashes into parts of at most PART_BYTES; returns at least one part.
+
+    A list that does not fit continues in the next part.
+    """
     most, left = PART_BYTES // hash_bytes, PART_BYTES // hash_bytes
     parts: list[list[GroupHashes]] = [[]]
     for group in groups:
@@ -40,7 +42,7 @@ def split_groups(groups: Sequence[GroupHashes], hash_bytes: int) -> list[list[Gr
 def join_masks(
     groups: Sequence[GroupHashes], answers: Sequence[Sequence[BoolMask]]
 ) -> tuple[BoolMask, ...]:
-    """The masks of whole lists from those of the parts of `split_groups`."""
+    """Joins the masks that answer the parts of `split_groups` into one mask for each list."""
     pieces = iter([mask for answer in answers for mask in answer])
     joined = []
     for group in groups:
@@ -52,7 +54,7 @@ def join_masks(
 
 
 def split_messages(messages: Iterable[T], num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Messages in parts of at most PART_BYTES together, or one that has more."""
+    """Yields messages in parts of at most PART_BYTES. A larger message is a part by itself."""
     part: list[T] = []
     size = 0
     for message in messages:
@@ -67,7 +69,7 @@ def split_messages(messages: Iterable[T], num_bytes: Callable[[T], int]) -> Iter
 
 
 def joined(futures: "Sequence[Future[T]]", join: Callable[[list[T]], R]) -> "Future[R]":
-    """A future of what `join` makes of all results, in their order, or of the first exception."""
+    """Returns a future of `join` applied to all results in order, or of the first exception."""
     whole: Future[R] = Future()
     left, lock = len(futures), threading.Lock()
 

@@ -1,8 +1,8 @@
-"""A stream of selections that the server makes, for engines that can't map its memory, and for
-inspection.
+"""A stream of selections that the server makes.
 
-One call at a time: each waits for its answer. The stream begins with the first selection, belongs
-to its session and ends with it.
+For engines that can't map the server's memory, and for inspection. Calls run one at a time: each
+waits for its answer. The stream begins with the first selection. It belongs to its session and ends
+with it.
 """
 
 import queue
@@ -20,7 +20,7 @@ CLOSED = "the session was closed during a selection"
 
 
 class Selects:
-    """A stream of selections. One thread; use in a `with` block or close it."""
+    """A stream of selections. For one thread. Use it in a `with` block, or close it."""
 
     def __init__(self, stub: _sparse_wire.Stub, session_id: str) -> None:
         self._stub = stub
@@ -50,11 +50,12 @@ class Selects:
         shard_index: int = 0,
     ) -> SelectedBlocks:
         """Selects the blocks that a layer of a sequence should attend to. Waits for the answer.
-        Raises HotKVError, SessionLostError if the session is closed meanwhile.
 
-        `query_QD` float32 [query heads of the shard, head size] after positional encoding.
-        `always_log_mass_Q` float32: log mass of what is always kept; None to have it estimated from
-        representations.
+        Raises HotKVError; SessionLostError if the session is closed during the call.
+
+        query_QD: float32 [query heads of the shard, head size], after positional encoding.
+        always_log_mass_Q: float32, log mass of the blocks that are always kept; None: the server
+            estimates it from representations.
         """
         self._outbox.put(
             _sparse_wire.select_request(
@@ -75,7 +76,7 @@ class Selects:
             if error.code() is grpc.StatusCode.CANCELLED:
                 raise SessionLostError(CLOSED) from error
             raise _answers.as_error(error) from error
-        except ValueError as error:  # gRPC's word for a channel that is closed.
+        except ValueError as error:  # gRPC raises this for a closed channel.
             raise SessionLostError(CLOSED) from error
         if response is None:
             raise SessionLostError("the server ended the stream of selections")

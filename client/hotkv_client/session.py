@@ -1,10 +1,10 @@
 """A session with the server: one stream, reopened with back-off whenever it breaks.
 
-Each call is a message, and a future for its answer. Calls never block, but for `ping`. What is
-wrong with a call's arguments comes out of its future, not out of the call itself; calls without an
-answer raise it. Always true: every future is resolved; a load or store resolves only when the
-server can no longer touch the engine's memory for it, be it because it answered or because it is
-dead; nothing learnt from one epoch survives into another.
+Each call sends a message and returns a future for its answer. Calls never block, except `ping`. If
+a call's arguments are wrong, its future fails; calls without an answer raise the error. Always
+true: every future is resolved. A load or store resolves only when the server can no longer touch
+the engine's memory for it, because it answered or because it is dead. Knowledge from one epoch is
+never used in another.
 """
 
 import time
@@ -53,8 +53,11 @@ from hotkv_proto.order import OrderKind
 
 
 class Session:
-    """A session with the server. Thread-safe. Sequence ids are the caller's choice, unique in
-    the session. All sequences end with the connection."""
+    """A session with the server. Thread-safe.
+
+    The caller chooses sequence ids, which are unique in the session. All sequences end with the
+    connection.
+    """
 
     def __init__(self, config: SessionConfig, memory: EngineMemory | None = None) -> None:
         self.config = config
@@ -73,16 +76,18 @@ class Session:
         return self._life.connection
 
     def start(self) -> None:
-        """Begins to connect, in the background."""
+        """Starts to connect in the background."""
         self._life.start()
 
     def wait_connected(self, timeout_s: float) -> bool:
-        """Blocks until connected or the time is up; says which."""
+        """Blocks until the session is connected or the time is up. Returns whether it connected."""
         return self._life.wait_connected(timeout_s)
 
     def close(self) -> None:
-        """Ends the session; the server settles its transfers and drops its leases. Blocks until the
-        server is done, 5 seconds at most. A fence of the session's own is closed.
+        """Ends the session and closes the session's own fence.
+
+        The server settles the session's transfers and releases its leases. Blocks until the server
+        is done, for at most 5 seconds.
         """
         self._life.close()
 
@@ -96,7 +101,8 @@ class Session:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the cache last connected to; 0 before. It changes when the cache is lost."""
+        """Epoch of the cache last connected to; 0 before. It changes when the cache's contents are
+        lost."""
         return self._life.opened.epoch
 
     @property
@@ -107,36 +113,47 @@ class Session:
 
     @property
     def wants_token_ids(self) -> bool:
-        """True if the server last connected to publishes events, for which it needs
-        `BlockRun.token_ids`; False before."""
+        """Whether the server last connected to publishes events, which need `BlockRun.token_ids`.
+
+        False before the first connection.
+        """
         return self._life.opened.wants_token_ids
 
     @property
     def has_residency(self) -> bool:
-        """True if the server last connected to has residencies; False before."""
+        """Whether the server last connected to has residencies; False before."""
         return self._life.opened.has_residency
 
     @property
     def has_tiers(self) -> bool:
-        """True if `lookup` finds more than `probe`: the server has tiers. False before."""
+        """Whether the server last connected to has tiers; False before.
+
+        With tiers `lookup` finds more blocks than `probe`.
+        """
         return self._life.opened.has_tiers
 
     @property
     def order_kind(self) -> OrderKind:
-        """The kind of mark that transfers take (`After`): the server chose it from the memory's
-        order. HOST without a connection or an order."""
+        """The kind of mark that transfers use (`After`). The server chose it from the memory's
+        order.
+
+        HOST without a connection or an order.
+        """
         connection = self._connection
         return connection.order_kind if connection is not None else OrderKind.HOST
 
     @property
     def order_message(self) -> str:
-        """Why the server took less of the memory's order than was offered; empty if it did not."""
+        """Why the server accepted less of the memory's order than was offered; empty otherwise."""
         connection = self._connection
         return connection.order_message if connection is not None else ""
 
     def probe(self, group_index: int, hashes: Sequence[bytes]) -> BoolMask | None:
-        """Returns which blocks are ready, as a hint out of the shared table; None if no table is
-        mapped. Takes microseconds and no call."""
+        """Returns which blocks are ready, as a hint from the shared block table; None without a
+        table.
+
+        Needs no call to the server and takes microseconds.
+        """
         connection = self._connection
         if connection is None or connection.table is None:
             return None
@@ -145,10 +162,10 @@ class Session:
         return connection.table.ready(packed, self._hash_bytes, salt)
 
     def arena(self) -> Arena | None:
-        """Returns the server's arena, which is mapped at the first call and stays the same for the
-        connection; None without a connection, and if this session may not map it.
-        `LeaseGrant.offsets` and `extend_residency` say where blocks lie in it. Raises OSError if
-        the system refuses.
+        """Returns the server's arena; None without a connection, or if this session may not map it.
+
+        The first call maps it; the connection then returns the same object. `LeaseGrant.offsets`
+        and `extend_residency` say where blocks lie in it. Raises OSError if the system refuses.
         """
         link = None if self._connection is None else self._connection.link
         return None if link is None else link.arena()
@@ -158,9 +175,13 @@ class Session:
     def lookup(
         self, groups: Sequence[GroupHashes], traceparent: str | None = None
     ) -> "Future[tuple[BoolMask, ...]]":
-        """Asks the server which blocks are ready, in several messages if they are too many for one.
-        `traceparent`: names the caller's span as W3C
-        Trace Context does, to a server that records traces; None for none."""
+        """Asks the server which blocks are ready. Gives a mask for each group.
+
+        Sends several messages if the hashes are too many for one.
+
+        traceparent: the caller's span in the form of W3C Trace Context, for a server that records
+            traces; None: no span.
+        """
         parts = split_groups(groups, self._hash_bytes)
         if len(parts) == 1:
             return self._call(lambda: _wire.lookup(groups, self._hash_bytes, traceparent))
@@ -178,12 +199,15 @@ class Session:
         *,
         wants_offsets: bool = False,
     ) -> "Future[LeaseGrant]":
-        """Pins those of the blocks that are ready; `ttl_s` 0 for the server's default.
+        """Pins the ready blocks among those named.
 
-        The same call again gets the same answer; the same id with other blocks fails as
-        DUPLICATE_ID. `wants_offsets`: the grant has the blocks' offsets in `arena()`, too. Fails as
-        NOT_ALLOWED if there is no arena. Blocks of an earlier server are compared with their check
-        values first. `traceparent`: as `lookup`.
+        The same call again gets the same answer. The same id with other blocks fails as
+        DUPLICATE_ID. Blocks of an earlier server are compared with their check values first.
+
+        ttl_s: time until the lease expires; 0: the server's default.
+        traceparent: as for `lookup`.
+        wants_offsets: the grant also has the blocks' offsets in `arena()`. Fails as NOT_ALLOWED if
+            there is no arena.
         """
         return self._call(
             lambda: _wire.acquire(
@@ -204,33 +228,38 @@ class Session:
         ttl_s: float = 0,
         retention: Retention = NO_RETENTION,
     ) -> "Future[tuple[NDArray[np.uint8], ...]]":
-        """Reserves slots; BlockResult values a run."""
+        """Reserves slots for blocks. Gives an array of BlockResult values for each run."""
         return self._call(lambda: _wire.reserve(lease_id, runs, ttl_s, retention, self._hash_bytes))
 
     def release(self, lease_id: str) -> None:
-        """Gives a lease back. There is no answer: without a connection the lease has ended."""
+        """Releases a lease. There is no answer: without a connection the lease has already
+        ended."""
         self._send_only(_wire.release(lease_id))
 
     def open_residency(
         self, residency_id: str, num_blocks: Mapping[int, int]
     ) -> "Future[ResidencyOpened]":
-        """Reserves room in the arena for a request: the most blocks that it will ever keep, by
-        group index, and their representations of the kinds that this session declares.
+        """Reserves room in the arena for a request.
+
+        num_blocks: the most blocks that the request will ever need, by group index. The room
+            includes their representations of the kinds that this session declares.
 
         The same call again gets the same answer. The residency belongs to the engine and ends with
-        this session. Fails as NO_ROOM_FOR_RESIDENCY if others hold the room; as
-        RESIDENCY_TOO_LARGE if there can never be enough; as NOT_ALLOWED if there is no `arena()`.
+        this session. Fails as NO_ROOM_FOR_RESIDENCY if the room is in use, as RESIDENCY_TOO_LARGE
+        if there can never be enough room, and as NOT_ALLOWED if there is no `arena()`.
         """
         return self._resident(lambda: _wire.open_residency(residency_id, num_blocks))
 
     def extend_residency(
         self, residency_id: str, group_index: int, first_position: int, hashes: Sequence[bytes]
     ) -> "Future[ResidentBlocks]":
-        """Pins those of the blocks that are ready, and says where they lie in `arena()`.
+        """Pins the ready blocks among those named. Gives their offsets in `arena()`.
 
-        `first_position`: of the first block in the request, counted in blocks. A block that the
-        residency has already keeps its offset. Blocks of an earlier server are compared with their
-        check values first. Fails as UNKNOWN_RESIDENCY if the residency has ended.
+        A block that the residency has already pinned keeps its offset. Blocks of an earlier server
+        are compared with their check values first. Fails as UNKNOWN_RESIDENCY if the residency has
+        ended.
+
+        first_position: position of the first block in the request, counted in blocks.
         """
         return self._resident(
             lambda: _wire.extend_residency(
@@ -239,12 +268,14 @@ class Session:
         )
 
     def close_residency(self, residency_id: str) -> None:
-        """Gives a residency back: its blocks may have been read for the last time. There is no
-        answer: without a connection it has ended."""
+        """Closes a residency: its blocks must not be read after this call.
+
+        There is no answer: without a connection the residency has ended already.
+        """
         self._send_only(_wire.close_residency(residency_id))
 
     def report_use(self, groups: Sequence[GroupHashes]) -> None:
-        """Tells the server which blocks the engine used from its own device cache."""
+        """Reports to the server which blocks the engine used from its own device cache."""
         for part in split_groups(groups, self._hash_bytes):
             self._send_only(_wire.report_use(part, self._hash_bytes))
 
@@ -255,13 +286,15 @@ class Session:
         ended: Sequence[EndedRequest[Sequence[bytes]]] = (),
         loads: Sequence[LoadEnd] = (),
     ) -> None:
-        """Tells the server of scheduled requests: what they used from the device cache, and how
-        long to keep their blocks. Nothing to wait for. Raises HotKVError for hashes of another
-        length.
+        """Reports scheduled requests to the server. There is no answer.
 
-        `prefill_tokens_per_s`: what this engine has measured; 0 for nothing. Then lookups leave in
-        a slow tier what the engine computes sooner. `ended`: requests that have ended, of those
-        that have a session or hints. `loads`: those that have ended since.
+        Raises HotKVError for hashes of another length.
+
+        reports: what the requests used from the device cache, and how long to retain their blocks.
+        prefill_tokens_per_s: speed that this engine has measured; 0: unknown. With it, lookups skip
+            blocks in a slow tier that the engine computes sooner than it could load them.
+        ended: requests that have ended and that have a session or hints.
+        loads: loads that have ended since the previous report.
         """
         for request in _wire.report_requests(
             reports, self._hash_bytes, prefill_tokens_per_s, ended, loads
@@ -275,10 +308,10 @@ class Session:
         hashes: Sequence[bytes],
         select: SelectConfig | None = None,
     ) -> "Future[SequenceCreated]":
-        """Begins a sequence over the complete blocks `hashes` of its context.
+        """Creates a sequence over the complete blocks `hashes` of its context.
 
-        With `select` the server selects for it (`selects`). Without, nothing is pinned, and reports
-        name the sequence.
+        With `select` the server selects for the sequence (`selects`). Without it nothing is pinned;
+        the sequence exists so that reports can name it.
         """
         return self._call(
             lambda: _sparse_wire.create_sequence(
@@ -289,9 +322,13 @@ class Session:
     def append_blocks(
         self, sequence_id: str, first_position: int, hashes: Sequence[bytes]
     ) -> "Future[SequenceState]":
-        """Adds blocks that have become complete, the first of them at `first_position` of the
-        context. Those that the sequence has already must be the same. If the server selects, it
-        leases anew what is ready now, even if `hashes` is empty.
+        """Appends blocks that have become complete to a sequence.
+
+        first_position: position of the first of them in the context. Blocks that the sequence
+            already has must be the same.
+
+        If the server selects, it renews its lease to include all blocks that are ready, even if
+        `hashes` is empty.
         """
         return self._call(
             lambda: _sparse_wire.append_blocks(
@@ -302,30 +339,32 @@ class Session:
     def report_sparse(
         self, positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]
     ) -> None:
-        """Tells the server what sparse decode did since the report before; nothing to wait for.
+        """Reports to the server what sparse decode did since the previous report. There is no
+        answer.
 
-        `positions`: by sequence id, int32 positions of blocks that were selected or joined a hot
-        set in any layer; they count as used. `counters`: by layer, growth of counters by the names
-        of `SPARSE_COUNTERS`; raises HotKVError for others.
+        positions: by sequence id, int32 positions of blocks that were selected or joined a hot set
+            in any layer. They count as used.
+        counters: by layer, growth of counters, named as in `SPARSE_COUNTERS`. Raises HotKVError for
+            other names.
         """
         self._send_only(_sparse_wire.report_sparse(positions, counters))
 
     def delete_sequence(self, sequence_id: str) -> "Future[bool]":
-        """Ends a sequence. Gives False if there was no such sequence."""
+        """Ends a sequence. Gives False if it does not exist."""
         return self._call(lambda: _sparse_wire.delete_sequence(sequence_id))
 
     def flush(self) -> "Future[Flushed]":
-        """Forgets every block of this session's key space, whoever stored it; gives how many were
+        """Drops every block of this session's key space, from all engines. Gives how many were
         ready.
 
-        Once resolved, no lease has a block from before, and what was being stored is refused as
-        ABORTED; nor has one on another node, unless tiers are pending. If nodes share a tier, that
-        takes a second and a half.
+        Once resolved, no lease holds a block from before the flush, and stores under way are
+        refused as ABORTED. The same holds on other nodes, unless tiers are pending. If nodes share
+        a tier, the flush takes a second and a half.
         """
         return self._call(_wire.flush)
 
     def ping(self, timeout_s: float) -> float:
-        """Seconds of a round trip. Raises HotKVError or TimeoutError."""
+        """Returns the seconds of a round trip. Raises HotKVError or TimeoutError."""
         start_s = time.perf_counter()
         self._call(_wire.ping).result(timeout_s)
         return time.perf_counter() - start_s
@@ -341,8 +380,11 @@ class Session:
         after: After | None = None,
         traceparent: str | None = None,
     ) -> "Future[TransferResult]":
-        """Copies leased blocks into the registered memory. `after`: nothing is written before;
-        `timeout_s` counts from there. `traceparent`: as `lookup`."""
+        """Copies leased blocks into the registered memory.
+
+        after: nothing is written before this mark; `timeout_s` counts from there.
+        traceparent: as for `lookup`.
+        """
         return self._call(
             lambda: _wire.load(transfer_id, lease_id, runs, timeout_s, after, traceparent),
             transfer_id=transfer_id,
@@ -362,10 +404,11 @@ class Session:
     ) -> "Future[TransferResult]":
         """Copies blocks out of the registered memory and commits them.
 
-        The first store under a lease id reserves; other ranks join.
-        `after`: nothing is read before; `timeout_s` counts from there. `fence_index`: if the memory
-        came with a fence, the word that revokes this store, and ValueError without one; else
-        ignored.
+        The first store under a lease id reserves; other ranks join it.
+
+        after: nothing is read before this mark; `timeout_s` counts from there.
+        fence_index: the word that revokes this store, if the memory has a shared fence; ignored
+            otherwise. Raises ValueError if it is missing.
         """
         connection, fence = self._connection, self._life.fence
         if isinstance(fence, SharedFence):
@@ -390,19 +433,20 @@ class Session:
         )
 
     def cancel(self, transfer_id: str) -> None:
-        """Ends a transfer early; its future's resolving is the acknowledgement.
+        """Asks for a transfer to end early. It has ended when its future resolves.
 
-        A store is revoked and resolves at once, as CANCELLED and without results, whatever the
-        server is doing: its blocks were committed before, or never will be. A load resolves when
-        the server has stopped writing.
+        A store with a word of the fence is revoked and resolves at once, as CANCELLED and without
+        results, whatever the server is doing. Its blocks were committed before, or never will be. A
+        load resolves when the server has stopped writing.
         """
         if (connection := self._connection) is not None:
             connection.cancel(transfer_id)
 
     def revoke_stores(self) -> None:
-        """Revokes all stores under way at once: when this returns, their blocks may be overwritten.
-        Their futures end with the server's answers. Raises SessionLostError if there is one that
-        can't be revoked; only `close` ends that.
+        """Revokes all stores under way. When this returns, their blocks may be overwritten.
+
+        Their futures resolve with the server's answers. Raises SessionLostError if a store can't be
+        revoked; then only `close` ends it.
         """
         if self._life.fence is not None:
             self._life.fence.revoke_all()
@@ -411,8 +455,10 @@ class Session:
             raise SessionLostError("a store is under way that has no word of the fence")
 
     def selects(self) -> Selects:
-        """Opens a stream of selections by the server; close it. Raises SessionLostError without a
-        connection."""
+        """Opens a stream of selections by the server. The caller closes it.
+
+        Raises SessionLostError without a connection.
+        """
         if (connection := self._connection) is None:
             raise self._no_server()
         return Selects(connection.selecting, connection.session_id)

@@ -1,6 +1,6 @@
-"""Values that go in and out of the client: frozen, without protobuf.
+"""Values that the client's calls accept and return: frozen, without protobuf.
 
-Those that the server has, too, are defined in `hotkv_proto`.
+Values that the server uses too are defined in `hotkv_proto`.
 """
 
 import enum
@@ -47,18 +47,20 @@ class LinkState(enum.Enum):
     """State of a session's connection."""
 
     ABSENT = "absent"
-    """No server; the session tries again with back-off."""
+    """No server is connected. The session retries with back-off."""
     CONNECTED = "connected"
     DRAINING = "draining"
-    """The server takes no new leases or transfers."""
+    """The server accepts no new leases or transfers."""
     CLOSED = "closed"
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentBlocks:
-    """Where blocks of a residency lie: bytes from the start of the arena to each block's slot,
-    int64 [n], -1 for a block that is not pinned. `representations` likewise, -1 for a block whose
-    representation is not pinned."""
+    """Offsets of a residency's blocks in the arena, in bytes.
+
+    offsets: int64 [n], start of each block's slot; -1 if the block is not pinned.
+    representations: int64 [n], start of each representation; -1 if it is not pinned.
+    """
 
     offsets: Int64s
     representations: Int64s
@@ -66,15 +68,18 @@ class ResidentBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """Notice: the server no longer keeps these blocks."""
+    """A notice: the server has dropped these blocks."""
 
     groups: tuple[GroupHashes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class WatchedRequest:
-    """A request that an engine has reported. `hashes`: packed, one for each full hash block.
-    `unix_time_s`: when it came to its engine."""
+    """A request that an engine has reported.
+
+    hashes: packed hashes of the prompt's full hash blocks.
+    unix_time_s: time at which the request reached its engine.
+    """
 
     key_space_id: int
     hashes: bytes
@@ -86,16 +91,19 @@ class WatchedRequest:
 
 @dataclass(frozen=True, slots=True)
 class SelectConfig:
-    """Settings with which the server selects for a sequence. It uses those parts of `config` that
-    matter to a selection.
+    """Settings of the selections that the server makes for a sequence.
 
-    `representation_group`: see `SessionConfig`. A shard's part of a representation holds
-    `layer_indices`, the sparse layers, ascending, in order, in each the formats of
-    `config.scorers_of(layer)` in order, in each `kv_heads` heads. `hot_blocks`: size of the hot set
-    that the server keeps for each layer and shard; 0 for none. `scale` of attention; None for 1 /
-    sqrt(head_size). `centres`: those that the representations were made with, of all shards' heads;
-    None for none. They must belong to the kind that the session declares: its version is a hash,
-    from which the server can't tell, and with another centre the selection is worse than with none.
+    config: the server uses only the parts that affect a selection.
+    representation_group: group index of the representations; see `SessionConfig`.
+    layer_indices: the sparse layers, ascending. A shard's part of a representation holds these
+        layers in order. Each layer holds the formats of `config.scorers_of(layer)` in order. Each
+        format holds `kv_heads` heads.
+    hot_blocks: size of the hot set that the server maintains per layer and shard; 0: no hot set.
+    scale: scale of attention; None: 1 / sqrt(head_size).
+    centres: centres that the representations were made with, for the heads of all shards; None: the
+        representations have none. They must belong to the kind that the session declares. The
+        server can't check this, because the kind's version is only a hash. With other centres the
+        selection is worse than without any.
     """
 
     config: "SparseConfig"
@@ -110,10 +118,10 @@ class SelectConfig:
 
 @dataclass(frozen=True, slots=True)
 class SequenceCreated:
-    """A sequence has begun.
+    """The answer to the creation of a sequence.
 
-    Where the server selects, `lease_id` pins the `covered_blocks` leading blocks of the context
-    with their representations; positions of the context are positions in the lease's lists.
+    If the server selects, `lease_id` pins the `covered_blocks` leading blocks of the context and
+    their representations. Positions in the context are then positions in the lease's lists.
     """
 
     lease_id: str
@@ -122,8 +130,12 @@ class SequenceCreated:
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """State of a sequence: its complete blocks, and, if the server selects, the lease that replaces
-    the one before."""
+    """The state of a sequence after blocks were appended.
+
+    num_blocks: complete blocks of the sequence.
+    lease_id, covered_blocks: as in `SequenceCreated`, if the server selects. This lease replaces
+        the lease of the previous answer.
+    """
 
     num_blocks: int
     lease_id: str
@@ -132,12 +144,16 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class SelectedBlocks:
-    """An answer of the server's selection. `positions` int32, ascending, always kept ones included;
-    `weights` float32, inf for these.
+    """The result of a selection by the server.
 
-    Of the hot set, if the server keeps one: load `load_positions` into `load_slots` before
-    attending; `evict_positions` have lost their slot; `hot_positions` (ascending) in `hot_slots`
-    may then be attended.
+    positions: int32, ascending; includes the blocks that are always kept.
+    weights: float32, a weight for each position; inf for blocks that are always kept.
+
+    The remaining arrays describe the hot set, if the server maintains it:
+    load_positions, load_slots: load these blocks into these slots before attending.
+    evict_positions: blocks that have lost their slot.
+    hot_positions, hot_slots: blocks (ascending) that may be attended to after the loads, and their
+        slots.
     """
 
     positions: Int32s
@@ -154,10 +170,11 @@ class SelectedBlocks:
 class EngineMemory:
     """Memory that the server may read and write during transfers.
 
-    `fds`: descriptor of each file handle of the layout, kept open by the caller. `order`: how the
-    server may learn what the engine's device has done; what it takes of that is
-    `Session.order_kind`. `fence`: one whose words the caller gives with each store; None for the
-    session's own.
+    fds: descriptor of each file handle of the layout. The caller keeps them open.
+    order: ways in which the server may learn what the engine's device has done.
+        `Session.order_kind` says which way the server chose.
+    fence: a fence whose words the caller chooses for each store; None: the session uses its own
+        fence.
     """
 
     layout: Layout
@@ -173,11 +190,10 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True)
 class After:
-    """A transfer begins when the engine's device has passed `mark`, which is made as the session's
-    `order_kind` says.
+    """Delays a transfer until the engine's device has passed `mark`.
 
-    A mark of one kind means nothing to another: if the session takes another kind by now, the
-    transfer fails.
+    kind: the session's `order_kind` when the mark was made. The transfer fails if the session uses
+        another kind when it is sent, because a mark has a meaning only for its own kind.
     """
 
     kind: OrderKind
@@ -186,12 +202,16 @@ class After:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Proofs of the client and of the server over TCP. None is used on a Unix socket.
+    """Files with the proofs of identity of client and server over TCP. A Unix socket uses none of
+    them.
 
-    Paths of files, read at each new connection, so that renewed ones are taken up; empty for none.
-    `tls_ca`: who signs the server's certificate, in PEM. `tls_certificate`, `tls_key`: of the
-    client, in PEM. `tls_server_name`: expected in the server's certificate if that is not the
-    host of the target. `token_file`: holds a bearer token.
+    Each field is a path except `tls_server_name`; empty: not used. Files are read at each new
+    connection, so a renewed file is used from then on.
+
+    tls_ca: certificate of the authority that signs the server's certificate, PEM.
+    tls_certificate, tls_key: the client's own certificate and key, PEM.
+    tls_server_name: name expected in the server's certificate, if it is not the target's host.
+    token_file: file that holds a bearer token.
     """
 
     tls_ca: str = ""
@@ -206,13 +226,15 @@ NO_CREDENTIALS = Credentials()
 
 @dataclass(frozen=True, slots=True)
 class SessionConfig:
-    """A session's server, engine and key space. `target`: `unix:/path/grpc.sock` or `host:port`.
+    """Settings of a session: its server, its engine and its key space.
 
-    `engine_id` is shared by all sessions of an engine; leases are the engine's. `representations`:
-    that go with the blocks; everywhere in the session the first has the group index that follows
-    the key space's groups (`representation_group`), and so on. A representation is kept if its
-    block is ready when it is written, before or by the same store; it is dropped with its block.
-    `use_table`: probe the shared block table if the server offers it.
+    target: `unix:/path/grpc.sock` or `host:port`.
+    engine_id: the same for all sessions of an engine. Leases belong to the engine.
+    representations: kinds of representation that are stored with the blocks. The first kind has the
+        group index after the last group of the key space, and so on (`representation_group`). A
+        representation is kept if its block is ready when it is written, by an earlier store or by
+        the same store. It is dropped with its block.
+    use_table: probe the shared block table if the server offers it.
     """
 
     target: str
@@ -227,9 +249,10 @@ class SessionConfig:
     reconnect_max_s: float = 5.0
     credentials: Credentials = NO_CREDENTIALS
     on_state: Callable[[LinkState, str], None] | None = None
-    """Called from a client thread at each change, with one sentence why."""
+    """Called from a client thread at each change of state, with one sentence that says why."""
     on_evicted: Callable[[Evicted], None] | None = None
 
     def representation_group(self, representation: Representation) -> int:
-        """Its group index in this session. Raises ValueError if it is not declared."""
+        """Returns the representation's group index in this session. Raises ValueError if it is not
+        declared."""
         return len(self.key_space.groups) + self.representations.index(representation)

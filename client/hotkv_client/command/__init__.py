@@ -1,1 +1,1 @@
-"""The command `hotkv`: what it asks, and how it shows the answers."""
+"""The command `hotkv`: asks the server and shows the answers."""

@@ -1,5 +1,7 @@
-"""`hotkv`: what the server holds and why a prompt missed, from the command line. Tables by default,
-`--json` on every command."""
+"""`hotkv`: shows from the command line what the server holds and why a prompt missed.
+
+Prints tables by default, JSON with `--json`. A command's docstring is its help text.
+"""
 
 import argparse
 import contextlib
@@ -39,12 +41,12 @@ from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
 Command = Callable[[AdminClient, argparse.Namespace], Any]
 LIVE = "live"
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
+"""Exit status after Ctrl-C, the same as in shells."""
 MAX_TOKEN_ID = (1 << 31) - 1
 
 
 def status(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
-    """State, tiers, key spaces and the hit rate."""
+    """Shows the state, tiers, key spaces and the hit rate."""
     return {
         **client.info(),
         "tiers": client.tiers(),
@@ -54,34 +56,35 @@ def status(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def top(client: AdminClient, options: argparse.Namespace) -> None:
-    """Rates, live: hits, tiers, engines, what moves, what is wrong."""
+    """Shows live rates: hits, tiers, engines, bytes moved, and problems."""
     live.run(client, options.interval, options.count, as_json=options.json)
 
 
 def devices(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
-    """GPUs: what was copied, how fast each way of copying was measured to be, how much of the arena
-    they reach."""
+    """Shows GPUs: bytes copied, the measured speed of each copy method, registered part of the
+    arena."""
     answer: dict[str, Any] = client.info()["devices"]
     return answer
 
 
 def ping(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
-    """Whether the server serves, for probes: exit status 0 if so, 1 if not."""
+    """Asks whether the server serves, for probes: exit status 0 if so, 1 if not."""
     return {"serving": client.ping(LIVE if options.live else "")}
 
 
 def sessions(client: AdminClient, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Live sessions."""
+    """Lists the live sessions."""
     return client.sessions()
 
 
 def residencies(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
-    """Requests whose blocks stay in the arena as long as they run, and those that wait for room."""
+    """Lists requests that pin their blocks in the arena while they run, and engines that wait for
+    room."""
     return client.residencies()
 
 
 def blocks(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
-    """Blocks, a page at a time."""
+    """Lists blocks, a page at a time."""
     return client.blocks(options.key_space, options.limit, options.page)
 
 
@@ -92,12 +95,12 @@ def evict(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def flush(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
-    """Forgets a key space's blocks, also pinned ones."""
+    """Drops all blocks of a key space, pinned blocks included."""
     return client.flush(options.key_space)
 
 
 def events(client: AdminClient, options: argparse.Namespace) -> None:
-    """Prints what is stored and removed, as it happens, until Ctrl-C."""
+    """Prints blocks as they are stored and removed, until Ctrl-C."""
     shown = json.dumps if options.json else tables.event_line
     with contextlib.suppress(KeyboardInterrupt):
         for items, lost in client.events(options.key_space, options.seconds, tiers=True):
@@ -106,8 +109,8 @@ def events(client: AdminClient, options: argparse.Namespace) -> None:
 
 
 def record(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
-    """Writes a trace of the requests that engines report, until Ctrl-C: hashes as numbers, no
-    tokens."""
+    """Writes a trace of the requests that engines report, until Ctrl-C. It has numbers for hashes,
+    and no tokens."""
     return recorder.record(
         client,
         options.file,
@@ -119,18 +122,18 @@ def record(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def export(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
-    """Writes the names of the hottest blocks to a file, for `hotkv import` on another node."""
+    """Writes the hashes of the hottest blocks to a file, for `hotkv import` on another node."""
     number, _ = recorder.chosen_key_space(client, options.key_space)
     return warm_start.export(client, options.file, number, int(options.gib * (1 << 30)))
 
 
 def import_(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
-    """Brings the blocks that a file of `hotkv export` names in from lower tiers."""
+    """Promotes the blocks named in a file of `hotkv export` from lower tiers to host memory."""
     return warm_start.fetch(client, options.file, options.wait)
 
 
 def prefetch(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
-    """Brings the blocks of prompts in from lower tiers, before traffic comes."""
+    """Promotes the blocks of prompts from lower tiers to host memory, before traffic comes."""
     space: dict[str, Any] | int
     if options.like is not None:
         with options.like.open() as file:
@@ -141,7 +144,7 @@ def prefetch(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]
 
 
 def sparse(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
-    """Sparse decode, layer by layer: hot-set hits, recall, attention mass, blocks, bytes swapped,
+    """Shows sparse decode by layer: hot-set hits, recall, attention mass, blocks, bytes swapped,
     time to select."""
     rows = client.sparse_layers()
     total = {name: sum(row[name] for row in rows) for name in SPARSE_COUNTERS}
@@ -149,24 +152,25 @@ def sparse(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def savings(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
-    """What the cache has brought, to whom, and what a larger one would bring."""
+    """Shows what the cache has saved, by tenant, model or engine, and what a larger cache would
+    save."""
     answer = client.savings(savings_tables.seconds(options.since))
     rows = savings_tables.grouped(answer["rows"], options.by)
     return {**answer, "by": options.by, "rows": rows, "total": savings_tables.total(rows)}
 
 
 def drain(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
-    """Takes no new work and stops when all has ended."""
+    """Makes the server refuse new work, and stops it when all work has ended."""
     return client.drain(options.timeout)
 
 
 def hints(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
-    """What routers have asked of the cache, what has come of it, and whether it paid."""
+    """Lists the hints of routers with their outcomes and what they saved."""
     return client.hints(options.message, options.limit)
 
 
 def explain(client: AdminClient, options: argparse.Namespace) -> Any:
-    """Of each block of a prompt or a session, would it hit, and why not."""
+    """Says for each block of a prompt or a session whether it would hit, and if not, why."""
     if options.session:
         if options.prompt:
             raise ValueError("give a prompt or --session, not both")
@@ -176,14 +180,14 @@ def explain(client: AdminClient, options: argparse.Namespace) -> Any:
 
 
 def show_explained(answer: Any) -> str:
-    """A prompt, or the sessions of a name."""
+    """Formats the explanation of a prompt, or of the sessions of a name."""
     if isinstance(answer, dict):
         return tables.show_session(answer["sessions"])
     return tables.show_explain(answer)
 
 
 def parse_hash(text: str) -> bytes:
-    """A block hash in hexadecimal. Raises ValueError."""
+    """Parses a block hash in hexadecimal. Raises ValueError."""
     try:
         return bytes.fromhex(text)
     except ValueError as error:
@@ -191,8 +195,10 @@ def parse_hash(text: str) -> bytes:
 
 
 def parse_prompt(words: Sequence[str]) -> tuple[bytes, bytes]:
-    """(hashes, token ids) of a prompt given as numbers, hexadecimal hashes, or @FILE or - with
-    either. Raises ValueError."""
+    """Parses a prompt into (hashes, token ids), of which one is empty. Raises ValueError.
+
+    A word is a token id, a hash in hexadecimal, or @FILE or - (standard input) with either.
+    """
     items: list[str] = []
     for word in words:
         text = word
@@ -235,7 +241,7 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Builds the parser of the command line."""
     common = common_options(has_defaults=False)
     whole = Parser(
         prog="hotkv",
@@ -269,20 +275,23 @@ def parser() -> argparse.ArgumentParser:
 
 
 def examine(options: argparse.Namespace) -> int:
-    """Runs `hotkv doctor`, which needs no server: exit status 1 if something is bad."""
+    """Runs `hotkv doctor`, which needs no server. Returns exit status 1 if a finding is bad."""
     findings = doctor.examine(doctor.Host(options.root))
     print(doctor.report(findings, as_json=options.json), flush=True)
     return doctor.status_of(findings)
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Runs `hotkv bench`, which has a server of its own: exit status 1 if it can't run, or a tier
-    does not work; 128 and the number of the signal that ended it."""
+    """Runs `hotkv bench`, which starts its own server.
+
+    Returns exit status 1 if the benchmark can't run or a tier does not work. A signal exits with
+    128 plus its number.
+    """
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    # So that its server and its memory go with it.
+    # Exit by an exception, so that the benchmark's server and memory are removed.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, end)
     try:
@@ -327,8 +336,11 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status: 0, 1 if the server refused or is absent, 2 for bad
-    input, 130 after Ctrl-C. Whoever reads the output may stop early, as `head` does."""
+    """Runs the command line and returns the exit status.
+
+    0: success, also if the reader of the output stops early, as `head` does. 1: the server refused
+    or is absent. 2: bad input. 130: Ctrl-C.
+    """
     try:
         return _main(arguments)
     except KeyboardInterrupt:

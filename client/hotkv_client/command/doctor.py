@@ -1,8 +1,7 @@
-"""`hotkv doctor`: looks at a host as somebody would who knows hotkv, and names the command that
-mends what it finds.
+"""`hotkv doctor`: checks a host for known problems and names the command that fixes each.
 
-Always true: it only reads, from files below a root that tests put together, and asks no server. A
-check that can't look says so and finds nothing wrong.
+Always true: it only reads, from files below a root (which tests replace), and asks no server. A
+check that can't look says so and reports no problem.
 """
 
 import json
@@ -18,16 +17,21 @@ from hotkv_client.command.tables import human_bytes, table
 
 GOOD, WARN, BAD, UNKNOWN = "good", "warning", "bad", "unknown"
 COLLAPSE_KERNEL = (6, 1)
-"""From here on the kernel makes huge pages of shared memory on request."""
+"""First kernel that makes huge pages of shared memory on request."""
 VLLM_LINES = ((0, 32), (0, 33))
-"""As hotkv_vllm.versions, which can't be imported without vLLM; a test compares both."""
+"""The same as in hotkv_vllm.versions, which can't be imported without vLLM. A test compares both.
+"""
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`check`: what was looked at. `says`: what is there and why it matters. `mend`: a command, or
-    empty."""
+    """The result of a check.
+
+    check: what was checked.
+    says: the state that was found and why it matters.
+    mend: a command that fixes it, or empty.
+    """
 
     check: str
     state: str
@@ -37,16 +41,19 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Where to look. `versions`: of installed packages, None for those that are not."""
+    """The host to check; tests replace each field.
+
+    version_of: returns the version of an installed package; None if it is not installed.
+    """
 
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     version_of: Callable[[str], str | None] = lambda name: installed(name)
     free_bytes: Callable[[Path], tuple[int, int]] = lambda path: sizes(path)
-    """Total and free bytes of a file system."""
+    """Returns the total and free bytes of a file system."""
 
     def text(self, path: str) -> str | None:
-        """A file's content; None if it can't be read."""
+        """Returns a file's content; None if it can't be read."""
         try:
             return (self.root / path).read_text(errors="replace").strip()
         except OSError:
@@ -58,7 +65,7 @@ class Host:
 
 
 def installed(name: str) -> str | None:
-    """The version of a package here."""
+    """Returns the version of an installed package; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -66,7 +73,7 @@ def installed(name: str) -> str | None:
 
 
 def sizes(path: Path) -> tuple[int, int]:
-    """Total and free bytes of the file system."""
+    """Returns the total and free bytes of the file system."""
     found = shutil.disk_usage(path)
     return found.total, found.free
 
@@ -210,7 +217,7 @@ def versions(host: Host) -> Finding:
     found = {name: host.version_of(name) for name in ("hotkv", "grpcio", "protobuf", "numba")}
     said = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     if not found["numba"]:
-        # uvloop comes with the server alone.
+        # Only the server depends on uvloop.
         has_server = host.version_of("uvloop") is not None
         return Finding(
             "versions",
@@ -237,7 +244,7 @@ def vllm(host: Host) -> Finding:
 
 
 def vllm_settings(host: Host) -> Finding:
-    """Variables that engines would start with here."""
+    """Checks the environment variables that engines would start with."""
     conf = host.environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
     conf += host.environment.get("PYTORCH_ALLOC_CONF", "")
     if "expandable_segments:true" in conf.lower().replace(" ", ""):
@@ -272,12 +279,12 @@ CHECKS: tuple[Callable[[Host], Finding], ...] = (
 
 
 def examine(host: Host) -> list[Finding]:
-    """What each check finds, in their order."""
+    """Runs all checks in order and returns their findings."""
     return [check(host) for check in CHECKS]
 
 
 def report(findings: list[Finding], *, as_json: bool) -> str:
-    """For people: a table, and below it what mends. Or JSON."""
+    """Formats the findings: a table with the fixes below it, or JSON."""
     if as_json:
         return json.dumps([asdict(finding) for finding in findings], indent=2)
     rows = [(one.check, one.state, one.says) for one in findings]
@@ -286,5 +293,5 @@ def report(findings: list[Finding], *, as_json: bool) -> str:
 
 
 def status_of(findings: list[Finding]) -> int:
-    """The exit status: 1 if something is bad."""
+    """Returns the exit status: 1 if a finding is bad."""
     return int(any(finding.state == BAD for finding in findings))

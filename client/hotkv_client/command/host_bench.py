@@ -1,6 +1,8 @@
-"""`hotkv bench`: what hotkv does on this machine, in a minute. Starts a server beside whatever runs
-(`own_server`), times it (`measure`) and says what the figures mean (`rows_of`). No server in use is
-asked for anything. Each measure takes about as long as it is given."""
+"""`hotkv bench`: measures hotkv on this machine in a minute.
+
+Starts its own server (`own_server`), times it (`measure`) and explains the figures (`rows_of`). It
+does not use any running server. Each measure takes about the time that it is given.
+"""
 
 import contextlib
 import ctypes
@@ -33,8 +35,8 @@ from hotkv_proto.errors import HotKVError
 
 # ------------------------------------------------------------------------------ a server of its own
 
-# A server that `hotkv bench` has for itself: a process of the installed `hotkv-server`, with an
-# arena and sockets of its own, which go with it.
+# The server of `hotkv bench` is a process of the installed `hotkv-server`. It has its own arena and
+# sockets, which are removed with it.
 
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -47,12 +49,12 @@ _LIBC = ctypes.CDLL(None)
 
 
 class BenchError(Exception):
-    """The benchmark can't run; the message says why and what to do."""
+    """The benchmark can't run. The message says why and what to do."""
 
 
 @contextlib.contextmanager
 def own_server(arena_bytes: int, shared_memory: Path = SHARED_MEMORY) -> Iterator[str]:
-    """The target of a new server with so large an arena. Raises BenchError."""
+    """Starts a server with an arena of this size and yields its target. Raises BenchError."""
     free = shutil.disk_usage(shared_memory).free
     if free < arena_bytes + arena_bytes // 4:
         raise BenchError(
@@ -83,12 +85,12 @@ def own_server(arena_bytes: int, shared_memory: Path = SHARED_MEMORY) -> Iterato
 
 
 def _environment() -> dict[str, str]:
-    """Without the settings of a server in use."""
+    """Returns the environment without settings of a running server."""
     return {name: value for name, value in os.environ.items() if not name.startswith("HOTKV_")}
 
 
 def _die_with_parent() -> None:
-    """Whatever ends the benchmark ends its server."""
+    """Makes the server end when the benchmark ends for any reason."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -120,7 +122,8 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def check_tiers(flags: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The timings of `hotkv-server tiers check` with these flags, and what is wrong with tiers."""
+    """Runs `hotkv-server tiers check` with these flags. Returns its timings and the tiers'
+    problems."""
     command = [*COMMAND, "tiers", "check", "--json", *flags]
     try:
         done = subprocess.run(
@@ -151,7 +154,7 @@ CALL_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of one operation of `num_bytes`: a value for each time that it was done."""
+    """The times of an operation on `num_bytes`: a value for each repetition."""
 
     seconds: tuple[float, ...]
     num_bytes: int = 0
@@ -170,8 +173,11 @@ class Times:
 
 
 def timed(work: Callable[[], float | None], seconds: float, num_bytes: int = 0) -> Times:
-    """Does it for about so long, LEAST_ROUNDS times at least; once before, which is not counted.
-    `work` may return its own seconds."""
+    """Repeats `work` for about `seconds`, at least LEAST_ROUNDS times, after one call that is not
+    counted.
+
+    work: may return its own seconds; None: the call is timed.
+    """
     work()
     found: list[float] = []
     end_s = time.perf_counter() + seconds
@@ -183,12 +189,12 @@ def timed(work: Callable[[], float | None], seconds: float, num_bytes: int = 0) 
 
 
 def memcpy(num_threads: int, seconds: float) -> Times:
-    """Copies of MEMCPY_BYTES within memory, cut over threads."""
+    """Times copies of MEMCPY_BYTES within memory, divided among threads."""
     source, target = (np.ones(MEMCPY_BYTES, np.uint8) for _ in range(2))
     bounds = np.linspace(0, MEMCPY_BYTES, num_threads + 1).astype(int).tolist()
 
     def part(at: int) -> None:
-        # numpy lets other threads run while it copies.
+        # numpy releases the GIL while it copies.
         np.copyto(target[bounds[at] : bounds[at + 1]], source[bounds[at] : bounds[at + 1]])
 
     def copy() -> None:
@@ -203,16 +209,16 @@ def memcpy(num_threads: int, seconds: float) -> Times:
 
 
 def hashes(count: int) -> list[bytes]:
-    """Hashes that nobody else has."""
+    """Returns random hashes, which no other block has."""
     data = os.urandom(count * HASH_BYTES)
     return [data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES)]
 
 
 class BenchEngine:
-    """An engine's worker, with blocks of BLOCK_BYTES. Close it."""
+    """An engine's worker, with blocks of BLOCK_BYTES. The caller closes it."""
 
     def __init__(self, target: str) -> None:
-        """Raises BenchError if it can't connect."""
+        """Connects. Raises BenchError if it can't."""
         self._engine = PagedEngine(
             target,
             layers=LAYERS,
@@ -240,7 +246,7 @@ class BenchEngine:
         return f"bench-{self._number}"
 
     def _stored(self, names: list[bytes]) -> float:
-        """Seconds of a store of these blocks. Raises BenchError."""
+        """Stores blocks under these hashes. Returns the seconds. Raises BenchError."""
         name, began_s = self._name(), time.perf_counter()
         run = BlockRun(0, names, self._sources[: len(names)])
         result = self._session.store(name, name, [run], CALL_S).result(CALL_S)
@@ -249,7 +255,7 @@ class BenchEngine:
         return time.perf_counter() - began_s
 
     def _loaded(self, names: list[bytes], *, with_lease: bool) -> float:
-        """Seconds of a load of these blocks, which are there. Raises BenchError."""
+        """Loads stored blocks. Returns the seconds. Raises BenchError."""
         name, began_s = self._name(), time.perf_counter()
         grant = self._session.acquire(name, [GroupHashes(0, names)]).result(CALL_S)
         if not grant.pinned[0].all():
@@ -265,7 +271,7 @@ class BenchEngine:
         return ended_s - (began_s if with_lease else leased_s)
 
     def lookups(self, seconds: float) -> Times:
-        """Of LOOKED_UP blocks, half of them there, in the table that engines share."""
+        """Times a lookup of LOOKED_UP blocks in the shared block table, some of them present."""
         known = hashes(OPERATION_BLOCKS)
         self._stored(known)
         asked = [*known, *hashes(LOOKED_UP - len(known))]
@@ -277,23 +283,23 @@ class BenchEngine:
         return timed(look_up, seconds)
 
     def calls(self, seconds: float) -> Times:
-        """Of the smallest call there is: a question and its answer."""
+        """Times the smallest call: a ping and its answer."""
         return timed(lambda: self._session.ping(CALL_S), seconds)
 
     def stores(self, seconds: float) -> Times:
-        """Of new blocks."""
+        """Times stores of new blocks."""
         num_bytes = OPERATION_BLOCKS * BLOCK_BYTES
         return timed(lambda: self._stored(hashes(OPERATION_BLOCKS)), seconds, num_bytes)
 
     def loads(self, seconds: float) -> Times:
-        """Of blocks that were stored before; the lease apart."""
+        """Times loads of stored blocks, without their lease."""
         known = hashes(OPERATION_BLOCKS)
         self._stored(known)
         num_bytes = OPERATION_BLOCKS * BLOCK_BYTES
         return timed(lambda: self._loaded(known, with_lease=False), seconds, num_bytes)
 
     def small_hits(self, seconds: float) -> Times:
-        """Lease and load of one block: what a hit takes at least."""
+        """Times lease and load of one block: the least that a hit takes."""
         known = hashes(1)
         self._stored(known)
         return timed(lambda: self._loaded(known, with_lease=True), seconds, BLOCK_BYTES)
@@ -309,7 +315,7 @@ PROMPT_TOKENS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """`value` in `unit`, and a sentence on what it means."""
+    """A row of the result: `value` in `unit`, and a sentence on its meaning."""
 
     what: str
     value: float
@@ -330,7 +336,10 @@ def _tokens_per_s(bytes_per_s: float) -> str:
 
 
 def rows_of(found: dict[str, Times], num_threads: int) -> list[BenchRow]:
-    """A row for each measure, by the names of `measure`."""
+    """Returns a row for each measure.
+
+    found: times by the names of `measure`.
+    """
     one, all_, store, load = (found[name] for name in ("memcpy_1", "memcpy", "store", "load"))
     lookup, call, small = (found[name] for name in ("lookup", "call", "small_hit"))
     prompt_s = PROMPT_TOKENS * TOKEN_BYTES / load.bytes_per_s
@@ -375,7 +384,7 @@ def rows_of(found: dict[str, Times], num_threads: int) -> list[BenchRow]:
 
 
 def tier_rows(timings: list[dict[str, Any]]) -> list[BenchRow]:
-    """Two rows for each tier and size of blocks that was tried."""
+    """Returns two rows for each tier and block size that was tried."""
     rows = []
     for one in timings:
         size, name = one["block_bytes"], one["tier"]
@@ -396,7 +405,7 @@ def tier_rows(timings: list[dict[str, Any]]) -> list[BenchRow]:
 
 
 def host() -> dict[str, Any]:
-    """What the figures are of."""
+    """Describes the host that was measured."""
     info = Path("/proc/cpuinfo")
     names = [
         line.partition(":")[2].strip()
@@ -414,7 +423,7 @@ def host() -> dict[str, Any]:
 
 
 def answer_of(rows: list[BenchRow], devices: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """All of it, to paste into an issue."""
+    """Returns the whole result, to paste into an issue."""
     return {
         "host": host(),
         "devices": devices,
@@ -424,7 +433,7 @@ def answer_of(rows: list[BenchRow], devices: dict[str, Any], problems: list[str]
 
 
 def show(answer: dict[str, Any]) -> str:
-    """The table, for people."""
+    """Formats the result as a table."""
     on = answer["host"]
     rows = [BenchRow(**row) for row in answer["rows"]]
     return "\n".join(
@@ -452,7 +461,7 @@ LEAST_ARENA_MIB = 256
 
 
 def measure(target: str, seconds: float, say: Callable[[str], None]) -> dict[str, Times]:
-    """Every measure of a server, by name. Raises BenchError."""
+    """Runs every measure on a server. Returns the times by name. Raises BenchError."""
     num_threads = len(os.sched_getaffinity(0))
     engine = BenchEngine(target)
     measures: dict[str, Callable[[float], Times]] = {
@@ -481,9 +490,13 @@ def run(
     config: Path | None,
     say: Callable[[str], None] = lambda what: print(f"hotkv bench: {what} …", file=sys.stderr),
 ) -> dict[str, Any]:
-    """Measures this host for so many seconds; start, stop and tiers come on top. `disk`: a folder
-    for a disk tier; `config`: a server's settings, whose tiers are tried. Raises BenchError, and
-    ValueError for flags that can't be meant."""
+    """Measures this host for `seconds`, plus the time for start, stop and tiers.
+
+    Raises BenchError; ValueError for invalid options.
+
+    disk: a folder in which a disk tier is tried.
+    config: settings of a server whose tiers are tried.
+    """
     if not 1 <= seconds <= 3600:
         raise ValueError(f"--seconds {seconds:g}: give 1 to 3600")
     if arena_mib < LEAST_ARENA_MIB:
@@ -503,7 +516,7 @@ def run(
 
 
 def tier_flags(disk: Path | None, config: Path | None) -> Sequence[str]:
-    """Flags of `hotkv-server tiers check`; none without tiers."""
+    """Returns the flags of `hotkv-server tiers check`; empty without tiers."""
     return [
         *(["--config", str(config)] if config is not None else []),
         *(["--tiers.disk.path", str(disk), "--tiers.disk.bytes", "64MiB"] if disk else []),

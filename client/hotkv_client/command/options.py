@@ -1,4 +1,4 @@
-"""The options of `hotkv`: those of all commands, and each command's own."""
+"""The options of `hotkv`: those common to all commands, and each command's own."""
 
 import argparse
 import os
@@ -25,8 +25,11 @@ CREDENTIAL_FLAGS = {
 
 
 def common_options(*, has_defaults: bool) -> Parser:
-    """Options of all commands. They stand before or after the command; the command's own have no
-    defaults, which would hide those before."""
+    """Returns a parser of the options common to all commands.
+
+    They may stand before or after the command. The command's parser has no defaults, because these
+    would override options before the command.
+    """
 
     def default(value: Any) -> Any:
         return value if has_defaults else argparse.SUPPRESS
@@ -56,7 +59,10 @@ def common_options(*, has_defaults: bool) -> Parser:
 
 
 def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
-    """Adds the options of each command to its parser, by name."""
+    """Adds each command's own options to its parser.
+
+    made: parsers by the name of the command.
+    """
     for name in ("blocks", "evict", "explain", "events"):
         made[name].add_argument(
             "--key-space", type=int, default=0, help="number of the key space (default: all)"
@@ -186,8 +192,8 @@ def add_bench_options(made: argparse.ArgumentParser) -> None:
 
 # --------------------------------------------------------------------------------------- completion
 
-# `hotkv completion SHELL`: a completion_script that completes commands and flags of the command
-# line, made from its parser.
+# `hotkv completion SHELL` prints a script that completes commands and flags. The script is made
+# from the command line's parser.
 
 
 SHELLS = ("bash", "zsh")
@@ -210,7 +216,7 @@ ZSH_HEAD = "autoload -U +X bashcompinit && bashcompinit\n"
 
 
 def completion_script(top: argparse.ArgumentParser, shell: str) -> str:
-    """What the shell is to read: `source <(hotkv completion bash)`."""
+    """Returns the script for a shell to read: `source <(hotkv completion bash)`."""
     parsers: dict[str, argparse.ArgumentParser] = {}
     for action in top._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -229,7 +235,7 @@ def completion_script(top: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _completed_words(parser: argparse.ArgumentParser) -> str:
-    """Flags, and words that a positional argument may be."""
+    """Returns a parser's long flags and the choices of its positional arguments."""
     found = []
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

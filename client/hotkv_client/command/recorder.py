@@ -1,11 +1,10 @@
-"""Records a trace of what engines ask for: one JSON object a line, in the format of Mooncake's
-traces.
+"""Records a trace of engines' requests: one JSON object a line, in the format of Mooncake's traces.
 
-`timestamp` (ms since the recording began), `input_length` and `output_length` (tokens; 0 if
-unknown, as here), `hash_ids`: one number for each whole block of the prompt, counted up in the
-order of first sight; equal numbers are equal prefixes. Neither tokens nor hashes are written. A
-trace holds one key space: blocks of different ones can't be shared, and the numbers could not say
-so.
+Fields: `timestamp` (ms since the recording began), `input_length` and `output_length` (tokens; 0 if
+unknown, as here), `hash_ids`. `hash_ids` has a number for each whole block of the prompt, counted
+up in the order of first sight; equal numbers are equal prefixes. The trace contains neither tokens
+nor hashes. A trace holds one key space, because its numbers can't tell key spaces apart, and key
+spaces share no blocks.
 """
 
 import json
@@ -19,8 +18,10 @@ from hotkv_proto.errors import HotKVError, Reason
 
 
 class TraceWriter:
-    """Requests of one key space as lines of a trace. `block_tokens` is rounded up to whole hash
-    blocks."""
+    """Formats the requests of one key space as lines of a trace.
+
+    block_tokens: tokens of a trace block, rounded up to whole hash blocks.
+    """
 
     def __init__(
         self, hash_bytes: int, hash_block_tokens: int, block_tokens: int, start_unix_s: float
@@ -43,11 +44,14 @@ class TraceWriter:
         return len(self._ids)
 
     def line(self, request: WatchedRequest) -> str:
-        """The request as one line. Time does not go back: a request that was reported late has the
-        time of the one before."""
+        """Returns the request as one line.
+
+        Timestamps never decrease: a request that was reported late gets the previous request's
+        time.
+        """
         ends = range(self._step_bytes, len(request.hashes) + 1, self._step_bytes)
-        # A hash covers all tokens before its end, so the last one in a block stands for the block
-        # and what precedes it.
+        # A hash covers all tokens before its end, so the last hash in a block stands for the block
+        # and everything before it.
         hashes = (request.hashes[end - self._hash_bytes : end] for end in ends)
         hash_ids = [self._ids.setdefault(block_hash, len(self._ids)) for block_hash in hashes]
         self._last_ms = max(self._last_ms, int((request.unix_time_s - self._start_unix_s) * 1000))
@@ -65,8 +69,10 @@ class TraceWriter:
 
 
 def chosen_key_space(client: AdminClient, key_space_id: int) -> tuple[int, dict[str, Any]]:
-    """The key space with this number, or the only one for 0, with its number. Raises
-    UNKNOWN_KEY_SPACE."""
+    """Returns the id and description of the key space with this id; for 0, of the only key space.
+
+    Raises UNKNOWN_KEY_SPACE.
+    """
     known = {space["key_space_id"]: space["key_space"] for space in client.key_spaces()}
     number = key_space_id or (next(iter(known)) if len(known) == 1 else 0)
     if number not in known:
@@ -88,10 +94,11 @@ def record(
     seconds: float,
     max_blocks: int,
 ) -> dict[str, Any]:
-    """Writes reported requests to `path` until the time is up (0: never), Ctrl-C, or `max_blocks`
-    different blocks; says what there was.
+    """Writes reported requests to `path` and returns a summary.
 
-    Each line is in the file as soon as its request is known here. Raises HotKVError, OSError.
+    Stops when the time is up (0: never), at Ctrl-C, or after `max_blocks` different blocks. Writes
+    each line as soon as its request arrives. Raises HotKVError, OSError; ValueError if
+    `block_tokens` is not positive.
     """
     if block_tokens <= 0:
         raise ValueError(f"--block-tokens is {block_tokens}; it must be positive")

@@ -1,4 +1,4 @@
-"""How `hotkv savings` groups and shows the ledger."""
+"""Groups and formats the ledger for `hotkv savings`."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -23,7 +23,7 @@ SUMS = (
 
 
 def seconds(text: str) -> float:
-    """A time such as 90s, 30m, 1h or 7d; empty for all. Raises ValueError."""
+    """Parses a time such as 90s, 30m, 1h or 7d into seconds; empty: 0. Raises ValueError."""
     if not text:
         return 0.0
     unit = UNITS_S.get(text[-1], 0)
@@ -41,7 +41,7 @@ def seconds(text: str) -> float:
 
 
 def total(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The sum of rows."""
+    """Returns the sum of rows."""
     listed = list(rows)
     return {
         **{name: sum(row[name] for row in listed) for name in SUMS},
@@ -56,8 +56,7 @@ def total(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def grouped(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
-    """Rows of one tenant, model (and tenant) or engine (and model) as one row each, in the order
-    in which they first come."""
+    """Sums rows by tenant, model (and tenant) or engine (and model), in order of first sight."""
     fields, groups = NAMES[by], dict[tuple[str, ...], list[dict[str, Any]]]()
     for row in rows:
         groups.setdefault(tuple(row[field] for field in fields), []).append(row)
@@ -67,7 +66,7 @@ def grouped(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
 
 
 def show_savings(answer: dict[str, Any]) -> str:
-    """A row each, the reasons of misses, and what a larger cache would bring."""
+    """Formats the rows, the reasons of misses, and what a larger cache would save."""
     if not answer["rows"]:
         return "no engine has reported a request in this time"
     fields, whole = NAMES[answer["by"]], answer["total"]
@@ -119,7 +118,7 @@ def _row(row: dict[str, Any], names: list[str], whole: dict[str, Any]) -> tuple[
 
 
 def _misses(whole: dict[str, Any]) -> str:
-    """Why tokens were computed, the most frequent reason first."""
+    """Formats why tokens were computed, the most frequent reason first."""
     prompt = whole["prompt_token_count"]
     reasons = sorted(whole["misses"].items(), key=lambda one: -one[1])
     shares = [f"{why.replace('_', ' ')} {count / prompt:.1%}" for why, count in reasons if count]
@@ -132,7 +131,7 @@ def _misses(whole: dict[str, Any]) -> str:
 
 
 def _outlook(answer: dict[str, Any]) -> list[str]:
-    """The ceiling, and what more memory would bring."""
+    """Formats the highest possible hit rate, and the gain from more memory."""
     outlook, whole = answer["outlook"], answer["total"]
     if not outlook["prompt_token_count"]:
         return []

@@ -1,4 +1,4 @@
-"""How `hotkv` shows answers to people: tables and lines, from the plain values of `AdminClient`."""
+"""Formats the answers of `AdminClient` as tables and lines for people."""
 
 import datetime
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def human_bytes(count: float) -> str:
-    """1536 as 1.5 KiB."""
+    """Formats a number of bytes: 1536 as 1.5 KiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -15,7 +15,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """3725 as 1h 2m."""
+    """Formats a time: 3725 as 1h 2m."""
     if seconds < 60:
         return f"{seconds:.1f}s"
     if seconds < 3600:
@@ -24,7 +24,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns as wide as they need to be; numbers to the right."""
+    """Formats a table: columns as wide as needed, columns of numbers aligned to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [
         max(len(header), *(len(row[i]) for row in cells), 0) if cells else len(header)
@@ -88,7 +88,7 @@ def show_devices(answer: dict[str, Any]) -> str:
 
 
 def speeds(device: dict[str, Any]) -> str:
-    """A device's measured speeds: a line for each direction and page size, a column for each
+    """Formats a device's measured speeds: a row per direction and page size, a column per copy
     method."""
     found = {
         (s["direction"], s["page_byte_count"], s["method"]): s["gb_per_s"] for s in device["speeds"]
@@ -212,7 +212,7 @@ def show_flush(answer: dict[str, Any]) -> str:
 
 
 def event_line(item: dict[str, Any]) -> str:
-    """One event for people."""
+    """Formats one event."""
     if item["event"] == "lost":
         return f"{item['count']} events lost: they came faster than they could be read"
     at = datetime.datetime.fromtimestamp(item["unix_time_ms"] / 1000).isoformat(" ", "milliseconds")
@@ -317,7 +317,7 @@ def show_explain(answer: list[dict[str, Any]]) -> str:
 
 
 def load_line(load: dict[str, Any]) -> str:
-    """What it takes to bring blocks of a hit up from a tier."""
+    """Formats the cost of promoting a hit's blocks from a tier."""
     time = f"about {load['load_s'] * 1e3:.1f} ms" if load["load_s"] else "time not measured yet"
     return (
         f"from {load['tier']}: {load['block_count']} blocks, {human_bytes(load['byte_count'])}, "
@@ -384,13 +384,13 @@ def show_status(answer: dict[str, Any]) -> str:
 
 
 def state_line(info: dict[str, Any]) -> str:
-    """What keeps the server from serving, that it drains, or what its start still does."""
+    """Returns the server's problems; without any, its state and the progress of its start."""
     problems = "; ".join(info["problems"])
     return problems or "; ".join(filter(None, (info["state"], info["progress"])))
 
 
 def tier_rows(tiers: list[dict[str, Any]]) -> list[str]:
-    """A row for each tier below host memory: what it holds, how it answers; nothing without one."""
+    """Formats a table of the tiers below host memory and their problems; empty without them."""
     rows = []
     for tier in tiers:
         does = tier.get("activity") or {}
@@ -428,7 +428,7 @@ def tier_rows(tiers: list[dict[str, Any]]) -> list[str]:
 
 
 def residency_line(counters: dict[str, Any]) -> list[str]:
-    """One line on residencies; none if there are and were none."""
+    """Formats one line on residencies; empty if no counter of theirs is set."""
     names = ("residencies", "residencies_waiting", "residency_grace_bytes")
     if not any(counters.get(name) for name in names):
         return []
@@ -445,7 +445,7 @@ def residency_line(counters: dict[str, Any]) -> list[str]:
 
 
 def gpu_line(answer: dict[str, Any]) -> str:
-    """GPUs in one line; `hotkv devices` says more."""
+    """Formats the GPUs in one line; `hotkv devices` shows more."""
     problems = [d["problem"] for d in answer["devices"] if d["problem"]]
     why = f"  {answer['registering_error']}" if answer["registering_error"] else ""
     return (
@@ -455,7 +455,7 @@ def gpu_line(answer: dict[str, Any]) -> str:
 
 
 def loop_line(counters: dict[str, Any], held_by: str) -> str:
-    """One line: the lateness of the server's event loop in the last minute."""
+    """Formats in one line how late the server's event loop was in the last minute."""
     p50, p99, longest = (
         f"{counters[f'loop_lag_{name}_seconds'] * 1e3:.1f} ms" for name in ("p50", "p99", "longest")
     )
@@ -469,7 +469,7 @@ def loop_line(counters: dict[str, Any], held_by: str) -> str:
 
 
 def show_residencies(answer: dict[str, Any]) -> str:
-    """Residencies, the bound, and the last refusal of each engine that waits."""
+    """Formats the residencies, the bound, and the last refusal of each engine that waits."""
     rows = [
         (
             r["engine_id"],
@@ -526,7 +526,7 @@ HINT_HEADERS = (
 
 
 def show_hints(answer: dict[str, Any]) -> str:
-    """The latest outcomes, and what each tenant has."""
+    """Formats the latest outcomes of hints, and the sessions and outcomes of each tenant."""
     lines = [
         f"{tenant['tenant'] or 'no tenant'}: {tenant['session_count']} sessions "
         f"({human_bytes(tenant['session_byte_count'])} of hashes), "
@@ -539,7 +539,7 @@ def show_hints(answer: dict[str, Any]) -> str:
 
 
 def show_outcomes(outcomes: list[dict[str, Any]]) -> str:
-    """A row for each action."""
+    """Formats a table with a row for each action."""
     rows = [
         (
             human_seconds(one["age_s"]),
@@ -559,7 +559,7 @@ def show_outcomes(outcomes: list[dict[str, Any]]) -> str:
 
 
 def show_session(sessions: list[dict[str, Any]]) -> str:
-    """Where the blocks of the sessions of a name lie, and what was asked for them."""
+    """Formats where the blocks of the sessions of a name lie, and the hints for them."""
     if not sessions:
         return "no request has named this session of late"
     parts = []

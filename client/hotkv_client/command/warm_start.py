@@ -1,5 +1,5 @@
-"""Warm start of a node: files that name the hottest blocks of another one, and prompts that are
-wanted before traffic comes.
+"""Warm start of a node: exports the hottest blocks' hashes, and promotes blocks before traffic
+comes.
 
 A file of blocks has one JSON object a line: first the format and the key space, then group index
 and hashes in hexadecimal, the hottest first. It holds neither tokens nor KV. A file of prompts has
@@ -17,7 +17,7 @@ from hotkv_client.admin import AdminClient
 
 FORMAT = "hotkv-blocks-1"
 CALL_BLOCKS = 2_000
-"""Blocks that one call names: what comes in is the hottest of them all, a call at a time."""
+"""Blocks that one call names. Calls follow each other, so the hottest blocks come in first."""
 TOKEN_BYTES = 4
 COUNTS = (
     "present_block_count",
@@ -28,8 +28,13 @@ COUNTS = (
 
 
 def export(client: AdminClient, path: Path, key_space_id: int, byte_count: int) -> dict[str, Any]:
-    """Names the hottest blocks that take so many bytes in a file, 0 for all. The file is there
-    whole or not at all. Raises HotKVError, OSError."""
+    """Writes the hashes of the hottest blocks to a file, which replaces `path` only when it is
+    complete.
+
+    Raises HotKVError, OSError.
+
+    byte_count: the blocks take about this many bytes in total; 0: all blocks.
+    """
     parts = client.export_blocks(key_space_id, byte_count)
     space = next(parts)
     partial = path.with_name(f"{path.name}.part-{os.getpid()}")
@@ -51,8 +56,12 @@ def export(client: AdminClient, path: Path, key_space_id: int, byte_count: int) 
 
 
 def fetch(client: AdminClient, path: Path, wait_s: float) -> dict[str, Any]:
-    """Brings in what a file of blocks names; `wait_s` for each call. Raises HotKVError, OSError;
-    ValueError for another file, with its line."""
+    """Promotes the blocks named in a file of blocks to host memory. Returns their counts.
+
+    Raises HotKVError, OSError; ValueError with the line if the file has another format.
+
+    wait_s: the longest wait of each call.
+    """
     totals = dict.fromkeys(COUNTS, 0)
     with path.open() as file:
         space = read_key_space(path, file.readline())
@@ -64,8 +73,11 @@ def fetch(client: AdminClient, path: Path, wait_s: float) -> dict[str, Any]:
 def fetch_prompts(
     client: AdminClient, path: Path, key_space: dict[str, Any] | int, wait_s: float
 ) -> dict[str, Any]:
-    """Brings in all blocks of the prompts of a file; counts those that are shorter than a block,
-    and goes on. Raises HotKVError, OSError; ValueError for another file, with its line."""
+    """Promotes all blocks of the prompts in a file to host memory. Returns their counts.
+
+    Counts and skips prompts that are shorter than a block. Raises HotKVError, OSError; ValueError
+    with the line if the file has another format.
+    """
     totals = dict.fromkeys(COUNTS, 0)
     num_prompts = num_short = 0
     block_tokens = _block_tokens(client, key_space)
@@ -88,7 +100,8 @@ def fetch_prompts(
 
 
 def _block_tokens(client: AdminClient, key_space: dict[str, Any] | int) -> int:
-    """Tokens of the smallest block of a key space; 0 if the server does not know its number."""
+    """Returns the tokens of a key space's smallest block; 0 if the server does not know the key
+    space."""
     if isinstance(key_space, int):
         known = {one["key_space_id"]: one["key_space"] for one in client.key_spaces()}
         space: dict[str, Any] = known.get(key_space, {})
@@ -98,7 +111,7 @@ def _block_tokens(client: AdminClient, key_space: dict[str, Any] | int) -> int:
 
 
 def read_key_space(path: Path, line: str) -> dict[str, Any]:
-    """The key space of a file of blocks, from its first line. Raises ValueError."""
+    """Reads the key space from the first line of a file of blocks. Raises ValueError."""
     try:
         found = json.loads(line)
         space: dict[str, Any] = found["key_space"]
@@ -123,7 +136,7 @@ def _groups(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, list[bytes]
 
 
 def _calls(lines: Iterable[tuple[int, list[bytes]]]) -> Iterator[list[tuple[int, bytes]]]:
-    """Groups of blocks with CALL_BLOCKS at most."""
+    """Splits groups of blocks into calls of at most CALL_BLOCKS blocks."""
     groups: list[tuple[int, bytes]] = []
     room = CALL_BLOCKS
     for group_index, hashes in lines:

@@ -1,5 +1,8 @@
-"""For tests and benchmarks, here and elsewhere: an engine that speaks to a real server, and a
-double of the server with faults, and a server whose answers are any bytes."""
+"""Test doubles for tests and benchmarks, of this package and of others.
+
+`PagedEngine` is an engine that speaks to a real server. `FakeServer` and `FakeSession` double the
+server, with faults on demand. `OddServer` answers with arbitrary bytes.
+"""
 
 from hotkv_client.testing.fake import FakeServer, OddServer
 from hotkv_client.testing.fake_session import FakeSession

@@ -1,19 +1,27 @@
-"""A double of the cache: one server state, any number of sessions, faults on demand. It really
-copies bytes, through the layout.
+"""A double of the cache: one server state, any number of sessions, faults on demand.
 
-Knobs of `FakeServer`: `up`; `table` (False: no probe); `hold` (kinds of calls whose answer waits
-for `settle`); `late` (kinds of calls that reach the server at `settle`, and not before);
-`fail_loads`, `fail_stores`, `fail_flushes`; `pending_tiers` (of flushes); `spoil_loads` (a load
-that has begun has written rubbish to every other of its blocks, and puts it right only if it ends
-well); `grant_limit` (blocks a lease pins at most); `ack_cancels` (False: a cancel changes nothing
-until `settle`); `wants_token_ids`; `order_kind`, `has_passed` (whether a transfer's mark has
-passed; those whose mark has not are held). `settle()` answers what is held and lies behind no mark
-that has not passed; an answer held when the server dies becomes SessionLostError. Ranks join a
-write lease as they do with the real server (`FakeWrites`): a block is ready when every shard is
-written. A cancelled store over a shared fence ends at once for the session, while the server goes
-on with it and finds it revoked. `refuse_workers`: why sessions with memory are refused. A store
-whose session is closed, or has revoked its stores, commits nothing. `residencies`: see
-`FakeResidencies`.
+It really copies bytes, through the layout. Ranks join a write lease as with the real server
+(`FakeWrites`): a block is ready when every shard is written. A store whose session is closed, or
+has revoked its stores, commits nothing. A cancelled store over a shared fence ends at once for the
+session; the server continues with it and finds it revoked. `residencies`: see `FakeResidencies`.
+
+Knobs of `FakeServer`:
+- `up`: whether the server runs.
+- `table`: False: `probe` returns None.
+- `hold`: kinds of calls whose answer waits for `settle`.
+- `late`: kinds of calls that reach the server only at `settle`.
+- `fail_loads`, `fail_stores`, `fail_flushes`: these calls fail.
+- `pending_tiers`: the pending tiers that flushes report.
+- `spoil_loads`: a load writes rubbish to every second block when it begins, and corrects it only if
+    it succeeds.
+- `grant_limit`: the most blocks that a lease pins.
+- `ack_cancels`: False: a cancel has no effect until `settle`.
+- `wants_token_ids`, `order_kind`: as in a session.
+- `has_passed`: whether a transfer's mark has passed. A transfer whose mark has not passed is held.
+- `refuse_workers`: why sessions with memory are refused; empty: they are accepted.
+
+`settle()` resolves the held calls, except those whose mark has not passed. An answer that is held
+when the server dies becomes SessionLostError.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,11 +48,11 @@ from hotkv_proto.layout import Layout
 from hotkv_proto.order import NO_ORDER, DeviceOrder, OrderKind
 
 ARENA_BYTES = 64 << 20
-"""Of the double's arena: memory comes as slots are given."""
+"""Size of the double's arena. The system allocates its memory when slots are first written."""
 
 
 class FakeServer:
-    """What all sessions share. See the module for the knobs."""
+    """The state that all sessions share. See the module for the knobs."""
 
     def __init__(self) -> None:
         self.up = True
@@ -104,7 +112,7 @@ class FakeServer:
         return (space, group, block_hash) in self.blocks
 
     def settle(self, kind: str = "") -> int:
-        """Answers held calls (of one kind); returns how many."""
+        """Resolves the held calls, or those of one kind. Returns their number."""
         now = [
             entry
             for entry in self.held
@@ -144,11 +152,12 @@ class FakeServer:
 
 
 class OddServer:
-    """A server whose answers are any bytes, over real gRPC: for faults of a stream that no server
-    of ours has. It sees and sends packed messages only.
+    """A server whose answers are arbitrary bytes, over real gRPC. It sees and sends packed messages
+    only.
 
-    Answers each message of a session's stream with the messages that `answers` makes of it. What
-    `answers` raises ends the stream. Use in a `with` block.
+    It tests faults of a stream that a hotkv server never produces. It answers each message of a
+    session's stream with the messages that `answers` returns for it. An exception of `answers` ends
+    the stream. Use it in a `with` block.
     """
 
     def __init__(self, target: str, answers: Callable[[bytes], Iterable[bytes]]) -> None:

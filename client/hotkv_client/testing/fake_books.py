@@ -1,4 +1,4 @@
-"""What `FakeServer` keeps: memory of engines, residencies, and leases that ranks write under."""
+"""The state of `FakeServer`: memory of engines, residencies, and write leases that ranks join."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ Shards = dict[int, bytes]
 
 
 class FakeMemory:
-    """Memory of one session; without a layout it has none, and only the groups' shapes."""
+    """Memory of one session. Without a layout it has no memory, only the groups' shapes."""
 
     def __init__(
         self, config: SessionConfig, layout: Layout | None, fds: Mapping[str, int]
@@ -38,7 +38,7 @@ class FakeMemory:
         }
 
     def shape(self, group: int) -> GroupSpec | Representation:
-        """The group, or the representation that this session declares after the groups."""
+        """Returns the group, or the representation that this session declares after the groups."""
         groups = self._config.key_space.groups
         return (
             groups[group]
@@ -47,8 +47,10 @@ class FakeMemory:
         )
 
     def number(self, group: int) -> int:
-        """What the server keeps it under: the group's index, and for representations what no other
-        version has."""
+        """Returns the number in the server's keys: a group's index, or a representation's salt.
+
+        The salt differs for each version of a representation.
+        """
         shape = self.shape(group)
         return (
             self._config.key_space.representation_salt(shape)
@@ -57,7 +59,7 @@ class FakeMemory:
         )
 
     def shard(self) -> int:
-        """The shard that this engine holds."""
+        """Returns the shard that this engine holds."""
         return self._layout.shard_index if self._layout is not None else 0
 
     def _runs(self, group: int, block: int) -> Iterator[tuple[str, int, int, int]]:
@@ -76,14 +78,14 @@ class FakeMemory:
             )
 
     def read(self, group: int, block: int) -> bytes:
-        """The bytes of a block's shard."""
+        """Returns the bytes of a block's shard."""
         data = bytearray(self.shape(group).shard_bytes[self.shard()])
         for handle, engine, slot, size in self._runs(group, block):
             data[slot : slot + size] = self.maps[handle][engine : engine + size].tobytes()
         return bytes(data)
 
     def copy(self, group: int, block: int, data: bytes) -> int:
-        """Writes a block's shard; returns how many bytes that is."""
+        """Writes a block's shard into the memory. Returns the number of bytes."""
         for handle, engine, slot, size in self._runs(group, block):
             self.maps[handle][engine : engine + size] = np.frombuffer(
                 data[slot : slot + size], np.uint8
@@ -93,13 +95,10 @@ class FakeMemory:
 
 # -------------------------------------------------------------------------------------- residencies
 
-# Residencies of the double of the server: an arena in plain memory, and words that readers ask.
+# Residencies of the double: an arena in plain memory, and words that readers check.
 #
-# Always true: a slot has the bytes of the block for which it was given, all shards one after the
-# other, and is never given again, so that a test finds every reader that goes on too long by the
-# words alone. `most`: how many may be open, None for any number; beyond it opening one is refused
-# as NO_ROOM_FOR_RESIDENCY. `revoke` is what a server does that takes its residencies back; `die` of
-# the server leaves them to their readers.
+# Always true: a slot has the bytes of the block for which it was allocated, its shards in order. A
+# slot is never reused, so a test finds a reader that reads too long by the words alone.
 
 
 SLOT_ALIGN = 4096
@@ -120,7 +119,10 @@ class FakeArena:
 
 @dataclass
 class FakeResidency:
-    """By group and position: `offsets` and `names`."""
+    """A residency.
+
+    offsets, names: offset and hash of each block, by group index and position.
+    """
 
     opened: ResidencyOpened
     asked: dict[int, int]
@@ -129,20 +131,26 @@ class FakeResidency:
 
 
 class FakeResidencies:
-    """All residencies of one server, by engine id and residency id."""
+    """All residencies of one server, by engine id and residency id.
+
+    most: the most that may be open; opening another fails as NO_ROOM_FOR_RESIDENCY. None: no limit.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self.arena = FakeArena(num_bytes)
         self.open: dict[tuple[str, str], FakeResidency] = {}
         self.most: int | None = None
-        # Of each store, in order; blocks of the double are never evicted, so nothing is pinned.
+        # Residency id of each store, in order. The double never evicts blocks, so it pins nothing.
         self.stored_into: list[str] = []
         self.generation = 1
         self._next_offset = 0
         self._next_word = 1
 
     def add(self, name: tuple[str, str], asked: dict[int, int]) -> ResidencyOpened:
-        """Opens a residency. Raises NO_ROOM_FOR_RESIDENCY, or DUPLICATE_ID for other numbers."""
+        """Opens a residency.
+
+        Raises NO_ROOM_FOR_RESIDENCY, or DUPLICATE_ID if it is open with other numbers.
+        """
         known = self.open.get(name)
         if known is not None:
             if known.asked != asked:
@@ -164,8 +172,10 @@ class FakeResidencies:
         hashes: Sequence[bytes],
         blocks: Sequence[Shards | None],
     ) -> Int64s:
-        """Offsets of blocks, given their names and shards; -1 for None. Raises UNKNOWN_RESIDENCY,
-        or DUPLICATE_ID where another block is pinned."""
+        """Returns the offsets of blocks, given their hashes and shards; -1 for None.
+
+        Raises UNKNOWN_RESIDENCY, or DUPLICATE_ID if another block is pinned at a position.
+        """
         residency = self.open.get(name)
         if residency is None:
             raise HotKVError(Reason.UNKNOWN_RESIDENCY, f"residency_id {name[1]!r} is unknown")
@@ -190,16 +200,19 @@ class FakeResidencies:
         return offset
 
     def close(self, name: tuple[str, str]) -> None:
-        """The engine gives one back."""
+        """Closes a residency for its engine."""
         self.open.pop(name, None)
 
     def revoke(self, engine_id: str) -> None:
-        """The server takes all of an engine's back; their readers are told."""
+        """Revokes all residencies of an engine, as a server does. Readers see it in the words."""
         for name in [name for name in self.open if name[0] == engine_id]:
             self.arena.words[self.open.pop(name).opened.word_index] += np.uint64(1)
 
     def restart(self) -> None:
-        """Another server: forgets what was open, whose readers go on, and raises the generation."""
+        """Acts as a restarted server: forgets the open residencies and raises the generation.
+
+        Readers of the old residencies are not interrupted.
+        """
         self.open.clear()
         self.generation += 1
 
@@ -209,7 +222,10 @@ class FakeResidencies:
 
 @dataclass(frozen=True, slots=True)
 class WriteRun:
-    """Blocks of one run. `blocks`: of representations, the blocks that they go with; else None."""
+    """The blocks of one run.
+
+    blocks: for representations, the blocks that they belong to; otherwise None.
+    """
 
     keys: Sequence[Key]
     blocks: Sequence[Key] | None = None
@@ -217,8 +233,11 @@ class WriteRun:
 
 @dataclass(slots=True, eq=False)
 class FakeWriteLease:
-    """`listed`: what the first call named. `parts`: blocks of its own that are not ready, with the
-    shards written of each."""
+    """A write lease.
+
+    listed: the blocks that the first call named.
+    parts: the lease's own blocks that are not ready, with the written shards of each.
+    """
 
     name: LeaseName
     session: object
@@ -233,7 +252,7 @@ class FakeWriteLease:
 
 @dataclass(slots=True, eq=False)
 class FakeStore:
-    """A store of one shard that has begun: what it writes has the result RESERVED."""
+    """A store of one shard that has begun. The blocks that it writes have the result RESERVED."""
 
     lease: FakeWriteLease
     shard: int
@@ -252,15 +271,15 @@ class FakeStore:
 
 
 class FakeWrites:
-    """The write side of `FakeServer`: leases that ranks join, and results block by block, as the
-    real server gives them.
+    """The write side of `FakeServer`: leases that ranks join, with results per block as the server
+    has.
 
-    Always true: a block that is not ready belongs to at most one lease; the first call under a
-    lease id decides which blocks are its own, later ones name no others; a block becomes ready when
-    every shard is written, and never after any copy of it was given up. There is no bound on room
-    and no expiry: `expire` ends what ranks have left behind.
+    Always true: a block that is not ready belongs to at most one lease. The first call under a
+    lease id decides which blocks belong to the lease; later calls name no others. A block becomes
+    ready when every shard is written, and never after a copy of it was aborted. Room is unlimited
+    and leases do not expire: `expire` ends leases that ranks have left.
 
-    All write leases. `is_ready` and `publish` reach the blocks of the server.
+    is_ready, publish: access the blocks of the server.
     """
 
     def __init__(
@@ -279,8 +298,10 @@ class FakeWrites:
         shard: int,
         num_shards: int,
     ) -> FakeStore:
-        """Reserves what no earlier call under the lease has. Raises DUPLICATE_ID for blocks that
-        its first call did not name."""
+        """Begins a store: reserves the blocks that no earlier call under the lease has.
+
+        Raises DUPLICATE_ID for blocks that the lease's first call did not name.
+        """
         named = {key for run in runs if run.blocks is None for key in run.keys}
         lease = self.leases.get(name)
         decides = lease is None
@@ -329,10 +350,9 @@ class FakeWrites:
         return BlockResult.WRITTEN if shard in lease.parts[key] else BlockResult.RESERVED
 
     def end(self, store: FakeStore, read: Callable[[int, int], bytes] | None) -> int:
-        """Ends a store, once: results take the place of RESERVED. `read`: the bytes of a run's
-        block; None if nothing is kept.
+        """Ends a store once: replaces RESERVED by the final results. Returns the bytes written.
 
-        Returns bytes written.
+        read: returns the bytes of a run's block; None: nothing is committed.
         """
         if store.ended:
             return 0
@@ -377,8 +397,10 @@ class FakeWrites:
             del lease.parts[key], self._owners[key]
 
     def _settle(self, lease: FakeWriteLease) -> None:
-        """Drops what was given up once no store is at it, and ends the lease when every shard was
-        seen and nothing is outstanding."""
+        """Drops aborted blocks once no store writes to them.
+
+        Ends the lease when every shard was seen and no block is outstanding.
+        """
         if lease.stores or self.leases.get(lease.name) is not lease:
             return
         self._drop(lease, [key for key in lease.parts if key in lease.aborted or lease.released])
@@ -386,20 +408,20 @@ class FakeWrites:
             del self.leases[lease.name]
 
     def flush(self, space: bytes) -> None:
-        """What is reserved or being written in a key space never becomes ready."""
+        """Aborts all blocks of a key space that are reserved or being written."""
         for lease in list(self.leases.values()):
             lease.aborted |= {key for key in lease.parts if key[0] == space}
             self._settle(lease)
 
     def expire(self, session: object = None) -> None:
-        """Ends the leases that a session has taken, or all; those with stores in flight end with
-        the stores."""
+        """Ends the leases of a session, or all leases. A lease with stores in flight ends with
+        them."""
         for lease in list(self.leases.values()):
             if session is None or lease.session is session:
                 lease.released = True
                 self._settle(lease)
 
     def forget(self) -> None:
-        """The server is dead: stores that have begun keep nothing."""
+        """Acts as a dead server: stores that have begun commit nothing."""
         self.leases.clear()
         self._owners.clear()

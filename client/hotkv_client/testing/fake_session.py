@@ -1,9 +1,9 @@
 """The double of a session: `hotkv_client.Session` over a `FakeServer`. It really copies bytes.
 
-Always true: a call is noted in `FakeServer.calls` before anything else. Its future is resolved at
-once unless a knob of the server holds it. A store whose session is closed, or has revoked its
-stores, commits nothing. If a store over a shared fence is cancelled, it ends at once for the
-session; the server goes on with it and finds it revoked.
+Always true: a call is recorded in `FakeServer.calls` first. Its future is resolved at once, unless
+a knob of the server holds it. A store whose session is closed, or has revoked its stores, commits
+nothing. If a store over a shared fence is cancelled, it ends at once for the session; the server
+continues with it and finds it revoked.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def resolve(future: Future[Any], act: Callable[[], Any], cancelled: bool) -> None:
-    """Resolves a call with what `act` answers or refuses."""
+    """Resolves a call with the result or the error of `act`."""
     try:
         future.set_result(TransferResult("", TransferStatus.CANCELLED) if cancelled else act())
     except HotKVError as error:
@@ -220,7 +220,7 @@ class FakeSession:
         hashes: Sequence[bytes],
         select: SelectConfig | None = None,
     ) -> Future[Any]:
-        """Takes in the sequence; it selects for nobody."""
+        """Records the sequence. The double makes no selections."""
 
         def act() -> SequenceCreated:
             self.server.sequences[id(self), sequence_id] = (self.space, group_index, list(hashes))
@@ -277,8 +277,10 @@ class FakeSession:
         after: After | None = None,
         begin: Callable[[], None] = lambda: None,
     ) -> Future[Any]:
-        """`begin`: what the server does as soon as the call has come; a refusal there is the
-        answer."""
+        """Records a call and resolves or holds it.
+
+        begin: runs when the call reaches the server. An error there is the answer.
+        """
         self.server.calls.append((kind, what))
         future: Future[Any] = Future()
         if after is not None:
@@ -386,7 +388,7 @@ class FakeSession:
         def act() -> Any:
             if self.server.fail_stores:
                 raise HotKVError(Reason.INTERNAL, "told to fail")
-            # It reads and commits in one, so that this is as good as after the reading.
+            # Reading and committing are one step here, so checking before the read is equivalent.
             gone = self.closed or self.num_revocations != revocations
             is_revoked = gone or (self.fence is not None and self.fence.is_revoked(fence_index))
             read = (
@@ -405,7 +407,7 @@ class FakeSession:
             )
 
         answer = self._call("store", transfer_id, runs, act, after, begin)
-        # However it ended: what was begun keeps nothing beyond that.
+        # However the call ends, a store that has begun commits nothing after that.
         answer.add_done_callback(lambda _: [self.server.writes.end(store, None) for store in begun])
         return (
             answer
@@ -462,8 +464,11 @@ class FakeSession:
     def _until_revoked(
         self, fence: SharedFence, transfer_id: str, fence_index: int, answer: Future[Any]
     ) -> Future[Any]:
-        """The answer for the session, which ends earlier if the store is cancelled; the word is
-        held until the server's own."""
+        """Returns the session's future of a store, which resolves at once if the store is
+        cancelled.
+
+        The word stays in use until the server's own answer.
+        """
         shown: Future[Any] = Future()
         self._revocable[transfer_id] = fence_index, shown
 

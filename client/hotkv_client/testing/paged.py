@@ -1,5 +1,7 @@
-"""Engine memory in a shared file, for tests and benchmarks that speak to a real server without
-vLLM."""
+"""An engine without vLLM, for tests and benchmarks that speak to a real server.
+
+Its memory is a shared file.
+"""
 
 import mmap
 import os
@@ -17,9 +19,11 @@ from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 class PagedEngine:
     """A CPU engine's KV cache, layout LBHNC, and its worker session.
 
-    `windows`: one group each, sliding-window attention of so many tokens, 0 for full attention; all
-    groups lie over the same memory, as in vLLM, so a block belongs to one of them at a time.
-    `layers`: of each group. `kv`: uint8 [layers, blocks, page bytes], shared with the server.
+    windows: one group for each. A group has sliding-window attention over this many tokens; 0: full
+        attention. All groups use the same memory, as in vLLM, so a block belongs to one group at a
+        time.
+    layers: layers of each group.
+    kv: uint8 [layers, blocks, page bytes], shared with the server.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class PagedEngine:
         self.session = Session(config, EngineMemory(self.layout, {"kv": self.fd}))
 
     def connect(self, timeout_s: float = 20.0) -> "PagedEngine":
-        """Starts the session and waits for it. Raises TimeoutError."""
+        """Starts the session and waits until it is connected. Raises TimeoutError."""
         self.session.start()
         if not self.session.wait_connected(timeout_s):
             raise TimeoutError(f"not connected within {timeout_s} s: {self.session!r}")

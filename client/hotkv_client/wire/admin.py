@@ -1,5 +1,4 @@
-"""Services beside the session: AdminService, HintService and WarmStartService; plain values in and
-out."""
+"""AdminService, EventService, HintService and WarmStartService: plain values in and out."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,8 +39,7 @@ SERVING = b"\x08\x01"
 
 
 class Stubs:
-    """Stubs of a channel, to be made while it is open: gRPC crashes the process that makes one of a
-    closed channel."""
+    """Stubs of a channel. Make them while it is open: gRPC crashes the process otherwise."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.admin: Any = admin_pb2_grpc.AdminServiceStub(channel)
@@ -51,7 +49,10 @@ class Stubs:
 def call(
     stubs: Stubs, name: str, timeout_s: float, metadata: Metadata, **fields: Any
 ) -> dict[str, Any]:
-    """One admin call; the answer as plain values, bytes as hexadecimal. Raises HotKVError."""
+    """Makes an admin call. Returns the answer as plain values, bytes as hexadecimal.
+
+    Raises HotKVError.
+    """
     method, request = CALLS[name]
     try:
         return plain(
@@ -64,7 +65,7 @@ def call(
 def tell(
     stubs: Stubs, topic: str, timeout_s: float, metadata: Metadata, filters: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What the server says of a topic. Raises HotKVError."""
+    """Returns what the server reports about a topic. Raises HotKVError."""
     request = admin_pb2.TellRequest(topic=topic, filters=filters)
     try:
         answer = stubs.admin.Tell(request, timeout=timeout_s, metadata=metadata)
@@ -75,10 +76,10 @@ def tell(
 
 
 def is_serving(channel: grpc.Channel, service: str, timeout_s: float, metadata: Metadata) -> bool:
-    """Asks gRPC's health service whether a service serves, "" for the server. Raises HotKVError.
+    """Asks gRPC's health service whether a service serves; "" is the server. Raises HotKVError.
 
-    Its two messages have one field each, so they are written out here: the client needs no package
-    for them.
+    The service's two messages have one field each, so this module encodes them itself. The client
+    thereby needs no package for them.
     """
     name = service.encode()
     check: Any = channel.unary_unary(HEALTH_CHECK)
@@ -92,8 +93,10 @@ def is_serving(channel: grpc.Channel, service: str, timeout_s: float, metadata: 
 
 
 def _read_stream(call: Any, seconds: float) -> Iterator[Any]:
-    """Answers of a server stream until its time is up. Raises HotKVError if the server ends
-    it."""
+    """Yields the answers of a server stream until its time is up.
+
+    Raises HotKVError if the server ends it.
+    """
     try:
         yield from call
     except grpc.RpcError as error:
@@ -106,8 +109,12 @@ def _read_stream(call: Any, seconds: float) -> Iterator[Any]:
 def watch_requests(
     stubs: Stubs, key_space_id: int, seconds: float, metadata: Metadata
 ) -> Iterator[tuple[list[WatchedRequest], int]]:
-    """Reported requests as they come, and how many were missed after them; first an empty answer.
-    `seconds` 0 for ever."""
+    """Yields reported requests as they arrive, and the number missed after them.
+
+    The first answer is empty.
+
+    seconds: time until the stream ends; 0: never.
+    """
     request = admin_pb2.WatchRequestsRequest(key_space_id=key_space_id)
     stream = stubs.admin.WatchRequests(request, timeout=seconds or None, metadata=metadata)
     for response in _read_stream(stream, seconds):
@@ -128,8 +135,13 @@ def watch_requests(
 def subscribe(
     stubs: Stubs, key_space_id: int, seconds: float, tiers: bool, metadata: Metadata
 ) -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """Events as they come, as plain values, and how many were missed after them; first an empty
-    answer. `seconds` 0 for ever. `tiers`: also of blocks in tiers."""
+    """Yields events as they happen, as plain values, and the number missed after them.
+
+    The first answer is empty.
+
+    seconds: time until the stream ends; 0: never.
+    tiers: include events of blocks in lower tiers.
+    """
     request = events_pb2.SubscribeRequest(key_space_id=key_space_id, tiers=tiers)
     stream = stubs.events.Subscribe(request, timeout=seconds or None, metadata=metadata)
     for response in _read_stream(stream, seconds):
@@ -140,7 +152,7 @@ def _plain_event(event: events_pb2.Event) -> dict[str, Any]:
     kind = str(event.WhichOneof("body"))
     fields = plain(getattr(event, kind))
     if "medium" in fields:
-        # Servers that know no tiers name no medium.
+        # Servers without tiers name no medium.
         fields["medium"] = str(fields["medium"]).upper() or "CPU"
     if kind == "stored":
         fields["token_ids"] = np.frombuffer(event.stored.token_ids, "<i4").tolist()
@@ -162,8 +174,10 @@ def _plain_key(key: cache_pb2.ExtraKey) -> str | list[str | int]:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """A message as nested dicts and lists, with every field; enums as words, and as numbers that
-    this client does not know."""
+    """Returns a message as nested dicts and lists, with every field.
+
+    Enums become words; a value that this client does not know stays a number.
+    """
 
     def value(field: Any, item: Any) -> Any:
         if field.message_type is not None:
@@ -225,7 +239,7 @@ def poll_hints(
     metadata: Metadata,
     ticket: bytes,
 ) -> tuple[list[dict[str, Any]], int]:
-    """Outcomes that have changed, and the next cursor. Raises HotKVError."""
+    """Returns the outcomes that have changed, and the next cursor. Raises HotKVError."""
     request = hints_pb2.GetHintOutcomesRequest(
         tenant=tenant, ticket=ticket, message_id=message_id, cursor=cursor, page_size=page_size
     )
@@ -241,13 +255,16 @@ def poll_hints(
 
 WarmStartStub = warm_pb2_grpc.WarmStartServiceStub
 NamedGroups = Sequence[tuple[int, bytes]]
-"""Group index and packed hashes."""
+"""Pairs of a group index and packed hashes."""
 
 
 def export(
     stub: WarmStartStub, key_space_id: int, byte_count: int, timeout_s: float, metadata: Metadata
 ) -> Iterator[dict[str, Any] | list[tuple[int, bytes]]]:
-    """The key space, as JSON has it, then parts of its hottest blocks. Raises HotKVError."""
+    """Yields the key space in the form of JSON, then its hottest blocks in parts.
+
+    Raises HotKVError.
+    """
     request = warm_pb2.ExportBlocksRequest(key_space_id=key_space_id, byte_count=byte_count)
     try:
         for part in stub.ExportBlocks(request, timeout=timeout_s, metadata=metadata):
@@ -268,8 +285,13 @@ def prefetch(
     timeout_s: float,
     metadata: Metadata,
 ) -> dict[str, Any]:
-    """One call. `key_space`: as `export` gave it, as operators are shown it, or a number.
-    `prompts`: hashes or token ids. Raises HotKVError; ValueError for what is no key space."""
+    """Asks the server to promote the named blocks. Makes one call.
+
+    Raises HotKVError; ValueError if `key_space` does not describe a key space.
+
+    key_space: as `export` yielded it, as operators see it, or an id.
+    prompts: pairs of packed hashes and packed token ids.
+    """
     request = warm_pb2.PrefetchBlocksRequest(
         groups=[cache_pb2.GroupHashes(group_index=at, hashes=hashes) for at, hashes in groups],
         prompts=[warm_pb2.NamedPrompt(hashes=hashes, token_ids=ids) for hashes, ids in prompts],
@@ -291,8 +313,10 @@ def prefetch(
 
 
 def _with_numbers(key_space: dict[str, Any]) -> dict[str, Any]:
-    """The key space with the kinds of its groups as numbers where they are words, as `plain` shows
-    them."""
+    """Returns the key space with the kinds of its groups as numbers.
+
+    `plain` shows these kinds as words.
+    """
     kinds = layout_pb2.KvGroupKind.DESCRIPTOR
     numbers = {enum_word(kinds, number): number for number in kinds.values_by_number}
     groups = [

@@ -1,4 +1,4 @@
-"""Answers to sessions: messages in, typed values out; a refusal becomes a HotKVError."""
+"""Answers to sessions: messages in, typed values out. A refusal becomes a HotKVError."""
 
 import contextlib
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from hotkv_proto.v1 import session_pb2
 from hotkv_proto.versions import Feature, agreed_features
 
 ANSWERED_AS = {"register_memory": "memory_registered", "ping": "pong", "flush": "flushed"}
-"""The answer's name, for calls whose answer has another one."""
+"""Names of the answers that differ from the name of their call."""
 
 Response = session_pb2.ConnectResponse
 
@@ -36,7 +36,8 @@ Response = session_pb2.ConnectResponse
 class Opened:
     """A session as the server opened it.
 
-    `salts`: of the block table, by group index."""
+    salts: salts of the block table, by group index.
+    """
 
     session_id: str
     protocol_version: int
@@ -52,8 +53,10 @@ NOT_OPENED = Opened("", 0, 0, False, False, (), False, False)
 
 
 def opened(response: Response | None) -> Opened:
-    """The first answer of a stream. Raises SessionLostError if it is not that of an open
-    session."""
+    """Reads the first answer of a stream.
+
+    Raises SessionLostError if the server did not open the session.
+    """
     if response is None or response.WhichOneof("body") != "session_opened":
         raise SessionLostError("the server did not open the session")
     message = response.session_opened
@@ -71,8 +74,12 @@ def opened(response: Response | None) -> Opened:
 
 
 def result(response: Response, call: str, lease_id: str = "") -> Any:
-    """The typed value of the answer to a call, which is named as in `ConnectRequest.body`. Raises
-    HotKVError for a refusal, and whatever reading a malformed answer raises."""
+    """Reads the answer to a call and returns its typed value.
+
+    Raises HotKVError for a refusal, and whatever reading a malformed answer raises.
+
+    call: name of the call, as in `ConnectRequest.body`.
+    """
     body = response.WhichOneof("body")
     if body == "error":
         raise read_error_detail(response.error)
@@ -94,7 +101,7 @@ def result(response: Response, call: str, lease_id: str = "") -> Any:
             extended = response.extend_residency
             found = fields.int64s(extended.offsets)
             rows = fields.int64s(extended.representation_offsets)
-            # A server that doesn't say leaves them to be built anew.
+            # If a server sends no offsets of representations, the engine builds these anew.
             is_said = len(rows) == len(found)
             return ResidentBlocks(found, rows if is_said else np.full(len(found), -1, np.int64))
         case "flushed":
@@ -118,7 +125,7 @@ def result(response: Response, call: str, lease_id: str = "") -> Any:
 
 
 def evicted(response: Response, hash_bytes: int) -> Evicted:
-    """The eviction notice of a message that carries one."""
+    """Reads an eviction notice."""
     groups = response.eviction_notice.groups
     return Evicted(
         tuple(GroupHashes(g.group_index, cache.unpack(g.hashes, hash_bytes)) for g in groups)
@@ -134,8 +141,11 @@ def _link_response(packet: bytes) -> session_pb2.LinkResponse:
 
 @dataclass(frozen=True, slots=True)
 class LinkSizes:
-    """What a link hands out, in bytes: 0 for what this session may not map. `num_words` begin at
-    `words_offset_bytes` of the arena's file."""
+    """Sizes of the files whose descriptors a link provides, in bytes; 0 if this session may not map
+    one.
+
+    num_words: number of words. They start at `words_offset_bytes` in the arena's file.
+    """
 
     arena_bytes: int
     table_bytes: int
@@ -144,7 +154,7 @@ class LinkSizes:
 
 
 def link_sizes(packet: bytes) -> LinkSizes:
-    """The sizes of a link's answer. Raises HotKVError if it was refused."""
+    """Reads the sizes from a link's answer. Raises HotKVError if the link was refused."""
     response = _link_response(packet)
     return LinkSizes(
         response.arena_byte_count,
@@ -155,12 +165,12 @@ def link_sizes(packet: bytes) -> LinkSizes:
 
 
 def ticket(packet: bytes) -> bytes:
-    """The ticket. Raises HotKVError if it was refused."""
+    """Reads the ticket. Raises HotKVError if it was refused."""
     return _link_response(packet).ticket
 
 
 def as_error(error: grpc.RpcError) -> HotKVError:
-    """A failed call as a refusal, with the server's reason if it sent one that can be read."""
+    """Returns a failed call as a HotKVError, with the server's reason if it sent a readable one."""
     trailers = dict(getattr(error, "trailing_metadata", lambda: ())() or ())
     with contextlib.suppress(DecodeError):
         packed = trailers.get(STATUS_KEY, b"")

@@ -1,4 +1,4 @@
-"""Requests of sessions: a message for each call. `answers` reads what comes back."""
+"""Requests of sessions: builds the message of each call. `answers` reads the answers."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,11 +32,11 @@ from hotkv_proto.versions import FEATURES, NEWEST_VERSION, OLDEST_VERSION
 
 Request = session_pb2.ConnectRequest
 Stub = session_pb2_grpc.SessionServiceStub
-"""Of a channel that is open."""
+"""Make it while its channel is open."""
 
 
 def open_session(config: SessionConfig, ticket: bytes = b"") -> Request:
-    """First message of a stream."""
+    """Builds the first message of a stream."""
     return Request(
         open_session=session_pb2.OpenSession(
             protocol_version=OLDEST_VERSION,
@@ -54,7 +54,7 @@ def open_session(config: SessionConfig, ticket: bytes = b"") -> Request:
 
 
 def register_memory(layout: Layout, order: DeviceOrder) -> Request:
-    """Declares memory."""
+    """Builds the request that registers memory."""
     return Request(
         register_memory=session_pb2.RegisterMemory(
             layout=layout_message(layout),
@@ -64,15 +64,17 @@ def register_memory(layout: Layout, order: DeviceOrder) -> Request:
 
 
 def ping() -> Request:
-    """Asks for an empty answer."""
+    """Builds a request for an empty answer."""
     return Request(ping=session_pb2.Ping())
 
 
 def lookup(
     groups: Sequence[GroupHashes], hash_bytes: int, traceparent: str | None = None
 ) -> Request:
-    """Asks which blocks are ready. Checks only the total length of the hashes: the answer is a
-    hint, and the call must be quick."""
+    """Builds the request that asks which blocks are ready.
+
+    Checks only the total length of the hashes: the answer is a hint, and the call must be quick.
+    """
     request = Request()
     for group in groups:
         packed = cache.pack_quickly(group.hashes, hash_bytes)
@@ -92,7 +94,7 @@ def acquire(
     wants_offsets: bool = False,
     traceparent: str | None = None,
 ) -> Request:
-    """Pins ready blocks."""
+    """Builds the request that pins ready blocks."""
     return Request(
         acquire_lease=cache_pb2.AcquireLeaseRequest(
             lease_id=lease_id,
@@ -107,7 +109,7 @@ def acquire(
 def reserve(
     lease_id: str, runs: Sequence[BlockRun], ttl_s: float, retention: Retention, hash_bytes: int
 ) -> Request:
-    """Reserves slots."""
+    """Builds the request that reserves slots."""
     return Request(
         reserve_blocks=cache_pb2.ReserveBlocksRequest(
             lease_id=lease_id,
@@ -119,12 +121,12 @@ def reserve(
 
 
 def release(lease_id: str) -> Request:
-    """Gives a lease back."""
+    """Builds the request that releases a lease."""
     return Request(release_lease=cache_pb2.ReleaseLeaseRequest(lease_id=lease_id))
 
 
 def open_residency(residency_id: str, num_blocks: Mapping[int, int]) -> Request:
-    """Reserves room for a request."""
+    """Builds the request that reserves room for a residency."""
     groups = [
         residency_pb2.ResidencyGroup(group_index=group, block_count=count)
         for group, count in num_blocks.items()
@@ -141,7 +143,7 @@ def extend_residency(
     hashes: Sequence[bytes],
     hash_bytes: int,
 ) -> Request:
-    """Pins blocks of a residency."""
+    """Builds the request that pins blocks of a residency."""
     return Request(
         extend_residency=residency_pb2.ExtendResidencyRequest(
             residency_id=residency_id,
@@ -153,7 +155,7 @@ def extend_residency(
 
 
 def close_residency(residency_id: str) -> Request:
-    """Gives a residency back."""
+    """Builds the request that closes a residency."""
     return Request(close_residency=residency_pb2.CloseResidencyRequest(residency_id=residency_id))
 
 
@@ -165,7 +167,7 @@ def load(
     after: After | None = None,
     traceparent: str | None = None,
 ) -> Request:
-    """Copies leased blocks into engine memory."""
+    """Builds the request that copies leased blocks into engine memory."""
     return Request(
         load=cache_pb2.LoadRequest(
             transfer_id=transfer_id,
@@ -188,7 +190,7 @@ def store(
     hash_bytes: int,
     after: After | None = None,
 ) -> Request:
-    """Copies blocks from engine memory."""
+    """Builds the request that copies blocks from engine memory."""
     request = cache_pb2.StoreRequest(
         transfer_id=transfer_id,
         lease_id=lease_id,
@@ -202,17 +204,17 @@ def store(
 
 
 def cancel(transfer_id: str) -> Request:
-    """Asks a transfer to end early."""
+    """Builds the request that ends a transfer early."""
     return Request(cancel_transfer=cache_pb2.CancelTransferRequest(transfer_id=transfer_id))
 
 
 def flush() -> Request:
-    """Forgets the key space's blocks."""
+    """Builds the request that drops the key space's blocks."""
     return Request(flush=session_pb2.Flush())
 
 
 def report_use(groups: Sequence[GroupHashes], hash_bytes: int) -> Request:
-    """Reports device cache hits."""
+    """Builds the report of hits in the device cache."""
     named = cache.group_messages(groups, hash_bytes)
     return Request(report_use=session_pb2.ReportUse(groups=named))
 
@@ -224,8 +226,10 @@ def report_requests(
     ended: Iterable[EndedRequest[Sequence[bytes]]] = (),
     loads: Iterable[LoadEnd] = (),
 ) -> Iterator[Request]:
-    """Reports scheduled requests, those that have ended, and loads that have ended: a message, or
-    several if it would be too large."""
+    """Yields the report of scheduled requests, ended requests and ended loads.
+
+    One message, or several if it would be too large.
+    """
     messages = [report_message(report, hash_bytes) for report in reports]
     over = [ended_message(one, hash_bytes) for one in ended]
     ends = [load_end_message(end) for end in loads]
@@ -253,10 +257,10 @@ def connect(
 
 
 def link_request(session_id: str, handle_ids: Sequence[str]) -> bytes:
-    """First packet on the descriptor socket."""
+    """Builds the first packet on the descriptor socket."""
     return session_pb2.LinkRequest(session_id=session_id, handle_ids=handle_ids).SerializeToString()
 
 
 def ticket_request() -> bytes:
-    """The packet that asks for a ticket."""
+    """Builds the packet that asks for a ticket."""
     return session_pb2.LinkRequest(wants_ticket=True).SerializeToString()

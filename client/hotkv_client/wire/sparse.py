@@ -1,4 +1,4 @@
-"""Sparse decode: a message for each call, and what comes back of selections."""
+"""Sparse decode: builds the message of each call, and reads selections."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
 
 SelectRequest = sparse_pb2.SelectBlocksRequest
 Stub = sparse_pb2_grpc.SparseServiceStub
-"""Of a channel that is open."""
+"""Make it while its channel is open."""
 
 
 def _read_int32s(packed: bytes) -> Int32s:
@@ -52,7 +52,7 @@ def _select_message(value: SelectConfig) -> sparse_pb2.SelectConfig:
 
 
 def _centre_messages(value: SelectConfig) -> list[sparse_pb2.LayerCentre]:
-    """Centres of the layers that are selected for."""
+    """Returns the centres of the layers for which the server selects."""
     centres = value.centres
     if centres is None:
         return []
@@ -78,7 +78,7 @@ def create_sequence(
     select: SelectConfig | None,
     hash_bytes: int,
 ) -> Request:
-    """Begins a sequence."""
+    """Builds the request that creates a sequence."""
     return Request(
         create_sequence=sparse_pb2.CreateSequenceRequest(
             sequence_id=sequence_id,
@@ -92,7 +92,7 @@ def create_sequence(
 def append_blocks(
     sequence_id: str, first_position: int, hashes: Sequence[bytes], hash_bytes: int
 ) -> Request:
-    """Adds blocks to a sequence."""
+    """Builds the request that appends blocks to a sequence."""
     return Request(
         append_blocks=sparse_pb2.AppendBlocksRequest(
             sequence_id=sequence_id, first_position=first_position, hashes=pack(hashes, hash_bytes)
@@ -101,14 +101,14 @@ def append_blocks(
 
 
 def delete_sequence(sequence_id: str) -> Request:
-    """Ends a sequence."""
+    """Builds the request that ends a sequence."""
     return Request(delete_sequence=sparse_pb2.DeleteSequenceRequest(sequence_id=sequence_id))
 
 
 def report_sparse(
     positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]
 ) -> Request:
-    """Reports what sparse decode did. Raises INVALID_FIELD for a counter that is unknown."""
+    """Builds the report of what sparse decode did. Raises INVALID_FIELD for an unknown counter."""
     for layer, values in counters.items():
         unknown = values.keys() - set(SPARSE_COUNTERS)
         if unknown:
@@ -142,7 +142,7 @@ def select_request(
     always_log_mass_Q: Float32s | None,
     shard_index: int,
 ) -> SelectRequest:
-    """Asks for a selection."""
+    """Builds the request for a selection."""
     return SelectRequest(
         session_id=session_id,
         sequence_id=sequence_id,
@@ -155,7 +155,7 @@ def select_request(
 
 
 def selected(response: sparse_pb2.SelectBlocksResponse) -> SelectedBlocks:
-    """A selection. Raises HotKVError if it was refused."""
+    """Reads a selection. Raises HotKVError if it was refused."""
     if response.HasField("error"):
         raise read_error_detail(response.error)
     return SelectedBlocks(

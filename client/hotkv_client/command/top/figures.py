@@ -1,5 +1,8 @@
-"""What `hotkv top` shows: what it asks a server each time (`read`), and rates between two readings,
-which every view shows (`figures_of`, pure)."""
+"""Readings and figures of `hotkv top`.
+
+`read` asks a server. `figures_of` computes the rates between two readings, which every view shows;
+it is pure.
+"""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -15,14 +18,18 @@ from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
 
 
 RECENT_S = 600.0
-"""What `the last minutes` are."""
+"""Length of "the last minutes", seconds."""
 Answer = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Answers of one moment. `at_s`: monotonic time, when `info` had come. `ledger` counts from the
-    ledger's beginning, `recent` the requests of the last RECENT_S seconds."""
+    """The server's answers at one moment.
+
+    at_s: monotonic time when `info` arrived.
+    ledger: counts since the ledger began.
+    recent: counts of the requests of the last RECENT_S seconds.
+    """
 
     at_s: float
     info: Answer
@@ -34,7 +41,7 @@ class Reading:
 
 
 def read(client: AdminClient) -> Reading:
-    """Asks the server. Raises HotKVError."""
+    """Asks the server for a reading. Raises HotKVError."""
     info = client.info()
     return Reading(
         at_s=time.monotonic(),
@@ -52,22 +59,25 @@ def read(client: AdminClient) -> Reading:
 
 HOST = "host"
 JITTER_S = 1.0
-"""An answer may be so late."""
+"""How late an answer may be."""
 LATE_S = 0.05
-"""An event loop that is later than this keeps engines waiting."""
+"""An event loop that is later than this delays engines."""
 TROUBLES = {
     "no_space_blocks_total": "blocks found no room: the arena is full of pinned blocks",
     "refused_total": "requests were refused: `hotkv status`, or the logs, name the reason",
     "events_lost_total": "events were lost: a reader is too slow",
     "ledger_lost_reports_total": "reports were not counted: the ledger is behind",
 }
-"""Counters that should stand still."""
+"""Counters that should not grow, with the warning if they do."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierRates:
-    """`used_bytes` of `capacity_bytes` (0: unknown). `hit_ratio`: of all prompt tokens now, those
-    that hit here; None if there were none."""
+    """A tier.
+
+    used_bytes: part of `capacity_bytes` in use. A capacity of 0 is unknown.
+    hit_ratio: share of the prompt tokens in the interval that hit this tier; None without prompts.
+    """
 
     name: str
     state: str
@@ -81,7 +91,7 @@ class TierRates:
 
 @dataclass(frozen=True, slots=True)
 class EngineRates:
-    """One engine, all its sessions together."""
+    """An engine, with all its sessions together."""
 
     name: str
     model: str
@@ -94,24 +104,24 @@ class EngineRates:
     loaded_bytes_per_s: float
     stored_bytes_per_s: float
     misses: dict[str, int]
-    """Tokens of the last minutes by reason, the most frequent first."""
+    """Missed tokens of the last minutes by reason, the most frequent first."""
     saved_s: float
     waited_s: float
     selects_per_s: float
-    """Of sparse decode, as the hot set's hits and the swaps."""
+    """Rate of sparse decode, like the hot set's hits and the swaps."""
     hot_set_hit_ratio: float | None
     swap_bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A server between two readings. Ratios are of prompt tokens, None where there were none."""
+    """A server between two readings. Ratios are of prompt tokens; None without prompts."""
 
     version: str
     state: str
     uptime_s: float
     has_rates: bool
-    """False for a first reading, and after a restart: rates are 0 then."""
+    """False for a first reading and after a restart: rates are 0 then."""
     hit_ratio: float | None
     recent_hit_ratio: float | None
     ceiling_ratio: float | None
@@ -122,7 +132,7 @@ class Figures:
     lag_p99_s: float
     lag_longest_s: float
     saved_s: float
-    """Of the last minutes, as `waited_s`."""
+    """Time saved in the last minutes. `waited_s` likewise."""
     waited_s: float
     tiers: list[TierRates] = field(default_factory=list)
     engines: list[EngineRates] = field(default_factory=list)
@@ -133,8 +143,11 @@ class Figures:
 
 
 class _Between:
-    """Growth between two readings. A first one grows by nothing; neither does one of another
-    process, whose counters begin anew."""
+    """The growth between two readings.
+
+    It is 0 for a first reading, and after a reading of another process, whose counters started
+    anew.
+    """
 
     def __init__(self, before: Reading | None, after: Reading) -> None:
         known = before is not None and is_same_server(before, after)
@@ -146,7 +159,7 @@ class _Between:
         return max(0.0, now - then) / self.seconds if self.seconds > 0 else 0.0
 
     def counter(self, name: str) -> float:
-        """Growth of a counter of the server; 0 for one that it does not have."""
+        """Returns the growth of a counter; 0 for a counter that the server does not have."""
         if self.before is None:
             return 0.0
         now, then = (r.info["counters"].get(name, 0.0) for r in (self.after, self.before))
@@ -156,7 +169,7 @@ class _Between:
         return self.counter(name) / self.seconds if self.seconds > 0 else 0.0
 
     def ledger(self, engine: str | None = None) -> dict[str, Any]:
-        """What the ledger has grown by: of one engine, or of all."""
+        """Returns the growth of the ledger for an engine, or for all engines."""
         now = _of(self.after.ledger, engine)
         then = now if self.before is None else _of(self.before.ledger, engine)
         return {
@@ -170,8 +183,10 @@ class _Between:
 
 
 def is_same_server(before: Reading, after: Reading) -> bool:
-    """Whether both are of one process. In a container the next one has the same number, so that
-    its age counts, too."""
+    """Returns whether both readings are of one process.
+
+    In a container the next process may have the same process id, so its age counts too.
+    """
     aged_s = after.info["uptime_s"] - before.info["uptime_s"]
     return bool(
         before.info["pid"] == after.info["pid"] and aged_s > after.at_s - before.at_s - JITTER_S
@@ -179,7 +194,7 @@ def is_same_server(before: Reading, after: Reading) -> bool:
 
 
 def figures_of(before: Reading | None, after: Reading) -> Figures:
-    """The figures of `after`, with rates since `before`."""
+    """Returns the figures of `after`, with rates since `before`."""
     between = _Between(before, after)
     grown, recent = between.ledger(), _of(after.recent, None)
     outlook, counters = after.recent["outlook"], after.info["counters"]
@@ -206,7 +221,7 @@ def figures_of(before: Reading | None, after: Reading) -> Figures:
 
 
 def _of(savings: Mapping[str, Any], engine: str | None) -> dict[str, Any]:
-    """The sums of the ledger, of one engine or of all."""
+    """Returns the sums of the ledger for an engine, or for all engines."""
     return total(row for row in savings["rows"] if engine in (None, row["engine_id"]))
 
 
@@ -217,7 +232,7 @@ def _hit_ratio(sums: Mapping[str, Any]) -> float | None:
 
 
 def _activity(tier: Mapping[str, Any]) -> Mapping[str, Any]:
-    """How a tier below host memory answers; empty for host memory."""
+    """Returns the activity of a tier below host memory; empty for host memory."""
     return {} if tier.get("name") == HOST else tier.get("activity") or {}
 
 
@@ -252,7 +267,7 @@ def _tiers(between: _Between, grown: Mapping[str, Any]) -> list[TierRates]:
 
 
 def _engines(between: _Between) -> list[EngineRates]:
-    """Engines with a session, in the order in which they came."""
+    """Returns the engines that have a session, in the order in which they connected."""
     names = dict.fromkeys(s["engine_id"] for s in between.after.sessions if s["role"] != "tool")
     return [_engine(between, name) for name in names]
 
@@ -262,7 +277,7 @@ def _engine(between: _Between, name: str) -> EngineRates:
         return [s for s in reading.sessions if s["engine_id"] == name] if reading else []
 
     def grew(field_name: str) -> float:
-        """Growth of a count of its sessions; sessions that have opened since count whole."""
+        """Returns the growth of a count over the engine's sessions. New sessions count whole."""
         then = {s["session_number"]: s[field_name] for s in sessions(between.before)}
         return sum(float(s[field_name] - then.get(s["session_number"], 0)) for s in now)
 
@@ -294,7 +309,7 @@ def _engine(between: _Between, name: str) -> EngineRates:
 
 
 def _sparse_growth(between: _Between, engine: str) -> dict[str, float]:
-    """Counters of the engine's layers, summed, and how much they have grown."""
+    """Returns the growth of sparse counters, summed over the engine's layers."""
 
     def sums(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         own = [row for row in rows if row["engine_id"] == engine]
@@ -306,7 +321,7 @@ def _sparse_growth(between: _Between, engine: str) -> dict[str, float]:
 
 
 def _warnings(between: _Between, grown: Mapping[str, Any]) -> Iterable[str]:
-    """What should be looked at: a sentence each."""
+    """Yields a sentence for each problem that needs attention."""
     info, counters = between.after.info, between.after.info["counters"]
     if info["state"] != "ready":
         yield f"the server is not serving: {state_line(info)}"

@@ -1,4 +1,4 @@
-"""`hotkv top` itself: readings, and what shows them, until the user has seen enough."""
+"""Runs `hotkv top`: takes readings and shows them until the user quits."""
 
 import contextlib
 import importlib.util
@@ -32,12 +32,12 @@ NAMES = {
     "k": "up",
     "j": "down",
 }
-"""What terminals send, by the name that views use; another key has its own character."""
+"""Names of keys by the bytes that terminals send. Other keys are named by their character."""
 MAX_BYTES = 64
 
 
 def named_keys(sent: str) -> list[str]:
-    """The keys of what a terminal has sent; sequences that mean nothing here are passed over."""
+    """Returns the names of the keys in a terminal's input. Ignores unknown escape sequences."""
     keys = []
     while sent:
         length = 3 if sent[:2] in ("\x1b[", "\x1bO") else 1
@@ -49,7 +49,7 @@ def named_keys(sent: str) -> list[str]:
 
 @contextlib.contextmanager
 def raw_keys(terminal: int) -> Iterator[None]:
-    """Keys come at once and are not echoed; the terminal is as it was afterwards."""
+    """Makes keys arrive at once and without echo; restores the terminal at the end."""
     before = termios.tcgetattr(terminal)
     try:
         tty.setcbreak(terminal)
@@ -59,7 +59,8 @@ def raw_keys(terminal: int) -> Iterator[None]:
 
 
 def pressed_keys(terminal: int, seconds: float) -> list[str]:
-    """The keys of the next so many seconds: returns with the first. `q` if the terminal is gone."""
+    """Waits up to `seconds` for keys and returns the first that arrive. `q` if the terminal is
+    gone."""
     if not select.select([terminal], [], [], max(0.0, seconds))[0]:
         return []
     sent = os.read(terminal, MAX_BYTES)
@@ -70,12 +71,14 @@ def pressed_keys(terminal: int, seconds: float) -> list[str]:
 
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 3600.0
 POLL_S = 0.05
-"""How soon an answer is looked for again while the server is asked."""
+"""Time between two looks for an answer while the server is asked."""
 
 
 def run(client: AdminClient, interval_s: float, count: int, *, as_json: bool) -> None:
-    """A screen on a terminal; lines into a pipe, with `count` and `as_json`. Raises HotKVError if
-    the server does not answer, ValueError for what can't be meant."""
+    """Shows a screen on a terminal, or lines if output is a pipe or `count` or `as_json` is set.
+
+    Raises HotKVError if the server does not answer, ValueError for invalid options.
+    """
     if not MIN_INTERVAL_S <= interval_s <= MAX_INTERVAL_S:
         raise ValueError(
             f"--interval {interval_s:g}: give {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} seconds"
@@ -95,8 +98,10 @@ def run(client: AdminClient, interval_s: float, count: int, *, as_json: bool) ->
 
 
 def show_lines(client: AdminClient, interval_s: float, count: int, *, as_json: bool) -> None:
-    """Prints figures every `interval_s`, `count` times (0: until Ctrl-C). Raises HotKVError if the
-    server does not answer."""
+    """Prints figures every `interval_s`, `count` times (0: until Ctrl-C).
+
+    Raises HotKVError if the server does not answer.
+    """
     first = True
     for figures in _figures(client, interval_s, count):
         if as_json:
@@ -108,7 +113,7 @@ def show_lines(client: AdminClient, interval_s: float, count: int, *, as_json: b
 
 
 def _figures(client: AdminClient, interval_s: float, count: int) -> Iterator[Figures]:
-    """Figures over one interval each."""
+    """Yields figures, each over one interval."""
     before, number = read(client), 0
     while not count or number < count:
         time.sleep(interval_s)
@@ -118,10 +123,10 @@ def _figures(client: AdminClient, interval_s: float, count: int) -> Iterator[Fig
 
 
 def show_screen(client: AdminClient, interval_s: float) -> None:
-    """Draws figures on the terminal until `q`. Raises HotKVError if the server does not answer at
-    the start.
+    """Draws figures on the terminal until `q`.
 
-    A thread asks the server, so that keys work while it is slow to answer.
+    A thread asks the server, so that keys work while it is slow to answer. Raises HotKVError if the
+    server does not answer at the start.
     """
     from rich.console import Console
 
@@ -166,8 +171,10 @@ def show_screen(client: AdminClient, interval_s: float) -> None:
 
 
 class _Asking:
-    """One reading at a time, by a thread. The first is asked for at once. A thread that still waits
-    at the end does so until the client's channel is closed."""
+    """Takes readings in a thread, one at a time. The constructor asks for the first.
+
+    A thread that still waits at the end ends when the client's channel is closed.
+    """
 
     def __init__(self, client: AdminClient) -> None:
         self._client = client
@@ -189,8 +196,7 @@ class _Asking:
         self._asked = self._thread.submit(read, self._client)
 
     def answer(self) -> Reading | None:
-        """The reading that was asked for; None if it is not there yet. Raises HotKVError if there
-        will be none."""
+        """Returns the reading that was asked for; None if it has not arrived. Raises HotKVError."""
         if self._asked is None or not self._asked.done():
             return None
         asked, self._asked = self._asked, None

@@ -1,4 +1,4 @@
-"""`hotkv top` as lines of text, for pipes and files."""
+"""Formats `hotkv top` as lines of text, for pipes and files."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def per_s(num_bytes: float) -> str:
 
 
 def head(figures: Figures) -> list[str]:
-    """Two lines on the server as a whole."""
+    """Formats two lines on the server as a whole."""
     return [
         f"hotkv-server {figures.version}  {figures.state}  up {human_seconds(figures.uptime_s)}  "
         f"event loop late by {figures.lag_p99_s * 1e3:.1f} ms (p99), "
@@ -33,7 +33,7 @@ def head(figures: Figures) -> list[str]:
 
 
 def flow(figures: Figures) -> str:
-    """One line: what moves."""
+    """Formats one line on tokens, bytes and blocks per second."""
     return (
         f"prompts {figures.prompt_tokens_per_s:,.0f} tokens/s  loaded "
         f"{per_s(figures.loaded_bytes_per_s)}  stored {per_s(figures.stored_bytes_per_s)}  evicted "
@@ -77,14 +77,17 @@ def sparse_row(engine: EngineRates) -> tuple[str, ...]:
 
 
 def misses(engine: EngineRates) -> str:
-    """Why tokens of the last minutes were computed."""
+    """Formats why tokens of the last minutes were computed."""
     all_missed = sum(engine.misses.values())
     shares = (f"{why.replace('_', ' ')} {n / all_missed:.0%}" for why, n in engine.misses.items())
     return ", ".join(shares) if all_missed else "nothing missed"
 
 
 def text(figures: Figures, engines: Sequence[EngineRates]) -> str:
-    """All of it; `engines` in the order in which they are shown."""
+    """Formats all figures.
+
+    engines: in the order in which they are shown.
+    """
     deciding = [engine for engine in engines if engine.selects_per_s]
     parts = [
         *head(figures),

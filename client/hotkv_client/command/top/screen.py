@@ -1,4 +1,4 @@
-"""`hotkv top` on a terminal, drawn by rich. Needs the extra `cli`."""
+"""Draws `hotkv top` on a terminal with rich. Needs the extra `cli`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,12 +25,16 @@ SORTS = {
     "tokens": lambda engine: -engine.prompt_tokens_per_s,
     "name": lambda engine: engine.name,
 }
-"""Orders of engines, by the word that the screen shows."""
+"""Sort orders of engines, by the word that the screen shows."""
 
 
 @dataclass
 class View:
-    """What the user looks at. `chosen`: the engine under the cursor; `inside`: look into it."""
+    """What the user looks at.
+
+    chosen: the engine under the cursor.
+    inside: show only the chosen engine.
+    """
 
     interval_s: float
     sort: str = "loaded"
@@ -41,15 +45,15 @@ class View:
     hit_ratios: list[float | None] = field(default_factory=list)
 
     def remember(self, figures: Figures) -> None:
-        """Adds to the history of hit rates."""
+        """Adds a hit rate to the history."""
         self.hit_ratios = [*self.hit_ratios, figures.hit_ratio][-MAX_HISTORY:]
 
     def sorted(self, engines: Sequence[EngineRates]) -> list[EngineRates]:
-        """Engines in the chosen order; equal ones by name."""
+        """Returns the engines in the chosen order; equal engines by name."""
         return sorted(sorted(engines, key=SORTS["name"]), key=SORTS[self.sort])
 
     def press(self, key: str, engines: Sequence[EngineRates]) -> bool:
-        """Does what a key asks for; False to quit."""
+        """Applies a key. Returns False to quit."""
         names = [engine.name for engine in self.sorted(engines)]
         at = names.index(self.chosen) if self.chosen in names else 0
         if key in QUIT:
@@ -73,7 +77,7 @@ class View:
 
 
 def sparkline(ratios: Sequence[float | None]) -> str:
-    """A bar each, as high as the ratio; a blank where there was no prompt."""
+    """Returns a bar for each ratio, as high as the ratio; a blank if there was no prompt."""
     return "".join(
         BARS[0] if ratio is None else BARS[1 + round(7 * min(1.0, max(0.0, ratio)))]
         for ratio in ratios
@@ -81,7 +85,7 @@ def sparkline(ratios: Sequence[float | None]) -> str:
 
 
 def draw(figures: Figures, view: View, console: Console) -> RenderableType:
-    """The whole screen: of many engines those round the chosen one, as many as fit."""
+    """Draws the whole screen. Of many engines it shows those around the chosen engine that fit."""
     engines = view.sorted(figures.engines)
     inside = next((e for e in engines if view.inside and e.name == view.chosen), None)
     lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in plain.head(figures)]
@@ -106,7 +110,7 @@ def draw(figures: Figures, view: View, console: Console) -> RenderableType:
 
 
 def screen(console: Console) -> Live:
-    """The screen, which is drawn when it is told to, and leaves the terminal as it was."""
+    """Returns a screen that draws only on request and restores the terminal at its end."""
     return Live(console=console, screen=True, auto_refresh=False)
 
 
@@ -120,7 +124,7 @@ def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], chosen: int = 
 
 
 def _window(engines: Sequence[EngineRates], chosen: int, room: int) -> slice:
-    """The engines that fit into so many lines, the chosen one among them."""
+    """Returns the range of engines that fit into `room` lines, including the chosen engine."""
     for count in range(min(len(engines), room), 1, -1):
         start = max(0, min(chosen - count // 2, len(engines) - count))
         if _height(engines[start : start + count]) <= room:
@@ -129,7 +133,7 @@ def _window(engines: Sequence[EngineRates], chosen: int, room: int) -> slice:
 
 
 def _height(engines: Sequence[EngineRates]) -> int:
-    """Lines of `_all`: a blank one and headers, for engines that select once more."""
+    """Returns the lines of `_all`: a blank line, headers, and a second table if engines select."""
     deciding = sum(1 for engine in engines if engine.selects_per_s)
     return 2 + len(engines) + (2 + deciding if deciding else 0)
 
@@ -144,7 +148,7 @@ def _all(engines: Sequence[EngineRates], chosen: int) -> list[RenderableType]:
 
 
 def _one(engine: EngineRates) -> Panel:
-    """One engine, with the reasons of its misses."""
+    """Draws one engine, with the reasons of its misses."""
     pairs = [
         *zip(plain.ENGINE_HEADERS[1:], plain.engine_row(engine)[1:], strict=True),
         ("sessions", str(engine.num_sessions)),
