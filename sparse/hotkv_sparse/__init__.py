@@ -1,12 +1,12 @@
-"""Sparse decode, the pure part: which blocks of a long context a step should attend to.
+"""Sparse decode, the pure part: selects the blocks of a long context that a step attends to.
 
 From unpacked keys to a selection, in the order of a step: `representations.build` when a block
 fills; `scores.prepare` and `scores.score` with a step's query; `selection.select_layer`, which
-strings these and the choice together; `hotset.HotSet.step`. `axes.AxesEstimate` and `centre`
-calibrate. `config.SparseConfig` has the settings, `cuda` the same on a GPU.
+combines these with the choice; `hotset.HotSet.step`. `axes.AxesEstimate` and `centre` calibrate.
+`config.SparseConfig` has the settings. `cuda` does the same on a GPU.
 
-No I/O but in `centre_file`, no clock, no threads. Needs numpy and numba; numba is loaded on first
-use.
+No I/O except in `centre_file`, no clock, no threads. Needs numpy and numba; numba is loaded on
+first use.
 """
 
 from hotkv_sparse.axes import Axes

@@ -1,23 +1,23 @@
-"""Principal axes of a head's keys where its queries look, in which mix2 codes keys.
+"""Principal axes of a head's keys, weighted by its queries. mix2 codes keys along these axes.
 
-Keys and queries fill their channels unevenly. Per KV head, from the moments of some thousand keys
-and queries: x = k - mu; A = (second moment of the group's queries) ^ 1/2, so that in x A every
-direction counts alike for the score; the principal axes of x A, strongest first, split into runs of
-4, 2 and no bits (`formats.num_lines`) and, within a run, rotated by signs and Hadamard so that
-channels look normal. This is reverse water-filling in the whitened space (KLT coding; Loki,
-arXiv 2406.02542, is the case of 16 or 0 bits).
+Keys and queries fill their channels unevenly. For each KV head, from the moments of a few thousand
+keys and queries: x = k - mu; A = (second moment of the group's queries) ^ 1/2, so that every
+direction of x A counts equally for the score. The principal axes of x A, strongest first, are split
+into runs of 4, 2 and no bits (`formats.num_lines`). Within a run they are rotated by signs and
+Hadamard, so that channels look normal. This is reverse water-filling in the whitened space (KLT
+coding; Loki, arXiv 2406.02542, is the case of 16 or 0 bits).
 
-Axes are calibrated, not computed from a seed: codes of unlike axes mean nothing to each other, and
-`to_bytes` belongs to a representation's version.
+Axes are calibrated, not computed from a seed. Codes of different axes can't be compared, so
+`to_bytes` is part of a representation's version.
 
-A key's codes are relative to the usual rms of their run and to one gain of the token's own; its
-scale sigma = |y|² / (y · code) keeps the norm, as with rot2u.
+A key's codes are relative to the usual rms of their run and to one gain of the token's own. Its
+scale sigma = |y|² / (y · code) preserves the norm, as with rot2u.
 
-RoPE turns the slow channels of a key so slowly that some thousand tokens see a small part of a
-turn. There they look constant, and codes would spend no bits on them; later in the context they are
-what differs most (SmolLM2-135M: with axes from 2048 tokens the block scores at 8192 are off by 2.2
-nats, with axes from the same tokens moved all over the context by 0.48, with axes from all 8192
-tokens by 0.43). Turning a key by the angle of a shift moves it exactly.
+RoPE turns the slow channels of a key so slowly that a few thousand tokens cover a small part of a
+turn. There these channels look constant, and codes would spend no bits on them; later in the
+context they differ most. (SmolLM2-135M: with axes from 2048 tokens the block scores at 8192 are off
+by 2.2 nats, with axes from the same tokens moved all over the context by 0.48, with axes from all
+8192 tokens by 0.43.) Turning a key by the angle of a shift moves it exactly.
 
 Shapes: N tokens, B blocks, T tokens of a block, H KV heads, G query heads of a group, Q = H * G, X
 heads, D channels, C coded channels with padding, R = 2 runs of coded channels, F frequencies (2 F
@@ -37,21 +37,23 @@ from hotkv_sparse.rotation import rotate
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 STEPS = (0.3352, 0.9957)
-"""Steps of the best evenly spaced quantisers of the normal distribution with 16 and 4 levels, in
-units of its rms (Max 1960). They lose 1.15 % and 11.9 % of the energy; Lloyd-Max levels lose 0.95 %
-and 11.7 %, and need a table."""
+"""Steps of the best evenly spaced quantisers of the normal distribution with 16 and 4 levels.
+
+In units of its rms (Max 1960). They lose 1.15 % and 11.9 % of the energy; Lloyd-Max levels lose
+0.95 % and 11.7 %, and need a table.
+"""
 MIN_TOKENS = 1024
-"""Fewer tokens give no centre and no axes to rely on."""
+"""With fewer tokens, centre and axes are unreliable."""
 NUM_LEVELS = (16, 4)
 PLACES = 4
-"""Positions of a longer context that each token is moved to."""
+"""Positions of a longer context to which each token is moved."""
 GOLDEN_RATIO = 0.6180339887498949
 QUERY_FLOOR = 0.05
 """Share of the mean query energy that every direction gets, so that A can be inverted."""
 
 
 def run_channels(head_size: int) -> tuple[int, int]:
-    """Channels with fine and with coarse codes, padding left out."""
+    """Returns the channels with fine and with coarse codes, without padding."""
     fine, coarse = formats.num_lines(head_size)
     num_fine = min(fine * FINE_CHANNELS, head_size)
     return num_fine, min(coarse * COARSE_CHANNELS, head_size - num_fine)
@@ -59,12 +61,12 @@ def run_channels(head_size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Axes:
-    """One layer's axes. INVALID_FIELD if they are of no use.
+    """The axes of one layer. Raises INVALID_FIELD if they can't be used.
 
-    `into` float32 [H, D, D]: y = (k - mu) @ into[h] are a key's channels, the coded ones first;
-    `rms` float32 [H, R]: how large the channels of each run usually are. `weights` float32
-    [H, D, C]: q @ weights[h] is what half a step of each code is worth, so that q · (k - mu) is
-    about sigma times the sum of that times (2 c - offset).
+    into: float32 [H, D, D]; y = (k - mu) @ into[h] are a key's channels, the coded channels first.
+    rms: float32 [H, R], usual size of the channels of each run.
+    weights: float32 [H, D, C]; q @ weights[h] is the worth of half a step of each code. q · (k -
+        mu) is about sigma times the sum of that times (2 c - offset).
     """
 
     into: F32
@@ -104,20 +106,22 @@ class Axes:
         object.__setattr__(self, "weights", weights)
 
     def to_bytes(self) -> bytes:
-        """What a representation's version covers."""
+        """Returns the bytes that a representation's version covers."""
         return b"".join(
             np.ascontiguousarray(part, dtype="<f4").tobytes() for part in (self.into, self.rms)
         )
 
     def heads(self, first: int, count: int) -> "Axes":
-        """The axes of some of the heads."""
+        """Returns the axes of a range of heads."""
         part = slice(first, first + count)
         return Axes(np.ascontiguousarray(self.into[part]), np.ascontiguousarray(self.rms[part]))
 
 
 class AxesEstimate:
-    """Moments of one layer's keys and queries, after RoPE, for its centre and axes; leave the first
-    tokens of a context out (`centre.FIRST_TOKENS`)."""
+    """Collects moments of one layer's keys and queries, after RoPE, for its centre and axes.
+
+    The caller leaves out the first tokens of a context (`centre.FIRST_TOKENS`).
+    """
 
     def __init__(self, kv_heads: int, head_size: int) -> None:
         self.num_tokens = 0
@@ -129,8 +133,10 @@ class AxesEstimate:
         return f"AxesEstimate({list(self._keys_HD.shape)}, {self.num_tokens} tokens)"
 
     def add(self, keys_NHD: F32, queries_NQD: F32) -> None:
-        """Takes keys and queries float32 of the same tokens into account; tokens with values that
-        aren't finite are left out. INVALID_FIELD on other shapes."""
+        """Adds keys and queries float32 of the same tokens.
+
+        Ignores tokens with values that are not finite. Raises INVALID_FIELD on other shapes.
+        """
         kv_heads, head_size = self._keys_HD.shape
         num_tokens = len(keys_NHD)
         if (
@@ -155,7 +161,7 @@ class AxesEstimate:
         self.num_tokens += keys_HND.shape[1]
         self._keys_HD += keys_HND.sum(axis=1)
         self._keys_HDD += keys_HND.transpose(0, 2, 1) @ keys_HND
-        # A mean over the group's heads: how many they are makes no difference.
+        # The mean over the group's heads does not depend on their number.
         self._queries_HDD += (grouped_HND.transpose(0, 2, 1) @ grouped_HND).astype(np.float64) / (
             queries_NQD.shape[1] // kv_heads
         )
@@ -168,8 +174,11 @@ class AxesEstimate:
         frequencies_F: F64,
         context_tokens: int,
     ) -> None:
-        """Takes tokens into account as if they lay all over a context of `context_tokens`: each at
-        `PLACES` positions. For contexts longer than what there is to see."""
+        """Adds tokens as if they lay all over a context of `context_tokens`, each at `PLACES`
+        positions.
+
+        For contexts longer than the text at hand.
+        """
         for turn in range(PLACES):
             shifts = (places(positions_N, context_tokens, turn) - positions_N).astype(np.int64)
             self.add(
@@ -178,7 +187,8 @@ class AxesEstimate:
             )
 
     def axes(self, min_tokens: int = MIN_TOKENS) -> tuple[F32, Axes] | None:
-        """The centre float32 [H, D] and the axes; None if fewer than `min_tokens` were seen."""
+        """Returns the centre float32 [H, D] and the axes; None if fewer than `min_tokens` were
+        seen."""
         if self.num_tokens < min_tokens:
             return None
         mean_HD = self._keys_HD / self.num_tokens
@@ -211,7 +221,10 @@ class AxesEstimate:
 
 
 def _mixing(head_size: int) -> F64:
-    """Spreads the channels of each coded run evenly over it, float64 [D, D]; orthonormal."""
+    """Returns the matrix that spreads each coded run's channels evenly over the run.
+
+    float64 [D, D], orthonormal.
+    """
     matrix, first = np.eye(head_size), 0
     for count in run_channels(head_size):
         run = slice(first, first + count)
@@ -222,8 +235,11 @@ def _mixing(head_size: int) -> F64:
 
 
 def _whitened_axes(moment_DD: F64, covariance_DD: F64) -> F64:
-    """A U float64 [D, D]: U the principal axes of A covariance A, strongest first, A the root of
-    the queries' moment."""
+    """Returns A U float64 [D, D].
+
+    A is the root of the queries' moment. U are the principal axes of A covariance A, strongest
+    first.
+    """
     mean_energy = max(float(moment_DD.diagonal().mean()), 1e-12)
     floored = moment_DD + QUERY_FLOOR * mean_energy * np.eye(len(moment_DD))
     values, vectors = np.linalg.eigh(floored)
@@ -241,7 +257,7 @@ def _refuse(problem: str) -> HotKVError:
 
 
 def channels_of(keys_BTHD: F32, mu_HD: F32, axes: Axes) -> F32:
-    """y float32 [H, B, T, D]: the channels of keys less their centre."""
+    """Returns the channels of keys minus their centre, y float32 [H, B, T, D]."""
     num_blocks, block_tokens, kv_heads, head_size = keys_BTHD.shape
     x_HSD = (keys_BTHD - mu_HD).transpose(2, 0, 1, 3).reshape(kv_heads, -1, head_size)
     y_HSD = np.asarray(x_HSD @ axes.into, np.float32)
@@ -249,7 +265,7 @@ def channels_of(keys_BTHD: F32, mu_HD: F32, axes: Axes) -> F32:
 
 
 def offsets_of(head_size: int) -> npt.NDArray[np.int32]:
-    """int32 [C]: a code c stands for 2 c less this, in half steps."""
+    """Returns int32 [C]: a code c stands for 2 c minus this, in half steps."""
     fine, coarse = formats.num_lines(head_size)
     return np.repeat(
         np.array(NUM_LEVELS, np.int32) - 1, (fine * FINE_CHANNELS, coarse * COARSE_CHANNELS)
@@ -257,7 +273,7 @@ def offsets_of(head_size: int) -> npt.NDArray[np.int32]:
 
 
 def half_steps(axes: Axes) -> F32:
-    """float32 [H, C]: half a step of each coded channel's code, for a token of gain 1."""
+    """Returns half a step of each coded channel's code, for a token of gain 1, float32 [H, C]."""
     head_size = axes.into.shape[1]
     fine, coarse = formats.num_lines(head_size)
     steps = axes.rms * np.array(STEPS, np.float32) / np.float32(2.0)
@@ -268,10 +284,10 @@ def half_steps(axes: Axes) -> F32:
 
 
 def moved(x_NXD: F32, shifts_N: npt.NDArray[np.int64], frequencies_F: F64) -> F32:
-    """float32 [N, X, D]: what each token would be `shifts_N` positions later.
+    """Returns tokens as they would be `shifts_N` positions later, float32 [N, X, D].
 
-    Frequencies are in radians a token; channel i is turned with channel i + F (the NeoX order), and
-    channels from 2 F on are not.
+    Frequencies are in radians a token. Channel i is turned with channel i + F (the NeoX order);
+    channels from 2 F on are not turned.
     """
     count = len(frequencies_F)
     angles = shifts_N[:, None, None] * frequencies_F
@@ -283,9 +299,13 @@ def moved(x_NXD: F32, shifts_N: npt.NDArray[np.int64], frequencies_F: F64) -> F3
 
 
 def places(positions_N: npt.NDArray[np.int64], context_tokens: int, turn: int) -> F64:
-    """Positions float64 [N], whole numbers, evenly spread over a context of `context_tokens`, in an
-    order that has nothing to do with the tokens'. `turn` from 0 to `PLACES` - 1: which of a token's
-    places."""
+    """Returns positions float64 [N], whole numbers, evenly spread over a context of
+    `context_tokens`.
+
+    Their order is unrelated to the order of the tokens.
+
+    turn: number of a token's position, from 0 to `PLACES` - 1.
+    """
     share = (positions_N * GOLDEN_RATIO + turn / PLACES) % 1.0
     found: F64 = np.floor(share * context_tokens)
     return found

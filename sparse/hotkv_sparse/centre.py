@@ -1,12 +1,12 @@
-"""The centre of a layer's keys: the part that all keys share, so that codes need no bits for it.
+"""The centre of a layer's keys: the part that all keys share. Codes then spend no bits on it.
 
-Calibrated once per model from any ordinary text, a centre makes codes of the same size clearly
-better (SmolLM2-135M, 4k tokens, 5 % budget, centre from other text: strong-block recall on
-long-range copy .90 to .98 with rot2u). A centre that does not fit is worse
-than none. It is part of a representation's version.
+A centre is calibrated once per model from any ordinary text. It makes codes of the same size
+clearly better (SmolLM2-135M, 4k tokens, 5 % budget, centre from other text: strong-block recall on
+long-range copy .90 to .98 with rot2u). A centre that does not fit is worse than none. It is part of
+a representation's version.
 
-`axes.AxesEstimate` measures one and `measured_bias` what it leaves to correct; `Centres` are those
-of a model's layers, which `centre_file` keeps in a file.
+`axes.AxesEstimate` measures a centre and `measured_bias` the error that remains. `Centres` holds
+the centres of a model's layers; `centre_file` stores them in a file.
 
 Shapes: N tokens, S tokens of a context, Q query heads, H KV heads, D channels, B blocks.
 """
@@ -26,10 +26,12 @@ from hotkv_sparse.scores import prepare, score
 
 F32 = npt.NDArray[np.float32]
 FIRST_TOKENS = 64
-"""The first tokens of a context are left out of its centre: attention sinks have keys unlike all
-others."""
+"""Number of first tokens of a context that are not part of its centre.
+
+They include attention sinks, whose keys differ from all other keys.
+"""
 SINK_TOKENS, RECENT_TOKENS = 32, 64
-"""Always kept whatever their score, as `SparseConfig` has it by default."""
+"""Tokens that are kept regardless of their score; the defaults of `SparseConfig`."""
 
 
 def measured_bias(
@@ -41,13 +43,15 @@ def measured_bias(
     scale: float | None = None,
     axes: Axes | None = None,
 ) -> float:
-    """By how much token format `name` with centre `mu_HD` and `axes` overestimates a block's log
-    mass, in nats; its own bias if nothing has mass.
+    """Measures by how much a token format overestimates a block's log mass, in nats.
 
-    Mean of estimated minus exact log mass over blocks of 16 tokens and query heads, weighted by
-    exact mass. `keys_SHD` float32 are those of a context from its first token on, `queries_NQD`
-    float32 the queries of its tokens `positions_N`. Sinks and recent tokens are left out: no score
-    decides on them.
+    Returns the mean of estimated minus exact log mass over blocks of 16 tokens and query heads,
+    weighted by exact mass; the format's own bias if no block has mass. Sinks and recent tokens are
+    left out, because no score decides on them.
+
+    name, mu_HD, axes: the format, its centre and its axes.
+    keys_SHD: float32, keys of a context from its first token on.
+    queries_NQD: float32, queries of the tokens `positions_N`.
     """
     form = format_named(name)
     num_blocks, kv_heads, head_size = (
@@ -94,13 +98,17 @@ def measured_bias(
 
 
 TOKEN_FORMATS = tuple(name for name, form in FORMATS.items() if form.bits)
-"""Formats that a centre changes: summaries need none."""
+"""Formats that use a centre; summaries need none."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCentre:
-    """One layer's calibration: `mu` float32 [H, D]; `bias` by token format: how much block log mass
-    is overestimated with it, in nats; `axes` for the formats that need them, if known."""
+    """The calibration of one layer.
+
+    mu: float32 [H, D], the centre.
+    bias: by token format, how much block log mass is overestimated with the centre, in nats.
+    axes: axes for the formats that need them, if calibrated.
+    """
 
     mu: F32
     bias: Mapping[str, float]
@@ -109,11 +117,12 @@ class LayerCentre:
 
 @dataclass(frozen=True, slots=True)
 class Centres:
-    """A model's calibration, by layer index; layers that are absent have centre 0. INVALID_FIELD
-    if a part cannot be used.
+    """The calibration of a model, by layer index. Raises INVALID_FIELD if a part can't be used.
 
-    `model`: what it was made from, for people to read; `num_tokens`: how many keys each centre is
-    the mean of.
+    A layer that is absent has centre 0.
+
+    model: what it was made from, for people to read.
+    num_tokens: number of keys that each centre is the mean of.
     """
 
     model: str
@@ -138,18 +147,20 @@ class Centres:
         return f"Centres({self.model!r}, {len(self.layers)} layers, {self.num_tokens} tokens)"
 
     def mu(self, layer: int) -> F32 | None:
-        """The centre of a layer's keys, float32 [H, D]; None: 0."""
+        """Returns the centre of a layer's keys, float32 [H, D]; None: 0."""
         found = self.layers.get(layer)
         return None if found is None else found.mu
 
     def bias(self, layer: int, name: str) -> float | None:
-        """By how much a format overestimates a block's log mass in this layer with its centre, in
-        nats; None: not measured."""
+        """Returns by how much a format overestimates a block's log mass in this layer, in nats.
+
+        It was measured with the layer's centre. None: not measured.
+        """
         found = self.layers.get(layer)
         return None if found is None else found.bias.get(name)
 
     def axes(self, layer: int) -> Axes | None:
-        """The axes of a layer's keys, all heads; None: not calibrated."""
+        """Returns the axes of a layer's keys, all heads; None: not calibrated."""
         found = self.layers.get(layer)
         return None if found is None else found.axes
 

@@ -1,14 +1,14 @@
-"""Centres in a file: the one module of `hotkv_sparse` that reads and writes.
+"""Reads and writes files of centres: the only module of `hotkv_sparse` with I/O.
 
-A file is an npz archive without compression and without pickled objects. A file is checked whole
-when it is read. One that is cut short, damaged, or made by another program is refused with
-INVALID_FIELD, which names file and problem. A file appears whole or not at all.
+A file is an npz archive without compression and without pickled objects. The whole file is checked
+when it is read. A file that is truncated, damaged, or made by another program is refused with
+INVALID_FIELD, which names file and problem. Writing replaces a file atomically.
 
 Arrays: `format_version` int64 [], `model` text [], `num_tokens` int64 [], `layers` int64 [L],
-ascending; `formats` text [F] and `bias` float64 [L, F], NaN if not measured; `mu_<layer>`
-float32 [H, D] of each layer; of layers with axes `into_<layer>` float32 [H, D, D] and `rms_<layer>`
-float32 [H, 2]. Files of version 1 have no axes and are read as they are. A bias of a format that
-this hotkv does not have is left out.
+ascending; `formats` text [F] and `bias` float64 [L, F], NaN if not measured; `mu_<layer>` float32
+[H, D] of each layer; of layers with axes `into_<layer>` float32 [H, D, D] and `rms_<layer>` float32
+[H, 2]. Files of version 1 have no axes and are read without them. A bias of a format that this
+hotkv does not have is ignored.
 """
 
 import io
@@ -29,14 +29,16 @@ from hotkv_sparse.formats import FORMATS
 FORMAT_VERSION = 2
 _READ_VERSIONS = (1, 2)
 MAX_FILE_BYTES = 1 << 30
-"""No model's centres are nearly as large."""
+"""Upper limit of a file; the centres of any model are far smaller."""
 
 Array = npt.NDArray[Any]
 
 
 def read_centres(path: str | os.PathLike[str]) -> Centres:
-    """The centres in the file; INVALID_FIELD if it is absent or no file that `write_centres`
-    made. Blocks while it reads."""
+    """Reads the centres in a file. Blocks while it reads.
+
+    Raises INVALID_FIELD if the file is absent or was not made by `write_centres`.
+    """
     try:
         arrays = _arrays(Path(path))
         return _centres(arrays)
@@ -53,8 +55,10 @@ def read_centres(path: str | os.PathLike[str]) -> Centres:
 
 
 def write_centres(path: str | os.PathLike[str], centres: Centres) -> None:
-    """Writes the file, in place of one that is there; raises OSError, and then nothing has changed.
-    Blocks."""
+    """Writes centres to a file, atomically replacing an existing file. Blocks.
+
+    Raises OSError; the existing file is unchanged then.
+    """
     target = Path(path)
     layers = sorted(centres.layers)
     bias = [[_or_nan(centres.bias(layer, name)) for name in TOKEN_FORMATS] for layer in layers]
@@ -109,13 +113,15 @@ def _write(file: io.BufferedWriter, arrays: dict[str, Array]) -> None:
         for name, array in arrays.items():
             data = io.BytesIO()
             np.lib.format.write_array(data, array, allow_pickle=False)  # type: ignore[no-untyped-call]
-            # A fixed date: equal centres are equal files.
+            # With a fixed date equal centres give equal files.
             archive.writestr(zipfile.ZipInfo(f"{name}.npy"), data.getvalue())
 
 
 def _arrays(path: Path) -> dict[str, Array]:
-    """All arrays of an archive; checksums are compared, and nothing is unpacked that the file does
-    not itself hold byte by byte."""
+    """Returns all arrays of an archive, after comparing checksums.
+
+    Refuses compressed arrays, so no array is larger than the file.
+    """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_FILE_BYTES:
@@ -141,7 +147,8 @@ def _scalar(arrays: dict[str, Array], name: str, kind: str) -> Array:
 
 
 def _array(arrays: dict[str, Array], name: str, kind: str, num_axes: int) -> Array:
-    """The array; ValueError unless it is of the kind (numpy's letter) and has that many axes."""
+    """Returns the array. Raises ValueError unless it has this kind (numpy's letter) and number of
+    axes."""
     array = arrays[name]
     if array.dtype.kind != kind or array.ndim != num_axes:
         raise ValueError(f"its array {name!r} is {array.dtype} {list(array.shape)}")

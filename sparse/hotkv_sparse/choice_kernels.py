@@ -1,14 +1,13 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that turn scores into a choice of blocks; part of `hotkv_sparse.kernels`, through
-which they are loaded.
+"""Numba kernels that turn scores into a choice of blocks. `hotkv_sparse.kernels` loads them.
 
-Their references are in `tests/oracles/sparse.py`. They are called with checked arrays;
-scratch is their own; all run without the GIL. A row of scores is read twice, the second time from
-the nearest cache.
+Their references are in `tests/oracles/sparse.py`. Callers pass checked arrays. The kernels allocate
+their own scratch memory and run without the GIL. They read a row of scores twice, the second time
+from the nearest cache.
 
-Operations are written in the vectors of `hotkv_sparse.vectors`, which any machine runs. Their
-operands are integer addresses and counts, and nothing in them checks bounds: the kernels own the
-arrays. (numba's disk cache does not see changes of `vectors`.)
+Operations are written with the vectors of `hotkv_sparse.vectors`, which run on any machine. Their
+operands are integer addresses and counts without bounds checks; the kernels own the arrays.
+(numba's disk cache does not notice changes of `vectors`.)
 
 Shapes: Q query heads, H KV heads, S scored blocks, n blocks of a selection.
 """
@@ -53,12 +52,12 @@ _F32_1, _F32_2 = (
 
 
 def _emit_exp(builder: Any, args: Any) -> None:
-    """(scores, reference, weights, num_runs, total, ahead, factor, sums): sums += weights * factor,
-    then weights = e^(score - reference).
+    """Emits: sums += weights * factor, then weights = e^(score - reference).
 
-    float32 [num_runs][16] each; adds the sum of the new weights to float32 `total`. What one head's
-    weights add to the sums waits for the next head's pass, whose arithmetic hides it. Asks the
-    caches for what lies `ahead` bytes behind the scores, which is read next.
+    Operands: (scores, reference, weights, num_runs, total, ahead, factor, sums); scores, weights
+    and sums are float32 [num_runs][16]. Adds the sum of the new weights to float32 `total`. One
+    head's weights are added to the sums in the next head's pass, whose arithmetic hides the cost.
+    Prefetches the memory `ahead` bytes after the scores, which is read next.
     """
     scores, reference, weights, num_runs, total, ahead, factor, out = args
     base = splat(builder, builder.fmul(load(builder, reference, F32), F32(-1 / LN2)), FLOATS)
@@ -87,8 +86,11 @@ def _emit_exp(builder: Any, args: Any) -> None:
 
 
 def _emit_peak(builder: Any, args: Any) -> None:
-    """(scores, num_runs, peak): raises float32 `peak` to the maximum of float32 [num_runs][16], in
-    four chains of which none waits long."""
+    """Emits: peak = the maximum of peak and all scores.
+
+    Operands: (scores, num_runs, peak); scores float32 [num_runs][16], peak float32. Uses four
+    independent chains to hide latency.
+    """
     scores, num_runs, peak = args
     initial = splat(builder, load(builder, peak, F32), FLOATS)
     peaks = [variable(builder, initial) for _ in range(4)]
@@ -115,8 +117,11 @@ def _emit_peak(builder: Any, args: Any) -> None:
 
 
 def _emit_add_scaled(builder: Any, args: Any) -> None:
-    """(values, factor, out, num_runs): out += values * factor, float32 [num_runs][16] and one
-    float32."""
+    """Emits: out += values * factor.
+
+    Operands: (values, factor, out, num_runs); values and out float32 [num_runs][16], factor
+    float32.
+    """
     values, factor, out, num_runs = args
     scale = splat(builder, load(builder, factor, F32), FLOATS)
     with cgutils.for_range(builder, num_runs, intp=I64) as loop:
@@ -131,8 +136,10 @@ def _emit_add_scaled(builder: Any, args: Any) -> None:
 
 
 def _emit_count(builder: Any, args: Any) -> None:
-    """(values, num_runs, least, count): writes to int32 `count` how many of int32 [num_runs][16]
-    are at least int32 `least`."""
+    """Emits: count = the number of values that are at least `least`.
+
+    Operands: (values, num_runs, least, count); values int32 [num_runs][16], least and count int32.
+    """
     values, num_runs, least, count = args
     bound = splat(builder, load(builder, least, I32), INTS)
     sums = variable(builder, ints(0))
@@ -140,14 +147,16 @@ def _emit_count(builder: Any, args: Any) -> None:
         enough = builder.icmp_signed(
             ">=", load(builder, offset(builder, values, loop.index, 4 * LANES), INTS), bound
         )
-        # All bits of a lane that counts are set: minus one.
+        # A lane that counts has all bits set: minus one.
         builder.store(builder.sub(builder.load(sums), builder.sext(enough, INTS)), sums)
     store(builder, call(builder, "llvm.vector.reduce.add.v16i32", I32, [builder.load(sums)]), count)
 
 
 def _emit_collect(builder: Any, args: Any) -> None:
-    """(values, num_runs, least, out): writes to int32 `out` which of int32 [num_runs][16] are at
-    least int32 `least`, ascending."""
+    """Emits: out = the indices of values that are at least `least`, ascending.
+
+    Operands: (values, num_runs, least, out); values int32 [num_runs][16], least and out int32.
+    """
     values, num_runs, least, out = args
     bound = splat(builder, load(builder, least, I32), INTS)
     place, left = variable(builder, out), variable(builder, I32(0))
@@ -181,16 +190,16 @@ COUNT, COLLECT = operation(4, _emit_count), operation(4, _emit_collect)
 def _exps(
     scores: Any, head: Any, log_mass: Any, tail: Any, words: Any, weights: Any, sums: Any
 ) -> tuple[Any, Any]:
-    """sums += weights * words[2], then weights = e^(scores[head] - peak); both are padded to whole
-    runs.
+    """Computes sums += weights * words[2], then weights = e^(scores[head] - peak).
 
-    Returns (e^(log_mass - peak), the sum of the weights and it). Scratch: tail [16], words [0, 1].
+    Both arrays are padded to whole runs. Returns (e^(log_mass - peak), that plus the sum of the
+    weights). Scratch: tail [16], words [0, 1].
     """
     num_blocks = scores.shape[1]
     runs, rest = num_blocks // 16, num_blocks % 16
     row, words_at = scores.ctypes.data + head * num_blocks * 4, words.ctypes.data
     weights_at, sums_at = weights.ctypes.data, sums.ctypes.data
-    # The blocks beyond the last whole run stand apart, padded to a run.
+    # The blocks after the last whole run are copied to a run of their own with padding.
     for i in range(rest):
         tail[i] = scores[head, runs * 16 + i]
     for i in range(rest, 16):
@@ -216,8 +225,11 @@ def _exps(
 
 @numba.njit(nogil=True, cache=True)
 def _bits(weights: Any, values: Any) -> Any:
-    """values = the bits of positive floats, which order like the floats, 0 for all else; returns
-    the largest."""
+    """Sets values to the bits of positive floats, which order like the floats, and 0 for all other
+    floats.
+
+    Returns the largest.
+    """
     bits, largest = weights.view(np.int32), np.int32(0)
     for i in range(weights.shape[0]):
         value = bits[i] if weights[i] > 0 else np.int32(0)
@@ -228,14 +240,15 @@ def _bits(weights: Any, values: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True)
 def _top(values: Any, num: Any, largest: Any, out: Any) -> None:
-    """out = indices of the len(out) < num largest of values[:num], ascending; of equals the lowest.
+    """Sets out to the indices of the len(out) < num largest of values[:num], ascending.
 
-    `values` int32 >= 0, padded to whole runs with -1. Halves the range of the last value that is
-    in: counting values above a bound takes no branch and no memory beside the values.
+    Of equal values the lowest index wins. `values` int32 >= 0 is padded to whole runs with -1. The
+    search halves the range of the smallest value that is included: counting values above a bound
+    needs no branch and no extra memory.
     """
     words, runs, count = np.empty(2, np.int32), (num + 15) // 16, out.shape[0]
     low, high, above = np.int64(0), np.int64(largest) + 1, np.int64(0)
-    # At least `count` values are >= low, and `above` < count of them >= high.
+    # At least `count` values are >= low; `above` < count of them are >= high.
     while high - low > 1:
         middle = (low + high) >> 1
         words[0] = middle
@@ -257,8 +270,10 @@ def _top(values: Any, num: Any, largest: Any, out: Any) -> None:
 
 @numba.njit(types.void(_F32_1, types.int32[::1]), nogil=True, cache=True)
 def top(weights: Any, out: Any) -> None:
-    """Indices of the len(out) < len(weights) largest, ascending; of equals the lowest. What is not
-    above 0 ranks as 0."""
+    """Sets out to the indices of the len(out) < len(weights) largest weights, ascending.
+
+    Of equal weights the lowest index wins. Weights not above 0 rank as 0.
+    """
     num = weights.shape[0]
     values = np.full(num // 16 * 16 + 16, -1, np.int32)
     _top(values, num, _bits(weights, values), out)
@@ -279,11 +294,11 @@ def choose(
     blocks: Any,
     weights: Any,
 ) -> tuple[Any, Any]:
-    """Shares of the attention mass, and the best of them: blocks [n] and weights [n] of a selection
-    from scores [Q, S].
+    """Computes shares of the attention mass from scores [Q, S] and chooses the largest.
 
-    `first` blocks before the candidates and those after them, up to `count`, are always kept and
-    weigh inf. Returns (share of blocks that are always kept, share of the chosen).
+    Fills blocks [n] and weights [n] of a selection. The `first` blocks before the candidates, and
+    the blocks after them up to `count`, are always kept and weigh inf. Returns (share of blocks
+    that are always kept, share of the chosen blocks).
     """
     num_heads, num = scores.shape
     room, runs = weights.shape[0] - (count - num), num // 16 + 1

@@ -15,7 +15,7 @@ COPY_METHODS = ("memcpy", "batch", "kernel", "auto")
 RESIDENCIES = ("off", "host")
 CACHE_POLICIES = ("lru", "none")
 MIN_ADAPTIVE_TOKENS = 128
-"""Adaptive selections keep at least this many tokens beside the always kept ones."""
+"""Adaptive selections contain at least this many tokens besides the always kept tokens."""
 
 
 def _refuse(name: str, value: object, fix: str) -> HotKVError:
@@ -24,19 +24,26 @@ def _refuse(name: str, value: object, fix: str) -> HotKVError:
 
 @dataclass(frozen=True, slots=True)
 class SparseConfig:
-    """Sparse decode as configured; `HotKVError` (INVALID_FIELD) if it makes no sense.
+    """Settings of sparse decode. Raises HotKVError (INVALID_FIELD) if they make no sense.
 
-    `sparse_topk`: the budget of a sequence and layer, always kept tokens included; an int counts
-    tokens, a float is a share of the context. `adaptive_p`: attention mass to reach; the budget is
-    then a ceiling. None: always the whole budget. `scorer`: a representation's name. `fusion`:
-    scorer to exponent; a weighted geometric mean of several scorers in place of `scorer`. Empty: no
-    fusion. `sink_tokens`, `recent_tokens`: always attended at the two ends of the context; the
-    partial block is always kept too. `dense_layers`: attended whole. `max_correction_blocks`:
-    blocks a set may load per layer and step with the fresh query. `cache_policy`: which block
-    leaves the hot set, one of `CACHE_POLICIES`; `none`: no hot set. `copy_method`: how `ArrayPages`
-    copies blocks, one of `COPY_METHODS`; engines ignore it. `min_context_tokens`: shorter contexts
-    stay dense. `residency`: `host` keeps old blocks in host memory only, so that a context may be
-    larger than the device's memory; `off`.
+    sparse_topk: budget of a sequence and layer, including the always kept tokens. An int counts
+        tokens; a float is a share of the context.
+    adaptive_p: attention mass to reach; the budget is then an upper limit. None: always use the
+        whole budget.
+    scorer: name of a representation.
+    fusion: exponents by scorer. Replaces `scorer` by a weighted geometric mean of several scorers.
+        Empty: no fusion.
+    sink_tokens, recent_tokens: tokens at the start and the end of the context that are always
+        attended to. The partial block is always kept too.
+    dense_layers: layers that attend to the whole context.
+    max_correction_blocks: most blocks that a hot set may load per layer and step with the fresh
+        query.
+    cache_policy: decides which block leaves the hot set, one of `CACHE_POLICIES`; `none`: no hot
+        set.
+    copy_method: how `ArrayPages` copies blocks, one of `COPY_METHODS`; engines ignore it.
+    min_context_tokens: shorter contexts stay dense.
+    residency: `host` keeps old blocks in host memory only, so a context may be larger than the
+        device's memory; `off`.
     """
 
     sparse_topk: int | float = 0.1
@@ -141,8 +148,11 @@ class SparseConfig:
                 raise _refuse(f"fusion[{name}]", exponent, "use an exponent above 0")
 
     def check(self, num_layers: int, block_tokens: int) -> None:
-        """Refuses what does not fit a model of `num_layers` layers whose blocks hold `block_tokens`
-        tokens."""
+        """Raises INVALID_FIELD if the settings do not fit the model.
+
+        num_layers: layers of the model.
+        block_tokens: tokens of a block.
+        """
         for layer in self.dense_layers:
             if layer >= num_layers:
                 raise _refuse(
@@ -173,11 +183,11 @@ class SparseConfig:
 
     @property
     def always_tokens(self) -> int:
-        """Tokens kept whatever their score."""
+        """Number of tokens that are kept regardless of their score."""
         return self.sink_tokens + self.recent_tokens
 
     def max_always_blocks(self, block_tokens: int) -> int:
-        """The most blocks that sinks, recent window and partial block can touch."""
+        """Returns the most blocks that sinks, recent window and partial block can touch."""
         return (
             -(-self.sink_tokens // block_tokens)
             + (self.recent_tokens + block_tokens - 2) // block_tokens
@@ -185,16 +195,21 @@ class SparseConfig:
         )
 
     def budget_blocks(self, context_tokens: int, block_tokens: int) -> int:
-        """Blocks a sequence of `context_tokens` may select in a layer, always kept ones included;
-        never more than it has."""
+        """Returns the most blocks that a sequence may select in a layer, including always kept
+        blocks.
+
+        Never more than a context of `context_tokens` has.
+        """
         budget_tokens = (
             self.sparse_topk if type(self.sparse_topk) is int else self.sparse_topk * context_tokens
         )
         return min(math.ceil(budget_tokens / block_tokens), -(-context_tokens // block_tokens))
 
     def scorers_of(self, layer: int) -> Mapping[str, float]:
-        """Scorer to exponent of a layer; one scorer of exponent 1 unless scorers are fused; empty
-        if the layer is dense."""
+        """Returns the exponents of a layer's scorers by name; empty if the layer is dense.
+
+        Without fusion it is the one scorer with exponent 1.
+        """
         if layer in self.dense_layers:
             return {}
         return self.fusion or {self.scorer: 1.0}

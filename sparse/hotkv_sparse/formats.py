@@ -1,9 +1,9 @@
-"""The byte formats of representations: one block's keys of one KV head and layer, small enough to
-score every step.
+"""The byte formats of representations.
 
-Two kinds. A *token* format keeps a code of some bits per channel and a scale per token; a
-*summary* format keeps one or two vectors per block. Byte order is little-endian. These bytes are
-stored beside blocks and read by other engines, so any change of them changes `LAYOUT_VERSION`.
+A representation holds the keys of one block, KV head and layer, small enough to score every step.
+There are two kinds. A *token* format has a code of some bits per channel and a scale per token. A
+*summary* format has one or two vectors per block. Byte order is little-endian. These bytes are
+stored beside blocks and other engines read them, so any change to them changes `LAYOUT_VERSION`.
 
 Token formats are ceil(tokens / 16) runs of 16 tokens, each:
   low lines   uint8 [lines][16 tokens][4]   the lowest w = 2 bits of codes: byte b of line l
@@ -12,14 +12,14 @@ Token formats are ceil(tokens / 16) runs of 16 tokens, each:
   high lines  uint8 [lines][16 tokens][4]   3-bit codes only: their highest bit, as in low lines
                                             with w = 1
   sigma       float16 [16]                  scale per token; negative if there is no token
-A shift and a mask turn a line of 64 bytes into four channels of sixteen tokens, which is what a
-four-way byte product takes. Channels are padded to whole lines; padding means nothing.
+A shift and a mask turn a line of 64 bytes into four channels of sixteen tokens, the operand of a
+four-way byte product. Channels are padded to whole lines; padding has no meaning.
 
 mix2 is a token format whose channels are a head's principal axes (`hotkv_sparse.axes`), strongest
 first, in lines as above: fine lines of w = 4 bits, 8 channels each, then coarse lines of w = 2
 bits, 16 channels each. The weakest channels have no code. A head has as many lines as with rot2u,
-half of them fine (rounded down), and so the same bytes. Codes are evenly spaced: code c stands for
-(c - (2^w - 1) / 2) steps.
+half of them fine (rounded down), and thus the same number of bytes. Codes are evenly spaced: code c
+stands for (c - (2^w - 1) / 2) steps.
 
 Summary formats: parts uint8 [parts][D padded to 32], value + 128 with 128 in the padding, then
 float32 [parts], the scales; a scale is negative if there is no token. quest: max, min. mean: mean.
@@ -49,12 +49,13 @@ NO_TOKEN = -1.0
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A representation. Token formats have `bits` and `levels`, summary formats `parts`.
+    """A representation format. Token formats have `bits` and `levels`, summary formats `parts`.
 
-    `levels`: the integer that each code stands for, ascending; `level_unit`: integer steps per unit
-    of a rotated key's rms; `bias`: how much the log mass of a block is overestimated, in nats.
-    `by_axes`: codes are of principal axes, with `bits` of them a channel in the mean and no table
-    of levels.
+    levels: the integer that each code stands for, ascending.
+    level_unit: integer steps per unit of a rotated key's rms.
+    bias: how much the log mass of a block is overestimated, in nats.
+    by_axes: codes are along principal axes. `bits` is then their mean per channel, and there is no
+        table of levels.
     """
 
     name: str
@@ -67,20 +68,21 @@ class Format:
 
     @property
     def kind(self) -> int:
-        """The number by which kernels know a summary format."""
+        """The number by which kernels identify a summary format."""
         return ("quest", "mean").index(self.name)
 
     @property
     def kernel(self) -> int:
-        """The number by which `score_tokens` knows a token format: its bits, or `AXES_KERNEL`."""
+        """The number by which `score_tokens` identifies a token format: its bits, or
+        `AXES_KERNEL`."""
         return AXES_KERNEL if self.by_axes else self.bits
 
 
 # Lloyd-Max levels of the normal distribution (Max 1960: ±.4528, ±1.510; ±.2451, ±.7560, ±1.344,
-# ±2.152) in integer steps, the largest at 127. A key's sigma is taken against these integers, so
-# their rounding costs no bias. `bias` without a centre, measured on SmolLM2-135M: .33 and .09 (mean
-# over blocks by their true mass); a good centre lowers it. With its axes mix2 is off by .02 at
-# most.
+# ±2.152) in integer steps, the largest at 127. A key's sigma is computed against these integers, so
+# their rounding adds no bias. `bias` without a centre, measured on SmolLM2-135M: .33 and .09 (mean
+# over blocks weighted by their true mass); a good centre lowers it. With its axes mix2 has a bias
+# of .02 at most.
 FORMATS: dict[str, Format] = {
     "rot2u": Format(
         "rot2u", bits=2, levels=(-127, -38, 38, 127), level_unit=127 / 1.510, bias=0.33
@@ -99,7 +101,7 @@ FORMATS: dict[str, Format] = {
 
 
 def format_named(name: str) -> Format:
-    """The format, or INVALID_FIELD."""
+    """Returns the format. Raises INVALID_FIELD."""
     if name not in FORMATS:
         raise HotKVError(
             Reason.INVALID_FIELD,
@@ -109,30 +111,34 @@ def format_named(name: str) -> Format:
 
 
 def token_scorer(name: str) -> bool:
-    """True if scores estimate attention mass, so that masses may be summed and compared with
-    p."""
+    """Returns True if scores estimate attention mass.
+
+    Then masses may be summed and compared with p.
+    """
     return format_named(name).bits > 0
 
 
 def needs_axes(name: str) -> bool:
-    """True if the format needs `hotkv_sparse.axes.Axes`, which are calibrated."""
+    """Returns True if the format needs calibrated axes (`hotkv_sparse.axes.Axes`)."""
     return format_named(name).by_axes
 
 
 def num_lines(head_size: int) -> tuple[int, int]:
-    """Fine and coarse lines of a run in mix2."""
+    """Returns the fine and coarse lines of a run in mix2."""
     total = -(-head_size // COARSE_CHANNELS)
     return total // 2, total - total // 2
 
 
 def num_runs(block_tokens: int) -> int:
-    """Runs of 16 tokens in a block."""
+    """Returns the runs of 16 tokens in a block."""
     return -(-block_tokens // RUN_TOKENS)
 
 
 def padded_channels(form: Format, head_size: int) -> int:
-    """Channels that have a code, with their padding: whole lines of codes, or whole 32-byte steps
-    of a part."""
+    """Returns the channels that have a code, including padding.
+
+    Padding fills whole lines of codes, or whole 32-byte steps of a part.
+    """
     if form.by_axes:
         fine, coarse = num_lines(head_size)
         return fine * FINE_CHANNELS + coarse * COARSE_CHANNELS
@@ -141,14 +147,14 @@ def padded_channels(form: Format, head_size: int) -> int:
 
 
 def run_bytes(form: Format, head_size: int) -> int:
-    """Bytes of one run of 16 tokens in a token format."""
+    """Returns the bytes of one run of 16 tokens in a token format."""
     if form.by_axes:
         return LINE_BYTES * sum(num_lines(head_size)) + 2 * RUN_TOKENS
     return RUN_TOKENS * (padded_channels(form, head_size) * form.bits // 8 + 2)
 
 
 def head_bytes(name: str, block_tokens: int, head_size: int) -> int:
-    """Bytes of one block and KV head."""
+    """Returns the bytes of one block and KV head."""
     form = format_named(name)
     if form.bits:
         return num_runs(block_tokens) * run_bytes(form, head_size)
@@ -156,7 +162,7 @@ def head_bytes(name: str, block_tokens: int, head_size: int) -> int:
 
 
 def bytes_per_block(name: str, block_tokens: int, kv_heads: int, head_size: int) -> int:
-    """Bytes of one block in one layer, all KV heads."""
+    """Returns the bytes of one block in one layer, all KV heads."""
     return kv_heads * head_bytes(name, block_tokens, head_size)
 
 
@@ -166,10 +172,10 @@ def version(
     mu_HD: npt.NDArray[np.float32] | None,
     axes_bytes: bytes = b"",
 ) -> int:
-    """63-bit id of everything that gives the bytes their meaning; representations of unlike
-    versions are never scored together.
+    """Returns a 63-bit id of everything that gives the bytes their meaning.
 
-    It covers layout, format, levels, signs, centre `mu_HD` (None: 0) and `Axes.to_bytes()`.
+    Representations of different versions are never scored together. The id covers layout, format,
+    levels, signs, centre `mu_HD` (None: 0) and `Axes.to_bytes()`.
     """
     form = format_named(name)
     digest = hashlib.sha256(f"hotkv-representation-{LAYOUT_VERSION}:{form!r}:{head_size}:".encode())

@@ -1,20 +1,19 @@
-"""The hot set of one sequence, layer and set of heads: which blocks are resident in which hot
-slots, and how large it should be.
+"""The hot set of one sequence, layer and set of heads: the blocks in its hot slots, and its size.
 
 Always true (`check_invariants`):
 - A slot is free, mapped, loading (a prefetch writes it), ready (written, not adopted yet) or
-  cancelled (loading, but unwanted).
-- A block has at most one slot that is mapped, loading or ready; the map names exactly the mapped
-  ones, at most `capacity_blocks` of them.
-- A map that was handed out never changes; `version` grows with every change of the present one.
+    cancelled (loading, but not needed any more).
+- A block has at most one slot that is mapped, loading or ready. The map names exactly the mapped
+    blocks, at most `capacity_blocks` of them.
+- A map that was handed out never changes. `version` grows with every change of the current map.
 - Mapped blocks that are always kept (sinks, recent window, the partial block) or have no copy in
-  host memory are never evicted. Of the others, the block that was selected least recently is
-  evicted first, of equals the lowest.
-- Prefetch gets free slots only. A block that it wrote becomes visible in `adopt`, at a step
-  boundary, in a new map. A correction may take the slot of the block it evicts, as the engine
-  writes it itself before it attends.
+    host memory are never evicted. Of the remaining blocks, the least recently selected is evicted
+    first, of equals the lowest.
+- Prefetch uses free slots only. A block that it wrote becomes visible in `adopt`, at a step
+    boundary, in a new map. A correction may use the slot of the block that it evicts, because the
+    engine writes it itself before it attends.
 
-Decides, and does nothing: the caller copies. One owner, one thread. Steps and prefetches are
+The hot set only decides; the caller copies. One owner, one thread. Steps and prefetches are
 compiled kernels over the tables (`hotset_kernels`).
 """
 
@@ -36,7 +35,8 @@ NO_SLOT = -1
 NO_BLOCKS = np.empty(0, np.int32)
 _FIRST_BLOCKS = 64
 USUAL_SETS = 2
-"""Hot set over selection: twice the budget did better than fresh selections alone (SmolLM2)."""
+"""Hot set size over selection size. Twice the budget was better than fresh selections alone
+(SmolLM2)."""
 MAX_SETS = 4.0
 _DECAY = 0.98
 _PRESSURE_RATE = 0.1
@@ -55,14 +55,18 @@ class SlotState(IntEnum):
     CANCELLED = 4
 
 
-# Plain integers: numpy compares arrays with them several times faster than with members of an enum.
+# Plain integers: numpy compares arrays with them several times faster than with enum members.
 FREE, MAPPED, LOADING, READY, CANCELLED = (int(state) for state in SlotState)
 
 
 @dataclass(frozen=True, slots=True)
 class HotMap:
-    """Blocks that may be attended: `blocks` int32, ascending, and their `slots` int32. Read-only;
-    `version` grows with every change."""
+    """The blocks that may be attended to. Read-only.
+
+    version: grows with every change.
+    blocks: int32, ascending.
+    slots: int32, slot of each block.
+    """
 
     version: int
     blocks: I32
@@ -71,8 +75,11 @@ class HotMap:
 
 @dataclass(frozen=True, slots=True)
 class SlotMoves:
-    """Blocks to copy from host memory into hot slots before the map is used, and the blocks that
-    lost theirs. int32 arrays."""
+    """Copies to make before the map is used. All arrays are int32.
+
+    blocks, slots: blocks to copy from host memory, and the hot slots to copy them to.
+    victims: blocks that lost their slot.
+    """
 
     blocks: I32
     slots: I32
@@ -81,11 +88,13 @@ class SlotMoves:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A layer's part of one decode step: carry out `load`, attend to all of `map`, hand
-    `prefetch` (int32, heaviest first) on.
+    """A layer's part of one decode step.
 
-    `num_selected`, `num_resident`: candidates selected, and how many of them were resident before;
-    always kept blocks are not counted.
+    The caller carries out `load`, attends to all of `map`, and passes `prefetch` (int32, heaviest
+    first) on.
+
+    num_selected: selected candidates; always kept blocks are not counted.
+    num_resident: number of selected candidates that were already resident.
     """
 
     map: HotMap
@@ -97,8 +106,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """`new`: slots for the blocks that the context gained, for the engine to fill; `swap_out`:
-    complete blocks to copy to host memory."""
+    """The consequences of a longer context.
+
+    new: slots for the blocks that the context gained; the engine fills them.
+    swap_out: complete blocks to copy to host memory.
+    """
 
     new: SlotMoves
     swap_out: I32
@@ -108,18 +120,22 @@ class Growth:
 
 
 class HotSet:
-    """One hot set. INVALID_FIELD for arguments that make no sense; a call that raises changes
-    nothing.
+    """One hot set. A call that raises changes nothing.
 
-    `spare_slots`: slots beyond the capacity that prefetch may always use. `policy`: `lru` evicts
-    the block that was selected least recently, `none` keeps nothing that the present selection
-    leaves out.
+    Raises INVALID_FIELD for arguments that make no sense.
 
-    Nobody else writes the tables. By slot: `state` int8, `block_of` int32, `used_at` int64 (the
-    step that selected it last). By block, longer than the context: `slot_of` int32, `has_copy` bool
-    (host memory has it), `swapping` bool (a copy to host memory is under way). `clock` counts
-    steps. `span`: the context's blocks, and which of them are candidates. `capacity_blocks`: the
-    most blocks that the map may name.
+    spare_slots: slots beyond the capacity, which prefetch may always use.
+    policy: `lru` evicts the least recently selected block. `none` evicts all blocks that the
+        current selection does not contain.
+
+    Only this object writes the tables:
+    - By slot: `state` int8, `block_of` int32, `used_at` int64 (the step that selected it last).
+    - By block, longer than the context: `slot_of` int32, `has_copy` bool (host memory has the
+        block), `swapping` bool (a copy to host memory is under way).
+
+    clock: number of steps.
+    span: the context's blocks, and which of them are candidates.
+    capacity_blocks: the most blocks that the map may name.
     """
 
     def __init__(self, capacity_blocks: int, spare_slots: int = 8, policy: str = "lru") -> None:
@@ -160,11 +176,11 @@ class HotSet:
 
     @property
     def num_slots(self) -> int:
-        """Hot slots in all; the slot numbers are below it."""
+        """Total number of hot slots. Slot numbers are below it."""
         return len(self.state)
 
     def map(self) -> HotMap:
-        """The blocks that may be attended at present."""
+        """Returns the current map: the blocks that may be attended to."""
         if self._map.version != self.version:
             blocks = np.sort(self.block_of[self.state == MAPPED])
             self._set_map(np.stack([blocks, self.slot_of[blocks]]))
@@ -173,12 +189,12 @@ class HotSet:
     # -------------------------------------------------------------------------------------- changes
 
     def extend(self, where: Span, num_complete: int, num_host: int = 0) -> Growth:
-        """The context has `where.count` blocks, the first `num_complete` of them complete; call it
-        whenever a block is begun, or fills.
+        """Sets the context to `where.count` blocks, the first `num_complete` of them complete.
 
-        Blocks that the context gains get slots, but for those below `num_host`, which host memory
-        has already. A smaller context (a rewind; settle swaps first) gives its slots back.
-        OVERLOADED if too little may be evicted: then wait for swaps, or `resize`.
+        Call it whenever a block begins or fills. Blocks that the context gains get slots, except
+        those below `num_host`, which are already in host memory. A smaller context (a rewind;
+        finish swaps first) frees its slots. Raises OVERLOADED if too few blocks can be evicted:
+        then wait for swaps, or `resize`.
         """
         if not 0 <= num_complete <= where.count or num_host > num_complete:
             raise HotKVError(
@@ -215,16 +231,21 @@ class HotSet:
         return Growth(SlotMoves(fresh, slots, victims), swap_out)
 
     def swapped_out(self, blocks: I32, success: bool) -> None:
-        """Host memory has (or, without success, has not) a copy of `blocks`; those that failed are
-        offered again by the next `extend`."""
+        """Reports that host memory has a copy of `blocks`, or that the copies failed.
+
+        The next `extend` returns failed blocks again in `swap_out`.
+        """
         self._check_blocks(blocks)
         if success:
             self.has_copy[blocks] |= self.swapping[blocks]
         self.swapping[blocks] = False
 
     def seed(self, blocks: I32) -> SlotMoves:
-        """Maps `blocks` of host memory, in order of importance, as far as there is room without
-        evicting; load them before attending."""
+        """Maps `blocks` of host memory, in order of importance, until there is no room. Evicts no
+        blocks.
+
+        The caller loads them before attending.
+        """
         self._check_blocks(blocks)
         _, order = np.unique(blocks, return_index=True)
         blocks = blocks[np.sort(order)]
@@ -237,11 +258,11 @@ class HotSet:
         return SlotMoves(blocks, slots, NO_BLOCKS)
 
     def step(self, selection: Selection, max_loads: int) -> Step:
-        """One step with a fresh selection over the present span: at most `max_loads` missing
-        candidates are loaded now, heaviest first.
+        """Makes one step with a fresh selection over the current span.
 
-        Always kept blocks are resident unless they were never seeded; those that are missing are
-        loaded first, whatever `max_loads` says.
+        At most `max_loads` missing candidates are loaded at once, heaviest first. Always kept
+        blocks are resident, unless they were never seeded. Missing ones are loaded first,
+        regardless of `max_loads`.
         """
         blocks, weights = (
             np.asarray(selection.blocks, np.int32),
@@ -271,8 +292,11 @@ class HotSet:
         )
 
     def begin_prefetch(self, blocks: I32) -> SlotMoves:
-        """Free slots for `blocks`, in order, as far as they reach; report each with
-        `finish_prefetch`. Nothing is evicted."""
+        """Assigns free slots to `blocks`, in order, as long as there are free slots. Evicts no
+        blocks.
+
+        The caller reports each slot with `finish_prefetch`.
+        """
         if not len(blocks):
             return SlotMoves(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
         moves = np.empty((2, min(len(blocks), self.num_slots)), np.int32)
@@ -285,7 +309,8 @@ class HotSet:
         return SlotMoves(moves[0, :num], moves[1, :num], NO_BLOCKS)
 
     def finish_prefetch(self, slots: I32, success: bool) -> None:
-        """The prefetch has written `slots`, or will never touch them again."""
+        """Reports that the prefetch has written `slots`, or has failed and will never touch them
+        again."""
         answer = self._kernels.hot_finish_prefetch(
             np.asarray(slots, np.int32), success, self.state, self.block_of, self.slot_of
         )
@@ -293,8 +318,10 @@ class HotSet:
             raise self._not_loading()
 
     def adopt(self) -> SlotMoves:
-        """Step boundary: prefetched blocks join the map, evicting others; those without room are
-        dropped. No copies."""
+        """Adds prefetched blocks to the map at a step boundary, evicting other blocks.
+
+        Prefetched blocks without room are dropped. No copies are needed.
+        """
         maps, moves = (
             np.empty((2, self.num_slots), np.int32),
             np.empty((3, self.num_slots), np.int32),
@@ -308,8 +335,11 @@ class HotSet:
         return SlotMoves(moves[0, :num], moves[1, :num], moves[2, :num_out])
 
     def resize(self, capacity_blocks: int) -> I32:
-        """Sets the capacity: adds slots, or evicts what may be evicted now; later changes evict the
-        rest. Returns the victims."""
+        """Sets the capacity. Adds slots, or evicts what may be evicted at once; later changes evict
+        the rest.
+
+        Returns the victims.
+        """
         if capacity_blocks < 1:
             raise HotKVError(
                 Reason.INVALID_FIELD, f"capacity is {capacity_blocks} blocks; use 1 or more"
@@ -331,7 +361,7 @@ class HotSet:
         self.used_at = np.concatenate([self.used_at, np.zeros(more, np.int64)])
 
     def _add_blocks(self, num_blocks: int) -> None:
-        """Makes the tables by block hold `num_blocks` at least."""
+        """Makes the tables by block large enough for `num_blocks`."""
         if num_blocks <= len(self.slot_of):
             return
         more = max(num_blocks, 2 * len(self.slot_of)) - len(self.slot_of)
@@ -340,38 +370,38 @@ class HotSet:
         self.swapping = np.concatenate([self.swapping, np.zeros(more, np.bool_)])
 
     def _for_kernels(self) -> tuple[npt.NDArray[Any], ...]:
-        """The arrays that kernels change, in their order."""
+        """Returns the arrays that kernels change, in their order."""
         return self.state, self.block_of, self.used_at, self.slot_of, self.has_copy
 
     def _publish(self, map_2M: I32) -> HotMap:
-        """The next version of the map, with these blocks, ascending, and their slots."""
+        """Publishes the next version of the map, with these blocks, ascending, and their slots."""
         self.version += 1
         self._set_map(map_2M)
         return self._map
 
     def _set_map(self, map_2M: I32) -> None:
-        # Kernels are called sooner with arrays that may be written; they don't write this one.
+        # numba calls start faster with writable arrays. The kernels do not write this array.
         self.mapped = map_2M[0]
         map_2M.setflags(write=False)
         self._map = HotMap(self.version, map_2M[0], map_2M[1])
 
     @property
     def _num_mapped(self) -> int:
-        """Blocks of the map."""
+        """Number of blocks in the map."""
         return len(self.map().blocks)
 
     def _is_mapped(self) -> Mask:
-        """bool [blocks of the context]: which of them may be attended."""
+        """Returns which blocks of the context may be attended to, bool [blocks]."""
         mapped = np.zeros(self.span.count, np.bool_)
         mapped[self.map().blocks] = True
         return mapped
 
     def _is_pinned(self, blocks: I32) -> Mask:
-        """Which of `blocks` are always kept or have no copy to come back from."""
+        """Returns which of `blocks` are always kept or have no copy in host memory."""
         return (blocks < self.span.first) | (blocks >= self.span.last) | ~self.has_copy[blocks]
 
     def _put(self, blocks: I32, slots: I32, state: int) -> None:
-        """Gives `blocks` the free `slots`, used now."""
+        """Assigns the free `slots` to `blocks`, marked as used now."""
         if len(blocks):
             self.slot_of[blocks] = slots
             self.block_of[slots] = blocks
@@ -380,7 +410,7 @@ class HotSet:
             self.version += state == MAPPED
 
     def _evict(self, blocks: I32) -> None:
-        """Takes the slots of mapped blocks."""
+        """Frees the slots of mapped blocks."""
         if len(blocks):
             slots = self.slot_of[blocks]
             self.slot_of[blocks] = NO_SLOT
@@ -389,8 +419,11 @@ class HotSet:
             self.version += 1
 
     def _abandon(self, blocks: I32) -> None:
-        """Drops prefetches of `blocks`: written slots are free at once, slots being written when
-        the writer is done."""
+        """Drops the prefetches of `blocks`.
+
+        Slots that are written are free at once; slots that are being written are free when the
+        write ends.
+        """
         slots = self.slot_of[blocks]
         slots = slots[slots >= 0]
         self.slot_of[self.block_of[slots]] = NO_SLOT
@@ -398,7 +431,7 @@ class HotSet:
         self.state[slots] = np.where(self.state[slots] == LOADING, CANCELLED, FREE)
 
     def _forget(self, blocks: I32) -> None:
-        """Takes all slots of `blocks`, which have left the context."""
+        """Frees all slots of `blocks`, which have left the context."""
         slots = self.slot_of[blocks]
         self._evict(blocks[(slots >= 0) & (self.state[slots] == MAPPED)])
         self._abandon(blocks)
@@ -406,11 +439,11 @@ class HotSet:
     # ------------------------------------------------------------------------------- who is evicted
 
     def _room(self, count: int) -> tuple[I32, I32]:
-        """Slots for `count` blocks, or fewer if too little may be evicted, and the blocks to evict
-        first.
+        """Returns slots for `count` blocks, and the blocks to evict first. Changes nothing.
 
-        Free slots while the map may grow, then those of victims. There may be more victims than
-        slots: a map above a capacity that was lowered shrinks. Writes nothing.
+        Uses free slots while the map may grow, then slots of victims. Returns fewer slots if too
+        few blocks may be evicted. There may be more victims than slots, because a map above a
+        lowered capacity shrinks.
         """
         growth = self.capacity_blocks - self._num_mapped
         free = NO_BLOCKS
@@ -423,7 +456,7 @@ class HotSet:
         return np.concatenate([free, self.slot_of[evicted]])[:count], evicted
 
     def _victims(self, count: int) -> I32:
-        """Up to `count` mapped blocks to evict, the least recently used first."""
+        """Returns up to `count` mapped blocks to evict, the least recently used first."""
         if count <= 0:
             return NO_BLOCKS
         slots = np.flatnonzero(self.state == MAPPED)
@@ -436,16 +469,16 @@ class HotSet:
     # --------------------------------------------------------------------------------------- checks
 
     def _check_blocks(self, blocks: I32) -> None:
-        """INVALID_FIELD if one of `blocks` is outside the context."""
+        """Raises INVALID_FIELD if any of `blocks` is outside the context."""
         if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self.span.count:
             raise self._outside()
 
     def _outside(self) -> HotKVError:
-        """The error of a block outside the context."""
+        """Returns the error for a block outside the context."""
         return HotKVError(Reason.INVALID_FIELD, f"blocks must be from 0 to {self.span.count - 1}")
 
     def _not_loading(self) -> HotKVError:
-        """The error of a slot that no prefetch is writing."""
+        """Returns the error for a slot that no prefetch is writing."""
         why = (
             f"slots (0 to {len(self.state) - 1}) include some that no prefetch is writing; pass "
             "those of begin_prefetch, once"
@@ -453,7 +486,7 @@ class HotSet:
         return HotKVError(Reason.INVALID_FIELD, why)
 
     def check_invariants(self) -> None:
-        """Asserts what the module promises."""
+        """Asserts the module's invariants."""
         held = np.isin(self.state, (MAPPED, LOADING, READY))
         assert (self.block_of[held] >= 0).all() and (self.block_of[~held] == NO_SLOT).all()
         blocks = self.block_of[held]
@@ -476,17 +509,16 @@ class HotSet:
 class AdaptiveCapacity:
     """Learns the capacity of one hot set from the blocks that its steps needed.
 
-    With `adaptive_p`, selections are as large as the attention mass asks, up to the budget. The hot
-    set follows: twice what selections need of late (quickly up, slowly down), more if steps keep
-    missing more than they may load. Always between twice the always kept blocks and `MAX_SETS`
-    times the budget.
+    With `adaptive_p`, selections are as large as the attention mass requires, up to the budget. The
+    hot set follows: twice the size of recent selections (growing quickly, shrinking slowly), and
+    more if steps keep missing more blocks than they may load. It stays between twice the always
+    kept blocks and `MAX_SETS` times the budget.
 
-    `budget_blocks`: the ceiling of a selection; `always_blocks`: what
-    is kept whatever happens.
-
-    `needed_blocks`: a peak of recent selections that decays by 2 % a step. `pressure_ratio`: of
-    late, the share of steps that missed more than they might load. `sets`: capacity over need,
-    raised under pressure.
+    budget_blocks: upper limit of a selection.
+    always_blocks: blocks that are always kept.
+    needed_blocks: peak of recent selections; decays by 2 % a step.
+    pressure_ratio: recent share of steps that missed more blocks than they might load.
+    sets: capacity over need; raised under pressure.
     """
 
     budget_blocks: int
@@ -496,8 +528,10 @@ class AdaptiveCapacity:
     sets: float = USUAL_SETS
 
     def observe(self, selected_blocks: int, left_blocks: int) -> int:
-        """Takes in one step's selected blocks and those left to prefetch; returns the capacity to
-        have."""
+        """Updates the estimate with one step's selected blocks and the blocks left to prefetch.
+
+        Returns the capacity to use.
+        """
         self.needed_blocks = max(
             float(min(selected_blocks, self.budget_blocks)), self.needed_blocks * _DECAY
         )
@@ -510,6 +544,6 @@ class AdaptiveCapacity:
 
     @property
     def capacity_blocks(self) -> int:
-        """Blocks the hot set should hold; before the first step, twice the budget."""
+        """Blocks that the hot set should hold; before the first step, twice the budget."""
         needed = self.needed_blocks or float(self.budget_blocks)
         return round(max(self.sets * needed, USUAL_SETS * self.always_blocks, 1.0))

@@ -1,8 +1,8 @@
-"""All numba kernels of sparse selection. Import through `hotkv_proto.native.load`, never at import
-time; the first import compiles for seconds.
+"""All numba kernels of sparse selection.
 
-Always true: an import of this module loads every kernel, so `hotkv-server compile` and an image
-have them all.
+Load it through `hotkv_proto.native.load`, never at import time: the first import compiles for
+seconds. Always true: an import of this module loads every kernel, so `hotkv-server compile` and an
+image have them all.
 """
 
 from hotkv_sparse.build_kernels import build_axes, build_parts, build_tokens, prepare, prepare_axes

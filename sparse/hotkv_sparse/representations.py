@@ -1,6 +1,6 @@
 """Builds representations from unpacked keys.
 
-Pure array functions over compiled kernels; `tests/oracles/sparse.py` has the same in numpy, and
+Pure array functions over compiled kernels. `tests/oracles/sparse.py` does the same in numpy, and
 unpacks representations. A representation is built once, when its block fills, from keys as
 attention sees them (after RoPE).
 
@@ -64,14 +64,18 @@ def build(
     out: U8 | None = None,
     axes: Axes | None = None,
 ) -> U8:
-    """Representations uint8 [B, H, N] of keys float32 [B, T, H, D]; centre `mu_HD` (None: 0), valid
-    tokens `num_tokens_B` (None: all). mix2 needs `axes`, the other formats have none.
+    """Builds the representations uint8 [B, H, N] of keys float32 [B, T, H, D].
 
     Token formats: x = k − mu, y = rotated x, codes nearest to y / rms(y), sigma = |y|² / (y ·
-    level) (docs/sparse.md; of the RaBitQ and TurboQuant family). mix2: the same of principal
-    axes (`axes`). Summaries: quest min and max
-    (Quest), mean. `out` may be any array with contiguous last axis. Raises INVALID_FIELD. Does not
-    block; compiled code runs without the GIL.
+    level) (docs/sparse.md; of the RaBitQ and TurboQuant family). mix2: the same along principal
+    axes (`axes`). Summaries: quest min and max (Quest), mean.
+
+    Raises INVALID_FIELD. Does not block; compiled code runs without the GIL.
+
+    mu_HD: centre of the keys; None: 0.
+    num_tokens_B: valid tokens of each block; None: all.
+    out: array to write to; any array with a contiguous last axis.
+    axes: required for mix2; other formats have none.
     """
     form = formats.format_named(name)
     keys_BTHD, mu_HD, num_tokens_B = _checked(keys_BTHD, mu_HD, num_tokens_B)
@@ -118,7 +122,11 @@ def build(
 
 
 def checked_axes(name: str, axes: Axes | None, shape: tuple[int, ...]) -> Axes:
-    """Axes for format `name` that fit keys of `shape` = (kv_heads, head_size), or INVALID_FIELD."""
+    """Returns `axes` if format `name` can use them on keys of `shape`; raises INVALID_FIELD
+    otherwise.
+
+    shape: (kv_heads, head_size).
+    """
     if axes is None:
         raise HotKVError(Reason.INVALID_FIELD, f"{name} has no axes; calibrate them first")
     if axes.into.shape[:2] != shape:

@@ -1,11 +1,10 @@
-"""The fixed random rotation that spreads a key evenly over its channels before it is cut to a few
-bits.
+"""The fixed random rotation that spreads a key evenly over its channels before quantisation.
 
-A rotation is one or two passes over aligned halves of the vector; a pass flips signs and applies an
-orthonormal Hadamard matrix. Where the head size is a power of two, one pass covers it. Elsewhere
-the first pass covers the largest power of two at the front, the second one as many channels at the
-back, so that every channel is mixed (two overlapping passes spread one large channel better than
-passes side by side). The signs are the same in every engine, forever.
+A rotation is one or two passes over parts of the vector. A pass flips signs and applies an
+orthonormal Hadamard matrix. If the head size is a power of two, one pass covers it. Otherwise the
+first pass covers the largest power of two at the front, and the second pass as many channels at the
+back, so every channel is mixed. (Two overlapping passes spread one large channel better than passes
+side by side.) The signs are the same in every engine and never change.
 
 Shapes: D channels of a head.
 """
@@ -20,17 +19,17 @@ SIGN_SEED = b"hotkv-signs-1"
 
 
 def passes(head_size: int) -> tuple[tuple[int, int], ...]:
-    """(first channel, channels) of each pass."""
+    """Returns (first channel, number of channels) of each pass."""
     size = 1 << (head_size.bit_length() - 1)
     return ((0, size),) if size == head_size else ((0, size), (head_size - size, size))
 
 
 @functools.cache
 def signs(head_size: int) -> npt.NDArray[np.float32]:
-    """float32 [passes, D] of ±1: the bits, lowest first, of SHA-256("hotkv-signs-1" ‖ counter),
-    counter uint32 little-endian from 0.
+    """Returns the signs ±1, float32 [passes, D].
 
-    Channels outside a pass have a sign too, which is not used.
+    They are the bits, lowest first, of SHA-256("hotkv-signs-1" ‖ counter), counter uint32
+    little-endian from 0. Channels outside a pass have a sign too, which is not used.
     """
     num_bits = len(passes(head_size)) * head_size
     stream = b"".join(
@@ -45,8 +44,11 @@ def signs(head_size: int) -> npt.NDArray[np.float32]:
 
 @functools.cache
 def factors(head_size: int) -> npt.NDArray[np.float32]:
-    """float32 [passes, D]: the signs over the square root of the pass's channels, which makes the
-    Hadamard matrix orthonormal."""
+    """Returns the factors of each pass, float32 [passes, D].
+
+    A factor is the sign divided by the square root of the pass's channels, which makes the Hadamard
+    matrix orthonormal.
+    """
     scale = np.array([[1.0 / np.sqrt(size)] for _, size in passes(head_size)])
     result: npt.NDArray[np.float32] = (signs(head_size) * scale).astype(np.float32)
     result.setflags(write=False)
@@ -55,13 +57,13 @@ def factors(head_size: int) -> npt.NDArray[np.float32]:
 
 @functools.cache
 def pass_arrays(head_size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """First channels and numbers of channels of the passes, int64 [passes] each."""
+    """Returns the first channels and the numbers of channels of the passes, int64 [passes] each."""
     starts, sizes = np.array(passes(head_size), np.int64).T.copy()
     return starts, sizes
 
 
 def rotate(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """float32 [..., D] rotated; inner products and norms stay. A copy."""
+    """Returns a rotated copy of float32 [..., D]. Inner products and norms are preserved."""
     y = np.array(x, np.float32, order="C")
     head_size = y.shape[-1]
     for (start, size), factor in zip(passes(head_size), factors(head_size), strict=True):
@@ -72,7 +74,10 @@ def rotate(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 
 def hadamard(x: npt.NDArray[np.float32]) -> None:
-    """Fast Walsh-Hadamard transform of the last axis (a power of two), in place, not normalised."""
+    """Applies the fast Walsh-Hadamard transform to the last axis (a power of two).
+
+    In place, not normalised.
+    """
     size = x.shape[-1]
     half = 1
     while half < size:

@@ -1,9 +1,8 @@
-"""Scoring: how much attention each block would get from this step's query, judged by its
-representation.
+"""Scores blocks: estimates the attention to each block for this step's query, by representations.
 
-Compiled kernels compute integers; `tests/oracles/sparse.py` has the same in numpy and differs by
+Compiled kernels compute integers. `tests/oracles/sparse.py` does the same in numpy and differs by
 float rounding only. A score is a log mass in nats: token formats estimate logsumexp over the
-block's tokens of q · k * scale, summaries give the value of their formula.
+block's tokens of q · k * scale; summaries give the value of their formula.
 
 Shapes: Q query heads, H KV heads (Q / H query heads share one), D channels, C channels with
 padding, P parts, B blocks of a pool, S scored blocks, N bytes of a block and head.
@@ -31,12 +30,12 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A step's query made ready for one format, one int8 step per 127th of a head's largest
-    channel.
+    """A step's query, prepared for one format: int8, where 127 is a head's largest channel.
 
-    `codes` int8 [Q, P * C] (token formats: P = 1); `offsets` int32 [Q, P], -`LEVEL_OFFSET` times
-    the sum of a part's codes; `factor` float32 [Q]: from byte products to nats; `shift` float32
-    [Q]: added to every score (q · mu * scale, minus the format's bias).
+    codes: int8 [Q, P * C] (token formats: P = 1).
+    offsets: int32 [Q, P], -`LEVEL_OFFSET` times the sum of a part's codes.
+    factor: float32 [Q], from byte products to nats.
+    shift: float32 [Q], added to every score (q · mu * scale, minus the format's bias).
     """
 
     form: Format
@@ -55,11 +54,14 @@ def prepare(
     bias: float | None = None,
     axes: Axes | None = None,
 ) -> Query:
-    """float32 query [Q, D] (after RoPE) for format `name`; `scale` of attention, 1 / sqrt(D) unless
-    given; `bias` in nats as calibrated with the centre, else the format's. mix2 needs the `axes` of
-    its keys. INVALID_FIELD on bad shapes.
+    """Prepares a float32 query [Q, D] (after RoPE) for format `name`.
 
-    int8 queries lose under 1 % of a rotated query's norm, far less than the codes do.
+    Raises INVALID_FIELD on bad shapes. int8 queries lose less than 1 % of a rotated query's norm,
+    far less than the codes do.
+
+    scale: scale of attention; None: 1 / sqrt(D).
+    bias: in nats, as calibrated with the centre; None: the format's bias.
+    axes: axes of the keys; required for mix2.
     """
     form = formats.format_named(name)
     num_heads, head_size = query_QD.shape
@@ -120,7 +122,7 @@ def _prepare_by_axes(
     codes_QC: npt.NDArray[np.int8],
     axes: Axes | None,
 ) -> tuple[F32, I32]:
-    """Fills the codes; returns the peaks float32 [Q] and the offsets int32 [Q, 1]."""
+    """Fills the codes. Returns the peaks float32 [Q] and the offsets int32 [Q, 1]."""
     num_heads, head_size = query_QD.shape
     kv_heads = 1 if axes is None else len(axes.into)
     if num_heads % kv_heads:
@@ -160,20 +162,20 @@ def _check_pool(query: Query, packed_BHN: U8, rows_S: I32) -> None:
                 f"of {size} channels"
             ),
         )
-    # Negative numbers are large ones if the sign is a digit.
+    # As uint32, negative rows are large too, so one comparison checks both bounds.
     if rows_S.size and rows_S.view(np.uint32).max() >= packed_BHN.shape[0]:
         raise HotKVError(Reason.INVALID_FIELD, f"rows must be from 0 to {packed_BHN.shape[0] - 1}")
 
 
 def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
-    """Scores float32 [Q, S] of the blocks `rows_S` int32 [S] of a pool of representations (None:
-    all, in order).
+    """Returns the scores float32 [Q, S] of blocks in a pool of representations.
 
-    The pool may be any array whose last axis is contiguous, such as a view of a mapped arena. A
-    block without tokens scores -inf. Raises INVALID_FIELD. Compiled code runs without the GIL.
+    Token formats: S = logsumexp_i (sigma_i q~ · z_i + q · mu) * scale - c (docs/sparse.md). quest:
+    sum max(q m, q M). A block without tokens scores -inf. Raises INVALID_FIELD. Compiled code runs
+    without the GIL.
 
-    token formats: S = logsumexp_i (sigma_i q~ · z_i + q · mu) * scale - c (docs/sparse.md). quest:
-    sum max(q m, q M).
+    packed_BHN: the pool: any array whose last axis is contiguous, such as a view of a mapped arena.
+    rows_S: int32 [S], rows of the blocks to score; None: all, in order.
     """
     rows_S = (
         np.arange(len(packed_BHN), dtype=np.int32)

@@ -1,9 +1,11 @@
-"""Which blocks a layer attends to: from a query through scores and weights to a selection.
+"""Selects the blocks that a layer attends to: from a query through scores and weights to a
+selection.
 
-`select_layer` is the whole way for one layer and step. Engines call it for every layer, and the
-server for clients that can't. The selection is shared by the layer's KV heads, as block tables are.
-Blocks that are always kept are not candidates: `Span` names them, and a selection adds them. Of
-equal weights the lower block wins, so the same weights give the same selection everywhere.
+`select_layer` does all of it for one layer and step. Engines call it for every layer, and the
+server calls it for clients that can't. The layer's KV heads share the selection, as they share
+block tables. Blocks that are always kept are not candidates: `Span` names them, and a selection
+adds them. Of equal weights the lower block wins, so the same weights give the same selection
+everywhere.
 
 Shapes: Q query heads, H KV heads (Q / H query heads share one), D channels, B blocks of a pool, N
 bytes of a block and head, C blocks of the context, S candidate blocks, R resident tokens.
@@ -40,7 +42,7 @@ class Span:
 
     @property
     def num_always(self) -> int:
-        """Blocks that are always kept."""
+        """Number of blocks that are always kept."""
         return self.count - (self.last - self.first)
 
     @property
@@ -60,8 +62,10 @@ class Span:
 
 
 def span(config: SparseConfig, context_tokens: int, block_tokens: int) -> Span:
-    """Sinks, candidates and recent window of a context in blocks; the window covers the partial
-    block, whatever it asks for."""
+    """Returns the sinks, candidates and recent window of a context, in blocks.
+
+    The window always covers the partial block.
+    """
     count = -(-context_tokens // block_tokens)
     first = min(-(-config.sink_tokens // block_tokens), count)
     complete = context_tokens // block_tokens
@@ -71,8 +75,12 @@ def span(config: SparseConfig, context_tokens: int, block_tokens: int) -> Span:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """`blocks` int32, ascending, always kept ones included; `weights` float32, inf if always
-    kept; `mass`: their estimated share."""
+    """A selection.
+
+    blocks: int32, ascending, always kept blocks included.
+    weights: float32, inf for always kept blocks.
+    mass: estimated share of the attention mass that the blocks have together.
+    """
 
     blocks: I32
     weights: F32
@@ -83,7 +91,7 @@ class Selection:
 
 
 def _log_total(scores_QS: F32, always_log_mass_Q: F32) -> F32:
-    """Z float32 [Q]; finite even if nothing has mass."""
+    """Returns Z float32 [Q]; finite even if all masses are zero."""
     everything = np.concatenate([scores_QS, always_log_mass_Q[:, None]], axis=1)
     peak = np.maximum(everything.max(axis=1), np.float32(-1e30))
     total: F32 = (
@@ -95,11 +103,10 @@ def _log_total(scores_QS: F32, always_log_mass_Q: F32) -> F32:
 def fuse(
     scores_QS: Sequence[F32], exponents: Sequence[float], always_log_mass_Q: F32
 ) -> tuple[F32, F32]:
-    """Weighted geometric mean of the shares that several scorers give: (scores, always_log_mass)
-    for `choose`.
+    """Fuses several scorers: a weighted geometric mean of the shares that they give.
 
-    Each scorer's shares are normalised with its own Z first, so that scorers of unlike units meet
-    as shares.
+    Each scorer's shares are normalised with its own Z first, so scorers with different units become
+    comparable. Returns (scores, always_log_mass) for `choose`.
     """
     if len(scores_QS) != len(exponents) or not scores_QS or min(exponents) <= 0:
         raise HotKVError(
@@ -134,16 +141,19 @@ def choose(
     adaptive_p: float | None = None,
     floor_blocks: int = 0,
 ) -> Selection:
-    """The `budget_blocks` best blocks of a context for all heads together, always kept ones first.
+    """Chooses the `budget_blocks` best blocks of a context, shared by all heads.
+
+    Always kept blocks come first. A budget smaller than these keeps only these. Raises
+    INVALID_FIELD if scores do not fit the span or the masses.
 
     A candidate's weight is w_b = mean over the query heads of exp(S_hb - Z_h), Z_h = logaddexp(L_h,
-    logsumexp_b S_hb) (docs/sparse.md). `always_log_mass_Q` float32 [Q] is L_h: the exact log mass
-    of sinks and recent window (-inf: nothing is kept). Heads count alike, whatever KV heads share
-    them: groups are equal in size.
+    logsumexp_b S_hb) (docs/sparse.md). All query heads count equally, because the groups that share
+    a KV head are equal in size.
 
-    With `adaptive_p`, the fewest of the heaviest with always_mass + sum w >= p, but at least
-    `floor_blocks`. A budget below the always kept blocks keeps just those. INVALID_FIELD if
-    scores do not fit the span or the masses.
+    always_log_mass_Q: float32 [Q], L_h: exact log mass of sinks and recent window (-inf: no block
+        is kept).
+    adaptive_p: choose the fewest of the heaviest blocks with always_mass + sum w >= p, but at least
+        `floor_blocks`.
     """
     num_heads, num_candidates = scores_QS.shape
     if always_log_mass_Q.shape != (num_heads,):
@@ -177,25 +187,29 @@ def choose(
 
 
 def enough(weights: F32, always_mass: float, p: float, floor_blocks: int) -> npt.NDArray[np.intp]:
-    """Returns the fewest of the chosen blocks, heaviest first, that reach `p` together with the
-    blocks that are always kept: ascending indices, at least `floor_blocks`."""
+    """Returns the fewest of the heaviest blocks whose weights and `always_mass` reach `p` together.
+
+    The result is ascending indices, at least `floor_blocks` of them.
+    """
     order = np.argsort(-weights, kind="stable")
     reached = np.concatenate(
         [[always_mass], always_mass + np.cumsum(weights[order], dtype=np.float64)]
     )
-    # Where even all of them fall short, all of them stay.
+    # If all of them together stay below p, all of them are kept.
     num_needed = int(np.searchsorted(reached, p))
     return np.sort(order[: max(num_needed, floor_blocks)])
 
 
 def floor_blocks(block_tokens: int) -> int:
-    """Candidates that an adaptive selection keeps at least."""
+    """Returns the least number of candidates of an adaptive selection."""
     return -(-MIN_ADAPTIVE_TOKENS // block_tokens)
 
 
 def top(weights_S: F32, count: int) -> I32:
-    """The indices of the `count` largest weights, ascending; of equals the lowest indices. What is
-    not above 0 ranks as 0."""
+    """Returns the indices of the `count` largest weights, ascending; of equal weights the lowest.
+
+    Weights not above 0 rank as 0.
+    """
     if count >= len(weights_S):
         return np.arange(len(weights_S), dtype=np.int32)
     out = np.empty(count, np.int32)
@@ -208,8 +222,12 @@ def top(weights_S: F32, count: int) -> I32:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a layer's representations of one format lie: pool uint8 [B, H, N], their centre and
-    bias (None: 0, the format's), and their axes, if the format needs them."""
+    """The representations of a layer in one format.
+
+    pool: uint8 [B, H, N].
+    mu, bias: their centre and bias; None: 0 and the format's bias.
+    axes: their axes, if the format needs them.
+    """
 
     pool: U8
     mu: F32 | None = None
@@ -229,11 +247,12 @@ def select_layer(
     *,
     scale: float | None = None,
 ) -> Selection:
-    """Blocks of a context that `layer` should attend to; INVALID_FIELD if a source is missing or
-    the layer is dense.
+    """Selects the blocks of a context that `layer` attends to.
 
-    `rows_C` int32: the pool row of each block of the context (of no meaning if always kept).
-    `always_log_mass_Q` float32 [Q]: exact log mass of the always kept blocks (`exact_log_mass`).
+    Raises INVALID_FIELD if a source is missing or the layer is dense.
+
+    rows_C: int32, pool row of each block of the context; ignored for always kept blocks.
+    always_log_mass_Q: float32 [Q], exact log mass of the always kept blocks (`exact_log_mass`).
     """
     where = span(config, context_tokens, block_tokens)
     scorers = config.scorers_of(layer)
@@ -271,8 +290,10 @@ def select_layer(
 
 
 def exact_log_mass(query_QD: F32, keys_RHD: F32, scale: float | None = None) -> F32:
-    """logsumexp over tokens of q · k * scale, float32 [Q], of keys float32 [R, H, D] at hand; -inf
-    of none."""
+    """Returns logsumexp over tokens of q · k * scale, float32 [Q], for keys float32 [R, H, D].
+
+    -inf without keys.
+    """
     num_heads, head_size = query_QD.shape
     num_tokens, kv_heads, _ = keys_RHD.shape
     if not num_tokens:

@@ -1,10 +1,9 @@
 # mypy: disable-error-code="untyped-decorator"
-"""LLVM vectors of sixteen lanes: the parts of operations that numba's own loops do not
-reach.
+"""LLVM vectors of sixteen lanes, for operations that numba's own loops do not vectorise well.
 
-Any machine runs them; if it has AVX-512 with VNNI (`VNNI`), `dot4` is one instruction. Every
-function takes an LLVM IR builder first and emits code; `operation` makes a numba intrinsic of such
-code.
+They run on any machine. If it has AVX-512 with VNNI (`VNNI`), `dot4` is one instruction. Every
+function has an LLVM IR builder as its first argument and emits code. `operation` makes a numba
+intrinsic of such code.
 """
 
 import inspect
@@ -21,11 +20,11 @@ from numba.extending import intrinsic
 
 LANES = 16
 MIN_SCORE = -1e30
-"""Stands for the score of a token that is not there; far below any other and free of NaN."""
+"""Score of a token that does not exist: far below any real score, and free of NaN."""
 _FEATURES = (get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES).split(
     ","
 )
-# From version 22 on LLVM gives the byte products other operand types.
+# From version 22 on LLVM's byte products have other operand types.
 VNNI = {"+avx512vnni", "+avx512bw", "+avx512vl"} <= set(
     _FEATURES
 ) and llvmlite.binding.llvm_version_info[0] < 22
@@ -66,7 +65,7 @@ def offset(builder: Any, address: Any, count: Any, unit: int) -> Any:
 
 
 def prefetch(builder: Any, address: Any) -> None:
-    """Asks the caches but the nearest for the line at an address; any address is allowed."""
+    """Prefetches the line at an address into all but the nearest cache; any address is allowed."""
     pointer = builder.inttoptr(address, I8.as_pointer())
     function = cgutils.get_or_insert_function(
         builder.module,
@@ -92,15 +91,17 @@ def variable(builder: Any, initial: Any) -> Any:
 
 
 def larger(builder: Any, x: Any, y: Any) -> Any:
-    """The larger of two vectors, lane by lane; y if one is NaN."""
+    """Returns the larger of two vectors, lane by lane; y if one is NaN."""
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
 def exp2(builder: Any, x: Any) -> Any:
-    """2^x for x <= 0 to 3e-6 relative; 2^-126 below -126 and for NaN. Taylor polynomial of degree 5
-    about the nearest integer."""
+    """Returns 2^x for x <= 0, with a relative error of 3e-6; 2^-126 below -126 and for NaN.
+
+    Taylor polynomial of degree 5 about the nearest integer.
+    """
     x = larger(builder, x, floats(-126.0))
-    # Adding 1.5 * 2^23 rounds to an integer, which then is the low bits of the sum.
+    # Adding 1.5 * 2^23 rounds to an integer, which is then in the low bits of the sum.
     shifted = builder.fadd(x, floats(ROUNDING))
     part = builder.fsub(x, builder.fsub(shifted, floats(ROUNDING)))
     result = floats(LN2**5 / 120)
@@ -111,8 +112,10 @@ def exp2(builder: Any, x: Any) -> Any:
 
 
 def log2(builder: Any, x: Any) -> Any:
-    """log2(x) for normal x > 0, to 2e-7 absolute: the exponent, and 2 atanh((m - 1) / (m + 1)) of a
-    mantissa in [.707, 1.414)."""
+    """Returns log2(x) for normal x > 0, with an absolute error of 2e-7.
+
+    Computes the exponent, and 2 atanh((m - 1) / (m + 1)) of a mantissa in [.707, 1.414).
+    """
     bits = builder.sub(builder.bitcast(x, INTS), ints(0x3F3504F3))
     exponent = builder.ashr(bits, ints(23))
     mantissa = builder.bitcast(
@@ -127,7 +130,8 @@ def log2(builder: Any, x: Any) -> Any:
 
 
 def operation(num_args: int, emit: Callable[[Any, Any], None]) -> Any:
-    """An intrinsic of `num_args` integer addresses and counts that returns nothing."""
+    """Makes an intrinsic with `num_args` integer addresses and counts as arguments. It returns
+    nothing."""
 
     def operation(typingctx: Any, *args: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -136,7 +140,7 @@ def operation(num_args: int, emit: Callable[[Any, Any], None]) -> Any:
 
         return types.void(*([types.intp] * num_args)), codegen
 
-    # numba binds arguments by the signature, and knows no open-ended ones.
+    # numba binds arguments by the signature, and does not support variable ones.
     names = ["typingctx", *(f"operand_{index}" for index in range(num_args))]
     parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names
@@ -146,7 +150,10 @@ def operation(num_args: int, emit: Callable[[Any, Any], None]) -> Any:
 
 
 def dot4(builder: Any, total: Any, codes: Any, query: Any) -> Any:
-    """total + unsigned bytes . signed bytes, four by four; operands are vectors of 8 or 16 ints."""
+    """Returns total + unsigned bytes . signed bytes, four by four.
+
+    Operands are vectors of 8 or 16 ints.
+    """
     vector = total.type
     if VNNI:
         return call(
@@ -164,8 +171,10 @@ def dot4(builder: Any, total: Any, codes: Any, query: Any) -> Any:
 
 
 def transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Sixteen vectors of sixteen lanes, transposed: four stages that exchange lanes with the row 1,
-    2, 4 and 8 away."""
+    """Transposes sixteen vectors of sixteen lanes.
+
+    Four stages exchange lanes with the rows 1, 2, 4 and 8 away.
+    """
     for apart in (1, 2, 4, 8):
         low = ir.Constant(
             INTS, [lane if not lane & apart else LANES + lane - apart for lane in range(LANES)]
