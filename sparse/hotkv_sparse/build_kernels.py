@@ -1,15 +1,14 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that rotate and quantise: keys of a block into a representation, queries into
-codes. Part of `hotkv_sparse.kernels`, through which they are loaded.
+"""Numba kernels that rotate and quantise: keys into representations, queries into codes.
 
-Their references are in `tests/oracles/sparse.py`. The callers check the arrays. All run without the
-GIL and allocate only scratch. Sixteen tokens of one head, or the queries of sixteen heads, lie side
-by side in the lanes of a vector. Loops assign single elements: an assignment of slices takes numba
-a second to compile, with its error messages.
+`hotkv_sparse.kernels` loads them. Their references are in `tests/oracles/sparse.py`. Callers pass
+checked arrays. The kernels run without the GIL and allocate only scratch memory. Sixteen tokens of
+one head, or the queries of sixteen heads, lie side by side in the lanes of a vector. Loops assign
+single elements: numba needs a second to compile an assignment of slices, with its error messages.
 
-Operations are written in the vectors of `hotkv_sparse.vectors`, which any machine runs. Their
-operands are integer addresses and counts, and nothing in them checks bounds: the kernels own the
-arrays. (numba's disk cache does not see changes of `vectors`.)
+Operations are written with the vectors of `hotkv_sparse.vectors`, which run on any machine. Their
+operands are integer addresses and counts without bounds checks; the kernels own the arrays.
+(numba's disk cache does not notice changes of `vectors`.)
 
 Shapes: B blocks, T tokens of a block, H KV heads, R runs of 16 tokens, Q query heads, D channels, C
 coded channels with padding, P parts, N bytes of a block and head.
@@ -53,7 +52,10 @@ _F32_4 = types.Array(types.float32, 4, "A", readonly=True)
 
 
 def _emit_scale_rows(builder: Any, args: Any) -> None:
-    """(rows, factors, num_rows): row r of float32 [num_rows][16] times float32 factors[r]."""
+    """Emits: rows[r] *= factors[r].
+
+    Operands: (rows, factors, num_rows); rows float32 [num_rows][16], factors float32.
+    """
     rows, factors, num_rows = args
     with cgutils.for_range(builder, num_rows, intp=I64) as loop:
         place = offset(builder, rows, loop.index, 4 * LANES)
@@ -62,8 +64,11 @@ def _emit_scale_rows(builder: Any, args: Any) -> None:
 
 
 def _emit_butterfly(builder: Any, args: Any) -> None:
-    """(rows, half, num_pairs): a stage of the Walsh-Hadamard transform of float32 [2 *
-    num_pairs][16]; partners are `half` rows apart."""
+    """Emits: a stage of the Walsh-Hadamard transform.
+
+    Operands: (rows, half, num_pairs); rows float32 [2 * num_pairs][16]. Partners are `half` rows
+    apart.
+    """
     rows, half, num_pairs = args
     mask = builder.sub(half, I64(1))
     apart = builder.mul(half, I64(4 * LANES))
@@ -79,11 +84,11 @@ def _emit_butterfly(builder: Any, args: Any) -> None:
 
 
 def _pack_run(bits: int) -> Any:
-    """(rows, num_channels, num_steps, out, valid): packs rotated keys float32 [num_steps * channels
-    of a step][16] into a run of 16 tokens.
+    """Makes an operation that packs rotated keys into a run of 16 tokens.
 
-    `num_channels` of them count for the rms; the rest are zero. Lanes from `valid` on have no
-    token. See `formats` for steps and bytes.
+    Operands: (rows, num_channels, num_steps, out, valid); rows float32 [num_steps * channels of a
+    step][16]. `num_channels` of the rows count for the rms; the remaining rows are zero. Lanes from
+    `valid` on have no token. `formats` describes steps and bytes.
     """
     form = FORMATS[f"rot{bits}u"]
     step_channels = 16 if bits == 2 else 32
@@ -195,8 +200,10 @@ def build_tokens(
     channels: Any,
     out: Any,
 ) -> None:
-    """A token format of `bits`: out uint8 [B, H, N] from keys [B, T, H, D]; `factors` [passes, D]:
-    signs of the rotation, normalised."""
+    """Builds a token format of `bits`: out uint8 [B, H, N] from keys [B, T, H, D].
+
+    factors: [passes, D], signs of the rotation, normalised.
+    """
     head_size, run_bytes = keys.shape[3], 2 * channels * bits + 32
     steps = channels // (16 if bits == 2 else 32)
     y = np.zeros((channels, 16), np.float32)
@@ -223,7 +230,7 @@ def build_tokens(
 
 @numba.njit(nogil=True, cache=True)
 def _mean_of(keys: Any, mu: Any, parts: Any) -> None:
-    """parts[0] = the mean of keys [T, D] less `mu`; 0 if there are none."""
+    """Sets parts[0] to the mean of keys [T, D] minus `mu`; 0 without keys."""
     parts[0] = 0
     for token in range(keys.shape[0]):
         for channel in range(keys.shape[1]):
@@ -234,7 +241,7 @@ def _mean_of(keys: Any, mu: Any, parts: Any) -> None:
 
 @numba.njit(nogil=True, cache=True)
 def _edges_of(keys: Any, mu: Any, parts: Any) -> None:
-    """parts = max, min of keys [T, D] less `mu`; 0 if there are none."""
+    """Sets parts to max and min of keys [T, D] minus `mu`; 0 without keys."""
     high, low = parts[0], parts[1]
     high[:] = -np.inf if keys.shape[0] else 0
     low[:] = np.inf if keys.shape[0] else 0
@@ -271,8 +278,12 @@ def prepare(
     sums: Any,
     codes: Any,
 ) -> None:
-    """int8 codes [Q, P, C] of queries [Q, D] with their sums [Q, P], one step per 127th of peaks
-    [Q]; `kind` 0: q+, q-; 1: q."""
+    """Quantises queries [Q, D] to int8 codes [Q, P, C], and computes their sums [Q, P].
+
+    A code of 127 is the largest channel of the query, peaks [Q].
+
+    kind: 0: positive and negative parts, q+ and q-; 1: q.
+    """
     num_heads, head_size = query.shape
     y = np.empty((head_size, 16), np.float32)
     for first in range(0, num_heads, 16):
@@ -305,7 +316,10 @@ def prepare(
     cache=True,
 )
 def build_parts(keys: Any, mu: Any, num_tokens: Any, kind: Any, channels: Any, out: Any) -> None:
-    """A summary format, out uint8 [B, H, N] from keys [B, T, H, D]; `kind` 0: quest, 1: mean."""
+    """Builds a summary format: out uint8 [B, H, N] from keys [B, T, H, D].
+
+    kind: 0: quest; 1: mean.
+    """
     head_size, num_parts = keys.shape[3], 1 if kind == 1 else 2
     parts, scale = np.empty((2, head_size), np.float32), np.empty(1, np.float32)
     scale_bytes = scale.view(np.uint8)
@@ -344,7 +358,7 @@ def build_parts(keys: Any, mu: Any, num_tokens: Any, kind: Any, channels: Any, o
 
 @numba.njit(nogil=True, cache=True)
 def _load_run(y: Any, first: Any, valid: Any, lanes: Any) -> None:
-    """lanes [>= D, 16] = the channels y [T, D] of sixteen tokens; 0 from `valid` on."""
+    """Sets lanes [>= D, 16] to the channels y [T, D] of sixteen tokens; 0 from `valid` on."""
     for channel in range(y.shape[1]):
         for lane in range(16):
             lanes[channel, lane] = y[first + lane, channel] if lane < valid else np.float32(0)
@@ -354,8 +368,7 @@ def _load_run(y: Any, first: Any, valid: Any, lanes: Any) -> None:
 def _measure(
     lanes: Any, rms: Any, num_fine: Any, num_coded: Any, head_size: Any, energy: Any, inverse: Any
 ) -> None:
-    """`energy` [16] of the tokens, and `inverse` [16]: 1 / gain, 0 of a token without coded
-    energy."""
+    """Computes each token's `energy` [16] and `inverse` [16]: 1 / gain; 0 without coded energy."""
     energy[:] = 0
     inverse[:] = 0
     for channel in range(head_size):
@@ -397,10 +410,14 @@ def build_axes(
     sigma: Any,
     out: Any,
 ) -> None:
-    """Lines of codes in out uint8 [B, H, N], and sigma [B, H, R, 16], -1 if there is no token, from
-    channels y [H, B, T, D]; `rms` [H, 2], `half_steps` [H, C], `offsets` [C].
+    """Builds lines of codes in out uint8 [B, H, N], and sigma [B, H, R, 16], from channels.
 
-    The caller puts sigma behind the lines.
+    sigma is -1 if there is no token. The caller writes it behind the lines.
+
+    y: [H, B, T, D], channels.
+    rms: [H, 2].
+    half_steps: [H, C].
+    offsets: [C].
     """
     head_size, channels, num_runs = y.shape[3], offsets.shape[0], sigma.shape[2]
     run_bytes = out.shape[2] // num_runs
@@ -432,7 +449,7 @@ def build_axes(
                     for lane in range(16):
                         value = lanes[channel, lane]
                         position = value * inverse[lane] / step + middle
-                        # A value that is not a number has code 0, as in the reference.
+                        # NaN has code 0, as in the reference.
                         position = position if position > 0 else np.float32(0)
                         code = np.int32(min(position, np.float32(most)))
                         product[lane] += value * (np.float32(2 * code - most) * half)
@@ -450,8 +467,12 @@ def build_axes(
     cache=True,
 )
 def prepare_axes(query: Any, weights: Any, offsets: Any, peaks: Any, sums: Any, codes: Any) -> None:
-    """int8 codes [Q, C] of queries [Q, D], one step per 127th of peaks [Q], and minus their
-    products with `offsets`, sums [Q]; `weights` [H, D, C]."""
+    """Quantises queries [Q, D] to int8 codes [Q, C], with 127 for peaks [Q].
+
+    Sets sums [Q] to minus the products of codes and `offsets`.
+
+    weights: [H, D, C].
+    """
     num_heads, head_size = query.shape
     channels, group = weights.shape[2], num_heads // weights.shape[0]
     worth = np.empty(channels, np.float32)

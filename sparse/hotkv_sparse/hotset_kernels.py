@@ -1,11 +1,10 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels of the hot set's steps and prefetches; part of `hotkv_sparse.kernels`, through
-which they are loaded.
+"""Numba kernels of the hot set's steps and prefetches. `hotkv_sparse.kernels` loads them.
 
 The invariants are in `hotkv_sparse.hotset`, a naive model in `tests/sparse/naive.py`. Kernels
-change the caller's arrays, by slot and by block, in place; a call that refuses its arguments has
-changed nothing. All run without the GIL. What they sort by (age, weight, block) is packed into keys
-of int64, from 0 up.
+change the caller's arrays, by slot and by block, in place. A call that refuses its arguments
+changes nothing. All kernels run without the GIL. The values that they sort by (age, weight, block)
+are packed into non-negative int64 keys.
 
 Shapes: n selected blocks, K slots, M blocks of the map, C blocks of the context.
 """
@@ -19,7 +18,7 @@ from numba import types
 from hotkv_sparse.hotset import SlotState
 
 _FEW = 16
-"""So many keys are put in order one by one; more are sorted by their bytes."""
+"""Up to this many keys are sorted by insertion; more are sorted by radix."""
 _FREE, _MAPPED, _LOADING, _READY, _CANCELLED = (int(state) for state in SlotState)
 _NO_SLOT = -1
 REFUSED = -1
@@ -42,8 +41,10 @@ _SLOTS = (
 
 @numba.njit(nogil=True, cache=True)
 def _sort(keys: Any, num: Any) -> None:
-    """Sorts keys[:num], int64 from 0 up, ascending: a few by insertion, more by their bytes from
-    the lowest on."""
+    """Sorts keys[:num], non-negative int64, ascending.
+
+    A few keys by insertion, more keys by radix from the lowest byte on.
+    """
     if num <= _FEW:
         for i in range(1, num):
             key, place = keys[i], i
@@ -79,7 +80,7 @@ def _sort(keys: Any, num: Any) -> None:
 
 @numba.njit(nogil=True, cache=True)
 def _coldest(keys: Any, num: Any, count: Any) -> None:
-    """keys[:count] = the `count` smallest of keys[:num], ascending."""
+    """Sets keys[:count] to the `count` smallest of keys[:num], ascending."""
     if count > _FEW:
         _sort(keys, num)
         return
@@ -106,8 +107,10 @@ def _victims(
     state: Any, block_of: Any, used_at: Any, has_copy: Any, before: Any, first: Any, last: Any,
     count: Any, out: Any,
 ) -> Any:  # fmt: skip
-    """out[:number] = up to `count` mapped blocks to evict, used before the step `before`; returns
-    their number."""
+    """Sets out[:number] to up to `count` mapped blocks to evict, and returns their number.
+
+    Only blocks that were last used before the step `before`.
+    """
     if count <= 0:
         return 0
     keys, num = np.empty(state.shape[0], np.int64), 0
@@ -130,7 +133,7 @@ def _victims(
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _release(slot: Any, state: Any, block_of: Any, slot_of: Any) -> None:
-    """The slot is free, and its block has none."""
+    """Frees the slot; its block loses it."""
     slot_of[block_of[slot]] = _NO_SLOT
     block_of[slot] = _NO_SLOT
     state[slot] = _FREE
@@ -138,8 +141,11 @@ def _release(slot: Any, state: Any, block_of: Any, slot_of: Any) -> None:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _abandon(block: Any, state: Any, block_of: Any, slot_of: Any) -> None:
-    """Drops a prefetch of the block: a written slot is free at once, a slot being written when the
-    writer is done."""
+    """Drops a prefetch of the block.
+
+    A slot that is written is free at once; a slot that is being written is free when the write
+    ends.
+    """
     slot = slot_of[block]
     if slot >= 0:
         block_of[slot] = _NO_SLOT
@@ -151,7 +157,10 @@ def _drop_unselected(
     clock: Any, state: Any, block_of: Any, used_at: Any, slot_of: Any, has_copy: Any, first: Any,
     last: Any, out: Any,
 ) -> Any:  # fmt: skip
-    """Releases mapped blocks that the step `clock` has not selected; out[:number] = these."""
+    """Frees the slots of mapped blocks that the step `clock` has not selected.
+
+    Sets out[:number] to these blocks and returns their number.
+    """
     num = 0
     for slot in range(state.shape[0]):
         block = block_of[slot]
@@ -188,10 +197,10 @@ def _missing(
     slot_of: Any,
     keys: Any,
 ) -> Any:
-    """Marks the selected blocks that are mapped as used now; keys = the others, heaviest first:
-    their places in `blocks`.
+    """Marks the selected blocks that are mapped as used in this step, and lists the missing blocks.
 
-    Returns (missing, missing ones of infinite weight, infinite ones in all).
+    keys = the places of missing blocks in `blocks`, heaviest first. Returns (missing blocks,
+    missing blocks of infinite weight, all blocks of infinite weight).
     """
     num, num_kept, num_always = 0, 0, 0
     for i in range(blocks.shape[0]):
@@ -201,8 +210,8 @@ def _missing(
             used_at[slot] = clock
         else:
             num_kept += is_kept
-            # The bits of floats order like integers, those of negative ones the other way round; -0
-            # is made 0. Heaviest first from 0 up.
+            # The bits of positive floats order like integers, the bits of negative floats in
+            # reverse. -0 becomes 0. The heaviest block has the smallest key.
             bits = np.float32(weights[i] + np.float32(0)).view(np.int32)
             bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
             keys[num] = (np.int64(0x7FFFFFFF - np.int64(bits)) << 31) | i
@@ -215,8 +224,10 @@ def _missing(
 
 @numba.njit(nogil=True, cache=True)
 def _merged(old: Any, joined: Any, num_joined: Any, state: Any, slot_of: Any, maps: Any) -> Any:
-    """maps [2, M] = blocks, ascending, and slots of the old map's blocks that are mapped yet and of
-    those that joined; returns M."""
+    """Fills maps [2, M] with blocks, ascending, and their slots. Returns M.
+
+    The blocks are those of the old map that are still mapped, and the blocks that joined.
+    """
     keys, num, place = np.empty(num_joined, np.int64), 0, 0
     for i in range(num_joined):
         keys[i] = joined[i]
@@ -252,13 +263,14 @@ def hot_step(
     block_of: Any, used_at: Any, slot_of: Any, has_copy: Any, capacity: Any, clock: Any,
     keeps_unselected: Any, first: Any, last: Any, count: Any,
 ) -> Any:  # fmt: skip
-    """A step with the selection `blocks`, `weights` [n] over the map `old` [M]; `clock` is the
-    step's number.
+    """Makes a step with the selection `blocks`, `weights` [n] over the map `old` [M].
 
-    Fills maps [2, K] (blocks and slots of the new map), moves [4, max(n, K)] (blocks loaded, their
-    slots, victims, blocks for prefetch) and returns (M, loaded, victims, for prefetch, always kept
-    ones selected, selected ones that were resident, of these always kept). M is REFUSED if a block
-    is outside the context.
+    clock: number of the step.
+
+    Fills maps [2, K] (blocks and slots of the new map) and moves [4, max(n, K)] (blocks loaded,
+    their slots, victims, blocks for prefetch). Returns (M, loaded, victims, blocks for prefetch,
+    selected blocks that are always kept, selected blocks that were resident, always kept blocks
+    among these). M is REFUSED if a block is outside the context.
     """
     for i in range(blocks.shape[0]):
         if not 0 <= blocks[i] < count:
@@ -316,10 +328,10 @@ def hot_adopt(
     old: Any, maps: Any, moves: Any, state: Any, block_of: Any, used_at: Any, slot_of: Any,
     has_copy: Any, capacity: Any, clock: Any, first: Any, last: Any,
 ) -> Any:  # fmt: skip
-    """Written slots join the map `old` [M], as far as there is room.
+    """Adds written slots to the map `old` [M], as long as there is room.
 
-    Fills maps [2, K] and moves [3, K] (blocks that joined, their slots, victims); returns (M,
-    joined, victims).
+    Fills maps [2, K] and moves [3, K] (blocks that joined, their slots, victims). Returns (M,
+    number that joined, number of victims).
     """
     num_ready = 0
     for slot in range(state.shape[0]):
@@ -355,8 +367,10 @@ def hot_begin_prefetch(
     clock: Any,
     count: Any,
 ) -> Any:
-    """Free slots for `blocks`, in order, as far as they reach: moves [2, K] = blocks and slots;
-    returns their number, or REFUSED."""
+    """Assigns free slots to `blocks`, in order, as long as there are free slots.
+
+    Fills moves [2, K] with blocks and slots. Returns their number, or REFUSED.
+    """
     for i in range(blocks.shape[0]):
         if not 0 <= blocks[i] < count:
             return REFUSED
@@ -380,8 +394,10 @@ def hot_begin_prefetch(
     cache=True,
 )
 def hot_finish_prefetch(slots: Any, success: Any, state: Any, block_of: Any, slot_of: Any) -> Any:
-    """Blocks in `slots` become ready, or their slots free after a failure or cancellation. REFUSED
-    if no prefetch writes one of them, else 0."""
+    """Makes the blocks in `slots` ready; frees slots whose prefetch failed or was cancelled.
+
+    Returns REFUSED if no prefetch writes one of the slots, else 0.
+    """
     for i in range(slots.shape[0]):
         if not 0 <= slots[i] < state.shape[0] or (
             state[slots[i]] != _LOADING and state[slots[i]] != _CANCELLED

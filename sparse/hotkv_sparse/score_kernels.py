@@ -1,14 +1,14 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that score blocks with a step's queries; part of `hotkv_sparse.kernels`, through
-which they are loaded.
+"""Numba kernels that score blocks with a step's queries. `hotkv_sparse.kernels` loads them.
 
-Their references are in `tests/oracles/sparse.py`. The callers check the arrays. All run without the
-GIL and allocate only scratch. Sixteen tokens of one head lie side by side in the lanes of a vector.
+Their references are in `tests/oracles/sparse.py`. Callers pass checked arrays. The kernels run
+without the GIL and allocate only scratch memory. Sixteen tokens of one head lie side by side in the
+lanes of a vector.
 
-Operations are written in the vectors of `hotkv_sparse.vectors`, which any machine runs. Their
-operands are integer addresses and counts, and nothing in them checks bounds: the kernels own the
-arrays. (numba's disk cache does not see changes of `vectors`.) With AVX-512 and VNNI,
-one instruction multiplies 64 unsigned by 64 signed bytes, and one looks 64 codes up.
+Operations are written with the vectors of `hotkv_sparse.vectors`, which run on any machine. Their
+operands are integer addresses and counts without bounds checks; the kernels own the arrays.
+(numba's disk cache does not notice changes of `vectors`.) With AVX-512 and VNNI, one instruction
+multiplies 64 unsigned by 64 signed bytes, and another looks up 64 codes.
 
 Shapes: B blocks, H KV heads, Q query heads, D channels, C channels with padding, P parts.
 """
@@ -55,8 +55,10 @@ _CHUNK_BLOCKS = 64
 _AHEAD_BLOCKS = 2
 """Kernels prefetch the block this far ahead: the hardware's prefetch stops at the end of a page."""
 _TRANSPOSED_RUNS = 2
-"""Blocks of more runs than this are summed lane by lane and then across: that costs less than
-transposing all of them."""
+"""Blocks of more runs are summed lane by lane and then across lanes.
+
+For them that costs less than transposing all runs.
+"""
 _PACKED = types.Array(types.uint8, 3, "A", readonly=True)
 _F32_1, _F32_2 = (
     types.Array(types.float32, 1, "C", readonly=True),
@@ -72,8 +74,10 @@ _I8_2, _I32_1, _I32_2 = (
 
 
 def _codes(builder: Any, bits: int, low: Any, high: Any, plane: int) -> Any:
-    """Levels plus offset, 64 unsigned bytes, of one plane of a low line (and of a high line, for 3
-    bits); lines as 16 ints."""
+    """Emits: levels plus offset, 64 unsigned bytes, of one plane of a low line.
+
+    Lines are 16 ints each. 3-bit codes also need a high line.
+    """
     codes = builder.and_(builder.lshr(low, ints(2 * (plane % 4))), ints(0x03030303))
     if bits == 3:
         moved = (
@@ -97,8 +101,11 @@ def _codes(builder: Any, bits: int, low: Any, high: Any, plane: int) -> Any:
 def _store_scores(
     builder: Any, totals: list[Any], sigma: Any, factor: Any, out: Any, out_stride: Any
 ) -> None:
-    """Writes total * sigma * factor of sixteen tokens for each head, MIN_SCORE if there is no
-    token; `sigma` is the address of their float16 scales."""
+    """Emits: out = total * sigma * factor of sixteen tokens for each head, MIN_SCORE if there is no
+    token.
+
+    sigma: address of the tokens' float16 scales.
+    """
     halves = load(builder, sigma, ir.VectorType(ir.HalfType(), LANES))
     scales = builder.fpext(halves, FLOATS)
     absent = builder.fcmp_ordered("<", scales, floats(0.0))
@@ -110,11 +117,10 @@ def _store_scores(
 
 
 def _axes_operation(num_heads: int) -> Any:
-    """As the operations of `_run_operation`, for mix2: (run, num_lines, ...), the first half of the
-    lines fine.
+    """Makes an operation like `_run_operation`, for mix2; the first half of the lines is fine.
 
-    A code is taken out of its line doubled, so that a level in half steps is the byte less its
-    offset, and needs no table.
+    Operands: (run, num_lines, ...). A code is extracted from its line doubled. A level in half
+    steps is then the byte minus its offset, and needs no table.
     """
 
     def emit(builder: Any, args: Any) -> None:
@@ -153,13 +159,12 @@ def _axes_operation(num_heads: int) -> Any:
 
 
 def _run_operation(bits: int, num_heads: int) -> Any:
-    """(run, num_steps, query, query_stride, bias, factor, out, out_stride): scores of one run of 16
-    tokens for `num_heads` query heads.
+    """Makes an operation that scores one run of 16 tokens for `num_heads` query heads.
 
-    A step is one line of codes (3 bits: two low lines and a high one). `query` int8
-    [heads][query_stride], `bias` int32 [heads] = -`LEVEL_OFFSET` * sum(query), `factor` float32
-    [heads]; writes float32 [heads][out_stride bytes], 16 each: (codes . query + bias) * sigma *
-    factor.
+    Operands: (run, num_steps, query, query_stride, bias, factor, out, out_stride). A step is one
+    line of codes (3 bits: two low lines and a high line). `query` int8 [heads][query_stride],
+    `bias` int32 [heads] = -`LEVEL_OFFSET` * sum(query), `factor` float32 [heads]. Writes float32
+    [heads][out_stride bytes], 16 each: (codes . query + bias) * sigma * factor.
     """
     planes, low_lines, high_lines = (4, 1, 0) if bits == 2 else (8, 2, 1)
 
@@ -209,12 +214,12 @@ def _run_operation(bits: int, num_heads: int) -> Any:
 
 
 def _part_operation(num_heads: int) -> Any:
-    """(parts, num_parts, num_steps, query, query_stride, bias, factor, out, out_stride): score of
-    one summary for `num_heads` query heads.
+    """Makes an operation that scores one summary for `num_heads` query heads.
 
-    A step is 32 bytes of a part. `query` int8 [heads][query_stride], its parts one behind the
-    other, `bias` int32 [heads][parts] = -128 * sum(query part), `factor` float32 [heads]; writes
-    float32 [heads][out_stride bytes]: sum over parts of scale * (bytes . query + bias) * factor, or
+    Operands: (parts, num_parts, num_steps, query, query_stride, bias, factor, out, out_stride). A
+    step is 32 bytes of a part. `query` int8 [heads][query_stride], its parts one after the other,
+    `bias` int32 [heads][parts] = -128 * sum(query part), `factor` float32 [heads]. Writes float32
+    [heads][out_stride bytes]: sum over parts of scale * (bytes . query + bias) * factor, or
     MIN_SCORE for an empty block.
     """
     ints = ir.VectorType(I32, 8)
@@ -257,11 +262,11 @@ def _part_operation(num_heads: int) -> Any:
 
 
 def _key_operation(bits: int, is_bfloat: bool, pair: int, num_heads: int) -> Any:
-    """(keys, num_steps, step_bytes, query, query_stride, out, out_stride): q . k of sixteen tokens
-    for `num_heads` query heads.
+    """Makes an operation that computes q . k of sixteen tokens for `num_heads` query heads.
 
-    A step holds `pair` channels of the tokens, side by side, values of `bits` bits. `query` float32
-    [heads][query_stride bytes]; writes float32 [heads][out_stride bytes], 16 each.
+    Operands: (keys, num_steps, step_bytes, query, query_stride, out, out_stride). A step holds
+    `pair` channels of the tokens, side by side, as values of `bits` bits. `query` float32
+    [heads][query_stride bytes]. Writes float32 [heads][out_stride bytes], 16 each.
     """
     values = ir.VectorType(ir.HalfType() if bits == 16 else F32, LANES)
 
@@ -325,8 +330,10 @@ def _key_operation(bits: int, is_bfloat: bool, pair: int, num_heads: int) -> Any
 
 
 def _emit_exp_sum(builder: Any, args: Any) -> None:
-    """(scores, num_runs, largest, total): of float32 [num_runs][16] at `scores`, their maximum and
-    the sum of 2^(score - maximum)."""
+    """Emits: the maximum of scores, and the sum of 2^(score - maximum).
+
+    Operands: (scores, num_runs, largest, total); scores float32 [num_runs][16].
+    """
     scores, num_runs, largest, total = args
     peaks = variable(builder, floats(MIN_SCORE))
     with cgutils.for_range(builder, num_runs, intp=I64) as loop:
@@ -353,10 +360,10 @@ def _emit_exp_sum(builder: Any, args: Any) -> None:
 
 
 def _emit_exp_sums(builder: Any, args: Any) -> None:
-    """(scores, stride, num_runs, largest, totals): `EXP_SUM` of sixteen rows at once, `stride`
-    bytes apart; writes float32 [16] each.
+    """Emits: `EXP_SUM` of sixteen rows at once.
 
-    The rows are transposed in place, so that no step goes across lanes.
+    Operands: (scores, stride, num_runs, largest, totals); rows are `stride` bytes apart. Writes
+    float32 [16] each. The rows are transposed in place, so no step works across lanes.
     """
     scores, stride, num_runs, largest, totals = args
     peaks, sums = variable(builder, floats(MIN_SCORE)), variable(builder, floats(0.0))
@@ -380,9 +387,10 @@ def _emit_exp_sums(builder: Any, args: Any) -> None:
 
 
 def _emit_finish(builder: Any, args: Any) -> None:
-    """(largest, totals, shift, out, num_runs): float32 [num_runs][16] each, `shift` one float32;
-    out = ln 2 * (largest + log2 totals) + shift, or -inf if the maximum is that of no token.
-    `out` may be `largest`.
+    """Emits: out = ln 2 * (largest + log2 totals) + shift, or -inf for a block without tokens.
+
+    Operands: (largest, totals, shift, out, num_runs), float32 [num_runs][16] each, `shift` a single
+    float32. `out` may be `largest`.
     """
     largest, totals, shift, out, num_runs = args
     added = splat(builder, load(builder, shift, F32), FLOATS)
@@ -456,8 +464,10 @@ def _run_scores(
 
 @numba.njit(nogil=True, cache=True)
 def _finish(scores: Any, runs: Any, shift: Any, out: Any, start: Any, count: Any) -> None:
-    """out[:, start : start + count] from scratch scores [Q, 16 blocks, runs * 16 tokens] in base
-    2."""
+    """Computes out[:, start : start + count] from the scores of tokens.
+
+    scores: scratch [Q, 16 blocks, runs * 16 tokens], base 2.
+    """
     peaks, totals = np.empty(16, np.float32), np.ones(16, np.float32)
     peaks_at, totals_at, shifts_at, stride = (
         peaks.ctypes.data,
@@ -503,11 +513,12 @@ def score_tokens(
     shift: Any,
     out: Any,
 ) -> None:
-    """out [Q, len(rows)]: logsumexp over the tokens of packed[row] (token format of `bits`,
-    or `AXES_KERNEL`), plus `shift`.
+    """Computes out [Q, len(rows)]: logsumexp over the tokens of packed[row], plus `shift`.
 
-    `query` int8 [Q, C], `bias` int32 [Q] = -128 * sum(query), `factor` float32 [Q]: byte
-    products to base-2 scores.
+    bits: of the token format, or `AXES_KERNEL`.
+    query: int8 [Q, C].
+    bias: int32 [Q] = -128 * sum(query).
+    factor: float32 [Q], from byte products to base-2 scores.
     """
     num_heads, kv_heads, num_rows = query.shape[0], packed.shape[1], rows.shape[0]
     group, runs = num_heads // kv_heads, packed.shape[2] // run_bytes
@@ -567,10 +578,11 @@ def _part_scores(
 def score_parts(
     packed: Any, rows: Any, num_parts: Any, query: Any, bias: Any, factor: Any, shift: Any, out: Any
 ) -> None:
-    """out [Q, len(rows)]: score of the summary packed[row], plus `shift`.
+    """Computes out [Q, len(rows)]: score of the summary packed[row], plus `shift`.
 
-    `query` int8 [Q, P * C], `bias` int32 [Q, P] = -128 * sum of a part's query, `factor` float32
-    [Q]: byte products to scores.
+    query: int8 [Q, P * C].
+    bias: int32 [Q, P] = -128 * sum of a part's query.
+    factor: float32 [Q], from byte products to scores.
     """
     num_heads, kv_heads, num_rows = query.shape[0], packed.shape[1], rows.shape[0]
     group, stride = num_heads // kv_heads, query.shape[1]
@@ -658,11 +670,12 @@ def page_log_mass(
     query: Any,
     out: Any,
 ) -> None:
-    """out [Q]: logsumexp of q . k over the first `num_tokens` > 0 tokens of the blocks `rows`,
-    queries [Q, D] scaled to base 2.
+    """Computes out [Q]: logsumexp of q . k over the first `num_tokens` > 0 tokens of the blocks
+    `rows`.
 
-    `pages` [B, H, bytes]: of each head its keys, in runs of `run` tokens, each [D /
-    pair][run][pair]; `kind` 0: bfloat16, 1: float16, 2: float32.
+    pages: [B, H, bytes], keys of each head in runs of `run` tokens, each run [D / pair][run][pair].
+    kind: 0: bfloat16, 1: float16, 2: float32.
+    query: [Q, D], scaled to base 2.
     """
     num_heads, head_size = query.shape
     group = num_heads // pages.shape[1]

@@ -1,16 +1,17 @@
-"""The server's arena as a device reads it: host memory that this process maps, made readable for
-kernels. Nothing here writes it.
+"""Makes the server's arena readable for kernels: host memory that this process maps.
 
-Always true: a block has an address here only when a device may read all of it; what is registered
-is registered in pieces, from the start, and unregistered by `close` before the mapping may go.
-There are three ways:
+This module never writes the arena.
 
-- registered with CUDA, if the mapping is writable: the server hands out such mappings to users that
-  it trusts with the whole arena (`security.arena_writers`);
-- registered with CUDA as read-only, if the device says that it can. Many do not, and CUDA
-  refuses to register a read-only mapping in any other way;
-- as it is, if the device reads pageable memory (HMM, or one page table with the host, as on
-  Grace). Nothing is registered then.
+Always true: a block has an address here only when a device may read all of it. Memory is registered
+in pieces from the start, and `close` unregisters it before the mapping may go. There are three
+ways:
+
+- Registered with CUDA, if the mapping is writable. The server provides such mappings to users that
+    it trusts with the whole arena (`security.arena_writers`).
+- Registered with CUDA as read-only, if the device reports that it can. Many can't, and CUDA refuses
+    to register a read-only mapping in any other way.
+- Not registered, if the device reads pageable memory (HMM, or one page table with the host, as on
+    Grace).
 """
 
 import enum
@@ -34,8 +35,9 @@ WRITABLE_FLAGS = 1 | 2
 REGISTER_FLAGS = WRITABLE_FLAGS | 8
 """The same with ReadOnly."""
 PAGEABLE_ACCESS, SAME_ADDRESS, READ_ONLY_REGISTER = 88, 91, 113
-"""Attributes of a device, by CUDA's numbers: cudaDevAttrPageableMemoryAccess,
-CanUseHostPointerForRegisteredMem, HostRegisterReadOnlySupported.
+"""Attributes of a device, by CUDA's numbers.
+
+cudaDevAttrPageableMemoryAccess, CanUseHostPointerForRegisteredMem, HostRegisterReadOnlySupported.
 """
 
 
@@ -47,11 +49,13 @@ class Access(enum.Enum):
 
 
 class MappedArena:
-    """See the module. `memory` uint8 [bytes]: the mapping (`hotkv_client`'s
-    `Session.arena().memory`), held until `close`.
+    """The mapped arena as a device reads it. See the module.
 
     `start` registers in the background, `wait` waits for it. Wait before a CUDA graph is captured:
-    CUDA may forbid such calls meanwhile.
+    CUDA may forbid registration during a capture.
+
+    memory: uint8 [bytes], the mapping (`hotkv_client`'s `Session.arena().memory`); referenced until
+        `close`.
     """
 
     def __init__(
@@ -61,8 +65,11 @@ class MappedArena:
         piece_bytes: int = DEFAULT_PIECE_BYTES,
         is_writable: bool = False,
     ) -> None:
-        """`is_writable`: whether the mapping behind `memory` is. Raises HotKVError, NOT_ALLOWED if
-        the device can read such memory in no way."""
+        """Chooses the way to read the memory. Raises HotKVError, NOT_ALLOWED if the device has no
+        way.
+
+        is_writable: whether the mapping behind `memory` is writable.
+        """
         self._cupy = cupy_module()
         self._memory: npt.NDArray[np.uint8] | None = memory
         self._device, self._piece_bytes = device, piece_bytes
@@ -95,25 +102,27 @@ class MappedArena:
         )
 
     def start(self) -> None:
-        """Begins to register, in the background; nothing to do if the device reads pageable
+        """Starts to register in the background. Does nothing if the device reads pageable
         memory."""
         if self.access is Access.REGISTERED:
             self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Blocks until all is readable or it has failed (`error`), or the time is up; says whether
-        all is readable."""
+        """Blocks until all is readable, registering failed (`error`), or the time is up.
+
+        Returns whether all is readable.
+        """
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return self._memory is not None and self.readable_bytes == self.num_bytes
 
     def addresses(self, offsets: I64, slot_bytes: int) -> I64:
-        """For `Workspace.set_blocks`: addresses of slots by their offsets (`LeaseGrant.offsets`);
-        0, for no copy, if an offset is negative or the slot is not readable yet. Raises
-        HotKVError for slots that the arena does not have.
+        """Returns the addresses of slots by their offsets (`LeaseGrant.offsets`), for
+        `Workspace.set_blocks`.
 
-        The bytes are the block's as long as its lease lasts: before that ends, write other
-        addresses.
+        The address is 0, which means no copy, if an offset is negative or the slot is not readable
+        yet. Raises HotKVError for slots outside the arena. The bytes are the block's only while its
+        lease lasts: write other addresses before it ends.
         """
         if slot_bytes < 1 or np.any(offsets > self.num_bytes - slot_bytes):
             why = f"slots of {slot_bytes} bytes at offsets up to {int(offsets.max(initial=0))}"
@@ -128,8 +137,10 @@ class MappedArena:
         return np.where(is_readable, offsets + self.address, 0).astype(np.int64)
 
     def close(self) -> None:
-        """Waits for the device, unregisters all, and lets go of the mapping. Blocks. No step may be
-        given to the device any more that pulls from it, and no CUDA graph be captured meanwhile.
+        """Waits for the device, unregisters all memory, and drops the mapping. Blocks.
+
+        After this call no step that pulls from the arena may be queued. No CUDA graph may be
+        captured during the call.
         """
         self._stop.set()
         if self._thread.ident is not None:

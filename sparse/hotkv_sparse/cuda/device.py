@@ -1,8 +1,8 @@
-"""Arrays of a device and launches of the kernels beside this file: a protocol, and CuPy behind it.
+"""A device's arrays and launches of the kernels beside this file: a protocol, and CuPy behind it.
 
-A launch is given to a stream and returns at once. Kernels are compiled when first used (NVRTC,
-cached on disk by CuPy); `CupyDevice.compile` does it ahead, as a CUDA graph may not be captured
-while one is compiled.
+A launch is queued on a stream and returns at once. Kernels are compiled when first used (NVRTC,
+cached on disk by CuPy). `CupyDevice.compile` compiles them ahead, because a CUDA graph can't be
+captured during a compilation.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "attend.cu": ("attend",),
     "resident.cu": ("find_states", "locate_keys", "stage_pages"),
 }
-"""The kernels of each source."""
+"""The kernels of each source file."""
 OPTIONS = ("--std=c++17",)
 
 Scalar = np.int32 | np.int64 | np.uint32 | np.float32 | np.float64
@@ -38,8 +38,10 @@ Host = npt.NDArray[np.generic]
 
 
 class Array(Protocol):
-    """Device memory that another object owns: CuPy's arrays and torch's tensors are such (numpy's,
-    if the CPU plays the device)."""
+    """Device memory that another object owns, such as CuPy's arrays and torch's tensors.
+
+    numpy's arrays too, if the CPU plays the device.
+    """
 
     @property
     def shape(self) -> Sequence[int]:
@@ -47,21 +49,23 @@ class Array(Protocol):
 
 
 Argument = Array | Scalar | int | None
-"""A plain int is an address; None is the address 0."""
+"""An argument of a kernel. A plain int is an address; None is the address 0."""
 
 
 class Device(Protocol):
-    """Where kernels run."""
+    """A device that runs kernels."""
 
     def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
-        """New memory, all 0."""
+        """Allocates memory, filled with 0."""
 
     def write(self, target: Array, start: Sequence[int], values: Host) -> None:
-        """target[start : start + values.shape] = values, in the order of the stream; waits until
-        `values` may be changed."""
+        """Sets target[start : start + values.shape] = values, in the order of the stream.
+
+        Waits until `values` may be changed.
+        """
 
     def read(self, source: Array) -> Host:
-        """A copy in host memory; waits for the stream."""
+        """Returns a copy in host memory; waits for the stream."""
 
     def launch(
         self,
@@ -71,7 +75,7 @@ class Device(Protocol):
         args: Sequence[Argument],
         shared_bytes: int = 0,
     ) -> None:
-        """Queues a kernel on the stream; numbers have the kernel's types."""
+        """Queues a kernel on the stream. Numbers have the kernel's types."""
 
 
 def source_of(kernel: str) -> str:
@@ -80,9 +84,10 @@ def source_of(kernel: str) -> str:
 
 
 def source_text(source: str) -> str:
-    """Returns a source with its header in place.
+    """Returns a source with its header included.
 
-    CuPy's cache knows the text that it compiles, not the files that the text includes."""
+    CuPy's cache is keyed by the compiled text, not by the files that the text includes.
+    """
     header = (FOLDER / "common.cuh").read_text().replace("#pragma once\n", "")
     return (FOLDER / source).read_text().replace('#include "common.cuh"\n', header)
 
@@ -93,7 +98,7 @@ def address_of(argument: Argument) -> int:
         return 0
     if isinstance(argument, int):
         return argument
-    # Torch's tensors know their address in every float type; its array interface does not know
+    # A torch tensor returns its address for every float type. Its array interface does not support
     # bfloat16 in all versions.
     if getattr(argument, "is_cuda", False):
         return int(argument.data_ptr())  # type: ignore[attr-defined]
@@ -127,8 +132,11 @@ def cupy_module() -> ModuleType:
 
 
 class CupyDevice:
-    """A CUDA device through CuPy. `stream`: CUDA's number of the stream that launches go to (torch:
-    `torch.cuda.current_stream().cuda_stream`)."""
+    """A CUDA device through CuPy.
+
+    stream: CUDA's number of the stream for launches (torch:
+        `torch.cuda.current_stream().cuda_stream`).
+    """
 
     def __init__(self, number: int = 0, stream: int = 0) -> None:
         self._cupy = cupy_module()
@@ -141,11 +149,11 @@ class CupyDevice:
         return f"CupyDevice({self._number}, {len(self._kernels)} kernels loaded)"
 
     def use_stream(self, stream: int) -> None:
-        """Sends later calls to that stream of the device."""
+        """Queues later calls on this stream of the device."""
         self._stream = self._cupy.cuda.ExternalStream(stream, self._number)
 
     def compile(self) -> None:
-        """Compiles all kernels; takes seconds if CuPy's cache has none."""
+        """Compiles all kernels. Takes seconds if CuPy's cache is empty."""
         for kernels in SOURCES.values():
             for kernel in kernels:
                 self._kernel(kernel)

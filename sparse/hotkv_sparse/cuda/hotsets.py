@@ -1,11 +1,10 @@
-"""The hot sets of one layer on CUDA: tables by slot and by block, corrections, and the table for
-attention.
+"""The hot sets of one layer on CUDA: tables by slot and by block, corrections, table for attention.
 
     hot_sets.grow()      before the layer writes the step's keys and values to `pages` of the slots
     hot_sets.correct()   after the choice, before attention
 
-Always true: hot sets are those of `hotkv_sparse.hotset` with policy `lru` or `none`.
-`grow` and `correct` are given to one stream, allocate nothing and wait for nothing.
+Always true: hot sets are those of `hotkv_sparse.hotset` with policy `lru` or `none`. `grow` and
+`correct` queue work on one stream, allocate nothing and never wait.
 
 Shapes: R rows of a step, Z states (sequences with hot sets), B blocks a sequence may have, K hot
 slots of a sequence, L most blocks that a step loads, S blocks selected at most.
@@ -33,8 +32,11 @@ LOADED, VICTIMS, PREFETCH, SELECTED, RESIDENT, ATTENDED, SEQUENCE_TOKENS = range
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A piece of a block in one layer: `offset_bytes` into the block's slot in the arena, `address`
-    of its place in page 0 of the cache."""
+    """A piece of a block in one layer.
+
+    offset_bytes: start of the piece in the block's slot in the arena.
+    address: the piece's place in page 0 of the cache.
+    """
 
     offset_bytes: int
     address: int
@@ -42,15 +44,18 @@ class Fragment:
 
 
 class CudaHotSets:
-    """The hot sets of a layer's sequences. `fragments`, `page_bytes`: how a block is pulled from
-    the arena into a page of the layer's cache.
+    """The hot sets of a layer's sequences.
 
-    `table` int32 [R, K]: the block table for attention, pages of the cache, the context's last
-    block at the end; `slots`: the same as hot slots, which are numbered from 0 in each sequence;
-    `lengths` int32 [R]: its tokens. Of a workspace with residents `table` and `lengths` are theirs,
-    which all layers share. `counts` int32 [R, 8], see LOADED and so on. `loads` int32 [R, 2, L]:
-    blocks and slots; `victims` int32 [R, K]. `prefetch` int32 [R, max_prefetch]: wanted beyond the
-    corrections, heaviest first.
+    fragments, page_bytes: how to pull a block from the arena into a page of the layer's cache.
+    table: int32 [R, K], the block table for attention: pages of the cache, with the context's last
+        block at the end.
+    slots: the same as hot slots, which are numbered from 0 in each sequence.
+    lengths: int32 [R], tokens in `table`. In a workspace with residents `table` and `lengths`
+        belong to the residents, and all layers share them.
+    counts: int32 [R, 8]; see LOADED and the following names.
+    loads: int32 [R, 2, L], blocks and slots.
+    victims: int32 [R, K].
+    prefetch: int32 [R, max_prefetch], blocks wanted beyond the corrections, heaviest first.
     """
 
     def __init__(
@@ -95,9 +100,10 @@ class CudaHotSets:
         return f"CudaHotSets({shape.num_sequences} sequences of {shape.num_slots} hot slots)"
 
     def place(self, sequence: int, blocks: I32, capacity_blocks: int, num_known: int) -> None:
-        """A new sequence: `blocks`, most recently used first, lie in the slots 0, 1, … of
-        `sequence`; the first `num_known` blocks of the context exist (later ones get slots from
-        `grow`). At a step boundary; waits for the copies to the device.
+        """Sets up a new sequence. Call it at a step boundary. Waits for the copies to the device.
+
+        blocks: most recently used first; they are in the slots 0, 1, … of `sequence`.
+        num_known: number of the context's blocks that exist; `grow` assigns slots to later blocks.
         """
         shape = self._workspace.shape
         if not 0 <= len(blocks) <= capacity_blocks <= shape.num_slots or len(
@@ -138,12 +144,14 @@ class CudaHotSets:
             self._device.write(target, (sequence,), np.array([value], np.int32))
 
     def _has_copy(self) -> Array | None:
-        """Copies by block; None where every complete block has one."""
+        """Returns which blocks have a copy; None if every complete block has one."""
         return self._workspace.has_copy if self._workspace.residents is None else None
 
     def grow(self) -> None:
-        """Slots for the blocks that contexts have gained since the last call. `workspace.faults[0]`
-        counts sequences that found no room."""
+        """Assigns slots to the blocks that contexts have gained since the last call.
+
+        `workspace.faults[0]` counts sequences that found no room.
+        """
         work, shape = self._workspace, self._workspace.shape
         self._device.launch(
             "hot_grow",
@@ -159,10 +167,13 @@ class CudaHotSets:
         )  # fmt: skip
 
     def correct(self, blocks: Array, weights: Array, numbers: Array) -> None:
-        """The hot sets' step over a selection, its pulls, and the table.
+        """Makes the hot sets' step over a selection, pulls blocks, and writes the table.
 
-        `blocks` int32 [R, S], `weights` float32 [R, S] (inf: always kept), `numbers` int32 [R].
         `workspace.faults[1]` counts blocks that had no copy to pull.
+
+        blocks: int32 [R, S].
+        weights: float32 [R, S]; inf: always kept.
+        numbers: int32 [R].
         """
         work, shape, config = self._workspace, self._workspace.shape, self._workspace.config
         size, slots = np.int32(shape.max_blocks), np.int32(shape.num_slots)

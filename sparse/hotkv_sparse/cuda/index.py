@@ -1,9 +1,8 @@
-"""A layer's representations in device memory: a pool of rows, built from the engine's pages, scored
-by `CudaSelector`.
+"""A layer's representations in device memory: a pool of rows, built from the engine's pages.
 
-Bytes are those of `hotkv_sparse.representations`, so that rows may be stored with their blocks and
-come back on any engine; float rounding may move a channel that lies between two levels, and the
-last bit of a sigma.
+`CudaSelector` scores them. The bytes are those of `hotkv_sparse.representations`, so rows may be
+stored with their blocks and loaded on any engine. Float rounding may change a channel that lies
+between two levels, and the last bit of a sigma.
 
 Shapes: R rows of the pool, H KV heads, D channels, N bytes of a block and head.
 """
@@ -22,14 +21,14 @@ from hotkv_sparse.formats import Format
 from hotkv_sparse.rotation import factors
 
 FLOAT_KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
-"""How kernels name float types."""
+"""Numbers of float types in kernels."""
 MAX_HEAD_SIZE = 256
 _LINE_CHANNELS = {2: 16, 3: 32}
 _BUILD_THREADS = 512
 
 
 def float_kind(dtype: str) -> int:
-    """The kernels' number of a float type; INVALID_FIELD."""
+    """Returns the kernels' number of a float type. Raises INVALID_FIELD."""
     if dtype not in FLOAT_KINDS:
         raise HotKVError(
             Reason.INVALID_FIELD,
@@ -40,12 +39,14 @@ def float_kind(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Keys or values in device memory: `data` is a tensor or the address of page 0, token 0, head
-    0; strides in elements, channels side by side.
+    """Keys or values in device memory.
 
     vLLM's CUDA caches [2, pages, tokens, heads, channels] or [pages, 2, …], in NHD or HND order,
-    are two of these, of the strides of `cache[0]` and `cache[1]` (or `cache[:, 0]` and `cache[:,
+    are two of these, with the strides of `cache[0]` and `cache[1]` (or `cache[:, 0]` and `cache[:,
     1]`).
+
+    data: a tensor, or the address of page 0, token 0, head 0. Strides are in elements; channels are
+        contiguous.
     """
 
     data: Array | int
@@ -57,7 +58,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class IndexShape:
-    """Sizes of a pool's rows; INVALID_FIELD if the kernels don't support them."""
+    """Sizes of a pool's rows. Raises INVALID_FIELD if the kernels don't support them."""
 
     name: str
     kv_heads: int
@@ -83,46 +84,46 @@ class IndexShape:
 
     @property
     def form(self) -> Format:
-        """The representation."""
+        """The representation format."""
         return formats.format_named(self.name)
 
     @property
     def channels(self) -> int:
-        """With padding."""
+        """Channels of a head, with padding."""
         return formats.padded_channels(self.form, self.head_size)
 
     @property
     def num_runs(self) -> int:
-        """Of a block, in token formats."""
+        """Runs of a block, in token formats."""
         return formats.num_runs(self.block_tokens)
 
     @property
     def head_bytes(self) -> int:
-        """N."""
+        """Bytes of a block and head, N."""
         return formats.head_bytes(self.name, self.block_tokens, self.head_size)
 
     @property
     def row_bytes(self) -> int:
-        """A block's, H * N up to a multiple of 32, the memory's sector."""
+        """Bytes of a block: H * N rounded up to a multiple of 32, the memory's sector."""
         return -(-self.kv_heads * self.head_bytes // 32) * 32
 
     @property
     def num_lines(self) -> int:
-        """Lines of a run that are counted by `score_tokens`."""
+        """Lines of a run, as `score_tokens` counts them."""
         return self.channels // _LINE_CHANNELS[self.form.bits]
 
     @property
     def line_groups(self) -> int:
-        """Fours of lines."""
+        """Groups of four lines."""
         return -(-self.num_lines // 4)
 
     @property
     def tile_bytes(self) -> int:
-        """Of the prepared queries of 8 heads, in the order of `score_tokens`."""
+        """Bytes of the prepared queries of 8 heads, in the order of `score_tokens`."""
         return self.line_groups * (4 if self.form.bits == 2 else 8) * 128
 
     def level_words(self) -> tuple[int, int]:
-        """The levels of the codes 0 to 3 and 4 to 7, a signed byte each."""
+        """Returns the levels of the codes 0 to 3 and 4 to 7, a signed byte each."""
         levels = np.zeros(8, np.int8)
         levels[: len(self.form.levels)] = self.form.levels
         low, high = levels.view(np.uint32)
@@ -130,8 +131,12 @@ class IndexShape:
 
 
 class Index:
-    """The pool of one layer: `pool` uint8 [R, row_bytes]; `bias` in nats (None: the format's),
-    `mu_HD` the centre (None: 0)."""
+    """The pool of one layer.
+
+    pool: uint8 [R, row_bytes].
+    mu_HD: the centre; None: 0.
+    bias: in nats; None: the format's bias.
+    """
 
     def __init__(
         self,
@@ -173,13 +178,16 @@ class Index:
         num_tokens: Array | None = None,
         addresses: Array | None = None,
     ) -> None:
-        """Rows of the blocks in `pages` int32 [num_blocks] of the engine's cache, written to `rows`
-        int32 (below 0: left out).
+        """Builds the representations of blocks from the engine's cache.
 
-        `addresses` int64 [num_blocks] (None: none): where the pages are, in place of `pages`; 0:
-        left out. `num_tokens` int32: valid ones of each block (None: all). Given to the stream; the
-        keys must stay until it is done. INVALID_FIELD for summaries, which are built from the same
-        keys by `hotkv_sparse.representations` or in torch.
+        Queued on the stream; the keys must not change until it is done. Raises INVALID_FIELD for
+        summaries: `hotkv_sparse.representations` or torch builds these from the same keys.
+
+        pages: int32 [num_blocks], the blocks' pages.
+        rows: int32, rows to write to; negative: skip the block.
+        num_tokens: int32, valid tokens of each block; None: all.
+        addresses: int64 [num_blocks], addresses of the pages, used instead of `pages`; 0: skip the
+            block.
         """
         shape, form = self.shape, self.shape.form
         if not form.bits:
@@ -207,13 +215,13 @@ class Index:
 
 
 def upload(device: Device, values: npt.NDArray[np.generic]) -> Array:
-    """A copy in device memory."""
+    """Copies values to device memory and returns the copy."""
     array = device.zeros(values.shape, values.dtype)
     device.write(array, (0,) * values.ndim, np.ascontiguousarray(values))
     return array
 
 
 def check_length(name: str, shape: Sequence[int], needed: Sequence[int]) -> None:
-    """INVALID_FIELD if an array is not of the shape that kernels will index."""
+    """Raises INVALID_FIELD if an array does not have the shape that kernels will index."""
     if tuple(shape) != tuple(needed):
         raise HotKVError(Reason.INVALID_FIELD, f"{name} is {list(shape)}; pass {list(needed)}")

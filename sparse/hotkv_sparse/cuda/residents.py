@@ -1,16 +1,18 @@
-"""State that a step shares where an engine owns pages and block tables, and old blocks of a context
-are in host memory only (*away*).
+"""State that a step's layers share if an engine owns pages and block tables.
+
+Old blocks of a context are then in host memory only (*away*).
 
     residents.name_rows({block: row})   the host, between steps, as it hears of requests
     residents.find(batch, …)            once a step, before the forward pass
 
 Always true:
-- The host knows a request by its *state*, the device finds out which row of the batch it is: the
-  block that a row writes last names it. Nothing is read back, so the host may run ahead.
+- The host identifies a request by its *state*. The device finds the state's row in the batch: the
+    block that a row writes last identifies it. The host reads nothing back, so it may run ahead.
 - A row attends sparsely only if the host named it so (`NamedRow`); no kernel decides that.
-- Blocks [sinks, `freed`) of a state are away and have an address in `arena`; all others lie in the
-  page that the engine's block table names. `freed` is raised after the addresses are written.
-- A state begins anew, in all layers, when its `epoch` changes.
+- Blocks [sinks, `freed`) of a state are away and have an address in `arena`. All other blocks are
+    in the page that the engine's block table names. `freed` is raised after the addresses are
+    written.
+- A state starts anew, in all layers, when its `epoch` changes.
 
 Shapes: R rows of a batch, S states, B blocks a sequence may have, K hot slots of a sequence, P
 pages of the engine's pool.
@@ -33,9 +35,13 @@ PIECES = 2
 
 @dataclass(frozen=True, slots=True)
 class EngineBatch:
-    """A step's batch in device memory: `context_tokens` int32 [R], the step's own included;
-    `starts` int32 [R + 1] of queries; `table` int32 [R, ≥ B]: the engine's block table, whose rows
-    are `table_stride` elements apart."""
+    """A step's batch in device memory.
+
+    context_tokens: int32 [R], including the step's own tokens.
+    starts: int32 [R + 1], starts of the rows' queries.
+    table: int32 [R, ≥ B], the engine's block table.
+    table_stride: elements between two rows of `table`.
+    """
 
     context_tokens: Array
     starts: Array
@@ -46,21 +52,25 @@ class EngineBatch:
 
 
 class NamedRow(NamedTuple):
-    """A row of the coming step: the state that it is, and whether it attends sparsely."""
+    """A row of the next step: its state, and whether it attends sparsely."""
 
     state: int
     is_sparse: bool
 
     @property
     def word(self) -> np.int32:
-        """As kernels read it; -1 would be no row."""
+        """The word that kernels read; -1 would mean no row."""
         return np.int32(2 * self.state + self.is_sparse)
 
 
 @dataclass(frozen=True, slots=True)
 class PagePlaces:
-    """One layer's pages: `cache` is the address of page 0, a page has `page_bytes`, and lies
-    `layer_offset` bytes into its block's slot in the arena."""
+    """The places of one layer's pages.
+
+    cache: address of page 0.
+    page_bytes: bytes of a page.
+    layer_offset: bytes from the start of a block's slot in the arena to the layer's page.
+    """
 
     cache: int
     page_bytes: int
@@ -68,10 +78,12 @@ class PagePlaces:
 
 
 class Residents:
-    """See the module. One thread of the host; every call goes to the device's stream.
+    """State that a step's layers share; see the module. One thread of the host.
 
-    `table` int32 [R, B] and `lengths` int32 [R]: what attention is to read, contiguous: of rows
-    that decode sparsely what the last layer has written, of others what the engine says.
+    Every call queues work on the device's stream.
+
+    table, lengths: int32 [R, B] and int32 [R], contiguous, the input of attention. For rows that
+        decode sparsely, the last layer's result; for other rows, the engine's own values.
     """
 
     def __init__(
@@ -85,7 +97,10 @@ class Residents:
         num_pages: int,
         max_tokens: int,
     ) -> None:
-        """`max_tokens`: most tokens of a step, over all rows."""
+        """Allocates the tables on the device.
+
+        max_tokens: most tokens of a step, over all rows.
+        """
         self.device, self.config = device, config
         self.num_rows, self.num_states = num_rows, num_states
         self.max_blocks, self.block_tokens, self.num_pages = max_blocks, block_tokens, num_pages
@@ -111,27 +126,31 @@ class Residents:
         return f"Residents({self.num_states} states, {len(self._named)} in the step)"
 
     def num_complete(self, num_rows: int, num_tokens: int) -> int:
-        """Places for blocks that a step of so many rows and tokens completes."""
+        """Returns the most blocks that a step of this many rows and tokens completes."""
         return num_tokens // self.block_tokens + num_rows
 
     # ------------------------------------------------------------------------- between two steps
 
     def begin_anew(self, state: int) -> None:
-        """The state's hot sets, in all layers, begin with its next step."""
+        """Makes the state's hot sets start anew, in all layers, with its next step."""
         self._epochs[state] += 1
         self._freed[state] = 0
         self.device.write(self.epochs, (state,), self._epochs[state : state + 1])
         self.device.write(self.freed, (state,), self._freed[state : state + 1])
 
     def give_back(self, state: int, num_freed: int) -> None:
-        """Blocks from the sinks up to `num_freed` are away; their addresses are written."""
+        """Marks the blocks from the sinks up to `num_freed` as away. Their addresses are already
+        written."""
         if num_freed != self._freed[state]:
             self._freed[state] = num_freed
             self.device.write(self.freed, (state,), self._freed[state : state + 1])
 
     def name_rows(self, rows: dict[int, NamedRow]) -> None:
-        """The rows of the coming step, by the block that each writes last; rows without a name
-        attend to what the engine's table says. INVALID_FIELD if a block or state is not there."""
+        """Names the rows of the next step by the block that each row writes last.
+
+        Rows without a name attend to the blocks of the engine's table. Raises INVALID_FIELD if a
+        block or state is out of range.
+        """
         for block, (state, _) in rows.items():
             if not 0 <= block < self.num_pages or not 0 <= state < self.num_states:
                 raise HotKVError(
@@ -149,8 +168,11 @@ class Residents:
     # --------------------------------------------------------------------------------- in a step
 
     def find(self, batch: EngineBatch, rows: Array, state_of: Array) -> None:
-        """Which state each row is, into `own_of`, and into `state_of` for those that attend
-        sparsely. `rows` int32 [S, B]: the blocks' rows in the pools of representations."""
+        """Finds the state of each row. Writes it to `own_of`, and to `state_of` for rows that
+        attend sparsely.
+
+        rows: int32 [S, B], the blocks' rows in the pools of representations.
+        """
         if batch.num_rows > self.num_rows:
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -199,8 +221,11 @@ class Residents:
         table: Array | int,
         faults: Array,
     ) -> None:
-        """Copies the first `count` pages of a batch row side by side to `target`, from page
-        `first_page` on. `table` int32 [count] gets their numbers."""
+        """Copies the first `count` pages of a batch row side by side to `target`.
+
+        first_page: page of `target` to start at.
+        table: int32 [count], gets the pages' numbers.
+        """
         batch = self._batch()
         self.device.launch(
             "stage_pages",

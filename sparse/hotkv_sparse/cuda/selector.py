@@ -9,9 +9,9 @@ host.
     … attention over hot.table, with sequence lengths hot.lengths …
 
 Always true:
-- Everything is given to one stream. Shapes, buffers and grids are fixed when objects are made,
-  nothing is allocated, nothing waits: a step may be captured in a CUDA graph and replayed (compile
-  kernels first: `CupyDevice.compile`).
+- All work is queued on one stream. Shapes, buffers and grids are fixed when objects are made. A
+    step allocates nothing and never waits, so a CUDA graph may capture and replay it (compile the
+    kernels first: `CupyDevice.compile`).
 - Selections are those of `hotkv_sparse.selection.select_layer`.
 
 Shapes: R sequences, Q query heads, H KV heads, D channels, B blocks a sequence may have, K hot
@@ -34,7 +34,10 @@ _ITEMS_PER_WARP = 8
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """A step's queries in device memory, [R, Q, D]: strides in elements, channels side by side."""
+    """A step's queries in device memory, [R, Q, D].
+
+    Strides are in elements; channels are contiguous.
+    """
 
     data: Array | int
     dtype: str
@@ -43,8 +46,11 @@ class Queries:
 
 
 class CudaSelector:
-    """One layer. `index`: its representations; `keys`, `values`: its cache; `hot`: its hot
-    sets.
+    """One layer.
+
+    index: its representations.
+    keys, values: its cache.
+    hot: its hot sets.
 
     The selection of a step: `blocks` int32 and `chosen` float32 [R, S] (weights, inf for always
     kept blocks), `numbers` int32 [R], `mass` float32 [R].
@@ -95,12 +101,13 @@ class CudaSelector:
 
     @property
     def _tiles(self) -> int:
-        """Of 8 query heads, for each KV head."""
+        """Tiles of 8 query heads, for each KV head."""
         return -(-self._workspace.shape.group // 8)
 
     @property
     def _tile_bytes(self) -> int:
-        """Of prepared queries; summaries keep the parts of all heads side by side."""
+        """Bytes of a tile of prepared queries. Summaries store the parts of all heads side by
+        side."""
         shape = self.index.shape
         return shape.tile_bytes if shape.form.bits else 8 * shape.form.parts * shape.channels
 
@@ -111,8 +118,10 @@ class CudaSelector:
         self.index.build(self._keys, pages, rows, num_blocks, addresses=addresses)
 
     def step(self, query: Queries, scale: float | None = None) -> None:
-        """Scores, selection, corrections and the table, for all sequences; `scale` of attention, 1
-        / sqrt(D) unless given."""
+        """Computes scores, selection, corrections and the table, for all sequences.
+
+        scale: scale of attention; None: 1 / sqrt(D).
+        """
         scale = 1.0 / math.sqrt(self._workspace.shape.head_size) if scale is None else scale
         self.attend(query, scale=scale, log_mass=self._workspace.always_log_mass, always=True)
         self.score(query, scale)
@@ -120,7 +129,7 @@ class CudaSelector:
         self.hot.correct(self.blocks, self.chosen, self.numbers)
 
     def score(self, query: Queries, scale: float) -> None:
-        """Workspace.scores of the candidates."""
+        """Computes `Workspace.scores` of the candidates."""
         work, shape, index = self._workspace, self._workspace.shape, self.index.shape
         form = index.form
         unit = form.level_unit if form.bits else 1.0
@@ -187,7 +196,7 @@ class CudaSelector:
         )
 
     def choose(self) -> None:
-        """The selection: `blocks`, `chosen` [R, S] (their weights, inf if always kept),
+        """Computes the selection: `blocks`, `chosen` [R, S] (weights, inf if always kept),
         `numbers` [R], `mass` [R]."""
         work, shape, config = self._workspace, self._workspace.shape, self._workspace.config
         size, pieces = np.int32(shape.max_blocks), np.int32(work.num_pieces)
@@ -235,8 +244,11 @@ class CudaSelector:
         log_mass: Array | None = None,
         always: bool = False,
     ) -> None:
-        """Reference attention over the hot set into `out` float32 [R, Q, D], and its log mass
-        float32 [R, Q]; `always`: over the blocks that are always kept."""
+        """Computes reference attention over the hot set into `out` float32 [R, Q, D].
+
+        log_mass: float32 [R, Q], gets the log mass.
+        always: attend only to the blocks that are always kept.
+        """
         work, shape, keys, hot = self._workspace, self._workspace.shape, self._keys, self.hot
         scale = 1.0 / math.sqrt(shape.head_size) if scale is None else scale
         self._device.launch(

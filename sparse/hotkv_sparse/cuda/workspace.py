@@ -1,15 +1,15 @@
-"""State that the layers of a step on CUDA share: the step's plan, scratch, places of blocks.
+"""State that the layers of a step on CUDA share: the step's plan, scratch memory, places of blocks.
 
     workspace.begin(context_tokens)   once a step, before the forward pass
 
 Always true:
-- Shapes and buffers are fixed when the workspace is made; `begin` allocates nothing and waits for
-  nothing, so a CUDA graph may capture it.
-- A sequence of 0 tokens is not there, or stays dense (shorter than `min_context_tokens`: the
-  caller's decision), and costs next to nothing.
+- Shapes and buffers are fixed when the workspace is made. `begin` allocates nothing and never
+    waits, so a CUDA graph may capture it.
+- A sequence of 0 tokens is absent, or stays dense (shorter than `min_context_tokens`: the caller
+    decides), and costs almost nothing.
 
-Hot sets, rows and addresses belong to states, a step's results to its rows; `state_of` says which
-state a row is.
+Hot sets, rows and addresses belong to states; a step's results belong to its rows. `state_of` maps
+rows to states.
 
 Shapes: R sequences of a step, S states, Q query heads, B blocks a sequence may have, K hot slots of
 a sequence.
@@ -37,8 +37,12 @@ _PIECE_BLOCKS = 2048
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Sizes that stay: `max_blocks` of a sequence, `num_slots` hot slots of a sequence and layer
-    (capacity and spare ones together). `num_states`: 0 for as many as sequences."""
+    """Sizes that do not change.
+
+    max_blocks: most blocks of a sequence.
+    num_slots: hot slots of a sequence and layer (capacity and spare slots together).
+    num_states: 0: the same as `num_sequences`.
+    """
 
     num_sequences: int
     max_blocks: int
@@ -52,7 +56,8 @@ class StepShape:
 
     @property
     def states(self) -> int:
-        """Sequences that may have hot sets at a time; `num_sequences` of them are in a step."""
+        """Number of sequences that may have hot sets at a time; `num_sequences` of them are in a
+        step."""
         return self.num_states or self.num_sequences
 
     @property
@@ -62,13 +67,14 @@ class StepShape:
 
 
 class Workspace:
-    """State that the layers of a step share: the plan, scratch, places of blocks.
+    """State that the layers of a step share: the plan, scratch memory, places of blocks.
 
-    `pages` int32 [S, K]: the page of the engine's cache that a hot slot of a state is, in all
-    layers; slots by number unless written otherwise. `state_of` int32 [R]: the state of each row,
-    -1 for none; by number unless written otherwise. `residents`: where an engine owns pages and
-    block tables; then `begin_batch` begins a step. `faults` int32 [3], added up: sequences without
-    room for new blocks, blocks without an address, and (no fault) pages that came out of the arena.
+    pages: int32 [S, K], the page of the engine's cache for each hot slot of a state, in all layers;
+        initially numbered in order.
+    state_of: int32 [R], the state of each row, -1 for none; initially in order.
+    residents: set if an engine owns pages and block tables; then `begin_batch` begins a step.
+    faults: int32 [3], counts that only grow: sequences without room for new blocks, blocks without
+        an address, and (no fault) pages that came from the arena.
     """
 
     def __init__(
@@ -117,10 +123,11 @@ class Workspace:
         )
 
     def set_blocks(self, sequence: int, first: int, rows: I32, addresses: I64) -> None:
-        """Blocks from `first` on: their rows in the index pools, and the addresses of their slots
-        in the mapped arena (0: no copy yet).
+        """Sets the rows in the index pools and the arena addresses of blocks from `first` on.
 
-        At a step boundary: it waits for the copy to the device.
+        Call it at a step boundary: it waits for the copy to the device.
+
+        addresses: addresses of the blocks' slots in the mapped arena; 0: no copy yet.
         """
         if (
             not 0 <= first <= first + len(rows) <= self.shape.max_blocks
@@ -137,20 +144,22 @@ class Workspace:
         self.device.write(self.has_copy, (sequence, first), (addresses != 0).astype(np.uint8)[None])
 
     def begin(self, context_tokens: Array) -> None:
-        """A step over int32 [R] tokens, the step's own included; 0: a sequence that is not
-        there."""
+        """Begins a step.
+
+        context_tokens: int32 [R], including the step's own tokens; 0: the sequence is absent.
+        """
         check_length("context_tokens", context_tokens.shape, (self.shape.num_sequences,))
         self._plan(context_tokens, self.shape.num_sequences)
 
     @property
     def num_rows(self) -> int:
-        """Rows that take part in the step; grids have as many."""
+        """Number of rows in the step. Grids have this size."""
         residents = self.residents
         batch = None if residents is None else residents.batch
         return self.shape.num_sequences if batch is None else batch.num_rows
 
     def engine_arguments(self) -> tuple[Argument, ...]:
-        """The engine's block table as kernels take it: table, stride, `freed`, sinks."""
+        """Returns the engine's block table as kernel arguments: table, stride, `freed`, sinks."""
         residents = self.residents
         if residents is None or residents.batch is None:
             return None, np.int64(0), None, np.int32(0)
@@ -159,10 +168,11 @@ class Workspace:
         return batch.table, stride, residents.freed, np.int32(residents.num_sinks)
 
     def begin_batch(self, batch: EngineBatch) -> None:
-        """A step over an engine's batch, whose rows are the first ones."""
+        """Begins a step over an engine's batch, which uses the first rows."""
         assert self.residents is not None, "a workspace without an engine"
         self.residents.find(batch, self.rows, self.state_of)
-        # A graph that was captured with more rows finds nothing in the others.
+        # Plan all rows: a graph that was captured with more rows then finds the remaining rows
+        # empty.
         self._plan(batch.context_tokens, self.shape.num_sequences)
 
     def _plan(self, context_tokens: Array, num_rows: int) -> None:

@@ -1,8 +1,7 @@
-"""Sizes hardware on paper: `python -m hotkv_sparse.estimate` says what a context takes in device
-and host memory, and how many of them fit.
+"""Estimates hardware sizes on paper: `python -m hotkv_sparse.estimate`.
 
-It estimates memory, not time: no GPU has been measured. Every figure carries the formula that it
-comes from. Nothing here runs a model.
+It computes the device and host memory of a context, and how many contexts fit. It estimates memory,
+not time: no GPU has been measured. Every figure carries its formula. It runs no model.
 """
 
 from hotkv_sparse.estimate.memory import Figure, Memory, memory

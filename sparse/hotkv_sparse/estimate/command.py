@@ -1,5 +1,5 @@
-"""The command line: `python -m hotkv_sparse.estimate --model qwen2.5-14b --tokens 1000000 --device
-h200`.
+"""The command line of the estimate: `python -m hotkv_sparse.estimate --model qwen2.5-14b --tokens
+1000000 --device h200`.
 
 The report is text, every figure with its formula, or JSON.
 """
@@ -142,12 +142,12 @@ def _count_or_share(text: str) -> int | float:
 
 
 def model_of(chosen: argparse.Namespace) -> Model:
-    """The model that is meant; OSError or INVALID_FIELD."""
+    """Returns the chosen model. Raises OSError or INVALID_FIELD."""
     return model_named(chosen.model) if chosen.config is None else read_config(chosen.config)
 
 
 def device_of(chosen: argparse.Namespace) -> Device:
-    """The device, with the memory that the command line gives it; INVALID_FIELD."""
+    """Returns the chosen device, with the memory of the command line. Raises INVALID_FIELD."""
     device = device_named(chosen.device)
     if chosen.device_memory is None:
         return device
@@ -161,7 +161,7 @@ def _bytes(name: str, gib: float) -> int:
 
 
 def plan_of(chosen: argparse.Namespace) -> Plan:
-    """The case; INVALID_FIELD."""
+    """Returns the chosen case. Raises INVALID_FIELD."""
     host = chosen.host_memory
     return Plan(
         tokens=chosen.tokens,
@@ -188,7 +188,7 @@ def plan_of(chosen: argparse.Namespace) -> Plan:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status: 0, or 2 for bad input."""
+    """Runs the command. Returns the exit status: 0, or 2 for bad input."""
     chosen = options(arguments)
     try:
         model, plan = model_of(chosen), plan_of(chosen)
@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def as_text(model: Model, device: Device, plan: Plan, modes: Mapping[Mode, Memory]) -> str:
-    """A table of the modes side by side, then each mode's figures with their formulas."""
+    """Formats a table of the modes side by side, then each mode's figures with their formulas."""
     lines = [
         f"{model.name} ({model.parameters / 1e9:.3g}B parameters), {plan.tokens:,} tokens, batch "
         f"{plan.batch}, on {plan.tensor_parallel} x {device.name}",
@@ -250,7 +250,7 @@ def _fits(taken: Memory) -> bool:
 
 
 def _figures(found: dict[str, Figure]) -> Iterator[str]:
-    """Those that are not zero: a mode without staging need not say so."""
+    """Formats the figures that are not zero."""
     for name, figure in found.items():
         if figure.value:
             yield f"  {name:24}{figure!s:>16}  = {figure.formula}"
@@ -259,7 +259,7 @@ def _figures(found: dict[str, Figure]) -> Iterator[str]:
 def as_json(
     model: Model, device: Device, plan: Plan, modes: Mapping[Mode, Memory]
 ) -> dict[str, object]:
-    """The same for programs: plain numbers in the units of the text, formulas beside them."""
+    """Returns the report for programs: plain numbers in the units of the text, with formulas."""
     return {
         "model": dataclasses.asdict(model) | {"parameters": model.parameters},
         "device": dataclasses.asdict(device),

@@ -1,7 +1,7 @@
-"""Device and host memory of a plan, each figure with the formula that it comes from.
+"""Device and host memory of a plan, each figure with its formula.
 
-A device holds weights, activations and staging once, and for each request its keys and values and
-representations. What is left after the former bounds the batch.
+A device holds weights, activations and staging once. It holds the keys, values and representations
+of each request. The memory left beside weights, activations and staging limits the batch.
 """
 
 from dataclasses import dataclass, fields
@@ -20,8 +20,11 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """`unit`: bytes, or a plural noun that is counted. `formula`: how `value` is made,
-    with its numbers filled in."""
+    """A figure of the report.
+
+    unit: bytes, or a plural noun that is counted.
+    formula: how `value` is computed, with the numbers filled in.
+    """
 
     value: float
     unit: str
@@ -34,13 +37,13 @@ class Figure:
 
 
 def figures_of(owner: "DataclassInstance") -> dict[str, Figure]:
-    """The figures among a dataclass's fields, by name."""
+    """Returns the figures among a dataclass's fields, by name."""
     found = {item.name: getattr(owner, item.name) for item in fields(owner)}
     return {name: value for name, value in found.items() if isinstance(value, Figure)}
 
 
 def human_bytes(value: float) -> str:
-    """In the largest binary unit that leaves a number of at least one."""
+    """Formats bytes in the largest binary unit that gives a number of at least one."""
     for unit in _BINARY[:-1]:
         if abs(value) < 1024:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
@@ -53,8 +56,10 @@ def human_bytes(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one device, but for `host_…`, which are of all ranks. `largest_batch`: requests of
-    this context that fit, in device and host memory."""
+    """Bytes of one device, except `host_…`: bytes of all ranks together.
+
+    largest_batch: requests of this context that fit in device and host memory.
+    """
 
     weights: Figure
     activations: Figure
@@ -72,7 +77,7 @@ class Memory:
 
 
 def memory(model: Model, device: Device, plan: Plan, mode: Mode) -> Memory:
-    """What a mode takes; INVALID_FIELD if the plan does not fit the model."""
+    """Computes the memory of a mode. Raises INVALID_FIELD if the plan does not fit the model."""
     plan.check(model)
     parallel = plan.tensor_parallel
     weights = Figure(
@@ -128,7 +133,10 @@ def _over(parallel: int) -> str:
 
 
 def _activations(model: Model, plan: Plan) -> Figure:
-    """A rough bound: what a step's tokens hold at the widest place of a layer, and the logits."""
+    """Estimates activations: a step's tokens at the widest place of a layer, and the logits.
+
+    A rough upper bound.
+    """
     parallel = plan.tensor_parallel
     tokens = max(plan.chunk_tokens, plan.batch)
     wide = 6 * model.hidden + 3 * model.intermediate / parallel
@@ -142,8 +150,11 @@ def _activations(model: Model, plan: Plan) -> Figure:
 
 
 def _staging(model: Model, plan: Plan, mode: Mode) -> Figure:
-    """What one prefill at a time needs beside its request's own memory: the context of a layer, or
-    of two to overlap, and a step's new blocks until they are stored."""
+    """Computes the memory that a single prefill needs beside its request's own memory.
+
+    It is the context of a layer, or of two layers to overlap, and a step's new blocks until they
+    are stored.
+    """
     layer_bytes = plan.layer_token_bytes(model)
     if mode is not Mode.RESIDENT:
         return Figure(0.0, "bytes", "attention reads its pages in place")
@@ -189,7 +200,7 @@ def _representations(model: Model, plan: Plan, mode: Mode) -> Figure:
 
 
 def _host_request(model: Model, plan: Plan, mode: Mode) -> Figure:
-    """All of the context, which the hot set is a copy of, and its representations beside it."""
+    """Computes the host memory of a request: the whole context and its representations."""
     on_host = mode is Mode.RESIDENT or (mode is Mode.SPARSE and plan.representations_on_host)
     if not on_host:
         return Figure(0.0, "bytes", "none needed")

@@ -1,7 +1,7 @@
-"""The case to be sized: context, batch, budget and where things lie; the model and the device.
+"""The case to estimate: context, batch, budget and placement; the model and the device.
 
-A `Plan` is checked when it is made, and against the model by `check`; every refusal names the field
-and the fix. Blocks that a request has on the device are counted here.
+A `Plan` is checked when it is made, and against the model by `check`. Every refusal names the field
+and the fix. This module also counts the blocks that a request has on the device.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ HERE = "here"
 
 
 def refuse(name: str, value: object, fix: str) -> HotKVError:
-    """The error for a field: its name, its value and what to write instead."""
+    """Returns the error for a field: its name, its value and what to write instead."""
     return HotKVError(Reason.INVALID_FIELD, f"{name} is {value!r}; {fix}")
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
-    """INVALID_FIELD unless `value` is an integer from `least` up."""
+    """Raises INVALID_FIELD unless `value` is an integer of at least `least`."""
     if type(value) is not int or value < least:
         raise refuse(name, value, f"use an integer from {least} up")
 
@@ -40,7 +40,7 @@ def check_count(name: str, value: object, least: int = 1) -> None:
 def check_number(
     name: str, value: object, *, above: float = 0.0, most: float = float("inf")
 ) -> None:
-    """INVALID_FIELD unless `value` is a finite number above `above`, and at most `most`."""
+    """Raises INVALID_FIELD unless `value` is a finite number above `above` and at most `most`."""
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
@@ -56,7 +56,10 @@ def check_number(
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device. `source`: where `memory_bytes` is from. INVALID_FIELD if that makes no sense."""
+    """A device. Raises INVALID_FIELD if its values make no sense.
+
+    source: where `memory_bytes` is from.
+    """
 
     name: str
     source: str
@@ -66,18 +69,18 @@ class Device:
         check_count("device.memory_bytes", self.memory_bytes)
 
     def with_memory(self, memory_bytes: int) -> "Device":
-        """The device with other memory."""
+        """Returns the device with another memory size."""
         source = f"{self.source}; memory as given"
         return dataclasses.replace(self, source=source, memory_bytes=memory_bytes)
 
 
-# Memory is what nvidia-smi shows, not the name's decimal gigabytes.
+# Memory is the size that nvidia-smi shows, not the name's decimal gigabytes.
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
         Device("a100-40g", "NVIDIA A100 data sheet, SXM4", 40 * GIB),
         Device("a100-80g", "NVIDIA A100 data sheet, SXM4", 80 * GIB),
-        # No data sheet of NVIDIA's has it. RFC #37263 does.
+        # From RFC #37263; NVIDIA has no data sheet for it.
         Device("a100-96g", "the device of RFC #37263: 96 decimal GB", 96 * 10**9),
         Device("h100", "NVIDIA H100 data sheet, SXM5", 81559 << 20),
         Device("h200", "NVIDIA H200 data sheet, SXM5", 143771 << 20),
@@ -89,7 +92,7 @@ DEVICES: dict[str, Device] = {
 
 
 def device_named(name: str) -> Device:
-    """The table's device, or this machine for HERE; otherwise INVALID_FIELD."""
+    """Returns the table's device, or this machine for HERE. Raises INVALID_FIELD."""
     if name == HERE:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Device(HERE, "this machine's own memory", memory_bytes)
@@ -103,8 +106,11 @@ def device_named(name: str) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Sizes of one decoder. `tied`: the output matrix is the embedding; `qkv_bias`: biases at the
-    projections of query, key and value. INVALID_FIELD if a size makes no sense."""
+    """Sizes of a decoder. Raises INVALID_FIELD if a size makes no sense.
+
+    tied: the output matrix is the embedding.
+    qkv_bias: the projections of query, key and value have biases.
+    """
 
     name: str
     layers: int
@@ -145,7 +151,7 @@ class Model:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embedding, and as many of the output matrix."""
+        """Parameters of the embedding. The output matrix has the same number."""
         return self.vocab * self.hidden
 
     @property
@@ -156,11 +162,11 @@ class Model:
         return layers + matrices * self.embedding_parameters + self.hidden
 
     def kv_token_bytes(self, element_bytes: int) -> int:
-        """Keys and values of a token in all layers."""
+        """Returns the bytes of a token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_size * element_bytes
 
 
-# From the config.json of each model on Hugging Face. The parameter counts that follow are those of
+# From the config.json of each model on Hugging Face. The resulting parameter counts are those of
 # the models' cards (tests/sparse/test_estimate.py).
 MODELS: dict[str, Model] = {
     model.name: model
@@ -187,15 +193,17 @@ _REFUSED = {
 
 
 def model_named(name: str) -> Model:
-    """The table's model, or INVALID_FIELD."""
+    """Returns the table's model. Raises INVALID_FIELD."""
     if name not in MODELS:
         raise refuse("model", name, f"use one of {', '.join(MODELS)}, or --config with a file")
     return MODELS[name]
 
 
 def read_config(path: Path) -> Model:
-    """The model of a Hugging Face config.json, or of the folder that has it; OSError if it cannot
-    be read, INVALID_FIELD if it is no model of this kind."""
+    """Returns the model of a Hugging Face config.json, or of the folder that contains it.
+
+    Raises OSError if it can't be read, INVALID_FIELD if it is no model of this kind.
+    """
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -213,7 +221,7 @@ def _model(name: str, config: Mapping[str, object]) -> Model:
     for key, why in _REFUSED.items():
         if config.get(key):
             raise refuse(f"config.{key}", config[key], f"{why}; use another model")
-    # Qwen's files have `use_sliding_window` false beside a window; Mistral's have no such switch.
+    # Qwen's files have `use_sliding_window` false and a window; Mistral's have no such switch.
     if config.get("use_sliding_window", True) and config.get("sliding_window"):
         raise refuse(
             "config.sliding_window",
@@ -254,29 +262,35 @@ class Mode(enum.Enum):
     """How a request is decoded."""
 
     DENSE = "dense"
-    """All KV on the device, all attended."""
+    """All KV on the device; attends to all of it."""
     SPARSE = "sparse"
-    """All KV on the device, the hot set attended."""
+    """All KV on the device; attends to the hot set."""
     RESIDENT = "resident"
-    """All KV in host memory; on the device sinks, recent window and hot slots."""
+    """All KV in host memory; sinks, recent window and hot slots on the device."""
 
 
 def default_sparse() -> SparseConfig:
-    """2048 tokens in all layers, the budget of the publications that RESIDENCY.md compares with."""
+    """Returns settings with 2048 tokens in all layers.
+
+    That is the budget of the publications that RESIDENCY.md compares with.
+    """
     return SparseConfig(sparse_topk=2048, dense_layers=(), min_context_tokens=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """INVALID_FIELD if a value makes no sense.
+    """A case to estimate. Raises INVALID_FIELD if a value makes no sense.
 
-    `tokens`: the context of a request. `batch`: requests that decode together. `sparse`: budget,
-    scorer, sinks, recent window and dense layers, as operators set them. `hot_sets`: blocks of the
-    hot set over blocks of the budget. `representations_on_host`: they take no device
-    memory. `chunk_tokens`: tokens of a prefill step (max_num_batched_tokens). `staging_layers`:
-    layers of context that a prefill of mode `RESIDENT` assembles at a time; two overlap copy and
-    attention. `memory_ratio`: share of the device that vLLM may use (gpu_memory_utilization).
-    `host_memory_bytes`: None: as much as it takes.
+    tokens: context of a request.
+    batch: requests that decode together.
+    sparse: budget, scorer, sinks, recent window and dense layers, as operators set them.
+    hot_sets: blocks of the hot set divided by blocks of the budget.
+    representations_on_host: representations use no device memory.
+    chunk_tokens: tokens of a prefill step (max_num_batched_tokens).
+    staging_layers: layers of context that a prefill of mode `RESIDENT` assembles at a time; two
+        overlap copy and attention.
+    memory_ratio: share of the device that vLLM may use (gpu_memory_utilization).
+    host_memory_bytes: None: unlimited.
     """
 
     tokens: int
@@ -309,7 +323,7 @@ class Plan:
             raise refuse("weight_bits", self.weight_bits, "use 4, 8, 16 or 32, or 0 for the dtype")
 
     def check(self, model: Model) -> None:
-        """Refuses what does not fit the model."""
+        """Raises INVALID_FIELD if the plan does not fit the model."""
         self.sparse.check(model.layers, self.block_tokens)
         larger = max(model.kv_heads, self.tensor_parallel)
         smaller = min(model.kv_heads, self.tensor_parallel)
@@ -322,7 +336,7 @@ class Plan:
             )
 
     def with_(self, **changes: object) -> "Plan":
-        """The plan with some fields replaced, checked again."""
+        """Returns the plan with some fields replaced, checked again."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------------- counts of one layer
@@ -349,32 +363,35 @@ class Plan:
 
     @property
     def budget_blocks(self) -> int:
-        """Blocks that a step chooses, K, those that are always kept included."""
+        """Blocks that a step chooses, K, including the always kept blocks."""
         return self.sparse.budget_blocks(self.tokens, self.block_tokens)
 
     @property
     def hot_blocks(self) -> int:
-        """Blocks that a request has on the device and attends to: the hot set, always kept blocks
-        included, at most the context."""
+        """Blocks that a request has on the device and attends to: the hot set.
+
+        It includes the always kept blocks and is at most the context.
+        """
         hot = max(math.ceil(self.hot_sets * self.budget_blocks), self.always_blocks)
         return min(hot, self.context_blocks)
 
     # ----------------------------------------------------------------------- share of one device
 
     def sparse_layers(self, model: Model) -> int:
-        """Layers that choose."""
+        """Returns the number of layers that select."""
         return model.layers - len(set(self.sparse.dense_layers))
 
     def rank_kv_heads(self, model: Model) -> int:
-        """KV heads of a device; heads are copied if there are more devices."""
+        """Returns the KV heads of a device. Heads are replicated if there are more devices than
+        heads."""
         return max(1, model.kv_heads // self.tensor_parallel)
 
     def layer_token_bytes(self, model: Model) -> int:
-        """Keys and values of a token in one layer, on one device."""
+        """Returns the bytes of a token's keys and values in one layer, on one device."""
         return 2 * self.rank_kv_heads(model) * model.head_size * self.element_bytes
 
     def block_representation_bytes(self, model: Model) -> int:
-        """Representations of a block in all sparse layers, on one device."""
+        """Returns the bytes of a block's representations in all sparse layers, on one device."""
         names = [name for layer in range(model.layers) for name in self.sparse.scorers_of(layer)]
         heads = self.rank_kv_heads(model)
         return heads * sum(head_bytes(name, self.block_tokens, model.head_size) for name in names)
