@@ -1,2 +1,2 @@
-"""Pure decisions: no clock, no I/O, no threads, no torch, no protobuf. Time is passed in as
-`now_s`."""
+"""The core of the cache: decisions and the books behind them. No clock, no I/O, no threads, no
+torch, no protobuf; callers pass the time in as `now_s`."""

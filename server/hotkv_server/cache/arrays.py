@@ -1,6 +1,5 @@
-"""Array functions for two cases that are usual here and slow in numpy: all elements equal, or all
-different.
-"""
+"""Array functions with fast paths for two frequent cases that numpy handles slowly: all elements
+equal, and all elements different."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -14,13 +13,13 @@ Integer = TypeVar("Integer", bound=np.integer[Any])
 
 
 def rows(hashes: Words, places: NDArray[np.int64]) -> Words:
-    """Rows of words [n, 8] at rising places, each once; the words themselves if that is all of
-    them."""
+    """Returns rows of words [n, 8] at distinct, rising places. Returns `hashes` itself if these are
+    all rows."""
     return hashes if len(places) == len(hashes) else hashes[places]
 
 
 def first_occurrences(hashes: Words) -> NDArray[np.int64]:
-    """Rows [m] of words [n, 8] that no earlier row equals, in rising order."""
+    """Returns the rows [m] of words [n, 8] that no earlier row equals, in rising order."""
     prefixes = np.sort(hashes.view(np.uint64)[:, 0])
     if not (prefixes[1:] == prefixes[:-1]).any():
         return np.arange(len(hashes))
@@ -29,7 +28,7 @@ def first_occurrences(hashes: Words) -> NDArray[np.int64]:
 
 
 def each_once(entries: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Drops entries that were listed before; the others stay in order."""
+    """Removes repeated entries; each entry stays at its first place."""
     ordered = np.sort(entries)
     if not np.any(ordered[1:] == ordered[:-1]):
         return entries
@@ -37,7 +36,7 @@ def each_once(entries: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def without(entries: NDArray[np.uint32], gone: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Drops the entries that are among `gone`; no entry is listed twice."""
+    """Removes the entries that are in `gone`. Neither array may list an entry twice."""
     if not len(gone):
         return entries
     if len(gone) == len(entries) and np.array_equal(gone, entries):
@@ -46,7 +45,7 @@ def without(entries: NDArray[np.uint32], gone: NDArray[np.uint32]) -> NDArray[np
 
 
 def repeats(entries: Sequence[NDArray[np.uint32]]) -> bool:
-    """Returns True if an entry is listed twice in all of these lists together."""
+    """Returns True if an entry occurs twice in all of these lists together."""
     if not entries:
         return False
     rising = np.sort(np.concatenate(entries))
@@ -54,7 +53,7 @@ def repeats(entries: Sequence[NDArray[np.uint32]]) -> bool:
 
 
 def distinct(values: NDArray[Integer]) -> NDArray[Integer]:
-    """The values that occur, rising, as np.unique gives them."""
+    """Returns the distinct values in rising order, as np.unique does."""
     if not len(values) or (values == values[0]).all():
         return values[:1]
     rising = np.sort(values)

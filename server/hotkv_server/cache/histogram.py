@@ -1,8 +1,8 @@
-"""Histograms of what is too frequent to be kept: counts by upper bound, and the sum.
+"""Histograms for values that are too frequent to store each: counts by upper bound, and the sum.
 
-Always true: counts and sum never fall, and a value that equals a bound counts under it, as
-Prometheus has it. Counting one value is a search among few bounds and two additions. Not
-thread-safe: one thread counts.
+Always true: counts and sum never fall. A value equal to a bound counts under that bound, as in
+Prometheus. Adding a value costs one search among few bounds and two additions. Not thread-safe: a
+single thread adds values.
 """
 
 import bisect
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-"""Bounds for answers of a server: from a lookup to a load from a tier that is far away."""
+"""Bounds for response times of a server, from a lookup to a load from a remote tier."""
 AGES_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0, 604800.0)
 """Bounds for ages of blocks: a second to a week."""
 SIZES_BYTES = tuple(float(1 << power) for power in range(12, 37, 2))
@@ -20,8 +20,13 @@ SIZES_BYTES = tuple(float(1 << power) for power in range(12, 37, 2))
 
 
 class Histogram:
-    """See the module. `bounds`: upper bounds, rising. `counts`: values under each and above the one
-    before, and one more for values above all bounds. `sum`: of all values."""
+    """See the module.
+
+    bounds: upper bounds, rising.
+    counts: values under each bound and above the bound before it; the last count is for values
+        above all bounds.
+    sum: sum of all values.
+    """
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         assert list(bounds) == sorted(set(bounds)), "bounds do not rise"
@@ -46,11 +51,12 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """How many values there were."""
+        """Number of values that were added."""
         return sum(self.counts)
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Each bound as text and the number of values that are at most that, `+Inf` last."""
+        """Returns each bound as text with the number of values at or below it; `+Inf` comes
+        last."""
         names = [*map(str, self.bounds), "+Inf"]
         sums = map(float, itertools.accumulate(self.counts))
         return list(zip(names, sums, strict=True))

@@ -1,6 +1,5 @@
-"""Those who read the arena in place: the words that tell them whether what they read still holds,
-and the grace of an earlier server's readers.
-"""
+"""Readers that read blocks directly in the arena: the words that say whether their residencies
+still hold, and the grace period for readers of an earlier server."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,25 +12,25 @@ from hotkv_proto.words import GENERATION, LATEST, MAX_SESSION_WORD, WORD_COUNT
 from hotkv_server.cache.room.removal import Removal
 from hotkv_server.cache.values import BoolMask, Entries
 
-# Words: those in which readers of the arena see whether their residencies still hold
+# Words: a reader checks its session's word to see whether its residencies still hold
 # (`hotkv_proto.words`).
 #
-# Always true: a session's word is odd from its first residency on and even once one of them has
-# ended otherwise than by its engine; no word ever has the same odd value twice. A word of an
-# earlier server's session stays as it is, and is given to nobody, until that server's readers may
-# read no more. Whoever unpins something that a reader may still read changes its word first.
+# Always true: a session's word becomes odd with its first residency, and even when a residency ends
+# other than by its engine's call. A word never has the same odd value twice. A word of an earlier
+# server's session keeps its value and is not reused until that server's readers must have stopped.
+# Before anything that a reader may still read is unpinned, the reader's word changes.
 
 
 Uint64s = NDArray[np.uint64]
 
 
 Marks = NDArray[np.uint8]
-"""By entry number: 1 for an entry that a reader may read."""
+"""1 for each entry that a reader may read; indexed by entry number."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderMemory:
-    """What readers see, and what the next server finds: `words`, and `marks` by entry number. Both
+    """Memory that readers and the next server read: `words`, and `marks` by entry number. Both
     outlive the server."""
 
     words: Uint64s
@@ -39,14 +38,15 @@ class ReaderMemory:
 
 
 def no_readers(capacity: int) -> ReaderMemory:
-    """For a core whose arena nobody reads, with so many entries."""
+    """Returns memory for a core whose arena has no readers. `capacity`: number of entries."""
     return ReaderMemory(np.zeros(WORD_COUNT, np.uint64), np.zeros(capacity + 1, np.uint8))
 
 
 class ReaderWords:
-    """Writes the words. `generation`: of the residencies that are opened here.
+    """Writes the words of readers. `generation`: generation of the residencies that this server
+    opens.
 
-    `has_earlier_readers`: an earlier server's residencies may still be read.
+    `has_earlier_readers`: True while residencies of an earlier server may still be read.
     """
 
     def __init__(self, words: Uint64s) -> None:
@@ -57,7 +57,7 @@ class ReaderWords:
         taken = set(self._earlier.tolist())
         # Low words first: they share pages.
         self._free = [index for index in range(MAX_SESSION_WORD, 0, -1) if index not in taken]
-        # Before any residency has it: the next server gives out a higher one.
+        # Written before any residency uses it: the next server chooses a higher generation.
         words[LATEST] = self.generation
         if not len(self._earlier):
             words[GENERATION] = self.generation
@@ -73,7 +73,7 @@ class ReaderWords:
         return bool(len(self._earlier))
 
     def check_room(self, session_number: int) -> None:
-        """Raises OVERLOADED unless the session has a word or can get one."""
+        """Raises OVERLOADED if the session has no word and none is free."""
         if session_number not in self._of_session and not self._free:
             raise HotKVError(
                 Reason.OVERLOADED,
@@ -82,7 +82,8 @@ class ReaderWords:
             )
 
     def of_session(self, session_number: int) -> tuple[int, int]:
-        """Index and value of a session's word, which it gets now if it has none."""
+        """Returns the index and value of a session's word. Assigns a word if the session has
+        none."""
         if session_number not in self._of_session:
             index = self._of_session[session_number] = self._free.pop()
             self._words[index] += np.uint64(1)
@@ -90,21 +91,23 @@ class ReaderWords:
         return index, int(self._words[index])
 
     def revoke(self, session_number: int) -> None:
-        """Tells a session's readers that nothing they have is sure; no error if it has no word."""
+        """Makes a session's word even: its readers must not trust their data. Does nothing if it
+        has no word."""
         index = self._of_session.pop(session_number, 0)
         if index:
             self._words[index] += np.uint64(1)
             self._free.append(index)
 
     def revoke_earlier(self) -> None:
-        """Tells the readers of earlier servers the same; their words are free then."""
+        """Revokes the words of earlier servers' sessions and frees them for reuse."""
         self._words[GENERATION] = self.generation
         self._words[self._earlier] += np.uint64(1)
         self._free += self._earlier.tolist()
         self._earlier = self._earlier[:0]
 
     def check_invariants(self, in_sessions: set[int]) -> None:
-        """Raises AssertionError if words disagree. `in_sessions`: those that have residencies."""
+        """Raises AssertionError if words disagree. `in_sessions`: sessions that have
+        residencies."""
         assert in_sessions <= set(self._of_session), "a session with residencies has no word"
         in_use = [*self._of_session.values(), *self._earlier.tolist()]
         assert sorted([*in_use, *self._free]) == list(range(1, MAX_SESSION_WORD + 1)), (
@@ -120,21 +123,25 @@ class ReaderWords:
         )
 
 
-# Grace: what readers of the server before this one may still read stays as it is, for a time.
+# Grace: for a time, blocks that readers of the previous server may still read stay unchanged.
 #
-# The old server's marks say which entries its residencies pinned; `restore` makes them anew and
-# gives them to `begin`. Always true: such an entry is pinned once from here until the grace is
-# over, and marked, so that a third server knows it, too. At the end the words change first; only
-# then is anything unpinned. If an entry could not be kept, the words have changed before its slot
-# is used.
+# The old server's marks name the entries that its residencies pinned; `restore` restores these
+# entries and passes them to `begin`. Always true: until the grace ends, such an entry has one pin
+# from here and is marked, so that the next server finds it too. When the grace ends, the words
+# change first and the entries are unpinned after. If an entry can't be retained, the words change
+# before its slot is used.
 
 
 PART_ENTRIES = 1 << 16
 
 
 class Grace:
-    """`entries`: pinned from here. `until_s`: when it is over, in seconds of `now_s`; inf until it
-    is known. `num_bytes`: of their slots."""
+    """Retains the entries that readers of an earlier server may read.
+
+    entries: entries pinned from here.
+    until_s: when the grace ends, in seconds of `now_s`; inf until it is known.
+    num_bytes: bytes of their slots.
+    """
 
     def __init__(self, removal: Removal, words: ReaderWords, marks: Marks) -> None:
         self.entries: Entries = np.empty(0, np.uint32)
@@ -151,16 +158,16 @@ class Grace:
 
     @property
     def is_on(self) -> bool:
-        """Returns True while something is kept, or readers of an earlier server may read."""
+        """True while entries are retained, or readers of an earlier server may read."""
         return bool(len(self.entries)) or self._words.has_earlier_readers
 
     def among(self, entries: Entries) -> BoolMask:
-        """Which of the entries [n] are kept."""
+        """Returns which of the entries [n] are retained."""
         return self._held[entries]
 
     def begin(self, entries: Entries) -> None:
-        """Keeps entries that an earlier server's residencies had pinned: ready or detached, each
-        once."""
+        """Pins and marks the entries that an earlier server's residencies had pinned. They are
+        ready or detached, each listed once."""
         assert not len(self.entries), "grace begins once"
         self.entries = entries
         self._held[entries] = True
@@ -169,13 +176,13 @@ class Grace:
         self.num_bytes = int(self._index.slot_bytes(entries).sum())
 
     def revoke(self) -> None:
-        """Tells readers of earlier servers that nothing they have is sure."""
+        """Revokes the words of earlier servers' readers, if there are any."""
         if self._words.has_earlier_readers:
             self._words.revoke_earlier()
 
     def expire(self, now_s: float, is_read: Callable[[Entries], BoolMask]) -> Iterator[None]:
-        """Ends the grace if its time is over, in parts. `is_read`: which entries [n] this server's
-        own readers may read."""
+        """Ends the grace, in parts, if its time is over. `is_read`: tells which entries [n] this
+        server's own readers may read; they stay marked."""
         if now_s < self.until_s or not self.is_on:
             return
         self.revoke()

@@ -1,6 +1,7 @@
-"""What the core asks of others: who pins entries, and who keeps blocks in a tier below.
+"""Interfaces through which the core calls capabilities: `Pinner` pins entries, `Below` stores
+blocks in the tiers below.
 
-The core asks each in turn and knows no more of them.
+The core calls each registered object in turn and depends only on these interfaces.
 """
 
 from collections.abc import Collection, Iterator
@@ -20,99 +21,103 @@ if TYPE_CHECKING:
     from hotkv_server.cache.room.space import Space
 
 
-# Pinners: who keeps entries in the arena for a reason of its own, besides leases, retentions and
+# Pinners: objects that pin entries in the arena for reasons other than leases, retentions and
 # moves.
 #
-# Always true: an entry that is pinned keeps its slot, and is not evicted, until its last pin is
-# gone; who pins says so in `pins`, so that the core can check that nobody's is lost.
+# Always true: a pinned entry keeps its slot and is not evicted until its last pin is released. A
+# pinner reports its pins in `pins`, so that the core can verify the sum of all pins.
 
 
 class StorePins(Protocol):
-    """What is pinned of one store, as it becomes ready. Positions rise; those that are not wanted
-    are passed over."""
+    """Pins the blocks of one store as they become ready. Positions rise; blocks that the pinner
+    does not want are skipped."""
 
     def pin(self, group_index: int, positions: Int64s, entries: Entries) -> None:
-        """These blocks are ready and verified; positions [n] count from the start of the chain."""
+        """Pins blocks that are ready and verified. `positions` [n] count from the start of the
+        chain."""
 
     def pin_linked(self, group_index: int, positions: Int64s) -> None:
-        """The blocks of a group at these positions have their representations by now."""
+        """Notes that the blocks of a group at these positions have their representations."""
 
 
 class Pinner(Protocol):
-    """Keeps entries in the arena for a reason of its own."""
+    """Pins entries in the arena, for example for residencies."""
 
     def of_store(self, session: SessionRecord, residency_id: str) -> StorePins | None:
-        """What a store of this session is to be pinned for; None for nothing. Raises HotKVError
-        for an id that the session may not name."""
+        """Returns an object that pins the blocks of a store of this session; None if there is
+        nothing to pin. Raises HotKVError if the session may not use this id."""
 
     def end(self, session: SessionRecord) -> Iterator[None]:
-        """The session is about to be closed and begins nothing any more: gives back what it has
-        pinned, in parts."""
+        """Releases, in parts, all pins of a session that is about to be closed. The session starts
+        nothing new."""
 
     def condemned(self, entries: Entries) -> None:
-        """These blocks do not agree with their check values and are about to be dropped."""
+        """Receives blocks that contradict their check values and are about to be dropped."""
 
     def is_read(self, entries: Entries) -> BoolMask:
-        """Which of the entries [n] it lets somebody read in the arena: they stay marked."""
+        """Returns which of the entries [n] a reader may read in the arena through this pinner.
+        These entries stay marked."""
 
     def pins(self) -> Int64s:
-        """Its pins of each entry [capacity + 1]. Linear in capacity."""
+        """Returns the number of its pins of each entry [capacity + 1]. Linear in capacity."""
 
     def check_invariants(self, live_sessions: Collection[int]) -> None:
         """Raises AssertionError if its books disagree. Linear in capacity."""
 
 
-# Tiers below host memory: whoever keeps blocks in a tier tells the core where they lie.
+# Tiers below host memory. A tier reports to the core where its blocks lie.
 #
-# Always true: a block that is flushed is found by nobody afterwards, also if it lies below or is
-# on its way.
+# Always true: a flushed block can't be found afterwards, even if it lies in a tier below or is
+# being moved.
 
 
 class Below(Protocol):
-    """Keeps blocks in tiers below host memory. `space`: places below host memory in which the core
-    chooses; None for tiers that place by themselves."""
+    """Stores blocks in tiers below host memory. `space`: places below host memory that the core
+    assigns; None for tiers that assign their places themselves."""
 
     @property
     def space(self) -> "Space | None": ...
 
     @property
     def is_moving(self) -> bool:
-        """Whether a block is on its way, so that a tier may read or write its slot."""
+        """Whether a block is being moved, so that a tier may read or write its slot."""
 
     def add_key_space(self, record: KeySpaceRecord) -> None:
-        """Declares a key space."""
+        """Registers a key space."""
 
     def forget_key_space(self, record: KeySpaceRecord) -> None:
-        """Forgets a key space that has no blocks anywhere."""
+        """Forgets a key space that has no blocks in any tier."""
 
     def has_blocks(self, key_space_id: int) -> bool:
-        """Returns whether a block of the key space lies below or moves."""
+        """Returns True if a block of the key space lies below or is being moved."""
 
     def offer_stored(self, entries: Entries) -> None:
         """Offers blocks that were stored, in chain order."""
 
     def offer_used(self, entries: Entries) -> None:
-        """Offers blocks that were used, in chain order: what was refused may be taken now."""
+        """Offers blocks that were used, in chain order. The tier may accept a block that it refused
+        earlier."""
 
     def offer_demoted(self, entries: Entries) -> BoolMask:
-        """Offers ready blocks that are given up; returns which [n] lie below already."""
+        """Offers ready blocks for demotion. Returns which of them [n] already lie below."""
 
     def find(self, key_space_id: int, listed: HashList) -> BoolMask:
         """Returns which blocks of a list are ready in `space`."""
 
     def stopped(self, key_space_id: int) -> AbstractContextManager[None]:
-        """Lets no block of the key space begin to move while the context is open, and what moves as
-        it opens becomes ready nowhere."""
+        """Stops moves of the key space while the context is open: no move begins, and a move
+        already in flight makes no block ready."""
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
-        """Forgets what lies in `space` of a key space whose moves are stopped, in parts of
-        `portion` entry numbers; yields the number of blocks of each."""
+        """Drops the blocks of a key space from `space`. Moves of the key space must be stopped.
+        Works in parts of `portion` entry numbers and yields the number of blocks dropped in
+        each."""
 
     def reserved(self) -> Entries:
-        """Returns entries of host memory that blocks on their way up have reserved."""
+        """Returns the host entries that are reserved for blocks being promoted."""
 
     def pins(self) -> Int64s:
-        """Returns its pins of each entry of host memory [capacity + 1]."""
+        """Returns the number of its pins of each host entry [capacity + 1]."""
 
     def check_invariants(self) -> None:
         """Raises AssertionError if its books disagree. Linear in capacity."""

@@ -1,4 +1,4 @@
-"""Frozen values that go into and come out of the core."""
+"""Frozen values that the core accepts and returns."""
 
 import enum
 from collections.abc import Mapping
@@ -15,21 +15,22 @@ Entries = NDArray[np.uint32]
 Int64s = NDArray[np.int64]
 BoolMask = NDArray[np.bool_]
 KEY_SPACE_ROWS = 1 << 13
-"""Rows of arrays by key space. Numbers of key spaces are never reused, so the row is the number
-modulo this; no two known key spaces share one. A power of two."""
+"""Rows of the arrays that are indexed by key space; a power of two. The row of a key space is its
+number modulo KEY_SPACE_ROWS. Numbers are never reused, and no two known key spaces share a row."""
 FIRST_MOVE = 1 << 31
-"""A reserved entry has the number of its lease, or from this number on that of a move between
-tiers."""
+"""First number for moves between tiers. A reserved entry carries the number of its owner: a lease's
+number is below this, a move's is this or higher."""
 MAX_TRANSFERS = 1 << 14
-"""Most transfers in flight, of all sessions together."""
+"""Most transfers in flight, over all sessions."""
 MAX_REPRESENTATIONS = 256
 """Most kinds of representations of one key space."""
 HOST_TIER, DISK_TIER = "host", "disk"
-"""Names of host memory, as a tier, and of the tier below it."""
+"""Names of the host-memory tier and of the disk tier below it."""
 
 
 class Medium(enum.Enum):
-    """Where blocks lie. CPU: in host memory, which no tier is. `events.wire` has vLLM's names."""
+    """Where a block lies. CPU is host memory, which is not one of the tiers below. `events.wire`
+    maps these to vLLM's names."""
 
     CPU = "CPU"
     DISK = "DISK"
@@ -38,8 +39,11 @@ class Medium(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TenantShare:
-    """What a tenant may have of the arena. `guaranteed_bytes`: no other tenant's blocks take this
-    from it. `burst_bytes`: beyond this its blocks take room from its own; 0 for no such bound."""
+    """A tenant's share of the arena.
+
+    guaranteed_bytes: stores of other tenants do not evict this tenant's blocks below this total.
+    burst_bytes: above this, the tenant's stores evict only its own blocks. 0: no limit.
+    """
 
     guaranteed_bytes: int = 0
     burst_bytes: int = 0
@@ -47,15 +51,17 @@ class TenantShare:
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
-    """Settings of the core; times in seconds.
+    """Settings of the core. Times are in seconds.
 
-    `unadmitted_share`: most of the arena that leases without a load may pin; `held_share`: most
-    that requests may ask to keep; `residency_share`: most that residencies may be promised and pin;
-    `residency_grace_s`: how long an earlier server's readers may go on. `client_memory_bytes`: most
-    that clients' leases, transfers and sequences take besides the arena. `check_stride`: of check
-    values, see `checks`; 0 for none.
-    `tenants`: shares by name; a tenant that is not named has none of its own and no bound.
-    `is_backed`: False if the arena has no memory yet; `Space.grow` says how much has.
+    unadmitted_share: most of the arena that leases without a load may pin.
+    held_share: most of the arena that requests may retain.
+    residency_share: most of the arena that residencies may reserve and pin.
+    residency_grace_s: how long readers of an earlier server may continue to read.
+    client_memory_bytes: most memory for clients' leases, transfers and sequences, outside the
+        arena.
+    check_stride: stride of check values, see `checks`; 0 turns them off.
+    tenants: shares by tenant name. A tenant that is not listed has no guarantee and no limit.
+    is_backed: False if the arena has no memory yet; `Space.grow` then reports how much it has.
     """
 
     arena_bytes: int
@@ -77,7 +83,7 @@ class CoreConfig:
 
 @dataclass(frozen=True, slots=True)
 class HashList:
-    """Block hashes of one group, in chain order, as words [n, 8]."""
+    """Block hashes of one group in chain order, as words [n, 8]."""
 
     group_index: int
     hashes: Words
@@ -85,8 +91,12 @@ class HashList:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A chain of consecutive blocks of one group: hashes [n, 8] words, parent [8] words or None at
-    the root, depth of the first."""
+    """A chain of consecutive blocks of one group.
+
+    hashes: words [n, 8].
+    parent: hash words [8] of the block before the first; None at the root.
+    depth: depth of the first block.
+    """
 
     group_index: int
     hashes: Words
@@ -96,7 +106,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class LoadPositions:
-    """Positions in a lease's hash list of one group, int64 [n]."""
+    """Positions in the hash list that a lease has for one group, int64 [n]."""
 
     group_index: int
     positions: Int64s
@@ -104,8 +114,12 @@ class LoadPositions:
 
 @dataclass(frozen=True, slots=True)
 class SlotRun:
-    """What one run of a transfer copies: which of its blocks (int64 [m], positions in the run),
-    their slot offsets [m] and entries [m]."""
+    """The blocks that a transfer copies for one run.
+
+    positions: positions of the blocks in the run, int64 [m].
+    offsets: their slot offsets, int64 [m].
+    entries: their entry numbers, uint32 [m].
+    """
 
     group_index: int
     positions: Int64s
@@ -115,8 +129,12 @@ class SlotRun:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Answer to reserve: BlockResult values uint8 [n] and entry numbers (0 for none) a run in the
-    order asked, and the lifetime."""
+    """Answer to `reserve`. Runs are in the order of the call.
+
+    results: BlockResult values of each run, uint8 [n].
+    entries: entry numbers of each run; 0 for a block without an entry.
+    ttl_s: lifetime of the lease.
+    """
 
     results: tuple[NDArray[np.uint8], ...]
     entries: tuple[Entries, ...]
@@ -125,7 +143,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class EvictionNotice:
-    """Effect: tell the sessions of this key space that these blocks were removed. `hashes`: words
+    """Effect: notify the sessions of this key space that these blocks were removed. `hashes`: words
     [n, 8]."""
 
     key_space_id: int
@@ -135,8 +153,11 @@ class EvictionNotice:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """One live session. `number` is public; the secret id is the runtime's business.
-    `representations`: group index of each kind it declares."""
+    """One live session.
+
+    number: the session's public number; only the runtime knows its secret id.
+    representations: group index of each kind of representation that it declares.
+    """
 
     number: int
     engine_id: str
@@ -148,7 +169,7 @@ class SessionRecord:
 
 @dataclass(slots=True)
 class Counters:
-    """Events since the start, in blocks unless the name says otherwise."""
+    """Events since the start. Counts are in blocks unless the name says otherwise."""
 
     lookup_blocks: int = 0
     lookup_hit_blocks: int = 0
@@ -173,21 +194,21 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceRecord:
-    """A key space and its number in this server. `representations`: those that sessions have
-    declared, numbered from MAX_GROUPS on."""
+    """A key space and its number in this server. `representations`: kinds that sessions have
+    declared; their group indices start at MAX_GROUPS."""
 
     number: int
     key_space: KeySpace
     representations: tuple[Representation, ...] = field(default=())
 
     def has(self, group_index: int) -> bool:
-        """Returns True if this is the index of a group or a representation."""
+        """Returns True if this is the index of a group or of a representation."""
         return 0 <= group_index < len(self.key_space.groups) or 0 <= group_index - MAX_GROUPS < len(
             self.representations
         )
 
     def shape(self, group_index: int) -> GroupSpec | Representation:
-        """The group or representation with this index."""
+        """Returns the group or representation with this index."""
         return (
             self.key_space.groups[group_index]
             if group_index < MAX_GROUPS
@@ -195,11 +216,12 @@ class KeySpaceRecord:
         )
 
     def representation(self, group_index: int) -> Representation:
-        """The representation with this index."""
+        """Returns the representation with this index."""
         return self.representations[group_index - MAX_GROUPS]
 
     def block_group(self, group_index: int) -> int:
-        """The group of the blocks that have this representation; a group is its own."""
+        """Returns the group of the blocks that this representation belongs to. For a group, returns
+        the index itself."""
         return (
             group_index
             if group_index < MAX_GROUPS

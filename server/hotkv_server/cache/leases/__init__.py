@@ -1,1 +1,1 @@
-"""Leases, retentions, loads and stores: who holds which entries, and until when. Pure."""
+"""Leases, retentions, loads and stores: which owner holds which entries, and until when. Pure."""

@@ -1,8 +1,7 @@
-"""All books of the core: what its calls read and change, and what a use of ready blocks notes in
-them.
+"""All books of the core, and how a use of ready blocks changes them.
 
-`ReadLeases`, `Loads`, `Reservations` and `Stores` each act on them for one kind of call;
-`CacheCore` checks that they agree.
+`ReadLeases`, `Loads`, `Reservations` and `Stores` each change the books for one kind of call.
+`CacheCore` checks that the books agree.
 """
 
 from hotkv_proto import table
@@ -28,9 +27,13 @@ from hotkv_server.cache.values import (
 
 
 class CacheBooks:
-    """The books of one node's cache, which is empty at first. `client_memory`: bounds what the
-    books of clients take. `words`, `marks`, `grace`: of those who read the arena in place, here and
-    of an earlier server; `readers`: None if nobody does."""
+    """The books of one node's cache, which starts empty.
+
+    client_memory: bounds the memory of clients' books.
+    words, marks, grace: state for readers of the arena, of this server and an earlier one.
+
+    `readers`: memory of those readers; None if the arena has no readers.
+    """
 
     def __init__(
         self,
@@ -66,20 +69,21 @@ class CacheBooks:
         self.grace = Grace(self.space.removal, self.words, self.marks)
 
 
-# Lookups and uses of blocks that are ready.
+# Lookups and uses of ready blocks.
 #
-# Owns nothing: the policy and the retention pins do. Always true: a lookup changes nothing but
-# counters; a use counts for the eviction policy, and pins the blocks if the request asks for it.
+# Owns no state: the policy and the retention pins do. Always true: a lookup changes only counters.
+# A use counts for the eviction policy, and pins the blocks if the request asks for it.
 
 
 class Uses:
-    """Answers lookups, and notes uses in the books."""
+    """Answers lookups, and records uses in the books."""
 
     def __init__(self, books: CacheBooks) -> None:
         self._books = books
 
     def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Which blocks are ready, one mask a list: a hint, from the table as readers see it."""
+        """Returns which blocks are ready, one mask per list. A hint: it comes from the table as
+        readers see it."""
         books = self._books
         check_named(
             books.catalog.record(key_space_id),
@@ -105,7 +109,8 @@ class Uses:
         now_s: float,
         retention: Retention = NO_RETENTION,
     ) -> None:
-        """Notes a use of those blocks that are ready. Raises INVALID_FIELD for representations."""
+        """Records a use of those of the blocks that are ready. Raises INVALID_FIELD for
+        representations."""
         books = self._books
         check_named(
             books.catalog.record(session.key_space_id),
@@ -118,7 +123,7 @@ class Uses:
             self.note(self._ready(session, g), retention, now_s)
 
     def hold(self, session: SessionRecord, hash_list: HashList, until_s: float) -> None:
-        """Pins those of the blocks that are ready until then, as far as the budget allows."""
+        """Pins those of the blocks that are ready until `until_s`, as far as the budget allows."""
         self._pin(self._ready(session, hash_list), until_s)
 
     def note(self, entries: Entries, retention: Retention, now_s: float) -> None:
@@ -137,7 +142,8 @@ class Uses:
         self._books.counters.held_blocks += self._books.retention_pins.hold(entries, until_s)
 
     def _ready(self, session: SessionRecord, hash_list: HashList) -> Entries:
-        """Entries of those blocks that are ready, in the order of their hashes."""
+        """Returns the entries of those of the blocks that are ready, in the order of their
+        hashes."""
         words = self._books.space.index.find(
             session.key_space_id, hash_list.group_index, hash_list.hashes
         )

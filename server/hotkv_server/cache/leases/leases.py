@@ -1,6 +1,5 @@
-"""Read and write leases, and the transfers that use them. This module keeps the books; `reading`
-and `writing` act on them.
-"""
+"""Read and write leases, and the transfers that use them. This module holds the books; `reading`
+and `writing` change them."""
 
 import math
 from collections import Counter
@@ -27,32 +26,33 @@ from hotkv_server.cache.values import (
 )
 from hotkv_server.integrity.check_values import Sums
 
-# Read and write leases: who holds which entries, and until when.
+# Read and write leases: which owner holds which entries, and until when.
 #
-# Always true: every lease has an owning engine, the session that took it, and an expiry; a lease
-# with running copies is never settled, however late it is; an entry that a read lease pins is
-# unpinned exactly once, and one that a write lease reserves is published or dropped exactly once.
-# A lease knows which blocks it was asked for, so that its id answers for no others. Leases count
-# for their `owner`, by number and by `weight` in bytes, see `FairBound`.
+# Always true: every lease has an owning engine, the session that acquired it, and an expiry. A
+# lease with running copies is never settled, however late it is. An entry that a read lease pins is
+# unpinned exactly once. An entry that a write lease reserves is published or dropped exactly once.
+# A lease records which blocks its first call named, so that its id is refused for other blocks.
+# Leases count for their `owner` by number and by `weight` in bytes, see `FairBound`.
 
 
 LEASE_BYTES = 1024
 LIST_BYTES = 192
-"""Bytes that a lease takes by itself, and each list of blocks in it."""
+"""Memory in bytes: LEASE_BYTES for a lease without its lists, LIST_BYTES for each list of
+blocks."""
 
 
 def content_of(groups: Sequence[HashList]) -> int:
-    """64 bits of the groups and hashes that a call names, in their order. Two calls share them by
-    chance with odds of 2⁻⁶⁴."""
+    """Returns a 64-bit hash of the groups and hashes that a call names, in their order. Two
+    different calls collide with probability 2⁻⁶⁴."""
     return hash(tuple((g.group_index, g.hashes.tobytes()) for g in groups))
 
 
 @dataclass(slots=True)
 class ReadLease:
-    """Pins ready entries. `groups`: per queried group, (group index, entry number per asked hash, 0
-    if not pinned).
+    """Pins ready entries.
 
-    `content`: of the call that took it, see `content_of`.
+    groups: for each group of the call, (group index, entry number of each hash; 0 if not pinned).
+    content: `content_of` the call that acquired it.
     """
 
     engine_id: str
@@ -67,12 +67,12 @@ class ReadLease:
     pinned_bytes: int
     weight: int
     admitted: bool = False
-    """True once a load has started under it: its request has been admitted by the engine."""
+    """True once a load has started under the lease: the engine has admitted its request."""
     num_copies: int = 0
     released: bool = False
 
     def entries(self) -> Entries:
-        """All pinned entries."""
+        """Returns all pinned entries."""
         listed = (
             np.concatenate([entries for _, entries in self.groups])
             if self.groups
@@ -87,9 +87,10 @@ class WriteLease:
     """Owns reserved entries until each is published or dropped. Its first call decides which blocks
     it owns, for all ranks.
 
-    `listed`: mixed keys of the blocks that the first call named. `entries`: entry numbers still
-    reserved. `shards_seen`: bitmask of shards whose store has ended. `parts`: entries that copies
-    have written, and the sums of the bytes written.
+    listed: mixed keys of the blocks that the first call named.
+    entries: entry numbers that are still reserved.
+    shards_seen: bitmask of shards whose store has ended.
+    parts: entries that copies have written, and the sums of the bytes written.
     """
 
     engine_id: str
@@ -109,26 +110,28 @@ class WriteLease:
     released: bool = False
 
     def names(self, keys: Keys) -> bool:
-        """True if the first call named all these blocks."""
+        """Returns True if the first call named all these blocks."""
         return np.array_equal(keys, self.listed) or bool(np.isin(keys, self.listed).all())
 
     def add_sums(self, entries: Entries, sums: Sums) -> None:
-        """Notes the sums [n] of the bytes that a copy has written to entries [n], each once."""
+        """Records the sums [n] of the bytes that a copy has written to entries [n]; each entry
+        listed once."""
         if not len(entries):
             return
         order = np.argsort(entries)
         self.parts.append((entries[order], sums[order]))
 
     def sums_with(self, entries: Entries, sums: Sums, complete: BoolMask) -> Sums:
-        """As `add_sums`; returns the sums over all copies of the complete entries."""
+        """Records sums as `add_sums` does. Returns the sums over all copies, for the complete
+        entries."""
         if not self.parts and complete.all():
-            # The usual case of one shard: no later copy will ask for them.
+            # The usual case, one shard: no later copy needs these sums.
             return sums
         self.add_sums(entries, sums)
         return self.sums_of(entries[complete])
 
     def sums_of(self, entries: Entries) -> Sums:
-        """Sums [n] over all copies of entries [n]."""
+        """Returns the sums [n] over all copies of entries [n]."""
         total = np.zeros(len(entries), np.uint64)
         for written, sums in self.parts:
             at = (
@@ -148,7 +151,7 @@ Lease = ReadLease | WriteLease
 
 
 def num_listed(lease: Lease) -> int:
-    """How many blocks a lease was asked for."""
+    """Returns how many blocks the call for a lease named."""
     return (
         sum(len(entries) for _, entries in lease.groups)
         if isinstance(lease, ReadLease)
@@ -157,18 +160,19 @@ def num_listed(lease: Lease) -> int:
 
 
 def read_weight(num_lists: int, num_blocks: int) -> int:
-    """About how many bytes a read lease takes that was asked for so many blocks, found or not."""
+    """Returns the approximate bytes of memory of a read lease on so many blocks, found or not."""
     return LEASE_BYTES + LIST_BYTES * num_lists + 4 * num_blocks
 
 
 def write_weight(num_blocks: int, num_shards: int) -> int:
-    """Most bytes, about, that a write lease takes that was asked for so many blocks: keys and
-    entries, and entries and sums per shard."""
+    """Returns the approximate bytes of memory that a write lease on so many blocks uses at most:
+    keys and entries, and entries and sums per shard."""
     return LEASE_BYTES + (12 + 12 * num_shards) * num_blocks
 
 
 def lifetime_s(config: CoreConfig, ttl_s: float) -> float:
-    """How long a lease lives that was asked for with `ttl_s`, 0 for the default."""
+    """Returns the lifetime of a lease that was requested with `ttl_s`; 0 requests the default.
+    Raises INVALID_FIELD if negative."""
     if ttl_s < 0:
         raise HotKVError(Reason.INVALID_FIELD, "ttl_ms is negative; give 0 for the default")
     return min(ttl_s or config.lease_ttl_s, config.max_lease_ttl_s)
@@ -183,10 +187,10 @@ class LeaseBook:
         self._by_key: dict[tuple[str, str], Lease] = {}
         self._by_number: dict[int, Lease] = {}
         self._by_session: dict[int, dict[int, Lease]] = {}
-        # How many engines have a lease with this id.
+        # Number of engines that have a lease with this id.
         self._num_with_id: Counter[str] = Counter()
         self._next_number = 1
-        # No lease expires before.
+        # No lease expires before this.
         self._next_end_s = math.inf
 
     def __len__(self) -> int:
@@ -196,7 +200,8 @@ class LeaseBook:
         return f"LeaseBook({len(self._by_key)} leases)"
 
     def next_number(self) -> int:
-        """A number for a new lease: below FIRST_MOVE, and not that of another lease in the book."""
+        """Returns a number for a new lease: below FIRST_MOVE and not used by a lease in the
+        book."""
         while self._next_number in self._by_number or self._next_number == 0:
             self._next_number = (self._next_number + 1) % FIRST_MOVE
         number = self._next_number
@@ -204,7 +209,7 @@ class LeaseBook:
         return number
 
     def add(self, lease: Lease) -> None:
-        """Takes a lease in, and counts it for its owner."""
+        """Adds a lease and counts it for its owner."""
         key = (lease.engine_id, lease.lease_id)
         assert key not in self._by_key, "lease id in use"
         self._by_key[key] = lease
@@ -216,7 +221,7 @@ class LeaseBook:
         self.memory.take(lease.owner, lease.weight)
 
     def remove(self, lease: Lease) -> None:
-        """Forgets a lease that has ended."""
+        """Removes a lease that has ended."""
         del self._by_key[lease.engine_id, lease.lease_id]
         del self._by_number[lease.number]
         of_session = self._by_session[lease.session_number]
@@ -230,12 +235,12 @@ class LeaseBook:
         self.memory.give(lease.owner, lease.weight)
 
     def get(self, engine_id: str, lease_id: str) -> Lease | None:
-        """The engine's lease with this id."""
+        """Returns the engine's lease with this id, or None."""
         return self._by_key.get((engine_id, lease_id))
 
     def of_call(self, session: SessionRecord, lease_id: str) -> Lease | None:
-        """The lease that a call joins; None if the id is new. Raises DUPLICATE_ID if the engine
-        uses the id under another key space."""
+        """Returns the lease that a call joins; None if the id is new. Raises DUPLICATE_ID if the
+        engine uses the id under another key space."""
         if not lease_id:
             raise HotKVError(
                 Reason.INVALID_FIELD, "lease_id is empty; choose an id that is unique in the engine"
@@ -249,7 +254,7 @@ class LeaseBook:
         return lease
 
     def live(self, session: SessionRecord, lease_id: str) -> Lease:
-        """The lease that a call works under. Raises FOREIGN_LEASE or UNKNOWN_LEASE."""
+        """Returns the lease that a call uses. Raises FOREIGN_LEASE or UNKNOWN_LEASE."""
         lease = self.get(session.engine_id, lease_id)
         if lease is not None and lease.key_space_id != session.key_space_id:
             raise HotKVError(
@@ -272,7 +277,8 @@ class LeaseBook:
             )
 
     def renew(self, engine_id: str, lease_id: str, expires_s: float) -> ReadLease | None:
-        """Lets the engine's read lease expire no earlier than then; None if it has ended."""
+        """Extends the engine's read lease to at least `expires_s` and returns it; None if it has
+        ended."""
         lease = self.get(engine_id, lease_id)
         if not isinstance(lease, ReadLease) or lease.released:
             return None
@@ -294,18 +300,18 @@ class LeaseBook:
             raise HotKVError(Reason.OVERLOADED, f"{field}: {refusal}; release some first")
 
     def all(self) -> list[Lease]:
-        """All leases in the book."""
+        """Returns all leases in the book."""
         return list(self._by_key.values())
 
     def of_session(self, session_number: int) -> list[Lease]:
-        """Leases that a session took."""
+        """Returns the leases that a session acquired."""
         return list(self._by_session.get(session_number, {}).values())
 
     def expired(self, now_s: float) -> list[Lease]:
-        """Leases whose time is up, released or not."""
+        """Returns the leases that have expired, released or not."""
         if now_s < self._next_end_s:
             return []
-        # Late leases count too: one with running copies stays.
+        # Late leases count too: a lease with running copies stays in the book.
         self._next_end_s = min(
             (lease.expires_s for lease in self._by_key.values()), default=math.inf
         )
@@ -337,10 +343,10 @@ class LeaseBook:
         self.memory.check(listed)
 
 
-# Transfers in flight: the lease that each uses, and the entries that a store is writing.
+# Transfers in flight: the lease that each uses, and the entries that a store writes.
 #
-# Always true: a transfer id is used once at a time in its session; every transfer counts in its
-# lease's `num_copies`, and for its owner, see `FairBound`.
+# Always true: a session never uses a transfer id twice at the same time. Every transfer counts in
+# its lease's `num_copies`, and for its owner, see `FairBound`.
 
 
 @dataclass(slots=True)
@@ -356,10 +362,12 @@ class LoadTransfer:
 
 @dataclass(slots=True)
 class StoreTransfer:
-    """A store of one shard; `lease` is None if no block was reserved.
+    """A store of one shard.
 
-    Per run: its group, the entries that are written, their positions, results so far, the depth of
-    its first block. `pins`: for what the blocks are pinned that the store makes ready.
+    lease: None if no block was reserved.
+    pins: pins the blocks that the store makes ready; None if they are not pinned.
+    groups, entries, positions, results, depths: for each run its group, the entries that are
+        written, their positions, the results so far, and the depth of its first block.
     """
 
     session_number: int
@@ -382,7 +390,7 @@ class StoreTransfer:
         results: NDArray[np.uint8],
         depth: int,
     ) -> None:
-        """Adds the next run in the order of the call."""
+        """Adds the next run, in the order of the call."""
         self.depths.append(depth)
         self.groups.append(group_index)
         self.entries.append(entries)
@@ -407,7 +415,7 @@ class TransferBook:
         return f"TransferBook({len(self._transfers)} transfers)"
 
     def check_new(self, session_number: int, transfer_id: str, owner: str) -> None:
-        """Raises unless the owner may start a transfer with this id."""
+        """Raises HotKVError unless the owner may start a transfer with this id."""
         if not transfer_id:
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -424,22 +432,22 @@ class TransferBook:
             )
 
     def add(self, transfer: Transfer) -> None:
-        """Takes a transfer in, and counts it for its owner."""
+        """Adds a transfer and counts it for its owner."""
         self._transfers[transfer.session_number, transfer.transfer_id] = transfer
         self.bound.take(transfer.owner, 1)
 
     def pop(self, session_number: int, transfer_id: str) -> Transfer:
-        """Forgets a transfer that has ended; returns it."""
+        """Removes a transfer that has ended and returns it."""
         transfer = self._transfers.pop((session_number, transfer_id))
         self.bound.give(transfer.owner, 1)
         return transfer
 
     def of_session(self, session_number: int) -> list[Transfer]:
-        """Transfers of a session."""
+        """Returns the transfers of a session."""
         return [t for t in self._transfers.values() if t.session_number == session_number]
 
     def count(self, lease: Lease) -> int:
-        """How many transfers use a lease."""
+        """Returns how many transfers use a lease."""
         return sum(t.lease is lease for t in self._transfers.values())
 
     def check_invariants(self) -> None:
@@ -447,7 +455,7 @@ class TransferBook:
         self.bound.check(Counter(transfer.owner for transfer in self._transfers.values()))
 
     def entries_being_written(self, lease: WriteLease | None, shard_index: int) -> Entries:
-        """Entries of this lease whose shard is being copied right now."""
+        """Returns the entries of this lease whose shard is being copied."""
         busy = [
             entries
             for t in self._transfers.values()

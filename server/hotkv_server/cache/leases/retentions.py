@@ -1,9 +1,9 @@
-"""Retention pins: entries that requests asked to keep for a time, pinned until it is over.
+"""Retention pins: entries that requests asked to retain, pinned until a given time.
 
-Always true: an entry is held once, until the latest time that was asked for; a held entry has
-exactly one pin from here; held bytes never exceed the budget, nor a tenant's held bytes its share
-of it; an entry that does not fit is not held. Holds belong to nobody: they outlive the session that
-asked.
+Always true: an entry has at most one hold, which lasts until the latest time requested. A held
+entry has exactly one pin from here. Held bytes never exceed the budget, nor a tenant's held bytes
+its share of the budget. An entry that does not fit is not held. A hold has no owner: it outlives
+the session that requested it.
 """
 
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import Entries
 
 PART_ENTRIES = 1 << 18
-"""Entries that one part looks at: a millisecond or two."""
+"""Entries that one part examines: a millisecond or two."""
 
 
 class RetentionPins:
-    """End of each entry's hold: float64 by entry number, seconds of `now_s`, 0 for none. No hold
-    ends before `_next_end_s`."""
+    """Holds on entries. `_until_s`: end of each entry's hold by entry number, float64 seconds of
+    `now_s`; 0 for none. No hold ends before `_next_end_s`."""
 
     def __init__(
         self, index: BlockIndex, tenants: TenantBook, share: float, budget: PinBudget | None = None
@@ -30,12 +30,12 @@ class RetentionPins:
         self._index = index
         self._tenants = tenants
         self._share = share
-        # Memory comes with the first hold of an entry nearby.
+        # A page gets memory with the first hold of an entry on it.
         self._until_s = np.zeros(index.capacity + 1, np.float64)
         self._num_held = 0
         self._bytes_of: dict[int, int] = {}
         self._next_end_s = np.inf
-        # As `_next_end_s`, of holds that began since `expire` did.
+        # As `_next_end_s`, for holds that began after `expire` did.
         self._next_new_end_s = np.inf
 
     @property
@@ -45,7 +45,8 @@ class RetentionPins:
 
     @property
     def budget_bytes(self) -> int:
-        """Most bytes that may be held: a share of the arena as far as it has memory. Only grows."""
+        """Most bytes that may be held: a share of the part of the arena that has memory. Only
+        grows."""
         return int(self._share * self._tenants.capacity_bytes)
 
     def __len__(self) -> int:
@@ -55,8 +56,8 @@ class RetentionPins:
         return f"RetentionPins({len(self)} entries, {self.held_bytes}/{self.budget_bytes} B)"
 
     def hold(self, entries: Entries, until_s: float) -> int:
-        """Holds ready entries of one tenant until then, from the first on as far as the budget
-        goes; returns how many of them are held."""
+        """Holds ready entries of one tenant until `until_s`, in order, as far as the budget allows.
+        Returns how many of them are held."""
         entries = each_once(entries)
         is_known = self._until_s[entries] > 0
         known, fresh = entries[is_known], entries[~is_known]
@@ -79,7 +80,7 @@ class RetentionPins:
         self._bytes_of[tenant] = self._bytes_of.get(tenant, 0) + num_bytes
 
     def _tenant(self, entries: Entries) -> int:
-        """The tenant of the first entry; all are of one."""
+        """Returns the tenant of the first entry; all entries have the same tenant."""
         return (
             int(self._tenants.of(self._index.key_spaces(entries[:1]))[0])
             if self._tenants.is_used
@@ -87,7 +88,7 @@ class RetentionPins:
         )
 
     def _room_bytes(self, fresh: Entries) -> int:
-        """Bytes that may still be held for the tenant of these entries."""
+        """Returns the bytes that may still be held for the tenant of these entries."""
         room_bytes = min(self.budget_bytes - self.held_bytes, self._budget.for_others)
         if not self._tenants.is_used or not len(fresh):
             return room_bytes
@@ -96,7 +97,7 @@ class RetentionPins:
         return min(room_bytes, max(0, bound - self._bytes_of.get(tenant, 0)))
 
     def expire(self, now_s: float) -> Iterator[None]:
-        """Ends holds whose time is over, in parts: anything else may be called between two."""
+        """Ends expired holds, in parts. Any other method may be called between two parts."""
         if now_s < self._next_end_s:
             return
         soonest_s, self._next_new_end_s = np.inf, np.inf
@@ -129,7 +130,7 @@ class RetentionPins:
             self._count(tenant, -int(np.count_nonzero(mine)), -int(sizes[mine].sum()))
 
     def entries(self) -> Entries:
-        """All held entries, in rising order. Linear in capacity."""
+        """Returns all held entries in rising order. Linear in capacity."""
         return np.flatnonzero(self._until_s).astype(np.uint32)
 
     def check_invariants(self) -> None:

@@ -1,1 +1,1 @@
-"""Entries: the index, its shared table, and what is known of each block. Pure."""
+"""Entries: the index, its shared table, and the server's data about each block. Pure."""

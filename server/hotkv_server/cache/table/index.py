@@ -1,9 +1,9 @@
-"""Entries by key: the one writer of the shared block table, what the server alone knows of each
-entry, and how entries are linked with each other.
+"""Entries by key: the writer of the shared block table, the server's own data about each entry, and
+links between entries.
 
-Always true: an entry number is free, reserved, ready or detached; a key has at most one entry that
-is reserved or ready; only ready entries can be found by readers. Entries are rows of arrays, never
-Python objects. Nothing here evicts or allocates slots.
+Always true: an entry number is free, reserved, ready or detached. A key has at most one reserved or
+ready entry. Readers can find only ready entries. Entries are rows of arrays, never Python objects.
+This module neither evicts entries nor allocates slots.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +20,16 @@ Keys = NDArray[np.uint64]
 
 
 class BlockIndex:
-    """Entries by key. `num_entries`: those that are not free, at most `limit`: so many records have
-    memory. `num_unpins`: calls that gave pins back.
+    """Entries by key.
 
-    `unverified`, by entry number: its bytes must be compared with its check value before they are
-    loaded. It came back from an old table, or it did not agree and a lease keeps it. `_salts`
-    [group, row of the key space]: mixed into hashes.
+    num_entries: entries that are not free; at most `limit`.
+    limit: number of records that have memory.
+    num_unpins: calls that released pins.
+    unverified: by entry number, True if the bytes must be compared with the check value before a
+        load. The entry came from an old table, or its bytes did not match and a lease still pins
+        it.
+
+    `_salts` [group, row of the key space]: salts mixed into hashes.
     """
 
     def __init__(self, block_table: BlockTable) -> None:
@@ -36,20 +40,21 @@ class BlockIndex:
         self.num_entries = self.num_unpins = 0
         self.limit = self.capacity
         self._num_backed = 0
-        # Free numbers: a chain through the records' offsets from `_free_head`, 0 for none, and all
-        # from `_next_unused` on.
+        # Free numbers are linked through their records' offsets, from `_free_head` (0: none). All
+        # numbers from `_next_unused` on are free too.
         self._free_head = 0
         self._next_unused = 1
-        # Untouched pages of it take no memory: a group that some key space has takes 64 KiB,
+        # Untouched pages use no memory. Each group index that some key space uses costs 64 KiB,
         # however many key spaces come and go.
         self._salts = np.zeros((MAX_GROUPS + MAX_REPRESENTATIONS, KEY_SPACE_ROWS), np.uint64)
         self._kernels = native.require("hotkv_server.cache.table.kernels")
 
     def back(self, num_entries: int) -> None:
-        """So many entries have memory in the table now, no fewer than are in use; until the first
-        call all have."""
+        """Sets how many entries of the table have memory. Must not be less than the entries in use.
+        Before the first call, all entries have memory."""
         assert num_entries >= self.num_entries, "entries in use have lost their memory"
-        # Pages of the pins come now, a few at a time, and not with the first lease of many blocks.
+        # Touch the pages of the pins now, a few at a time, rather than all with the first large
+        # lease.
         self.pins[self._num_backed + 1 : num_entries + 1] += np.uint32(0)
         self.limit, self._num_backed = num_entries, max(num_entries, self._num_backed)
 
@@ -57,21 +62,22 @@ class BlockIndex:
         return f"BlockIndex({self.num_entries}/{self.capacity} entries)"
 
     def add_key_space(self, key_space_id: int, salts: list[int], first_group: int = 0) -> None:
-        """Declares salts of a key space's groups, from `first_group` on."""
+        """Registers the salts of a key space's groups, from `first_group` on."""
         self._salts[first_group : first_group + len(salts), key_space_id % KEY_SPACE_ROWS] = salts
 
     def _salt(self, key_space_id: int, group_index: int) -> int:
         return int(self._salts[group_index, key_space_id % KEY_SPACE_ROWS])
 
     def find(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
-        """Entry words [n]: 0 for a miss, high bit set while reserved. `hashes`: [n, 8] words."""
+        """Returns entry words [n]: 0 for a miss, high bit set while reserved. `hashes`: words [n,
+        8]."""
         return self.table.find(
             hashes, self._salt(key_space_id, group_index), key_space_id, group_index
         )[0]
 
     def probe(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
-        """Entry words [n] by tag alone, as readers of the table see them. Faster than `find`, and
-        a hint."""
+        """Returns entry words [n] by tag alone, as readers of the table see them. Faster than
+        `find`, but only a hint."""
         return self.table.probe(hashes.view(np.uint64)[:, 0], self._salt(key_space_id, group_index))
 
     def insert(
@@ -84,8 +90,8 @@ class BlockIndex:
         depths: Int64s,
         lease_number: int,
     ) -> Entries:
-        """Adds reserved entries for keys that are not in the index; from the first on, until the
-        index is full."""
+        """Adds reserved entries for keys that are not in the index, in order, until the index is
+        full. Returns their numbers."""
         count = min(len(hashes), self.limit - self.num_entries)
         entries = np.empty(count, np.uint32)
         fitted, self._free_head, self._next_unused = self._kernels.insert(
@@ -107,33 +113,35 @@ class BlockIndex:
         return entries[:fitted]
 
     def owners(self, entries: Entries) -> NDArray[np.uint32]:
-        """Number of the write lease of each reserved entry; meaningless for others."""
+        """Returns the number of each reserved entry's write lease or move. Meaningless for entries
+        in other states."""
         owners: NDArray[np.uint32] = self.table.records[entries, table.W_CHECK]
         return owners
 
     def mark_written(self, entries: Entries, mark: int) -> NDArray[np.uint32]:
-        """Adds `mark` to the shard masks of reserved entries and returns the masks, which are the
+        """Adds `mark` to the shard masks of reserved entries and returns the masks. The mask is the
         upper half of the check value."""
         masks = np.empty(len(entries), np.uint32)
         self._kernels.mark_written(self.table.records, entries, mark, masks)
         return masks
 
     def publish(self, entries: Entries, keys: Keys, checks: NDArray[np.uint64]) -> None:
-        """Makes reserved entries ready: every reader finds them now. `keys`: of `mixed`."""
+        """Makes reserved entries ready: every reader finds them from here on. `keys`: of
+        `mixed`."""
         done = int(
             self._kernels.publish(self.table.buckets, self.table.records, keys, entries, checks)
         )
         assert done == len(entries), "published an entry that is not in the table"
 
     def remove(self, entries: Entries, keys: Keys) -> list[Words]:
-        """Removes reserved or ready entries and frees their numbers; returns their records, in
-        `parts`."""
+        """Removes reserved or ready entries and frees their numbers. Returns their records, split
+        by `parts`."""
         rows = self._unlink(entries, keys)
         self._release(entries)
         return self.parts(rows)
 
     def parts(self, rows: Words) -> list[Words]:
-        """Splits records [n, 18] into parts of one key space, group and slot size."""
+        """Splits records [n, 18] into parts with the same key space, group and slot size."""
         if not len(rows) or self._kernels.is_uniform(rows):
             return [rows] if len(rows) else []
         owners = rows[:, [table.W_KEY_SPACE, table.W_GROUP_STATE, table.W_SIZE]] & np.array(
@@ -143,8 +151,8 @@ class BlockIndex:
         return [np.ascontiguousarray(rows[part_of == part]) for part in range(part_of.max() + 1)]
 
     def detach(self, entries: Entries) -> None:
-        """Takes ready or reserved entries out of the table; their numbers and slots stay taken
-        until `remove_detached`."""
+        """Removes ready or reserved entries from the table. They keep their numbers and slots until
+        `remove_detached`."""
         self._unlink(entries, self.mixed(entries), table.STATE_DETACHED)
         self.table.records[entries, table.W_REPRESENTATION] = 0
 
@@ -172,7 +180,7 @@ class BlockIndex:
         self.num_entries -= len(entries)
 
     def pin(self, entries: Entries, change: int) -> None:
-        """Adds `change` (1 or -1) to the pins of entries; an entry listed twice counts twice."""
+        """Adds `change` (1 or -1) to the pins of entries. An entry listed twice counts twice."""
         if not len(entries):
             return
         self.num_unpins += change < 0
@@ -180,7 +188,8 @@ class BlockIndex:
         assert good, "pin given back twice"
 
     def evictable(self, entries: Entries, slot_bytes: int = 0) -> NDArray[np.bool_]:
-        """Which entries [n] are ready and not pinned, and of this slot size if one is given."""
+        """Returns which entries [n] are ready and not pinned. If `slot_bytes` is given, they must
+        also have that slot size."""
         out = np.empty(len(entries), np.bool_)
         self._kernels.evictable(
             self.table.records, self.pins, entries, slot_bytes // SLOT_ALIGN, out
@@ -188,43 +197,43 @@ class BlockIndex:
         return out
 
     def offsets(self, entries: Entries) -> Int64s:
-        """Slot offsets in bytes."""
+        """Returns slot offsets in bytes."""
         offsets: Int64s = self.table.records[entries, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
         return offsets
 
     def slot_bytes(self, entries: Entries) -> Int64s:
-        """Slot sizes in bytes, rounded up to SLOT_ALIGN."""
+        """Returns slot sizes in bytes, rounded up to SLOT_ALIGN."""
         sizes: Int64s = self.table.records[entries, table.W_SIZE].astype(np.int64) * SLOT_ALIGN
         return sizes
 
     def depths(self, entries: Entries) -> Int64s:
-        """Blocks that are before each in its sequence."""
+        """Returns how many blocks precede each entry in its sequence."""
         depths: Int64s = self.table.records[entries, table.W_DEPTH].astype(np.int64)
         return depths
 
     def checks(self, entries: Entries) -> NDArray[np.uint64]:
-        """Check values of ready entries; 0 for none."""
+        """Returns the check values of ready entries; 0 if an entry has none."""
         words = np.ascontiguousarray(self.table.records[entries, table.W_CHECK : table.W_CHECK + 2])
         return words.view(np.uint64)[:, 0]
 
     @property
     def num_numbers(self) -> int:
-        """Entry numbers that were ever used are below this."""
+        """All entry numbers that were ever used are below this."""
         return self._next_unused
 
     def states(self, first: int = 0, end: int | None = None) -> NDArray[np.uint32]:
-        """States of the entry numbers from `first` to `end` that were ever used: 0 for a free one,
-        STATE_RESERVED, STATE_READY or STATE_DETACHED."""
+        """Returns the states of the entry numbers from `first` to `end` that were ever used: 0
+        (free), STATE_RESERVED, STATE_READY or STATE_DETACHED."""
         upto = self._next_unused if end is None else min(end, self._next_unused)
         return self.table.records[first:upto, table.W_GROUP_STATE] >> np.uint32(16)
 
     def is_ready(self, entries: Entries) -> NDArray[np.bool_]:
-        """Which entries [n] are ready."""
+        """Returns which entries [n] are ready."""
         ready: NDArray[np.bool_] = self._states_of(entries) == table.STATE_READY
         return ready
 
     def can_be_read(self, entries: Entries) -> NDArray[np.bool_]:
-        """Which entries [n] are ready or detached: their slots hold whole blocks."""
+        """Returns which entries [n] are ready or detached: their slots hold whole blocks."""
         return np.isin(self._states_of(entries), (table.STATE_READY, table.STATE_DETACHED))
 
     def _states_of(self, entries: Entries) -> NDArray[np.uint32]:
@@ -234,7 +243,8 @@ class BlockIndex:
     def ready_blocks(
         self, key_space_id: int = 0, first: int = 0, end: int | None = None
     ) -> Entries:
-        """Ready entries from `first` to `end` that are blocks, of one key space if given."""
+        """Returns the ready entries from `first` to `end` that are blocks. `key_space_id`: 0 for
+        all key spaces."""
         upto = self._next_unused if end is None else min(end, self._next_unused)
         records = self.table.records[first:upto]
         states = records[:, table.W_GROUP_STATE]
@@ -245,7 +255,7 @@ class BlockIndex:
         return (first + np.flatnonzero(mask)).astype(np.uint32)
 
     def keys(self, entries: Entries) -> tuple[NDArray[np.uint32], NDArray[np.uint32], Words]:
-        """Key space ids [n], group indices [n] and hash words [n, 8] of entries."""
+        """Returns key space ids [n], group indices [n] and hash words [n, 8] of entries."""
         rows = self.table.records[entries]
         return (
             rows[:, table.W_KEY_SPACE],
@@ -254,18 +264,19 @@ class BlockIndex:
         )
 
     def key_spaces(self, entries: Entries) -> NDArray[np.uint32]:
-        """Key space ids [n] of entries."""
+        """Returns the key space ids [n] of entries."""
         key_spaces: NDArray[np.uint32] = self.table.records[entries, table.W_KEY_SPACE]
         return key_spaces
 
     def mixed(self, entries: Entries) -> Keys:
-        """Keys of entries, uint64 [n]: hash mixed with key space and group, as in the table."""
+        """Returns the keys of entries, uint64 [n]: the hash mixed with key space and group, as in
+        the table."""
         out = np.empty(len(entries), np.uint64)
         self._kernels.mixed_keys(self.table.records, self._salts, entries, out)
         return out
 
     def mixed_hashes(self, key_space_id: int, group_index: int, hashes: Words) -> Keys:
-        """As `mixed`, from hashes [n, 8] that need not be in the index."""
+        """Returns the keys as `mixed` does, for hashes [n, 8] that need not be in the index."""
         return table.mix(hashes, self._salt(key_space_id, group_index))
 
     def check_invariants(self) -> None:
@@ -275,8 +286,8 @@ class BlockIndex:
 
 
 def _check_numbers(index: BlockIndex, states: NDArray[np.uint32]) -> None:
-    """Raises AssertionError unless the chain of free numbers has exactly the entries that are free,
-    unused as they must be."""
+    """Raises AssertionError unless the list of free numbers contains exactly the free entries,
+    unpinned and not marked unverified."""
     free: list[int] = []
     number = index._free_head
     while number and len(free) <= index.capacity:
@@ -294,7 +305,7 @@ def _check_numbers(index: BlockIndex, states: NDArray[np.uint32]) -> None:
 
 
 def _check_buckets(index: BlockIndex, states: NDArray[np.uint32]) -> None:
-    """Raises AssertionError unless buckets name exactly the entries that are reserved or ready."""
+    """Raises AssertionError unless the buckets contain exactly the reserved and ready entries."""
     buckets = index.table.buckets
     words = buckets[:, table.ENTRIES :].reshape(-1)
     linked = words[words != 0]
@@ -317,15 +328,15 @@ def _check_buckets(index: BlockIndex, states: NDArray[np.uint32]) -> None:
     assert np.array_equal(overflow, buckets[:, table.OVERFLOW]), "overflow counts are wrong"
 
 
-# Chains: which entry comes before each block in the prompts that it was stored for.
+# Chains: which entry precedes each block in the prompts that it was stored for.
 #
 # Owns the parent words of records. Always true: a link is a hint. The entry that it names may be
-# removed and its number given to another, so a link holds only if that entry is ready, of the same
-# key space and group, and one block less deep.
+# removed and its number reused. So a link holds only if that entry is ready, has the same key space
+# and group, and is one block less deep.
 
 
 class Chains:
-    """Links between the entries of one index."""
+    """Links between the entries of an index."""
 
     def __init__(self, index: BlockIndex) -> None:
         self._index = index
@@ -336,17 +347,17 @@ class Chains:
         return f"Chains({self._index!r})"
 
     def set_parents(self, entries: Entries, parents: Entries) -> None:
-        """Notes the entry before each reserved one, 0 for none."""
+        """Sets the entry before each of `entries`; 0 for none."""
         self._records[entries, table.W_PARENT] = parents
 
     def link(
         self, key_space_id: int, group_index: int, words: Entries, parent: Words | None
     ) -> None:
-        """Notes which entry comes before each of a chain. `words` [n]: entry words, 0 for none;
-        `parent` [8]: the hash before the first.
+        """Links the entries of a chain, each with the entry before it. Also links entries that
+        existed before this call: the block before them may have returned under another number.
 
-        Entries that were there already are linked too: the block before them may have come back
-        under another number.
+        words: entry words [n]; 0 for a block without an entry.
+        parent: the hash [8] before the first block; None at the root.
         """
         first = np.uint32(0)
         if parent is not None:
@@ -357,8 +368,9 @@ class Chains:
     def ending_with(
         self, key_space_id: int, group_index: int, last: Words | None, most: int
     ) -> Entries:
-        """Ready blocks of the chain that ends with the hash `last` [8], as far as they are linked;
-        none if that block is not ready."""
+        """Returns the ready blocks of the chain that ends with the hash `last` [8], as far as links
+        hold: at most `most` blocks and the last. Returns no blocks if the last block is not
+        ready."""
         if last is None:
             return np.empty(0, np.uint32)
         end = self._index.find(key_space_id, group_index, last.reshape(1, 8))
@@ -367,36 +379,36 @@ class Chains:
         return np.append(self.ancestors(int(end[0]), most), end)
 
     def ancestors(self, entry: int, most: int) -> Entries:
-        """Ready entries before this one, from the farthest to the nearest, as far as links
-        hold."""
+        """Returns the ready entries before this entry as far as links hold, from the farthest to
+        the nearest. At most `most`."""
         nearest_first = np.empty(most, np.uint32)
         count = int(self._kernels.ancestors(self._records, entry, nearest_first))
         return nearest_first[:count][::-1].copy()
 
 
-# Representations in the index: entries of their own, each with a slot of its own size, linked with
-# the block that it belongs to.
+# Representations in the index: separate entries with slots of a separate size, each linked with its
+# block.
 #
-# Always true: a ready representation and one ready block of the same key space and hash name each
-# other; a block has at most one, the version stored last. The eviction policy does not know
-# representations, and no notice tells of them: they are removed with their block, or for another
-# version. One is removed alone only if a block needs its room: when its slab is lent to another
-# slot size, or nothing else of its size may be evicted. A pinned one that is removed can't be
-# found any more, and keeps its slot until its last reader is done.
+# Always true: a ready representation and a ready block of the same key space and hash name each
+# other. A block has at most one representation, the version stored last. The eviction policy does
+# not see representations, and no notice reports them. A representation is removed with its block,
+# or when a new version replaces it. It is removed alone only if a block needs its room: its slab is
+# lent to another slot size, or no other entry of its size may be evicted. A pinned representation
+# that is removed can't be found any more; it keeps its slot until its last pin is released.
 
 
 FreeSlots = Callable[[list[Words]], None]
-"""Frees the slots of removed records, in parts of one slot size."""
+"""Frees the slots of removed records, given in parts with the same slot size."""
 
 
 def blocks_first(groups: list[int]) -> list[int]:
-    """Places of groups, those of representations last."""
+    """Returns the places of groups, with blocks before representations."""
     return sorted(range(len(groups)), key=lambda at: groups[at] >= MAX_GROUPS)
 
 
 class Representations:
-    """Representations of one index. `declared`: False as long as there can be none, so that a
-    server without any pays nothing."""
+    """Representations in one index. `declared`: False until a kind is declared, so that a server
+    without representations skips their cost."""
 
     def __init__(self, index: BlockIndex, free_slots: FreeSlots) -> None:
         self.declared = False
@@ -408,12 +420,12 @@ class Representations:
         return f"Representations({len(self.ready())} ready)"
 
     def declare(self, key_space_id: int, group_index: int, salt: int) -> None:
-        """Makes room for representations of one kind."""
+        """Registers a kind of representation."""
         self._index.add_key_space(key_space_id, [salt], group_index)
         self.declared = True
 
     def among(self, entries: Entries) -> NDArray[np.bool_]:
-        """Which of the entries [n] are representations."""
+        """Returns which of the entries [n] are representations."""
         if not self.declared:
             return np.zeros(len(entries), np.bool_)
         are: NDArray[np.bool_] = (
@@ -422,41 +434,41 @@ class Representations:
         return are
 
     def ready(self) -> Entries:
-        """All representations that are ready. Linear in capacity."""
+        """Returns all representations that are ready. Linear in capacity."""
         entries = np.flatnonzero(self._index.states() == table.STATE_READY).astype(np.uint32)
         return entries[self.among(entries)]
 
     def of(self, entries: Entries) -> Entries:
-        """The representation of each ready block [n], 0 for none."""
+        """Returns the representation of each ready block [n]; 0 if it has none."""
         linked: Entries = self._records[entries, table.W_REPRESENTATION]
         return linked
 
     def bytes_with(self, entries: Entries) -> Int64s:
-        """Slot bytes [n] that are freed with each entry: its own, and for a block those of its
-        representation."""
+        """Returns the slot bytes [n] that removing each entry frees: its own slot, and for a block
+        also its representation's."""
         sizes = self._index.slot_bytes(entries)
         if self.declared:
             sizes += np.where(self.among(entries), 0, self._index.slot_bytes(self.of(entries)))
         return sizes
 
     def blocks_of(self, entries: Entries) -> Entries:
-        """Per entry [n] the block whose heat counts for it: that of a ready representation, else
-        the entry itself."""
+        """Returns for each entry [n] the block whose heat counts for it: the block of a ready
+        representation, else the entry itself."""
         if not self.declared:
             return entries
         blocks = self._records[entries, table.W_REPRESENTATION]
         return np.where(self.among(entries) & (blocks != 0), blocks, entries)
 
     def linked(self, entries: Entries) -> NDArray[np.bool_]:
-        """Which of the entries [n] are representations of a block that is ready."""
+        """Returns which of the entries [n] are representations of a ready block."""
         are: NDArray[np.bool_] = self.among(entries) & (
             self._records[entries, table.W_REPRESENTATION] != 0
         )
         return are
 
     def publish(self, entries: Entries, blocks: Entries, checks: Keys | None = None) -> None:
-        """Makes reserved representations ready, each for a ready block, in place of the former one.
-        `checks`: as in `Space.publish`."""
+        """Makes reserved representations ready, each for a ready block, and removes the former
+        ones. `checks`: as in `Space.publish`."""
         former = self.of(blocks)
         self._remove(former[former != 0])
         self._index.publish(
@@ -468,7 +480,7 @@ class Representations:
         self._records[entries, table.W_REPRESENTATION] = blocks
 
     def follow(self, parts: Sequence[Words]) -> None:
-        """Removes the representations of blocks that were removed, given the blocks' records."""
+        """Removes the representations of removed blocks, given the blocks' records."""
         for rows in parts if self.declared else ():
             linked = rows[:, table.W_REPRESENTATION]
             self._remove(linked[linked != 0])
