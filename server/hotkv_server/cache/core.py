@@ -1,12 +1,12 @@
 """The core: sessions, key spaces, leases and transfers over one space of slots.
 
-Every method is a decision: it checks its arguments, changes the books and returns a result; what
-others must be told is in `take_effects`. A call that raises has changed nothing. No clock, no I/O,
-no locks: one owner calls it, with `now_s`.
+Every method is a decision: it checks its arguments, changes the books and returns a result. Notices
+for other parties wait in `take_effects`. A call that raises has changed nothing. No clock, no I/O,
+no locks: a single owner calls it and passes `now_s`.
 
-Always true: an acknowledged block is found by the very next lookup; a pinned slot is never evicted,
-and when its block is flushed it stays as it is; a lease that ends during a copy keeps its slots
-until the copy ends; a block becomes ready only when every shard is written.
+Always true: the very next lookup finds an acknowledged block. A pinned slot is never evicted; if
+its block is flushed, its bytes stay unchanged. A lease that ends during a copy keeps its slots
+until the copy ends. A block becomes ready only when every shard is written.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,15 +46,15 @@ from hotkv_server.cache.values import (
 from hotkv_server.integrity.check_values import Sums
 
 LEASED_BLOCKS = 1 << 16
-"""Blocks that the leases of one part list, unless a single one lists more."""
+"""Most blocks that the leases of one part list, unless a single lease lists more."""
 LEASE_BLOCKS = 1 << 10
-"""Blocks that a lease counts as, besides those that it lists."""
+"""Work of ending a lease, in blocks, in addition to the blocks that it lists."""
 BLOCKS = 1 << 12
 SCANNED_ENTRIES = 1 << 17
 
 
 class CacheCore(CacheBooks):
-    """A node's cache: the books, and what acts on them. See the module for its rules."""
+    """A node's cache: the books and the operations on them. See the module for its rules."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class CacheCore(CacheBooks):
 
     @property
     def draining(self) -> bool:
-        """True while nothing new begins."""
+        """True while nothing new may begin."""
         return self.sessions.draining
 
     @draining.setter
@@ -95,12 +95,13 @@ class CacheCore(CacheBooks):
         now_s: float,
         representations: tuple[Representation, ...] = (),
     ) -> SessionRecord:
-        """Opens a session; its key space and representations are registered on first sight."""
+        """Opens a session. Registers its key space and representations when they are seen first."""
         self.space.removal.now_s = now_s
         return self.sessions.open(engine_id, role, key_space, now_s, representations)
 
     def close_session(self, number: int, now_s: float) -> None:
-        """Ends a session whose transfers have ended, and its leases; none if it is unknown."""
+        """Ends a session and its leases. Does nothing if the session is unknown. Its transfers must
+        have ended."""
         if number not in self.sessions:
             return
         assert not self.transfers.of_session(number), "session closed with transfers in flight"
@@ -113,17 +114,17 @@ class CacheCore(CacheBooks):
 
     @property
     def key_spaces(self) -> dict[int, KeySpaceRecord]:
-        """Those that are known, by number."""
+        """The known key spaces, by number."""
         return self.catalog.records
 
     def key_space(self, number: int) -> KeySpace:
-        """The key space with this number. Raises UNKNOWN_KEY_SPACE."""
+        """Returns the key space with this number. Raises UNKNOWN_KEY_SPACE."""
         return self.catalog.record(number).key_space
 
     # Lookup and uses
 
     def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Which blocks are ready, one mask a list. A hint: nothing is pinned or touched."""
+        """Returns which blocks are ready, one mask per list. A hint: pins and touches nothing."""
         return self._uses.lookup(key_space_id, groups)
 
     def touch(
@@ -133,7 +134,7 @@ class CacheCore(CacheBooks):
         now_s: float,
         retention: Retention = NO_RETENTION,
     ) -> None:
-        """Notes that the engine used these blocks from its own device cache; keeps them as
+        """Records that the engine used these blocks from its device cache. Retains them as
         `retention` asks."""
         self._uses.touch(self.sessions.record(session_number), groups, now_s, retention)
 
@@ -142,18 +143,20 @@ class CacheCore(CacheBooks):
     def acquire(
         self, session_number: int, lease_id: str, groups: list[HashList], ttl_s: float, now_s: float
     ) -> LeaseGrant:
-        """Pins those blocks that are ready. The same call again returns the same grant; the id with
-        other blocks is refused."""
+        """Pins those of the blocks that are ready. Repeating the call returns the same grant.
+        Raises DUPLICATE_ID if the id was used for other blocks."""
         session = self.sessions.record(session_number)
         return self._read_leases.acquire(session, lease_id, groups, ttl_s, now_s)
 
     def slot_offsets(self, session_number: int, lease_id: str) -> tuple[Int64s, ...]:
-        """Slot offsets of the blocks of a read lease, which stay while it lasts: one array a group
-        in the order asked, -1 for a block that is not pinned or not verified."""
+        """Returns the slot offsets of the blocks of a read lease, which stay valid while it lasts.
+        One array per group in the order of the call; -1 for a block that is not pinned or not
+        verified."""
         return self._read_leases.slot_offsets(self.sessions.record(session_number), lease_id)
 
     def make_room_above(self, key_space_id: int, runs: Sequence[Run]) -> Iterator[None]:
-        """Makes room for blocks that are about to come up from a tier. What the runs name stays."""
+        """Makes room in host memory for blocks that are about to be promoted. Evicts no block that
+        the runs name."""
         return self._reservations.room_for(key_space_id, runs)
 
     def reserve(
@@ -166,12 +169,15 @@ class CacheCore(CacheBooks):
         retention: Retention = NO_RETENTION,
     ) -> Parts[Reservation]:
         """Makes room, in parts, then reserves slots for blocks that are neither ready nor in
-        flight, as far as there is room. The first call under a lease id decides; later ones join.
+        flight, as far as there is room.
 
-        A call that joins and names blocks that the first did not is refused. A representation is
-        reserved if its block is ready or reserved under this lease; whatever the order of runs,
-        blocks come first. `retention`: of the first call; holds for blocks that are ready at once,
-        for others when they become so.
+        The first call under a lease id decides which blocks the lease owns; later calls join it. A
+        call that joins and names other blocks is refused. Blocks are reserved before
+        representations, whatever the order of runs. A representation is reserved only if its block
+        is ready or reserved under this lease.
+
+        retention: the first call's applies. It takes effect at once for blocks that are ready, and
+            for other blocks when they become ready.
         """
         session = self.sessions.record(session_number)
         asked = yield from self._reservations.make_room(session, lease_id, runs, now_s, retention)
@@ -179,7 +185,8 @@ class CacheCore(CacheBooks):
         return self._reservations.reserve(session, lease_id, asked, ttl_s, now_s, retention)
 
     def release(self, session_number: int, lease_id: str) -> bool:
-        """Ends a lease; during copies it takes effect when they end. False if there is none."""
+        """Ends a lease; if copies are running, it ends when they end. Returns False if there is no
+        such lease."""
         session = self.sessions.record(session_number)
         lease = self.leases.get(session.engine_id, lease_id)
         if lease is None:
@@ -189,7 +196,7 @@ class CacheCore(CacheBooks):
         return True
 
     def end_lease(self, lease: Lease) -> None:
-        """Ends a lease that is in the book; during copies it takes effect when they end."""
+        """Ends a lease that is in the book. If copies are running, it ends when they end."""
         if isinstance(lease, ReadLease):
             self._read_leases.end(lease)
         else:
@@ -200,12 +207,12 @@ class CacheCore(CacheBooks):
     def begin_load(
         self, session_number: int, transfer_id: str, lease_id: str, runs: list[LoadPositions]
     ) -> list[SlotRun]:
-        """Starts a load under a read lease; returns the slots to copy from."""
+        """Starts a load under a read lease. Returns the slots to copy from."""
         session = self.sessions.record(session_number)
         return self._loads.begin(session, transfer_id, lease_id, runs)
 
     def end_load(self, session_number: int, transfer_id: str, succeeded: bool) -> None:
-        """The copy of a load has ended and touches nothing any more."""
+        """Ends a load after its copy has finished."""
         self._loads.end(session_number, transfer_id, succeeded)
 
     def begin_store(
@@ -219,9 +226,12 @@ class CacheCore(CacheBooks):
         now_s: float,
         options: StoreOptions = NO_OPTIONS,
     ) -> Parts[list[SlotRun]]:
-        """Makes room, in parts, then starts a store and reserves its blocks; returns the slots to
-        copy to. Who pins for the residency that the options name pins what is ready and verified
-        now, and what this store makes ready."""
+        """Makes room, in parts, then starts a store and reserves its blocks. Returns the slots to
+        copy to.
+
+        If `options` names a residency, its pinner pins the blocks that are ready and verified now,
+        and the blocks that this store makes ready.
+        """
         session = self.sessions.record(session_number)
         retention, residency_id = options.retention, options.residency_id
         pins = self._store_pins(session, residency_id)
@@ -247,22 +257,24 @@ class CacheCore(CacheBooks):
         now_s: float,
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
-        """The copy of a store has ended; publishes the blocks that have every shard written.
-        Returns BlockResult values, one array a run.
+        """Ends a store after its copy has finished. Publishes the blocks that have every shard
+        written. Returns BlockResult values, one array per run.
 
-        A representation whose block is not ready by now is not kept: ABORTED. `sums`: for check
-        values, of the bytes that were copied, one array a run in the order of `begin_store`; or
-        none.
+        A representation whose block is not ready by now is dropped: ABORTED.
+
+        sums: sums of the copied bytes, for check values; one array per run in the order of
+            `begin_store`. May be empty.
         """
         return self._stores.end(session_number, transfer_id, succeeded, now_s, sums)
 
-    # Long work in parts. Each generator does one part a step, and between two steps anything else
-    # may be called. A part takes milliseconds, however large the cache is. Entries and leases that
-    # have changed since the first step are left alone, unless the generator says otherwise.
+    # Long work in parts. Each generator does one part per step; any other method may be called
+    # between two steps. A part runs for milliseconds, however large the cache is. Entries and
+    # leases that have changed since the first step are skipped, unless the generator says
+    # otherwise.
 
     def expire(self, now_s: float) -> Iterator[None]:
-        """Ends leases and holds whose time is up, and the grace of an earlier server's readers;
-        leases with copies in flight end with the copies."""
+        """Ends expired leases and holds, and the grace of an earlier server's readers. A lease with
+        running copies ends when they end."""
         self.space.removal.now_s = now_s
         yield from self.retention_pins.expire(now_s)
         yield from self.grace.expire(now_s, self.is_read)
@@ -273,21 +285,21 @@ class CacheCore(CacheBooks):
             yield
 
     def end_leases(self, session_number: int) -> Iterator[None]:
-        """Ends the leases of a session that is about to be closed and takes no new ones."""
+        """Ends the leases of a session that is about to be closed and acquires no new leases."""
         for part in _portions(self.leases.of_session(session_number)):
             self._end(part)
             yield
 
     def end_pins(self, session_number: int) -> Iterator[None]:
-        """Ends what is pinned for a session that is about to be closed and begins nothing any
-        more."""
+        """Releases the pins of a session that is about to be closed and starts nothing new."""
         for pinner in self.pinners:
             yield from pinner.end(self.sessions.record(session_number))
 
     def use(
         self, session_number: int, hash_list: HashList, now_s: float, retention: Retention
     ) -> Iterator[None]:
-        """As `touch` of one list, with the blocks to keep pinned in parts of their own."""
+        """Records uses as `touch` does, for one list. Pins the blocks to retain in separate
+        parts."""
         self.touch(session_number, [hash_list], now_s, replace(retention, pin=False))
         for start in range(0, len(hash_list.hashes) if retention.pin else 0, BLOCKS):
             yield
@@ -298,7 +310,7 @@ class CacheCore(CacheBooks):
     def evict(
         self, key_space_id: int, group_index: int, hashes: table.Words
     ) -> Iterator[tuple[int, int]]:
-        """Evicts those of the named blocks that are not pinned; yields (dropped, kept) of each
+        """Evicts those of the named blocks that are not pinned. Yields (dropped, kept) for each
         part."""
         index = self.space.index
         named = self._named(key_space_id, group_index, hashes)
@@ -316,10 +328,10 @@ class CacheCore(CacheBooks):
             yield dropped, len(entries) - dropped
 
     def evict_all(self, key_space_id: int) -> Iterator[tuple[int, int]]:
-        """Evicts all blocks of a key space (0: of all) that are there at the first step and not
-        pinned; yields (dropped, kept) of each part.
+        """Evicts all blocks of a key space (0: of all) that exist at the first step and are not
+        pinned. Yields (dropped, kept) for each part.
 
-        A block that is stored meanwhile may be evicted too.
+        May also evict a block that is stored while it runs.
         """
         if key_space_id:
             self.key_space(key_space_id)
@@ -328,12 +340,12 @@ class CacheCore(CacheBooks):
             yield dropped, len(entries) - dropped
 
     def flush(self, key_space_id: int) -> Iterator[int]:
-        """Forgets all blocks of a key space that are there at the first step; yields how many of
-        them were ready, part by part.
+        """Forgets all blocks of a key space that exist at the first step. Yields how many of them
+        were ready, for each part.
 
         After the last step none of them is found again. A block that is reserved at the first step
-        never becomes ready, unless it does so before its lease is aborted: then it is forgotten
-        with the others. A block that is stored meanwhile may be forgotten too.
+        never becomes ready, except before its lease is aborted: then it is forgotten with the other
+        blocks. A block that is stored while this runs may be forgotten too.
         """
         self.key_space(key_space_id)
         writing = [
@@ -341,8 +353,8 @@ class CacheCore(CacheBooks):
             for lease in self.leases.all()
             if isinstance(lease, WriteLease) and lease.key_space_id == key_space_id
         ]
-        # All leases before the first block: a block that becomes ready before its lease is aborted
-        # is found below.
+        # Abort all leases before the first block is removed: the scan below finds a block that
+        # becomes ready before its lease is aborted.
         for part in _portions(writing):
             for lease in part:
                 if (
@@ -357,22 +369,22 @@ class CacheCore(CacheBooks):
                 for _ in one.flush(key_space_id, SCANNED_ENTRIES):
                     yield 0
             for entries in self._ready_blocks(key_space_id):
-                # Pinned ones too: a block can still be loaded under the lease that was promised it.
+                # Pinned blocks too: they can still be loaded under the leases that pin them.
                 self.retention_pins.let_go(entries)
                 self.space.removal.flush(entries)
                 self.counters.flushed_blocks += len(entries)
                 yield len(entries)
 
     def _named(self, key_space_id: int, group_index: int, hashes: table.Words) -> Entries:
-        """Entries of blocks by their hashes, ready or reserved, each once."""
+        """Returns the entries of blocks by their hashes, ready or reserved, each once."""
         record, most = self.catalog.record(key_space_id), self.config.max_blocks_per_call
         check_named(record, [group_index], len(hashes), most, only_blocks=True)
         words = self.space.index.find(key_space_id, group_index, hashes)
         return np.unique(words[words != 0] & ~table.RESERVED_FLAG)
 
     def _ready_blocks(self, key_space_id: int) -> Iterator[Entries]:
-        """Blocks of a key space (0: of all) that are ready when they are yielded: all that are
-        there at the first step, and some that are stored later."""
+        """Yields blocks of a key space (0: of all) that are ready when they are yielded: all blocks
+        that are ready at the first step, and some that are stored later."""
         for start in range(0, self.space.index.num_numbers, SCANNED_ENTRIES):
             found = self.space.index.ready_blocks(key_space_id, start, start + SCANNED_ENTRIES)
             for at in range(0, max(1, len(found)), BLOCKS):
@@ -395,7 +407,7 @@ class CacheCore(CacheBooks):
         return ready
 
     def _end(self, leases: Sequence[Lease]) -> int:
-        """Ends those leases that have not ended yet; returns how many."""
+        """Ends those leases that have not ended yet. Returns how many it ended."""
         live = [
             lease
             for lease in leases
@@ -405,25 +417,25 @@ class CacheCore(CacheBooks):
             self.end_lease(lease)
         return len(live)
 
-    # What others must be told, and checks
+    # Notices and checks
 
     def is_read(self, entries: Entries) -> BoolMask:
-        """Which of the entries [n] somebody of this server may read in the arena."""
+        """Returns which of the entries [n] a reader of this server may read in the arena."""
         found = np.zeros(len(entries), np.bool_)
         for pinner in self.pinners:
             found |= pinner.is_read(entries)
         return found
 
     def condemned(self, entries: Entries) -> None:
-        """Tells those who let others read these blocks that they do not agree with their check
-        values: a reader of one has had other bytes than were stored."""
+        """Notifies pinners, and readers of an earlier server, that these blocks contradict their
+        check values: a reader may have read wrong bytes."""
         if self.grace.among(entries).any():
             self.grace.revoke()
         for pinner in self.pinners:
             pinner.condemned(entries)
 
     def take_effects(self) -> list[EvictionNotice]:
-        """Returns what others must be told since the last call."""
+        """Returns the notices since the last call."""
         self.counters.evicted_blocks = self.space.removal.evicted_blocks
         return self.space.removal.take_effects()
 
@@ -453,7 +465,7 @@ def _check_copies(core: CacheCore) -> None:
 
 
 def _other_pins(core: CacheCore) -> Int64s:
-    """Pins by entry number that are neither leases' nor kept as a request has asked."""
+    """Returns the pins by entry number that neither leases nor retention pins have."""
     pins = np.zeros(core.space.index.capacity + 1, np.int64)
     np.add.at(pins, core.grace.entries, 1)
     for pinner in core.pinners:
@@ -475,7 +487,7 @@ def _check_kinds(core: CacheCore) -> None:
 
 
 def _portions(leases: Sequence[Lease]) -> Iterator[Sequence[Lease]]:
-    """Splits leases into parts of about the same work."""
+    """Splits leases into parts of about equal work."""
     first, weight = 0, 0
     for at, lease in enumerate(leases):
         weight += LEASE_BLOCKS + num_listed(lease)

@@ -15,26 +15,26 @@ from hotkv_server.cache.values import (
     SessionRecord,
 )
 
-# The catalog: the key spaces that this server knows, and the kinds of representations that
-# sessions have declared for their blocks.
+# The catalog: the key spaces that this server knows, and the kinds of representations that sessions
+# have declared for their blocks.
 #
-# Always true: equal fingerprints have one number, and so have equal kinds of representations in
-# one key space; a number is never given to another. Every registered key space can be served: a
-# block of each group fits the arena. A key space that has a session or a slot is known. A tenant
-# can register another key space as long as one of its own has no session: that one is forgotten
-# first which was left longest ago, of those without a block if there are any.
+# Always true: equal fingerprints have the same number. Equal kinds of representations in one key
+# space have the same group index. A number is never reused. Every registered key space can be
+# served: a block of each group fits the arena. A key space that has a session or a slot is known. A
+# tenant can register another key space as long as one of its key spaces has no session. The catalog
+# then forgets the key space without a session that was left longest ago, and prefers key spaces
+# without a block.
 
 
 MAX_SHARDS = 31
 MAX_KEY_SPACES = 4096
 MAX_KEY_SPACES_OF_TENANT = 256
 MAX_WEIGHT_BYTES = 32 << 20
-"""Of all key spaces together."""
+"""Most memory of all key spaces together."""
 FORGET_S = 600.0
-"""How long a key space without a block is known after its last session."""
+"""How long the catalog retains a key space without a block after its last session."""
 _ENTRY_BYTES = 96
-"""Bytes of a string or a number besides its characters, here and in the file of the server's
-state."""
+"""Bytes of a string or a number in addition to its characters, here and in the state file."""
 
 
 def _invalid(message: str) -> HotKVError:
@@ -42,7 +42,8 @@ def _invalid(message: str) -> HotKVError:
 
 
 def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) -> int:
-    """About how many bytes a key space takes with these kinds of representations."""
+    """Returns the approximate bytes of memory of a key space with these kinds of
+    representations."""
     names = [name for group in key_space.groups for name in group.layer_names]
     shards = [part.shard_bytes for part in key_space.groups] + [kind.shard_bytes for kind in kinds]
     num_entries = 16 + len(names) + len(key_space.extra) + sum(4 + len(sizes) for sizes in shards)
@@ -53,7 +54,7 @@ def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) ->
 
 @dataclass(slots=True)
 class _Holding:
-    """How many key spaces a tenant has in the catalog, and their weight."""
+    """Number and weight of a tenant's key spaces in the catalog."""
 
     count: int = 0
     weight_bytes: int = 0
@@ -71,7 +72,7 @@ class Catalog:
         self._last = 0
         self._rows = {0}
         self._sessions: dict[int, int] = {}
-        # Key spaces without a session, and since when, in that order.
+        # Key spaces without a session: when each lost its last session, oldest first.
         self._left_s: dict[int, float] = {}
         self._holdings: dict[str, _Holding] = {}
         self.share_out(num_tenants)
@@ -80,9 +81,9 @@ class Catalog:
         return f"Catalog({len(self.records)} key spaces)"
 
     def share_out(self, num_tenants: int) -> None:
-        """Gives each of so many tenants an equal share from now on; 0: there are none, and all is
-        one share. A tenant that has more keeps it, and can register another key space once enough
-        of its own are forgotten."""
+        """Gives each of `num_tenants` tenants an equal share of the catalog. 0: without tenants,
+        all is one share. A tenant over its share keeps its key spaces; it can register more after
+        enough of them are forgotten."""
         self.max_of_tenant = MAX_KEY_SPACES
         if num_tenants:
             self.max_of_tenant = min(MAX_KEY_SPACES_OF_TENANT, MAX_KEY_SPACES // num_tenants)
@@ -90,11 +91,11 @@ class Catalog:
 
     @property
     def weight_bytes(self) -> int:
-        """About how many bytes all key spaces take."""
+        """Approximate bytes of memory of all key spaces."""
         return sum(holding.weight_bytes for holding in self._holdings.values())
 
     def record(self, number: int) -> KeySpaceRecord:
-        """The key space with this number. Raises UNKNOWN_KEY_SPACE."""
+        """Returns the key space with this number. Raises UNKNOWN_KEY_SPACE."""
         record = self.records.get(number)
         if record is None:
             raise HotKVError(
@@ -106,7 +107,7 @@ class Catalog:
     def register(
         self, key_space: KeySpace, kinds: tuple[Representation, ...], now_s: float
     ) -> tuple[int, tuple[int, ...]]:
-        """Registers a key space and kinds of representations the first time they are seen; returns
+        """Registers a key space and kinds of representations the first time they are seen. Returns
         the number of the key space and the group index of each kind."""
         self._check(key_space, kinds)
         if not self._has_room(key_space, kinds):
@@ -139,26 +140,26 @@ class Catalog:
         return key_space.fingerprint in self._numbers
 
     def number(self, fingerprint: bytes) -> int:
-        """The number of a key space; 0 if it is not registered."""
+        """Returns the number of a key space; 0 if it is not registered."""
         return self._numbers.get(fingerprint, 0)
 
     def enter(self, number: int) -> None:
-        """Counts one more session of the key space."""
+        """Adds a session to the key space's count."""
         self._sessions[number] = self._sessions.get(number, 0) + 1
         self._left_s.pop(number, None)
 
     def leave(self, number: int, now_s: float) -> None:
-        """Counts one session of the key space less."""
+        """Removes a session from the key space's count."""
         self._sessions[number] -= 1
         if not self._sessions[number]:
             del self._sessions[number]
             self._left_s[number] = now_s
 
     def surplus(self, key_space: KeySpace, kinds: tuple[Representation, ...]) -> int:
-        """The key space to forget before this one can be registered; 0 if there is room, or none
-        may be forgotten.
+        """Returns the key space to forget before this key space can be registered; 0 if there is
+        room, or if no key space may be forgotten.
 
-        Raises HotKVError if it cannot be registered at all.
+        Raises HotKVError if the key space can't be registered at all.
         """
         self._check(key_space, kinds)
         if self._has_room(key_space, kinds):
@@ -176,8 +177,8 @@ class Catalog:
         )
 
     def outlived(self, now_s: float) -> Iterator[int]:
-        """Key spaces without a block that have had no session for long. The catalog must not change
-        meanwhile."""
+        """Yields key spaces that have no block and have had no session for FORGET_S. The catalog
+        must not change during the iteration."""
         for number, left_s in self._left_s.items():
             if left_s > now_s - FORGET_S:
                 return
@@ -185,13 +186,13 @@ class Catalog:
                 yield number
 
     def has_blocks(self, number: int) -> bool:
-        """Whether a slot of host memory, or a tier below, has something of the key space."""
+        """Returns True if a slot of host memory or a tier below has data of the key space."""
         return bool(self._books.tenants.bytes_of(number)) or (
             any(one.has_blocks(number) for one in self._below)
         )
 
     def forget(self, number: int) -> bool:
-        """Forgets a key space. Returns False, with nothing changed, if it has a session or
+        """Removes a key space. Returns False, with nothing changed, if it has a session or
         slots."""
         if number not in self._left_s or self.has_blocks(number):
             return False
@@ -316,7 +317,7 @@ class Catalog:
 
 
 def _check_holdings(catalog: Catalog) -> None:
-    """Raises AssertionError if rows, or what tenants have of the catalog, are miscounted."""
+    """Raises AssertionError if rows, or the tenants' shares of the catalog, are miscounted."""
     assert catalog._rows == {0, *(number % KEY_SPACE_ROWS for number in catalog.records)}, (
         "rows disagree"
     )
@@ -331,10 +332,10 @@ def _check_holdings(catalog: Catalog) -> None:
     assert catalog._holdings == counted, "what tenants have of the catalog is miscounted"
 
 
-# Sessions, and the checks that every call of one passes.
+# Sessions, and the checks that every call of a session passes.
 #
-# Always true: a number names one session, and is never given to another; a session's key space is
-# known to the catalog. While the server drains nothing new begins, and what has begun can end.
+# Always true: a number names a single session and is never reused. The catalog knows the key space
+# of every session. While the server drains, nothing new begins, and running work can end.
 
 
 def check_named(
@@ -345,9 +346,9 @@ def check_named(
     *,
     only_blocks: bool = False,
 ) -> None:
-    """Raises unless a call may name so many blocks of these groups.
+    """Raises HotKVError unless a call may name so many blocks of these groups.
 
-    `only_blocks`: representations are refused.
+    only_blocks: True refuses representations.
     """
     for group_index in groups:
         if not record.has(group_index):
@@ -370,7 +371,7 @@ def check_named(
 
 
 class SessionBook:
-    """Live sessions by number. `draining`: nothing new begins."""
+    """Live sessions by number. `draining`: True while nothing new may begin."""
 
     def __init__(self, catalog: Catalog, tenants: TenantBook) -> None:
         self.records: dict[int, SessionRecord] = {}
@@ -396,7 +397,7 @@ class SessionBook:
         now_s: float,
         representations: tuple[Representation, ...],
     ) -> SessionRecord:
-        """Opens a session; its key space and representations are registered on first sight."""
+        """Opens a session. Registers its key space and representations when they are seen first."""
         if not engine_id:
             raise HotKVError(
                 Reason.INVALID_FIELD, "engine_id is empty; give one id to all sessions of an engine"
@@ -410,11 +411,11 @@ class SessionBook:
         return record
 
     def close(self, number: int, now_s: float) -> None:
-        """Forgets a session whose leases and transfers have ended."""
+        """Removes a session whose leases and transfers have ended."""
         self._catalog.leave(self.records.pop(number).key_space_id, now_s)
 
     def record(self, number: int) -> SessionRecord:
-        """The session with this number. Raises UNKNOWN_SESSION."""
+        """Returns the session with this number. Raises UNKNOWN_SESSION."""
         if number not in self.records:
             raise HotKVError(
                 Reason.UNKNOWN_SESSION, "session_id is unknown or closed; open a new session"
@@ -422,8 +423,8 @@ class SessionBook:
         return self.records[number]
 
     def owner(self, session: SessionRecord) -> str:
-        """The owner that a session's share of common bounds counts for: its tenant, or its engine
-        if no tenants are configured."""
+        """Returns the owner to which a session's use of shared bounds counts: its tenant, or its
+        engine if no tenants are configured."""
         return (
             self._catalog.record(session.key_space_id).key_space.tenant
             if self._tenants.is_used
@@ -431,6 +432,6 @@ class SessionBook:
         )
 
     def check_takes_new(self, refusal: str) -> None:
-        """Raises DRAINING with this refusal while the server drains."""
+        """Raises DRAINING with the text `refusal` while the server drains."""
         if self.draining:
             raise HotKVError(Reason.DRAINING, f"the server is draining and {refusal}")

@@ -26,19 +26,20 @@ from hotkv_server.cache.values import (
     SlotRun,
 )
 
-# Read leases: pinning blocks that are ready, saying where they lie, and unpinning them.
+# Read leases: pin ready blocks, return where they lie, and unpin them.
 #
-# Owns how many bytes each tenant pins without a load. Always true: an entry has one pin from each
-# read lease that lists it; a pinned entry keeps its slot, whatever happens to its block; leases
-# without a load pin no more than `unadmitted_share` of what is surely their tenant's.
+# Owns the count of bytes that each tenant pins without a load. Always true: each read lease that
+# lists an entry holds a pin on it. A pinned entry keeps its slot, whatever happens to its block.
+# Leases without a load pin no more than `unadmitted_share` of the bytes that their tenant surely
+# has (`TenantBook.surely_bytes`).
 
 
 class ReadLeases:
-    """Acts on the read leases in the lease book."""
+    """Changes the read leases in the lease book."""
 
     def __init__(self, books: CacheBooks) -> None:
         self._books = books
-        # Per tenant: bytes that leases without a load pin.
+        # By tenant: bytes that leases without a load pin.
         self._unadmitted: dict[int, int] = {}
 
     def acquire(
@@ -49,8 +50,9 @@ class ReadLeases:
         ttl_s: float,
         now_s: float,
     ) -> LeaseGrant:
-        """Pins those blocks that are ready, up to the tenant's budget of leases without a load. The
-        same call again returns the same grant. Raises DUPLICATE_ID if the id names other blocks."""
+        """Pins those of the blocks that are ready, up to the tenant's budget for leases without a
+        load. Repeating the call returns the same grant. Raises DUPLICATE_ID if the id was used for
+        other blocks."""
         books = self._books
         indices = [g.group_index for g in groups]
         num_blocks = sum(len(g.hashes) for g in groups)
@@ -101,8 +103,8 @@ class ReadLeases:
     def _within_budget(
         self, key_space_id: int, groups: list[HashList]
     ) -> tuple[list[tuple[int, Entries]], int]:
-        """Per list the entries to pin, 0 for a block that is not ready or beyond the tenant's
-        budget; and their bytes."""
+        """Returns the entries to pin, one array per list, and their bytes. An entry is 0 if the
+        block is not ready or exceeds the tenant's budget."""
         index, tenants = self._books.space.index, self._books.space.tenants
         tenant = tenants.number(key_space_id)
         budget = int(
@@ -121,7 +123,7 @@ class ReadLeases:
         return pinned, total
 
     def _note_use(self, group_index: int, entries: Entries, now_s: float) -> None:
-        """Counts hits and misses of one list; blocks that are pinned are used."""
+        """Counts hits and misses of one list. Records a use of the pinned blocks."""
         counters, found = self._books.counters, entries[entries != 0]
         if group_index < MAX_GROUPS:
             self._books.space.touch(found, now_s)
@@ -134,8 +136,8 @@ class ReadLeases:
             counters.missed_representations += len(entries) - len(found)
 
     def slot_offsets(self, session: SessionRecord, lease_id: str) -> tuple[Int64s, ...]:
-        """Slot offsets of the blocks of a read lease, one array a group in the order asked; -1 for
-        a block that is not pinned or not verified."""
+        """Returns the slot offsets of the blocks of a read lease, one array per group in the order
+        of the call; -1 for a block that is not pinned or not verified."""
         lease = self._books.leases.live(session, lease_id)
         if not isinstance(lease, ReadLease):
             raise HotKVError(
@@ -149,13 +151,14 @@ class ReadLeases:
         )
 
     def admit(self, lease: ReadLease) -> None:
-        """A load begins under the lease: its bytes count for the budget no longer."""
+        """Removes the lease's bytes from the budget for leases without a load, because a load
+        begins."""
         if not lease.admitted:
             lease.admitted = True
             self._count_unadmitted(lease, -lease.pinned_bytes)
 
     def end(self, lease: ReadLease) -> None:
-        """Ends a lease that is in the book; during copies it takes effect when they end."""
+        """Ends a lease that is in the book. If copies are running, it ends when they end."""
         lease.released = True
         if lease.num_copies:
             return
@@ -173,7 +176,7 @@ class ReadLeases:
     def check_invariants(self, others: NDArray[np.int64]) -> None:
         """Raises AssertionError if pins or budgets disagree with the leases. Linear in capacity.
 
-        `others` [capacity + 1]: pins by entry number that are neither leases' nor holds'.
+        others: pins by entry number [capacity + 1] that neither leases nor holds have.
         """
         index, tenants = self._books.space.index, self._books.space.tenants
         pins = others.copy()
@@ -195,7 +198,7 @@ class ReadLeases:
 
 
 def _grant(lease: ReadLease, now_s: float) -> LeaseGrant:
-    """The answer that a lease once gave, with what is left of its life."""
+    """Returns the grant of an existing lease with its remaining lifetime."""
     return LeaseGrant(
         lease.lease_id,
         tuple(entries != 0 for _, entries in lease.groups),
@@ -205,8 +208,8 @@ def _grant(lease: ReadLease, now_s: float) -> LeaseGrant:
 
 # Loads: copies out of slots that a read lease pins.
 #
-# Owns nothing: the transfer book has the loads, the lease book the leases. Always true: a load
-# names each block once; a lease that ends during a load keeps its pins until the load has ended.
+# Owns no state: the transfer book has the loads, the lease book the leases. Always true: a load
+# names each block once. A lease that ends during a load keeps its pins until the load has ended.
 
 
 class Loads:
@@ -219,9 +222,9 @@ class Loads:
     def begin(
         self, session: SessionRecord, transfer_id: str, lease_id: str, runs: list[LoadPositions]
     ) -> list[SlotRun]:
-        """Starts a load under a read lease; returns the slots to copy from.
+        """Starts a load under a read lease. Returns the slots to copy from.
 
-        Raises INVALID_FIELD if the lease does not pin what the runs name, or they name a block
+        Raises INVALID_FIELD if the runs name a block that the lease does not pin, or name a block
         twice.
         """
         books, owner = self._books, self._books.sessions.owner(session)
@@ -235,7 +238,7 @@ class Loads:
         books.sessions.check_takes_new("starts no new transfers")
         pinned = dict(lease.groups)
         slots = [self._slots(run, _chosen(run, pinned.get(run.group_index))) for run in runs]
-        # Two positions may name one block: the lease may list its hash twice.
+        # Two positions may name the same block: the lease may list its hash twice.
         if repeats([run.entries for run in slots]):
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -252,7 +255,7 @@ class Loads:
         return SlotRun(run.group_index, np.arange(len(chosen)), offsets, chosen)
 
     def end(self, session_number: int, transfer_id: str, succeeded: bool) -> None:
-        """Ends a load, whose copy touches nothing any more, and its lease if that was released."""
+        """Ends a load after its copy has finished, and ends its lease if that was released."""
         transfer = self._books.transfers.pop(session_number, transfer_id)
         assert isinstance(transfer, LoadTransfer), "a store ended as a load"
         transfer.lease.num_copies -= 1
@@ -263,7 +266,8 @@ class Loads:
 
 
 def _chosen(run: LoadPositions, pinned: Entries | None) -> Entries:
-    """The entries at positions of a lease's list; raises unless it pins each of them."""
+    """Returns the entries at the given positions of a lease's list. Raises INVALID_FIELD unless the
+    lease pins each of them."""
     if pinned is None:
         raise HotKVError(
             Reason.INVALID_FIELD,

@@ -39,9 +39,9 @@ from hotkv_server.integrity.check_values import Sums, sealed
 
 # Reservations: which blocks a write lease owns until each is published or dropped.
 #
-# Owns nothing: the lease book has the write leases, the index the reserved entries. Always true:
-# the first call under a lease id decides which blocks it owns, for all shards; every reserved
-# entry is owned by one write lease; a block that is ready or in flight is never reserved again.
+# Owns no state: the lease book has the write leases, the index the reserved entries. Always true:
+# the first call under a lease id decides which blocks it owns, for all shards. Every reserved entry
+# is owned by a single write lease. A block that is ready or in flight is never reserved again.
 
 
 _END = object()
@@ -49,10 +49,11 @@ _END = object()
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What is there of the blocks that the runs of a call name.
+    """State of the blocks that the runs of a call name.
 
-    `words`: entry words of each run. `staying`: ready entries that are not evicted for the call:
-    those named, with the blocks of representations, and those before them in their chains.
+    words: entry words of each run.
+    staying: ready entries that are not evicted for the call: the named entries, the blocks of named
+        representations, and the entries before them in their chains.
     """
 
     words: tuple[Entries, ...]
@@ -61,8 +62,11 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class CheckedCall:
-    """A call that was checked. `listed`: mixed keys of its blocks, one run after the other, without
-    representations. `named`: None if others were served since it was looked up."""
+    """A call that passed its checks.
+
+    listed: mixed keys of its blocks, run after run, without representations.
+    named: state of its blocks; None if other calls ran since it was looked up.
+    """
 
     runs: list[Run]
     listed: Keys
@@ -70,7 +74,7 @@ class CheckedCall:
 
 
 class Reservations:
-    """Acts on the write leases in the lease book."""
+    """Changes the write leases in the lease book."""
 
     def __init__(self, books: CacheBooks, uses: Uses) -> None:
         self._books = books
@@ -86,10 +90,10 @@ class Reservations:
         *,
         has_promise: bool = False,
     ) -> Parts[CheckedCall]:
-        """Makes room for what `reserve` is about to reserve, right after the last part; a lease
-        that exists has its room. What the runs name stays.
+        """Makes room for a `reserve`, which must follow right after the last part. Evicts no block
+        that the runs name. A lease that exists has its room already.
 
-        Raises before anything is evicted if `reserve` would.
+        If `reserve` would raise, raises before it evicts anything.
         """
         record = self._books.catalog.record(session.key_space_id)
         self._check_runs(record, runs)
@@ -100,7 +104,7 @@ class Reservations:
                 session.key_space_id,
                 runs,
                 has_promise=has_promise,
-                # What has a promise or retention is not refused by the policy.
+                # The policy may not refuse room to a block with reserved room or retention.
                 keep_at_s=None if has_promise or retention != NO_RETENTION else now_s,
             )
         return CheckedCall(runs, listed, named)
@@ -113,8 +117,12 @@ class Reservations:
         has_promise: bool = False,
         keep_at_s: float | None = None,
     ) -> Parts[Named | None]:
-        """Makes room for whatever brings these blocks in. Returns what is there of them; None if
-        others were served meanwhile. `has_promise`, `keep_at_s`: as in `Room.make`."""
+        """Makes room for any call that brings these blocks in. Returns their state; None if other
+        calls ran in between.
+
+        has_promise: as in `Room.make`.
+        keep_at_s: as in `Room.make`.
+        """
         record, space = self._books.catalog.record(key_space_id), self._books.space
         if not all(record.has(run.group_index) for run in runs):
             return None
@@ -143,7 +151,7 @@ class Reservations:
                 index.pin(staying, 1)
                 has_more = next(making, _END) is not _END
                 index.pin(staying, -1)
-                # A pinned representation was not freed if its block was evicted meanwhile.
+                # If a block was evicted in between, its pinned representation was not freed.
                 space.removal.reap(staying)
                 if not has_more:
                     break
@@ -152,7 +160,7 @@ class Reservations:
         return None if had_parts else named
 
     def _named(self, record: KeySpaceRecord, runs: Sequence[Run]) -> Named:
-        """Looks up what the runs name."""
+        """Looks up the blocks that the runs name."""
         space = self._books.space
         listed, kept = list[Entries](), list[Entries]()
         for run in runs:
@@ -179,7 +187,8 @@ class Reservations:
         *,
         has_promise: bool = False,
     ) -> Reservation:
-        """As `CacheCore.reserve`, right after `make_room`. `has_promise`: as in `Space.insert`."""
+        """Reserves as `CacheCore.reserve` does, right after `make_room`. `has_promise`: as in
+        `Space.insert`."""
         books, runs = self._books, asked.runs
         record, index = books.catalog.record(session.key_space_id), books.space.index
         lease = self._joined(session, lease_id, asked.listed)
@@ -213,7 +222,7 @@ class Reservations:
         )
 
     def _check_runs(self, record: KeySpaceRecord, runs: list[Run]) -> None:
-        """Raises unless a call may name these runs."""
+        """Raises HotKVError unless a call may name these runs."""
         check_named(
             record,
             [run.group_index for run in runs],
@@ -228,7 +237,8 @@ class Reservations:
             )
 
     def _joined(self, session: SessionRecord, lease_id: str, listed: Keys) -> WriteLease | None:
-        """The lease that a call joins; None if it decides. Raises unless the call may do so."""
+        """Returns the lease that a call joins; None if the call is the first under its id. Raises
+        HotKVError unless the call is allowed."""
         books = self._books
         lease = books.leases.of_call(session, lease_id)
         if lease is None:
@@ -247,7 +257,8 @@ class Reservations:
         return lease
 
     def _listed(self, key_space_id: int, runs: list[Run]) -> Keys:
-        """Mixed keys of all blocks of the runs, one after the other; representations left out."""
+        """Returns the mixed keys of all blocks of the runs, run after run, without
+        representations."""
         index = self._books.space.index
         keys = [
             index.mixed_hashes(key_space_id, run.group_index, run.hashes)
@@ -267,7 +278,7 @@ class Reservations:
         expires_s: float,
         retention: Retention,
     ) -> WriteLease:
-        """A lease that is not in the book yet. Raises OVERLOADED."""
+        """Returns a lease that is not in the book yet. Raises OVERLOADED."""
         weight = self._check_weight(session, record, listed)
         return WriteLease(
             session.engine_id,
@@ -283,7 +294,8 @@ class Reservations:
         )
 
     def _check_weight(self, session: SessionRecord, record: KeySpaceRecord, listed: Keys) -> int:
-        """The weight of a new lease. Raises OVERLOADED if the owner's leases leave no room."""
+        """Returns the weight of a new lease. Raises OVERLOADED if the owner's leases leave too
+        little room."""
         weight = write_weight(len(listed), record.key_space.num_shards)
         self._books.leases.check_room(self._books.sessions.owner(session), "runs", weight)
         return weight
@@ -291,8 +303,8 @@ class Reservations:
     def _results(
         self, lease: WriteLease, group_index: int, words: Entries, now_s: float
     ) -> NDArray[np.uint8]:
-        """BlockResult values of one run, NO_SPACE for what is not there. Notes a use of what is
-        ready, and makes entry numbers of `words`."""
+        """Returns the BlockResult values of one run; NO_SPACE for blocks without an entry. Records
+        a use of the ready blocks, and clears the reserved flag in `words`."""
         results = np.full(len(words), BlockResult.NO_SPACE, np.uint8)
         if not words.any():
             return results
@@ -323,7 +335,7 @@ class Reservations:
         now_s: float,
         has_promise: bool,
     ) -> None:
-        """Reserves what is not there of one of the runs, as much as finds room, and writes it into
+        """Reserves the missing blocks of run `at`, as far as there is room, and writes them into
         `words` and `results`."""
         run, space = runs[at], self._books.space
         absent = np.flatnonzero(words == 0)
@@ -331,7 +343,7 @@ class Reservations:
             return
         wanted = absent[first_occurrences(rows(run.hashes, absent))]
         if len(wanted) < len(absent):
-            # A hash listed twice is reserved once; the second is in flight.
+            # A hash listed twice is reserved once; its second place is in flight.
             results[absent] = BlockResult.IN_FLIGHT
             results[wanted] = BlockResult.NO_SPACE
         is_block = run.group_index < MAX_GROUPS
@@ -339,7 +351,7 @@ class Reservations:
             wanted = self._representable(lease, record, run, wanted, results)
         slot_bytes = record.shape(run.group_index).slot_bytes
         if len(runs) > 1 and not space.has_room(slot_bytes, len(wanted)):
-            # Several runs have counted on the same free slab, or number.
+            # Several runs have counted on the same free slab or entry number.
             finished(self.room_for(record.number, runs, has_promise=has_promise))
         entries = space.insert(
             record.number,
@@ -368,10 +380,8 @@ class Reservations:
         wanted: Int64s,
         results: NDArray[np.uint8],
     ) -> Int64s:
-        """The wanted representations whose block is ready or reserved under this lease.
-
-        If another lease is writing the block, the result says so.
-        """
+        """Returns the positions in `wanted` whose block is ready or reserved under this lease. Sets
+        the result to IN_FLIGHT if another lease writes the block."""
         index = self._books.space.index
         words = index.find(
             lease.key_space_id, record.block_group(run.group_index), run.hashes[wanted]
@@ -391,7 +401,7 @@ class Reservations:
         space.removal.drop(entries)
 
     def end(self, lease: WriteLease) -> None:
-        """Ends a lease that is in the book; during copies it takes effect when they end."""
+        """Ends a lease that is in the book. If copies are running, it ends when they end."""
         lease.released = True
         if lease.num_copies:
             return
@@ -415,12 +425,12 @@ class Reservations:
         )
 
 
-# Stores: copies into slots that a write lease reserved, and publishing what is whole.
+# Stores: copies into slots that a write lease reserved, and publishing of whole blocks.
 #
-# Owns nothing: the transfer book has the stores, the lease book the leases. Always true: a block
-# becomes ready only when every shard is written, a representation only if its block is ready by
-# then; no two copies write one shard of one block; an aborted entry keeps its slot until no copy
-# can touch it.
+# Owns no state: the transfer book has the stores, the lease book the leases. Always true: a block
+# becomes ready only when every shard is written. A representation becomes ready only if its block
+# is ready by then. No two copies write the same shard of the same block. An aborted entry keeps its
+# slot until no copy can touch it.
 
 
 ABORTED_MARK = 1 << 31
@@ -459,7 +469,7 @@ class Stores:
         retention: Retention = NO_RETENTION,
         pins: StorePins | None = None,
     ) -> list[SlotRun]:
-        """As `CacheCore.begin_store`, without making room."""
+        """Begins a store as `CacheCore.begin_store` does, but makes no room."""
         self.check(session, transfer_id, shard_index)
         books, owner, runs = self._books, self._books.sessions.owner(session), asked.runs
         joined = books.leases.get(session.engine_id, lease_id) is not None
@@ -496,14 +506,14 @@ class Stores:
     def _pin_present(
         self, pins: StorePins, key_space_id: int, runs: list[Run], reservation: Reservation
     ) -> None:
-        """Pins blocks of a store that are ready already. One that has not been compared with its
-        check value is not pinned."""
+        """Pins the blocks of a store that are ready already. Skips a block whose bytes have not
+        been compared with its check value."""
         index = self._books.space.index
         for run, results in zip(runs, reservation.results, strict=True):
             present = np.flatnonzero(results == BlockResult.PRESENT)
             if run.group_index >= MAX_GROUPS or not len(present):
                 continue
-            # Anew: a later run may have taken their room.
+            # Looked up again: a later run may have evicted some of them.
             words = index.find(key_space_id, run.group_index, run.hashes[present])
             good = table.is_ready(words)
             good[good] = ~index.unverified[words[good]]
@@ -514,7 +524,8 @@ class Stores:
     def _skip_done(
         self, shard_index: int, words: Entries, positions: Int64s, results: NDArray[np.uint8]
     ) -> None:
-        """Says in `results` which reserved blocks are aborted, or have this shard written."""
+        """Sets `results` of reserved blocks to ABORTED if aborted, or to WRITTEN if this shard is
+        written."""
         masks = self._books.space.index.mark_written(words[positions], 0)
         results[positions[masks & ABORTED_MARK != 0]] = BlockResult.ABORTED
         results[positions[masks & (1 << shard_index) != 0]] = BlockResult.WRITTEN
@@ -527,8 +538,8 @@ class Stores:
         now_s: float,
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
-        """Ends a store, whose copy touches nothing any more: publishes the blocks that have every
-        shard written, then their representations. Returns BlockResult values, one array a run."""
+        """Ends a store after its copy has finished. Publishes the blocks that have every shard
+        written, then their representations. Returns BlockResult values, one array per run."""
         transfer = self._books.transfers.pop(session_number, transfer_id)
         assert isinstance(transfer, StoreTransfer), "a load ended as a store"
         lease = transfer.lease
@@ -553,7 +564,8 @@ class Stores:
         sums: Sums | None,
         now_s: float,
     ) -> None:
-        """Marks what one run has written, publishes what is whole, and notes the results."""
+        """Marks the blocks that one run has written, publishes the whole ones, and sets the
+        results."""
         index = self._books.space.index
         entries, positions, results = (
             transfer.entries[at],
@@ -606,8 +618,8 @@ class Stores:
     def _publish_representations(
         self, lease: WriteLease, entries: Entries, checks: Sums
     ) -> BoolMask:
-        """Makes representations of one kind ready if their blocks are; marks the others as aborted.
-        Returns which are ready."""
+        """Makes representations of one kind ready if their blocks are ready; marks the rest as
+        aborted. Returns which are ready."""
         if not len(entries):
             return np.empty(0, np.bool_)
         space = self._books.space
@@ -621,14 +633,13 @@ class Stores:
         return has_block
 
     def abort(self, lease: WriteLease) -> None:
-        """Marks everything that is reserved or being written under a lease: it never becomes
-        ready."""
+        """Marks all reserved and written entries of a lease as aborted: they never become ready."""
         self._books.space.index.mark_written(lease.entries, ABORTED_MARK)
         self._settle(lease, self._whole(lease))
 
     def _settle(self, lease: WriteLease, whole: int) -> None:
-        """Drops aborted entries once no copy can touch them, and ends the lease once every shard
-        was seen and no entry is outstanding."""
+        """Drops aborted entries once no copy can touch them. Ends the lease once it is released, or
+        once every shard was seen and no entry is outstanding."""
         if lease.num_copies:
             return
         if len(lease.entries):
@@ -640,15 +651,15 @@ class Stores:
             self._reservations.end(lease)
 
     def _whole(self, lease: WriteLease) -> int:
-        """The mask of all shards."""
+        """Returns the mask of all shards."""
         return (1 << self._books.catalog.record(lease.key_space_id).key_space.num_shards) - 1
 
 
 def _skip_busy(
     busy: Entries, words: Entries, positions: Int64s, results: NDArray[np.uint8]
 ) -> Int64s:
-    """The positions that are still to be copied: each block once, and none that another copy
-    writes. Says so in `results`."""
+    """Returns the positions that remain to be copied: each block once, without blocks that another
+    copy writes. Sets the `results` of the skipped positions to IN_FLIGHT."""
     entries = words[positions]
     again = np.ones(len(entries), np.bool_)
     again[np.unique(entries, return_index=True)[1]] = False
