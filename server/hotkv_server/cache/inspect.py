@@ -1,9 +1,9 @@
-"""What the core tells about itself: frozen answers for operators and metrics.
+"""Read-only views of the core: frozen answers for operators and metrics.
 
-Always true: a question changes nothing; an answer is a copy and stays as it is while the core goes
-on. A question that looks at all entries is answered in parts: an entry that comes, goes or is used
-meanwhile may count or not. Outside the runtime, whoever wants to know something of the core asks
-here rather than reach into its books.
+Always true: a query changes nothing. An answer is a copy that later changes do not affect. A query
+over all entries is answered in parts; an entry that is added, removed or used between two parts may
+count or not. Code outside the runtime reads the core through this module, not through the core's
+books.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Entries, HashList, Int64s
 
-# The census: all entries counted, a part at a time.
+# The census: counts all entries, a part at a time.
 
 
 PART_ENTRIES = 1 << 17
@@ -31,10 +31,12 @@ PART_ENTRIES = 1 << 17
 
 @dataclass(slots=True)
 class Census:
-    """What is there. An entry that is inserted or removed meanwhile may be counted or not.
+    """Counts of entries. An entry that is inserted or removed during the census may count or not.
 
-    num_blocks: ready ones. representation_bytes: slots of representations, in whatever state.
-    blocks, representations: ready ones, int64 by row of the key space, see KEY_SPACE_ROWS.
+    num_blocks: ready blocks.
+    representation_bytes: slots of representations in any state.
+    blocks, representations: ready blocks and representations, int64 by row of the key space, see
+        KEY_SPACE_ROWS.
     """
 
     num_blocks: int
@@ -46,7 +48,8 @@ class Census:
 
 
 def census(core: CacheCore) -> Iterator[Census]:
-    """Counts all entries: the census so far, after each part; the last one is whole."""
+    """Counts all entries. Yields the counts so far after each part; after the last part they are
+    complete."""
     index = core.space.index
     counted = Census(
         0, 0, 0, 0, np.zeros(KEY_SPACE_ROWS, np.int64), np.zeros(KEY_SPACE_ROWS, np.int64)
@@ -75,7 +78,7 @@ def census(core: CacheCore) -> Iterator[Census]:
         yield counted
 
 
-# Figures, counts and blocks
+# Figures, counts and blocks.
 
 
 STATES = {
@@ -83,12 +86,12 @@ STATES = {
     table.STATE_READY: "ready",
     table.STATE_DETACHED: "flushed",
 }
-"""Words for the states of an entry that is not free."""
+"""Names of the states of an entry that is not free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the core can take. `max_entries`: blocks and representations together."""
+    """Limits of the core. `max_entries`: blocks and representations together."""
 
     max_entries: int
     max_blocks_per_call: int
@@ -96,8 +99,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What is live. `held_bytes`: slots that requests asked to keep, of `held_budget_bytes` at
-    most."""
+    """Number of live objects. `held_bytes`: slots that requests retain, out of at most
+    `held_budget_bytes`."""
 
     num_sessions: int
     num_leases: int
@@ -108,10 +111,11 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class RoomFigures:
-    """One tier, in bytes, blocks and slabs.
+    """Figures of one tier, in bytes, blocks and slabs.
 
-    `capacity_bytes`: as far as the arena has memory; `full_capacity_bytes`: once all of it has.
-    `pinned_bytes`, `representation_bytes`, `num_blocks`, `num_unverified`: of a census.
+    capacity_bytes: bytes of the arena that have memory.
+    full_capacity_bytes: bytes of the arena once all of it has memory.
+    pinned_bytes, representation_bytes, num_blocks, num_unverified: from a census.
     """
 
     capacity_bytes: int
@@ -129,7 +133,8 @@ class RoomFigures:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceFigures:
-    """A key space, the kinds of representations declared for it, and how many of both are ready."""
+    """A key space, its kinds of representations, and its numbers of ready blocks and
+    representations."""
 
     number: int
     key_space: KeySpace
@@ -140,11 +145,13 @@ class KeySpaceFigures:
 
 @dataclass(frozen=True, slots=True)
 class BlockFigures:
-    """A block as it stands.
+    """State of a block.
 
-    `hash_words`: uint32 [8]. `state`: as in `hotkv_proto.table`. `last_used_s`: in seconds of the
-    core's `now_s`, 0 if never. `representation_bytes`: slot of its representation, 0 for none.
-    `parent_words`: the hash before it in its chain, None if that block is not there any more.
+    hash_words: uint32 [8].
+    state: as in `hotkv_proto.table`.
+    last_used_s: in seconds of the core's `now_s`; 0 if never used.
+    representation_bytes: slot of its representation; 0 if it has none.
+    parent_words: the hash before it in its chain; None if that block is not in the index.
     """
 
     hash_words: Words
@@ -161,8 +168,13 @@ class BlockFigures:
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """The blocks of a prompt in one group: hash words [n, 8], entry words [n] as in `BlockTable`,
-    whether each is among the last removed [n], and whether it lies in a tier below [n]."""
+    """The blocks of a prompt in one group.
+
+    hashes: hash words [n, 8].
+    words: entry words [n], as in `BlockTable`.
+    evicted: whether each block is among the last removed [n].
+    below: whether each block lies in a tier below [n].
+    """
 
     hashes: Words
     words: NDArray[np.uint32]
@@ -171,12 +183,12 @@ class PromptBlocks:
 
 
 def limits(core: CacheCore) -> Limits:
-    """What the core can take."""
+    """Returns the limits of the core."""
     return Limits(core.config.capacity, core.config.max_blocks_per_call)
 
 
 def counts(core: CacheCore) -> Counts:
-    """What is live."""
+    """Returns the numbers of live objects."""
     return Counts(
         len(core.sessions),
         len(core.leases),
@@ -187,27 +199,27 @@ def counts(core: CacheCore) -> Counts:
 
 
 def counters(core: CacheCore) -> dict[str, int]:
-    """What has happened since the start, by the names of `Counters`."""
+    """Returns the counts of events since the start, by the names of `Counters`."""
     return asdict(core.counters)
 
 
 def policy_figures(core: CacheCore) -> dict[str, float]:
-    """What the eviction policy has adapted itself to, by names for metrics."""
+    """Returns the values that the eviction policy has adapted, by metric name."""
     return core.space.policy.figures()
 
 
 def eviction_ages(core: CacheCore) -> Histogram:
-    """Seconds between the last use of a block of the arena and its eviction."""
+    """Returns the seconds between a block's last use and its eviction from the arena."""
     return core.space.removal.ages_s
 
 
 def census_parts(core: CacheCore) -> int:
-    """How many parts a census has now."""
+    """Returns how many parts a census has at this moment."""
     return -(-core.space.index.num_numbers // PART_ENTRIES)
 
 
 def tier(core: CacheCore, counted: Census) -> RoomFigures:
-    """The host tier."""
+    """Returns the figures of the host tier."""
     pool = core.space.pool
     return RoomFigures(
         pool.capacity_bytes,
@@ -225,7 +237,8 @@ def tier(core: CacheCore, counted: Census) -> RoomFigures:
 
 
 def lower_tier(core: CacheCore) -> RoomFigures | None:
-    """The tier below, nothing of which is pinned or not verified; None without one."""
+    """Returns the figures of the tier below, which has no pinned and no unverified blocks; None if
+    there is no such tier."""
     space = next((one.space for one in core.below if one.space is not None), None)
     if space is None:
         return None
@@ -246,7 +259,8 @@ def lower_tier(core: CacheCore) -> RoomFigures | None:
 
 
 def key_spaces(core: CacheCore, counted: Census, most: int = 0) -> list[KeySpaceFigures]:
-    """The known key spaces, by number: those with most blocks, `most` of them at most, or all."""
+    """Returns the known key spaces in order of number. `most`: returns only so many, those with
+    most blocks; 0 returns all."""
     records = core.key_spaces
     numbers = np.fromiter(records, np.int64, len(records))
     if most:
@@ -265,7 +279,7 @@ def key_spaces(core: CacheCore, counted: Census, most: int = 0) -> list[KeySpace
 
 
 def leases_of_engines(core: CacheCore) -> dict[str, int]:
-    """How many leases each engine has; engines without one left out."""
+    """Returns how many leases each engine has. Leaves out engines without a lease."""
     held: dict[str, int] = {}
     for lease in core.leases.all():
         held[lease.engine_id] = held.get(lease.engine_id, 0) + 1
@@ -273,10 +287,10 @@ def leases_of_engines(core: CacheCore) -> dict[str, int]:
 
 
 def find_blocks(core: CacheCore, start: int, most: int, key_space_id: int) -> Iterator[list[int]]:
-    """Entries of blocks in the order of their numbers, from `start` on: those found so far, after
-    each part. The last answer has `most`, or all there are.
+    """Finds the entries of blocks in order of their numbers, from `start` on. Yields the entries
+    found so far after each part; the last list has `most` entries, or all there are.
 
-    `key_space_id`: 0 for all.
+    key_space_id: 0 for all key spaces.
     """
     index, found = core.space.index, np.empty(0, np.uint32)
     while start < index.num_numbers and len(found) < most:
@@ -293,7 +307,7 @@ def find_blocks(core: CacheCore, start: int, most: int, key_space_id: int) -> It
 
 
 def blocks(core: CacheCore, entries: Sequence[int]) -> list[BlockFigures]:
-    """Those of the blocks that are still there."""
+    """Returns figures of those of the blocks that are still in the index."""
     there = np.array(entries, np.uint32)
     there = there[core.space.index.table.records[there, table.W_GROUP_STATE] >> 16 != 0]
     used_s = core.space.policy.last_used_s(there)
@@ -307,7 +321,7 @@ def _block(core: CacheCore, entry: int, last_used_s: float) -> BlockFigures:
     record = index.table.records[entry].copy()
     number, group = int(record[table.W_KEY_SPACE]), int(record[table.W_GROUP_STATE] & 0xFFFF)
     parent = index.table.records[int(record[table.W_PARENT])].copy()
-    # The parent's number may have another entry by now.
+    # The parent's number may belong to another entry by now.
     follows = (
         record[table.W_PARENT]
         and parent[table.W_GROUP_STATE] >> 16
@@ -331,7 +345,7 @@ def _block(core: CacheCore, entry: int, last_used_s: float) -> BlockFigures:
 def prompt_blocks(
     core: CacheCore, key_space_id: int, group_index: int, hashes: Words
 ) -> PromptBlocks:
-    """What the cache knows of the blocks of a prompt in one group."""
+    """Returns the state of a prompt's blocks in one group."""
     below = np.zeros(len(hashes), np.bool_)
     for one in core.below:
         below |= one.find(key_space_id, HashList(group_index, hashes))
@@ -344,7 +358,8 @@ def prompt_blocks(
 
 
 def story(index: BlockIndex, entry: int) -> str:
-    """One line about an entry of the index as it stands, also if it is free or none at all."""
+    """Returns one line about the current state of an entry number, even if it is free or out of
+    range."""
     if not 0 < entry <= index.capacity:
         return f"entry={entry} is none of the {index.capacity}"
     record = index.table.records[entry]
@@ -360,28 +375,29 @@ def story(index: BlockIndex, entry: int) -> str:
     )
 
 
-# The map of the arena: which slot size each part of it is lent to, how full it is, how lately it
-# was used.
+# The map of the arena: for each part the slot size it is lent to, its fill and its last use.
 #
-# Always true: a map has at most MAX_CELLS cells, however large the arena; a cell is a run of slabs
-# of one length, but for the last. The walk over all entries is done in parts; an entry that comes,
-# goes or is used meanwhile may count or not.
+# Always true: a map has at most MAX_CELLS cells, however large the arena. A cell is a run of slabs;
+# all cells but the last have the same length. The scan over all entries runs in parts; an entry
+# that is added, removed or used between two parts may count or not.
 
 
 MAX_CELLS = 2048
 MAP_PART_ENTRIES = 1 << 16
-"""Entries that one part looks at: about a millisecond."""
+"""Entries that one part examines: about a millisecond."""
 F64s = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaMap:
-    """Cells [n] from the arena's start. `slabs_per_cell`: as far as there are so many.
+    """Cells [n] from the arena's start.
 
-    `slot_bytes`: what the first slab that is lent to some size is lent to; FREE if none is, ABSENT
-    if no slab has memory. `used_ratios`: of the cell's bytes, those in slots that are in use.
-    `idle_s`: how long ago its ready blocks were last used, as the mean of log(1 + seconds) by
-    bytes; NaN if it has none.
+    slabs_per_cell: slabs in each cell; the last cell may have fewer.
+    slot_bytes: slot size of the cell's first lent slab; FREE if none is lent, ABSENT if no slab has
+        memory.
+    used_ratios: share of the cell's bytes in slots that are in use.
+    idle_s: time since the last use of its ready blocks, as the mean of log(1 + seconds) by bytes;
+        NaN if it has no ready block.
     """
 
     slab_bytes: int
@@ -393,9 +409,9 @@ class ArenaMap:
 
 
 def arena_map(core: CacheCore, now_s: float) -> Iterator[ArenaMap | None]:
-    """Draws the map of host memory: None after each part, the map after the last one.
+    """Draws the map of host memory. Yields None after each part and the map at the end.
 
-    `now_s`: in seconds of the core.
+    now_s: in seconds of the core.
     """
     space, pool = core.space, core.space.pool
     slabs_per_cell = -(-pool.num_slabs // MAX_CELLS)
@@ -426,7 +442,7 @@ def arena_map(core: CacheCore, now_s: float) -> Iterator[ArenaMap | None]:
 
 
 def _part(space: Space, start: int) -> tuple[Entries, NDArray[np.bool_]]:
-    """The entries [n] of a part that have slots, and which of them are ready blocks."""
+    """Returns the entries [n] of a part that have slots, and which of them are ready blocks."""
     words = space.index.table.records[
         start : min(start + MAP_PART_ENTRIES, space.index.num_numbers), table.W_GROUP_STATE
     ]
@@ -439,8 +455,8 @@ def _part(space: Space, start: int) -> tuple[Entries, NDArray[np.bool_]]:
 
 
 def _spread(space: Space, entries: Entries) -> tuple[Int64s, Int64s, F64s]:
-    """The slots of entries, slab by slab: which of the entries [m], the slab [m], and the bytes of
-    the slot that lie in it [m]. m is len(entries) unless slots span slabs."""
+    """Splits the slots of entries by slab. Returns rows of the entries [m], slabs [m], and the
+    bytes of the slot in that slab [m]. m is len(entries) unless slots span slabs."""
     slab_bytes = space.pool.slab_bytes
     slabs = space.pool.slab_of(space.index.offsets(entries))
     num_bytes = space.index.slot_bytes(entries)
@@ -455,12 +471,12 @@ def _spread(space: Space, entries: Entries) -> tuple[Int64s, Int64s, F64s]:
 
 
 def _owners(owner: Int64s, slabs_per_cell: int) -> Int64s:
-    """The slot size of each cell's first slab that is lent; FREE, or ABSENT, if none is."""
+    """Returns the slot size of each cell's first lent slab; FREE or ABSENT if no slab is lent."""
     num_cells = -(-len(owner) // slabs_per_cell)
     padded = np.full(num_cells * slabs_per_cell, ABSENT)
     padded[: len(owner)] = owner
     grid = padded.reshape(num_cells, slabs_per_cell)
-    # A lent slab before a free one, and that before one without memory.
+    # Prefers a lent slab to a free slab, and a free slab to a slab without memory.
     chosen = np.where(
         (grid >= 0).any(axis=1), (grid >= 0).argmax(axis=1), (grid == FREE).argmax(axis=1)
     )

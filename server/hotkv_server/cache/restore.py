@@ -1,14 +1,14 @@
-"""Restoring: a new core takes over the block table of an old one, however that one ended.
+"""Restoring: a new core imports the entries of an old block table, however the old server ended.
 
-Always true: only ready entries come back, each under its own key and in its own slot, and those
-that are detached for readers of the arena; a record that contradicts the key
-spaces, the arena or another entry is dropped, never guessed at. The records of the old table are
-read, its buckets are not; the new table is another file, so a restore that is killed has changed
-nothing. Bytes of slots are not read here: every entry comes back as not verified.
+Always true: ready entries return, each under its key and in its slot, and detached entries that
+readers of the arena may still read. A record that contradicts the key spaces, the arena or another
+entry is dropped, never repaired. A restore reads the records of the old table and ignores its
+buckets. The new table is another file, so a killed restore has changed nothing. Restoring reads no
+slot: every entry returns unverified.
 
-One word of an old record says whether to trust it: a server marks a record ready after everything
-else in it is written, and clears the mark before its slot is used again. So a kill leaves no entry
-ready that is not whole.
+A record's state word says whether to trust the record. A server marks a record ready after it has
+written the rest, and clears the mark before it reuses the slot. So after a kill every ready entry
+is whole.
 """
 
 from collections import deque
@@ -30,17 +30,17 @@ from hotkv_server.cache.sessions import Catalog
 from hotkv_server.cache.values import BoolMask, Entries, Int64s
 
 ADMIT_PARTS = 64
-"""Blocks come back in so many parts, those used longest ago first."""
+"""Number of parts in which blocks return; the blocks used longest ago come first."""
 
 
-# What readers of the arena may still read: residencies of the old server pinned it. Either all of
-# it is kept, for the time of the grace (`Grace`), or the words have told its readers before any
-# slot is used. Blocks that were flushed while they were pinned are made anew as what they were:
-# detached. Nobody finds them, and their slots stay theirs.
+# Entries that readers of the arena may still read, because residencies of the old server pinned
+# them. Either all of them are retained for the time of the grace (`Grace`), or the readers' words
+# are revoked before any slot is used. Blocks that were flushed while pinned return as detached
+# entries: lookups can't find them, and they keep their slots.
 
 
 def kept_rows(core: CacheCore, states: Words, marks: NDArray[np.uint8] | None) -> Int64s:
-    """Records that an old server's readers may read: none if it had no readers any more."""
+    """Returns the records that an old server's readers may read; empty if it had no readers."""
     if marks is None or not core.words.has_earlier_readers:
         return np.empty(0, np.int64)
     return np.flatnonzero(
@@ -52,12 +52,13 @@ def kept_rows(core: CacheCore, states: Words, marks: NDArray[np.uint8] | None) -
 def link_detached(
     core: CacheCore, old: Words, rows: Int64s, numbers: Entries, new_of: Entries
 ) -> None:
-    """Makes detached entries for records. One that finds no place stays 0 in `new_of`."""
+    """Makes detached entries for records and writes their numbers into `new_of`. A record that
+    finds no place stays 0."""
     index = core.space.index
     groups = old[rows, table.W_GROUP_STATE] & np.uint32(0xFFFF)
     for number, group in np.unique(np.stack((numbers, groups), axis=1), axis=0).tolist():
         here = rows[(numbers == number) & (groups == group)]
-        # A key may be there several times; in the table only for a moment.
+        # A key may occur several times; each is in the table only for a moment.
         hashes = np.ascontiguousarray(old[here, :8])
         offsets = old[here, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
         depths = old[here, table.W_DEPTH].astype(np.int64)
@@ -71,11 +72,12 @@ def link_detached(
 
 
 def keep_for_readers(core: CacheCore, entries: Entries) -> tuple[int, bool]:
-    """Keeps what came back of the kept records, 0 for a record that did not: all, or nothing, and
-    then readers are told. Returns how many are kept, and whether readers were told."""
+    """Retains the restored entries of the kept records (0 for a record that was dropped): all or
+    none. If none, revokes the readers' words. Returns how many entries are retained, and whether
+    readers lost entries."""
     grace, index = core.grace, core.space.index
     is_whole = bool(np.all(entries != 0)) and bool(index.can_be_read(entries).all())
-    # A tenant that has more than it may must give blocks up at once.
+    # A tenant above its bound must give up blocks at once.
     if len(entries) and is_whole and not core.space.tenants.over_bound():
         grace.begin(entries)
         return len(entries), False
@@ -90,7 +92,7 @@ class Restorable(Protocol):
 
     @property
     def space(self) -> Space:
-        """Where entries come back."""
+        """The space that receives the entries."""
 
     @property
     def catalog(self) -> Catalog:
@@ -99,8 +101,8 @@ class Restorable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BelowSpace:
-    """The space of a tier below. `encoded_bytes`: of places that an earlier server may have given
-    to encoded blocks, see `place_sizes`; None if it encoded none."""
+    """The space of a tier below. `encoded_bytes`: returns the place size that an earlier server may
+    have used for encoded blocks, see `place_sizes`; None if it encoded no blocks."""
 
     space: Space
     catalog: Catalog
@@ -109,7 +111,7 @@ class BelowSpace:
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Columns of old records: groups uint32 [n]; bytes of slots and where they begin, int64 [n]."""
+    """Columns of old records: groups uint32 [n], and slot sizes and offsets in bytes, int64 [n]."""
 
     groups: Entries
     sizes: Int64s
@@ -117,7 +119,7 @@ class Shapes:
 
     @staticmethod
     def of(old: Words, rows: Int64s) -> "Shapes":
-        """Those of some records."""
+        """Returns the shapes of some records."""
         return Shapes(
             _groups(old, rows),
             old[rows, table.W_SIZE].astype(np.int64) * SLOT_ALIGN,
@@ -130,11 +132,12 @@ class Shapes:
 
 @dataclass(slots=True)
 class Restored:
-    """How many blocks and representations came back, and what was dropped, by reason.
+    """Numbers of blocks and representations that returned, and of dropped records by reason.
 
-    `kept`: entries that the old server's residencies had pinned. `lost_readers`: one of them could
-    not be kept, so that none is, and readers have been told. `encoded`: blocks in places that are
-    smaller than their slots.
+    kept: retained entries that the old server's residencies had pinned.
+    lost_readers: True if such an entry could not be retained, so that none is and the readers'
+        words were revoked.
+    encoded: blocks in places that are smaller than their slots.
     """
 
     kept: int = 0
@@ -160,10 +163,12 @@ def restore(
 ) -> Restored:
     """Fills an empty core from the records [n, 18] of an old table.
 
-    `key_spaces`: number in the old table to number in this core, whose catalog knows them with
-    their representations in the old order. `last_used_s` float64 [n] by old entry number, in
-    seconds of `now_s`, nan for entries that are newer; None if it is not known. `marks` by old
-    entry number: 1 for what the old server's residencies had pinned; None if its table has none.
+    key_spaces: number in the old table to number in this core. The core's catalog knows these key
+        spaces, with their representations in the old order.
+    last_used_s: float64 [n] by old entry number, in seconds of `now_s`; nan for newer entries. None
+        if unknown.
+    marks: by old entry number, 1 for entries that the old server's residencies had pinned. None if
+        its table has no marks.
     """
     assert not core.space.index.num_entries, "restored into a core that is in use"
     report = Restored()
@@ -200,7 +205,7 @@ def restore_below(
     below: BelowSpace, old: Words, key_spaces: Mapping[int, int], now_s: float
 ) -> Restored:
     """Fills the empty space of a tier from the records [n, 18] of its old table, as `restore` does.
-    Its seals are compared whenever a block is read."""
+    Seals are compared at each later read of a block."""
     assert not below.space.index.num_entries, "restored into a tier that is in use"
     report = Restored()
     states = old[:, table.W_GROUP_STATE] >> np.uint32(16)
@@ -237,7 +242,8 @@ def _kept(
 
 
 def _new_numbers(old_numbers: Entries, key_spaces: Mapping[int, int]) -> Entries:
-    """Per entry the key space's number in the new core, 0 if it has none."""
+    """Returns for each entry the number of its key space in the new core; 0 if the core does not
+    have it."""
     known = np.array(sorted(key_spaces.items()), np.int64).reshape(-1, 2)
     if not len(known):
         return np.zeros(len(old_numbers), np.uint32)
@@ -252,8 +258,8 @@ def _groups(old: Words, rows: Int64s) -> Entries:
 
 
 def _by_kind(numbers: Entries, groups: Entries) -> Iterator[tuple[int, int, Int64s]]:
-    """The pairs of key space and group that occur, each with its places in ascending order. Costs
-    one sort, however many pairs there are."""
+    """Yields the pairs of key space and group that occur, each with its places in rising order.
+    Costs one sort, however many pairs there are."""
     if not len(numbers):
         return
     pairs = numbers.astype(np.uint64) << np.uint64(16) | groups
@@ -270,9 +276,9 @@ def _well_shaped(
     numbers: Entries,
     encoded_bytes: Callable[[int], int] | None = None,
 ) -> BoolMask:
-    """Which records have a known shape, a slot size that belongs to it, and a slot inside the arena
-    where slots of that size lie. A size belongs to a shape if it is that of its slots, or a smaller
-    one that `encoded_bytes` gives."""
+    """Returns which records have a known shape, a slot size that fits the shape, and a slot inside
+    the arena at a valid offset for that size. A size fits if it equals the shape's slot size, or a
+    smaller size from `encoded_bytes`."""
     good, pool = np.zeros(len(shapes), np.bool_), core.space.pool
     in_slab, slabs = shapes.offsets % pool.slab_bytes, pool.slab_of(shapes.offsets)
     for number, group, here in _by_kind(numbers, shapes.groups):
@@ -291,8 +297,8 @@ def _well_shaped(
 
 
 def _apart(core: Restorable, shapes: Shapes) -> BoolMask:
-    """Which records share no byte with another, and no slab with a slot of another size. Of records
-    that do, none is right for certain."""
+    """Returns which records share no byte with another record, and no slab with a slot of another
+    size. If records overlap, all of them are dropped, because any of them may be wrong."""
     offsets, sizes = shapes.offsets, shapes.sizes
     order = np.argsort(offsets)
     ends = np.maximum.accumulate((offsets + sizes)[order])
@@ -317,8 +323,9 @@ def _apart(core: Restorable, shapes: Shapes) -> BoolMask:
 def _link_entries(
     core: Restorable, old: Words, rows: Int64s, numbers: Entries, new_of: Entries
 ) -> int:
-    """Makes reserved entries for records. A record that finds no place, or whose key is there
-    already, stays 0 in `new_of`. Returns how many have places smaller than slots of their shape."""
+    """Makes reserved entries for records and writes their numbers into `new_of`. A record stays 0
+    if it finds no place or its key is in the index already. Returns how many places are smaller
+    than the slots of their shape."""
     index, groups, num_smaller = core.space.index, _groups(old, rows), 0
     for number, group, places in _by_kind(numbers, groups):
         here = rows[places]
@@ -349,7 +356,8 @@ def _publish(
     now_s: float,
     report: Restored,
 ) -> None:
-    """Makes blocks ready, then the representations whose block came back; drops the others."""
+    """Makes blocks ready, then the representations whose block returned. Drops all other
+    representations."""
     space, index = core.space, core.space.index
     checks = np.ascontiguousarray(old[came, table.W_CHECK : table.W_CHECK + 2]).view(np.uint64)[
         :, 0
@@ -387,8 +395,8 @@ def _publish(
 def _linked(
     core: CacheCore, old: Words, kinds: Int64s, links: Entries, new_of: Entries
 ) -> BoolMask:
-    """Which representations have a block that came back, has their key and names them; `links`: the
-    records that they name."""
+    """Returns which representations have a block that returned, has their key and links back to
+    them. `links`: the records that the representations name."""
     numbers, groups, hashes = core.space.index.keys(new_of[kinds])
     expected = [
         core.catalog.record(number).block_group(group)

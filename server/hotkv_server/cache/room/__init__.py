@@ -1,1 +1,1 @@
-"""Slots: the pool, its tenants and policies, and how room is made. Pure."""
+"""Slots: the pool, its tenants and policies, and making room. Pure."""

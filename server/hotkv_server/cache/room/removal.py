@@ -1,9 +1,9 @@
-"""The books of one tier, and removing entries from them: eviction, flush and drop, and emptying
+"""The books of one tier, and removal of entries from them: eviction, flush, drop, and emptying
 slabs for another slot size.
 
-Always true: an entry of the index owns exactly one slot of the pool, and no two own the same bytes;
-the bytes of every slot in use count for one key space and its tenant; an entry that is pinned or
-reserved is never evicted.
+Always true: an entry of the index owns exactly one slot of the pool, and no two entries own the
+same bytes. The bytes of every slot in use count for one key space and its tenant. A pinned or
+reserved entry is never evicted.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -23,12 +23,12 @@ from hotkv_server.cache.values import BoolMask, Entries, EvictionNotice, Int64s
 
 T = TypeVar("T")
 Parts = Generator[None, None, T]
-"""Long work: it yields between its parts and returns its result. Between two parts anything else
-may be called."""
+"""Long work in parts: the generator yields between its parts and returns its result. Any other
+method may be called between two parts."""
 
 
 def finished(parts: Parts[T], between: Callable[[], object] = lambda: None) -> T:
-    """Does all parts at once, and returns the result. `between`: called between two parts."""
+    """Runs all parts and returns the result. `between`: called between two parts."""
     while True:
         try:
             next(parts)
@@ -39,7 +39,7 @@ def finished(parts: Parts[T], between: Callable[[], object] = lambda: None) -> T
 
 
 PART_ENTRIES = 1 << 16
-"""Entry numbers that one part of long work looks at: a few milliseconds."""
+"""Entry numbers that one part of long work examines: a few milliseconds."""
 EVICTED_PER_PART = 1 << 12
 """Entries that one part of long work removes."""
 
@@ -60,7 +60,8 @@ class Books:
         return f"Books({self.index!r}, {self.pool!r})"
 
     def free_slots(self, parts: list[Words]) -> None:
-        """Frees the slots of removed records, given in parts of one key space and slot size."""
+        """Frees the slots of removed records, given in parts with the same key space and slot
+        size."""
         for rows in parts:
             slot_bytes = int(rows[0, table.W_SIZE]) * table.SLOT_ALIGN
             offsets = rows[:, table.W_OFFSET].astype(np.int64) * table.SLOT_ALIGN
@@ -68,19 +69,19 @@ class Books:
             self.pool.free(slot_bytes, offsets)
 
     def free_numbers(self) -> int:
-        """Entries that may still be inserted."""
+        """Returns how many more entries can be inserted."""
         return self.index.limit - self.index.num_entries
 
     def owners(self, entries: Entries) -> Int64s:
-        """The tenant of each entry [n]."""
+        """Returns the tenant of each entry [n]."""
         return self.tenants.of(self.index.table.records[entries, table.W_KEY_SPACE])
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
-        """Heat of each entry [n]; a representation is as hot as its block."""
+        """Returns the heat of each entry [n]; a representation is as hot as its block."""
         return self.policy.heat(self.representations.blocks_of(entries))
 
     def walk(self) -> Iterator[Entries]:
-        """All entries that are not free, a part at a time."""
+        """Yields all entries that are not free, a part at a time."""
         for start in range(0, self.index.num_numbers, PART_ENTRIES):
             yield (start + np.flatnonzero(self.index.states(start, start + PART_ENTRIES))).astype(
                 np.uint32
@@ -114,22 +115,25 @@ class Books:
 
 # Removing entries: eviction, flush and drop, with the notices that they cause.
 #
-# Owns the notices that nobody has taken yet, and the keys of what was removed last. Always true: an
-# entry that is pinned or reserved is never evicted; every block that is evicted or flushed has its
-# notice, and a block that is dropped has none; a pinned block that is flushed cannot be found any
-# more and keeps its slot until it is reaped.
+# Owns the pending notices, and the keys that were removed last. Always true: a pinned or reserved
+# entry is never evicted. Every evicted or flushed block has a notice; a dropped block has none. A
+# pinned block that is flushed can't be found any more, and keeps its slot until it is reaped.
 
 
 GHOST_KEYS = 1 << 16
-"""Removed keys that are remembered, to say why a block is not there."""
+"""Removed keys that are remembered, to explain why a block is missing."""
 MAX_FRESH = 1 << 12
-"""Keys that are removed before all are sorted anew."""
+"""Keys removed before the sorted copy is rebuilt."""
 
 
 class Removal:
-    """Removes entries of one tier. `effects`: notices since `take_effects`. `now_s`: as it was
-    when a session was opened or leases expired last; 0 before. `ages_s`: of blocks that were
-    evicted, seconds since their last use; none is counted before the time is known."""
+    """Removes entries of one tier.
+
+    effects: notices since `take_effects`.
+    now_s: time of the last session opening or expiry of leases; 0 before the first.
+    ages_s: seconds between an evicted block's last use and its eviction. Counted only once the time
+        is known.
+    """
 
     def __init__(self, books: Books) -> None:
         self.evicted_blocks = 0
@@ -139,11 +143,11 @@ class Removal:
         self._books = books
         self.index = books.index
         self._representations = books.representations
-        # A ring: `_next_ghost` is the place of the oldest.
+        # A ring; `_next_ghost` is the place of the oldest key.
         self._ghosts = np.zeros(GHOST_KEYS, np.uint64)
         self._next_ghost = 0
-        # As they were `_num_fresh` removals ago. Each report of a request asks, and sorting all
-        # takes milliseconds.
+        # A sorted copy, `_num_fresh` removals old. Each report of a request searches it, and
+        # sorting all keys takes milliseconds.
         self._sorted_ghosts = np.sort(self._ghosts)
         self._num_fresh = 0
 
@@ -156,21 +160,21 @@ class Removal:
         return effects
 
     def evict(self, entries: Entries) -> int:
-        """Evicts those entries that are ready and not pinned; returns how many.
+        """Evicts those of the entries that are ready and not pinned. Returns how many it evicted.
 
-        Blocks go with a notice, representations without.
+        Blocks are evicted with a notice, representations without.
         """
         going = entries[self.index.evictable(entries)]
         alone = self._representations.among(going)
         count = self.evict_blocks(going[~alone])
-        # Some of the representations went with their blocks.
+        # Some of the representations were removed with their blocks.
         rest = going[alone]
         rest = rest[self.index.evictable(rest)]
         self._representations.drop(rest)
         return count + len(rest)
 
     def evict_blocks(self, entries: Entries) -> int:
-        """Evicts blocks that the caller knows to be evictable; returns how many."""
+        """Evicts blocks that the caller knows to be evictable. Returns how many it evicted."""
         if len(entries):
             keys = self.index.mixed(entries)
             if self.now_s:
@@ -185,7 +189,7 @@ class Removal:
         return len(entries)
 
     def flush(self, entries: Entries) -> None:
-        """Removes ready blocks, with a notice. Pinned ones keep their slots until they are
+        """Removes ready blocks, with a notice. Pinned blocks keep their slots until they are
         reaped."""
         keys = self.index.mixed(entries)
         parts = self.index.parts(self.index.table.records[entries])
@@ -197,19 +201,19 @@ class Removal:
         self._representations.follow(parts)
 
     def drop(self, entries: Entries) -> None:
-        """Removes entries without a notice: reserved ones that will not be written."""
+        """Removes reserved entries that will not be written, without a notice."""
         keys = self.index.mixed(entries)
         self._books.policy.forget(entries, keys, evicted=False)
         self._books.free_slots(self.index.remove(entries, keys))
 
     def forsake(self, entries: Entries) -> None:
-        """Takes reserved entries that are pinned out of the table, without a notice. They keep
-        their slots until they are reaped."""
+        """Detaches reserved entries that are pinned, without a notice. They keep their slots until
+        they are reaped."""
         self._books.policy.forget(entries, self.index.mixed(entries), evicted=False)
         self.index.detach(entries)
 
     def reap(self, entries: Entries) -> None:
-        """Frees the slots of those entries that are detached and not pinned any more."""
+        """Frees the slots of those of the entries that are detached and not pinned."""
         if not len(entries):
             return
         detached = (
@@ -217,7 +221,7 @@ class Removal:
         )
         if detached.any():
             gone = np.unique(entries[detached & (self.index.pins[entries] == 0)])
-            # Copies of few records stay in the processor's cache.
+            # Small parts: copies of few records stay in the processor's cache.
             for start in range(0, len(gone), EVICTED_PER_PART):
                 part = gone[start : start + EVICTED_PER_PART]
                 rows = self.index.table.records[part]
@@ -225,7 +229,8 @@ class Removal:
                 self._books.free_slots(self.index.parts(rows))
 
     def was_evicted(self, key_space_id: int, group_index: int, hashes: Words) -> BoolMask:
-        """Which keys [n] are among the last GHOST_KEYS removed, or up to MAX_FRESH before."""
+        """Returns which keys [n] are among the last GHOST_KEYS removed keys. May include up to
+        MAX_FRESH older keys."""
         keys = self.index.mixed_hashes(key_space_id, group_index, hashes)
         if self._num_fresh > MAX_FRESH:
             self._sorted_ghosts, self._num_fresh = np.sort(self._ghosts), 0
@@ -236,7 +241,7 @@ class Removal:
         return evicted
 
     def _give_notice(self, parts: Sequence[Words], keys: Keys) -> None:
-        """Adds a notice for each part, records of one key space and group, and remembers the
+        """Adds a notice for each part (records of the same key space and group) and remembers the
         keys."""
         for rows in parts:
             key_space_id = int(rows[0, table.W_KEY_SPACE])
@@ -254,7 +259,7 @@ class Removal:
 
 
 def _are_among(keys: Keys, ordered: Keys) -> BoolMask:
-    """Which keys [n] are among some in rising order, which are not none."""
+    """Returns which keys [n] are in `ordered`, which is rising and not empty."""
     places = np.minimum(np.searchsorted(ordered, keys), len(ordered) - 1)
     found: BoolMask = ordered[places] == keys
     return found
@@ -264,20 +269,21 @@ def _are_among(keys: Keys, ordered: Keys) -> BoolMask:
 
 
 RUNS_PER_PART = 8
-"""Runs of several slabs that one part chooses."""
+"""Multi-slab runs that one part chooses."""
 HOT_SHARE = 0.25
-"""Of the blocks in a slab that is taken, most that may be hotter than what its taker would evict
-itself. A few hot blocks in every slab must not hold all of them; a hot block comes back, and then
-lies beside others."""
+"""Largest share of blocks in an emptied slab that may be hotter than the coldest blocks of the slot
+size that gets it. Without this, a few hot blocks in every slab would block all slabs. A hot block
+that is stored again then lies beside other blocks."""
 
 
-# Which slabs to empty for a slot size: arithmetic over arrays with one value per slab. A run is as
-# many neighbouring slabs as one slot needs; it costs what its dearest slab costs, and a slab that
-# cannot be emptied costs inf.
+# Which slabs to empty for a slot size: arithmetic over arrays with a value per slab. A run is as
+# many neighbouring slabs as one slot needs. Its cost is the cost of its dearest slab. A slab that
+# can't be emptied costs inf.
 
 
 def cheapest_run(cost: NDArray[np.float64], length: int) -> tuple[int, float]:
-    """Start and cost of the cheapest run of `length` slabs; inf if there is none."""
+    """Returns the start and cost of the cheapest run of `length` slabs; the cost is inf if there is
+    no run."""
     if length > len(cost):
         return 0, np.inf
     highest = (
@@ -290,8 +296,8 @@ def cheapest_run(cost: NDArray[np.float64], length: int) -> tuple[int, float]:
 def choose_runs(
     cost: NDArray[np.float64], length: int, limits: NDArray[np.float64], chosen: BoolMask
 ) -> Parts[int]:
-    """Marks the cheapest runs one by one, the i-th while it costs less than `limits[i]`; returns
-    how many. Their `cost` becomes inf."""
+    """Marks the cheapest runs in turn, the i-th while it costs less than `limits[i]`. Returns how
+    many it marked. Sets their `cost` to inf."""
     if length == 1:
         order = np.argsort(cost, kind="stable")[: len(limits)]
         is_cheap = np.append(cost[order] < limits[: len(order)], False)
@@ -310,10 +316,11 @@ def choose_runs(
 
 
 def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_slab: int) -> NDArray[np.float64]:
-    """What each further run may cost, float64 [runs that `num_slots` slots need].
+    """Returns the highest cost allowed for each further run, float64 [runs that `num_slots` slots
+    need].
 
-    `own`: heat of the size's own coldest blocks, rising. A run that spares the first i of them may
-    cost as much as the next one; inf if there are too few: any slab is better than a refusal.
+    own: heat of the size's own coldest blocks, rising. A run that spares the first i of them may
+        cost as much as the next. Inf if there are too few: any slab is better than a refusal.
     """
     spared = np.arange(0, num_slots, slots_per_slab)
     next_own = np.append(own, np.inf)[np.minimum(spared, max(0, len(own) - 1))]
@@ -322,8 +329,8 @@ def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_slab: int) -> 
 
 
 def blocks_in(first: Int64s, last: Int64s, counted: BoolMask, num_slabs: int) -> Int64s:
-    """Per slab, how many of the counted blocks lie in it, wholly or in part. Block i lies in slabs
-    `first[i]` to `last[i]`."""
+    """Returns for each slab how many of the counted blocks lie in it, wholly or in part. Block i
+    lies in slabs `first[i]` to `last[i]`."""
     starts, ends = (
         np.bincount(at[counted] + after, minlength=num_slabs + 1)
         for at, after in ((first, 0), (last, 1))
@@ -336,12 +343,12 @@ MayGo = Callable[[Entries], BoolMask]
 
 
 class Rebalancer:
-    """Empties slabs that are lent to one slot size for another. Keeps nothing between two calls.
+    """Empties slabs of one slot size for another. Holds no state between two calls.
 
-    Always true: a slab with an entry that is pinned or reserved is not chosen; whose entries may be
-    evicted for whom is as `TenantBook` says. A slab is taken if it is colder than what the taker
-    would evict of its own size, or if that size has not enough to evict. The cost of a slab is the
-    heat of its hottest block; a representation is as hot as its block.
+    Always true: a slab with a pinned or reserved entry is not chosen. `TenantBook` decides whose
+    entries may be evicted for a tenant. A slab is emptied if it is colder than the blocks that the
+    receiving size would evict, or if that size can't evict enough. The cost of a slab is the heat
+    of its hottest block; a representation is as hot as its block.
     """
 
     def __init__(self, books: Books, removal: Removal) -> None:
@@ -356,22 +363,23 @@ class Rebalancer:
     def take_until(
         self, slot_bytes: int, num_slots: int, taker: int, payers: Sequence[Payers]
     ) -> Parts[None]:
-        """Takes slabs of other sizes until `num_slots` slots are free, or none is worth taking.
+        """Empties slabs of other sizes until `num_slots` slots are free, or no slab is worth
+        emptying.
 
-        `payers`: whose blocks may be evicted, tried in this order.
+        payers: whose blocks may be evicted, tried in this order.
         """
         for paying in payers:
-            # In turns: if slots span slabs, emptying the chosen ones empties others too, and the
+            # Repeated: if slots span slabs, emptying the chosen slabs also empties others, and the
             # next choice costs less.
             while self._pool.available_slots(slot_bytes) < num_slots:
                 if not (yield from self._take(slot_bytes, num_slots, taker, paying)):
                     break
 
     def _take(self, slot_bytes: int, num_slots: int, taker: int, paying: Payers) -> Parts[int]:
-        """Empties slabs that are lent to other sizes; returns how many entries were evicted.
+        """Empties slabs that are lent to other sizes. Returns how many entries were evicted.
 
-        First slabs that are wholly colder than the size's own coldest blocks, then those that are
-        but for `HOT_SHARE` of their blocks. Free slabs count as chosen.
+        First chooses slabs that are wholly colder than the size's own coldest blocks, then slabs
+        with at most `HOT_SHARE` hotter blocks. Free slabs count as chosen.
         """
         may_go = yield from self._may_go(taker, paying)
         cost, own = yield from self._costs(slot_bytes, num_slots, may_go)
@@ -386,10 +394,8 @@ class Rebalancer:
         return (yield from self._empty(chosen, may_go))
 
     def _may_go(self, taker: int, paying: Payers) -> Parts[MayGo]:
-        """Which entries may be evicted, coldest first, when a tenant takes slabs.
-
-        The answer is about entries that are there now.
-        """
+        """Returns a function that tells which entries may be evicted for a tenant, coldest first.
+        It is valid for the entries that exist at the time of the call."""
         books = self._books
         if not books.tenants.is_used or paying is Payers.ANYBODY:
             return self.index.evictable
@@ -410,10 +416,11 @@ class Rebalancer:
     def _costs(
         self, slot_bytes: int, num_slots: int, may_go: MayGo
     ) -> Parts[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-        """Cost of each slab, and the heat of the `num_slots` coldest blocks of this size, rising.
+        """Returns the cost of each slab, and the heat of the `num_slots` coldest blocks of this
+        size, rising.
 
-        A free slab costs -inf. A slab costs inf if it cannot be emptied, has no memory or is lent
-        to this size.
+        A free slab costs -inf. A slab costs inf if it can't be emptied, has no memory or is lent to
+        this size.
         """
         cost, own = np.full(self._pool.num_slabs, -np.inf), np.empty(0)
         for live in self._books.walk():
@@ -436,8 +443,8 @@ class Rebalancer:
         return cost, np.sort(own)[:num_slots]
 
     def _keep_floors(self, cost: NDArray[np.float64], owner: Int64s, slot_bytes: int) -> None:
-        """Makes slabs cost inf that other sizes were promised: the dearest of each down to its
-        floor, and as many free ones as they are short of."""
+        """Sets the cost of slabs that floors reserve to inf: for each other size its dearest slabs
+        down to its floor, and as many free slabs as it is short of."""
         floors = self._pool.floors
         for size in floors.sizes():
             if size != slot_bytes:
@@ -450,8 +457,8 @@ class Rebalancer:
     def _hot_blocks(
         self, cost: NDArray[np.float64], own_heat: float, may_go: MayGo
     ) -> Parts[NDArray[np.float64]]:
-        """Per slab the number of its blocks that are no colder than `own_heat`; inf beyond
-        `HOT_SHARE` of them, or if its `cost` is inf."""
+        """Returns for each slab the number of its blocks that are at least as hot as `own_heat`;
+        inf if that exceeds `HOT_SHARE` of its blocks or its `cost` is inf."""
         num_slabs = self._pool.num_slabs
         hot, blocks = np.zeros(num_slabs, np.int64), np.zeros(num_slabs, np.int64)
         for live in self._books.walk():
@@ -462,7 +469,7 @@ class Rebalancer:
         return np.where((cost < np.inf) & (hot <= HOT_SHARE * blocks), hot, np.inf)
 
     def _empty(self, chosen: BoolMask, may_go: MayGo) -> Parts[int]:
-        """Evicts the entries of the chosen slabs, slab by slab; returns how many."""
+        """Evicts the entries of the chosen slabs, slab by slab. Returns how many it evicted."""
         emptied = np.concatenate(([0], np.cumsum(chosen)))
 
         def lies_there(entries: Entries) -> BoolMask:
@@ -479,8 +486,8 @@ class Rebalancer:
         going = np.concatenate(found)[np.argsort(np.concatenate(slabs), kind="stable")]
         count = 0
         for start in range(0, len(going), EVICTED_PER_PART):
-            # An entry that came to the slab meanwhile under one of these numbers is evicted too; a
-            # number whose entry now lies elsewhere is left alone.
+            # Between two parts an entry number may be reused. If its new entry lies in a chosen
+            # slab it is evicted too; otherwise it is skipped.
             part = going[start : start + EVICTED_PER_PART]
             part = part[may_go(part)]
             count += self._removal.evict(part[lies_there(part)])
@@ -489,10 +496,10 @@ class Rebalancer:
         return count
 
     def _slabs_of(self, entries: Entries) -> tuple[Int64s, Int64s]:
-        """The first and last slab in which each entry lies."""
+        """Returns the first and last slab in which each entry lies."""
         first = self._pool.slab_of(self.index.offsets(entries))
         return first, first + (self.index.slot_bytes(entries) - 1) // self._pool.slab_bytes
 
     def _heat(self, entries: Entries, may_go: MayGo) -> NDArray[np.float64]:
-        """Heat of entries; inf for those that may not go."""
+        """Returns the heat of entries; inf for entries that may not be evicted."""
         return np.where(may_go(entries), self._books.heat(entries), np.inf)

@@ -1,6 +1,5 @@
-"""Who may have how much: what owners hold of a bounded resource, what tenants have of the arena,
-and what may be pinned for long.
-"""
+"""Shares: what owners hold of a bounded resource, what tenants hold of the arena, and what may be
+pinned for long."""
 
 import enum
 from collections.abc import Iterable, Mapping
@@ -11,16 +10,16 @@ from numpy.typing import NDArray
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Int64s, TenantShare
 
-# Fair bounds: a bound on a shared resource that no owner can use up alone.
+# Fair bounds: a bound on a shared resource that no single owner can use up.
 #
-# Always true: all owners together hold no more than the capacity. After an owner has taken more, it
-# holds no more than the floor, or no more than is left for others. So one owner alone gets half, n
-# owners that want everything get 1/(n + 1) each, and there is always room for another one. An owner
-# is a tenant, or an engine if no tenants are configured.
+# Always true: all owners together hold no more than the capacity. After an acquisition, the owner
+# holds no more than the floor, or no more than is left for other owners. So a single owner gets
+# half, and n owners that want everything get 1/(n + 1) each; there is always room for another
+# owner. An owner is a tenant, or an engine if no tenants are configured.
 
 
 FLOOR_SHARE = 64
-"""1/64 of the capacity is the floor: so much may be had as long as there is any."""
+"""The floor is 1/64 of the capacity: an owner may hold that much as long as any is free."""
 
 
 class FairBound:
@@ -36,22 +35,22 @@ class FairBound:
         return f"FairBound({self.total}/{self.capacity} held by {len(self._held)} owners)"
 
     def held(self, owner: str) -> int:
-        """How many an owner holds."""
+        """Returns how many units an owner holds."""
         return self._held.get(owner, 0)
 
     def room(self, owner: str) -> int:
-        """How many more an owner may take at once."""
+        """Returns how many more units an owner may acquire in one call."""
         held, free = self.held(owner), self.capacity - self.total
         return max(0, min(self.floor - held, free), (free - held) // 2)
 
     def take(self, owner: str, count: int) -> None:
-        """Counts so many more for the owner; `room` has said that it may."""
+        """Adds `count` to the owner's units. The caller has checked `room`."""
         if count:
             self._held[owner] = self.held(owner) + count
             self.total += count
 
     def give(self, owner: str, count: int) -> None:
-        """Counts so many less for the owner."""
+        """Subtracts `count` from the owner's units."""
         left = self.held(owner) - count
         assert left >= 0, "more was given back than was held"
         self.total -= count
@@ -60,7 +59,7 @@ class FairBound:
             del self._held[owner]
 
     def refusal(self, owner: str, what: str) -> str:
-        """Says why the owner gets no more, for people to read."""
+        """Returns the reason why the owner gets no more, as text for people."""
         return (
             f"{self.held(owner)} {what} are held by this client and {self.capacity - self.total} "
             f"of {self.capacity} are free; "
@@ -68,14 +67,15 @@ class FairBound:
         )
 
     def check(self, held: dict[str, int]) -> None:
-        """Raises AssertionError if the owners hold something else."""
+        """Raises AssertionError unless the owners hold exactly `held`."""
         assert self._held == held and self.total == sum(held.values()) <= self.capacity, (
             "what owners hold is miscounted"
         )
 
 
 class BoundShare(FairBound):
-    """One kind of things among several that share a bound; each takes `unit` of it."""
+    """One kind of objects among several that share a bound. Each object counts as `unit` of the
+    bound."""
 
     def __init__(self, bound: FairBound, unit: int = 1) -> None:
         super().__init__(bound.capacity // unit)
@@ -86,39 +86,40 @@ class BoundShare(FairBound):
         return f"BoundShare({self.total} of {self._unit} in {self._bound!r})"
 
     def room(self, owner: str) -> int:
-        """How many more an owner may take at once."""
+        """Returns how many more objects an owner may acquire in one call."""
         return self._bound.room(owner) // self._unit
 
     def take(self, owner: str, count: int) -> None:
-        """As FairBound.take."""
+        """Counts as FairBound.take, here and in the shared bound."""
         self._bound.take(owner, count * self._unit)
         super().take(owner, count)
 
     def give(self, owner: str, count: int) -> None:
-        """As FairBound.give."""
+        """Counts as FairBound.give, here and in the shared bound."""
         super().give(owner, count)
         self._bound.give(owner, count * self._unit)
 
     def refusal(self, owner: str, what: str) -> str:
-        """As FairBound.refusal."""
+        """Returns the reason as FairBound.refusal does."""
         return f"{self.held(owner)} {what}, and all together {self._bound.refusal(owner, 'bytes')}"
 
 
-# Tenants: what each has of the arena, and what may be evicted for whom.
+# Tenants: what each holds of the arena, and whose blocks may be evicted for it.
 #
-# Always true: a tenant with a burst bound never holds more than it, but for what it held when the
-# bound was lowered, which only shrinks; no block is evicted for another tenant while its owner
-# holds no more than its guarantee, with one exception. A guarantee is a claim, too: room for what
-# a tenant takes within its own comes first from tenants that are beyond theirs. If its slot size
-# gets no slab so, because each has a block that is guaranteed, slabs are emptied all the same: a
-# tenant that loses blocks this way is below its guarantee, and takes as much back from tenants
-# that are not. Bytes are those of slots, whatever their state: reserved, ready or detached, blocks
-# and representations.
+# Always true: a tenant with a burst bound never holds more than the bound. If the bound was
+# lowered, the excess only shrinks. A tenant's block is evicted for another tenant only while its
+# owner holds more than its guarantee, with one exception.
+#
+# A guarantee is also a claim: room for blocks within a tenant's guarantee comes first from tenants
+# that exceed theirs. The exception: if every slab has a guaranteed block, so that a slot size can't
+# get a slab, slabs are emptied all the same. A tenant that loses blocks this way is below its
+# guarantee, and its claim gets the room back from tenants above theirs. Bytes are bytes of slots in
+# any state (reserved, ready or detached), of blocks and representations.
 
 
 class Payers(enum.Enum):
-    """Whose blocks may be evicted for a tenant's new ones: those of others beyond their guarantees;
-    its own as well; anybody's."""
+    """Whose blocks may be evicted for a tenant's new blocks. OTHERS: other tenants' above their
+    guarantees. ALL: also the tenant's own. ANYBODY: any tenant's, guarantees ignored."""
 
     OTHERS = enum.auto()
     ALL = enum.auto()
@@ -129,10 +130,11 @@ _NO_BOUND = np.iinfo(np.int64).max // 2
 
 
 class TenantBook:
-    """Bytes by tenant and by key space. `is_used`: False if no shares are configured; then there is
-    one tenant, of everything.
+    """Bytes by tenant and by key space.
 
-    `capacity_bytes`: of the arena as far as it has memory; `arena_bytes`: of all of it.
+    is_used: False if no shares are configured; a single tenant then holds everything.
+    capacity_bytes: bytes of the arena that have memory.
+    arena_bytes: bytes of the whole arena.
     """
 
     def __init__(self, shares: Mapping[str, TenantShare], arena_bytes: int) -> None:
@@ -150,7 +152,7 @@ class TenantBook:
         return f"TenantBook({', '.join(f'{name}: {used}' for name, used in uses)})"
 
     def _checked(self, shares: Iterable[TenantShare]) -> tuple[Int64s, Int64s]:
-        """Guarantees and bounds. Raises INVALID_FIELD."""
+        """Returns guarantees and bounds. Raises INVALID_FIELD."""
         listed = list(shares)
         guaranteed = np.array([share.guaranteed_bytes for share in listed], np.int64)
         burst = np.array([share.burst_bytes or _NO_BOUND for share in listed], np.int64)
@@ -168,8 +170,8 @@ class TenantBook:
         return guaranteed, burst
 
     def check_shares(self, shares: Mapping[str, TenantShare]) -> None:
-        """Changes nothing. Raises INVALID_FIELD for what `share_out` would not take: guarantees
-        that the arena does not hold, the first shares, none at all."""
+        """Raises INVALID_FIELD if `share_out` would refuse these shares: guarantees larger than the
+        arena, the first shares, or no shares at all. Changes nothing."""
         if bool(shares) != self.is_used:
             raise HotKVError(
                 Reason.INVALID_FIELD, "tenants: the first and the last one need a restart"
@@ -177,9 +179,8 @@ class TenantBook:
         self._checked(shares.values())
 
     def share_out(self, shares: Mapping[str, TenantShare]) -> None:
-        """Takes other shares from now on. A tenant that is not named has none of its own and no
-        bound. What a tenant holds beyond its bound is that of `over_bound`. Raises as
-        `check_shares`."""
+        """Replaces the shares. A tenant that is not listed has no guarantee and no bound.
+        `over_bound` returns what tenants hold above their new bounds. Raises as `check_shares`."""
         self.check_shares(shares)
         names = [*self._names, *(name for name in shares if name not in self._names)]
         guaranteed, burst = self._checked(shares.get(name, TenantShare()) for name in names)
@@ -188,8 +189,8 @@ class TenantBook:
         self._burst = np.maximum(burst, self.used)
 
     def add_key_space(self, number: int, tenant: str) -> None:
-        """Notes the tenant of a key space. A tenant that has no share configured has no guarantee
-        and no bound of its own."""
+        """Records the tenant of a key space. A tenant without a configured share has no guarantee
+        and no bound."""
         if not self.is_used:
             return
         if tenant not in self._names:
@@ -201,15 +202,15 @@ class TenantBook:
         self._of_key_space[number % KEY_SPACE_ROWS] = self._names.index(tenant)
 
     def number(self, key_space_id: int) -> int:
-        """The tenant of a key space, as its place in the book."""
+        """Returns the tenant of a key space, as its place in the book."""
         return int(self._of_key_space[key_space_id % KEY_SPACE_ROWS]) if self.is_used else 0
 
     def of(self, key_spaces: NDArray[np.uint32]) -> Int64s:
-        """Tenant of each key space number [n]."""
+        """Returns the tenant of each key space number [n]."""
         return self._of_key_space[key_spaces % KEY_SPACE_ROWS]
 
     def count(self, key_space_id: int, num_bytes: int) -> None:
-        """Counts so many bytes more for a key space; less, if negative."""
+        """Adds bytes to a key space and its tenant; subtracts if negative."""
         self._bytes[key_space_id] = self._bytes.get(key_space_id, 0) + num_bytes
         if not self._bytes[key_space_id]:
             del self._bytes[key_space_id]
@@ -220,11 +221,11 @@ class TenantBook:
                 self._burst[tenant] = max(self._set_burst[tenant], self.used[tenant])
 
     def bytes_of(self, key_space_id: int) -> int:
-        """Bytes that a key space holds."""
+        """Returns the bytes that a key space holds."""
         return self._bytes.get(key_space_id, 0)
 
     def usage(self) -> dict[str, tuple[int, TenantShare]]:
-        """Bytes that each tenant holds, and its share."""
+        """Returns the bytes that each tenant holds, and its share."""
         bounds = (0 if burst == _NO_BOUND else burst for burst in self._set_burst.tolist())
         shares = (
             TenantShare(guaranteed, burst)
@@ -233,24 +234,24 @@ class TenantBook:
         return dict(zip(self._names, zip(self.used.tolist(), shares, strict=True), strict=True))
 
     def burst_bytes(self, tenant: int) -> int:
-        """Most bytes that the tenant may hold."""
+        """Returns the most bytes that the tenant may hold."""
         return int(self._burst[tenant]) if self.is_used else self.arena_bytes
 
     def room_bytes(self, tenant: int) -> int:
-        """Bytes that the tenant may still take under its burst bound."""
+        """Returns how many more bytes the tenant may hold under its burst bound."""
         return max(0, int(self._burst[tenant] - self.used[tenant]))
 
     def surely_bytes(self, tenant: int) -> int:
-        """Bytes that the tenant could have if all others took their guarantees. Bounds what it may
-        pin."""
+        """Returns the bytes that the tenant could have if all others used their guarantees. This
+        bounds what it may pin."""
         if not self.is_used:
             return self.capacity_bytes
         others = int(self._guaranteed.sum() - self._guaranteed[tenant])
         return max(0, int(min(self._burst[tenant], self.capacity_bytes - others)))
 
     def kept_for_others(self, tenant: int, share: float, taken: Mapping[int, int]) -> int:
-        """Bytes that the other tenants have taken, or a share of their guarantees if that is
-        more."""
+        """Returns the bytes that the other tenants have taken (`taken`), or `share` of their
+        guarantees if that is more."""
         others = {*range(len(self._guaranteed)), *taken} - {tenant}
         return sum(
             max(
@@ -261,16 +262,16 @@ class TenantBook:
         )
 
     def may_give(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
-        """Which entries with these owners [n] may each be evicted, alone, for one of tenant
-        `taker`; `sizes` [n]: bytes that are freed with them."""
+        """Returns which entries with these owners [n] may each be evicted alone for tenant `taker`.
+        `sizes` [n]: bytes that each eviction frees."""
         allowed: BoolMask = (owners == taker) | (
             self.used[owners] - sizes >= self._guaranteed[owners]
         )
         return allowed
 
     def within(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
-        """Which of these entries may be evicted for one of `taker`, in this order: none takes its
-        owner below the guarantee."""
+        """Returns which of these entries may be evicted together for `taker`, in this order,
+        without taking an owner below its guarantee."""
         allowed: BoolMask = owners == taker
         for owner in np.unique(owners[~allowed]).tolist():
             here = owners == owner
@@ -278,26 +279,27 @@ class TenantBook:
         return allowed
 
     def may_claim(self, taker: int, more_bytes: int) -> bool:
-        """Returns True if a tenant stays within its guarantee with so many bytes more: then others
-        give first."""
+        """Returns True if a tenant with `more_bytes` more stays within its guarantee. Other
+        tenants' blocks are then evicted first."""
         return self.is_used and bool(self.used[taker] + more_bytes <= self._guaranteed[taker])
 
     def portions(self, taker: int, slot_bytes: int, count: int) -> tuple[int, ...]:
-        """The steps in which room is made for so many slots, each a total: first what the tenant
-        may claim, then all."""
+        """Returns the steps, each a total, in which to make room for `count` slots: first what the
+        tenant may claim, then all."""
         claimed = (
             int(self._guaranteed[taker] - self.used[taker]) // slot_bytes if self.is_used else 0
         )
         return (claimed, count) if 0 < claimed < count else (count,)
 
     def over_bound(self) -> list[tuple[int, int]]:
-        """Tenants that hold more than their burst bound, and by how many bytes: after a restart
-        with another configuration, or new shares."""
+        """Returns the tenants that hold more than their burst bound, with their excess in bytes.
+        This happens after a restart with other settings, or with new shares."""
         excess = self.used - self._set_burst
         return [(tenant, int(excess[tenant])) for tenant in np.flatnonzero(excess > 0).tolist()]
 
     def excess_bytes(self, tenant: int) -> int:
-        """Bytes that a tenant holds beyond its burst bound; less than 0 for room."""
+        """Returns the bytes that a tenant holds above its burst bound; negative if there is
+        room."""
         return int(self.used[tenant] - self._set_burst[tenant])
 
     def check(self, used_by_key_space: Mapping[int, int]) -> None:
@@ -314,9 +316,9 @@ class TenantBook:
 
 # The pin budget: what residencies, holds and leases without a load may pin together.
 #
-# Always true: once residencies have promised or pinned anything, a part of the arena
-# (`STORE_SHARE`) stays for stores, however the shares of the three are set. Without residencies
-# each has its own share, as ever.
+# Always true: once residencies have reserved or pinned anything, a part of the arena
+# (`STORE_SHARE`) stays free for stores, whatever the shares of the three kinds. Without
+# residencies, each kind has only the limit of its own share.
 
 
 STORE_SHARE = 16
@@ -324,13 +326,17 @@ STORE_SHARE = 16
 
 
 def most_pinned(capacity_bytes: int) -> int:
-    """Most bytes that all three may take together of so many."""
+    """Returns the most bytes of `capacity_bytes` that all three kinds may hold together."""
     return capacity_bytes - capacity_bytes // STORE_SHARE
 
 
 class PinBudget:
-    """Bytes by kind: `resident_bytes` promised to or pinned by residencies, `held_bytes` by
-    requests' holds, `unadmitted_bytes` by leases without a load. Each kind counts its own."""
+    """Pinned bytes by kind. Each kind counts its own.
+
+    resident_bytes: reserved for residencies or pinned by them.
+    held_bytes: pinned by requests' holds.
+    unadmitted_bytes: pinned by leases without a load.
+    """
 
     def __init__(self, tenants: TenantBook) -> None:
         self.resident_bytes = 0
@@ -346,11 +352,11 @@ class PinBudget:
 
     @property
     def for_residencies(self) -> int:
-        """Bytes that residencies may still take."""
+        """Bytes that residencies may still reserve or pin."""
         used = self.resident_bytes + self.held_bytes + self.unadmitted_bytes
         return max(0, most_pinned(self._tenants.capacity_bytes) - used)
 
     @property
     def for_others(self) -> int:
-        """Bytes that holds and leases may still take."""
+        """Bytes that holds and leases may still pin."""
         return self.for_residencies if self.resident_bytes else self._tenants.capacity_bytes

@@ -1,10 +1,10 @@
 """The elastic pool: an arena cut into slabs, each lent to one slot size.
 
-Owns which byte of the arena belongs to which slot. Always true: a slot is free or used, never both;
-a slab whose last slot is freed goes back at once and may be lent to any other size; a slot larger
-than a slab spans contiguous slabs; only slabs that have memory are lent (`back`). It never moves or
-evicts anything: an allocation that does not fit is granted short. `SlabFloors` says which slabs are
-kept for a size.
+Owns which byte of the arena belongs to which slot. Always true: a slot is either free or used. A
+slab whose last slot is freed returns to the pool at once and may be lent to any other size. A slot
+larger than a slab spans contiguous slabs. Only slabs that have memory are lent (`back`). The pool
+never moves or evicts anything: an allocation that does not fit is granted short. `SlabFloors` says
+which slabs are reserved for a size.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,17 +18,17 @@ from hotkv_server.cache.arrays import distinct
 from hotkv_server.cache.values import BoolMask, Int64s
 
 CHUNK_SLOTS = 1 << 14
-"""Freed slots join the chunk before them as long as that has no more slots."""
+"""Most slots of a chunk of free slots after freed slots were appended to it."""
 FREE, ABSENT = -1, -2
-"""In place of a slot size in the table of owners: the slab is lent to no size; it has no memory
-yet."""
+"""Values that replace a slot size in the table of owners. FREE: the slab is lent to no size.
+ABSENT: the slab has no memory yet."""
 
 
 class FreeSlots:
-    """Free slots of one size: their offsets.
+    """Free slots of one size, by offset.
 
-    Always true: the slot that came last is handed out first. Offsets are kept in chunks: one array
-    of millions would be copied at every change.
+    Always true: the slot that was added last is handed out first. Offsets are stored in chunks: a
+    single array of millions would be copied at every change.
     """
 
     __slots__ = ("_chunks", "_num")
@@ -44,7 +44,7 @@ class FreeSlots:
         return f"FreeSlots({self._num})"
 
     def add(self, offsets: Int64s) -> None:
-        """Adds slots; they are handed out first."""
+        """Adds slots that are handed out first."""
         if self._chunks and len(self._chunks[-1]) + len(offsets) <= CHUNK_SLOTS:
             self._chunks[-1] = np.concatenate((self._chunks[-1], offsets))
         elif len(offsets):
@@ -52,13 +52,13 @@ class FreeSlots:
         self._num += len(offsets)
 
     def add_below(self, offsets: Int64s) -> None:
-        """Adds slots; they are handed out after all others."""
+        """Adds slots that are handed out after all others."""
         if len(offsets):
             self._chunks.insert(0, offsets)
         self._num += len(offsets)
 
     def take(self, count: int) -> Int64s:
-        """Removes and returns the last `count`, or all there are, the last one first."""
+        """Removes and returns the last `count` slots, or all if fewer, the last slot first."""
         taken: list[Int64s] = []
         missing = min(count, self._num)
         self._num -= missing
@@ -73,7 +73,7 @@ class FreeSlots:
         return np.concatenate(taken) if taken else np.empty(0, np.int64)
 
     def keep(self, is_kept: Callable[[Int64s], BoolMask]) -> None:
-        """Drops the slots for which `is_kept` is False; the rest stays in order."""
+        """Drops the slots for which `is_kept` is False. The order stays the same."""
         kept = []
         for chunk in self._chunks:
             mask = is_kept(chunk)
@@ -82,19 +82,22 @@ class FreeSlots:
         self._num = sum(map(len, self._chunks))
 
     def all(self) -> Int64s:
-        """All free slots, the last one last."""
+        """Returns the free slots; the next to be handed out comes last."""
         return np.concatenate(self._chunks) if self._chunks else np.empty(0, np.int64)
 
 
 class SlabFloors:
-    """How many slots of each size somebody was promised, so that its slabs stay within reach.
-    `lent`: how many slabs a size has; `num_free`: how many nobody has.
+    """Number of slots of each size that were promised, so that enough slabs stay available for
+    them.
 
-    Bytes alone promise little: one pinned slot keeps its slab from every other slot size. Always
-    true between two calls of the core: as many slabs are free as the sizes with a floor are short
-    of. A size takes free slabs only if enough stay for the floors of others, and gives up slabs to
-    another size only down to its own floor. So within its slabs, lent and to come, a size has room
-    for all that it was promised, once what may be evicted of that size is.
+    lent: returns the number of slabs that a size has.
+    num_free: returns the number of free slabs.
+
+    A promise in bytes alone is weak: one pinned slot blocks its slab for every other slot size.
+    Always true between two calls of the core: as many slabs are free as the sizes with a floor are
+    short of. A size gets free slabs only if enough stay free for other floors. It gives slabs to
+    another size only down to its own floor. So a size has room for all promised slots, once its
+    evictable blocks are evicted.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class SlabFloors:
         return f"SlabFloors({self._slots}, {self.shortfall} slabs short)"
 
     def add(self, slot_bytes: int, num_slots: int) -> None:
-        """Promises so many slots more of an aligned size; fewer, if negative."""
+        """Promises `num_slots` more slots of an aligned size; fewer if negative."""
         if not num_slots:
             return
         assert slot_bytes % SLOT_ALIGN == 0, "floors are of aligned sizes"
@@ -124,28 +127,28 @@ class SlabFloors:
         return -(-self._slots.get(slot_bytes, 0) // slots_per_slab) * slabs_per_slot
 
     def missing(self, slot_bytes: int) -> int:
-        """Slabs that the size is short of."""
+        """Returns the number of slabs that the size is short of."""
         return max(0, self._needed(slot_bytes) - self._lent(slot_bytes))
 
     def surplus(self, slot_bytes: int) -> int:
-        """Slabs that the size may give to others."""
+        """Returns the number of slabs that the size may give to other sizes."""
         return max(0, self._lent(slot_bytes) - self._needed(slot_bytes))
 
     def sizes(self) -> list[int]:
-        """Sizes with a floor."""
+        """Returns the sizes with a floor."""
         return list(self._slots)
 
     def kept_for_others(self, slot_bytes: int) -> int:
-        """Free slabs that this size may not take."""
+        """Returns the number of free slabs that this size may not use."""
         return sum(self.missing(size) for size in self._slots if size != slot_bytes)
 
     @property
     def shortfall(self) -> int:
-        """Slabs that must become free before all floors hold."""
+        """Number of slabs that must become free before all floors hold."""
         return max(0, sum(map(self.missing, self._slots)) - self._num_free())
 
     def would_fit(self, more: Mapping[int, int]) -> bool:
-        """True if all floors hold with so many slots more by size."""
+        """Returns True if all floors would hold with these additional slots by size."""
         for size, count in more.items():
             self.add(size, count)
         fits = not self.shortfall
@@ -154,7 +157,7 @@ class SlabFloors:
         return fits
 
     def check(self, slots: Mapping[int, int]) -> None:
-        """Raises AssertionError if floors are others than these, or do not hold."""
+        """Raises AssertionError unless the floors are exactly `slots` by size and hold."""
         expected = {size: count for size, count in slots.items() if count}
         assert self._slots == expected, "slots of floors miscounted"
         assert not self.shortfall, "a floor does not hold"
@@ -162,7 +165,7 @@ class SlabFloors:
 
 @dataclass(frozen=True, slots=True)
 class SlabClassStats:
-    """One slot size: slabs that are lent to it, slots in them, slots in use."""
+    """Figures of one slot size: slabs lent to it, slots in them, and slots in use."""
 
     slot_bytes: int
     num_slabs: int
@@ -172,15 +175,16 @@ class SlabClassStats:
 
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
-    """How well the arena is divided among slot sizes, as far as it has memory: lent bytes are used,
-    idle or tail.
+    """How the arena is divided among slot sizes, as far as it has memory. Lent bytes are used, idle
+    or tail.
 
-    `lent_bytes`: slabs that are lent to some slot size. `idle_bytes`: free slots in them.
-    `tail_bytes`: bytes of them that no slot covers, because slot sizes don't divide slabs.
-    `stranded_bytes`: free slabs that don't lie together as the widest known slot size needs them; 0
-    if no slot spans slabs.
-    `shares`: (slot size, its slabs / slabs with memory, its used bytes / all used bytes) of each
-    size that has slabs.
+    lent_bytes: slabs that are lent to some slot size.
+    idle_bytes: free slots in lent slabs.
+    tail_bytes: bytes of lent slabs that no slot covers, because slot sizes don't divide slabs.
+    stranded_bytes: free slabs that are not contiguous enough for the widest known slot size; 0 if
+        no slot spans slabs.
+    shares: (slot size, its slabs / slabs with memory, its used bytes / all used bytes) for each
+        size that has slabs.
     """
 
     arena_bytes: int
@@ -192,15 +196,15 @@ class PoolFigures:
 
     @property
     def fragmentation_ratio(self) -> float:
-        """(idle + tail) / lent: the share of lent memory that holds nothing. 0 if none is lent."""
+        """Share of lent memory that holds no data: (idle + tail) / lent. 0 if no slab is lent."""
         return (self.idle_bytes + self.tail_bytes) / self.lent_bytes if self.lent_bytes else 0.0
 
     @property
     def imbalance_ratio(self) -> float:
-        """½ Σ |share of lent slabs - share of used bytes| over slot sizes: the share of lent memory
-        that other sizes have than those that use it.
+        """Share of lent memory that lies with the wrong slot sizes: ½ Σ |share of lent slabs -
+        share of used bytes| over slot sizes.
 
-        0 if every size has slabs in proportion to its used bytes; below 1.
+        0 if every size has slabs in proportion to its used bytes; always below 1.
         """
         lent_share = sum(of_arena for _, of_arena, _ in self.shares)
         return sum(abs(of_arena / lent_share - of_used) for _, of_arena, of_used in self.shares) / 2
@@ -209,7 +213,8 @@ class PoolFigures:
 def figures_of(
     rows: Sequence[SlabClassStats], num_backed: int, num_stranded: int, slab_bytes: int
 ) -> PoolFigures:
-    """Figures of a pool whose slot sizes have these `rows`. `num_backed`, `num_stranded`: slabs."""
+    """Returns the figures of a pool whose slot sizes have these `rows`. `num_backed`,
+    `num_stranded`: in slabs."""
     used = sum(row.num_used * row.slot_bytes for row in rows)
     idle = sum((row.num_slots - row.num_used) * row.slot_bytes for row in rows)
     lent = sum(row.num_slabs for row in rows) * slab_bytes
@@ -223,7 +228,7 @@ def figures_of(
 
 
 def aligned(num_bytes: int) -> int:
-    """Bytes rounded up to whole units of SLOT_ALIGN."""
+    """Returns `num_bytes` rounded up to a multiple of SLOT_ALIGN."""
     return -(-num_bytes // SLOT_ALIGN) * SLOT_ALIGN
 
 
@@ -245,40 +250,41 @@ class _SlabClass:
         self.slabs_per_slot = -(-slot_bytes // slab_bytes)
         self.free = FreeSlots()
         self.num_slabs = 0
-        # True while slabs that were emptied for reuse are still here.
         self._slab_bytes = slab_bytes
 
     def num_slots(self) -> int:
-        """Slots in all its slabs, free or used."""
+        """Returns the number of slots in all its slabs, free or used."""
         return self.num_slabs // self.slabs_per_slot * self.slots_per_slab
 
     def stats(self) -> SlabClassStats:
-        """Its row among those of all sizes."""
+        """Returns the figures of this slot size."""
         slots = self.num_slots()
         return SlabClassStats(self.slot_bytes, self.num_slabs, slots, slots - len(self.free))
 
     def slots_of(self, first_slabs: Int64s) -> Int64s:
-        """Offsets of the slots that begin in these slabs, in their order."""
+        """Returns the offsets of the slots that begin in these slabs, in slab order."""
         within = np.arange(self.slots_per_slab, dtype=np.int64) * self.slot_bytes
         return (first_slabs[:, None] * self._slab_bytes + within[None, :]).reshape(-1)
 
     def spans(self, first_slabs: Int64s) -> Int64s:
-        """All slabs of the slots that begin in these; more than these only if slots span slabs."""
+        """Returns all slabs of the slots that begin in `first_slabs`; more than `first_slabs` only
+        if slots span slabs."""
         if self.slabs_per_slot == 1:
             return first_slabs
         return (first_slabs[:, None] + np.arange(self.slabs_per_slot)[None, :]).reshape(-1)
 
 
 class SlabPool:
-    """Slots of any size out of one arena. All offsets are bytes from its start, multiples of
-    SLOT_ALIGN.
+    """Slots of any size in one arena. Offsets are in bytes from its start, multiples of SLOT_ALIGN.
 
-    `num_slabs`: of the whole arena. `num_backed`: those that have memory, `num_free_slabs` of them
-    lent to nobody.
+    num_slabs: slabs of the whole arena.
+    num_backed: slabs that have memory.
+    num_free_slabs: slabs with memory that are not lent.
     """
 
     def __init__(self, arena_bytes: int, slab_bytes: int, *, is_backed: bool = True) -> None:
-        """`is_backed`: all slabs have memory; if False, none until `back` or `claim` says so."""
+        """`is_backed`: True if all slabs have memory. If False, slabs get memory through `back` and
+        `claim`."""
         if slab_bytes <= 0 or slab_bytes % SLOT_ALIGN:
             raise ValueError(
                 f"slab_bytes is {slab_bytes}; it must be a positive multiple of {SLOT_ALIGN}"
@@ -289,8 +295,8 @@ class SlabPool:
         self.num_slabs = arena_bytes // slab_bytes
         self.num_backed = self.num_free_slabs = self.num_slabs if is_backed else 0
         self._classes: dict[int, _SlabClass] = {}
-        # Per slab: the slot size it is lent to, FREE or ABSENT, and its used slots. A spanning
-        # slot counts in its first slab.
+        # By slab: the slot size it is lent to, FREE or ABSENT; and its used slots. A spanning slot
+        # counts in its first slab.
         self._owner = np.full(self.num_slabs, FREE if is_backed else ABSENT, np.int64)
         self._used = np.zeros(self.num_slabs, np.int64)
         self._kernels = native.require("hotkv_server.cache.table.kernels")
@@ -314,8 +320,8 @@ class SlabPool:
         return self.num_backed * self.slab_bytes
 
     def back(self, num_bytes: int) -> None:
-        """The first `num_bytes` of the arena have memory: slabs that lie wholly in them may be lent
-        from now on."""
+        """Marks the first `num_bytes` of the arena as having memory. Slabs that lie wholly in them
+        may be lent from here on."""
         reached = self._owner[: num_bytes // self.slab_bytes]
         fresh = np.flatnonzero(reached == ABSENT)
         reached[fresh] = FREE
@@ -323,40 +329,41 @@ class SlabPool:
         self.num_free_slabs += len(fresh)
 
     def stats(self) -> list[SlabClassStats]:
-        """One row per slot size that has slabs."""
+        """Returns one row for each slot size that has slabs."""
         return [c.stats() for _, c in sorted(self._classes.items()) if c.num_slabs]
 
     def figures(self) -> PoolFigures:
-        """How well the arena is divided, over all slot sizes."""
+        """Returns how the arena is divided among all slot sizes."""
         widest = max((c.slabs_per_slot for c in self._classes.values()), default=1)
         num_stranded = int((self._free_runs() % widest).sum())
         return figures_of(self.stats(), self.num_backed, num_stranded, self.slab_bytes)
 
     def _free_runs(self) -> Int64s:
-        """Lengths of the runs of free slabs, and some zeros."""
+        """Returns the lengths of the runs of free slabs, with some zeros in between."""
         lent = np.flatnonzero(np.concatenate(([True], self._owner != FREE, [True])))
         return np.diff(lent) - 1
 
     def capacity_slots(self, slot_bytes: int) -> int:
-        """Slots of this size that the whole arena could hold, once all of it has memory."""
+        """Returns how many slots of this size the whole arena could hold, once all of it has
+        memory."""
         c = self._class(slot_bytes)
         return self.num_slabs // c.slabs_per_slot * c.slots_per_slab
 
     def is_shared(self, slot_bytes: int) -> bool:
-        """Returns True if slabs are lent to another size than this."""
+        """Returns True if slabs are lent to a size other than this."""
         return any(c.num_slabs and c.slot_bytes != slot_bytes for c in self._classes.values())
 
     def slab_of(self, offsets: Int64s) -> Int64s:
-        """Number of the (first) slab of each slot."""
+        """Returns the number of each slot's first slab."""
         return offsets // self.slab_bytes
 
     def slab_owner(self) -> Int64s:
-        """The slot size that each slab is lent to, -1 if free, ABSENT if it has no memory yet. A
-        view: not to be changed."""
+        """Returns the slot size that each slab is lent to; FREE, or ABSENT if it has no memory. A
+        view: do not change it."""
         return self._owner
 
     def available_slots(self, slot_bytes: int) -> int:
-        """Slots of this size that `allocate` would grant now."""
+        """Returns how many slots of this size `allocate` would grant."""
         c = self._class(slot_bytes)
         usable = max(0, self.num_free_slabs - self.floors.kept_for_others(c.slot_bytes))
         if c.slabs_per_slot == 1:
@@ -365,15 +372,16 @@ class SlabPool:
         return len(c.free) + min(fitting, usable // c.slabs_per_slot)
 
     def lent_slabs(self, slot_bytes: int) -> int:
-        """Slabs that are lent to a slot size."""
+        """Returns the number of slabs lent to a slot size."""
         return self._class(slot_bytes).num_slabs
 
     def free_slots(self, slot_bytes: int) -> int:
-        """Free slots in slabs that are lent to this size."""
+        """Returns the number of free slots in slabs lent to this size."""
         return len(self._class(slot_bytes).free)
 
     def allocate(self, slot_bytes: int, num_slots: int) -> Int64s:
-        """Takes up to `num_slots` slots; fewer if free slots and free slabs run out."""
+        """Allocates up to `num_slots` slots; fewer if free slots and free slabs run out. Returns
+        their offsets."""
         c = self._class(slot_bytes)
         while len(c.free) < num_slots and self._lend(c, num_slots - len(c.free)):
             pass
@@ -392,8 +400,8 @@ class SlabPool:
             self._give_back(c, emptied)
 
     def _count(self, c: _SlabClass, offsets: Int64s, change: int) -> Int64s:
-        """Adds `change` (1 or -1) to the used slots of each offset's slab; returns the slabs that
-        have none left."""
+        """Adds `change` (1 or -1) to the used slots of each offset's slab. Returns the slabs whose
+        count reached 0."""
         emptied = np.empty(len(offsets), np.int64)
         count = int(
             self._kernels.count_slots(
@@ -405,8 +413,8 @@ class SlabPool:
         return emptied[:count]
 
     def _give_back(self, c: _SlabClass, emptied: Int64s) -> None:
-        """Takes back slabs without a used slot; if slots span slabs, `emptied` has the first of
-        each slot."""
+        """Returns slabs without a used slot to the pool. If slots span slabs, `emptied` has the
+        first slab of each slot."""
         is_kept = np.ones(self.num_slabs, np.bool_)
         is_kept[emptied] = False
 
@@ -425,7 +433,7 @@ class SlabPool:
         """Marks slots as used while a pool is rebuilt after a restart. Raises ValueError if they
         overlap.
 
-        Their slabs count as having memory from now on; the caller prefaults them.
+        Their slabs count as having memory from here on; the caller prefaults them.
         """
         c, slabs = self._class(slot_bytes), self.slab_of(offsets)
         outside = ValueError("slots overlap slabs of another size or lie outside the arena")
@@ -444,7 +452,7 @@ class SlabPool:
         misfits = ValueError("slots are misaligned or claimed twice")
         if rests.any() or np.any(numbers >= c.slots_per_slab):
             raise misfits
-        # Where each slab's slots begin among those of all claimed slabs.
+        # Start of each slab's slots among the slots of all claimed slabs.
         places = (np.cumsum(num_claimed > 0) - 1) * c.slots_per_slab
         is_free = np.ones(len(first) * c.slots_per_slab, np.bool_)
         is_free[places[slabs] + numbers] = False
@@ -465,8 +473,8 @@ class SlabPool:
         return self._classes[size]
 
     def _lend(self, c: _SlabClass, want_slots: int) -> bool:
-        """Lends enough free slabs for `want_slots`, or as many as there are but for the floors of
-        others; False if there is none."""
+        """Lends enough free slabs for `want_slots`, or as many as the floors of other sizes allow.
+        Returns False if it lends none."""
         free = np.flatnonzero(self._owner == FREE)
         usable = max(0, len(free) - self.floors.kept_for_others(c.slot_bytes))
         if usable < c.slabs_per_slot:
@@ -474,7 +482,7 @@ class SlabPool:
         if c.slabs_per_slot == 1:
             first = free[: min(usable, -(-want_slots // c.slots_per_slab))]
         else:
-            # Starts of runs of contiguous free slabs long enough for one slot.
+            # Starts of contiguous runs of free slabs that are long enough for a slot.
             ends = free[c.slabs_per_slot - 1 :]
             starts = free[: len(ends)]
             fits = starts[ends - starts == c.slabs_per_slot - 1]

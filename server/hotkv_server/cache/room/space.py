@@ -1,10 +1,10 @@
 """All slots of one tier: making room, and reserving, publishing and using the entries that own
 them.
 
-Always true: an entry of the index owns exactly one slot of the pool and no slot is owned twice.
-Evict on allocate: room is made only when it is needed, by `make_room`, right before the `insert`
-that needs it. Making room can take long, so it goes in parts. Representations are entries too, but
-nothing is decided by them: see `Representations`.
+Always true: an entry of the index owns exactly one slot of the pool, and no slot has two owners.
+Evict on allocate: `make_room` makes room only when it is needed, right before the `insert` that
+needs it. Making room can take long, so it runs in parts. Representations are entries too, but they
+influence no decision: see `Representations`.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,25 +21,29 @@ from hotkv_server.cache.room.slabs import SlabPool, aligned
 from hotkv_server.cache.table.index import BlockIndex, Chains, Keys
 from hotkv_server.cache.values import BoolMask, Entries, Int64s, TenantShare
 
-# Making room: evicting until the slots that are asked for are free.
+# Making room: evicting until the requested slots are free.
 #
-# Always true: an entry that is pinned or reserved is never evicted; nothing is evicted while there
-# is room, nor for slots that the arena's growth brings within moments; a tenant with a burst bound
-# makes room within its own blocks. Blocks of the same slot size are evicted, coldest first, unless
-# slabs of other sizes are colder (`Rebalancer`). A representation is evicted alone only if a block
-# needs its room. Long work goes in parts, and others may take free slots between two: what is
-# missing is counted anew.
+# Always true: a pinned or reserved entry is never evicted. Nothing is evicted while there is room,
+# nor for slots that the growing arena provides within moments. A tenant with a burst bound makes
+# room within its own blocks. Blocks of the same slot size are evicted, coldest first, unless slabs
+# of other sizes are colder (`Rebalancer`). A representation is evicted alone only if a block needs
+# its room. Long work runs in parts. Other calls may use free slots between two parts, so the
+# missing slots are counted again.
 
 
 REBALANCE_SHARE = 64
-"""A slot size is compared with the others each time room for 1/64 of the arena was made for it; one
-that grows, more often."""
+"""A slot size is compared with the others each time room for 1/64 of the arena was made for it;
+more often while it grows."""
 
 
 class Room:
-    """Makes room in one tier. `coming_bytes`: of the arena, what gets memory within moments, less
-    what was refused for it. `may_keep`: False for a tier, and above one:
-    tiers get only what had room here."""
+    """Makes room in one tier.
+
+    coming_bytes: bytes of the arena that get memory within moments, less the bytes already refused
+        for them.
+    may_keep: False for a tier below, and for host memory above one: a tier below gets only blocks
+        that had room here.
+    """
 
     def __init__(self, books: Books, removal: Removal) -> None:
         self.coming_bytes = 0
@@ -47,8 +51,8 @@ class Room:
         self._books, self._pool, self._tenants = books, books.pool, books.tenants
         self._removal = removal
         self._rebalancer = Rebalancer(books, removal)
-        # Per slot size, bytes that room was made for since it was compared with the others. A size
-        # that is not in here is due, and so is one that grows.
+        # By slot size: bytes that room was made for since the size was compared with the others. A
+        # size that is missing here is due for a comparison, and so is a size that grows.
         self._pressure_bytes: dict[int, int] = {}
 
     def __repr__(self) -> str:
@@ -64,11 +68,13 @@ class Room:
         has_promise: bool = False,
         keep_at_s: float | None = None,
     ) -> Parts[None]:
-        """Makes room for `count` slots of a tenant, as far as something may be evicted for it.
+        """Makes room for `count` slots of a tenant, as far as entries may be evicted for it.
 
-        `is_block`: other representations may go for it; so they may if it `has_promise`.
-        `keep_at_s`: as in `Policy.victims`. Nothing is kept from a tenant within its guarantee; nor
-        while others would pay for it: several slot sizes, representations, or tiers.
+        is_block: True if other blocks' representations may be dropped for it.
+        has_promise: the room was reserved for a residency; representations may be dropped for it
+            too.
+        keep_at_s: as in `Policy.victims`. Not passed on for a tenant within its guarantee, nor
+            while other slot sizes, representations or tiers would pay for it.
         """
         shares = self._books.representations.declared or self._pool.is_shared(size)
         self._books.policy.allow_keeping(self.may_keep and not shares)
@@ -89,8 +95,8 @@ class Room:
             yield from self._drop_representations(0, missing_numbers, taker)
 
     def make_floors(self, more: Mapping[int, int], taker: int) -> Parts[None]:
-        """Frees slabs until so many slots more by size could be promised to a tenant, as far as
-        something may be evicted for it. What was promised meanwhile is not given to others."""
+        """Frees slabs until `more` slots by size could be promised to a tenant, as far as entries
+        may be evicted for it. Slots that were promised between two parts stay reserved."""
         floors = self._pool.floors
         for size, count in more.items():
             floors.add(size, count)
@@ -110,21 +116,22 @@ class Room:
         return -(-size // self._pool.slab_bytes)
 
     def coming_slots(self, size: int, count: int) -> int:
-        """How many of `count` slots the arena's growth makes room for within moments."""
+        """Returns how many of `count` slots the growing arena provides within moments."""
         if not self.coming_bytes:
             return 0
         missing = count - self._pool.available_slots(size)
         return max(0, min(missing, self.coming_bytes // size))
 
     def refuse_coming(self, size: int, count: int) -> int:
-        """As `coming_slots`, and counts them as refused: their bytes are not coming any more."""
+        """Returns `coming_slots` and counts them as refused: removes their bytes from
+        `coming_bytes`."""
         refused = self.coming_slots(size, count)
         self.coming_bytes -= refused * size
         return refused
 
     def within_bound(self, taker: int, size: int, count: int) -> int:
-        """How many of `count` slots a tenant may have under its burst bound, after its own coldest
-        blocks have made room for them."""
+        """Returns how many of `count` slots a tenant may have under its burst bound. Evicts its own
+        coldest blocks for them."""
         if not self._tenants.is_used:
             return count
         count = min(count, self._tenants.burst_bytes(taker) // size)
@@ -137,9 +144,9 @@ class Room:
     def _make_slots(
         self, slot_bytes: int, num_slots: int, taker: int, keep_at_s: float | None
     ) -> Parts[None]:
-        """Evicts until `num_slots` slots of this size are free, or nothing more may be evicted for
-        the tenant."""
-        # Taken now: the tenant gets no new claim by evicting its own blocks.
+        """Evicts until `num_slots` slots of this size are free, or no more entries may be evicted
+        for the tenant."""
+        # Read before the evictions: evicting its own blocks must not give the tenant a new claim.
         payers = self._payers(taker, num_slots * slot_bytes)
         shared = self._pool.is_shared(slot_bytes)
         if shared:
@@ -151,9 +158,9 @@ class Room:
             yield from self._rebalancer.take_until(slot_bytes, num_slots, taker, payers)
 
     def _compare(self, slot_bytes: int, num_slots: int, taker: int) -> Parts[None]:
-        """Takes colder slabs of other sizes, if this size is due.
+        """Empties colder slabs of other sizes if this size is due for a comparison.
 
-        Comparing looks at every entry, so it makes room for a share of the arena at a time.
+        A comparison looks at every entry, so each one makes room for a share of the arena.
         """
         share_bytes = self._pool.capacity_bytes // REBALANCE_SHARE
         missing_bytes = (num_slots - self._pool.available_slots(slot_bytes)) * slot_bytes
@@ -168,7 +175,7 @@ class Room:
         self._pressure_bytes[slot_bytes] = pressure_bytes
 
     def _payers(self, taker: int, more_bytes: int) -> tuple[Payers, ...]:
-        """Whose blocks are evicted first, and whose if that is not enough."""
+        """Returns whose blocks are evicted first, and whose are evicted if that is not enough."""
         return (
             (Payers.OTHERS, Payers.ALL, Payers.ANYBODY)
             if self._tenants.may_claim(taker, more_bytes)
@@ -183,7 +190,7 @@ class Room:
         keep_at_s: float | None = None,
     ) -> Parts[None]:
         """Evicts the coldest blocks of a slot size (0: of any) that may be evicted for this tenant,
-        until none is missing."""
+        until `missing` returns 0."""
         while (count := missing()) > 0:
             part = min(count, EVICTED_PER_PART)
             if not self._tenants.is_used:
@@ -203,7 +210,7 @@ class Room:
                 yield
 
     def _evict_any(self, slot_bytes: int, count: int, keep_at_s: float | None) -> Parts[int]:
-        """Evicts up to `count` of the coldest blocks, whoever's; returns how many."""
+        """Evicts up to `count` of the coldest blocks of any tenant. Returns how many it evicted."""
         policy = self._books.policy
 
         def may_go(entries: Entries) -> BoolMask:
@@ -222,8 +229,8 @@ class Room:
         may_pay: Callable[[Int64s], BoolMask],
         keep_at_s: float | None = None,
     ) -> int:
-        """Evicts up to `count` of the coldest blocks of those tenants that `may_pay`, none below
-        its guarantee; returns how many."""
+        """Evicts up to `count` of the coldest blocks of tenants that `may_pay`, but takes no tenant
+        below its guarantee. Returns how many it evicted."""
         books, evicted = self._books, 0
 
         def evictable(entries: Entries) -> BoolMask:
@@ -236,7 +243,7 @@ class Room:
             victims = books.policy.victims(
                 slot_bytes, count - evicted, evictable, keep_at_s=keep_at_s
             )
-            # Each of them may be evicted, but perhaps not all.
+            # Each of them may be evicted alone, but perhaps not all together.
             sizes = books.representations.bytes_with(victims)
             victims = victims[self._tenants.within(books.owners(victims), sizes, taker)]
             if not self._removal.evict_blocks(victims):
@@ -247,8 +254,8 @@ class Room:
     def _drop_representations(
         self, slot_bytes: int, missing: Callable[[], int], taker: int
     ) -> Parts[None]:
-        """Drops representations of the coldest blocks, of one slot size (0: of any), until none is
-        missing; the blocks stay."""
+        """Drops representations of the coldest blocks, of one slot size (0: of any), until
+        `missing` returns 0. The blocks stay."""
         books, representations = self._books, self._books.representations
         if not representations.declared or missing() <= 0:
             return
@@ -263,7 +270,7 @@ class Room:
             sizes = books.index.slot_bytes(entries)
             entries = entries[self._tenants.within(books.owners(entries), sizes, taker)]
         for start in range(0, len(entries), EVICTED_PER_PART):
-            # Between two parts an entry may be removed, and its number given to another.
+            # Between two parts an entry may be removed and its number reused.
             part = entries[start : start + EVICTED_PER_PART]
             part = part[representations.among(part)]
             part = part[books.index.evictable(part, slot_bytes)]
@@ -273,15 +280,15 @@ class Room:
             yield
 
 
-# Burst bounds: brings tenants back within burst bounds that were lowered: by new shares, or by a
-# restart with others.
+# Burst bounds: evicts until tenants are within bounds that were lowered, by new shares or by a
+# restart.
 #
-# Always true: a tenant's coldest blocks go first, none that is in use, and no more than its excess
-# asks for. Between two parts anything else may be called: the excess is counted anew.
+# Always true: a tenant's coldest blocks are evicted first, no block in use, and no more than its
+# excess requires. Any other method may be called between two parts, so the excess is counted again.
 
 
 def keep_bounds(books: Books, removal: Removal) -> Parts[None]:
-    """Evicts what tenants have beyond their bounds, as far as it may go."""
+    """Evicts the blocks that tenants hold above their bounds, as far as they may be evicted."""
     for tenant, _ in books.tenants.over_bound():
         while (excess_bytes := books.tenants.excess_bytes(tenant)) > 0:
             if not (yield from _evict_excess(books, removal, tenant, excess_bytes)):
@@ -290,7 +297,8 @@ def keep_bounds(books: Books, removal: Removal) -> Parts[None]:
 
 
 def _evict_excess(books: Books, removal: Removal, tenant: int, excess_bytes: int) -> Parts[int]:
-    """Evicts the coldest blocks of a tenant, EVICTED_PER_PART at most; returns how many."""
+    """Evicts the coldest blocks of a tenant, at most EVICTED_PER_PART. Returns how many it
+    evicted."""
     count = min(EVICTED_PER_PART, -(-excess_bytes // SLOT_ALIGN))
 
     def may_go(entries: Entries) -> BoolMask:
@@ -308,17 +316,19 @@ def _evict_excess(books: Books, removal: Removal, tenant: int, excess_bytes: int
 
 _NO_SHARES: Mapping[str, TenantShare] = {}
 REFRESH_S = 1.0
-"""How much older the last use of a block may be than that of any block after it."""
+"""How much older a block's last use may be than the last use of any block after it."""
 MAX_REFRESHED = 1 << 14
-"""Blocks of a chain that count as used with one of its blocks, at most."""
+"""Most blocks of a chain that count as used together with a later block."""
 
 
 class Space:
     """All slots of one tier and the entries that own them.
 
-    `origins` [capacity + 1]: the tier that a ready entry came up from and was not credited to yet,
-    by its number from 1 on; 0 for a block that an engine stored, or whose hit was counted.
-    `is_backed`: as in `SlabPool`; if False, `grow` says how much of the arena has memory.
+    origins: the tier that a ready entry was promoted from and that was not yet credited for a hit,
+        by its number from 1 on [capacity + 1]. 0 for a block that an engine stored, or whose hit
+        was counted.
+
+    `is_backed`: as in `SlabPool`. If False, `grow` reports how much of the arena has memory.
     """
 
     def __init__(
@@ -342,25 +352,25 @@ class Space:
         return f"Space({self.index!r}, {self.pool!r})"
 
     def grow(self, num_bytes: int, coming_bytes: int) -> None:
-        """The first `num_bytes` of the arena have memory now, and about `coming_bytes` more get
-        some within moments.
+        """Marks the first `num_bytes` of the arena as having memory. About `coming_bytes` more get
+        memory within moments.
 
-        Until the next call, that many bytes are refused rather than evicted for: both the blocks
-        that would be evicted and those that come fit soon. Beyond that, blocks are evicted as ever.
+        Until the next call, requests for up to that many bytes are refused instead of evicting
+        blocks: soon both the old and the new blocks fit. Above that, blocks are evicted as usual.
         """
         self.pool.back(num_bytes)
         self.tenants.capacity_bytes = self.pool.capacity_bytes
         self.room.coming_bytes = coming_bytes
 
     def may_keep(self, slot_bytes: int) -> bool:
-        """Whether the policy may keep blocks and refuse room for slots of this size. Not while
-        several slot sizes or representations share the arena, since those would pay for it; nor if
-        there are tiers, which get only what had room here."""
+        """Whether the policy may retain blocks and refuse room for slots of this size. False while
+        several slot sizes or representations share the arena, since they would pay for it. False if
+        there are tiers below, which get only blocks that had room here."""
         has_others = self.books.representations.declared or self.pool.is_shared(aligned(slot_bytes))
         return self.room.may_keep and not has_others
 
     def has_room(self, slot_bytes: int, count: int) -> bool:
-        """Whether so many slots of this size, and entry numbers, are free."""
+        """Returns True if so many slots of this size and entry numbers are free."""
         free = min(self.pool.available_slots(aligned(slot_bytes)), self.books.free_numbers())
         return free >= count
 
@@ -375,12 +385,14 @@ class Space:
         *,
         has_promise: bool = False,
     ) -> Entries:
-        """Reserves slots for keys that are not in the index; as many as find room, from the first
-        on.
+        """Reserves slots for keys that are not in the index, in order, as many as find room.
+        Returns their entries.
 
-        Evicts only if the tenant's burst bound asks for it: `make_room` comes before. While the
-        arena grows, fewer are reserved: see `grow`; not if `has_promise`, for blocks that a
-        residency was promised room for. Tell `decline` of the keys that are left out.
+        `make_room` must come before: this evicts only if the tenant's burst bound requires it.
+        While the arena grows, fewer slots are reserved: see `grow`. The caller passes the remaining
+        keys to `decline`.
+
+        has_promise: the room was reserved for a residency; growth refuses none of it.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
@@ -405,8 +417,8 @@ class Space:
         has_promise: bool = False,
         keep_at_s: float | None = None,
     ) -> Parts[None]:
-        """Makes room for an `insert` of `count` keys, in parts; no part if there is room already or
-        little to do. `keep_at_s`: as in `Policy.victims`, if the policy `may_keep`."""
+        """Makes room for an `insert` of `count` keys, in parts; without any part if there is room
+        already or little to do. `keep_at_s`: as in `Policy.victims`, if the policy `may_keep`."""
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
             count -= self.room.coming_slots(size, count)
@@ -428,8 +440,8 @@ class Space:
     ) -> None:
         """Makes reserved entries, in chain order, ready and used.
 
-        `checks` uint64 [n]: their check values; none if not given. `keys`: of `BlockIndex.mixed`,
-        if the caller has them.
+        checks: their check values, uint64 [n]; all 0 if not given.
+        keys: of `BlockIndex.mixed`, if the caller has them.
         """
         keys = self.index.mixed(entries) if keys is None else keys
         self.origins[entries] = 0
@@ -447,19 +459,19 @@ class Space:
         now_s: float,
         retention: Retention = NO_RETENTION,
     ) -> None:
-        """Tells the policy of blocks, in chain order, for which `insert` found no room; `depth`:
+        """Reports blocks, in chain order, for which `insert` found no room, to the policy. `depth`:
         blocks of the chain before them."""
         if len(hashes):
             keys = self.index.mixed_hashes(key_space_id, group_index, hashes)
             self.policy.decline(keys, depth, now_s, retention)
 
     def touch(self, entries: Entries, now_s: float, retention: Retention = NO_RETENTION) -> None:
-        """Notes a use of ready entries, in chain order."""
+        """Records a use of ready entries, in chain order."""
         self.policy.touch(entries, self.index.mixed(entries), now_s, retention)
 
     def refresh_ancestors(self, entry: int, now_s: float) -> None:
-        """Counts the blocks before this one in its chain as used with it, lest the chain lose its
-        head first."""
+        """Counts the blocks before this entry in its chain as used with it, so that the chain does
+        not lose its head first."""
         chain = self.chains.ancestors(entry, MAX_REFRESHED)
         if not len(chain):
             return
@@ -469,7 +481,7 @@ class Space:
             self.policy.refresh(with_block, now_s)
 
     def used_bytes(self) -> int:
-        """Bytes of slots that are reserved, ready or detached."""
+        """Returns the bytes of slots that are reserved, ready or detached."""
         return sum(s.slot_bytes * s.num_used for s in self.pool.stats())
 
     def check_invariants(self) -> None:
