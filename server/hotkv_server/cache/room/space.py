@@ -73,8 +73,8 @@ class Room:
         is_block: True if other blocks' representations may be dropped for it.
         has_promise: the room was reserved for a residency; representations may be dropped for it
             too.
-        keep_at_s: as in `Policy.victims`. Not passed on for a tenant within its guarantee, nor
-            while other slot sizes, representations or tiers would pay for it.
+        keep_at_s: as in `Policy.victims`. Ignored for a tenant within its guarantee, and while
+            other slot sizes, representations or tiers would pay for it.
         """
         shares = self._books.representations.declared or self._pool.is_shared(size)
         self._books.policy.allow_keeping(self.may_keep and not shares)
@@ -96,7 +96,8 @@ class Room:
 
     def make_floors(self, more: Mapping[int, int], taker: int) -> Parts[None]:
         """Frees slabs until `more` slots by size could be promised to a tenant, as far as entries
-        may be evicted for it. Slots that were promised between two parts stay reserved."""
+        may be evicted for it. While it runs, these slots count as promised, so that no other call
+        gets them."""
         floors = self._pool.floors
         for size, count in more.items():
             floors.add(size, count)

@@ -14,6 +14,6 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "arc": ARC,
     "s3fifo": S3FIFO,
 }
-"""Each makes a policy for entry numbers 1 to the given capacity."""
+"""Each value makes a policy for entry numbers from 1 to the given capacity."""
 
 __all__ = ["ARC", "LRU", "POLICIES", "S3FIFO", "Hotness", "Policy"]

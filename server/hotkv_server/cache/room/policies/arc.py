@@ -1,8 +1,8 @@
-"""ARC: two lists, used once and used again, whose shares follow the hits among ghosts of each.
+"""ARC: two lists, of blocks used once and blocks used again. Hits among the ghosts of each list set
+the share of each.
 
-Source: Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003. Where
-the paper moves one block at a time, here all blocks of a call see the shares as they were before
-it.
+Source: Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003. The
+paper moves one block at a time; here all blocks of a call see the shares from before the call.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,11 @@ ONCE, AGAIN = 1, 2
 
 
 class ARC:
-    """`_list` uint8 [capacity + 1]: ONCE, AGAIN, or 0 for an entry that it does not know.
-    `_target`: blocks that ONCE should hold."""
+    """The ARC policy.
+
+    _list: ONCE, AGAIN, or 0 for an unknown entry; uint8 [capacity + 1].
+    _target: blocks that ONCE should hold.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._stamps = Stamps(capacity)
@@ -72,10 +75,10 @@ class ARC:
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Never happens: this policy keeps nothing for later."""
+        """Does nothing: this policy holds no block back, so no call comes."""
 
     def allow_keeping(self, allowed: bool) -> None:
-        """Changes nothing: see `decline`."""
+        """Does nothing: see `decline`."""
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         lists = self._list[entries]
@@ -91,7 +94,7 @@ class ARC:
         self._stamps.clear(entries)
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
-        """Does nothing: which list gives up a block is known only when one is evicted."""
+        """Does nothing: the list that gives up a block is known only at the eviction."""
         return iter(())
 
     def victims(

@@ -1,9 +1,10 @@
-"""Hotness: recency plus the worth of frequency, weighed by a duel.
+"""Hotness: recency plus a bonus for frequency; a duel chooses their weights.
 
-Per entry the time of its last use t and c = log2 of its uses, which count half as much after each
-memory; heat = ±t + H·c, so that one doubling of uses is worth H seconds of recency. The duel
-chooses H and the rest of the formula (`Contender`) while serving; entries keep t and c, so a
-change holds at once. Ghosts keep them for evicted blocks, four for each block of the capacity.
+State per entry: t, the time of its last use, and c = log2 of its uses. A use counts half as much
+after each `memory_s`. heat = ±t + H·c, so one doubling of uses is worth H seconds of recency. The
+duel chooses H and the rest of the formula (`Contender`) while serving. Entries store only t and c,
+so a new formula applies at once. Ghosts store t and c of evicted blocks, four for each block of the
+capacity.
 """
 
 import math
@@ -26,54 +27,56 @@ from hotkv_server.cache.room.policies.shared import (
     spread,
 )
 
-# The duel: finds out while serving which of several ways to weigh frequency against recency would
-# hit most.
+# The duel: measures while serving which weighting of frequency against recency would hit most.
 #
 # Each contender is a setting of the hotness formula. A small sample of keys has one shadow cache
-# per contender, scaled down as the sample is, which keeps track of what that contender would hold.
-# Every epoch the contender with the most hits, older epochs counting less, becomes the setting of
-# the cache. Shadows hold keys and no bytes. Source of the sampling: Waldspurger et al., "Cache
-# modeling and optimization using miniature simulations", USENIX ATC 2017.
+# per contender, scaled down as the sample is. It tracks which keys that contender would hold. After
+# every epoch, the contender with the most hits becomes the setting of the cache; older epochs count
+# less. Shadows hold keys and no bytes. Source of the sampling: Waldspurger et al., "Cache modeling
+# and optimization using miniature simulations", USENIX ATC 2017.
 
 
 EPOCH_S = 60.0
 KEEP = 0.5
-"""What an epoch's hits count for one epoch later."""
+"""Weight of an epoch's hits after one more epoch."""
 MARGIN = 1.01
-"""By how much a contender must win to take over."""
+"""Factor by which a contender must win to replace the current one."""
 HOLD_MARGIN = 1.04
-"""By how much a contender that holds blocks back must win over those that do not, besides: its
-shadow has no prefixes, so its hits are the least sure."""
+"""Additional factor by which a contender that holds blocks back must beat the others. Its shadow
+has no prefixes, so its hits are less certain."""
 SAMPLE_SHARE = 1 / 32
-"""Share of keys that are sampled; more while the cache holds so few blocks that a shadow would have
+"""Share of keys in the sample. Larger while the cache holds so few blocks that a shadow would have
 less than MIN_SHADOW_BLOCKS."""
 MIN_SHADOW_BLOCKS = 128
 MAX_SHADOW_BLOCKS = 2048
 REGROW = 8
-"""The sample begins anew if so few blocks are left that they ask for a share this many times as
-large."""
+"""The sample restarts when the cache holds so few blocks that they require a share this many times
+as large."""
 WAYS = 8
 KEYS_PER_BLOCK = 8
-"""Keys that the sample remembers for each block of a shadow: what the shadows hold, and ghosts."""
+"""Keys in the sample for each block of a shadow: the keys that shadows hold, and ghosts."""
 
 
 LEAK = 1e-3
-"""Weight of doublings above the most that count: enough to keep an order among such blocks, and the
-heads of chains above their tails."""
+"""Weight of doublings above `most_doublings`. Enough to order such blocks, and to place the heads
+of chains above their tails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """heat = recency · (time of last use) + half_life_s · (min(c, most_doublings) + LEAK · c), in
-    seconds.
+    """A setting of the formula heat = recency · (time of last use) + half_life_s · (min(c,
+    most_doublings) + LEAK · c), in seconds.
 
-    c is log2 of the uses, each counting half as much after `memory_s`.
+    c is log2 of the uses; each use counts half as much after `memory_s`.
 
-    Small half-lives order by recency, large ones by frequency. With most_doublings 1 it matters
-    only whether a block was used again, and with a short memory whether that was soon. With recency
-    -1 frequency decides and, of equals, the older stay: a loop that is larger than the cache needs
-    this. With hold_s a block is not evicted so soon after its use: what finds no other room is not
-    stored. Sessions whose next turn comes within that time keep their blocks, and others wait.
+    half_life_s: small values order by recency, large values by frequency.
+    most_doublings: with 1, only the first repeated use counts; with a short memory also, it must
+        come soon.
+    recency: with -1, frequency decides, and among equal blocks the older stay. A loop that is
+        larger than the cache needs this.
+    hold_s: a block is not evicted so soon after its use, and a new block that finds no other room
+        is not stored. Sessions whose next turn comes within that time retain their blocks, while
+        others wait.
     """
 
     half_life_s: float
@@ -97,7 +100,7 @@ CONTENDERS = (
     Contender(0.1, hold_s=20.0),
     Contender(0.1, hold_s=80.0),
 )
-"""At most sixteen. The first holds until another has won."""
+"""At most sixteen. The first is in use until another wins."""
 
 
 class Duel:
@@ -140,17 +143,17 @@ class Duel:
 
     @property
     def hold_s(self) -> float:
-        """For how long blocks are held: what the winner asks for, 0 while none may hold."""
+        """How long blocks are held: the winner's `hold_s`; 0 while holding is not allowed."""
         return self.winner.hold_s if self._may_hold else 0.0
 
     @property
     def scores(self) -> NDArray[np.float64]:
-        """Hits of each contender, older epochs counting less."""
+        """Hits of each contender; older epochs count less."""
         return self._scores
 
     def observe(self, keys: Keys, now_s: float, num_resident: int) -> bool:
-        """Notes that blocks of a chain were asked for, hit or not, while the cache held
-        `num_resident` blocks. Returns True if the winner changed."""
+        """Records a request for blocks of a chain, hit or not, while the cache held `num_resident`
+        blocks. Returns True if the winner changed."""
         if not self._too_few <= num_resident < self._too_many:
             self._resample(num_resident)
         limit = max(1, round(num_resident * self.share))
@@ -175,8 +178,8 @@ class Duel:
         return self._end_epoch(now_s)
 
     def allow_holding(self, allowed: bool) -> bool:
-        """Whether contenders that hold blocks may win from now on; one that has won and may not is
-        left at once. Returns True if the winner changed."""
+        """Sets whether contenders that hold blocks back may win. If not, replaces such a winner at
+        once. Returns True if the winner changed."""
         self._may_hold = allowed
         if allowed or not self.winner.hold_s:
             return False
@@ -184,15 +187,15 @@ class Duel:
         return self.current != before
 
     def _worth(self) -> NDArray[np.float64]:
-        """Scores [contenders] by which the winner is chosen."""
+        """Returns the scores [contenders] that decide the winner."""
         holding = self._scores / HOLD_MARGIN if self._may_hold else -np.inf
         return np.where(self._rules[:, 3] > 0, holding, self._scores)
 
     def _resample(self, num_resident: int) -> None:
-        """Brings the share of sampled keys to what so many blocks ask for.
+        """Adapts the share of sampled keys to the number of blocks.
 
-        Keys that are not in a smaller sample leave all shadows; a larger one begins with empty
-        shadows.
+        A smaller sample removes its excluded keys from all shadows. A larger sample starts with
+        empty shadows.
         """
         if num_resident < self._too_few:
             self.share = 1.0
@@ -208,7 +211,7 @@ class Duel:
         self._thin_out()
 
     def _thin_out(self) -> None:
-        """Takes keys that are not in the sample out of all shadows."""
+        """Removes keys that are outside the sample from all shadows."""
         left_out = (
             (spread(self._keys) & np.uint64(0xFFFF_FFFF)) >= int(self.share * (1 << 32))
         ) | (self._keys == 0)
@@ -253,7 +256,8 @@ class Duel:
 
 
 def _share_for(num_resident: int) -> float:
-    """Share of the keys to sample while the cache holds so many blocks; never rises with them."""
+    """Returns the share of keys to sample while the cache holds so many blocks; never rises with
+    the blocks."""
     blocks = max(1, num_resident)
     return min(1.0, max(SAMPLE_SHARE, MIN_SHADOW_BLOCKS / blocks), MAX_SHADOW_BLOCKS / blocks)
 
@@ -265,18 +269,21 @@ TICKS_PER_S = 64
 """Resolution of t; 32 bits of it are two years."""
 GHOSTS_PER_BLOCK = 4
 KEPT_S = 1e9
-"""Added to the heat of blocks whose time to live is not over."""
+"""Added to the heat of blocks whose time to live has not ended."""
 DEMOTED, DEMOTED_STEP = -1e9, -128.0
-"""c of an entry that is demoted, and what each next one of its chain has besides: below any other
-c, whatever a contender makes of it, and apart from each other in 32 bits."""
+"""DEMOTED: c of a demoted entry; below any other c, under every contender. DEMOTED_STEP: added for
+each next entry of the chain, so that the values differ in 32 bits."""
 DEPTH_STEP = 4e-6
-"""Each block of a chain has at least so much more in c than the one after it: of equals the leaf
+"""Least difference in c between a block of a chain and the next block: among equal blocks the leaf
 is evicted first."""
 
 
 class Hotness:
-    """See the module. `_used` uint32 [capacity + 1]: ticks since the first use, 0 for an entry that
-    it does not know; `_uses` float32: c."""
+    """See the module.
+
+    _used: ticks since the first use, uint32 [capacity + 1]; 0 for an unknown entry.
+    _uses: c, float32 [capacity + 1].
+    """
 
     def __init__(self, capacity: int) -> None:
         self._state = np.zeros(capacity + 1, np.uint64)
@@ -339,14 +346,14 @@ class Hotness:
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
         known = entries[self._used[entries] != 0]
         self._uses[known] = DEMOTED + DEMOTED_STEP * np.arange(len(known))
-        # A time to live is over with this.
+        # This ends a time to live.
         self._used[known] = np.minimum(self._used[known], self._latest)
         self._demoted.add(known[::-1])
 
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        # What would not have fitted beside the blocks before it teaches nothing.
+        # Blocks that would not fit beside the blocks before them say nothing about holding.
         keys = keys[: max(0, self._num_known - depth)]
         if not len(keys) or not self.duel.hold_s:
             return
@@ -366,7 +373,7 @@ class Hotness:
         self._watch(keys, now_s)
 
     def _watch(self, keys: Keys, now_s: float) -> None:
-        """Shows keys that were asked for to the duel."""
+        """Passes keys of a request to the duel."""
         if self.duel.observe(keys, now_s, self._num_known):
             self._clear_queues()
 
@@ -402,10 +409,11 @@ class Hotness:
         return np.concatenate((first, rest))
 
     def _held(self, now: int, entries: Entries) -> NDArray[np.bool_]:
-        """Which entries were used so recently that the winner keeps them; `now` in ticks."""
+        """Returns which entries were used so recently that the winner holds them. `now`: in
+        ticks."""
         used = self._used[entries].astype(np.int64)
         held_ticks = int(self.duel.hold_s * TICKS_PER_S)
-        # What was asked to be kept longer is warmer than these; it may go if all others have gone.
+        # Entries with a time to live are hotter than these; they may be evicted after all others.
         return (used > now - held_ticks) & (used <= self._latest)
 
     def _queue(self, slot_bytes: int) -> ColdQueue:
@@ -418,7 +426,7 @@ class Hotness:
     def heat(self, entries: Entries) -> NDArray[np.float64]:
         rule = self.duel.winner
         heat = np.empty(len(entries), np.float64)
-        # Blocks that a request asked to keep are in use until then, whatever weight the formula
+        # Blocks with a time to live count as in use until it ends, whatever weight the formula
         # gives to recency.
         self._kernels.heat(
             self._used,
@@ -445,7 +453,7 @@ class Hotness:
         return self.duel.winner.memory_s * TICKS_PER_S
 
     def _advance(self, now_s: float) -> int:
-        """The time of a use, in ticks: not before another one."""
+        """Returns the time of a use in ticks; never before an earlier use."""
         if self._first_s == np.inf:
             self._first_s = now_s - 1.0
         self._latest = max(self._latest, self._ticks(now_s))

@@ -1,7 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels of the policies. Import through `hotkv_proto.native.require`.
-`tests/oracles/policies.py` has the same functions in numpy.
-"""
+"""Numba kernels of the policies. Import them through `hotkv_proto.native.require`.
+`tests/oracles/policies.py` has numpy twins."""
 
 from typing import Any
 
@@ -39,8 +38,8 @@ def _tag(mixed: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _fetch(tags: Any, values: Any, ages: Any, keys: Any, i: Any) -> None:
-    """Asks the processor's cache for the bucket of a key that is needed soon: the table of ghosts
-    is far larger than that cache."""
+    """Prefetches the bucket of a key that is needed soon: the table of ghosts is far larger than
+    the processor's cache."""
     if i + AHEAD < keys.shape[0]:
         bucket = _bucket(_spread(keys[i + AHEAD]), tags.shape[0])
         prefetch(tags, bucket)
@@ -50,7 +49,7 @@ def _fetch(tags: Any, values: Any, ages: Any, keys: Any, i: Any) -> None:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _log2_of_sum(a: Any, b: Any) -> Any:
-    """log2(2^a + 2^b); `a` is finite."""
+    """Returns log2(2^a + 2^b); `a` is finite."""
     top, bottom = max(a, b), min(a, b)
     return top + np.log2(1.0 + 2.0 ** (bottom - top))
 
@@ -70,11 +69,11 @@ def use(
     memory: Any,
     depth_step: Any,
 ) -> None:
-    """One use of each entry: c = log2(2^(c - age/memory) + 2^weight); times in ticks.
+    """Records one use of each entry: c = log2(2^(c - age/memory) + 2^weight). Times are in ticks.
 
-    A block is used at least as often as those after it in the chain, whatever was forgotten of it,
-    and has a step more than the next. A weight of -inf is no use: known entries count as in use
-    from here on, others are left alone.
+    A block counts as used at least as often as the blocks after it in the chain, plus one step per
+    block, even if its own uses were forgotten. A weight of -inf is not a use: known entries count
+    as in use from here on, unknown entries are skipped.
     """
     least = -np.inf
     for i in range(entries.shape[0] - 1, -1, -1):
@@ -109,8 +108,8 @@ def heat(
     kept_s: Any,
     out: Any,
 ) -> None:
-    """Heat of entries by the formula of `Contender`, and `kept_s` more if their last use is
-    later than `latest`; times in ticks."""
+    """Writes the heat of entries by the formula of `Contender` into `out`. Adds `kept_s` if an
+    entry's last use is later than `latest`. Times are in ticks."""
     for i in range(entries.shape[0]):
         entry = entries[i]
         count = np.float64(uses[entry])
@@ -146,7 +145,7 @@ def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any
 def remember(
     tags: Any, values: Any, ages: Any, keys: Any, new_values: Any, next_age: Any, gone: Any
 ) -> int:
-    """Adds ghosts in order, in place of the oldest if their bucket is full. Returns how many were
+    """Adds ghosts in order; in a full bucket each replaces the oldest. Returns how many ghosts were
     dropped, with their values in `gone`."""
     num_gone = 0
     for i in range(keys.shape[0]):
@@ -177,8 +176,8 @@ def remember(
     cache=True,
 )
 def take(tags: Any, values: Any, ages: Any, keys: Any, oldest: Any, found: Any, out: Any) -> None:
-    """Removes the ghosts of keys, unless older than `oldest`; `found` and `out` get which there
-    were, and their values."""
+    """Removes the ghosts of keys, unless older than `oldest`. Writes which keys had a ghost into
+    `found`, and its value into `out`."""
     for i in range(keys.shape[0]):
         _fetch(tags, values, ages, keys, i)
         mixed = _spread(keys[i])
@@ -217,15 +216,15 @@ def _least_leaf(tree: Any) -> int:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _worth(rule: Any, count: Any, depth: Any, now_s: Any) -> Any:
-    """Heat of a key that is used now, by the formula of `Contender`. The depth breaks ties, as
-    in the index."""
+    """Returns the heat of a key that is used at `now_s`, by the formula of `Contender`. The depth
+    breaks ties, as in the index."""
     count = count - DEPTH_STEP * depth
     return rule[2] * now_s + rule[0] * (min(count, rule[1]) + LEAK * count)
 
 
 @numba.njit(nogil=True, cache=True)
 def _take_least(holders: Any, trees: Any, held: Any, c: Any) -> None:
-    """Takes the coldest key out of a contender's shadow."""
+    """Removes the coldest key from a contender's shadow."""
     victim = _least_leaf(trees[c])
     holders[victim // WAYS, victim % WAYS] &= ~np.uint16(1 << c)
     _set_leaf(trees[c], victim, np.inf)
@@ -245,8 +244,8 @@ def _raise(
     now_s: Any,
     lift: Any,
 ) -> None:
-    """Sets the heat of the sampled keys among `asked` that shadows hold: as used now, and `lift`
-    more."""
+    """Sets the heat of the sampled keys among `asked` that shadows hold: the heat of a use at
+    `now_s`, plus `lift`."""
     for i in range(asked.shape[0]):
         key = asked[i] | np.uint64(1)
         mixed = _spread(key)
@@ -286,12 +285,11 @@ def observe(
     limit: Any,
     now_s: Any,
 ) -> None:
-    """One use of each sampled key among `asked`, head to tail, in every shadow cache; a shadow
-    holds at most `limit` keys.
+    """Records one use of each sampled key among `asked`, head to tail, in every shadow cache. A
+    shadow holds at most `limit` keys.
 
-    Keys of one call never displace each other: a cache stores as many of a request's blocks as
-    find room, from the head on. A key that finds only keys that were used within `hold_s` stays out
-    as well.
+    Keys of one call never displace each other: a cache stores as many of a request's blocks as find
+    room, from the head on. A key is not stored either if all held keys were used within `hold_s`.
     """
     num_contenders = rules.shape[0]
     for c in range(num_contenders):
@@ -309,7 +307,7 @@ def observe(
             if keys[bucket, way] == key:
                 place, known = way, True
                 break
-            # Free ways first, then ghosts, then keys that shadows hold; the oldest of each.
+            # Order: free ways, then ghosts, then keys that shadows hold; the oldest of each first.
             rank = (keys[bucket, way] != 0) + (holders[bucket, way] != 0)
             least = (keys[bucket, place] != 0) + (holders[bucket, place] != 0)
             if rank < least or (rank == least and used_s[bucket, way] < used_s[bucket, place]):
@@ -335,7 +333,7 @@ def observe(
                 hits[c] += 1
             else:
                 if held[c] >= limit and lift == 0.0:
-                    # From here on, what this call has used lies above all else.
+                    # From here on, keys of this call rank above all other keys.
                     lift = LIFT
                     so_far = asked[: i + 1]
                     _raise(

@@ -10,14 +10,15 @@ from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
 from hotkv_server.cache.room.policies.shared import ColdQueue, DemotedEntries, Highest, others
 
 STEP_S = 1e-7
-"""Between the stamps of two blocks of one touch; above the spacing of float64 near 2e8 seconds."""
+"""Distance between the stamps of two blocks of one touch; larger than the spacing of float64 near
+2e8 seconds."""
 DEMOTED_S = 2e8
-"""Taken from the stamp of an entry that is demoted: more than any stamp."""
+"""Subtracted from the stamp of a demoted entry; larger than any stamp."""
 
 
 class Stamps:
-    """A time stamp per entry, 0 for none, negative for one that is demoted; strictly rising from
-    use to use, and from the tail of a chain to its head."""
+    """A time stamp per entry: 0 for no stamp, negative if demoted. Stamps strictly rise from use to
+    use, and from the tail of a chain to its head."""
 
     def __init__(self, capacity: int) -> None:
         self.highest = Highest()
@@ -27,11 +28,11 @@ class Stamps:
 
     @property
     def state(self) -> NDArray[np.uint64]:
-        """The stamps' bits."""
+        """The bits of the stamps."""
         return self.stamp_s.view(np.uint64)
 
     def use(self, entries: Entries, now_s: float, ttl_s: float = 0.0) -> None:
-        """Stamps entries in chain order as used until `ttl_s` after now; a stamp never falls."""
+        """Stamps entries, in chain order, as used at `now_s` plus `ttl_s`. A stamp never falls."""
         self.highest.add(entries)
         start_s = max(now_s, self._latest_s)
         stamps = start_s + np.arange(len(entries), 0, -1) * STEP_S
@@ -50,7 +51,7 @@ class Stamps:
         self.stamp_s[demoted] += DEMOTED_S
 
     def used_s(self, entries: Entries) -> NDArray[np.float64]:
-        """The stamps as they were given."""
+        """Returns the stamps without the effect of demotion."""
         stamp_s = self.stamp_s[entries]
         return np.where(stamp_s < 0, stamp_s + DEMOTED_S, stamp_s)
 
@@ -58,13 +59,13 @@ class Stamps:
         self.stamp_s[entries] = 0.0
 
     def members(self, first: int, stop: int) -> Entries:
-        """Stamped entries in a range of numbers."""
+        """Returns the stamped entries in a range of numbers."""
         return (self.stamp_s[first:stop].nonzero()[0] + first).astype(np.uint32)
 
 
 class LRU:
-    """Evicts the least recently used first. Priorities mean nothing here; a time to live counts as
-    use until then."""
+    """Evicts the least recently used entry first. Ignores priorities. A time to live counts as use
+    until it ends."""
 
     def __init__(self, capacity: int) -> None:
         self._stamps = Stamps(capacity)
@@ -92,10 +93,10 @@ class LRU:
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Never happens: this policy keeps nothing for later."""
+        """Does nothing: this policy holds no block back, so no call comes."""
 
     def allow_keeping(self, allowed: bool) -> None:
-        """Changes nothing: see `decline`."""
+        """Does nothing: see `decline`."""
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         self._stamps.clear(entries)
@@ -127,4 +128,4 @@ class LRU:
         return {}
 
     def check_invariants(self) -> None:
-        """Nothing here can disagree."""
+        """Does nothing: there are no two books that could disagree."""

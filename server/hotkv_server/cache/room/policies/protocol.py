@@ -1,9 +1,9 @@
-"""What an eviction policy is: an order of coldness over ready entries.
+"""The interface of an eviction policy: an order of coldness over ready entries.
 
-Always true: a policy never decides whether an entry may be evicted (pins do) and never touches the
-index. Entries of one call are in chain order, each at most once; the head of a chain is the hotter,
-so that leaves are evicted first. Keys are 64-bit and outlive entry numbers: by its key a policy
-knows a block that comes back. No clock: `now_s` is passed in and never goes back.
+Always true: a policy never decides whether an entry may be evicted (pins do) and never accesses the
+index. Entries of one call are in chain order, each at most once. The head of a chain is hotter, so
+that leaves are evicted first. Keys are 64-bit and outlive entry numbers: a policy recognizes a
+returning block by its key. No clock: `now_s` is passed in and never goes back.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,58 +25,60 @@ class Policy(Protocol):
     def admit(
         self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Blocks became ready: a miss of each that is now answered."""
+        """Adds blocks that became ready. Counts as the answer to a miss of each."""
 
     def touch(
         self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Notes a use of ready entries."""
+        """Records a use of ready entries."""
 
     def refresh(self, entries: Entries, now_s: float) -> None:
-        """Blocks after these in their chain came in. These count as in use, though nobody used
-        them."""
+        """Marks entries as in use without counting a use, because blocks after them in their chain
+        became ready."""
 
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Blocks of a chain, in its order, were not stored, since `victims` kept others: a miss of
-        each. `depth`: blocks of the chain before them."""
+        """Records a miss of blocks that were not stored, because `victims` held other blocks back.
+        The blocks are in chain order. `depth`: blocks of the chain before them."""
 
     def allow_keeping(self, allowed: bool) -> None:
-        """Whether `victims` may keep anything from now on; at first it may. A policy that may not
-        turns at once to what serves best without."""
+        """Sets whether `victims` may return fewer entries than can be evicted; at first it may. A
+        policy that may not switches at once to its best rule without holding."""
 
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
-        """Nobody is expected to use these entries again: they are evicted before all others, until
+        """Marks entries as not expected to be used again. They are evicted before all others until
         they are used or refreshed. Skips entries that were never admitted."""
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
-        """Entries were removed: `evicted` to make room, or dropped for another reason. Skips
-        entries that were never admitted."""
+        """Removes entries that were evicted to make room (`evicted`) or dropped for another reason.
+        Skips entries that were never admitted."""
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
-        """Does in parts what the next call of `victims` with these arguments would do at once, if
-        that is long. May do nothing."""
+        """Prepares in parts the long work that the next `victims` with these arguments would do at
+        once. May do nothing."""
 
     def victims(
         self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
     ) -> Entries:
-        """Up to `count` evictable entries, coldest first; as many as there are.
+        """Returns up to `count` evictable entries, coldest first; fewer only if there are fewer, or
+        if `keep_at_s` allows it.
 
-        `slot_bytes`: names a queue of its own for each slot size. `evictable`: which of some
-        entries may be evicted, of that size. `keep_at_s`: the time now, if the policy
-        may name fewer, because it expects that others are used again before the blocks that they
-        would make room for; None if it may not.
+        slot_bytes: selects a queue; each slot size has its own.
+        evictable: tells which entries may be evicted and have that size.
+        keep_at_s: the current time, if the policy may hold entries back that it expects to be used
+            before the blocks that would replace them. None if it may not.
         """
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
-        """Orders entries by coldness across slot sizes: the lowest is evicted first. Finite."""
+        """Returns values that order entries across slot sizes: the lowest is evicted first.
+        Finite."""
 
     def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
-        """When entries were last used, in seconds of `now_s`."""
+        """Returns when entries were last used, in seconds of `now_s`."""
 
     def figures(self) -> dict[str, float]:
-        """What the policy has adapted itself to, by names for metrics."""
+        """Returns the values that the policy has adapted, by metric name."""
 
     def check_invariants(self) -> None:
         """Raises AssertionError if books disagree. Linear in capacity."""

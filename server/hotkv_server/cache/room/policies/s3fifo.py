@@ -1,8 +1,8 @@
-"""S3-FIFO: a small queue for newcomers, a main queue with second chances, and ghosts that go
-straight to main.
+"""S3-FIFO: a small queue for new blocks, a main queue with second chances, and ghosts. A block with
+a ghost enters main directly.
 
-Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. Newcomers get a
-tenth of the blocks.
+Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. New blocks get a
+tenth of the room.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,15 @@ SMALL, MAIN = 1, 2
 SMALL_SHARE = 0.1
 MAX_USES = 3
 USES_TO_STAY = 2
-"""Uses in the small queue that bring a block to main."""
+"""Uses in the small queue that move a block to main."""
 
 
 class S3FIFO:
-    """`_queue_of` uint8 [capacity + 1]: SMALL, MAIN, or 0 for an entry that it does not know.
-    `_uses` since the last look at the entry."""
+    """The S3-FIFO policy.
+
+    _queue_of: SMALL, MAIN, or 0 for an unknown entry; uint8 [capacity + 1].
+    _uses: uses since the entry was last considered for eviction.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._stamps = Stamps(capacity)
@@ -57,7 +60,7 @@ class S3FIFO:
         self._stamps.restore(entries)
 
     def refresh(self, entries: Entries, now_s: float) -> None:
-        """Does nothing but to undo demotions: only the order of arrival counts here."""
+        """Undoes demotions and nothing else: only the order of arrival counts here."""
         self._stamps.restore(entries)
 
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
@@ -67,10 +70,10 @@ class S3FIFO:
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Never happens: this policy keeps nothing for later."""
+        """Does nothing: this policy holds no block back, so no call comes."""
 
     def allow_keeping(self, allowed: bool) -> None:
-        """Changes nothing: see `decline`."""
+        """Does nothing: see `decline`."""
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         queue_of = self._queue_of[entries]
@@ -83,7 +86,7 @@ class S3FIFO:
         self._stamps.clear(entries)
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
-        """Does nothing: which list gives up a block is known only when one is evicted."""
+        """Does nothing: the queue that gives up a block is known only at the eviction."""
         return iter(())
 
     def victims(
@@ -121,7 +124,7 @@ class S3FIFO:
         return self._queue(slot_bytes, number).take(count, may_go)
 
     def _stay(self, entries: Entries, number: int) -> None:
-        """Gives a second chance: the entry moves to the end of the main queue."""
+        """Gives entries a second chance: moves them to the end of the main queue."""
         self._uses[entries] = 0 if number == SMALL else self._uses[entries] - 1
         self._num[number] -= len(entries)
         self._num[MAIN] += len(entries)
@@ -145,7 +148,7 @@ class S3FIFO:
         return self._stamps.stamp_s[entries]
 
     def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
-        """When entries came into their queue; this policy knows no later time."""
+        """Returns when entries entered their queue; this policy knows no later time."""
         return self._stamps.used_s(entries)
 
     def figures(self) -> dict[str, float]:

@@ -1,5 +1,4 @@
-"""What the policies have in common: ghosts of evicted blocks, queues of victims, demoted
-entries."""
+"""Parts that the policies share: ghosts of evicted blocks, queues of victims, demoted entries."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,14 +10,14 @@ from numpy.typing import NDArray
 from hotkv_proto import native
 from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
 
-# Ghosts: what is remembered of blocks that were evicted.
+# Ghosts: records of evicted blocks.
 #
-# A table of fixed size over 64-bit keys; each ghost carries 64 bits that its policy chooses.
-# Always true: a key has at most one ghost; the oldest are dropped first. Chains of blocks become
-# ghosts together and should be forgotten together, since a block that is forgotten alone breaks
-# its chain; so the table has twice the room, and few buckets are full before a ghost's time is
-# over. Two keys of one bucket with equal tags are taken for each other: one in 2^31, at the cost
-# of a wrong guess of heat.
+# A table of fixed size over 64-bit keys; each ghost carries 64 bits that its policy chooses. Always
+# true: a key has at most one ghost; the oldest ghosts are dropped first. Chains of blocks become
+# ghosts together. They should be dropped together, since dropping a single ghost breaks its chain.
+# So the table has twice the room, and few buckets fill up before their ghosts expire. Two keys of
+# one bucket with equal tags are mistaken for each other, with odds of 1 in 2^31; the cost is a
+# wrong estimate of heat.
 
 
 WAYS = 8
@@ -29,15 +28,20 @@ Values = NDArray[np.uint64]
 
 
 def spread(keys: Keys) -> Keys:
-    """Mixes all bits of keys: the high half chooses a bucket, the low half is tag and sample."""
+    """Mixes all bits of keys: the high half selects a bucket, the low half is tag and sample."""
     mixed: Keys = (keys ^ (keys >> np.uint64(31))) * MULTIPLIER
     return mixed ^ (mixed >> np.uint64(29))
 
 
 class GhostTable:
-    """The last `num_ghosts` that were remembered. `tags` [buckets, WAYS] 0 for none, `values` and
-    `ages` alike; an age is the number of ghosts before it. `is_lasting`: no ghost is too old, and
-    only a full bucket drops its oldest."""
+    """The last `num_ghosts` ghosts.
+
+    tags: [buckets, WAYS]; 0 for an empty place.
+    values: uint64 [buckets, WAYS].
+
+    `_ages` [buckets, WAYS]: the number of ghosts that came before each. `is_lasting`: True if
+        ghosts never expire; only a full bucket drops its oldest.
+    """
 
     def __init__(self, num_ghosts: int, *, is_lasting: bool = False) -> None:
         buckets = max(1, -(-ROOM * num_ghosts // WAYS))
@@ -56,7 +60,7 @@ class GhostTable:
         return f"GhostTable({len(self)}/{self.tags.size} ghosts)"
 
     def remember(self, keys: Keys, values: Values) -> Values:
-        """Adds ghosts, in order; returns the values of those that were dropped for them."""
+        """Adds ghosts in order. Returns the values of the ghosts that were dropped for them."""
         if self._next_age + len(keys) >= 1 << 32:
             self._begin_anew()
         gone = np.zeros(len(keys), np.uint64)
@@ -69,7 +73,7 @@ class GhostTable:
         return gone[:num_gone]
 
     def take(self, keys: Keys) -> tuple[NDArray[np.bool_], Values]:
-        """Which keys [n] had a ghost, and its value; removes those ghosts."""
+        """Removes the ghosts of keys. Returns which keys [n] had a ghost, and its value."""
         found, values = np.zeros(len(keys), np.bool_), np.zeros(len(keys), np.uint64)
         self._kernels.take(
             self.tags,
@@ -83,58 +87,59 @@ class GhostTable:
         return found, values
 
     def drop_from(self, tag: int) -> None:
-        """Forgets ghosts whose tags are this or higher."""
+        """Drops ghosts with this tag or a higher one."""
         gone = self.tags >= tag
         self.tags[gone] = 0
         self._ages[gone] = 0
 
     def put_back(self, places: NDArray[np.int64], tags: NDArray[np.uint32]) -> None:
-        """Takes over tags from the same places of another table, as the oldest ghosts. Ignores
-        places that this table has not."""
+        """Imports tags from the same places of another table, as the oldest ghosts. Ignores places
+        that this table does not have."""
         known = places < self.tags.size
         self.tags.reshape(-1)[places[known]] = tags[known]
         self._ages.reshape(-1)[places[known]] = 1
 
     def _begin_anew(self) -> None:
-        """Counts ages from the oldest ghost that still matters, once per four thousand million
-        ghosts. Lasting ones that are older are the oldest from then on."""
+        """Rebases ages to the oldest ghost that still counts; runs once per four thousand million
+        ghosts. Lasting ghosts that are older become the oldest."""
         base = self._next_age - self.num_ghosts - 1
         oldest = (self.tags != 0) & self._is_lasting
         self._ages[:] = np.where(self._ages > base, self._ages - np.uint32(base), oldest)
         self._next_age -= base
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a tag is twice in a bucket."""
+        """Raises AssertionError if a bucket has a tag twice."""
         for bucket in self.tags:
             tags = bucket[bucket != 0]
             assert len(np.unique(tags)) == len(tags), "a key has two ghosts"
 
 
-# Queues: victims in rising order of heat, without keeping all entries in order.
+# Queues: victims in rising order of heat, without sorting all entries.
 #
-# A refill looks at entries by number from where the last one stopped, until it has seen enough
-# that may be evicted, and queues the coldest share, sorted; a victim costs amortised constant
-# work. If one slot size is rare among many entries a refill walks far: a tenth of a second over
-# ten million, once for many victims; `sweep` does it in parts before. An entry that was used since
-# it was queued has another state and is passed over, so a touch writes only its entry's state. An
-# entry that came since, or was used and is still the coldest, waits for the next refill.
+# A refill scans entries by number from the place at which the last refill stopped. It ends when it
+# has seen enough evictable entries, and queues the coldest share, sorted. A victim costs amortised
+# constant work. If a slot size is rare among many entries, a refill scans far: a tenth of a second
+# over ten million entries, once for many victims; `sweep` does it in parts before. An entry that
+# was used since it was queued has another state and is skipped, so a touch writes only its entry's
+# state. An entry that was added later, or was used and is still the coldest, waits for the next
+# refill.
 
 
 SHARE = 16
-"""A refill queues the coldest 1/16 of what it has seen."""
+"""A refill queues the coldest 1/16 of the entries it has seen."""
 MIN_QUEUED = 4
-"""A refill queues at least so many. Few: a colder block that comes later waits until these are
-evicted."""
+"""A refill queues at least this many. Small, because a colder block that comes later waits until
+these are evicted."""
 SWEEP_ENTRIES = 1 << 17
-"""Entry numbers that are looked at in one part."""
+"""Entry numbers that one part examines."""
 
 Heat = Callable[[Entries], NDArray[np.float64]]
 Members = Callable[[int, int], Entries]
-"""Entries of the queue in a range of numbers."""
+"""Returns the entries of the queue in a range of numbers."""
 
 
 class Highest:
-    """The highest entry number so far: sweeps end there."""
+    """The highest entry number so far; sweeps end at it."""
 
     __slots__ = ("number",)
 
@@ -147,7 +152,7 @@ class Highest:
 
 
 class ColdQueue:
-    """One queue over the entries that `members(first, stop)` lists. `state` [capacity + 1]: changes
+    """A queue over the entries that `members(first, stop)` returns. `state` [capacity + 1]: changes
     whenever an entry is used or removed."""
 
     def __init__(
@@ -160,40 +165,40 @@ class ColdQueue:
         self._hand = 0
         self._entries: Entries = np.empty(0, np.uint32)
         self._states = np.empty(0, np.uint64)
-        # True if a sweep has just found all there is to find.
+        # True if a sweep has just found all entries that there are to find.
         self._is_swept = False
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def clear(self) -> None:
-        """Forgets the order: heat means something else from now on."""
+        """Empties the queue, because the meaning of heat has changed."""
         self._entries, self._states = self._entries[:0], self._states[:0]
 
     def sweep(self, count: int, evictable: Evictable) -> Iterator[None]:
-        """Refills the queue in parts if it has too little for `take` with these arguments, which
-        then need not."""
+        """Refills the queue in parts if it has too few entries for `take` with these arguments, so
+        that `take` need not refill."""
         head = self._entries[: 4 * count]
         if (
             np.count_nonzero((self._state[head] == self._states[: len(head)]) & evictable(head))
             < count
         ):
             yield from self._refill(count, evictable, [])
-        # If it found enough, others may have taken or used some of it between two parts.
+        # If it found enough, other calls may have evicted or used some of them between two parts.
         self._is_swept = len(self._entries) < count
 
     def take(self, count: int, evictable: Evictable, held: Evictable | None = None) -> Entries:
-        """The coldest evictable entries, at most `count`; pinned ones are passed over until the
-        next refill.
+        """Returns the coldest evictable entries, at most `count`. Pinned entries are skipped until
+        the next refill.
 
-        `held`: which of some entries are to stay; they keep their places, and the search for more
-        ends at the first ones.
+        held: tells which entries to hold back. They keep their places, and the search ends at the
+            first of them.
         """
         chosen: list[Entries] = []
         missing, refilled, self._is_swept = count, self._is_swept, False
         while missing > 0:
             if len(self._entries) < missing and not refilled:
-                # The rest of the queue has the coldest again.
+                # The rest of the queue holds the coldest entries again.
                 for _ in self._refill(missing, evictable, chosen):
                     pass
                 refilled = True
@@ -210,7 +215,7 @@ class ColdQueue:
                 break
             places = usable.nonzero()[0][:missing]
             chosen.append(head[places])
-            # An entry leaves the queue only if it was looked at and passed over, or taken.
+            # An entry leaves the queue only if it was examined and skipped, or returned.
             used = len(head) if len(places) < missing else int(places[-1]) + 1
             self._entries, self._states = self._entries[used:], self._states[used:]
             missing -= len(places)
@@ -221,7 +226,7 @@ class ColdQueue:
     def _refill(self, count: int, evictable: Evictable, chosen: list[Entries]) -> Iterator[None]:
         end = self._highest.number + 1
         parts: list[Entries] = []
-        # A hand of its own: another refill may run between two parts, and no entry may be seen
+        # Use a local hand: another refill may run between two parts, and no entry may be seen
         # twice.
         num_seen, walked, hand = 0, 0, self._hand if self._hand < end else 0
         while walked < end and num_seen < SHARE * count:
@@ -243,10 +248,10 @@ class ColdQueue:
     def _coldest_of(
         self, entries: Entries, count: int, evictable: Evictable
     ) -> tuple[int, Entries]:
-        """How many entries were compared, and the coldest of them that may be evicted."""
+        """Returns how many entries were compared, and the coldest of them that may be evicted."""
         keep = _kept(len(entries), count)
         if len(entries) > 4 * keep:
-            # Warmer entries are asked about only if colder ones may not be evicted.
+            # Checks hotter entries only if the colder ones may not be evicted.
             coldest, _ = self._coldest(entries, 2 * keep)
             found = coldest[evictable(coldest)]
             if len(found) >= keep:
@@ -255,7 +260,7 @@ class ColdQueue:
         return len(found), found
 
     def _coldest(self, entries: Entries, count: int) -> tuple[Entries, NDArray[np.float64]]:
-        """The `count` coldest of the entries and their heat, in no order."""
+        """Returns the `count` coldest of the entries and their heat, in no order."""
         heat = self._heat(entries)
         if len(entries) <= count:
             return entries, heat
@@ -269,24 +274,25 @@ def _kept(num_seen: int, count: int) -> int:
 
 # Demoted entries: evicted before all others until they are used again.
 #
-# A policy marks a demoted entry in its state, so that a use undoes the demotion by writing the
-# state anew, and hands the entry to a `DemotedEntries`, which its `victims` asks first. Always
-# true: an entry whose state has changed since is never taken from here, and none is taken twice;
-# memory is bounded by the capacity, whatever is demoted and used in turn; no call looks at more
-# entries than it was given and some parts of PART_ENTRIES.
+# A policy marks a demoted entry in its state and adds it to a `DemotedEntries`, which its `victims`
+# asks first. A use writes the state anew and thereby undoes the demotion. Always true: `take` never
+# returns an entry whose state has changed since, nor the same entry twice. Memory is bounded by the
+# capacity, whatever is demoted and used in turn. A call examines only the entries it was given and
+# a few parts of PART_ENTRIES.
 
 
 LOOKED_ENTRIES = 1 << 14
-"""Entries that one `take` looks at, at most. Those of another slot size, and pinned ones, are
-passed over; they wait behind the others then."""
+"""Most entries that one `take` examines. It skips pinned entries and entries of other slot sizes;
+after that many they move behind the rest."""
 PART_ENTRIES = 1 << 12
 COMPACTED_PARTS = 2
-"""Parts that are compacted for each one that begins: twice as many go as come."""
+"""Parts that are compacted for each new part: twice as many go as come."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Entries [n], at most PART_ENTRIES, with their states and numbers when they were added."""
+    """Entries [n], at most PART_ENTRIES, with their states and numbers at the time of their
+    addition."""
 
     entries: Entries
     states: NDArray[np.uint64]
@@ -307,30 +313,31 @@ class _Part:
 
 
 class DemotedEntries:
-    """Demoted entries with their states, the first demoted first. `state` [capacity + 1]: changes
+    """Demoted entries with their states, in order of demotion. `state` [capacity + 1]: changes
     whenever an entry is used or removed."""
 
     def __init__(self, state: NDArray[np.uint64]) -> None:
         self._state = state
-        # By entry: the number with which it was added last. Memory comes with the first demotion of
-        # an entry nearby.
+        # By entry: the number of its last addition. A page gets memory with the first demotion of
+        # an entry on it.
         self._last = np.zeros(len(state), np.uint32)
         self._num_added = 0
         self._parts: deque[_Part] = deque()
-        # The part that is compacted next.
+        # The part to compact next.
         self._next = 0
 
     def __len__(self) -> int:
         return sum(len(part) for part in self._parts)
 
     def add(self, entries: Entries) -> None:
-        """Adds entries whose state says that they are demoted, in the order of their eviction. One
-        that is listed twice stands at its first place; one that was added before comes anew."""
+        """Adds entries whose state marks them as demoted, in the order of their eviction. An entry
+        that is listed twice stands at its first place. An entry that was added before moves to its
+        new place."""
         for start in range(0, len(entries), PART_ENTRIES):
             some = entries[start : start + PART_ENTRIES]
             numbers = np.arange(self._num_added, self._num_added + len(some)).astype(np.uint32)
             self._num_added += len(some)
-            # Of an entry that is listed twice numpy keeps what is assigned last.
+            # For an entry that is listed twice, numpy keeps the last assignment.
             self._last[some[::-1]] = numbers[::-1]
             self._append(self._valid(_Part(some, self._state[some], numbers)))
 
@@ -343,8 +350,8 @@ class DemotedEntries:
             self._compact_next()
 
     def _compact_next(self) -> None:
-        """Drops from one part what was used, removed or added again since, and joins it with the
-        part before if both fit into one."""
+        """Removes entries from one part that were used, removed or added again since. Joins the
+        part with the part before if both fit into one."""
         at = self._next if self._next < len(self._parts) else 0
         part = self._parts[at] = self._valid(self._parts[at])
         if at and len(self._parts[at - 1]) + len(part) <= PART_ENTRIES:
@@ -354,13 +361,13 @@ class DemotedEntries:
         self._next = at + 1
 
     def _valid(self, part: _Part) -> _Part:
-        """What is still demoted, each entry where it was added last."""
+        """Returns the entries of a part that are still demoted and were not added again."""
         is_last = self._last[part.entries] == part.numbers
         return part.at(is_last & (self._state[part.entries] == part.states))
 
     def take(self, count: int, evictable: Evictable) -> Entries:
-        """Up to `count` evictable entries that are still demoted. What is taken is known here no
-        more, evicted or not."""
+        """Removes and returns up to `count` evictable entries that are still demoted, whether or
+        not they are evicted."""
         chosen: list[Entries] = [np.empty(0, np.uint32)]
         passed: list[_Part] = []
         num_looked = 0
@@ -383,7 +390,7 @@ class DemotedEntries:
 
 
 def others(evictable: Evictable, chosen: Entries) -> Evictable:
-    """What may be evicted besides those that are chosen already."""
+    """Returns a function that tells which entries are `evictable` and not in `chosen`."""
     if not len(chosen):
         return evictable
     return lambda entries: evictable(entries) & ~np.isin(entries, chosen)
