@@ -1,1 +1,1 @@
-"""The simulator: traces of requests, replayed through the core with trace time."""
+"""The simulator: replays traces of requests through the core, with the trace's time."""

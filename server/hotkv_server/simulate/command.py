@@ -1,4 +1,4 @@
-"""`hotkv-server simulate`: how much of a trace would hit, by policy and capacity."""
+"""`hotkv-server simulate`: reports how much of a trace would hit, by policy and capacity."""
 
 import argparse
 import importlib
@@ -43,7 +43,7 @@ DEFAULT_PERCENTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     parser.description = (
         "Replays traces of requests (Mooncake's format: JSON lines with timestamp in ms and "
         "hash_ids) through the cache's own core and "
@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status: 0, or 2 for bad input."""
+    """Runs the command. Returns the exit status: 0, or 2 for bad input."""
     try:
         if options.plot is not None:
             check_plot(options.plot)
@@ -146,11 +146,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 class UnitsError(ValueError):
-    """Options that need to know how large a block is."""
+    """An option needs the size of a block, or a tier, that is not given."""
 
 
 def _check_units(options: argparse.Namespace) -> None:
-    """Raises UnitsError if a size in bytes is given and that of a block is not."""
+    """Raises UnitsError if a size in bytes is given without the size of a block, or if options
+    contradict each other."""
     tier: TierSize | None = options.tier
     if options.disk_write_gb_per_day is not None and tier is None:
         raise UnitsError("--disk-write-gb-per-day: there is no tier; add --tier disk=SIZE")
@@ -166,14 +167,14 @@ def _check_units(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """A tier below: its size in percent of the unique blocks, or in MiB."""
+    """Size of a tier below, in percent of the unique blocks or in MiB."""
 
     name: str
     percent: float | None
     mib: float | None
 
     def blocks(self, trace: Trace, block_mib: float | None) -> int:
-        """Blocks of a trace that it holds; at least one, at most all."""
+        """Returns how many blocks of a trace the tier holds: at least 1, at most all."""
         if self.percent is not None:
             return trace.capacity_blocks(self.percent)
         assert self.mib is not None and block_mib is not None, "sizes were not checked"
@@ -181,7 +182,7 @@ class TierSize:
 
 
 def _simulate(traces: list[Trace], options: argparse.Namespace) -> list[ReportRow]:
-    """By trace and capacity: the policies, then the bounds."""
+    """Returns rows by trace and capacity: the policies, then the bounds."""
     percents = sorted(set(options.capacity_percent))
     rows: list[ReportRow] = []
     with _progress_bar(
@@ -211,7 +212,7 @@ def _replayed(
         hints = derive_hints(trace) if options.hints else None
         done = replay(trace, capacity, POLICIES[policy], progress, hints)
     else:
-        # The simulator serves one tier without the folder of tiers, too.
+        # Imported here, so that one tier can be simulated without the folder of tiers.
         from hotkv_server.simulate.two_tiers import replay_two_tiers
 
         gb_per_day = options.disk_write_gb_per_day
@@ -241,7 +242,7 @@ def _replayed(
 
 
 def _percent_of(trace: Trace, tier: TierSize, options: argparse.Namespace) -> float:
-    """The size of a tier as share of the unique blocks."""
+    """Returns the size of a tier as percentage of the unique blocks."""
     blocks = tier.blocks(trace, options.block_mib)
     return tier.percent or round(100 * blocks / trace.num_unique_blocks, 2)
 
@@ -249,7 +250,8 @@ def _percent_of(trace: Trace, tier: TierSize, options: argparse.Namespace) -> fl
 def _bounds(
     trace: Trace, percent: float, options: argparse.Namespace, following: Int64s
 ) -> list[ReportRow]:
-    """The bounds; as tier below, the gain of the clairvoyant cache from being that much larger."""
+    """Returns the rows of the bounds. Their tier below shows the gain of a clairvoyant cache that
+    is larger by that tier."""
     capacity, tier = trace.capacity_blocks(percent), options.tier
     rows = []
     for name in (CLAIRVOYANT, UNBOUNDED):
@@ -276,7 +278,7 @@ def _bounds(
 
 @contextmanager
 def _progress_bar(num_requests: int) -> Iterator[Progress | None]:
-    """A bar on standard error, if that is a terminal and tqdm is installed."""
+    """Shows a progress bar on standard error, if that is a terminal and tqdm is installed."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -1,9 +1,9 @@
-"""Replaying a trace: each request looks its blocks up, uses those it hits, and stores the rest, all
+"""Replaying a trace: each request looks up its blocks, uses its hits and stores the rest, all
 through the core.
 
-A `SimulatedTier` is the core's own space of slots, with every block of one size. Always true:
-blocks that a request finds present stay until its own are stored; all clocks are the trace's; a
-request is done before the next one begins.
+A `SimulatedTier` is the core's space of slots, in which every block has the same size. Always true:
+blocks that a request finds present stay until its missing blocks are stored. All time is the
+trace's. A request ends before the next begins.
 """
 
 import contextlib
@@ -24,27 +24,29 @@ from hotkv_server.cache.values import Entries
 from hotkv_server.simulate.trace import Int64s, Trace
 
 # --------------------------------------------------------------------------------- Hints of a trace
-# What a trace's sessions would have told: which turn was a session's last, and after which
-# it pauses for long.
+# Hints that a trace's sessions would have given: which turn was a session's last, and after which
+# turn it pauses for long.
 #
-# A turn is a request; the session's next one is the first later request that has all its blocks,
-# but for the last, which may not be full. Only ends and pauses look into the future, as an agent
-# knows its own; which blocks a session shares is taken from the past.
+# A turn is a request. The session's next turn is the first later request that has all its blocks,
+# except the last block, which may be partial. Only ends and pauses come from the future, as an
+# agent knows its own plans. Which blocks a session shares comes from the past.
 
 SHARED = -1
 LONG_PAUSE_S = 30.0
-"""Pauses from here on are told: the session's blocks may go meanwhile."""
+"""Pauses of at least this length are reported; the session's blocks may be evicted in the pause."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplayHints:
-    """Of each request. `pauses_s` [R]: time until the session's next turn; infinite after its last.
-    `own_from` [R]: place in the request of the first block that no other session has used so
-    far."""
+    """Hints for each request.
+
+    pauses_s: time until the session's next turn [R]; infinite after its last.
+    own_from: place in the request of the first block that no other session has used so far [R].
+    """
 
     def cold_from(self, request: int) -> int | None:
-        """Place of the first block of a request that nobody is expected to use soon; None if all
-        are."""
+        """Returns the place of the request's first block that is not expected to be used soon; None
+        if all blocks are."""
         is_long = self.pauses_s[request] >= LONG_PAUSE_S
         return int(self.own_from[request]) if is_long else None
 
@@ -58,8 +60,8 @@ def derive_hints(trace: Trace) -> ReplayHints:
     num_requests = trace.num_requests
     pauses_s = np.full(num_requests, np.inf)
     own_from = np.zeros(num_requests, np.int64)
-    # Per block, the request that waits for a next turn with this block, and the only session that
-    # has used it; SHARED if there are several.
+    # By block: the request that waits for a next turn with this block, and the only session that
+    # has used it; SHARED if several have.
     waiting: dict[int, int] = {}
     owner: dict[int, int] = {}
     session_of = list(range(num_requests))
@@ -84,22 +86,27 @@ def derive_hints(trace: Trace) -> ReplayHints:
 # ------------------------------------------------------------------------------------------ Replays
 
 MakePolicy = Callable[[int], Policy]
-"""Makes a policy for entry numbers 1 to the given capacity."""
+"""Makes a policy for entry numbers from 1 to the given capacity."""
 Progress = Callable[[int], None]
-"""Is told how many more requests are done."""
+"""Called with the number of requests done since the last call."""
 
 KEY_SPACE, GROUP, LEASE = 1, 0, 1
 WARM_UP_REQUESTS, WARM_UP_BLOCKS = 64, 16
 STEP_REQUESTS = 500
-"""Between two reports of progress."""
+"""Requests between two reports of progress."""
 BLOCK_TOKENS = 512
-"""Of a block in Mooncake's traces."""
+"""Tokens of a block in Mooncake's traces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Prefix lengths [R] over all tiers; how many blocks of the prefixes came from the second one,
-    and were written to it."""
+    """Result of a replay.
+
+    prefix: lengths of the prefixes that hit, over all tiers [R].
+    seconds: wall time of the replay.
+    num_second_tier_hits: blocks of these prefixes that came from the second tier.
+    num_second_tier_writes: blocks written to the second tier.
+    """
 
     prefix: Int64s
     seconds: float
@@ -108,7 +115,7 @@ class Replayed:
 
 
 class SimulatedTier:
-    """A space of the core for blocks of one slot each, over a table and an arena of its own."""
+    """A space of the core for blocks of one slot each, with a separate table and arena."""
 
     def __init__(self, capacity_blocks: int, make_policy: MakePolicy) -> None:
         arena_bytes = capacity_blocks * SLOT_ALIGN
@@ -121,32 +128,33 @@ class SimulatedTier:
         return f"SimulatedTier({self.space!r})"
 
     def find(self, hashes: Words) -> Entries:
-        """Entries [n] of blocks, 0 for those that are not here. No entry is ever left reserved."""
+        """Returns the entries [n] of blocks, 0 for missing blocks. No entry is ever left
+        reserved."""
         return self.space.index.find(KEY_SPACE, GROUP, hashes)
 
     def demote(self, hashes: Words, now_s: float) -> None:
-        """Nobody is expected to use these blocks, in chain order, soon."""
+        """Demotes blocks, given in chain order, that are not expected to be used soon."""
         entries = self.find(hashes)
         entries = entries[entries != 0]
         self.space.policy.demote(entries, self.space.index.mixed(entries), now_s)
 
     @contextlib.contextmanager
     def staying(self, entries: Entries) -> Iterator[None]:
-        """Evicts none of these while room is made."""
+        """Pins these entries while the context is open, so that making room does not evict them."""
         self.space.index.pin(entries, 1)
         yield
         self.space.index.pin(entries, -1)
 
     def make_room(self, count: int, keep_at_s: float | None = None) -> None:
-        """Makes room for so many blocks."""
+        """Makes room for `count` blocks."""
         making = self.space.make_room(KEY_SPACE, GROUP, SLOT_ALIGN, count, keep_at_s=keep_at_s)
         finished(making)
 
     def store(self, hashes: Words, entries: Entries, num_held: int, now_s: float) -> int:
         """Uses those of a request's blocks, in chain order, that are present, and stores as many of
-        the others as fit; returns how many.
+        the missing blocks as fit. Returns how many it stored.
 
-        `entries`: as `find` said; the first `num_held` of them are present.
+        `entries`: result of `find`; the first `num_held` of them are present.
         """
         space = self.space
         if entries[num_held:].any():
@@ -176,7 +184,8 @@ class OneTier:
         self.tier = tier
 
     def serve(self, hashes: Words, now_s: float) -> int:
-        """Length of the prefix that a request hits; its blocks [n, 8] are used or stored."""
+        """Uses or stores the blocks [n, 8] of a request. Returns the length of the prefix that
+        hits."""
         entries = self.tier.find(hashes)
         prefix = prefix_of(entries)
         self.tier.store(hashes, entries, prefix, now_s)
@@ -185,7 +194,7 @@ class OneTier:
 
 
 def prefix_of(entries: Entries) -> int:
-    """Entries before the first 0."""
+    """Returns the number of entries before the first 0."""
     at = int(np.argmin(entries))
     return at if entries[at] == 0 else len(entries)
 
@@ -197,7 +206,8 @@ def replay(
     progress: Progress | None = None,
     hints: ReplayHints | None = None,
 ) -> Replayed:
-    """Replays a trace over one tier. `hints`: of its sessions, told when each request is done."""
+    """Replays a trace over one tier. `hints`: of its sessions; each is given when its request is
+    done."""
     warm_up(trace, make_policy)
     tier = SimulatedTier(capacity_blocks, make_policy)
 
@@ -217,7 +227,8 @@ def timed(
     progress: Progress | None,
     tell: Callable[[int, Words, float], None] | None = None,
 ) -> tuple[Int64s, float]:
-    """Prefix lengths [R] and the seconds it took. `tell`: is called after each request."""
+    """Serves all requests of a trace. Returns prefix lengths [R] and the wall time in seconds.
+    `tell`: called after each request."""
     prefix = np.zeros(trace.num_requests, np.int64)
     starts, times_s = trace.starts.tolist(), trace.times_s.tolist()
     started_s = time.perf_counter()
@@ -235,8 +246,7 @@ def timed(
 
 
 def warm_up(trace: Trace, make_policy: MakePolicy) -> None:
-    """Serves a few requests with a cache that is thrown away, so that no timing includes
-    compilation."""
+    """Serves a few requests with a temporary cache, so that no timing includes compilation."""
     cache = OneTier(SimulatedTier(WARM_UP_BLOCKS, make_policy))
     starts = trace.starts[: WARM_UP_REQUESTS + 1].tolist()
     for start, end in pairwise(starts):
@@ -244,22 +254,22 @@ def warm_up(trace: Trace, make_policy: MakePolicy) -> None:
 
 
 # ------------------------------------------------------------------- Bounds that no policy can beat
-# A cache without end, and one that knows the future.
+# Bounds: an unbounded cache, and a cache that knows the future.
 #
-# Both count as the policies are judged: blocks of the contiguous prefix. They need a trace whose
-# ids stand for a block and all before it; then a block's next use is never before that of the
-# block that it follows.
+# Both count as the policies do: blocks of the contiguous prefix. They need a trace whose ids stand
+# for a block and all blocks before it. Then a block's next use is never before the next use of the
+# block before it.
 
 
 def unbounded(trace: Trace) -> Int64s:
-    """Prefix lengths [R] if nothing is ever evicted."""
+    """Returns the prefix lengths [R] if no block is ever evicted."""
     first = np.zeros(len(trace.blocks), np.bool_)
     first[np.unique(trace.blocks, return_index=True)[1]] = True
     return trace.prefix_lengths(~first)
 
 
 def next_uses(blocks: Int64s) -> Int64s:
-    """For each access [B] the next one to the same block; B if there is none."""
+    """Returns for each access [B] the next access to the same block; B if there is none."""
     order = np.argsort(blocks, kind="stable")
     following = np.full(len(blocks), len(blocks), np.int64)
     same = blocks[order[1:]] == blocks[order[:-1]]
@@ -268,19 +278,20 @@ def next_uses(blocks: Int64s) -> Int64s:
 
 
 def clairvoyant(trace: Trace, capacity_blocks: int, following: Int64s | None = None) -> Int64s:
-    """Prefix lengths [R] of the best cache of that many blocks: Belady's rule with bypass, a
-    request at a time.
+    """Returns the prefix lengths [R] of the best cache with that many blocks: Belady's rule with
+    bypass, a request at a time.
 
-    Of the blocks it holds and those of the request just served it keeps the ones that are used
-    again soonest, and need not keep any. Choosing so which stretches between two uses to bridge
-    serves the most blocks (greedy colouring of interval graphs, Carlisle and Lloyd 1995). Of blocks
-    that the same request uses again the deepest is dropped first, so the blocks held are closed
-    under prefixes.
+    After each request it has the blocks held so far and the request's blocks. It retains those that
+    are used again soonest, and may retain none. This choice serves the most blocks (greedy
+    colouring of interval graphs, Carlisle and Lloyd 1995). Among blocks that the same request uses
+    again, it drops the deepest first, so the blocks it holds are closed under prefixes.
+
+    following: result of `next_uses`, if the caller has it.
     """
     kept = bytearray(len(trace.blocks))
     uses = (next_uses(trace.blocks) if following is None else following).tolist()
-    # Next uses of held blocks, the farthest first; those in the past are at the end and don't
-    # count as held.
+    # Next uses of held blocks, the farthest first. Past uses are at the end and don't count as
+    # held.
     farthest: list[int] = []
     num_held = 0
     starts = trace.starts.tolist()

@@ -1,6 +1,5 @@
-"""The results of a simulation: rows, as a table for people, as JSON for programs, and as a plot.
-Rates are shares of all block accesses.
-"""
+"""The results of a simulation as rows, as a table for people, as JSON for programs, and as a plot.
+Rates are shares of all block accesses."""
 
 import importlib
 import json
@@ -22,8 +21,8 @@ MIB_PER_GIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class LowerFigures:
-    """The tier below: its name and size, the share of accesses that it served, and the blocks that
-    were read from it and written to it. A bound has no reads and writes of its own: 0."""
+    """Figures of the tier below: its name and size, the share of accesses that it served, and the
+    numbers of blocks read from it and written to it. A bound has no reads and no writes: 0."""
 
     name: str
     capacity_percent: float
@@ -34,8 +33,11 @@ class LowerFigures:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What the blocks of a trace stand for. `block_mib`: None if it is not known. `tokens_per_s`:
-    how fast an engine prefills; None if it is not known."""
+    """Sizes of a trace's blocks, and speed of the engine.
+
+    block_mib: None if unknown.
+    tokens_per_s: prefill speed of an engine; None if unknown.
+    """
 
     block_tokens: int
     block_mib: float | None = None
@@ -44,7 +46,7 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """One policy, or bound, over one trace at one capacity. `hit_rate`: share of accesses in the
+    """One policy or bound over one trace at one capacity. `hit_rate`: share of accesses in the
     contiguous prefix, first tier only."""
 
     trace: str
@@ -58,17 +60,17 @@ class ReportRow:
 
     @property
     def total_hit_rate(self) -> float:
-        """Over all tiers."""
+        """Hit rate over all tiers."""
         return self.hit_rate + (self.lower.hit_rate if self.lower else 0.0)
 
     @property
     def missed_blocks(self) -> int:
-        """Accesses that no tier served: what engines computed."""
+        """Accesses that no tier served, so that engines computed the blocks."""
         return round((1 - self.total_hit_rate) * self.block_accesses)
 
 
 def as_json(rows: Iterable[ReportRow], units: Units) -> str:
-    """One object with a list `results`, an object per row."""
+    """Returns a JSON object with a list `results` that has an object per row."""
     return json.dumps({"results": [_fields(row, units) for row in rows]})
 
 
@@ -99,7 +101,8 @@ def _fields(row: ReportRow, units: Units) -> dict[str, object]:
 
 
 def as_table(rows: Sequence[ReportRow], traces: Sequence[Trace], units: Units) -> str:
-    """A table per trace, under a line that describes it; capacities are set apart."""
+    """Returns a table per trace, each after a line that describes the trace. Blank lines separate
+    capacities."""
     parts = []
     for trace in traces:
         mine = [row for row in rows if row.trace == trace.name]
@@ -148,14 +151,14 @@ def _cells(row: ReportRow, units: Units) -> list[str]:
 
 
 def _size(num_blocks: int, units: Units) -> str:
-    """Blocks in GiB, or their number if nobody said how large one is."""
+    """Returns a number of blocks in GiB, or as it is if their size is unknown."""
     if units.block_mib is None:
         return f"{num_blocks:,}"
     return f"{num_blocks * units.block_mib / MIB_PER_GIB:,.1f}"
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be, aligned right but for the policy's name."""
+    """Pads columns to their widest cell; all but the policy's name are aligned right."""
     widths = [max(len(line[i]) for line in lines if line) for i in range(len(lines[0]))]
     place = [str.ljust if header == "policy" else str.rjust for header in lines[0]]
     shown = [
@@ -173,7 +176,7 @@ PANEL_INCHES = (6.4, 4.6)
 DOTS_PER_INCH = 130
 MARKERS = "osD^vPX*"
 MAX_TICKS = 8
-"""Labels that a panel has room for."""
+"""Labels that fit on a panel."""
 
 
 class PlotError(ValueError):
@@ -181,7 +184,7 @@ class PlotError(ValueError):
 
 
 def check_plot(path: Path) -> None:
-    """Raises PlotError if a plot can't be made there, before the work is done."""
+    """Raises PlotError if a plot can't be made at this path. Called before the long work."""
     try:
         importlib.import_module("matplotlib")
     except ImportError as error:
@@ -193,7 +196,7 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(path: Path, rows: Sequence[ReportRow], block_mib: float | None) -> None:
-    """Draws hit rate, of all tiers, over capacity. Raises OSError if the file can't be
+    """Draws the hit rate of all tiers over capacity. Raises OSError if the file can't be
     written."""
     figure_module = importlib.import_module("matplotlib.figure")
     traces = list(dict.fromkeys(row.trace for row in rows))
@@ -238,8 +241,8 @@ def _draw_panel(panel: Any, trace: str, rows: Sequence[ReportRow], block_mib: fl
 
 
 def _spaced(percents: Sequence[float], most: int) -> list[float]:
-    """The percents, rising, that are labelled: on a log axis no two so close that more than `most`
-    would fit."""
+    """Returns the percents that get a label, rising. On the log axis they are far enough apart that
+    at most `most` fit."""
     step = math.log(percents[-1] / percents[0]) / most
     chosen = [percents[0]]
     for percent in percents[1:]:

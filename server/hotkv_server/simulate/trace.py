@@ -1,11 +1,11 @@
 """Traces in Mooncake's format, as arrays.
 
 A file has one JSON object per line: `timestamp` (ms) and `hash_ids`, the ids of the request's
-blocks in chain order; an id stands for a block and all before it, in the whole file. Other fields
-are not read. Files may be gzipped.
+blocks in chain order. In the whole file, an id stands for a block and all blocks before it. Other
+fields are ignored. Files may be gzipped.
 
-Always true of a `Trace`: requests are in order of time; within a request a block is listed once;
-ids count from 0 without gaps.
+Always true of a `Trace`: requests are in order of time. A request lists each block once. Ids count
+from 0 without gaps.
 """
 
 import gzip
@@ -27,24 +27,28 @@ Int64s = NDArray[np.int64]
 GZIP_MAGIC = b"\x1f\x8b"
 MIN_ID, MAX_ID = -(1 << 63), (1 << 64) - 1
 W_ID = 2
-"""Column of a block's hash words that holds its id, so that an evicted hash names its block."""
+"""Column of a block's hash words that holds its id, so that an evicted hash identifies its
+block."""
 
 Request = tuple[float, Sequence[int]]
-"""Time in seconds and block ids in chain order."""
+"""Time in seconds, and block ids in chain order."""
 
 
 class TraceError(ValueError):
-    """A trace that can't be read; the message names the line, the field and the fix."""
+    """A trace can't be read; the message names the line, the field and the fix."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """Requests [R] over blocks [B], each request's blocks one after the other.
+    """Requests [R] over blocks [B]; each request's blocks are contiguous.
 
-    `times_s` [R]: from the first request on. `starts` [R + 1]: where each request's blocks begin in
-    `blocks`. `blocks` [B]: ids. `positions` [B]: where in its request each block came first.
-    `lengths` [R]: blocks a request had, repeated ones counted. `hashes` [B, 8]: words as the index
-    takes them. `num_late`: requests that came before an earlier line's.
+    times_s: time since the first request [R].
+    starts: start of each request's blocks in `blocks` [R + 1].
+    blocks: ids [B].
+    positions: position of each block's first occurrence in its request [B].
+    lengths: blocks of each request, with repetitions [R].
+    hashes: words [B, 8], as the index takes them.
+    num_late: requests that are earlier than a line before them.
     """
 
     name: str
@@ -69,22 +73,22 @@ class Trace:
 
     @property
     def num_accesses(self) -> int:
-        """Block accesses of all requests, repeated ones counted."""
+        """Block accesses of all requests, with repetitions."""
         return int(self.lengths.sum())
 
     def capacity_blocks(self, percent: float) -> int:
-        """That share of the unique blocks; at least one."""
+        """Returns this percentage of the unique blocks; at least 1."""
         return max(1, int(self.num_unique_blocks * percent / 100))
 
     def prefix_lengths(self, hit: NDArray[np.bool_]) -> Int64s:
-        """Blocks [R] before the first miss of each request. `hit`: [B]."""
+        """Returns the number of blocks before the first miss of each request [R]. `hit`: [B]."""
         position = np.where(hit, len(hit), np.arange(len(hit)))
         first_miss = np.minimum.reduceat(position, self.starts[:-1])
         lengths: Int64s = np.minimum(first_miss, self.starts[1:]) - self.starts[:-1]
         return lengths
 
     def hit_blocks(self, prefix: Int64s) -> int:
-        """Accesses that are served by these prefixes [R] of each request's distinct blocks."""
+        """Returns the accesses that these prefixes [R] of each request's distinct blocks serve."""
         end = self.starts[:-1] + prefix
         whole = end == self.starts[1:]
         served = np.where(whole, self.lengths, self.positions[np.where(whole, 0, end)])
@@ -92,7 +96,7 @@ class Trace:
 
 
 def make_trace(name: str, requests: Iterable[Request]) -> Trace:
-    """A trace of these requests. Raises TraceError if no request has a block."""
+    """Returns a trace of these requests. Raises TraceError if no request has a block."""
     kept = [(time_s, ids) for time_s, ids in requests if len(ids)]
     if not kept:
         raise TraceError(
@@ -130,11 +134,11 @@ def make_trace(name: str, requests: Iterable[Request]) -> Trace:
 
 
 def hash_words(blocks: Int64s) -> Words:
-    """Hash words [B, 8] of ids: first the 64 bits that the index and the policies take for random,
-    then the id."""
+    """Returns hash words [B, 8] of ids: first the 64 bits that the index and the policies treat as
+    random, then the id."""
     words = np.zeros((len(blocks), 8), np.uint32)
     mixed = blocks.astype(np.uint64) + np.uint64(1)
-    # The finalizer of splitmix64 (Steele, Lea, Flood 2014): one to one, so distinct ids keep
+    # The finalizer of splitmix64 (Steele, Lea, Flood 2014): one to one, so distinct ids have
     # distinct prefixes.
     mixed *= np.uint64(0x9E37_79B9_7F4A_7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
@@ -207,7 +211,7 @@ def _request(line: bytes, where: str) -> Request:
 
 
 def _shown(fields: dict[str, object], name: str) -> str:
-    """A field's value for a message, cut short."""
+    """Returns a field's value for a message, cut short."""
     if name not in fields:
         return "missing"
     text = json.dumps(fields[name])

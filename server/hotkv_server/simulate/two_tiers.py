@@ -27,8 +27,8 @@ from hotkv_server.tiers.book.moves import Moves
 
 
 class TwoTiers:
-    """A tier below the first, with the moves of the daemon: what a request stores is written soon,
-    if the gate admits it, and a prefix that lies below comes up before it is used.
+    """Two tiers with the moves of the daemon. Blocks that a request stores are written below soon
+    after, if the gate admits them. A prefix that lies below is promoted before it is used.
 
     `write_bytes_per_day`: the gate's budget, in bytes of slots of the replay; None for no limit.
     """
@@ -50,8 +50,8 @@ class TwoTiers:
         self.num_writes = 0
 
     def serve(self, hashes: Words, now_s: float) -> int:
-        """Length of the prefix that a request hits in either tier; its blocks [n, 8] are used or
-        stored in the first."""
+        """Uses the blocks [n, 8] of a request, or stores them in the first tier. Returns the length
+        of the prefix that hits in either tier."""
         entries, below = self.first.find(hashes), self.second.find(hashes)
         prefix = prefix_of(np.where(entries == 0, below, entries))
         if not entries[:prefix].all():
@@ -75,7 +75,8 @@ class TwoTiers:
             self.arrivals.let_go(move)
 
     def _write(self, entries: Entries, now_s: float) -> None:
-        """Writes those blocks of a request that the gate admits; 0 for one that has no slot."""
+        """Writes those blocks of a request to the second tier that the gate admits. An entry of 0
+        has no slot and is skipped."""
         down = self.lower.down
         self.first.space.chains.link(KEY_SPACE, GROUP, entries, None)
         down.waiting.add(entries[entries != 0])
@@ -90,7 +91,7 @@ class TwoTiers:
 
 
 def _record(block_tokens: int) -> KeySpaceRecord:
-    """What a trace's blocks are, for the gate."""
+    """Returns a key space that describes a trace's blocks, for the gate."""
     group = GroupSpec(GroupKind.FULL_ATTENTION, block_tokens, (SLOT_ALIGN,))
     key_space = KeySpace("trace", "trace", "bfloat16", (group,), block_tokens)
     return KeySpaceRecord(KEY_SPACE, key_space)
@@ -106,8 +107,8 @@ def replay_two_tiers(
     writes_per_day: float | None = None,
     progress: Progress | None = None,
 ) -> Replayed:
-    """Replays a trace over two tiers, each with a policy of its own. `writes_per_day`: blocks that
-    may be written to the second, None for no limit."""
+    """Replays a trace over two tiers with separate policies. `writes_per_day`: blocks that may be
+    written to the second tier per day; None for no limit."""
     warm_up(trace, make_policy)
     tiers = TwoTiers(
         SimulatedTier(capacity_blocks, make_policy),

@@ -70,8 +70,8 @@ class Contender:
     c is log2 of the uses; each use counts half as much after `memory_s`.
 
     half_life_s: small values order by recency, large values by frequency.
-    most_doublings: with 1, only the first repeated use counts; with a short memory also, it must
-        come soon.
+    most_doublings: with 1, it matters only whether a block was used again. If `memory_s` is short
+        too, it matters only whether that was soon.
     recency: with -1, frequency decides, and among equal blocks the older stay. A loop that is
         larger than the cache needs this.
     hold_s: a block is not evicted so soon after its use, and a new block that finds no other room

@@ -289,7 +289,8 @@ def observe(
     shadow holds at most `limit` keys.
 
     Keys of one call never displace each other: a cache stores as many of a request's blocks as find
-    room, from the head on. A key is not stored either if all held keys were used within `hold_s`.
+    room, from the head on. A key is not stored either if it would displace a key that was used
+    within `hold_s`.
     """
     num_contenders = rules.shape[0]
     for c in range(num_contenders):
