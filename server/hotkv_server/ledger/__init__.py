@@ -1,2 +1,2 @@
-"""The ledger: what the cache has brought, to whom, and what a larger one would bring. Pure: no
-clock, no I/O, no threads."""
+"""The ledger: records the cache's savings by engine, and forecasts the savings of a larger cache.
+`book/` is pure: no clock, no I/O, no threads."""

@@ -13,7 +13,7 @@ from hotkv_server.settings import Settings
 
 
 def attach(settings: Settings, node: Node) -> "LedgerCapability":
-    """The ledger of this node, as an earlier server has left it."""
+    """Returns this node's ledger, which continues the ledger of an earlier server."""
     tiers = node.tiers.names if node.tiers is not None else ()
     return LedgerCapability(node, LiveLedger(node.core, settings.arena_dir, tiers, settings.policy))
 

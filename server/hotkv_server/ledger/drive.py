@@ -1,10 +1,9 @@
-"""The live ledger: takes in reports and transfers, lets the forecast follow, and writes all down.
+"""The live ledger: counts reports and transfers, updates the forecast, and saves both.
 
-Always true: counting a request takes no call and no wait; the forecast, which takes longer, follows
-on the node's timer, from a bounded list whose oldest entries go first; what was counted is in the
-ledger's file some SAVE_S later, so a kill loses that much. A file that can't be used makes a fresh
-ledger and one line in the log, never a failed start. On the event loop; the file is written by a
-clerk.
+Always true: counting a request never waits. The forecast takes longer, so it runs on the node's
+timer from a bounded list; if the list is full, the oldest requests are dropped. Counts reach the
+ledger's file about SAVE_S later, so a kill loses that much. An unusable file starts a new ledger
+and logs one line; it never fails the start. Runs on the event loop; a clerk writes the file.
 """
 
 import asyncio
@@ -41,20 +40,21 @@ log = logging.getLogger(__name__)
 SAVE_S = 2.0
 CLOSE_S = 5.0
 SEEN_S = 30.0
-"""How often the file gets what the forecast has seen anew: half a megabyte, of which the last
-seconds matter little."""
+"""How often the file gets the forecast's seen keys: half a megabyte, and the last seconds matter
+little."""
 MAX_FOLLOWING = 1024
 MAX_FOLLOWING_BLOCKS = 1 << 18
-"""Requests, and their blocks, that wait for the forecast: 2 MiB of keys."""
+"""Most requests (MAX_FOLLOWING), and most of their blocks, that wait for the forecast: 2 MiB of
+keys."""
 MAX_OPEN_LOADS = 4096
-"""Requests with a load whose end may still be reported, of all engines."""
+"""Most requests with a load whose end may still be reported, over all engines."""
 FINGERPRINT_DIGITS = 16
 DEFAULT_POLICY = "hotness"
 
 
 @dataclass(frozen=True, slots=True)
 class Savings:
-    """What was counted: `rows`, the one used last first, and what a larger cache would bring."""
+    """Counted usage: `rows`, most recently used first, and the outlook for a larger cache."""
 
     rows: list[tuple[Account, Usage]]
     total: Usage
@@ -73,9 +73,12 @@ class _OpenLoad:
 
 
 class LiveLedger:
-    """See the module. `directory`: of the file; None for a ledger that ends with the process.
-    `tiers`: names in the order of their numbers in `Space.origins`. `taken_back_s`: saved seconds
-    that failed loads have taken back since this server started."""
+    """See the module.
+
+    `directory`: directory of the file; None for a ledger that ends with the process.
+    `tiers`: names in the order of their numbers in `Space.origins`.
+    taken_back_s: saved seconds that failed loads have subtracted since this server started.
+    """
 
     def __init__(
         self,
@@ -108,7 +111,7 @@ class LiveLedger:
     def __repr__(self) -> str:
         return f"LiveLedger({self.accounts!r}, {len(self._following)} reports to follow)"
 
-    # What happens
+    # Events
 
     def report(self, session: LiveSession, report: Report) -> None:
         """Counts a request that an engine has scheduled."""
@@ -139,11 +142,11 @@ class LiveLedger:
         self._follow(session, report)
 
     def load_ended(self, session: LiveSession, end: LoadEnd) -> None:
-        """Counts how long a request waited for its load. If it failed, takes its hit and what that
-        saved back."""
+        """Counts how long a request waited for its load. If the load failed, subtracts the hit and
+        its saved time."""
         was = self._loads.pop((session.secret_id, end.report_id), None)
         if was is None or not end.failed:
-            # A request may load again after it was preempted.
+            # A request may load again after a preemption.
             self._count(_account(session), Usage(waited_s=end.wait_s))
             return
         hits = was.usage.hit_tokens
@@ -171,7 +174,7 @@ class LiveLedger:
         self.taken_back_s += max(-usage.saved_s, 0.0)
         self._is_changed = True
 
-    # The forecast follows
+    # Feeding the forecast
 
     def _follow(self, session: LiveSession, report: Report) -> None:
         key_space, number = session.key_space, session.record.key_space_id
@@ -193,12 +196,12 @@ class LiveLedger:
             self.num_lost += 1
 
     def follow(self) -> Iterator[None]:
-        """Shows the forecast what was reported until now, a request at a time. What comes between
-        two of them waits, so that this ends however many come."""
+        """Passes the requests reported so far to the forecast, one per step. Requests that arrive
+        between two steps wait for the next call, so this always ends."""
         capacity_bytes = self._core.space.pool.capacity_bytes
         for _ in range(len(self._following)):
             if not self._following:
-                # Many small ones have made way for a large one.
+                # A large request has displaced many small ones.
                 return
             demand, now_s = self._following.popleft()
             self._following_blocks -= len(demand.keys)
@@ -207,8 +210,8 @@ class LiveLedger:
             yield
 
     async def turn(self, clerk: Clerk) -> None:
-        """One turn of the timer: the forecast follows, and if it is time the clerk writes all
-        down."""
+        """Runs one turn of the timer: feeds the forecast and, if it is time, has the clerk write
+        the file."""
         async for _ in slices(self.follow()):
             pass
         now_s = time.monotonic()
@@ -223,12 +226,12 @@ class LiveLedger:
             self._saving = clerk.do(lambda: _save(directory, pieces))
 
     async def close(self) -> None:
-        """Waits for a write that is under way, for CLOSE_S at most."""
+        """Waits for a write in progress, for CLOSE_S at most."""
         if self._saving is not None:
             await asyncio.wait([asyncio.wrap_future(self._saving)], timeout=CLOSE_S)
 
     def save(self) -> None:
-        """Writes all down. Blocks."""
+        """Feeds the forecast and writes the file. Blocks."""
         for _ in self.follow():
             pass
         self._note_seen()
@@ -242,11 +245,11 @@ class LiveLedger:
     def _pieces(self) -> list[bytes]:
         return pack.pack(self.accounts, self.forecast, *self._seen)
 
-    # What is asked
+    # Queries
 
     def savings(self, since_s: float = 0.0, *, has_rows: bool = True) -> Savings:
-        """What was counted in the last seconds, as `Buckets.since`; 0 for all. `has_rows`: False
-        for sums alone, which take less time."""
+        """Returns the usage of the last `since_s` seconds, as `Buckets.since`; 0 for all.
+        `has_rows`: False returns only sums, which is faster."""
         minute, columns = _minute(), self.accounts.columns
         rows = self.accounts.since(since_s, minute) if has_rows else []
         return Savings(
@@ -259,22 +262,23 @@ class LiveLedger:
         )
 
     def outlook(self, since_s: float) -> Outlook:
-        """What a larger cache would bring, by the requests of the last seconds; 0 for all."""
+        """Returns the outlook for a larger cache, by the requests of the last `since_s` seconds; 0
+        for all."""
         return self.forecast.outlook(since_s, self._core.space.pool.capacity_bytes, _minute())
 
     def minutes(self) -> Values:
-        """What was counted in each of the last minutes, as `Buckets.minutes`."""
+        """Returns the usage of each of the last minutes, as `Buckets.minutes`."""
         return self.accounts.total.minutes(_minute())
 
     @property
     def num_folded(self) -> int:
-        """Rows that were joined with others since this server started."""
+        """Rows that were folded into others since this server started."""
         return self.accounts.num_folded - self._folded_before
 
     @property
     def grown(self) -> Usage:
-        """What was counted since this server started, with what was taken back later: it never
-        falls, as Prometheus asks of counters."""
+        """Usage since this server started, without later subtractions: it never falls, as
+        Prometheus requires of counters."""
         return self.accounts.columns.usage(self._grown)
 
 
@@ -289,22 +293,22 @@ def _account(session: LiveSession) -> Account:
 
 
 def _keys(hashes: Words, fingerprint: bytes) -> Keys:
-    """Keys uint64 [n] of blocks of a key space, the same after a restart."""
+    """Returns keys of a key space's blocks, uint64 [n], that are the same after a restart."""
     salt = np.uint64(int.from_bytes(fingerprint[:8], "little"))
     keys: Keys = np.ascontiguousarray(hashes[:, :2]).view(np.uint64)[:, 0] ^ salt
     return keys
 
 
 def _block_bytes(core: CacheCore, key_space_id: int, block_tokens: int) -> int:
-    """What so many tokens of a prompt take of the arena: of all groups in which a hit needs every
-    block, or else of the counted one. Others store few blocks of a prompt."""
+    """Returns the arena bytes of `block_tokens` tokens of a prompt: of all groups in which a hit
+    needs every block, or else of the counted group. Other groups store few blocks of a prompt."""
     groups = core.key_space(key_space_id).groups
     closed = [group for group in groups if group.kind in PREFIX_CLOSED] or [groups[0]]
     return sum(group.slot_bytes * block_tokens // group.block_tokens for group in closed)
 
 
 def _read(directory: Path | None) -> pack.Kept | None:
-    """What an earlier server has left; None for nothing that can be used."""
+    """Returns an earlier server's ledger; None if there is none that can be used."""
     try:
         content = None if directory is None else read_ledger(directory, pack.MAX_BYTES)
         return None if content is None else pack.unpack(content)

@@ -1,5 +1,5 @@
-"""The ledger's file beside the arena. It is no part of the cache: it stays if the cache is made
-anew, and goes with the directory.
+"""The ledger's file beside the arena. It is not part of the cache: it stays when the cache is
+recreated, and is deleted with the directory.
 
 Always true: the file is replaced as a whole.
 """
@@ -11,7 +11,7 @@ LEDGER_FILE = "ledger"
 
 
 def save_ledger(directory: Path, content: bytes) -> None:
-    """Replaces the file. Raises OSError; the old file is whole then. Blocks."""
+    """Replaces the file. Raises OSError; the old file then stays whole. Blocks."""
     scratch = directory / f"{LEDGER_FILE}.new"
     scratch.unlink(missing_ok=True)
     fd = os.open(
@@ -23,8 +23,8 @@ def save_ledger(directory: Path, content: bytes) -> None:
 
 
 def read_ledger(directory: Path, max_bytes: int) -> bytes | None:
-    """The file's content; None if there is none. Raises OSError, also for a link or a file of more
-    than `max_bytes`."""
+    """Returns the file's content; None if there is no file. Raises OSError, also for a link or a
+    file larger than `max_bytes`."""
     try:
         fd = os.open(directory / LEDGER_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,8 +1,9 @@
-"""Notes every few seconds how the ledger's sums and evictions grew, and how late the loop was.
+"""Samples at fixed intervals how the ledger's sums and the evictions grew, and how late the loop
+was.
 
-Always true: memory is fixed, and the latest `num_samples` intervals are kept. Growth is in the
-interval that was noted when it was seen; an interval that nobody noted shows none. A note costs
-some microseconds, and nothing waits for it. On the event loop only.
+Always true: memory is fixed, and the latest `num_samples` intervals are stored. Growth counts in
+the interval in which it was noted; an interval without a note shows 0. A note takes some
+microseconds and never waits. On the event loop only.
 """
 
 import time
@@ -21,15 +22,15 @@ NUM_SAMPLES = 720
 """An hour."""
 EVICTED, LAG = "evicted_blocks", "loop_lag_s"
 FROM_LEDGER = ("prompt_tokens", "device_hit_tokens", "loaded_bytes", "stored_bytes")
-"""Besides the hits of each tier."""
+"""Columns of the ledger, in addition to the hits of each tier."""
 
 
 # ------------------------------------------------------------------------------------------ samples
 
 
 class History:
-    """The latest intervals, one sample each. They are numbered by the caller, and numbers do not go
-    back. `number`: the latest that was noted."""
+    """The latest intervals, one sample each. The caller numbers the intervals, and numbers do not
+    go back. `number`: the latest noted."""
 
     __slots__ = ("_cells", "_first", "_totals", "counters", "levels", "number")
 
@@ -41,12 +42,12 @@ class History:
         totals: Values,
         number: int,
     ) -> None:
-        """`totals` [counters]: as they stand at the end of interval `number`."""
+        """`totals` [counters]: values at the end of interval `number`."""
         self.counters, self.levels = tuple(counters), tuple(levels)
         self.number = number
         self._first = number + 1
         self._totals = totals.copy()
-        # A ring by the number of the interval: counters, then levels.
+        # A ring by the number of the interval; columns are counters, then levels.
         self._cells: Values = np.zeros((num_samples, len(counters) + len(levels)))
 
     def __repr__(self) -> str:
@@ -56,8 +57,8 @@ class History:
         return min(self.number - self._first + 1, len(self._cells))
 
     def note(self, number: int, totals: Values, levels: Sequence[float]) -> None:
-        """Ends an interval later than all before: its growth is `totals` [counters] less those of
-        the last call."""
+        """Ends an interval later than all before. Its growth is `totals` [counters] minus the
+        totals of the last call."""
         assert number > self.number, "time went back"
         missed = np.arange(max(self.number + 1, number - len(self._cells) + 1), number)
         self._cells[missed % len(self._cells)] = 0.0
@@ -68,7 +69,8 @@ class History:
         self.number = number
 
     def samples(self) -> dict[str, NDArray[np.float64]]:
-        """Each counter's and each level's samples [len(self)] by name, the oldest first; copies."""
+        """Returns copies of the samples [len(self)] of each counter and level by name, the oldest
+        first."""
         at = np.arange(self.number - len(self) + 1, self.number + 1) % len(self._cells)
         names = (*self.counters, *self.levels)
         return {name: self._cells[at, place] for place, name in enumerate(names)}
@@ -78,7 +80,8 @@ class History:
 
 
 class LiveHistory:
-    """The history of a ledger. The first interval is the one in which this object is made."""
+    """The history of a ledger. The first interval is the interval in which this object is
+    created."""
 
     def __init__(self, core: CacheCore, ledger: LiveLedger, lag: LoopLag) -> None:
         self._core, self._ledger, self._lag = core, ledger, lag
@@ -93,19 +96,19 @@ class LiveHistory:
         return f"LiveHistory({self.history!r})"
 
     def turn(self, now_s: float) -> None:
-        """Ends the interval before the one of `now_s`, unless it was ended already."""
-        # The first turn after a loop that stood still notes what had come until then.
+        """Ends the interval before the current one (at `now_s`), unless it has ended already."""
+        # After a loop that stood still, the first turn notes all growth until then.
         number = _number(now_s) - 1
         if number > self.history.number:
             self.history.note(number, self._totals(), (self._lag.longest_s(STEP_S),))
 
     def samples(self, now_s: float) -> tuple[dict[str, NDArray[np.float64]], float]:
-        """The samples by name, and how many seconds ago the latest interval ended."""
+        """Returns the samples by name, and how many seconds ago the latest interval ended."""
         return self.history.samples(), now_s - (self.history.number + 1) * STEP_S
 
     def minutes(self) -> dict[str, NDArray[np.float64]]:
-        """The same of the ledger alone, a sample a minute, the one that has not ended last. It
-        reaches back beyond this server's start."""
+        """Returns a sample per minute of the ledger's columns by name; the current minute comes
+        last. Includes minutes before this server's start."""
         values = self._ledger.minutes()[:, self._places]
         return dict(zip(self.history.counters, values.T, strict=False))
 

@@ -11,13 +11,13 @@ from hotkv_server.ledger.history import EVICTED, LAG, STEP_S, LiveHistory
 from hotkv_server.node.capability import Figures, Samples
 
 RECENT_S = 3600.0
-"""The outlook of metrics is that of the last hour."""
+"""The outlook in the metrics covers the last hour."""
 DEVICE = "device"
-"""An engine's own memory, beside the names of tiers."""
+"""Name of an engine's device memory among the names of tiers."""
 
 
 def savings_figures(found: Savings) -> Figures:
-    """What was counted, a row an engine, and what a larger cache would bring."""
+    """Returns the counted usage, a row per engine, and the outlook for a larger cache."""
     outlook = found.outlook
     return {
         "rows": [
@@ -60,7 +60,8 @@ def _usage(usage: Usage) -> Figures:
 
 
 def status(ledger: LiveLedger, history: LiveHistory, *, has_names: bool) -> Figures:
-    """For the status page: the last hour's savings and all, and how they grew."""
+    """Returns figures for the status page: savings of the last hour and in total, and how they
+    grew."""
     now_s, now_unix_s = time.monotonic(), time.time()
     samples, sample_age_s = history.samples(now_s)
     minutes = history.minutes()
@@ -83,7 +84,7 @@ def status(ledger: LiveLedger, history: LiveHistory, *, has_names: bool) -> Figu
 
 
 def _series(samples: dict[str, NDArray[np.float64]]) -> Figures:
-    """Samples under the names of figures."""
+    """Returns samples under the names of figures."""
     whole = {name: values.astype(np.int64).tolist() for name, values in samples.items()}
     figures: Figures = {
         "prompt_token_counts": whole["prompt_tokens"],
@@ -105,7 +106,7 @@ def _series(samples: dict[str, NDArray[np.float64]]) -> Figures:
 
 
 def tokens(ledger: LiveLedger) -> list[Samples]:
-    """Where the tokens of all prompts came from since the server started."""
+    """Returns counters of the sources of all prompt tokens since the server started."""
     grown = ledger.grown
     hits = {DEVICE: grown.device_hit_tokens, **grown.hit_tokens}
     return [

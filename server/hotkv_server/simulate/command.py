@@ -146,7 +146,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class UnitsError(ValueError):
-    """An option needs the size of a block, or a tier, that is not given."""
+    """Options contradict each other, or need the size of a block that is not given."""
 
 
 def _check_units(options: argparse.Namespace) -> None:

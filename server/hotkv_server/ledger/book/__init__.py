@@ -1,1 +1,1 @@
-"""Sums up what the cache has brought, and forecasts what a larger one would. Pure."""
+"""Sums up the cache's savings and forecasts the savings of a larger cache. Pure."""

@@ -1,10 +1,11 @@
-"""Accounts: what each engine of each tenant has used, by key space, and their sums over time.
+"""Accounts: usage by tenant, key space and engine, and its sums over time.
 
-Always true: there are at most `max_accounts`; what was ever counted is in exactly one of them and
-in `total`. A new account beyond that folds the one that was used longest ago: engines of a key
-space into one account named OTHERS, and those into one for the whole node. So engines that come and
-go under new names do not grow it. Of each request, tokens that hit on the device, in each tier, and
-tokens that missed for each reason add up to the tokens of its prompt. Memory is fixed.
+Always true: there are at most `max_accounts`. Every count is in exactly one account and in `total`.
+When there are too many accounts, the account used longest ago is folded: engines of a key space
+into an account whose engine is OTHERS, and such accounts into one for the whole node. So new engine
+names do not grow memory. For each request, the tokens that hit on the device, the tokens that hit
+in each tier, and the tokens that missed for each reason add up to the tokens of its prompt. Memory
+is fixed.
 """
 
 import math
@@ -38,7 +39,7 @@ FIXED = (
 )
 HIT, MISSED = "hit_tokens/", "missed_tokens/"
 REASONS = tuple(reason for reason in Miss if reason is not Miss.ABSENT)
-"""Reasons that tokens are counted under: ABSENT is refined before."""
+"""Reasons under which tokens are counted. ABSENT is refined before counting."""
 MAX_TIERS = 16
 MAX_ACCOUNTS = 64
 """With some 30 columns an account has 75 KB."""
@@ -49,23 +50,24 @@ OTHERS = "others"
 
 
 def window_s(seconds: float) -> int:
-    """The seconds that sums over the last `seconds` cover: whole minutes, rounded up, beyond two
-    hours whole hours, at most eight days; 0 for all that was ever counted."""
+    """Returns the length in seconds of the window that covers the last `seconds`: whole minutes,
+    rounded up; above two hours whole hours; at most eight days. 0 stands for all time."""
     if (minutes := math.ceil(seconds / 60)) <= NUM_MINUTES:
         return 60 * minutes
     return 3600 * min(math.ceil(seconds / 3600), NUM_HOURS)
 
 
 class Buckets:
-    """How much of each column was counted in each minute and each hour, and in all.
+    """Sums of each column by minute, by hour, and in all.
 
-    A count is in the bucket of its minute, in that of its hour and in the sum of all. Time is the
-    wall clock's, in whole minutes since 1970, so that buckets outlive the server. A clock that goes
-    back a little counts as if it stood still; one that goes back by more than an hour begins all
-    buckets anew, because the old ones would hide the new ones for as long.
+    A count is in the bucket of its minute, in the bucket of its hour, and in the sum of all. Time
+    is wall-clock time in whole minutes since 1970, so that buckets outlive the server. If the clock
+    goes back by an hour or less, time counts as standing still. If it goes back further, all
+    buckets start anew, because the old ones would hide the new ones for that long.
 
-    `cells` [NUM_CELLS, columns]: the sum of all, then minutes, then hours,
-    each a ring by its number. `minute`: the newest."""
+    cells: the sum of all, then minutes, then hours, each a ring by its number [NUM_CELLS, columns].
+    minute: the newest minute.
+    """
 
     __slots__ = ("cells", "minute")
 
@@ -91,7 +93,7 @@ class Buckets:
         cells[FIRST_HOUR + at // 60 % NUM_HOURS] += values
 
     def advance(self, minute: int) -> None:
-        """Lets time pass until this minute: buckets that are too old are empty afterwards."""
+        """Advances time to this minute and empties buckets that are too old."""
         passed = minute - self.minute
         if passed < -MAX_BACK_MINUTES:
             self.cells[1:] = 0.0
@@ -105,8 +107,8 @@ class Buckets:
         self.minute = minute
 
     def since(self, seconds: float, minute: int) -> Values:
-        """The sums [columns] of the last `window_s(seconds)` before the end of this minute; 0 for
-        all that was ever counted."""
+        """Returns the sums [columns] of the last `window_s(seconds)` before the end of this minute.
+        0: of all time."""
         self.advance(minute)
         if not (window := window_s(seconds)):
             return self.total.copy()
@@ -119,14 +121,15 @@ class Buckets:
         return sums
 
     def minutes(self, minute: int) -> Values:
-        """The sums [NUM_MINUTES, columns] of the last minutes, the oldest first, this one last."""
+        """Returns the sums of the last minutes, oldest first, this minute last [NUM_MINUTES,
+        columns]."""
         self.advance(minute)
         at = 1 + np.arange(self.minute - NUM_MINUTES + 1, self.minute + 1) % NUM_MINUTES
         newest: Values = self.cells[at]
         return newest
 
     def merge(self, other: "Buckets") -> None:
-        """Counts all that the other has counted, in the same minutes and hours."""
+        """Adds all counts of another object, in the same minutes and hours."""
         latest = max(self.minute, other.minute)
         self.advance(latest)
         other.advance(latest)
@@ -138,8 +141,11 @@ class Buckets:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request, or what became of one later, adds to an account. `hit_tokens`: by tier of
-    hotkv; `missed_tokens`: by reason. Values may be negative to take something back."""
+    """Amounts that a request, or a later event of it, adds to an account. Negative values subtract.
+
+    hit_tokens: by tier of hotkv.
+    missed_tokens: by reason.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -172,11 +178,11 @@ class Columns:
         return f"Columns({len(self)}, tiers={self.tiers})"
 
     def at(self, name: str) -> int:
-        """The place of a column."""
+        """Returns the place of a column."""
         return self._at[name]
 
     def values(self, usage: Usage) -> Values:
-        """A usage as values [columns]. A tier that is not known counts as host memory."""
+        """Returns a usage as values [columns]. An unknown tier counts as host memory."""
         values = np.zeros(len(self))
         values[: len(FIXED)] = (
             usage.requests,
@@ -196,7 +202,8 @@ class Columns:
         return values
 
     def usage(self, values: Values) -> Usage:
-        """The inverse of `values`, for sums: tokens and bytes are rounded to whole numbers."""
+        """Returns values as a usage, the inverse of `values`. Tokens and bytes are rounded down to
+        whole numbers."""
         numbers = values.tolist()
         whole = [int(number) for number in numbers]
         first_reason = len(FIXED) + len(self.tiers)
@@ -223,8 +230,8 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Who: `tenant` (empty without tenants), `model` and `key_space`, the fingerprint's first
-    digits, and the engine."""
+    """Identity of an account. `tenant`: empty without tenants. `key_space`: the fingerprint's first
+    digits."""
 
     tenant: str
     model: str
@@ -232,14 +239,14 @@ class Account:
     engine_id: str
 
     def folded(self) -> "Account":
-        """The account that this one is folded into; itself if there is none."""
+        """Returns the account that this account is folded into; itself if it is the last."""
         if self.engine_id != OTHERS:
             return replace(self, engine_id=OTHERS)
         return Account(OTHERS, OTHERS, OTHERS, OTHERS)
 
 
 class Accounts:
-    """All accounts. Times are whole minutes since 1970."""
+    """All accounts. Times are in whole minutes since 1970."""
 
     def __init__(self, columns: Columns, minute: int, max_accounts: int = MAX_ACCOUNTS) -> None:
         self.columns = columns
@@ -247,7 +254,7 @@ class Accounts:
         self.num_folded = 0
         self.total = Buckets(len(columns), minute)
         self._max_accounts = max_accounts
-        # The one used longest ago first.
+        # The least recently used account comes first.
         self._rows: OrderedDict[Account, Buckets] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -266,8 +273,8 @@ class Accounts:
         self.total.add(values, minute)
 
     def since(self, seconds: float, minute: int) -> list[tuple[Account, Values]]:
-        """The sums of each account that has some, as `Buckets.since`; the one used last comes
-        first."""
+        """Returns the sums of each account that is not 0, as `Buckets.since`; the most recently
+        used account comes first."""
         sums = ((account, row.since(seconds, minute)) for account, row in self._rows.items())
         return [(account, values) for account, values in sums if values.any()][::-1]
 
@@ -278,26 +285,26 @@ class Accounts:
         return row
 
     def _fold(self) -> None:
-        """Folds the account that was used longest ago. Each call takes one away, or brings one
-        closer to the account for all."""
+        """Folds the least recently used account. Each call removes an account, or moves it closer
+        to the account for all."""
         oldest = next(one for one in self._rows if one.folded() != one)
         row, target = self._rows.pop(oldest), oldest.folded()
         self.num_folded += 1
         if target in self._rows:
             self._rows[target].merge(row)
-            # Accounts of key spaces whose engines come and go are in use.
+            # An account that engines are folded into counts as used.
             self._rows.move_to_end(target)
         else:
             self._rows[target] = row
 
-    # What outlives the server
+    # Saving and restoring
 
     def rows(self) -> list[tuple[Account, Buckets]]:
-        """All accounts, the one used longest ago first."""
+        """Returns all accounts, least recently used first."""
         return list(self._rows.items())
 
     def put_back(self, account: Account, row: Buckets) -> None:
-        """Takes over an account of an earlier server, which was used later than those before."""
+        """Restores an account of an earlier server. It counts as used after those before it."""
         while len(self._rows) >= self._max_accounts:
             self._fold()
         self._rows[account] = row

@@ -1,18 +1,19 @@
-"""What a larger cache would hit: one without end, and one with some memory more.
+"""Forecasts the hits of larger caches: an endless cache, and a cache with some more memory.
 
-Reports name each request's blocks. Of these a sample by key is kept: which keys were ever seen, and
-two shadow caches, scaled down as the sample is, one of the arena's size and one a step larger.
-Source of the sampling: Waldspurger et al., "Efficient MRC construction with SHARDS", FAST 2015, and
-"Cache modeling and optimization using miniature simulations", USENIX ATC 2017.
+Reports name each request's blocks. The forecast samples them by key. It stores which sampled keys
+were ever seen, and runs two shadow caches that are scaled down as the sample is: one of the arena's
+size, and one a step larger. Source of the sampling: Waldspurger et al., "Efficient MRC construction
+with SHARDS", FAST 2015, and "Cache modeling and optimization using miniature simulations", USENIX
+ATC 2017.
 
-Only misses are estimated, as misses of the sample over its share; hits are all tokens of full
-blocks less those. A prompt that everybody has is then no matter of luck: it misses once, whether
-it is in the sample or not. Blocks are sampled, not requests: because a key stands for its block and
-all before it, and leaves are evicted first, the sampled blocks behind the first miss miss as well,
-so the count of missed blocks has no bias.
+Only misses are estimated: misses of the sample divided by its share. Hits are all tokens of full
+blocks minus these misses. A prompt that every request contains then does not depend on luck: it
+misses once, whether it is in the sample or not. Blocks are sampled, not requests. A key stands for
+its block and all blocks before it, and leaves are evicted first. So the sampled blocks after the
+first miss miss too, and the count of missed blocks has no bias.
 
 Always true: memory is fixed. The shares only fall: they are halved when the sample grows too large.
-A restart empties the shadows, not what was seen.
+A restart empties the shadows, but the seen keys survive.
 """
 
 from dataclasses import dataclass
@@ -26,24 +27,28 @@ from hotkv_server.ledger.book.shadow import MakePolicy, Shadow
 
 GIB = 1 << 30
 STEP_SHARE = 8
-"""The larger cache has an eighth more, and at least one GiB: the gain of less would be lost in the
-sampling error of a large arena."""
+"""The larger cache has an eighth more, and at least one GiB more. The gain of a smaller step would
+be lost in the sampling error of a large arena."""
 MAX_SHADOW_KEYS = 4096
 MAX_SEEN = 1 << 16
 SEEN_ROOM = 2
-"""Places of the table of seen keys are four for each, so that no bucket is full."""
+"""The table of seen keys has four places for each key, so that no bucket is full."""
 LOW_32 = np.uint64(0xFFFF_FFFF)
 NAMES = ("prompt_tokens", "block_tokens", "endless_missed", "now_missed", "more_missed")
-"""Columns: tokens of prompts, those of them in full blocks, and those of these that a cache would
-miss: one without end, one of the present size, one a step larger."""
+"""Columns: tokens of prompts; tokens in their full blocks; and of these the tokens missed by an
+endless cache, by a cache of the present size, and by a cache a step larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One request's blocks. `keys` uint64 [n]: of its full blocks in chain order, the same for the
-    same block after a restart. `block_bytes`: what a block takes of the arena. `num_hits`: blocks
-    that did hit, so that they count as reachable. `may_keep`: the node's policy may keep other
-    blocks and leave out some of these."""
+    """One request's blocks.
+
+    keys: keys of its full blocks in chain order, uint64 [n]; the same for the same block after a
+        restart.
+    block_bytes: arena bytes of a block.
+    num_hits: blocks that did hit, so that they count as reachable.
+    may_keep: True if the node's policy may hold other blocks back and leave out some of these.
+    """
 
     keys: Keys
     prompt_tokens: int
@@ -55,9 +60,14 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Shares of the tokens of prompts. `ceiling_ratio`: an endless cache would hit; `gain_ratio`:
-    the arena would hit more with `step_bytes` more; `gib_gain_ratio`: its part for one GiB.
-    `prompt_tokens`: that this rests on; all is 0 without any."""
+    """Forecast as shares of the tokens of prompts.
+
+    prompt_tokens: tokens that the forecast rests on; if 0, the shares are 0.
+    ceiling_ratio: tokens that an endless cache would hit.
+    step_bytes: size of the step for `gain_ratio`.
+    gain_ratio: additional tokens that the arena would hit with `step_bytes` more.
+    gib_gain_ratio: part of `gain_ratio` for one GiB.
+    """
 
     prompt_tokens: int
     ceiling_ratio: float
@@ -67,7 +77,7 @@ class Outlook:
 
 
 class Forecast:
-    """See the module. `sums`: what was counted, in columns NAMES."""
+    """See the module. `sums`: the counts, in columns NAMES."""
 
     def __init__(
         self,
@@ -90,7 +100,7 @@ class Forecast:
         )
 
     def observe(self, demand: Demand, capacity_bytes: int, now_s: float, minute: int) -> None:
-        """Notes a request that came while the arena had `capacity_bytes`."""
+        """Records a request that came while the arena had `capacity_bytes`."""
         low = spread(demand.keys) & LOW_32
         now_missed, more_missed = self._serve(demand, low, capacity_bytes, now_s)
         tokens = demand.block_tokens
@@ -109,7 +119,7 @@ class Forecast:
         )
 
     def _see(self, demand: Demand, low: Keys) -> float:
-        """Notes that blocks were seen. Returns about how many of them never were before."""
+        """Marks blocks as seen. Returns an estimate of how many of them were never seen before."""
         chosen = np.flatnonzero(low < _threshold(self.seen_share))
         keys = demand.keys[chosen]
         was_seen, _ = self._seen.take(keys)
@@ -119,7 +129,7 @@ class Forecast:
         self._num_seen += num_fresh
         while self._num_seen > self._max_seen:
             self.seen_share /= 2
-            # A tag is the low half of the key's mix, but for its last bit.
+            # A tag is the low half of the key's mix, except for its last bit.
             self._seen.drop_from(_threshold(self.seen_share))
             self._num_seen = len(self._seen)
         return float(missed)
@@ -127,7 +137,8 @@ class Forecast:
     def _serve(
         self, demand: Demand, low: Keys, capacity_bytes: int, now_s: float
     ) -> tuple[float, float]:
-        """About how many blocks the arena misses, and a larger one."""
+        """Returns estimates of how many blocks the arena misses, and how many a larger arena
+        misses."""
         sizes = (capacity_bytes, capacity_bytes + step_bytes(capacity_bytes))
         keys = demand.keys[low < _threshold(self.shadow_share)]
         while max(map(len, self._shadows)) + len(keys) > self._max_keys:
@@ -145,14 +156,14 @@ class Forecast:
         return (len(keys) - hits[0]) / share, (len(keys) - hits[1]) / share
 
     def _thin_out(self) -> None:
-        """Halves the share of blocks that the shadows are shown."""
+        """Halves the share of blocks that the shadows receive."""
         self.shadow_share /= 2
         for shadow in self._shadows:
             keys = shadow.keys
             shadow.drop(keys[(spread(keys) & LOW_32) >= _threshold(self.shadow_share)])
 
     def outlook(self, seconds: float, capacity_bytes: int, minute: int) -> Outlook:
-        """What was learnt in the last `seconds`, as `Buckets.since`."""
+        """Returns the forecast from the requests of the last `seconds`, as `Buckets.since`."""
         values = self.sums.since(seconds, minute)
         prompt, blocks, endless, now, more = values.tolist()
         step = step_bytes(capacity_bytes)
@@ -162,23 +173,23 @@ class Forecast:
         ceiling = min(max(0.0, blocks - endless), blocks) / prompt
         return Outlook(int(prompt), ceiling, step, gain, gain * GIB / step)
 
-    # What outlives the server
+    # Saving and restoring
 
     def seen(self) -> Keys:
-        """What was seen, as one number a key: its place in the table and its tag."""
+        """Returns the seen keys, each as a number of its place in the table and its tag."""
         flat = self._seen.tags.reshape(-1)
         at = np.flatnonzero(flat)
         return at.astype(np.uint64) << np.uint64(32) | flat[at]
 
     def put_back(self, seen: Keys, seen_share: float) -> None:
-        """Takes over what an earlier server has seen, with its share. Ignores places that this
-        table has not, which only a table of another size can have named."""
+        """Restores an earlier server's seen keys and their share. Ignores places that this table
+        does not have, which occur only after a change of its size."""
         places = (seen >> np.uint64(32)).astype(np.int64)
         self._seen.put_back(places, (seen & LOW_32).astype(np.uint32))
         self._num_seen, self.seen_share = len(self._seen), seen_share
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the sample is larger than it may be, or miscounted."""
+        """Raises AssertionError if the sample is too large or miscounted."""
         assert self._num_seen <= self._max_seen, "too many keys were kept"
         self._seen.check_invariants()
         for shadow in self._shadows:
@@ -188,7 +199,7 @@ class Forecast:
 
 
 def step_bytes(capacity_bytes: int) -> int:
-    """By how much the larger cache is larger."""
+    """Returns by how many bytes the larger cache is larger."""
     return max(GIB, capacity_bytes // STEP_SHARE)
 
 

@@ -1,7 +1,7 @@
-"""What became of a request's blocks: from which tier those came that hit, and why the others
-missed.
+"""Outcome of a request's blocks: the tier of each hit, and the reason of each miss.
 
-Of one group: the first in which a hit needs all blocks before it, or else the first of all.
+Covers a single group: the first in which a hit needs all blocks before it, or else the first of
+all.
 """
 
 from collections import Counter
@@ -22,21 +22,22 @@ ASKS_WHY = {
     Miss.UNKNOWN: Miss.IN_FLIGHT,
     Miss.COMPUTED_SOONER: Miss.COMPUTED_SOONER,
 }
-"""What engines say of misses whose blocks are looked up, and why one missed that is ready. An
-engine that computes sooner need not have asked whether there is anything to load."""
+"""Miss reasons from engines that require a lookup of the blocks, each with the reason for a missed
+block that is ready. An engine that reports COMPUTED_SOONER may not have asked for anything to
+load."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptOutcome:
-    """Of one request, in tokens: `hit_tokens` by the number of the tier (0 for host memory), and
-    `missed_tokens` by reason."""
+    """Outcome of one request in tokens. `hit_tokens`: by number of the tier, 0 for host memory.
+    `missed_tokens`: by reason."""
 
     hit_tokens: dict[int, int]
     missed_tokens: dict[Miss, int]
 
 
 def counted_group(key_space: KeySpace) -> int:
-    """The group whose blocks are counted."""
+    """Returns the group whose blocks are counted."""
     closed = (at for at, group in enumerate(key_space.groups) if group.kind in PREFIX_CLOSED)
     return next(closed, 0)
 
@@ -50,11 +51,13 @@ def note_outcome(
     hit_tokens: int,
     reason: Miss,
 ) -> PromptOutcome:
-    """What became of a request that has just been scheduled. `hashes` [n, 8]: of its prompt, one
-    for each full hash block. `reason`: as its engine says.
+    """Returns the outcome of a request that was just scheduled, and credits its hits.
 
-    Blocks that came up from a tier are credited to it once: to the first request that hits them.
-    Blocks that missed are looked up now, a moment after the engine has asked.
+    hashes: hashes of its prompt, one for each full hash block [n, 8].
+    reason: the miss reason that its engine reports.
+
+    Blocks that were promoted from a tier are credited to it once: for the first request that hits
+    them. Missed blocks are looked up now, a moment after the engine asked for them.
     """
     key_space = core.key_space(key_space_id)
     group_index = counted_group(key_space)
@@ -77,7 +80,7 @@ def note_outcome(
         counts: Counter[Miss] = Counter()
         if reason in ASKS_WHY:
             counts = _why(core, key_space_id, group_index, blocks[stop:full], ASKS_WHY[reason])
-            # Blocks that the report did not name.
+            # Blocks whose hashes the report does not contain.
             counts[Miss.UNKNOWN] += full - stop - counts.total()
         else:
             counts[reason] = 1
@@ -95,8 +98,8 @@ def note_outcome(
 def _by_origin(
     core: CacheCore, key_space_id: int, group_index: int, hashes: Words
 ) -> list[tuple[int, int]]:
-    """How many of the blocks came up from each tier and were not credited to it yet; they are
-    now."""
+    """Returns how many of the blocks were promoted from each tier and not yet credited to it, and
+    marks them as credited."""
     origins = core.space.origins
     if not len(hashes):
         return []
@@ -113,8 +116,8 @@ def _by_origin(
 def _why(
     core: CacheCore, key_space_id: int, group_index: int, hashes: Words, if_ready: Miss
 ) -> Counter[Miss]:
-    """Why blocks missed: how many for each reason. A block that is ready missed for the reason of
-    the one before it; `if_ready`: for what reason if all before it are ready, too."""
+    """Returns the number of missed blocks for each reason. A block that is ready has the reason of
+    the block before it; `if_ready` is the reason if all blocks before it are ready too."""
     if not len(hashes):
         return Counter()
     words = core.space.index.find(key_space_id, group_index, hashes)
@@ -125,7 +128,7 @@ def _why(
     codes[words >= table.RESERVED_FLAG] = int(Miss.IN_FLIGHT)
     is_ready = table.is_ready(words)
     codes[is_ready] = 0
-    # The last block before each that was not ready.
+    # The last block at or before each place that was not ready.
     at = np.maximum.accumulate(np.where(is_ready, -1, np.arange(len(codes))))
     codes = np.where(at >= 0, codes[at], int(if_ready))
     counts = np.bincount(codes)

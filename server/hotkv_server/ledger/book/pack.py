@@ -29,12 +29,12 @@ MAX_BYTES = 64 << 20
 
 
 class PackError(ValueError):
-    """The bytes are no ledger of this format; the message says why."""
+    """The bytes are not a ledger of this format; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What an earlier server has left. `rows` are over `names`."""
+    """Ledger of an earlier server. The columns of `rows` are `names`."""
 
     names: tuple[str, ...]
     began_minute: int
@@ -51,8 +51,8 @@ class Kept:
 
 
 def pack(accounts: Accounts, forecast: Forecast, seen: Keys, seen_share: float) -> list[bytes]:
-    """The ledger as pieces of bytes, which are copies: `seal` makes a file of them, on any
-    thread. `seen`, `seen_share`: of the forecast, now or a while ago."""
+    """Returns the ledger as pieces of bytes. They are copies; `seal` makes a file of them, on any
+    thread. `seen`, `seen_share`: from the forecast, at any earlier time."""
     tables = [_cells(row) for _, row in accounts.rows()]
     outlook = _cells(forecast.sums)
     text = {
@@ -73,14 +73,14 @@ def pack(accounts: Accounts, forecast: Forecast, seen: Keys, seen_share: float) 
 
 
 def seal(pieces: Iterable[bytes]) -> bytes:
-    """The file of these pieces."""
+    """Returns the content of the file with these pieces."""
     text, *arrays = pieces
     body = struct.pack("<I", len(text)) + text + b"".join(arrays)
     return MAGIC + struct.pack("<I", zlib.crc32(body)) + body
 
 
 def unpack(content: bytes) -> Kept:
-    """Reads a file. Raises PackError."""
+    """Parses a file. Raises PackError."""
     if len(content) < HEADER.size:
         raise PackError(f"it has {len(content)} bytes")
     magic, crc, length = HEADER.unpack_from(content)
@@ -111,7 +111,7 @@ def unpack(content: bytes) -> Kept:
 
 
 def put_back(kept: Kept, accounts: Accounts, forecast: Forecast) -> None:
-    """Goes on with what an earlier server has left. `accounts` are new, and so is `forecast`."""
+    """Restores an earlier server's ledger into a new `accounts` and a new `forecast`."""
     accounts.began_minute, accounts.num_folded = kept.began_minute, kept.num_folded
     columns = accounts.columns
     known = [at for at, name in enumerate(kept.names) if name in columns.names]
@@ -125,26 +125,28 @@ def put_back(kept: Kept, accounts: Accounts, forecast: Forecast) -> None:
 
 
 def columns_for(tiers: Iterable[str], kept: Kept | None) -> Columns:
-    """The columns of a ledger with these tiers that goes on with an earlier one."""
+    """Returns the columns of a ledger with these tiers that continues an earlier ledger."""
     return Columns([*tiers, *(kept.tiers if kept is not None else ())])
 
 
 def _cells(row: Buckets) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """The numbers of the cells that have something, int32 [n], and those [n, columns]."""
+    """Returns the numbers of the nonzero cells, int32 [n], and these cells, float64 [n,
+    columns]."""
     at = np.flatnonzero(row.cells.any(axis=1)).astype("<i4")
     cells: NDArray[np.float64] = row.cells[at].astype("<f8")
     return at, cells
 
 
 class _Reader:
-    """Takes arrays off the content. Each raises ValueError if there are too few bytes."""
+    """Reads arrays from the content in turn. Each read raises ValueError if too few bytes are
+    left."""
 
     def __init__(self, content: bytes, at: int) -> None:
         self._content = content
         self._at = at
 
     def buckets(self, count: int, num_columns: int, minute: int) -> Buckets:
-        """Buckets of which so many cells are there."""
+        """Reads buckets with `count` stored cells."""
         row = Buckets(num_columns, minute)
         at = np.frombuffer(self._take(4 * count), "<i4")
         if len(at) and not (at.min() >= 0 and at.max() < NUM_CELLS):
@@ -156,7 +158,7 @@ class _Reader:
         return row
 
     def keys(self, count: int) -> Keys:
-        """So many keys."""
+        """Reads `count` keys."""
         return np.frombuffer(self._take(8 * count), "<u8").astype(np.uint64)
 
     def _take(self, num_bytes: int) -> bytes:

@@ -1,8 +1,9 @@
-"""A shadow cache: which of some keys a cache of a given size would hold under the node's policy.
+"""A shadow cache: tracks which of some keys a cache of a given size would hold under the node's
+policy.
 
-Keys and no bytes. Always true: what the held keys would take is within the limit that the last call
-named; a key is held once. A request uses the keys that are held and then stores the rest, as in
-`hotkv_server.simulate`; its own keys are not evicted for it, and what finds no room is declined.
+It holds keys and no bytes. Always true: the held keys' bytes are within the limit of the last call.
+A key is held once. A request uses the keys that are held and then stores the rest, as in
+`hotkv_server.simulate`. It does not evict its own keys, and keys that find no room are declined.
 """
 
 from collections.abc import Callable
@@ -14,9 +15,9 @@ from hotkv_server.cache.room.policies import Policy
 from hotkv_server.cache.room.policies.protocol import Entries, Keys
 
 MakePolicy = Callable[[int], Policy]
-"""Makes a policy for entry numbers 1 to the given capacity."""
+"""Makes a policy for entry numbers from 1 to the given capacity."""
 QUEUE = 1
-"""All keys wait in one queue of the policy, whatever their size."""
+"""All keys are in the same queue of the policy, whatever their size."""
 
 
 class Shadow:
@@ -45,8 +46,8 @@ class Shadow:
     def serve(
         self, keys: Keys, key_bytes: int, limit_bytes: int, now_s: float, *, may_keep: bool = False
     ) -> int:
-        """Serves a request for these different keys [n], in chain order. Returns how many of the
-        first were held, up to the first that was not. `may_keep`: the policy may keep others and
+        """Serves a request for these distinct keys [n], in chain order. Returns how many keys were
+        held before the first miss. `may_keep`: True if the policy may hold other keys back and
         leave out some of these."""
         names = keys.tolist()
         found = np.array([self._entries.get(name, 0) for name in names], np.uint32)
@@ -67,14 +68,14 @@ class Shadow:
         return num_hits
 
     def drop(self, keys: Keys) -> None:
-        """Forgets keys that are held."""
+        """Removes keys that are held."""
         gone = np.array([self._entries[key] for key in keys.tolist()], np.uint32)
         self._remove(gone, evicted=False)
 
     def _make_room(
         self, more_bytes: int, key_bytes: int, limit_bytes: int, keep_at_s: float | None
     ) -> None:
-        """Evicts until `more_bytes` fit, or nothing may go any more. `keep_at_s`: as in
+        """Evicts until `more_bytes` fit, or no more keys may be evicted. `keep_at_s`: as in
         `Policy.victims`."""
 
         def evictable(entries: Entries) -> NDArray[np.bool_]:
