@@ -1,1 +1,1 @@
-"""Hints of routers: what they ask for, and what comes of it."""
+"""Hints of routers: the actions they request, and the outcomes."""

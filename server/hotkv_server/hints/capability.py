@@ -17,7 +17,7 @@ from hotkv_server.wire.edge import Edge, full_name
 
 
 def attach(settings: Settings, node: Node) -> "HintsCapability":
-    """Hints for this node."""
+    """Returns the hints capability of this node."""
     return HintsCapability(node)
 
 

@@ -1,8 +1,8 @@
-"""Hints of routers as they come: with requests, at their end, and without one.
+"""Hints of routers as they arrive: with a request, at its end, and without one.
 
-Always true: an action that can't be done has an outcome with a reason; what a tenant asks is
-within its budget, and touches blocks of its own key spaces only; a session of another tenant is
-missing, as one that never was. On the event loop only.
+Always true: an action that can't be done has an outcome with a reason. A tenant's actions are
+within its budget and touch only blocks of its own key spaces. A session of another tenant counts as
+missing, like a session that never existed. On the event loop only.
 """
 
 import asyncio
@@ -20,15 +20,16 @@ from hotkv_server.node.event_loop import Breaks
 from hotkv_server.node.removals import Effects
 
 END_DELAY_S = 1.0
-"""What is to be done at the end of a request waits so long: its last blocks are stored by then."""
+"""Delay of actions at the end of a request: its last blocks are stored by then."""
 MAX_WAITING_BYTES = 32 << 20
-"""Of the chains of ended requests that wait for this, of all tenants. Beyond it nothing is done."""
+"""Most bytes of chains of ended requests that wait for this delay, over all tenants. Above it,
+their actions are rejected."""
 BYTES_OF_ENDED = 8 << 10
-"""About what one of them takes besides its chain."""
+"""Approximate bytes of such a request in addition to its chain."""
 
 
 class HintDesk:
-    """See the module. `num_actions`: since the start, by status as they first came to."""
+    """See the module. `num_actions`: actions since the start, by their first status."""
 
     def __init__(self, core: CacheCore, below: BlocksBelow | None, effects: Effects) -> None:
         self._core = core
@@ -43,12 +44,12 @@ class HintDesk:
         return f"HintDesk({self.book!r}, {len(self._tasks)} under way)"
 
     async def close(self) -> None:
-        """Ends what is under way."""
+        """Cancels the running work."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # What comes in
+    # Events
 
     def scheduled(
         self,
@@ -58,8 +59,8 @@ class HintDesk:
         tokens_per_s: float,
         hints: Hints = NO_HINTS,
     ) -> None:
-        """A request was scheduled: notes its prompt, and which actions its hit proves right. Of
-        tenants that name no sessions and give no `hints` nothing is noted."""
+        """Records the prompt of a scheduled request, and which earlier actions its hit confirms.
+        Records nothing for a tenant that has named no session and sent no hints."""
         if origin.hashes is None or not len(origin.hashes):
             return
         now_s = time.monotonic()
@@ -87,8 +88,9 @@ class HintDesk:
     async def act(
         self, origin: Origin, hints: Hints, *, has_ended: bool = False
     ) -> list[HintOutcome]:
-        """Does what hints ask; returns the outcomes so far. `has_ended`: the request that brought
-        them; what was deferred until then is done."""
+        """Performs the actions of hints. Returns the outcomes so far. `has_ended`: True once the
+        request that brought the hints has ended; then also performs the actions deferred until its
+        end."""
         if not hints:
             return []
         now_s = time.monotonic()
@@ -119,7 +121,7 @@ class HintDesk:
                 await self._try(tenant, origin, action, outcome)
             self.num_actions[outcome.status] += 1
             outcomes.append(outcome)
-        # After the actions: a rejection never takes the place of one under the same id.
+        # After the actions: a rejection never replaces the outcome of an action with the same id.
         return [self._reject(tenant, hints, one, now_s) for one in hints.rejected] + outcomes
 
     async def _try(
@@ -131,13 +133,14 @@ class HintDesk:
         try:
             await self._work.do(tenant, origin, action, outcome)
         except HotKVError as error:
-            # Its key space was forgotten meanwhile.
+            # Its key space was forgotten during the action.
             tenant.settle(outcome, Status.MISSING, error.message)
         finally:
             self._tried.discard(id(outcome))
 
     def ended(self, origin: Origin, hints: Hints) -> None:
-        """A request has ended: what was to wait for that is done once its blocks are stored."""
+        """Schedules the actions that wait for the end of a request. They run after a delay, when
+        its blocks are stored."""
         if origin.hashes is None:
             return
         now_s = time.monotonic()
@@ -194,12 +197,13 @@ class HintDesk:
 
 
 def _session_of(action: Action, origin: Origin) -> str:
-    """The session that an action means; a release without one means that of its request."""
+    """Returns the session that an action names. A release that names none refers to the session of
+    its request."""
     if action.kind is ActionType.RELEASE:
         return action.target.session_id or origin.session_id
     return action.target.session_id
 
 
 def _may_end(outcome: HintOutcome) -> bool:
-    """Whether an action waits for the end of its request."""
+    """Returns True if an action waits for the end of its request."""
     return outcome.status is Status.DEFERRED and outcome.kind != ActionType.PREFETCH.value

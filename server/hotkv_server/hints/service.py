@@ -1,7 +1,7 @@
-"""HintService: routers send hints without a request, and ask what has come of them.
+"""HintService: routers send hints without a request, and query the outcomes.
 
-Always true: a peer acts for a tenant only with a proof, as for a session; it sees and reaches what
-is that tenant's, and for all else the answer is as if it were not there.
+Always true: a peer acts for a tenant only with a proof, as for a session. It sees and changes only
+that tenant's data; the answer about any other data is as if it did not exist.
 """
 
 import time
@@ -24,7 +24,8 @@ from hotkv_server.wire.errors import answer
 
 Asking = hints_pb2.SendHintsRequest | hints_pb2.GetHintOutcomesRequest
 Identify = Callable[[Any, Any], Peer]
-"""What the peer of a call has proven, given its request and its context. Raises HotKVError."""
+"""Returns the proven identity of a call's peer, given the request and the context. Raises
+HotKVError."""
 
 
 class HintService(hints_pb2_grpc.HintServiceServicer):
@@ -39,7 +40,7 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
         self._identify = identify
 
     def _admit(self, request: Asking, context: Any) -> str:
-        """The tenant that the peer may act for. Raises UNAUTHENTICATED or NOT_ALLOWED."""
+        """Returns the tenant that the peer may act for. Raises UNAUTHENTICATED or NOT_ALLOWED."""
         tenant = fields.name("tenant", request.tenant)
         self._access.admit(self._identify(request, context), tenant)
         return tenant
@@ -80,7 +81,7 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
             known = self._desk.book.known(tenant)
             if known is None:
                 return hints_pb2.GetHintOutcomesResponse(next_cursor=max(0, request.cursor))
-            # A server that was restarted counts from the beginning.
+            # A restarted server counts from the beginning.
             cursor = request.cursor if request.cursor <= known.last_sequence else 0
             found = known.since(cursor, request.message_id, page_size(request.page_size))
             return hints_pb2.GetHintOutcomesResponse(
@@ -92,7 +93,7 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
 
 
 def page_size(asked: int) -> int:
-    """How many outcomes an answer has at most. Raises INVALID_FIELD."""
+    """Returns the most outcomes that an answer may have. Raises INVALID_FIELD."""
     if not 0 <= asked <= MAX_PAGE:
         raise HotKVError(Reason.INVALID_FIELD, f"page_size is {asked}; allowed are 0 to {MAX_PAGE}")
     return asked or DEFAULT_PAGE
@@ -101,7 +102,7 @@ def page_size(asked: int) -> int:
 def outcomes(
     found: Sequence[HintOutcome], tenant: str, now_s: float
 ) -> list[hints_pb2.HintOutcome]:
-    """What has come of actions."""
+    """Converts outcomes of actions to messages."""
     return [
         hints_pb2.HintOutcome(
             message_id=one.message_id,

@@ -1,4 +1,4 @@
-"""What operators are told of hints: what routers have asked, and what has come of it."""
+"""Figures about hints for operators: the actions that routers requested, and their outcomes."""
 
 import time
 
@@ -9,8 +9,8 @@ DEFAULT_PAGE, MAX_PAGE = 100, 1000
 
 
 def hints(book: HintBook, filters: Filters) -> Figures:
-    """The latest outcomes, in the order in which the actions came; what each tenant has; and, if a
-    session is asked about, when its requests came last."""
+    """Returns the latest outcomes in the order of their actions' arrival, and the totals of each
+    tenant. If `filters` names a session, also returns when its requests came last."""
     now_s, most = time.monotonic(), filters.page_size(DEFAULT_PAGE, MAX_PAGE)
     message, session = filters.text("message_id"), filters.text("session_id")
     tenants = [one for one in book.all() if filters.text("tenant") in ("", one[0])]

@@ -1,8 +1,8 @@
-"""Does one action of a hint at a time: finds its blocks, keeps them, gives them up, or has them
-fetched, and settles its outcome.
+"""Performs the actions of hints: finds an action's blocks, retains, demotes or prefetches them, and
+settles its outcome.
 
-Always true: blocks that others may use again are not given up; a tenant's prefetches stay within
-their share of the arena. On the event loop only; long work is done in slices.
+Always true: blocks that other requests may use again are not demoted. A tenant's prefetches stay
+within their share of the arena. On the event loop only; long work runs in slices.
 """
 
 import asyncio
@@ -25,22 +25,22 @@ from hotkv_server.node.event_loop import Breaks, slices
 from hotkv_server.node.removals import Effects
 
 PREFETCH_SHARE = 1 / 16
-"""Share of the arena that the prefetches of one tenant may be bringing in at a time."""
+"""Share of the arena that one tenant's prefetches may fill at the same time."""
 PREFETCH_BLOCKS = 256
-"""Hash blocks of a chain that are brought in together, the first ones first."""
+"""Hash blocks of a chain that are fetched together, in chain order."""
 PREFETCH_PAUSE_S = 0.05
 BLOCKS_PER_ACTION = 4096
-"""An action of so many hash blocks counts as one more in the tenant's budget."""
+"""This many hash blocks of an action count as one more action in the tenant's budget."""
 MAX_PREFETCHES = 64
-"""Prefetches of one tenant at a time."""
+"""Prefetches that one tenant may run at the same time."""
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 """Runs work in the background."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A chain of hash blocks [n, 8] words in one key space, and of it what is meant: the hash
-    blocks [start, stop)."""
+    """A chain of hash blocks, words [n, 8], in one key space. The action applies to the hash blocks
+    [start, stop) of it."""
 
     key_space_id: int
     hashes: Words
@@ -50,8 +50,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Whose hints these are. `hashes`, `session_id`: of the request, None and empty without one.
-    `noted`: the retention with which its use was noted already. `is_running`: it has not ended."""
+    """Where hints come from.
+
+    hashes: of the request; None without a request.
+    session_id: of the request; empty without a request.
+    noted: the retention with which the request's use was recorded already.
+    is_running: True if the request has not ended.
+    """
 
     tenant: str
     key_space_id: int = 0
@@ -62,14 +67,14 @@ class Origin:
 
 
 class HintedBlocks:
-    """The blocks that actions mean, and work on them in slices."""
+    """Finds the blocks of actions, and works on them in slices."""
 
     def __init__(self, core: CacheCore, effects: Effects) -> None:
         self.core = core
         self._effects = effects
 
     def prompts(self, tenant: TenantHints, origin: Origin, target: Target) -> list[Prompt]:
-        """The chains that a target means, cut to its range, in key spaces that are there."""
+        """Returns the chains of a target, cut to its range. Skips key spaces that are unknown."""
         chains: list[tuple[int, Words]] = []
         if target.session_id:
             session = tenant.sessions.get(target.session_id)
@@ -90,7 +95,8 @@ class HintedBlocks:
         return found
 
     def lists(self, prompt: Prompt, *, whole: bool = False) -> list[HashList]:
-        """The blocks of a prompt. `whole`: only those that begin in it."""
+        """Returns the blocks of a prompt by group. `whole`: True returns only blocks that begin
+        within the prompt's range."""
         space = self.core.key_space(prompt.key_space_id)
         start = prompt.start
         if whole:
@@ -99,7 +105,7 @@ class HintedBlocks:
         return hint_actions.lists_of(space, prompt.hashes, start, prompt.stop)
 
     async def run(self, parts: hint_actions.Parts) -> Done:
-        """Does an action in slices; others are served meanwhile."""
+        """Performs an action in slices; the loop serves other work between slices."""
         done = Done()
 
         def steps() -> Iterator[None]:
@@ -111,7 +117,8 @@ class HintedBlocks:
         return done
 
     async def count(self, prompts: list[Prompt]) -> Done:
-        """How many blocks of prompts are ready in host memory; others are served meanwhile."""
+        """Counts the blocks of prompts that are ready in host memory; the loop serves other work in
+        between."""
         done, breaks = Done(), Breaks()
         for one in prompts:
             for whole in self.lists(one):
@@ -126,7 +133,8 @@ class HintedBlocks:
 
 
 class HintWork:
-    """See the module. `below`: None without any tier. `spawn`: as long as the desk is open."""
+    """See the module. `below`: None without a tier below. `spawn`: runs work until the desk is
+    closed."""
 
     def __init__(
         self, core: CacheCore, below: BlocksBelow | None, effects: Effects, spawn: Spawn
@@ -189,7 +197,7 @@ class HintWork:
             self._settle_there(tenant, outcome, action.clipped)
 
     def _settle_there(self, tenant: TenantHints, outcome: HintOutcome, clipped: str) -> None:
-        """Settles an action that was done for all blocks that are there."""
+        """Settles an action that was done for all blocks that are ready."""
         if not outcome.num_done:
             tenant.settle(outcome, Status.MISSING, "none of the blocks is in host memory")
         elif outcome.num_done < outcome.num_blocks:
@@ -296,7 +304,7 @@ class HintWork:
 
 
 def _covers(noted: Retention, asked: Retention) -> bool:
-    """Whether a use with this retention was also one as is asked for."""
+    """Returns True if a recorded use with retention `noted` already does what `asked` requests."""
     return noted != NO_RETENTION and noted.priority >= asked.priority and noted.ttl_s >= asked.ttl_s
 
 

@@ -1,1 +1,1 @@
-"""Keeps what hints have come to, and acts on blocks in parts. Pure."""
+"""Records the outcomes of hints, and changes blocks in parts. Pure."""

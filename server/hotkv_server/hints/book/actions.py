@@ -1,7 +1,7 @@
-"""What actions of hints do to blocks, in parts: each generator does one part a step.
+"""Performs actions of hints on blocks, in parts: each generator does one part per step.
 
-Owns nothing. A part takes milliseconds; between two steps anything else may be called, and blocks
-that are gone by then are passed over.
+Owns no state. A part takes milliseconds. Any other method may be called between two steps; blocks
+that are removed then are skipped.
 """
 
 from collections.abc import Generator
@@ -23,8 +23,12 @@ BLOCKS = 1 << 12
 
 @dataclass(slots=True)
 class Done:
-    """What was done. `num_blocks`: meant; `num_there`: of them ready in host memory; `num_done`:
-    for which it was done."""
+    """Result of an action.
+
+    num_blocks: blocks that the action names.
+    num_there: of these, blocks that are ready in host memory.
+    num_done: blocks for which the action was done.
+    """
 
     num_blocks: int = 0
     num_there: int = 0
@@ -35,7 +39,8 @@ Parts = Generator[None, None, Done]
 
 
 def lists_of(key_space: KeySpace, hashes: Words, start: int, stop: int) -> list[HashList]:
-    """The blocks of each group that have tokens of the hash blocks [start, stop) of a chain."""
+    """Returns for each group the blocks that have tokens of the hash blocks [start, stop) of a
+    chain."""
     lists = []
     for index, group in enumerate(key_space.groups):
         first, end, step = _blocks(group, key_space.hash_block_tokens, start, stop, len(hashes))
@@ -62,16 +67,18 @@ def keep(
     *,
     is_use: bool,
 ) -> Parts:
-    """Retains the blocks, and pins them if `retention` says so, as far as the budget goes, until
-    its time to live is over, which began at `came_s`. `is_use`: False if the use was noted already,
-    with the retention."""
+    """Retains the blocks, and pins them if `retention` says so, as far as the budget allows. The
+    retention's time to live began at `came_s`.
+
+    is_use: False if the use was recorded already with this retention.
+    """
     done = Done()
     left_s = max(0.0, came_s + retention.ttl_s - now_s) if retention.ttl_s else 0.0
     use = replace(retention, ttl_s=left_s, pin=False)
     for one in lists:
         done.num_blocks += len(one.hashes)
         starts = range(0, len(one.hashes), BLOCKS)
-        # The head last: it is to be the hotter.
+        # The head last, so that it becomes the hottest.
         for start in reversed(starts) if is_use else ():
             entries, _ = _ready(core, key_space_id, one, start)
             core.space.touch(entries, now_s, use)
@@ -90,12 +97,12 @@ def keep(
 
 
 def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: float) -> Parts:
-    """Gives blocks up: they are evicted before others, tails first. What a tier below has, too,
-    leaves host memory at once; the rest is offered to it."""
+    """Demotes blocks: they are evicted before others, tails first. Evicts blocks that a tier below
+    also has at once, and offers the rest to that tier."""
     done = Done()
     for one in lists:
         done.num_blocks += len(one.hashes)
-        # The tails first: what is demoted first is evicted first.
+        # The tails first: entries are evicted in the order of their demotion.
         for start in reversed(range(0, len(one.hashes), BLOCKS)):
             entries, num_again = _ready(core, key_space_id, one, start)
             done.num_blocks -= num_again
@@ -111,7 +118,7 @@ def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: flo
 
 
 def count(core: CacheCore, key_space_id: int, lists: list[HashList]) -> Done:
-    """How many of the blocks are ready in host memory."""
+    """Counts the blocks that are ready in host memory."""
     done = Done()
     core.key_space(key_space_id)
     for one in lists:
@@ -123,8 +130,8 @@ def count(core: CacheCore, key_space_id: int, lists: list[HashList]) -> Done:
 
 
 def _ready(core: CacheCore, key_space_id: int, one: HashList, start: int) -> tuple[Entries, int]:
-    """The blocks of one part that are ready in host memory, each once, in their order; and how many
-    were named again. Raises UNKNOWN_KEY_SPACE."""
+    """Returns the blocks of one part that are ready in host memory, in order and each once, and how
+    many were repeated. Raises UNKNOWN_KEY_SPACE."""
     core.key_space(key_space_id)
     words = core.space.index.find(key_space_id, one.group_index, one.hashes[start : start + BLOCKS])
     named: Entries = words[table.is_ready(words)]

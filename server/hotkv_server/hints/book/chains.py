@@ -1,7 +1,7 @@
-"""How far chains of blocks agree from their beginning.
+"""Compares chains of blocks from their beginning.
 
-A block's hash stands for all tokens up to its end. So if two chains have the same block at one
-place they are the same before it, and a binary search finds where they part.
+A block's hash stands for all tokens up to its end. So two chains that have the same block at one
+place are the same before it. A binary search finds the place at which they diverge.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ ChainKeys = NDArray[np.uint64]
 
 
 def chain_keys(hashes: Words) -> ChainKeys:
-    """What tells the blocks of a chain apart; `hashes` [n, 8] words."""
+    """Returns keys that distinguish the blocks of a chain. `hashes`: words [n, 8]."""
     return np.ascontiguousarray(hashes[:, :2]).view(np.uint64).reshape(-1)
 
 
 def common_blocks(one: ChainKeys, other: ChainKeys, least: int = 0) -> int:
-    """How many blocks two chains have in common, from the first on. `least`: if there are no more
-    than so many this is the answer, after a single comparison."""
+    """Returns how many blocks two chains have in common from the start. `least`: returned after a
+    single comparison if the chains have no more than that in common."""
     low, high = least, min(len(one), len(other))
     if low >= high or one[low] != other[low]:
         return least
@@ -37,7 +37,7 @@ def common_blocks(one: ChainKeys, other: ChainKeys, least: int = 0) -> int:
 
 
 class KnownChains:
-    """Chains that many others are compared with, one behind the other in memory of their own."""
+    """Chains that are compared with many other chains; copied into one contiguous array."""
 
     def __init__(self, chains: Sequence[ChainKeys]) -> None:
         self._lengths = np.array([len(chain) for chain in chains], np.int64)
@@ -45,8 +45,8 @@ class KnownChains:
         self._keys = np.concatenate([*chains, np.empty(0, np.uint64)])
 
     def common_blocks(self, keys: ChainKeys) -> Int64s:
-        """How many blocks each of the chains has in common with `keys`, from the first on
-        [chains]. Chains with another first block cost next to nothing."""
+        """Returns how many blocks each chain has in common with `keys` from the start [chains].
+        Chains with another first block cost almost no time."""
         low, high = np.zeros_like(self._lengths), np.minimum(self._lengths, len(keys))
         going = np.flatnonzero(high)
         going = going[self._keys[self._starts[going]] == keys[:1]]

@@ -1,9 +1,9 @@
-"""What hints of routers have come to, by tenant: outcomes, budgets, and whether an action paid.
+"""Outcomes of hints by tenant, budgets, and the reuse of an action's blocks.
 
-Always true: everything of a tenant is bounded (`HintLimits`), and nothing of one is seen by
-another; an action is done once, however often its message comes; the outcomes of a tenant have
-rising sequence numbers, a new one with each change. An action has paid for a block when a request
-has hit the block here afterwards; each block counts once.
+Always true: all data of a tenant is bounded (`HintLimits`), and tenants can't see each other's
+data. An action is done once, however often its message comes. Outcomes of a tenant have rising
+sequence numbers; each change assigns a new number. A block counts as reused when a request has hit
+it here after the action; each block counts once.
 """
 
 from collections import OrderedDict
@@ -19,14 +19,18 @@ from hotkv_server.hints.book.chains import ChainKeys, KnownChains, chain_keys
 from hotkv_server.hints.book.sessions import HintSessions
 
 OutcomeKey = tuple[str, str]
-"""Message and action."""
+"""Ids of message and action."""
 
 
 @dataclass(slots=True)
 class HintOutcome:
-    """What has come of one action of a hint. `num_blocks`: meant, of all groups; `num_done`: for
-    which it was done. `reused_blocks`: hash blocks that requests have hit since; `saved_s`: prefill
-    saved by them, 0 if the speed is not known."""
+    """Outcome of one action of a hint.
+
+    num_blocks: blocks that the action names, of all groups.
+    num_done: blocks for which it was done.
+    reused_blocks: hash blocks that requests have hit since.
+    saved_s: prefill time saved by them; 0 if the speed is unknown.
+    """
 
     message_id: str
     action_id: str
@@ -44,10 +48,15 @@ class HintOutcome:
 
 @dataclass(frozen=True, slots=True)
 class HintLimits:
-    """Bounds, of one tenant unless they say otherwise. `actions_per_s`: as many are taken on
-    average, `burst_actions` at once. `tracked`, `tracked_bytes`: actions of which it is watched
-    whether they pay; their keys take the same once more. `tenants`: of the node; `node_bytes`: of
-    the sessions of all of them."""
+    """Limits per tenant, unless they say otherwise.
+
+    actions_per_s: actions accepted on average.
+    burst_actions: actions accepted at once.
+    tracked, tracked_bytes: actions whose reuse is tracked, and their bytes. A copy of their keys
+        takes the same again.
+    tenants: tenants of the node.
+    node_bytes: bytes of the sessions of all tenants.
+    """
 
     sessions: int = 1024
     session_bytes: int = 16 << 20
@@ -62,7 +71,8 @@ class HintLimits:
 
 @dataclass(slots=True)
 class _Tracked:
-    """Blocks [start, stop) of a chain that an action meant. `seen` [stop - start]: hit since."""
+    """Blocks [start, stop) of a chain that an action names. `seen`: whether each was hit since
+    [stop - start]."""
 
     outcome: HintOutcome
     key_space_id: int
@@ -77,8 +87,13 @@ class _Tracked:
 
 @dataclass(slots=True)
 class TenantHints:
-    """Of one tenant. `outcomes`: the latest, by message and action. `tokens`: actions that may be
-    taken now. `_watched`: what is tracked in a key space, made when a request comes."""
+    """Hints of one tenant.
+
+    outcomes: the latest, by message and action.
+    tokens: actions that may be accepted at this moment.
+
+    `_watched`: tracked actions by key space, built when a request comes.
+    """
 
     limits: HintLimits
     sessions: HintSessions
@@ -92,7 +107,8 @@ class TenantHints:
     num_prefetches: int = 0
 
     def may_act(self, now_s: float, count: float = 1.0) -> bool:
-        """Takes so many of the actions that the tenant may do now; False if there are fewer."""
+        """Subtracts `count` actions from the tenant's budget. Returns False, and subtracts none, if
+        fewer are left."""
         limits = self.limits
         grown = max(0.0, now_s - self.filled_s) * limits.actions_per_s
         self.tokens = min(limits.burst_actions, self.tokens + grown)
@@ -103,7 +119,8 @@ class TenantHints:
         return True
 
     def begin(self, outcome: HintOutcome) -> HintOutcome | None:
-        """Notes an action; None if it came before, under the same ids."""
+        """Adds the outcome of a new action and returns it; None if an action with the same ids came
+        before."""
         key = outcome.message_id, outcome.action_id
         if outcome.message_id and key in self.outcomes:
             return None
@@ -117,17 +134,17 @@ class TenantHints:
         return outcome
 
     def changed(self, outcome: HintOutcome) -> None:
-        """Gives an outcome that has changed a new sequence number."""
+        """Assigns a new sequence number to an outcome that has changed."""
         self.last_sequence += 1
         outcome.sequence = self.last_sequence
 
     def settle(self, outcome: HintOutcome, status: Status, reason: str) -> None:
-        """An action has come to this."""
+        """Sets the status and reason of an action's outcome."""
         outcome.status, outcome.reason = status, reason
         self.changed(outcome)
 
     def since(self, cursor: int, message_id: str, most: int) -> list[HintOutcome]:
-        """Outcomes that have changed since, the oldest change first."""
+        """Returns the outcomes that changed after `cursor`, oldest change first."""
         found = [
             one
             for one in self.outcomes.values()
@@ -138,8 +155,8 @@ class TenantHints:
     def track(
         self, outcome: HintOutcome, key_space_id: int, hashes: Words, start: int, stop: int
     ) -> None:
-        """From now on it is watched whether requests hit these hash blocks [start, stop). What was
-        watched for the same action in this key space goes on."""
+        """Starts tracking whether requests hit these hash blocks [start, stop). Preserves the hits
+        that were tracked for the same action in this key space."""
         if start >= stop:
             return
         seen = np.zeros(stop - start, np.bool_)
@@ -164,8 +181,8 @@ class TenantHints:
         return sum(one.num_bytes for one in self.tracked)
 
     def hit(self, key_space_id: int, hashes: Words, first: int, stop: int, block_s: float) -> None:
-        """A request with this prompt has hit its hash blocks [first, stop) here. `block_s`: to
-        compute one takes so long; 0 if that is not known."""
+        """Records that a request with this prompt has hit its hash blocks [first, stop) here.
+        `block_s`: time to compute one block, in seconds; 0 if unknown."""
         if not self.tracked or first >= stop:
             return
         if key_space_id not in self._watched:
@@ -196,9 +213,9 @@ class TenantHints:
 
 
 class HintBook:
-    """All tenants' hints. The tenant that was heard of longest ago goes first. Tenants with
-    prefetches under way stay and do not count; when those end they go with the next that is heard
-    of."""
+    """Hints of all tenants. The tenant whose last hint is oldest is dropped first. Tenants with
+    running prefetches are not dropped and do not count for the limit. They can be dropped at the
+    next call of `tenant` after these end."""
 
     def __init__(self, limits: HintLimits | None = None) -> None:
         self.limits = limits or HintLimits()
@@ -211,7 +228,7 @@ class HintBook:
         return f"HintBook({len(self)} tenants)"
 
     def tenant(self, name: str, now_s: float) -> TenantHints:
-        """The hints of a tenant, which may be new."""
+        """Returns the hints of a tenant; creates them if the tenant is new."""
         known = self._tenants.pop(name, None)
         if known is None:
             limits = self.limits
@@ -231,17 +248,17 @@ class HintBook:
         return known
 
     def session_bytes(self) -> int:
-        """Bytes of the chains of all sessions, and of prompts without one."""
+        """Returns the bytes of the chains of all sessions and of prompts without a session."""
         return sum(
             one.sessions.num_bytes + one.sessions.other_bytes for one in self._tenants.values()
         )
 
     def known(self, name: str) -> TenantHints | None:
-        """The hints of a tenant; None if there are none."""
+        """Returns the hints of a tenant; None if it has none."""
         return self._tenants.get(name)
 
     def all(self) -> Iterator[tuple[str, TenantHints]]:
-        """Names and hints of all tenants, in order of name."""
+        """Yields names and hints of all tenants, in order of name."""
         yield from sorted(self._tenants.items())
 
     def check_invariants(self) -> None:

@@ -1,9 +1,9 @@
-"""Sessions that routers have named, each with the chain of its latest prompt in each key space, and
-the prompts of requests without a session.
+"""Sessions that routers have named, each with the chain of its latest prompt in each key space; and
+prompts of requests without a session.
 
-Of one tenant. Always true: there are at most `most_sessions` with `most_bytes` of chains; the one
-that was used longest ago goes first; prompts without a session have a bound of their own, over all
-key spaces, and an end; nothing here holds a block.
+Belongs to one tenant. Always true: there are at most `most_sessions` with `most_bytes` of chains;
+the session used longest ago is dropped first. Prompts without a session have a separate bound over
+all key spaces, and expire. This module pins no block.
 """
 
 import math
@@ -16,17 +16,22 @@ from hotkv_proto.table import Words
 from hotkv_server.hints.book.chains import ChainKeys, chain_keys, common_blocks
 
 MAX_OTHERS = 128
-"""Latest prompts without a session that are remembered."""
+"""Most prompts without a session that are remembered; the latest."""
 MAX_OTHERS_BYTES = 1 << 20
 RECENT_S = 600.0
-"""A prompt without a session is taken for one that may come again for so long."""
+"""How long a prompt without a session counts as likely to be repeated."""
 
 
 @dataclass(slots=True)
 class HintSession:
-    """A session. `chains`: hashes [n, 8] words of its latest prompt, by key space. `keys`: of the
-    same memory, what tells its blocks apart. `message_id`: of the hints of the request that used it
-    last, at `used_s`; `before_s`: when requests of other messages did."""
+    """A session.
+
+    chains: hash words [n, 8] of its latest prompt, by key space.
+    keys: the blocks' `chain_keys`; views of the same memory.
+    message_id: message of the hints of the last request that used it.
+    used_s: time of that request.
+    before_s: time of the last request with another message.
+    """
 
     used_s: float
     chains: dict[int, Words] = field(default_factory=dict)
@@ -39,19 +44,24 @@ class HintSession:
         return sum(chain.nbytes for chain in self.chains.values())
 
     def use(self, message_id: str, now_s: float) -> None:
-        """A request with these hints uses the session; empty for none."""
+        """Records a use by a request with these hints; `message_id` is empty without hints."""
         if not message_id or message_id != self.message_id:
             self.before_s = self.used_s
         self.message_id, self.used_s = message_id, now_s
 
     def used_beside_s(self, message_id: str) -> float:
-        """When a request that is no sample of this message last used the session."""
+        """Returns when a request outside this message last used the session. Samples of one request
+        share its message."""
         return self.before_s if message_id and message_id == self.message_id else self.used_s
 
 
 class HintSessions:
-    """See the module. `num_bytes`: of sessions; `other_bytes`: of prompts without one.
-    `num_dropped`: sessions that were forgotten for others."""
+    """See the module.
+
+    num_bytes: bytes of the sessions.
+    other_bytes: bytes of the prompts without a session.
+    num_dropped: sessions that were dropped to make room.
+    """
 
     def __init__(self, most_sessions: int, most_bytes: int) -> None:
         self._most_sessions = most_sessions
@@ -69,7 +79,7 @@ class HintSessions:
         return f"HintSessions({len(self)}, {self.num_bytes} B)"
 
     def get(self, session_id: str) -> HintSession | None:
-        """The session of that name."""
+        """Returns the session with this name, or None."""
         return self._by_id.get(session_id)
 
     def use(
@@ -80,8 +90,8 @@ class HintSessions:
         now_s: float,
         message_id: str = "",
     ) -> None:
-        """A request of the session has this prompt, and hints of this message. A prompt that is
-        larger than what all sessions may have is cut."""
+        """Records that a request of the session has this prompt, and hints of this message.
+        Truncates a prompt that exceeds the bound of all sessions."""
         session = self._by_id.pop(session_id, None) or HintSession(-math.inf)
         self.num_bytes -= session.num_bytes
         session.use(message_id, now_s)
@@ -96,7 +106,8 @@ class HintSessions:
             self.num_dropped += 1
 
     def use_without(self, key_space_id: int, hashes: Words, now_s: float) -> None:
-        """A request without a session has this prompt, which may share blocks with others."""
+        """Records the prompt of a request without a session; it may share blocks with other
+        prompts."""
         if not len(hashes):
             return
         keys = chain_keys(hashes)
@@ -107,7 +118,7 @@ class HintSessions:
         self.forget_others(now_s)
 
     def forget_others(self, now_s: float) -> None:
-        """Forgets prompts without a session that are too old to come again."""
+        """Drops prompts without a session that have expired."""
         while self._others and self._others[0][0] < now_s - RECENT_S:
             self._drop_other()
 
@@ -115,16 +126,17 @@ class HintSessions:
         self.other_bytes -= self._others.popleft()[2].nbytes
 
     def end(self, session_id: str) -> None:
-        """Forgets a session."""
+        """Drops a session."""
         ended = self._by_id.pop(session_id, None)
         if ended is not None:
             self.num_bytes -= ended.num_bytes
 
     def shared_blocks(self, key_space_id: int, hashes: Words, session_id: str, now_s: float) -> int:
-        """How many blocks of a chain, from the first on, others may use again: other sessions, and
-        requests without a session of late. `session_id`: whose the chain is, or empty.
+        """Returns how many blocks of a chain, from the start, other sessions or recent requests
+        without a session may use again. `session_id`: the session that the chain belongs to, or
+        empty.
 
-        A prompt without a session of which the chain is a continuation counts as its own.
+        If the chain continues a prompt without a session, that prompt counts as the chain's own.
         """
         keys, shared = chain_keys(hashes), 0
         for name, one in self._by_id.items():

@@ -202,7 +202,7 @@ class Columns:
         return values
 
     def usage(self, values: Values) -> Usage:
-        """Returns values as a usage, the inverse of `values`. Tokens and bytes are rounded down to
+        """Returns values as a usage, the inverse of `values`. Tokens and bytes are truncated to
         whole numbers."""
         numbers = values.tolist()
         whole = [int(number) for number in numbers]

@@ -119,7 +119,8 @@ class Forecast:
         )
 
     def _see(self, demand: Demand, low: Keys) -> float:
-        """Marks blocks as seen. Returns an estimate of how many of them were never seen before."""
+        """Marks blocks as seen. Returns an estimate of how many missed blocks were never seen
+        before."""
         chosen = np.flatnonzero(low < _threshold(self.seen_share))
         keys = demand.keys[chosen]
         was_seen, _ = self._seen.take(keys)

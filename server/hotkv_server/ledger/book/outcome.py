@@ -23,8 +23,8 @@ ASKS_WHY = {
     Miss.COMPUTED_SOONER: Miss.COMPUTED_SOONER,
 }
 """Miss reasons from engines that require a lookup of the blocks, each with the reason for a missed
-block that is ready. An engine that reports COMPUTED_SOONER may not have asked for anything to
-load."""
+block that is ready. An engine that reports COMPUTED_SOONER may not have asked whether there is
+anything to load."""
 
 
 @dataclass(frozen=True, slots=True)

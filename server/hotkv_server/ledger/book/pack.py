@@ -1,13 +1,14 @@
-"""The ledger's file: what of it outlives the server, as bytes.
+"""The ledger's file: the part of the ledger that outlives the server, as bytes.
 
 Always true: bytes that are torn, damaged or of another format are refused as a whole. Columns are
-known by their names, so tiers and reasons may come and go between two servers.
+identified by name, so tiers and reasons may be added and removed between two servers.
 
     8 bytes  magic and format version
-    4 bytes  CRC-32 of all that follows
-    4 bytes  length of the JSON text that follows, which says what the arrays are
-    arrays, one after the other: for each account the numbers of cells (int32) and the cells
-    (float64), then the same of the forecast, then what it has seen (uint64)
+    4 bytes  CRC-32 of all bytes after it
+    4 bytes  length of the JSON text
+             the JSON text, which describes the arrays
+    arrays   for each account the numbers of cells (int32), then the cells (float64);
+             the same for the forecast; then the forecast's seen keys (uint64)
 """
 
 import json
