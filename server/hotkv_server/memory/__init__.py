@@ -1,1 +1,1 @@
-"""Memory that is shared through files: the arena, the block table, engine memory."""
+"""Memory shared through files: the arena, the block table, engine memory."""

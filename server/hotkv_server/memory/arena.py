@@ -1,12 +1,12 @@
-"""The arena: the file of host memory in which all slots lie, and the files beside it: block table,
-state, times of last use.
+"""The arena (the file of host memory with all slots) and the files beside it: block table, state,
+times of last use.
 
-All are files of one directory on tmpfs, locked by one server. They outlive it: the next server over
-the directory goes on with the arena as it is and makes a table of its own out of the old one's
-records (`Leftover`). Always true: until `adopt` the directory is as the old server left it, so that
-a start that is killed has lost nothing. Before the server is ready all buckets of the table have
-memory, some of its records and some of the arena. The rest is prefaulted behind: first the
-records, then the arena (`filling`).
+All files lie in one directory on tmpfs, which one server locks. They outlive the server: the next
+server over the directory continues with the arena unchanged and builds its own table from the old
+table's records (`Leftover`). Always true: until `adopt` the directory stays as the old server left
+it, so a start that is killed loses nothing. Before the server is ready, all buckets of the table,
+some of its records and some of the arena have memory. The rest is prefaulted in the background:
+first the records, then the arena (`filling`).
 """
 
 import errno
@@ -30,22 +30,24 @@ from hotkv_server.memory.mapping import FileMapping
 from hotkv_server.memory.state import ServerState, StateError, read_state, write_state
 
 # ----------------------------------------------------------------------- Records of the block table
-# They get memory from the first on, in pieces. The start does some, the thread that fills the arena
-# the rest.
+# Records get memory in pieces, from the first record on. The start prefaults some; the thread that
+# fills the arena prefaults the rest.
 #
-# Always true: the first `num_entries` records have memory, and the number only grows; the core has
-# no more entries than that, so nothing is written where memory might be missing, which would end
+# Always true: the first `num_entries` records have memory, and the number only grows. The core has
+# at most that many entries. So the server never writes to a record without memory, which could kill
 # the process.
 
 FIRST_ENTRIES = 1 << 21
-"""Records that the start prefaults: 144 MiB, enough for an arena of 32 GiB with as many blocks as
-there are by default."""
+"""Records that the start prefaults: 144 MiB, enough for an arena of 32 GiB with the default number
+of blocks."""
 PIECE_ENTRIES = 1 << 20
 
 
 class RecordsMemory:
-    """Records of one table file, whose buckets have memory. `num_entries`: how many entries there
-    may be for now."""
+    """Prefaults the records of a table file, whose buckets have memory already.
+
+    num_entries: how many entries may exist at the moment.
+    """
 
     def __init__(self, fd: int, geometry: TableGeometry, num_entries: int) -> None:
         self.num_entries = num_entries
@@ -57,12 +59,12 @@ class RecordsMemory:
 
     @property
     def is_done(self) -> bool:
-        """Returns True if all records have memory."""
+        """Whether all records have memory."""
         return self.num_entries == self._geometry.capacity
 
     def back(self, num_entries: int) -> None:
-        """Prefaults the first so many records, or all there are. Blocks; raises OSError, with
-        nothing changed, if memory is short."""
+        """Prefaults the first `num_entries` records, at most all. Blocks. Raises OSError if memory
+        is short; the number of usable entries is then unchanged."""
         end = min(num_entries, self._geometry.capacity)
         if end > self.num_entries:
             start_bytes, end_bytes = (
@@ -73,45 +75,45 @@ class RecordsMemory:
             self.num_entries = end
 
     def back_rest(self) -> Iterator[int]:
-        """Prefaults the rest; yields `num_entries` after each piece. Blocks for a piece at a time;
-        raises OSError if memory is short."""
+        """Prefaults the remaining records; yields `num_entries` after each piece. Each step blocks
+        for one piece. Raises OSError if memory is short."""
         while not self.is_done:
             self.back(self.num_entries + PIECE_ENTRIES)
             yield self.num_entries
 
 
 # ------------------------------------------------------------ For those who read the arena in place
-# Words behind the arena (`hotkv_proto.words`), and marks behind the block table of what they may
-# read.
+# Words behind the arena (`hotkv_proto.words`), and behind the block table the marks of the blocks
+# that readers may read in place.
 #
-# Always true: words have memory, so that writing one never fails; the marks are in the table's
-# file, so that they change place together with the entry numbers that they are about. A file of an
-# older server has neither: its arena is extended, its table has no marks.
+# Always true: the words have memory, so writing a word never fails. The marks are in the table's
+# file, so that they are replaced together with the entry numbers they refer to. A file of an older
+# server has neither: its arena is extended, its table has no marks.
 
 Marks = NDArray[np.uint8]
 
 
 def map_words(fd: int, arena_bytes: int) -> NDArray[np.uint64]:
-    """The words of an arena's file, writable, mapped as long as somebody holds them; added to the
-    file if it has none. Raises OSError."""
+    """Maps the words of an arena's file, writable, until the array is freed. Extends the file if it
+    has no words. Raises OSError."""
     start = words_offset_bytes(arena_bytes)
     os.posix_fallocate(fd, start, WORD_BYTES)
     return np.frombuffer(mmap.mmap(fd, WORD_BYTES, offset=start), "<u8")
 
 
 def _marks_offset_bytes(geometry: TableGeometry) -> int:
-    """Where the marks begin in a table's file."""
+    """Returns where the marks begin in a table's file."""
     return -(-geometry.file_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def table_file_bytes(geometry: TableGeometry) -> int:
-    """Bytes of a table's file, marks included."""
+    """Returns the bytes of a table's file, with the marks."""
     return _marks_offset_bytes(geometry) + geometry.capacity + 1
 
 
 def marks_of(mapping: NDArray[np.uint8], geometry: TableGeometry) -> Marks:
-    """The marks in a mapped table's file, uint8 [capacity + 1] by entry number; all 0 if it has
-    none."""
+    """Returns the marks in a mapped table's file, uint8 [capacity + 1] by entry number; all 0 if
+    the file has no marks."""
     start, end = _marks_offset_bytes(geometry), table_file_bytes(geometry)
     return mapping[start:end] if len(mapping) >= end else np.zeros(end - start, np.uint8)
 
@@ -128,7 +130,8 @@ ARENA_FILE, TABLE_FILE, NEW_TABLE_FILE, STATE_FILE, USE_FILE, LOCK_FILE = (
 )
 FILLED_FILE, OWNER_FILE = "filled", "server.json"
 KEPT_FILES = ("calibration-*.json", "ledger*")
-"""How fast devices copy, and the ledger: no part of the cache, kept as long as the directory."""
+"""Measured copy speeds of devices, and the ledger. They are not part of the cache and are retained
+as long as the directory."""
 FILES: Final = (
     STATE_FILE,
     USE_FILE,
@@ -138,28 +141,33 @@ FILES: Final = (
     ARENA_FILE,
     OWNER_FILE,
 )
-"""In the order in which they are removed: without the state the other files count for nothing."""
+"""In the order of removal: without the state the other files are ignored."""
 FIRST_FILL_S = 0.25
 FIRST_FILL_BYTES = 64 << 20
-"""How long the start prefaults the arena before it continues, and how much of it at least."""
+"""The start prefaults the arena for FIRST_FILL_S, and at least FIRST_FILL_BYTES of it."""
 TABLE_HUGE_S = 0.1
-"""How long the start prefaults the table as huge pages; in small ones a cold lookup waits longer
+"""How long the start prefaults the table as huge pages. With small pages a cold lookup waits longer
 for page tables than for the table."""
 LOCK_TRIES = 5
 LOCK_RETRY_S = 0.01
-"""A process that only checks whether a server runs holds its lock for microseconds."""
+"""Pause between two tries: a process that only checks for a running server holds the lock for
+microseconds."""
 USE_HEADER: Final = struct.Struct("<8sqdq")
 USE_MAGIC: Final = b"HOTKVUS1"
 
 
 class BusyError(OSError):
-    """Another server has locked the directory; the message names its pid."""
+    """Raised if another server has locked the directory; the message names its pid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What an old server left. `last_used_s` float64 by entry number, in seconds of the monotonic
-    clock, nan for entries that are newer. `marks` by entry number, until `adopt`."""
+    """The cache that an earlier server left.
+
+    last_used_s: float64 by entry number, in seconds of the monotonic clock; nan for newer entries.
+        None without the file.
+    marks: by entry number, valid until `adopt`.
+    """
 
     table: BlockTable
     state: ServerState
@@ -169,11 +177,13 @@ class Leftover:
 
 @dataclass(slots=True)
 class NodeMemory:
-    """Arena and table of one server, and `leftover` of another until `adopt`. `why_empty`: why
-    there is none, empty on a fresh directory.
+    """Arena and table of one server.
 
-    `arena.huge_bytes` says how much of it lies in huge pages, `filling` how much has memory,
-    `readers` what `words` and `marks` are.
+    arena: its `huge_bytes` counts the bytes in huge pages.
+    filling: prefaults the arena and says how much of it has memory.
+    words, marks: for engines that read the arena in place (see above).
+    leftover: the cache of an earlier server, until `adopt`.
+    why_empty: why there is no leftover; empty on a fresh directory.
     """
 
     directory: Path
@@ -196,17 +206,18 @@ class NodeMemory:
         mode: int = 0o640, *, prefault: bool = True,
         place: Callable[[int, int], None] | None = None,
     ) -> "NodeMemory":  # fmt: skip
-        """Goes on with the files in the directory if they fit, else makes all files anew, under
+        """Opens the files in the directory if they fit; otherwise makes all files anew, under
         `fresh_epoch`.
 
-        `prefault`: prefaults the table's buckets, some of its records, and as much of the arena as
-        FIRST_FILL_S allows; `records` and `filling` are for the rest. Otherwise memory comes as it
-        is written, and all of the arena counts as filled. `place(address, num_bytes)`: called
-        before any of the arena is prefaulted; chooses the nodes of its memory.
+        prefault: prefaults the table's buckets, some of its records, and as much of the arena as
+            FIRST_FILL_S allows; `records` and `filling` prefault the rest. If False, pages get
+            memory when they are written, and all of the arena counts as filled.
+        place: called with (address, num_bytes) before the arena is prefaulted; chooses the nodes of
+            its memory.
 
-        Raises BusyError, or OSError that names what to do if memory is short. Files that can't be
-        read only for now (no permission, too many open files) raise OSError too: then the cache is
-        left as it is.
+        Raises BusyError, or OSError if memory is short; its message names the fix. Also raises
+        OSError if files can't be read at the moment (no permission, too many open files); the cache
+        is then left unchanged.
         """
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
         lock_fd = _locked(directory)
@@ -218,7 +229,7 @@ class NodeMemory:
             epoch = fresh_epoch if leftover is None else leftover.table.geometry.epoch
             geometry = TableGeometry.for_capacity(capacity, epoch, arena_bytes)
             table_bytes = table_file_bytes(geometry)
-            # The next start has two tables for a moment, and should not fail if this one does not.
+            # The next start briefly has two tables. It should not fail if this start does not.
             more_bytes = 0 if leftover is not None else arena_bytes + table_bytes
             _check_room(directory, table_bytes + more_bytes, arena_bytes)
             arena_path = directory / ARENA_FILE
@@ -271,19 +282,19 @@ class NodeMemory:
         return memory
 
     def adopt(self, state: ServerState, *, is_renumbered: bool = False) -> None:
-        """Puts the new table, which has what is kept of the old one, in its place, and its state
-        beside it. Raises OSError.
+        """Replaces the old table by the new table, which has the retained entries, and saves its
+        state. Raises OSError.
 
-        `is_renumbered`: a key space number of one table means another key space in the other. Then
-        there is no state while the tables change places, so that a start that is killed there
-        leaves nothing rather than one key space's blocks under another's name.
+        is_renumbered: a key space number means different key spaces in the two tables. Then no
+            state exists while the tables are exchanged: a start that is killed there leaves an
+            empty cache, not blocks under the wrong key space.
         """
         if is_renumbered:
             (self.directory / STATE_FILE).unlink()
         else:
             self.save_state(state)
         if self._old_table is not None:
-            # Its entry numbers are those of the old table.
+            # The file uses entry numbers of the old table.
             (self.directory / USE_FILE).unlink(missing_ok=True)
             (self.directory / NEW_TABLE_FILE).replace(self.directory / TABLE_FILE)
             self.leftover = None
@@ -293,12 +304,14 @@ class NodeMemory:
             self.save_state(state)
 
     def save_state(self, state: ServerState) -> None:
-        """Writes down what the bytes mean, before the first of them are stored. Raises OSError."""
+        """Saves the meaning of the bytes, before the first of them are stored. Raises OSError."""
         write_state(self.directory / STATE_FILE, state)
 
     def save_use(self, last_used_s: NDArray[np.float64]) -> None:
-        """Writes down when entries were last used: float64 by entry number, seconds of the
-        monotonic clock, nan for not known. Raises OSError."""
+        """Saves when entries were last used. Raises OSError.
+
+        last_used_s: float64 by entry number, seconds of the monotonic clock; nan if unknown.
+        """
         scratch = self.directory / f"{USE_FILE}.new"
         with open(scratch, "wb") as file:
             file.write(
@@ -310,20 +323,22 @@ class NodeMemory:
         scratch.replace(self.directory / USE_FILE)
 
     def open_for_engine(self, writes_arena: bool = False) -> tuple[int, int]:
-        """Fresh descriptors of arena (writable if asked) and table, to be sent and closed."""
+        """Opens new descriptors of arena and table, to be sent and closed.
+
+        writes_arena: the arena's descriptor is writable.
+        """
         flags, access = os.O_CLOEXEC | os.O_NOFOLLOW, os.O_RDWR if writes_arena else os.O_RDONLY
         arena = os.open(self.directory / ARENA_FILE, access | flags)
         return arena, os.open(self.directory / TABLE_FILE, os.O_RDONLY | flags)
 
     def release(self) -> None:
-        """Lets another server have the directory and its files. Blocks while a piece of the arena
-        is being prefaulted."""
+        """Unlocks the directory for another server. Blocks while a piece of the arena is being
+        prefaulted."""
         self.filling.close()
         os.close(self._lock_fd)
 
     def remove(self) -> None:
-        """Removes the files; their memory is freed when nobody maps it any more. Blocks as
-        `release`."""
+        """Removes the files; their memory is freed once no process maps it. Blocks as `release`."""
         self.filling.close()
         remove_files(self.directory, self._lock_fd)
 
@@ -336,24 +351,23 @@ def clear(directory: Path) -> None:
 
 
 def remove_files(directory: Path, lock_fd: int) -> None:
-    """Removes all files, then the lock, and the directory if nothing else is in it."""
+    """Removes all files, then the lock, and the directory if it is empty."""
     _remove_all(directory, lock_fd)
     if not any(directory.iterdir()):
         directory.rmdir()
 
 
 def remove_by_descriptor(directory_fd: int) -> None:
-    """Removes the files of a directory that is open, whatever its path means by now; the directory
-    stays.
+    """Removes the files of an open directory, even if its path has changed; the directory stays.
 
-    Raises BusyError if a server runs on it, and then has removed nothing; OSError.
+    Raises BusyError, before it removes a file, if a server runs on it; or OSError.
     """
     directory = Path(f"/proc/self/fd/{directory_fd}")
     _remove_all(directory, _locked(directory))
 
 
 def _remove_all(directory: Path, lock_fd: int) -> None:
-    """Removes all files and the lock, which is released."""
+    """Removes all files and the lock file, and releases the lock."""
     _remove_files(directory)
     for path in [path for pattern in KEPT_FILES for path in directory.glob(pattern)]:
         path.unlink(missing_ok=True)
@@ -367,8 +381,8 @@ def _remove_files(directory: Path) -> None:
 
 
 def lock_file(path: Path) -> int:
-    """Descriptor of the locked file, with this process's pid in it. Raises BusyError, or
-    OSError."""
+    """Locks a file and writes this process's pid into it; returns its descriptor. Raises BusyError,
+    or OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     for left in reversed(range(LOCK_TRIES)):
         try:
@@ -391,8 +405,8 @@ def lock_file(path: Path) -> int:
 def _locked(directory: Path) -> int:
     while True:
         fd = lock_file(directory / LOCK_FILE)
-        # Whoever removes the directory's files removes the lock while holding it: then this locks
-        # a file that is not there any more.
+        # A process that removes the directory's files removes the lock file while it holds the
+        # lock. Then this process has locked a file that is gone from the directory.
         try:
             if os.stat(directory / LOCK_FILE).st_ino == os.fstat(fd).st_ino:
                 return fd
@@ -425,8 +439,9 @@ def _open_own(path: Path, flags: int) -> int:
 def _usable(
     directory: Path, arena_bytes: int, slab_bytes: int
 ) -> tuple[Leftover | None, FileMapping | None, str]:
-    """What an old server left, with its table; else None and why it can't be used, empty on a fresh
-    directory. Raises OSError if it can't be read only for now."""
+    """Returns an earlier server's leftover and its table. If they are not usable, returns the
+    reason instead; it is empty on a fresh directory. Raises OSError if they can't be read at the
+    moment."""
     if not (directory / STATE_FILE).exists() and not (directory / TABLE_FILE).exists():
         return None, None, ""
     try:
@@ -440,8 +455,8 @@ def _usable(
 
 
 def _leftover(directory: Path, arena_bytes: int, slab_bytes: int) -> tuple[Leftover, FileMapping]:
-    """Reads what an old server left. Raises StateError, ValueError or OSError if the files are not
-    whole or were made with other settings."""
+    """Reads an earlier server's leftover. Raises StateError, ValueError or OSError if the files are
+    damaged or were made with other settings."""
     state = read_state(directory / STATE_FILE)
     if state.slab_bytes != slab_bytes:
         raise StateError(f"arena.slab_bytes was {state.slab_bytes} and is {slab_bytes} now")
@@ -464,7 +479,7 @@ def _leftover(directory: Path, arena_bytes: int, slab_bytes: int) -> tuple[Lefto
 
 
 def _read_use(path: Path, geometry: TableGeometry) -> NDArray[np.float64] | None:
-    """Times of last use; None if there is no such file of this table."""
+    """Reads the times of last use; None if there is no valid file for this table."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -482,7 +497,7 @@ def _read_use(path: Path, geometry: TableGeometry) -> NDArray[np.float64] | None
         return None
     used_s = np.full(geometry.capacity + 1, np.nan)
     ages = np.frombuffer(content, "<f4", offset=USE_HEADER.size)[: len(used_s)]
-    # Arithmetic on spoiled bytes would warn of a signalling NaN.
+    # Arithmetic on damaged bytes could warn of a signalling NaN.
     ages = np.where(np.isfinite(ages), ages, np.float32(np.nan)).astype(np.float64)
     used_s[: len(ages)] = saved_s + np.minimum(ages, 0.0)
     return used_s

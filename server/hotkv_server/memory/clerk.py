@@ -1,7 +1,8 @@
-"""A thread that reads and writes files of one place, since the place may hang.
+"""A thread that reads and writes files of one place, because the place may hang.
 
-Always true: the thread is the clerk's own and a daemon, so a call that hangs delays the clerk's
-later calls and nothing else: no other place, no event loop, not the end of the process.
+Always true: each clerk has a daemon thread that no other code uses. So a call that hangs delays
+only this clerk's later calls. It never delays another place, an event loop or the end of the
+process.
 """
 
 import queue
@@ -14,7 +15,7 @@ T = TypeVar("T")
 
 
 class Clerk:
-    """See the module. Thread-safe."""
+    """Runs calls in order on its thread. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
@@ -30,14 +31,14 @@ class Clerk:
         return self._queue.qsize()
 
     def do(self, call: Callable[[], T]) -> "Future[T]":
-        """Makes the call after all calls before it. Returns its future, which has its result or
+        """Queues a call behind all earlier calls. Returns its future, which receives its result or
         exception. Does not block."""
         future: Future[T] = Future()
         self._queue.put((future, call))
         return future
 
     def is_alive(self) -> bool:
-        """Whether the thread is."""
+        """Whether the thread is alive."""
         return self._thread.is_alive()
 
     def _work(self) -> None:

@@ -1,11 +1,11 @@
-"""Prefaulting the arena: from its start, in pieces, as huge pages if the kernel gives them. The
-start does a little, a thread the rest.
+"""Prefaults the arena from its start, in pieces, as huge pages if the kernel provides them. The
+start of the server fills a little, a thread the rest.
 
-Always true: the first `filled_bytes` bytes have memory, which they keep, and the number only grows;
-a note beside the arena tells the next server. Only this module touches bytes beyond, so nothing is
-written where memory might be missing. If memory runs short, filling ends for good and `problem`
-says so: no piece is begun that would leave the machine or the control group less than
-`RESERVE_BYTES`, because the kernel would end a process for it.
+Always true: the first `filled_bytes` bytes have memory and retain it, and the number only grows. A
+note beside the arena records it for the next server. Only this module touches bytes beyond, so the
+server never writes to pages without memory. If memory runs short, filling ends for good and
+`problem` gives the reason: no piece is begun that would leave the machine or the control group less
+than `RESERVE_BYTES`, because the kernel would then kill a process.
 """
 
 import logging
@@ -25,9 +25,10 @@ log = logging.getLogger(__name__)
 RESERVE_BYTES = 64 << 20
 HUGE_PAGE_BUDGET_S = 0.5
 """Longest time for one piece as huge pages. If the kernel takes longer or refuses, the rest is
-filled with any pages, and collapsed into huge ones behind."""
+filled with pages of any size, and collapsed into huge pages afterwards."""
 HUGE_LOOK_S = 0.05
-"""How long the start counts huge pages of an arena that it takes over: some hundred MiB of them."""
+"""How long the start counts huge pages of an earlier server's arena: enough for some hundred
+MiB."""
 COMING_S = 1.0
 """How far ahead `coming_bytes` looks."""
 PAUSE_S = 0.01
@@ -36,8 +37,8 @@ NOTE_MAGIC: Final = b"HOTKVFI1"
 
 
 def read_note(path: Path, arena: FileMapping) -> int:
-    """How far an earlier server has filled this arena file, in bytes; 0 if the note is missing or
-    of another file."""
+    """Returns how many bytes of this arena file an earlier server has filled; 0 if the note is
+    missing or belongs to another file."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -50,8 +51,10 @@ def read_note(path: Path, arena: FileMapping) -> int:
 
 
 class Filling:
-    """See the module. `filled_bytes`: bytes that are known to have memory already. Owned by the
-    thread that makes it, until `start`."""
+    """Fills the arena; see the module. Until `start` it is used only by the thread that makes it.
+
+    filled_bytes: bytes that are known to have memory already.
+    """
 
     def __init__(self, arena: FileMapping, note: Path, filled_bytes: int) -> None:
         self.problem = ""
@@ -60,7 +63,7 @@ class Filling:
         self._filled_bytes = filled_bytes
         self._bytes_per_s = 0.0
         self._note_fd = -1
-        # Huge pages were tried up to here.
+        # The end of the part for which huge pages were tried.
         self._huge_end = 0
         self._takes_huge = filled_bytes < arena.num_bytes
         self._turn, self._changed = threading.Lock(), threading.Condition()
@@ -80,13 +83,13 @@ class Filling:
 
     @property
     def is_done(self) -> bool:
-        """Returns True if all of the arena has memory."""
+        """Whether all of the arena has memory."""
         return self._filled_bytes == self._arena.num_bytes
 
     @property
     def coming_bytes(self) -> int:
-        """How many more bytes get memory within COMING_S, at the pace of the last piece; 0 when
-        filling has ended."""
+        """How many more bytes will have memory within COMING_S, at the speed of the last piece; 0
+        when filling has ended."""
         return (
             0
             if self.problem
@@ -94,7 +97,7 @@ class Filling:
         )
 
     def progress(self) -> str:
-        """Says how far filling is or why it ended, for people; nothing once all is filled."""
+        """Returns the progress, or why filling ended, for people; empty once all is filled."""
         if self.problem or self.is_done:
             return self.problem
         return (
@@ -103,10 +106,11 @@ class Filling:
         )
 
     def fill_for(self, budget_s: float, least_bytes: int = 0) -> None:
-        """Fills for so long, and one piece and `least_bytes` at least. Blocks. Raises OSError if
-        memory is short for even one piece."""
+        """Fills for `budget_s`, but at least one piece and at least `least_bytes`. Blocks. Raises
+        OSError if memory is short for even one piece."""
         if self._filled_bytes:
-            # An earlier server's: `settle` goes on with those that are not counted in so long.
+            # An earlier server has filled these bytes. `settle` collapses the huge pages that are
+            # not counted in this time.
             self._huge_end = self._arena.make_huge(
                 0, HUGE_LOOK_S, HUGE_PAGE_BYTES, self._filled_bytes
             )
@@ -122,13 +126,13 @@ class Filling:
                 break
 
     def bring_in(self, start: int, num_bytes: int) -> None:
-        """Prefaults a part beyond what is filled, because something is stored there. Before
-        `start`. Blocks; raises OSError."""
+        """Prefaults a part beyond `filled_bytes` that holds stored blocks. Call before `start`.
+        Blocks; raises OSError."""
         self._arena.populate(start, num_bytes)
 
     def wait(self, end: int) -> None:
-        """Blocks until the first `end` bytes are filled; fills them itself before `start`. Raises
-        OSError if they can't be any more."""
+        """Blocks until the first `end` bytes are filled; before `start` it fills them itself.
+        Raises OSError if filling ended before."""
         while self._thread is None and self._filled_bytes < end:
             self._fill_next()
         with self._changed:
@@ -141,12 +145,11 @@ class Filling:
     def start(
         self, on_filled: Callable[[int, int], None], *, settles: bool, first: Iterable[object] = ()
     ) -> None:
-        """Fills the rest in the background. `on_filled`: called from its thread after each piece,
-        with `filled_bytes` and `coming_bytes`.
+        """Fills the rest in the background.
 
-        `settles`: the thread then does as `settle` for the whole arena; if False the caller does.
-        `first`: steps that the same thread does before; if one raises OSError, nothing more is
-        filled.
+        on_filled: called from the thread after each piece, with `filled_bytes` and `coming_bytes`.
+        settles: the thread then calls `settle` for the whole arena; if False, the caller does.
+        first: steps that the thread takes before; if a step raises OSError, filling ends.
         """
 
         def work() -> None:
@@ -167,12 +170,12 @@ class Filling:
         self._thread.start()
 
     def is_alive(self) -> bool:
-        """False if the thread has died before its time."""
+        """Returns False if the thread has died before filling ended."""
         ended = self.is_done or bool(self.problem) or self._stop.is_set()
         return ended or self._thread is None or self._thread.is_alive()
 
     def close(self) -> None:
-        """Stops after the piece at hand. Blocks until then."""
+        """Stops after the current piece. Blocks until then."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
@@ -185,11 +188,11 @@ class Filling:
     def settle(
         self, start: int = 0, num_bytes: int | None = None, pause_s: float = PAUSE_S
     ) -> None:
-        """Waits until a part is filled, maps its pages and turns them into huge pages, as far as
-        the kernel agrees. Raises OSError.
+        """Waits until a part is filled, maps its pages and collapses them into huge pages, as far
+        as the kernel allows. Raises OSError.
 
-        Blocks; for a thread of its own. In pieces and pauses, because every other mapping of memory
-        in this process waits for each of them.
+        Blocks; for a thread. It works in pieces with pauses, because every other mapping of memory
+        in this process must wait for each piece.
         """
         end = self._filled_bytes if num_bytes is None else start + num_bytes
         self.wait(end)
@@ -222,7 +225,7 @@ class Filling:
 
     def _fill_next(self) -> None:
         """Fills one piece. Blocks. Raises OSError if memory is short."""
-        # Who waits before `start` fills by itself, and may still do so when the thread begins.
+        # A caller of `wait` before `start` fills by itself, possibly still when the thread begins.
         with self._turn:
             start = self._filled_bytes
             length, began_s = min(COLLAPSE_BYTES, self._arena.num_bytes - start), time.monotonic()
@@ -260,8 +263,8 @@ class Filling:
         log.warning("%s", self.problem)
 
     def _write_note(self) -> None:
-        """Writes how far the arena is filled: one write of a few bytes to memory, whole or not at
-        all even if the server is killed."""
+        """Records how far the arena is filled. It is one small write to memory: complete or absent,
+        even if the server is killed."""
         if self._note_fd < 0:
             self._note_fd = os.open(
                 self._note, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600

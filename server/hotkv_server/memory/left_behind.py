@@ -1,9 +1,9 @@
-"""Arenas that servers have left in shared memory: finds them, says whose they are and whether a
-server runs on them, and frees their memory.
+"""Finds arenas that servers have left in shared memory: their owners, whether a server runs on
+them, and how to free their memory.
 
-Always true: an arena whose lock is held is never removed, nor anything in its directory; of others
-only the server's own files are. Anybody may be allowed to write to the folder, so links in it are
-not followed.
+Always true: an arena whose lock is held is never removed, nor any file in its directory. For other
+arenas only the server's own files are removed. Any user may be able to write to the folder, so
+links in it are not followed.
 """
 
 import contextlib
@@ -31,18 +31,21 @@ from hotkv_server.memory.arena import (
 
 SHARED_MEMORY = Path("/dev/shm")
 DEPTH = 2
-"""Directories below the folder in which arenas are looked for: /dev/shm/hotkv-1234 and
+"""How many directory levels below the folder are searched: /dev/shm/hotkv-1234 and
 /dev/shm/mine/arena."""
 MAX_OWNER_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaLeft:
-    """An arena directory. `name`: from the folder on. `num_bytes`: memory that its files have.
-    `arena_bytes`: size of the arena.
+    """An arena directory.
 
-    `is_running`: a server holds the lock; None if this user may not look. `pid`, `runtime_dir`,
-    `version`: of the last server, 0 or empty if not known. `idle_s`: since the last sign of it.
+    name: its path below the folder.
+    num_bytes: memory that its files use.
+    arena_bytes: size of the arena.
+    is_running: a server holds the lock; None if this user may not check.
+    pid, runtime_dir, version: of the last server; 0 or empty if unknown.
+    idle_s: time since a file last changed.
     """
 
     name: str
@@ -58,12 +61,12 @@ class ArenaLeft:
 
     @property
     def is_stale(self) -> bool:
-        """Returns True if no server runs on it."""
+        """Whether no server runs on it."""
         return self.is_running is False
 
 
 def write_owner(directory: Path, runtime_dir: Path, version: str) -> None:
-    """Notes beside the arena who has it, for people. Raises OSError."""
+    """Records the arena's owner in a file beside it, for people. Raises OSError."""
     scratch = directory / f"{OWNER_FILE}.new"
     scratch.write_text(
         json.dumps({"runtime_dir": str(runtime_dir), "version": version, "pid": os.getpid()})
@@ -72,15 +75,15 @@ def write_owner(directory: Path, runtime_dir: Path, version: str) -> None:
 
 
 def find(folder: Path = SHARED_MEMORY) -> list[ArenaLeft]:
-    """All arenas below a folder, in the order of their names; those that another user hides are
+    """Returns all arenas below a folder, sorted by name. Directories that this user can't read are
     left out."""
     return sorted(_below(folder, "", DEPTH), key=lambda found: found.name)
 
 
 def remove(found: ArenaLeft) -> int:
-    """Removes an arena; returns the bytes that are free as soon as no engine maps them.
+    """Removes an arena; returns the bytes that are freed once no engine maps them.
 
-    Raises BusyError if a server runs on it, OSError.
+    Raises BusyError if a server runs on it, or OSError.
     """
     fd = os.open(found.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -96,7 +99,7 @@ def remove(found: ArenaLeft) -> int:
     finally:
         os.close(fd)
     with contextlib.suppress(OSError):
-        # Something else is in it, or somebody has put something in its place.
+        # The directory has other files, or has been replaced.
         found.path.rmdir()
     return num_bytes
 
@@ -117,7 +120,7 @@ def _below(folder: Path, prefix: str, depth: int) -> Iterator[ArenaLeft]:
 
 
 def _look(path: Path, name: str) -> ArenaLeft | None:
-    """The arena in a directory; None if there is none."""
+    """Returns the arena in a directory; None if it has no arena."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -147,7 +150,7 @@ def _look(path: Path, name: str) -> ArenaLeft | None:
 
 
 def _stat(directory_fd: int, name: str) -> os.stat_result | None:
-    """Status of a plain file; None for anything else."""
+    """Returns the status of a plain file; None for anything else."""
     try:
         status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
     except OSError:
@@ -161,7 +164,7 @@ def _allocated_bytes(directory_fd: int) -> int:
 
 
 def _read(directory_fd: int, name: str) -> bytes:
-    """The beginning of a file; empty if it can't be read."""
+    """Returns the beginning of a file; empty if it can't be read."""
     try:
         fd = os.open(
             name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd
@@ -190,8 +193,8 @@ def _pid(directory_fd: int) -> int:
 
 
 def _is_locked(directory_fd: int) -> bool | None:
-    """Returns True if a server holds the lock. Takes it for a moment, shared: `lock_file` tries
-    more than once."""
+    """Whether a server holds the lock. Holds a shared lock for a moment, so `lock_file` tries more
+    than once."""
     try:
         fd = os.open(
             LOCK_FILE,

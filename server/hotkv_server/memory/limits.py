@@ -1,5 +1,5 @@
-"""What the machine grants: locked memory, memory of the control group, huge pages. Read at start,
-to say what would not fit."""
+"""Reads the limits of the machine: locked memory, memory of the control group, huge pages. The
+start uses them to warn of settings that do not fit."""
 
 import resource
 from pathlib import Path
@@ -12,20 +12,21 @@ NO_LIMIT = (1 << 63) - 1
 
 
 def memlock_bytes() -> int:
-    """Most bytes that this process may lock, or pin for a GPU; NO_LIMIT for any."""
+    """Returns the most bytes that this process may lock, or pin for a GPU; NO_LIMIT if
+    unlimited."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return NO_LIMIT if soft == resource.RLIM_INFINITY else soft
 
 
 def cgroup_bytes() -> int:
-    """Least memory limit of this process's control group and those above it; NO_LIMIT if there is
-    none or none can be read."""
+    """Returns the smallest memory limit of this process's control group and its ancestors; NO_LIMIT
+    if none can be read."""
     return min((_number(directory / "memory.max") for directory in _cgroups()), default=NO_LIMIT)
 
 
 def _cgroups() -> list[Path]:
-    """Directories of this process's control group and those above it (version 2); none if it has
-    none."""
+    """Returns the directories of this process's control group and its ancestors (version 2); empty
+    if it has none."""
     try:
         own = next(
             line[3:] for line in OWN_CGROUP.read_text().splitlines() if line.startswith("0::")
@@ -37,7 +38,7 @@ def _cgroups() -> list[Path]:
 
 
 def _number(path: Path) -> int:
-    """The number in a file; NO_LIMIT if there is none."""
+    """Returns the number in a file; NO_LIMIT if there is none."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -46,8 +47,8 @@ def _number(path: Path) -> int:
 
 
 def _field(path: Path, name: str, unit: int) -> int:
-    """The number after a name in a file of names and numbers, times the unit; NO_LIMIT if it is not
-    there."""
+    """Returns the number behind a name in a file of names and numbers, times `unit`; NO_LIMIT if
+    the name is missing."""
     try:
         rows = (line.split() for line in path.read_text().splitlines())
         return next((int(row[1]) * unit for row in rows if row[:1] == [name]), NO_LIMIT)
@@ -56,10 +57,10 @@ def _field(path: Path, name: str, unit: int) -> int:
 
 
 def available_bytes() -> int:
-    """Memory that may be taken before the kernel has to end a process for it: of the machine, and
-    of this process's control groups.
+    """Returns the memory that can be allocated before the kernel must kill a process: the minimum
+    over the machine and this process's control groups.
 
-    NO_LIMIT if the kernel does not say. What files keep in the page cache counts as available.
+    NO_LIMIT if the kernel does not say. Files in the page cache count as available.
     """
     least = _field(MEMINFO, "MemAvailable:", 1024)
     for directory in _cgroups():
@@ -76,13 +77,13 @@ def available_bytes() -> int:
 
 
 def machine_bytes() -> int:
-    """Memory of this machine, or the limit of this process's control groups if that is less;
-    NO_LIMIT if the kernel does not say."""
+    """Returns the memory of this machine, or the limit of this process's control groups if that is
+    smaller; NO_LIMIT if the kernel does not say."""
     return min(_field(MEMINFO, "MemTotal:", 1024), cgroup_bytes())
 
 
 def allocated_bytes(path: Path) -> int:
-    """Memory that a file on tmpfs has by now; 0 if there is no such file."""
+    """Returns the memory that a file on tmpfs uses at the moment; 0 if there is no such file."""
     try:
         return path.stat().st_blocks * 512
     except OSError:
@@ -90,7 +91,7 @@ def allocated_bytes(path: Path) -> int:
 
 
 def why_no_huge_pages() -> str:
-    """The likeliest reason why the kernel gave no huge pages."""
+    """Returns the likeliest reason why the kernel provided no huge pages."""
     try:
         modes = SHMEM_HUGE.read_text().strip()
     except OSError:

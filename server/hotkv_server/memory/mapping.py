@@ -1,8 +1,8 @@
 """A mapped file: bytes at an address, for as long as it is open.
 
-Owns one descriptor and one mapping; `close` closes both. Always true: the address is congruent to
-the file offset modulo 2 MiB, without which the kernel gives no huge pages, and which Python's own
-mmap does not promise. A view from `array` must not be used after `close`.
+Owns one descriptor and one mapping; `close` closes both. Always true: address and file offset are
+congruent modulo 2 MiB. The kernel provides huge pages only then, and Python's own mmap does not
+ensure it. A view from `array` must not be used after `close`.
 """
 
 import ctypes
@@ -23,21 +23,21 @@ _libc.signal.restype = ctypes.c_void_p
 
 
 # --------------------------------------------------------------------- Files that clients cut short
-# Keeps the server alive when a client cuts short a file that the server has mapped.
+# Keeps the server alive when a client truncates a file that the server has mapped.
 #
-# Touching a page beyond the end of a file raises SIGBUS, whose default ends the process, and no
-# check beforehand helps: the file may be cut in the middle of a copy. So memory of clients is
-# guarded: at the first such touch the whole mapping is replaced by empty memory of the server's
-# own, its owner is told, and the copy goes on over zeros that nobody will keep. A SIGBUS anywhere
-# else ends the process as ever.
+# Touching a page beyond the end of a file raises SIGBUS, which by default kills the process. No
+# check beforehand helps, because the file may be truncated in the middle of a copy. So mappings of
+# client memory are guarded: at the first such access the whole mapping is replaced by empty memory
+# of the server, its owner is notified, and the copy continues over zeros, which are discarded. Any
+# other SIGBUS kills the process.
 #
-# The handler is Python. A thread that copies holds neither the GIL nor any lock at that moment, so
-# it may wait for the GIL there. Known fault: a SIGBUS that somebody sends with kill(2) may meet a
-# thread that is just taking the GIL, and then the server hangs until its watchdog ends it.
+# The handler is Python. A thread that copies holds neither the GIL nor a lock at that moment, so it
+# may wait for the GIL there. Known fault: a SIGBUS sent with kill(2) may reach a thread that is
+# just acquiring the GIL; then the server hangs until its watchdog ends it.
 
 _SA_SIGINFO = 4
 _CODE_OFFSET, _ADDRESS_OFFSET = 8, 16
-"""Of si_code and si_addr in siginfo_t, on 64-bit Linux."""
+"""Offsets of si_code and si_addr in siginfo_t, on 64-bit Linux."""
 
 
 class _Action(ctypes.Structure):
@@ -53,12 +53,12 @@ class _Action(ctypes.Structure):
 
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 _guarded: dict[int, tuple[int, Callable[[], None]]] = {}
-"""By address: length and what to do."""
+"""By address: length, and the handler to call."""
 
 
 def _guard(address: int, num_bytes: int, on_fault: Callable[[], None]) -> None:
-    """Calls `on_fault` from now on for a touch beyond the file's end, in the thread that touched;
-    it must put memory in the mapping's place."""
+    """Registers a handler for accesses beyond the file's end. It runs in the accessing thread and
+    must map memory in place of the mapping."""
     _guarded[address] = num_bytes, on_fault
 
 
@@ -74,7 +74,7 @@ def _handle(number: int, info: int, context: int) -> None:
         if is_fault and address <= at < address + num_bytes:
             on_fault()
             return
-    _libc.signal(signal.SIGBUS, None)  # Python's own would refuse in this thread.
+    _libc.signal(signal.SIGBUS, None)  # Python's signal() refuses here.
     if not is_fault:
         os.kill(os.getpid(), signal.SIGBUS)
 
@@ -83,7 +83,7 @@ _on_bus_error = _Handler(_handle)
 
 
 def install_guard() -> None:
-    """Installs the handler, once, at start. Raises OSError."""
+    """Installs the SIGBUS handler, once, at start. Raises OSError."""
     action = _Action(
         ctypes.cast(_on_bus_error, ctypes.c_void_p), (ctypes.c_byte * 128)(), _SA_SIGINFO, None
     )
@@ -123,8 +123,7 @@ def _map(address: int | None, num_bytes: int, protection: int, flags: int, fd: i
 
 
 def _map_aligned(fd: int, num_bytes: int) -> int:
-    """Maps the file, shared and writable, at an address that is a multiple of 2 MiB; returns the
-    address."""
+    """Maps the file, shared and writable, at a multiple of 2 MiB; returns the address."""
     reserved_bytes = num_bytes + HUGE_PAGE_BYTES
     reserved = _map(
         None, reserved_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1
@@ -144,14 +143,14 @@ def _map_aligned(fd: int, num_bytes: int) -> int:
 
 
 def has_holes(fd: int) -> bool:
-    """Returns True if parts of a file have no memory yet: the process that touches them first
-    allocates it, and is charged for it."""
+    """Whether parts of a file have no memory yet. The process that first touches them allocates the
+    memory and is charged for it."""
     found = os.fstat(fd)
     return found.st_blocks * 512 < found.st_size
 
 
 class FileMapping:
-    """A shared mapping of `num_bytes` of a file, from its start."""
+    """A shared mapping of the first `num_bytes` of a file."""
 
     def __init__(
         self,
@@ -162,12 +161,13 @@ class FileMapping:
         exclusive: bool = False,
         on_cut: Callable[[], None] | None = None,
     ) -> None:
-        """Takes the descriptor over, even if it raises. Raises ValueError if the file is shorter
-        than `num_bytes`.
+        """Acquires the descriptor, even if it raises. Raises ValueError if the file is shorter than
+        `num_bytes`.
 
-        `exclusive`: the file is the server's own, so missing pages may be prefaulted. `on_cut`: the
-        file is a client's, who may cut it short at any time; called, from any thread, when this
-        process has touched a page that is missing: from then on the mapping is empty memory.
+        exclusive: the file belongs to the server, so missing pages may be prefaulted.
+        on_cut: the file belongs to a client, which may truncate it at any time. Called from any
+            thread after this process has touched a missing page; from then on the mapping is empty
+            memory.
         """
         try:
             if os.fstat(fd).st_size < num_bytes:
@@ -196,24 +196,24 @@ class FileMapping:
 
     @staticmethod
     def create(path: Path, num_bytes: int, mode: int) -> "FileMapping":
-        """Makes a new file in place of any old one. Existing mappings keep the old contents."""
+        """Replaces the file by a new one. Existing mappings keep the old contents."""
         path.unlink(missing_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         os.truncate(fd, num_bytes)
         return FileMapping(fd, num_bytes, str(path), exclusive=True)
 
     def array(self) -> NDArray[np.uint8]:
-        """The bytes; not to be used after `close`."""
+        """Returns the bytes as a view, which must not be used after `close`."""
         assert self._open, "mapping is closed"
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
 
     def is_whole(self) -> bool:
-        """Returns False if somebody has cut the file short, so that touching the mapping would kill
-        this process."""
+        """Returns False if the file was truncated, so that touching the mapping could kill this
+        process."""
         return not self._is_cut and os.fstat(self.fd).st_size >= self.num_bytes
 
     def has_holes(self) -> bool:
-        """As `has_holes` of its file."""
+        """Whether parts of its file have no memory yet; see the function `has_holes`."""
         return has_holes(self.fd)
 
     def populate(self, start: int = 0, num_bytes: int | None = None) -> None:
@@ -226,21 +226,21 @@ class FileMapping:
             if error.errno != errno.EINVAL:
                 raise
             if self._exclusive:
-                # A kernel before 5.14. Pages are touched only by reading, as somebody may be
-                # writing them, and once they have memory: touching what can't have any would end
-                # the process.
+                # A kernel before 5.14. Allocate first: touching a page that can't be allocated
+                # would kill the process. Then read one byte per page; writing could overwrite
+                # another process's data.
                 os.posix_fallocate(self.fd, start, num_bytes)
                 self.array()[start : start + num_bytes : mmap.PAGESIZE].max(initial=0)
 
     def make_huge(
         self, start: int, budget_s: float, piece_bytes: int = COLLAPSE_BYTES, end: int | None = None
     ) -> int:
-        """Prefaults pages as huge pages from `start` to `end`, until that has taken `budget_s` or
-        the kernel refuses.
+        """Prefaults huge pages from `start` to `end`, until `budget_s` has passed or the kernel
+        refuses.
 
-        Returns where it ended, a multiple of 2 MiB; single pages that the kernel refused may lie
-        before. Adds to `huge_bytes`. Blocks. A kernel that must compact memory first is slow, hence
-        the budget.
+        Returns where it ended, a multiple of 2 MiB; before it there may be single pages that the
+        kernel refused. Adds to `huge_bytes`. Blocks. The budget is needed because a kernel that
+        must compact memory first is slow.
         """
         deadline_s = time.monotonic() + budget_s
         whole = (self.num_bytes if end is None else end) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
@@ -248,7 +248,7 @@ class FileMapping:
             length = min(piece_bytes, whole - start)
             got = self._collapse(start, length)
             if got < length and length > HUGE_PAGE_BYTES:
-                # Somebody held a page for a moment: the other ranges are collapsed one by one.
+                # A page was in use for a moment: collapse the ranges one by one.
                 got = sum(
                     self._collapse(at, HUGE_PAGE_BYTES)
                     for at in range(start, start + length, HUGE_PAGE_BYTES)
@@ -260,10 +260,9 @@ class FileMapping:
         return start
 
     def _collapse(self, start: int, num_bytes: int) -> int:
-        """Collapses a range; returns the bytes that are huge pages now: all, or none if the kernel
-        refused."""
+        """Collapses a range into huge pages; returns its length, or 0 if the kernel refused."""
         try:
-            # The kernel collapses no range that is all holes.
+            # The kernel does not collapse a range without any page.
             for at in range(start, start + num_bytes, HUGE_PAGE_BYTES) if self._exclusive else ():
                 self._advise(_POPULATE_WRITE, at, mmap.PAGESIZE)
             self._advise(_COLLAPSE, start, num_bytes)
@@ -272,7 +271,7 @@ class FileMapping:
         return num_bytes
 
     def close(self) -> None:
-        """Unmaps and closes."""
+        """Unmaps the memory and closes the file."""
         if self._open:
             self._open = False
             _release(self.address)
@@ -280,8 +279,7 @@ class FileMapping:
             os.close(self.fd)
 
     def _replace(self) -> None:
-        """Maps empty memory in place of the file's missing pages, in the middle of the access that
-        failed."""
+        """Replaces the mapping by empty memory, in the middle of the access that failed."""
         self._is_cut = True
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
         _map(self.address, self.num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1)

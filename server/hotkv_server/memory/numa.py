@@ -1,8 +1,7 @@
-"""NUMA: on which nodes of the machine the arena lies, and on which processors a device's copy
-threads run.
+"""NUMA: chooses the machine's nodes for the arena, and the processors for a device's copy threads.
 
-The machine's nodes are read from /sys, without CUDA, because memory must be placed before it is
-prefaulted. If the machine does not grant a placement, the server runs on, with one line in the log.
+The nodes are read from /sys, without CUDA, because memory must be placed before it is prefaulted.
+If the machine refuses a placement, the server continues and logs one line.
 """
 
 import contextlib
@@ -15,7 +14,7 @@ from pathlib import Path
 SYS = Path("/sys")
 NVIDIA_VENDOR = "0x10de"
 DISPLAY_CLASS = "0x03"
-"""First byte of the PCI class of GPUs, with a display or without."""
+"""First byte of the PCI class of GPUs, with or without a display."""
 UNKNOWN = -1
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """Numbers of the system call (asm/unistd.h)."""
@@ -25,7 +24,7 @@ _WORD_BITS = 64
 
 
 def parse_list(text: str) -> tuple[int, ...]:
-    """Numbers of a list as the kernel writes them, such as 0-3,8. Raises ValueError."""
+    """Returns the numbers of a list in the kernel's notation, such as 0-3,8. Raises ValueError."""
     numbers: list[int] = []
     for part in filter(None, (part.strip() for part in text.strip().split(","))):
         first, _, last = part.partition("-")
@@ -34,7 +33,7 @@ def parse_list(text: str) -> tuple[int, ...]:
 
 
 def _read_list(path: Path) -> tuple[int, ...]:
-    """The list in a file; empty if there is no such file, or it can't be read."""
+    """Returns the list in a file; empty if the file is missing or can't be read."""
     try:
         return parse_list(path.read_text())
     except (OSError, ValueError):
@@ -42,12 +41,12 @@ def _read_list(path: Path) -> tuple[int, ...]:
 
 
 def memory_nodes(sys: Path = SYS) -> tuple[int, ...]:
-    """Nodes that have memory; empty if the kernel does not say."""
+    """Returns the nodes that have memory; empty if the kernel does not say."""
     return _read_list(sys / "devices/system/node/has_memory")
 
 
 def processors(node: int, sys: Path = SYS) -> frozenset[int]:
-    """Processors of a node; empty for UNKNOWN."""
+    """Returns the processors of a node; empty for UNKNOWN."""
     return (
         frozenset(_read_list(sys / f"devices/system/node/node{node}/cpulist"))
         if node >= 0
@@ -56,8 +55,10 @@ def processors(node: int, sys: Path = SYS) -> frozenset[int]:
 
 
 def node_of(pci_bus_id: str, sys: Path = SYS) -> int:
-    """Node of a PCI device, or UNKNOWN. `pci_bus_id`: as CUDA or /sys writes it; CUDA may write
-    eight digits of the domain."""
+    """Returns the node of a PCI device, or UNKNOWN.
+
+    pci_bus_id: in the notation of CUDA or /sys; CUDA may write eight digits of the domain.
+    """
     domain, _, rest = pci_bus_id.lower().partition(":")
     try:
         return int(
@@ -68,7 +69,7 @@ def node_of(pci_bus_id: str, sys: Path = SYS) -> int:
 
 
 def gpu_nodes(sys: Path = SYS) -> tuple[int, ...]:
-    """Nodes of the machine's NVIDIA GPUs, each once, in order."""
+    """Returns the nodes of the machine's NVIDIA GPUs, without duplicates, sorted."""
     found: set[int] = set()
     for device in sorted((sys / "bus/pci/devices").glob("*")):
         with contextlib.suppress(OSError):
@@ -79,11 +80,10 @@ def gpu_nodes(sys: Path = SYS) -> tuple[int, ...]:
 
 
 def choose(wanted: str, sys: Path = SYS) -> tuple[int, ...]:
-    """The nodes that `arena.numa` asks for on this machine; none if memory may come from anywhere.
-    Raises ValueError for a node without memory.
+    """Returns the nodes that the setting `arena.numa` selects on this machine; empty if memory may
+    come from any node. Raises ValueError for a node without memory.
 
-    auto: the nodes of the GPUs, all of them in turns; nothing on a machine with one node, or
-    without GPUs.
+    auto: the nodes of all GPUs, interleaved; empty on a machine with one node, or without GPUs.
     """
     nodes = memory_nodes(sys)
     if wanted == "none":
@@ -102,8 +102,8 @@ def choose(wanted: str, sys: Path = SYS) -> tuple[int, ...]:
 
 
 def place(address: int, num_bytes: int, nodes: Sequence[int]) -> str:
-    """Lets memory that is not allocated yet come from these nodes, in turns if there are several,
-    and from elsewhere when they are full. Returns why it can't, or nothing."""
+    """Makes memory that is not allocated yet come from these nodes, interleaved if there are
+    several, and from other nodes when they are full. Returns why that failed; empty on success."""
     number = _MBIND.get(platform.machine())
     if number is None:
         return f"not known how to ask for it on {platform.machine()}"
@@ -133,8 +133,8 @@ def place(address: int, num_bytes: int, nodes: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def on_processors(wanted: frozenset[int]) -> Iterator[None]:
-    """Runs threads that are started inside on these processors, as far as this process may use
-    them; on any if it may use none."""
+    """Runs threads that are started inside on the given processors, as far as this process may use
+    them; on any processor if it may use none of them."""
     before = os.sched_getaffinity(0)
     usable = wanted & before
     if not usable or usable == before:

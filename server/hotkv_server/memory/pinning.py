@@ -1,9 +1,8 @@
-"""Pinning of the arena for devices: registered with CUDA piece by piece, from its start, in a
-thread of its own.
+"""Pins the arena for devices: a thread registers it with CUDA piece by piece, from its start.
 
-Always true: the first `pinned_bytes` bytes are registered, in pieces of `piece_bytes`; the share
-only grows until `close`, which unregisters all. A refusal ends the thread: bytes that are not
-pinned are copied slowly, and `error` says what to grant.
+Always true: the first `pinned_bytes` bytes are registered, in pieces of `piece_bytes`. The number
+only grows until `close`, which unregisters all pieces. A refusal ends the thread: bytes that are
+not pinned are copied slowly, and `error` says which permission is missing.
 """
 
 import logging
@@ -19,8 +18,11 @@ log = logging.getLogger(__name__)
 
 
 class ArenaPinner:
-    """See the module. `prepare(start, num_bytes)`: called before a part is pinned, the last time
-    that its pages may move."""
+    """Pins the arena; see the module.
+
+    prepare: called with (start, num_bytes) before a part is pinned; the pages can't move
+        afterwards.
+    """
 
     def __init__(
         self,
@@ -41,7 +43,7 @@ class ArenaPinner:
         self.error = ""
         self.took_s = 0.0
         self.unpinned_bytes = 0
-        """By `close`, as far as it has come."""
+        """Progress of `close`."""
         self._runtime = runtime
         self._prepare = prepare
         self._pinned_bytes = 0
@@ -61,11 +63,11 @@ class ArenaPinner:
 
     @property
     def is_done(self) -> bool:
-        """Returns True if all of the arena is pinned."""
+        """Whether all of the arena is pinned."""
         return self._pinned_bytes == self.num_bytes
 
     def is_alive(self) -> bool:
-        """Returns False if the thread has died before its time."""
+        """Returns False if the thread has died before pinning ended."""
         return (
             self.is_done
             or bool(self.error)
@@ -75,7 +77,7 @@ class ArenaPinner:
         )
 
     def pin_next(self) -> None:
-        """Registers one more piece. Blocks. Raises DeviceError."""
+        """Registers the next piece. Blocks. Raises DeviceError."""
         start = self._pinned_bytes
         count = min(self.piece_bytes, self.num_bytes - start)
         if self._prepare is not None:
@@ -88,7 +90,7 @@ class ArenaPinner:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops, and unregisters all. Blocks. The copy engines must be closed."""
+        """Stops the thread and unregisters all pieces. Blocks. The copy engines must be closed."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -119,7 +121,7 @@ class ArenaPinner:
 
 
 def refusal(error: Exception, num_bytes: int) -> str:
-    """Says why pinning failed, and what to grant."""
+    """Returns why pinning failed, and which permission to grant."""
     granted = limits.memlock_bytes()
     if granted < num_bytes:
         return (

@@ -1,9 +1,9 @@
-"""The part of a server's catalog that outlives it: a small file beside arena and table that says
-what their bytes mean.
+"""The part of a server's catalog that outlives it: a small file beside arena and table that defines
+the meaning of their bytes.
 
 Always true: the file is replaced as a whole before the first block of a new key space can be
-stored; so the key space of every ready block in the table is here. A file of another format
-version, or one that contradicts itself, is refused, never read in part.
+stored. So it has the key space of every ready block in the table. A file that has another format
+version or contradicts itself is refused, never read in part.
 """
 
 import itertools
@@ -20,17 +20,17 @@ from hotkv_proto.keys import KeySpace, Representation
 
 FORMAT_VERSION = 1
 _texts: WeakKeyDictionary[KeySpace, str] = WeakKeyDictionary()
-"""Key spaces in JSON: all are written again with each new one."""
+"""Key spaces as JSON: each new key space writes all of them again."""
 
 
 class StateError(Exception):
-    """The file can't be used; the message says why."""
+    """Raised if the file can't be used; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownKeySpace:
-    """A key space as the old server numbered it, with the kinds of its representations in the order
-    of their numbers."""
+    """A key space with its number in the old server, and the kinds of its representations in the
+    order of their numbers."""
 
     number: int
     key_space: KeySpace
@@ -39,22 +39,28 @@ class KnownKeySpace:
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """`slab_bytes`: how the arena was divided. `key_spaces` in the order of their numbers."""
+    """The contents of the file.
+
+    slab_bytes: how the arena was divided.
+    key_spaces: in the order of their numbers.
+    """
 
     slab_bytes: int
     key_spaces: tuple[KnownKeySpace, ...] = ()
 
 
 def write_state(path: Path, state: ServerState) -> None:
-    """Replaces the file. Raises OSError; the old file is whole then."""
+    """Replaces the file. Raises OSError; the old file is then still whole."""
     begin = f'{{"format": {FORMAT_VERSION}, "slab_bytes": {state.slab_bytes}, "key_spaces": ['
     entries = ("," * (at > 0) + _entry(known) for at, known in enumerate(state.key_spaces))
     replace_file(path, itertools.chain([begin], entries, ["]}"]))
 
 
 def replace_file(path: Path, pieces: Iterable[str], *, sync: bool = False) -> None:
-    """Replaces a file's text as a whole. `sync`: it is on its disk afterwards. Raises OSError; the
-    old file is whole then."""
+    """Replaces a file's text as a whole. Raises OSError; the old file is then still whole.
+
+    sync: returns after the text has reached the disk.
+    """
     scratch = path.with_name(f"{path.name}.new")
     scratch.unlink(missing_ok=True)
     fd = os.open(
@@ -67,7 +73,7 @@ def replace_file(path: Path, pieces: Iterable[str], *, sync: bool = False) -> No
             os.fsync(file.fileno())
     scratch.replace(path)
     if sync:
-        # The new name, too: else the old file may come back after a power loss.
+        # Sync the new name, too: otherwise the old file may come back after a power loss.
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(folder)
@@ -76,7 +82,7 @@ def replace_file(path: Path, pieces: Iterable[str], *, sync: bool = False) -> No
 
 
 def _entry(known: KnownKeySpace) -> str:
-    """A key space in JSON."""
+    """Returns a key space as JSON."""
     text = _texts.get(known.key_space)
     if text is None:
         text = _texts[known.key_space] = json.dumps(asdict(known.key_space))
@@ -89,8 +95,8 @@ def _entry(known: KnownKeySpace) -> str:
 
 
 def read_state(path: Path) -> ServerState:
-    """Raises StateError if there is no file, or not one of this format; OSError if it can't be read
-    now."""
+    """Reads the file. Raises StateError if it is missing or has another format, OSError if it can't
+    be read at the moment."""
     try:
         content = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError) as error:
@@ -133,5 +139,5 @@ def _known(entry: Mapping[str, Any]) -> KnownKeySpace:
 
 
 def _tuples(fields: Mapping[str, Any], *names: str) -> dict[str, tuple[Any, ...]]:
-    """Lists as tuples, which JSON does not have."""
+    """Converts the named lists back to tuples, which JSON does not have."""
     return {name: tuple(fields[name]) for name in names if name in fields}
