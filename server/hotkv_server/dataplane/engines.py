@@ -1,7 +1,7 @@
-"""Copy engines: their protocol, the jobs that they work on, and the one that combines them all.
+"""Copy engines: their protocol, their jobs, and the engine that combines all others.
 
-Always true: `on_done` is called exactly once, from any thread, and only when the engine touches
-neither memory any more; whoever asks a gate releases it exactly once.
+Always true: `on_done` is called exactly once, from any thread, and only after the engine has
+stopped accessing both memories. A gate is released exactly once by the code that polls it.
 """
 
 import contextlib
@@ -26,24 +26,24 @@ class Outcome(enum.Enum):
 
 
 class Gate(Protocol):
-    """Holds a job until its first byte may move: until a mark in the queue of an engine's device
+    """Delays a job until its first byte may move: until a mark in the queue of an engine's device
     has passed."""
 
     def passed(self) -> bool:
-        """True if the job may begin. Cheap, does not wait. Raises DeviceError if that can't be
-        known any more: the job has failed."""
+        """Whether the job may begin. Cheap; does not wait. Raises DeviceError if the answer can't
+        be determined; the job then fails."""
 
     def release(self) -> None:
-        """Called when the gate is asked no more: it has passed or failed, or its job was cancelled.
-        From any thread, must not block."""
+        """Called after the last call of `passed`: the gate has passed or failed, or its job was
+        cancelled. Runs on any thread; must not block."""
 
 
 class CopyJob:
-    """One transfer's copying. `cancel` may be called from any thread; it takes effect between
+    """The copies of one transfer. `cancel` may be called from any thread and takes effect between
     pieces.
 
-    `gate` is for `CopyEngines`; a single engine takes it as passed. `owner`: engines serve
-    owners in turn.
+    gate: used by `CopyEngines`; a single engine assumes that it has passed.
+    owner: engines serve owners in turn.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class CopyJob:
 
     @property
     def cancelled(self) -> bool:
-        """True if `cancel` was called."""
+        """Whether `cancel` was called."""
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
@@ -81,8 +81,8 @@ class CopyJob:
         self._cancelled.set()
 
     def parts(self, groups: Sequence[Sequence[Plan]]) -> "list[CopyJob]":
-        """Splits the job by groups of plans. The parts are cancelled with it, and the last one to
-        end ends it. In place of `expect`."""
+        """Splits the job into one part per group of plans. Cancelling the job cancels the parts;
+        the last part to end ends the job. Replaces `expect`."""
         self.expect(len(groups))
         parts = [CopyJob(plans, self._part_done, owner=self.owner) for plans in groups]
         for part in parts:
@@ -94,19 +94,19 @@ class CopyJob:
 
     @property
     def begun_s(self) -> float | None:
-        """When its first piece began; None if none has."""
+        """Time when the first piece began; None before that."""
         return self._begun_s or None
 
     def expect(self, num_pieces: int) -> None:
-        """For engines: sets how many calls of `piece_done` end the job; ends it at once if there is
-        nothing to do."""
+        """Sets the number of `piece_done` calls that end the job; ends it at once for 0. For
+        engines."""
         self._pieces_left = num_pieces
         self._expected_s = time.monotonic()
         if num_pieces == 0:
             self._on_done(Outcome.CANCELLED if self.cancelled else Outcome.DONE, "")
 
     def piece_begun(self) -> None:
-        """For engines: one piece is about to be copied."""
+        """Notes that a piece is about to be copied. For engines."""
         if not self._begun_s:
             self._begun_s = time.monotonic()
             if self._whole is not None:
@@ -114,12 +114,12 @@ class CopyJob:
 
     @property
     def waited_s(self) -> float | None:
-        """How long the job, its gate passed, has waited for its first piece to begin; None if none
-        has."""
+        """Seconds from `expect`, which follows the gate, to the begin of the first piece; None
+        before that."""
         return self._begun_s - self._expected_s if self._begun_s else None
 
     def piece_done(self, error: str = "") -> None:
-        """For engines: one piece has been copied, skipped or has failed."""
+        """Notes that a piece was copied, was skipped or has failed. For engines."""
         with self._lock:
             self._error = self._error or error
             self._pieces_left -= 1
@@ -132,51 +132,54 @@ class CopyJob:
 
 
 class CopyEngine(Protocol):
-    """Moves bytes. `submit` may be called from any thread, does not block, and never raises."""
+    """Copies bytes. `submit` may be called from any thread, does not block, and never raises."""
 
     def submit(self, job: CopyJob) -> None:
         """Starts a job; its `on_done` follows."""
 
     @property
     def num_queued(self) -> int:
-        """Pieces not yet begun; bounded by the transfers that the core admits."""
+        """Pieces that have not begun; bounded by the transfers that the core admits."""
 
     @property
     def busy_s(self) -> float:
-        """Seconds that lanes have been busy with pieces that have ended, all lanes together."""
+        """Seconds that lanes were busy with pieces that have ended, summed over all lanes."""
 
     @property
     def num_lanes(self) -> int:
-        """How many lanes copy side by side: threads, or directions of a device."""
+        """Number of lanes that copy in parallel: threads, or directions of a device."""
 
     def is_alive(self) -> bool:
-        """False if a thread of it has died."""
+        """Returns False if one of its threads has died."""
 
     def stalled_s(self, now_s: float) -> float:
-        """How long the slowest thread or device has been at one piece; 0 if all wait for work."""
+        """Returns how long the slowest thread or device has worked on one piece; 0 if all are
+        idle."""
 
     def close(self) -> None:
         """Waits for jobs in flight and stops the threads."""
 
 
 # ------------------------------------------------------------------------ All engines of the server
-# Gives each plan to the engine of its device, and begins no job before its gate has passed.
+# Passes each plan to the engine of its device, after the job's gate has passed.
 #
-# Always true: a gate is asked by one thread at a time and released when it has passed, has failed,
-# or its job was cancelled. While no job waits, nobody polls.
+# Always true: one thread at a time polls a gate. The gate is released when it has passed or failed,
+# or its job was cancelled. No thread polls while no job waits.
 
 POLL_S = 50e-6
 MAX_POLL_S = 1e-3
 POLL_SHARE = 0.05
-"""The pause between two looks at the gates that jobs wait for: this share of the time since one
-last passed or came, within these bounds. So a wait grows by a twentieth at most (by two if a look
-only begins to read a word), and during long waits the GIL is free for others.
-"""
+"""The pause between two polls of the gates: this share of the time since the last gate passed or
+the last job came, within the bounds above. So polling adds at most a twentieth to a wait (a tenth
+if a poll only starts to read a word). During long waits the GIL is free for other threads."""
 
 
 class CopyEngines:
-    """See above. `host` takes plans that touch no device, `devices` the others, by number.
-    Owns all of them and closes them."""
+    """Combines the engines of the server. Owns and closes all of them.
+
+    host: engine for plans that involve no device.
+    devices: engines for all other plans, by device number.
+    """
 
     def __init__(self, host: CopyEngine, devices: Mapping[int, CopyEngine]) -> None:
         self._engines: dict[int, CopyEngine] = {HOST: host, **devices}
@@ -213,7 +216,7 @@ class CopyEngines:
 
     @property
     def num_queued(self) -> int:
-        """Pieces not yet begun, and jobs that wait for their gates."""
+        """Pieces that have not begun, and jobs that wait for their gates."""
         return self.num_waiting + sum(engine.num_queued for engine in self._engines.values())
 
     @property
@@ -223,23 +226,23 @@ class CopyEngines:
 
     @property
     def busy_s(self) -> float:
-        """Of the engine in host memory; devices have figures of their own."""
+        """Busy seconds of the host engine; engines of devices have separate figures."""
         return self._engines[HOST].busy_s
 
     @property
     def num_lanes(self) -> int:
-        """Of the engine in host memory."""
+        """Number of lanes of the host engine."""
         return self._engines[HOST].num_lanes
 
     def is_alive(self) -> bool:
-        """False if a thread of any engine has died, or the one that asks the gates."""
+        """Returns False if a thread of any engine, or the thread that polls the gates, has died."""
         return self._thread.is_alive() and all(
             engine.is_alive() for engine in self._engines.values()
         )
 
     def stalled_s(self, now_s: float) -> float:
-        """The longest stall of an engine, or how long a gate has not answered. Waiting for a gate
-        is no stall."""
+        """Returns the longest stall of an engine, or how long a gate has not answered. Waiting for
+        a gate to pass is no stall."""
         gates_s = now_s - (self._begun_s or now_s)
         return max(gates_s, *(engine.stalled_s(now_s) for engine in self._engines.values()))
 
@@ -263,7 +266,8 @@ class CopyEngines:
             )
 
     def _settle(self, job: CopyJob) -> bool:
-        """Starts or ends the job if its gate has passed or failed; False if it must wait."""
+        """Starts or ends the job if its gate has passed or failed; returns False if it must
+        wait."""
         gate = job.gate
         if gate is None:
             self._start(job)
@@ -300,7 +304,7 @@ class CopyEngines:
 
 
 def by_device(plans: Iterable[Plan]) -> dict[int, list[Plan]]:
-    """Plans by the device that they need; HOST if they need none."""
+    """Groups plans by the device that they involve; HOST for plans without a device."""
     groups: dict[int, list[Plan]] = {}
     for plan in plans:
         groups.setdefault(plan.device, []).append(plan)
@@ -308,6 +312,6 @@ def by_device(plans: Iterable[Plan]) -> dict[int, list[Plan]]:
 
 
 def fail(job: CopyJob, error: str) -> None:
-    """Ends a job that has not begun."""
+    """Ends a job that has not begun as failed."""
     job.expect(1)
     job.piece_done(error)

@@ -1,7 +1,7 @@
 """Copy engine `host`: memcpy on worker threads, without the GIL.
 
-Jobs are cut into pieces that all threads share. Owners take turns; jobs of one owner are served in
-order. A job may be cancelled between pieces.
+Jobs are split into pieces that all threads share. Owners take turns; jobs of one owner are served
+in order. A job may be cancelled between pieces.
 """
 
 import threading
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items by owner: first in, first out for each owner; owners take turns, an item each.
+    """A queue with a first-in-first-out list for each owner. Owners take turns, one item each.
     Thread-safe."""
 
     def __init__(self) -> None:
         self._ready = threading.Condition()
         self._items: dict[str, deque[T]] = {}
-        # Owners with items, the next one to be served first.
+        # Owners with items; the next to be served comes first.
         self._turns: deque[str] = deque()
         self._size = 0
         self._is_closed = False
@@ -57,7 +57,7 @@ class FairQueue(Generic[T]):
             self._ready.notify_all()
 
     def get(self) -> T | None:
-        """The next item, or None at the end. Blocks until there is one."""
+        """Returns the next item; None once the queue is closed and empty. Blocks until then."""
         with self._ready:
             while not self._turns:
                 if self._is_closed:
@@ -77,21 +77,21 @@ class FairQueue(Generic[T]):
 # --------------------------------------------------------------------------------------- The engine
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 4 << 20, 16 << 20
-"""Large enough that the overhead of a piece does not count, small enough that a cancel takes effect
-within a millisecond or two."""
+"""Large enough that the overhead of a piece is negligible, small enough that a cancel takes effect
+within one or two milliseconds."""
 STREAMED_JOB_BYTES = 8 << 20
-"""Jobs of this size are written past the caches: the caches would not hold them, and plain stores
+"""Jobs of at least this size bypass the caches: they do not fit into the caches, and plain stores
 would read every line that they overwrite."""
 
 
 class HostCopyEngine:
-    """See the module. `num_threads` workers share one queue, which is bounded by the transfers that
-    the core admits."""
+    """Copies in host memory. `num_threads` workers share one queue, which is bounded by the
+    transfers that the core admits."""
 
     def __init__(self, num_threads: int) -> None:
         self._kernels = native.require("hotkv_proto.kernels")
         self._queue: FairQueue[tuple[CopyJob, Plan, int, int]] = FairQueue()
-        # When each thread began its piece; 0 while it waits for one.
+        # When each thread began its piece; 0 while it is idle.
         self._begun_s = [0.0] * num_threads
         self._busy_s = [0.0] * num_threads
         self._threads = [
@@ -124,7 +124,7 @@ class HostCopyEngine:
 
     @property
     def num_queued(self) -> int:
-        """Pieces not yet begun."""
+        """Pieces that have not begun."""
         return len(self._queue)
 
     @property
@@ -134,15 +134,15 @@ class HostCopyEngine:
 
     @property
     def busy_s(self) -> float:
-        """Seconds that all workers together have spent on pieces that have ended."""
+        """Seconds that workers have spent on pieces that have ended, summed over all workers."""
         return sum(self._busy_s)
 
     def is_alive(self) -> bool:
-        """False if a worker has died."""
+        """Returns False if a worker has died."""
         return all(thread.is_alive() for thread in self._threads)
 
     def stalled_s(self, now_s: float) -> float:
-        """How long the slowest worker has been on its piece; 0 if all wait for work."""
+        """Returns how long the slowest worker has worked on its piece; 0 if all are idle."""
         return now_s - min(filter(None, self._begun_s), default=now_s)
 
     def _work(self, number: int) -> None:
@@ -156,14 +156,14 @@ class HostCopyEngine:
                     self._copy(plan, at, whole, streaming=job.total_bytes >= STREAMED_JOB_BYTES)
                 except Exception as failure:  # noqa: BLE001 The edge of the effect executor: a failed copy is a failed transfer.
                     error = f"{type(failure).__name__}: {failure}"
-            # Before the job ends: who is told of it may ask.
+            # Before the job ends: code that is notified of the end may read it.
             self._busy_s[number] += time.monotonic() - begun_s
             job.piece_done(error)
             self._begun_s[number] = 0.0
             del piece, job, plan
 
     def _copy(self, plan: Plan, at: int, whole: int, *, streaming: bool) -> None:
-        """The share `at` of `whole` equal ones."""
+        """Copies share `at` of `whole` equal shares."""
         if isinstance(plan, BlockCopies):
             recipe, part = plan.recipe, plan.part(at, at + 1, whole)
             self._kernels.copy_blocks(

@@ -1,9 +1,9 @@
 """Copy plans: sources, destinations and sizes of bytes to copy.
 
-Always true: a plan has been checked against both memories before anything moves. A call's plan is
-of whole blocks, `BlockCopies`: as large as its lists of blocks, however many runs a block has. The
-host's kernel walks it as it is; an engine that needs runs gets them a part at a time. Both ways
-merge neighbours that are contiguous on both sides.
+Always true: a plan is checked against both memories before any byte moves. The plan of a call
+consists of whole blocks (`BlockCopies`), so its size depends on the number of blocks, not on their
+runs. The host's kernel executes it directly; an engine that needs runs expands it part by part.
+Both ways merge neighbours that are contiguous on both sides.
 """
 
 import ctypes
@@ -18,13 +18,17 @@ from hotkv_server.device.runtime import HOST
 
 Int64s = NDArray[np.int64]
 PIECE_RUNS = 1 << 16
-"""Most runs that are made of a plan at a time; a single block may have more."""
+"""Most runs that are expanded from a plan at a time; a single block may have more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory of this process: an address and its size, a name for messages, and the number of the
-    device on which it lies, or HOST."""
+    """Memory of this process.
+
+    address, num_bytes: where it lies, and its size.
+    name: for messages.
+    device: number of its device, or HOST.
+    """
 
     address: int
     num_bytes: int
@@ -32,13 +36,13 @@ class Region:
     device: int = HOST
 
     def array(self) -> NDArray[np.uint8]:
-        """Its bytes, writable. Raises ValueError if they lie on a device."""
+        """Returns its bytes, writable. Raises ValueError if they lie on a device."""
         if self.device != HOST:
             raise ValueError(f"{self.name} lies on device {self.device}")
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
 
     def offset_of(self, part: memoryview) -> int:
-        """Where a part of it begins, in bytes."""
+        """Returns the offset of a part of it, in bytes."""
         return int(np.frombuffer(part, np.uint8).ctypes.data) - self.address
 
 
@@ -56,7 +60,7 @@ def _check_sides(one: Region, other: Region) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """memcpy of `num_bytes[i]` from `src` + `src_offsets[i]` to `dst` + `dst_offsets[i]`, int64
+    """Copies `num_bytes[i]` bytes from `src` + `src_offsets[i]` to `dst` + `dst_offsets[i]`; int64
     [runs] each."""
 
     dst: Region
@@ -73,7 +77,7 @@ class CopyPlan:
 
     @property
     def device(self) -> int:
-        """The device that one side lies on; HOST if neither does."""
+        """The device that one side lies on; HOST if both sides are host memory."""
         return max(self.dst.device, self.src.device)
 
     @property
@@ -84,7 +88,7 @@ class CopyPlan:
     def build(
         dst: Region, src: Region, dst_offsets: Int64s, src_offsets: Int64s, num_bytes: Int64s
     ) -> "CopyPlan":
-        """Merges runs that adjoin on both sides."""
+        """Makes a plan; merges runs that adjoin on both sides."""
         if len(num_bytes) > 1:
             follows = (dst_offsets[1:] == dst_offsets[:-1] + num_bytes[:-1]) & (
                 src_offsets[1:] == src_offsets[:-1] + num_bytes[:-1]
@@ -105,7 +109,7 @@ class CopyPlan:
         return len(self.num_bytes)
 
     def share(self, begin: int, end: int, whole: int) -> "CopyPlan":
-        """The runs from `begin` to `end` of `whole` equal shares."""
+        """Returns the runs from `begin` to `end` of `whole` equal shares."""
         mine = slice(self.num_runs * begin // whole, self.num_runs * end // whole)
         return CopyPlan(
             self.dst, self.src, self.dst_offsets[mine], self.src_offsets[mine], self.num_bytes[mine]
@@ -114,8 +118,10 @@ class CopyPlan:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Copies of whole blocks by one recipe, between an engine's memory and the arena. `block_ids`,
-    `slot_offsets`: int64 [blocks], where each lies in either.
+    """Copies of whole blocks by one recipe, between an engine's memory and the arena.
+
+    block_ids: the blocks in the engine's memory, int64 [blocks].
+    slot_offsets: where their slots start in the arena, int64 [blocks].
     """
 
     recipe: Recipe
@@ -140,7 +146,7 @@ class BlockCopies:
 
     @property
     def device(self) -> int:
-        """The device that one side lies on; HOST if neither does."""
+        """The device that one side lies on; HOST if both sides are host memory."""
         return max(self.engine.device, self.arena.device)
 
     @property
@@ -157,16 +163,16 @@ class BlockCopies:
 
     @property
     def num_runs(self) -> int:
-        """Number of runs before any are merged."""
+        """Number of runs before neighbours are merged."""
         return len(self.recipe.bases) * len(self.block_ids)
 
     def part(self, begin: int, end: int, whole: int) -> slice:
-        """The range of blocks from `begin` to `end` of `whole` equal shares."""
+        """Returns the range of blocks from `begin` to `end` of `whole` equal shares."""
         count = len(self.block_ids)
         return slice(count * begin // whole, count * end // whole)
 
     def share(self, begin: int, end: int, whole: int) -> CopyPlan:
-        """The runs from `begin` to `end` of `whole` equal shares of the blocks."""
+        """Returns the runs from `begin` to `end` of `whole` equal shares of the blocks."""
         mine = self.part(begin, end, whole)
         runs = self.recipe.copy_runs(self.block_ids[mine], self.slot_offsets[mine])
         offsets = (
@@ -189,7 +195,10 @@ def block_copies(
     *,
     to_engine: bool,
 ) -> list[BlockCopies]:
-    """The plans that move blocks in either direction, one a recipe. `engine`: memory by handle."""
+    """Returns the plans that copy blocks in one direction, one per recipe.
+
+    engine: the engine's memory by handle.
+    """
     ids, offsets = np.ascontiguousarray(block_ids), np.ascontiguousarray(slot_offsets)
     return [
         BlockCopies(recipe, engine[recipe.handle_id], arena, ids, offsets, to_engine)
@@ -198,6 +207,6 @@ def block_copies(
 
 
 def num_shares(plan: Plan, piece_bytes: int) -> int:
-    """Number of shares of a plan, one at least, so that each has about `piece_bytes`, and not many
-    more runs than PIECE_RUNS."""
+    """Returns the number of shares of a plan, at least 1: each has about `piece_bytes`, and not
+    many more runs than PIECE_RUNS."""
     return max(1, -(-plan.total_bytes // piece_bytes), -(-plan.num_runs // PIECE_RUNS))

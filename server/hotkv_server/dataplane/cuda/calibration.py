@@ -1,7 +1,7 @@
 """Calibration: the best method on this machine, as measured, by direction and page size.
 
-A calibration holds for one device under one driver. It is a value: `measure` makes it, and it can
-be kept as JSON.
+A calibration is valid for one device with one driver. It is a value: `measure` makes it, and it can
+be stored as JSON.
 """
 
 import json
@@ -22,23 +22,22 @@ from hotkv_server.device.runtime import DeviceError, DeviceInfo, DeviceRuntime, 
 # ------------------------------------------------------------------------ What is known of a device
 
 PAGE_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
-"""Page sizes that are measured; for others the nearest one counts."""
+"""Page sizes that are measured; other sizes use the nearest of them."""
 STAGED_RUN_PAGES = 8
-"""Staging is measured with runs of so many pages in the arena, and may be chosen for runs that are
-as long or longer."""
+"""Staging is measured with arena runs of this many pages, and is chosen only for runs of at least
+this length."""
 WORTH = {Method.BATCH: 1.0, Method.MEMCPY: 1.0, Method.STAGED: 0.9, Method.KERNEL: 0.5}
-"""Weight of a method's speed, the most frugal method first. Kernels take the device's time: without
-MPS it runs those of one process at a time, so the engine's stand still while one of ours waits for
-PCIe; staging's kernels move bytes on the device only.
-"""
+"""Weight of a method's speed, the most frugal method first. Kernels use the device's time: without
+MPS a device runs kernels of one process at a time, so the engine's kernels stand still while the
+server's kernel waits for PCIe. The kernels of staging move bytes on the device only."""
 NEGLIGIBLE_RATIO = 0.03
-"""How much slower than the best a more frugal method may be and still be chosen."""
+"""A more frugal method is chosen if it is slower than the best by at most this share."""
 FORMAT = 1
 DRIVER_VERSION_FILE = Path("/proc/driver/nvidia/version")
 
 
 def driver_version(path: Path = DRIVER_VERSION_FILE) -> str:
-    """Version of the kernel's NVIDIA driver; empty if it can't be read."""
+    """Returns the version of the kernel's NVIDIA driver; empty if it can't be read."""
     try:
         return path.read_text().partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError):
@@ -47,8 +46,11 @@ def driver_version(path: Path = DRIVER_VERSION_FILE) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """See the module. `speeds`: (direction, method, page bytes) -> GB/s (1e9 bytes a second); 0 for
-    methods that do not work here."""
+    """Measured speeds of a device; see the module.
+
+    speeds: (direction, method, page bytes) -> GB/s (1e9 bytes a second); 0 for methods that do not
+        work here.
+    """
 
     uuid: bytes
     name: str
@@ -62,12 +64,14 @@ class Calibration:
         )
 
     def holds_for(self, info: DeviceInfo, driver: str) -> bool:
-        """True if it was made on this device, under this driver."""
+        """Whether it was made on this device with this driver."""
         return (self.uuid, self.name, self.driver) == (info.uuid, info.name, driver)
 
     def choose(self, direction: Direction, page_bytes: int, slot_run_bytes: int = 0) -> Method:
-        """The most frugal of the best methods (by `WORTH`) for pages of that size, in runs of
-        `slot_run_bytes` in the arena."""
+        """Returns the most frugal of the best methods (by `WORTH`) for a page size.
+
+        slot_run_bytes: length of the runs in the arena.
+        """
         sizes = {size for _, _, size in self.speeds}
         if not sizes:
             return rule_of_thumb(page_bytes)
@@ -88,8 +92,8 @@ class Calibration:
         )
 
     def table(self) -> str:
-        """A table for people, in GB/s: a line for each direction and page size, a column for each
-        method; the fastest of a line is marked."""
+        """Returns a table for people, in GB/s: a line for each direction and page size, a column
+        for each method. The fastest method of a line is marked."""
         lines = [f"{'':6}{'page':>9}" + "".join(f"{method.value:>10}" for method in Method)]
         for direction in Direction:
             for size in sorted({size for _, _, size in self.speeds}):
@@ -129,7 +133,7 @@ class Calibration:
 
     @staticmethod
     def from_json(text: str) -> "Calibration":
-        """Reads what `to_json` writes. Raises ValueError that names the field."""
+        """Reads the JSON of `to_json`. Raises ValueError that names the field."""
         try:
             fields = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -173,21 +177,22 @@ def _read_speed(field: str, entry: object) -> tuple[tuple[Direction, Method, int
 
 
 def rule_of_thumb(page_bytes: int) -> Method:
-    """The method before anything is measured: long runs one by one, short ones in one call. Both
-    work on every device."""
+    """Returns the method used without a measurement: long runs are copied one by one, short runs in
+    one call. Both work on every device."""
     return Method.MEMCPY if page_bytes >= 256 << 10 else Method.BATCH
 
 
 # ---------------------------------------------------------------------------------------- Measuring
-# With memory of its own: nothing of the arena is touched.
+# Uses separate memory; the arena is not touched.
 
 NUM_REPEATS = 3
-"""Repetitions, of which the fastest counts; one more before them warms up."""
+"""Measured repetitions, of which the fastest counts. One more repetition before them warms up."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bench:
-    """Scratch memory of `num_bytes` on each side, and a slot whose staging is as large."""
+    """Scratch memory of `num_bytes` on each side, and a slot with staging memory of the same
+    size."""
 
     runtime: DeviceRuntime
     stream: Stream
@@ -204,10 +209,10 @@ def measure(
     num_bytes: int,
     should_stop: Callable[[], bool],
 ) -> Calibration | None:
-    """Measures the speed of each method; 0 for methods that fail. None if it was told to stop.
+    """Measures the speed of each method; 0 for methods that fail. Returns None if `should_stop`
+    returned True.
 
-    Blocks for about a second. Raises DeviceError if there is no memory for it or the device is
-    lost.
+    Blocks for about a second. Raises DeviceError if memory is short or the device is lost.
     """
     speeds: dict[tuple[Direction, Method, int], float] = {}
     with _bench(runtime, info.number, num_bytes) as bench:
@@ -248,12 +253,12 @@ def _bench(runtime: DeviceRuntime, device: int, num_bytes: int) -> Iterator[_Ben
 
 
 def _speed(bench: _Bench, direction: Direction, method: Method, page_bytes: int) -> float:
-    """Speed in GB/s; 0 if the method fails."""
+    """Measures the speed in GB/s; 0 if the method fails."""
     num_pages = min(
         max(bench.num_bytes // page_bytes * STAGED_RUN_PAGES // (STAGED_RUN_PAGES + 1), 1),
         MAX_PIECE_RUNS,
     )
-    # In the host's memory a page is left out after each run, so that runs do not adjoin.
+    # In host memory a page is skipped after each run, so that runs do not adjoin.
     numbers = np.arange(num_pages, dtype=np.int64)
     host = bench.host + (numbers + numbers // STAGED_RUN_PAGES) * page_bytes
     device = (
@@ -274,7 +279,7 @@ def _speed(bench: _Bench, direction: Direction, method: Method, page_bytes: int)
             GIVE[method](bench.runtime, bench.stream, piece, bench.slot)
         except DeviceError as error:
             failure = error
-        # Part of a failed call may be under way even so.
+        # Parts of a failed call may still be under way.
         bench.runtime.record(bench.slot.event, bench.stream)
         bench.runtime.synchronize(bench.slot.event)
         if failure is not None:

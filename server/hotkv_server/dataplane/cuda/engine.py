@@ -1,7 +1,7 @@
-"""`CudaCopyEngine`: a device's two lanes, and the calibration that chooses their methods.
+"""`CudaCopyEngine`: the two lanes of a device, and the calibration that chooses their methods.
 
-Always true: a device that is lost stays lost, `problem` says why, and every job ends as failed.
-Parts of the arena that are not pinned yet move by plain copies.
+Always true: a lost device stays lost, `problem` gives the reason, and every job ends as failed.
+Parts of the arena that are not pinned yet are copied by plain copies.
 """
 
 import logging
@@ -31,23 +31,26 @@ from hotkv_server.device.runtime import HOST, DeviceError, DeviceRuntime, Priori
 # -------------------------------------------------------------------------------------------- Lanes
 # One direction of a device: a stream, and the threads that feed and follow it.
 #
-# Always true: jobs take turns, piece by piece; at most `depth` pieces are given to the device and
-# not done, each with a slot of its own, which the next piece gets only when the device has passed
-# an event after the last use. A job ends once, when the device has passed all that was given for
-# it, or is lost and touches nothing any more. A job fails alone, unless the device is lost.
+# Always true: jobs take turns, piece by piece. At most `depth` pieces are in the device's queue,
+# each with its own slot. The next piece gets a slot only after the device has passed an event
+# behind the slot's last use. A job ends once: when the device has passed all of its pieces, or is
+# lost and accesses no memory. A failure affects only its job, unless the device is lost.
 #
-# Three threads: `give` plans pieces and gives them to the stream, `follow` waits for them in the
-# stream's order, `finish` tells how jobs ended (which may take a while).
+# Three threads: `give` plans pieces and submits them to the stream, `follow` waits for them in the
+# stream's order, `finish` reports how jobs ended (which may take a while).
 
 PAGEABLE = "pageable"
 MAX_TRIES = 3
-"""Tries to record or await an event. A device that can't be followed counts as lost: nobody could
-say when it leaves memory alone."""
+"""Tries to record or await an event. A device that can't be followed counts as lost, because the
+end of its memory accesses can't be known."""
 
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """A job and its progress. `ended`: no more of it will be given to the device."""
+    """A job and its progress.
+
+    ended: no further pieces of it will be submitted.
+    """
 
     job: CopyJob
     pieces: Iterator[Piece]
@@ -59,8 +62,10 @@ class _Work:
 
 @dataclass(slots=True)
 class _Given:
-    """A piece in flight. `is_recorded`: False if the device is lost: there is no event to wait
-    for."""
+    """A piece in flight.
+
+    is_recorded: False if the device is lost, so there is no event to wait for.
+    """
 
     work: _Work
     slot: Slot
@@ -71,9 +76,12 @@ class _Given:
 
 
 class Lane:
-    """See above. `on_lost` is told why, from a thread of the lane, when the device is lost.
-    `choose` finds a piece's method. `busy_s`: seconds in which the device had pieces that have
-    ended."""
+    """Copies in one direction of a device; see the comment above.
+
+    choose: returns the method for a piece.
+    on_lost: called with the reason when the device is lost, from a thread of the lane.
+    busy_s: seconds in which the device had pieces that have ended.
+    """
 
     def __init__(
         self,
@@ -144,40 +152,41 @@ class Lane:
             self._changed.notify_all()
 
     def lose(self, why: str) -> None:
-        """Fails all jobs from now on, queued and new ones: the device is lost."""
+        """Marks the device as lost: all queued and new jobs fail."""
         with self._changed:
             self._problem = self._problem or why
 
     @property
     def num_queued(self) -> int:
-        """Pieces not yet begun, by estimate."""
+        """Estimated number of pieces that have not begun."""
         with self._changed:
             return sum(-(-work.bytes_left // self._settings.piece_bytes) for work in self._works)
 
     @property
     def num_in_flight(self) -> int:
-        """Pieces that the device has been given."""
+        """Pieces in the device's queue."""
         return len(self._in_flight)
 
     def moved(self) -> tuple[Moved, ...]:
-        """Sums since the start, by method."""
+        """Returns sums since the start, by method."""
         with self._changed:
             return tuple(
                 Moved(self.direction, method, *sums) for method, sums in sorted(self._moved.items())
             )
 
     def is_alive(self) -> bool:
-        """False if a thread has died."""
+        """Returns False if a thread has died."""
         return all(thread.is_alive() for thread in self._threads)
 
     def stalled_s(self, now_s: float) -> float:
-        """How long the oldest piece in flight, the giving of one or the end of a job has taken."""
+        """Returns how long the oldest piece in flight, the submission of a piece or the end of a
+        job has taken."""
         with self._changed:
             begun = [given.begun_s for given in list(self._in_flight)[:1]]
         return now_s - min(filter(None, [*begun, self._giving_s, self._finishing_s]), default=now_s)
 
     def close(self) -> None:
-        """Waits for all jobs, stops the threads, gives memory back."""
+        """Waits for all jobs, stops the threads, frees the memory."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -190,8 +199,8 @@ class Lane:
         self._slots.close()
 
     def _plain_choice(self, page_bytes: int, run_bytes: int) -> Method:
-        """The choice without staging memory: without it, runs in the arena as long as they may be
-        make no difference."""
+        """Chooses a method if there is no staging memory: then the length of runs in the arena
+        makes no difference."""
         method = self._choose(page_bytes, 0)
         return Method.BATCH if method is Method.STAGED else method
 
@@ -237,7 +246,7 @@ class Lane:
             GIVE[piece.method](self._runtime, self._stream, piece, given.slot)
         except Exception as failure:  # noqa: BLE001 The edge of the effect executor.
             given.error = work.error = self._judge(failure)
-        # Some of the piece may have been given even if the call failed.
+        # Parts of the piece may be in the queue even if the call failed.
         given.is_recorded, error = self._insist(
             partial(self._runtime.record, given.slot.event, self._stream)
         )
@@ -245,7 +254,7 @@ class Lane:
         self._given.put(given)
 
     def _end(self, work: _Work, error: str) -> None:
-        """Ends a job when all that was given for it has ended; gives no more of it."""
+        """Submits no more of a job, and ends it when all of its pieces have ended."""
         with self._changed:
             self._works.remove(work)
             work.ended = True
@@ -303,7 +312,7 @@ class Lane:
         return False, first
 
     def _judge(self, failure: Exception) -> str:
-        """The failure in words; reports a lost device."""
+        """Returns the failure as text; reports a lost device."""
         if isinstance(failure, DeviceError):
             if failure.is_lost:
                 self._on_lost(f"device {self._device} is lost: {failure}")
@@ -326,12 +335,12 @@ log = logging.getLogger(__name__)
 
 
 class CudaCopyEngine:
-    """Takes plans between `device` and the host's memory. Raises DeviceError if the device can't
-    even allocate its tables.
+    """Executes plans between `device` and host memory. Raises DeviceError if the device can't
+    allocate its tables.
 
-    `calibration`: measured before on this device; without one the engine measures in the background
-    and gives the result to `on_calibrated`, from a thread of its own. `driver`: version to put into
-    it (`calibration.driver_version`).
+    calibration: measured before on this device. Without it the engine measures in the background
+        and calls `on_calibrated` with the result, from a background thread.
+    driver: version to record in it (`calibration.driver_version`).
     """
 
     def __init__(
@@ -397,29 +406,29 @@ class CudaCopyEngine:
 
     @property
     def num_queued(self) -> int:
-        """Pieces not yet begun, by estimate."""
+        """Estimated number of pieces that have not begun."""
         return sum(lane.num_queued for lane in self._lanes.values())
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which the device had pieces; both directions count."""
+        """Seconds in which the device had pieces, summed over both directions."""
         return sum(lane.busy_s for lane in self._lanes.values())
 
     @property
     def num_lanes(self) -> int:
-        """One for each direction."""
+        """Number of lanes: one per direction."""
         return len(self._lanes)
 
     def is_alive(self) -> bool:
-        """False if a thread has died. Not for a lost device: see `problem`."""
+        """Returns False if a thread has died. A lost device does not count: see `problem`."""
         return all(lane.is_alive() for lane in self._lanes.values())
 
     def stalled_s(self, now_s: float) -> float:
-        """How long the oldest piece in flight, or a thread with one, has taken."""
+        """Returns how long the oldest piece in flight, or a thread with a piece, has taken."""
         return max(lane.stalled_s(now_s) for lane in self._lanes.values())
 
     def figures(self) -> CudaCopyFigures:
-        """Counters; from any thread."""
+        """Returns the counters. Callable from any thread."""
         lanes = list(self._lanes.values())
         return CudaCopyFigures(
             device=self.info.number,
@@ -442,7 +451,7 @@ class CudaCopyEngine:
         if not self.problem:
             self.problem = why
             log.error("device lost device=%d error=%s", self.info.number, why)
-        # A lane may be lost while the other is being made.
+        # The first lane may lose the device while the second lane is being made.
         for lane in list(self._lanes.values()):
             lane.lose(why)
 

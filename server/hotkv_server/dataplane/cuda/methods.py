@@ -1,6 +1,6 @@
-"""Gives pieces to a stream: one small function for each method, and the slots that they use. All
-return at once; the slot is in use until the stream has passed an event after them.
-"""
+"""Submits pieces to a stream: a small function for each method, and the slots that the functions
+use. All functions return at once. A slot is in use until the stream has passed an event behind the
+piece."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -20,9 +20,11 @@ TABLE_BYTES = 3 * 8 * MAX_PIECE_RUNS
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Owned by one piece in flight. `table`: address of TABLE_BYTES pinned bytes, which the device
-    reads in place: a copy of them would queue behind the other lane's copies. `staging`: address of
-    device memory, 0 if there is none.
+    """Memory for one piece in flight.
+
+    table: address of TABLE_BYTES pinned bytes. The device reads them in place: a copy of them would
+        queue behind the other lane's copies.
+    staging: address of device memory; 0 for none.
     """
 
     event: Event
@@ -31,7 +33,7 @@ class Slot:
 
 
 def memcpy(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """One copy a run; works for host memory that is not pinned, too."""
+    """Copies runs one by one; also works for host memory that is not pinned."""
     for dst, src, num_bytes in zip(
         piece.dst.tolist(), piece.src.tolist(), piece.num_bytes.tolist(), strict=True
     ):
@@ -39,17 +41,18 @@ def memcpy(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> 
 
 
 def batch(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """All runs in one call."""
+    """Copies all runs in one call."""
     runtime.copy_batch(stream, piece.dst, piece.src, piece.num_bytes)
 
 
 def kernel(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """A kernel moves all runs over the bus itself."""
+    """Copies all runs with a kernel that accesses the bus directly."""
     _launch(runtime, stream, slot, piece.dst, piece.src, piece.num_bytes)
 
 
 def staged(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Gathers into staging and copies long runs out of it; loads the other way round."""
+    """Stores: gathers runs into staging memory, then copies long runs out of it. Loads: copies long
+    runs into staging memory, then scatters them."""
     plan = plan_staged(piece.host, piece.num_bytes, piece.registration)
     copies = list(
         zip(
@@ -93,16 +96,20 @@ GIVE: Mapping[Method | None, Callable[[DeviceRuntime, Stream, Piece, Slot], None
 
 
 # ---------------------------------------------------------------------------------- Slots of a lane
-# For each piece in flight an event, a pinned table, and staging memory if the device has it.
+# Each piece in flight has an event, a pinned table, and staging memory if the device has room.
 #
-# Always true: all slots have staging memory or none has; slots that can't be made leave nothing
-# allocated.
+# Always true: either all slots have staging memory or no slot has. If making slots fails, all of
+# their memory is freed.
 
 log = logging.getLogger(__name__)
 
 
 class Slots:
-    """See above. `all`: as many as `settings.depth`."""
+    """The slots of a lane; see the comment above.
+
+    all: as many slots as `settings.depth`.
+    can_stage: whether the slots have staging memory.
+    """
 
     def __init__(
         self,
@@ -111,7 +118,7 @@ class Slots:
         settings: CudaCopySettings,
         direction: Direction,
     ) -> None:
-        """Raises DeviceError."""
+        """Makes the slots. Raises DeviceError."""
         self._runtime = runtime
         self._device = device
         self._direction = direction
@@ -132,7 +139,8 @@ class Slots:
         return f"Slots({len(self.all)}, {'with' if self.can_stage else 'no'} staging)"
 
     def _add_staging(self, num_bytes: int) -> None:
-        """Gives each slot staging memory, if the device can spare it for all."""
+        """Allocates staging memory for all slots, or for no slot if the device is short of
+        memory."""
         staging: list[int] = []
         try:
             staging.extend(self._runtime.allocate(self._device, num_bytes) for _ in self.all)
@@ -155,7 +163,7 @@ class Slots:
         ]
 
     def close(self) -> None:
-        """Frees all memory; nothing uses it any more. Failures are logged."""
+        """Frees all memory, which must not be in use. Failures are logged."""
         for slot in self.all:
             try:
                 if slot.staging:

@@ -1,10 +1,10 @@
-"""Cuts a job's plans into pieces: runs that a device can be given at once.
+"""Splits a job's plans into pieces: runs that can be submitted to a device at once.
 
-Always true: no run crosses a registration of the arena; a piece is pinned as a whole or not at all,
-and is bounded in bytes and runs. Runs of several plans go together, sorted by the arena's
-addresses, so that a block whose layers lie in memories of their own is one run in the arena again.
-Runs are planned window by window, small ones first: a large job's first bytes do not wait for the
-plan of its last.
+Always true: no run crosses the border of an arena registration. A piece is either pinned as a whole
+or not at all, and is bounded in bytes and runs. Runs of several plans are merged and sorted by the
+arena's addresses, so a block whose layers lie in separate memories becomes one run in the arena
+again. Runs are planned window by window, small windows first: the first bytes of a large job do not
+wait for the plan of its last bytes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,17 +26,21 @@ from hotkv_server.device.runtime import Int64s
 Choose = Callable[[int, int], Method]
 """(bytes of a page, bytes of a run in the arena) -> method."""
 FIRST_WINDOW_RUNS = 512
-"""Planned in 50 us; each further window is GROWTH times as large, up to MAX_PIECE_RUNS."""
+"""Runs of the first window, planned in 50 us. Each further window is GROWTH times as large, up to
+MAX_PIECE_RUNS."""
 GROWTH = 4
 ALIGN_BYTES = 16
-"""Staging offsets of arena runs are multiples of it: the bytes that a kernel moves at a time."""
+"""Staging offsets of arena runs are multiples of it: a kernel moves this many bytes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Runs: addresses of the device's and of the host's side, and sizes, int64 [runs].
-    `registration`: number of the arena's registration in which each lies, int64 [runs]. `method`:
-    None if the host's side is not pinned.
+    """Runs to copy at once.
+
+    method: None if the host's side is not pinned.
+    device, host: addresses on the device's and the host's side, int64 [runs].
+    num_bytes: sizes, int64 [runs].
+    registration: number of the arena's registration that has the run, int64 [runs].
     """
 
     direction: Direction
@@ -61,9 +65,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StagedPlan:
-    """`offsets`: where each run of the piece lies in staging, int64 [runs]. `starts`, `hosts`,
-    `num_bytes`: copies between staging offsets and the host, int64 [copies], one for each run of
-    the host's side.
+    """A piece's layout in staging memory.
+
+    offsets: where each run of the piece lies in staging memory, int64 [runs].
+    starts, hosts, num_bytes: copies between staging offsets and host addresses, int64 [copies]; one
+        copy for each contiguous run on the host's side.
     """
 
     offsets: Int64s
@@ -79,8 +85,8 @@ def pieces(
     settings: CudaCopySettings,
     choose: Choose,
 ) -> Iterator[Piece]:
-    """Pieces of all that the plans move, each byte once. Each piece is judged as pinned or not when
-    it is made."""
+    """Yields pieces that copy each byte of the plans once. A piece is classified as pinned or not
+    when it is made."""
     for device, host, num_bytes in _windows(plans, direction):
         device, host, num_bytes = _cut(
             device, host, num_bytes, (host - arena.address) % arena.piece_bytes, arena.piece_bytes
@@ -109,8 +115,8 @@ def pieces(
 def _windows(
     plans: Sequence[Plan], direction: Direction
 ) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
-    """Runs (device, host, bytes) of all plans, none of them empty; the same share of each plan in
-    each window."""
+    """Yields the runs (device, host, bytes) of all plans, without empty runs. Each window has the
+    same share of each plan."""
     num_runs, end, size = sum(plan.num_runs for plan in plans), 0, FIRST_WINDOW_RUNS
     while end < num_runs:
         begin, end, size = end, min(end + size, num_runs), min(size * GROWTH, MAX_PIECE_RUNS)
@@ -142,7 +148,10 @@ def _windows(
 def _cut(
     device: Int64s, host: Int64s, num_bytes: Int64s, phase: Int64s, grain_bytes: int
 ) -> tuple[Int64s, Int64s, Int64s]:
-    """Cuts runs where `phase`, that of a run's first byte, comes to a multiple of the grain."""
+    """Splits runs at multiples of the grain.
+
+    phase: position of each run's first byte, relative to a multiple of the grain.
+    """
     counts = (phase + num_bytes - 1) // grain_bytes + 1
     if not len(counts) or int(counts.max()) == 1:
         return device, host, num_bytes
@@ -154,15 +163,15 @@ def _cut(
 
 
 def run_bytes(host: Int64s, num_bytes: Int64s) -> tuple[int, int]:
-    """Bytes of a page, as the (upper) median, and of a run of neighbours that adjoin on the host's
-    side, on average. Neither is empty."""
+    """Returns the bytes of a page (the upper median), and the mean bytes of runs that adjoin on the
+    host's side. The arrays must not be empty."""
     num_runs = 1 + int(np.count_nonzero(host[1:] != host[:-1] + num_bytes[:-1]))
     middle = len(num_bytes) // 2
     return int(np.partition(num_bytes, middle)[middle]), int(num_bytes.sum()) // num_runs
 
 
 def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
-    """The same runs in pieces within the bounds."""
+    """Yields the same runs in pieces within the bounds."""
     staged = piece.method is Method.STAGED
     room, extra = (
         (settings.slot_staging_bytes, ALIGN_BYTES) if staged else (settings.piece_bytes, 0)
@@ -172,8 +181,8 @@ def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
     )
     registration = piece.registration
     if len(host) > len(registration):
-        # Each cut run lies in the registration of the run that it was cut from: order stays, so
-        # ends tell.
+        # A cut run has the registration of its original run. The order is unchanged, so the ends
+        # identify it.
         registration = registration[
             np.searchsorted(np.cumsum(piece.num_bytes), np.cumsum(num_bytes))
         ]
@@ -195,9 +204,8 @@ def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
 
 
 def plan_staged(host: Int64s, num_bytes: Int64s, registration: Int64s) -> StagedPlan:
-    """Neighbours that adjoin on the host's side, in one registration, adjoin in staging, so that
-    one copy moves them. Takes at most ALIGN_BYTES a run more than the bytes themselves.
-    """
+    """Plans staging memory: runs that adjoin on the host's side, in one registration, adjoin in
+    staging too, so that one copy moves them. Adds at most ALIGN_BYTES per run."""
     apart = (host[1:] != host[:-1] + num_bytes[:-1]) | (registration[1:] != registration[:-1])
     begins: NDArray[np.bool_] = np.concatenate(([True], apart))
     firsts = np.flatnonzero(begins)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 MAX_PIECE_RUNS = 16384
-"""Most runs of a piece: bounds the table that a kernel reads, and the planning before a job's first
-byte moves."""
+"""Most runs of a piece: limits the table that a kernel reads, and the planning before the first
+byte of a job moves."""
 
 
 class Direction(enum.Enum):
-    """As seen from the engine: a load writes device memory, a store reads it."""
+    """Direction of a copy, as the engine sees it: a load writes device memory, a store reads it."""
 
     LOAD = "load"
     STORE = "store"
@@ -21,27 +21,27 @@ class Method(enum.Enum):
     """How a device copies a piece's runs."""
 
     MEMCPY = "memcpy"
-    """One copy a run: best for long runs."""
+    """One copy per run: best for long runs."""
     BATCH = "batch"
     """All runs in one call."""
     KERNEL = "kernel"
-    """A kernel reads and writes the arena itself."""
+    """A kernel reads and writes the arena directly."""
     STAGED = "staged"
-    """A kernel gathers or scatters on the device; between its staging buffer and the arena go
-    copies as long as the arena's runs."""
+    """A kernel gathers or scatters on the device. Between its staging buffer and the arena go
+    copies, each as long as a run of the arena."""
 
 
 class PinnedArena(Protocol):
-    """The arena, as far as it is registered with CUDA: its first `pinned_bytes` bytes."""
+    """The part of the arena that is registered with CUDA: its first `pinned_bytes` bytes."""
 
     @property
     def address(self) -> int:
-        """Where it is mapped."""
+        """Address of its mapping."""
 
     @property
     def piece_bytes(self) -> int:
-        """Size of each registration, the last may be shorter; a copy may not cross from one to the
-        next."""
+        """Size of each registration; the last may be shorter. A copy must not cross the border
+        between two registrations."""
 
     @property
     def pinned_bytes(self) -> int:
@@ -51,11 +51,14 @@ class PinnedArena(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CudaCopySettings:
-    """`method`: None for what calibration finds best. `piece_bytes`: size of pieces, between which
-    other jobs take their turns. `depth`: pieces of a lane in the device's queue at a time.
-    `staging_bytes`: device memory for staging, both lanes together; 0 for none.
-    `calibration_bytes`: pinned memory, and as much of the device's, for a measurement at start if
-    no calibration is given; 0 goes by a rule of thumb.
+    """Settings of a device's copy engine.
+
+    method: None lets the calibration choose.
+    piece_bytes: size of pieces; jobs take turns between pieces.
+    depth: pieces of a lane in the device's queue at a time.
+    staging_bytes: device memory for staging, for both lanes together; 0 for none.
+    calibration_bytes: size of the pinned memory and of the device memory for a measurement at
+        start, if no calibration is given; 0 uses a rule of thumb.
     """
 
     method: Method | None = None
@@ -77,14 +80,16 @@ class CudaCopySettings:
 
     @property
     def slot_staging_bytes(self) -> int:
-        """Staging of one piece in flight, a multiple of 256."""
+        """Staging memory of one piece in flight, a multiple of 256."""
         return min(self.staging_bytes // (2 * self.depth), self.piece_bytes) // 256 * 256
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Sums since the start. `method`: of `Method`, or `pageable` for copies to or from memory that
-    was not pinned yet."""
+    """Sums since the start.
+
+    method: name of a `Method`, or `pageable` for copies to or from memory that was not pinned yet.
+    """
 
     direction: Direction
     method: str
@@ -94,10 +99,13 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class CudaCopyFigures:
-    """Figures of one device. `num_queued`: pieces not yet given to the device, by estimate.
-    `num_in_flight`: given and not done. `num_failed`: jobs that failed. `busy_s`: seconds in
-    which the device had pieces of a direction. `problem`: why the engine takes no more jobs; empty
-    while it takes them.
+    """Figures of one device.
+
+    num_queued: estimated number of pieces that are not in the device's queue yet.
+    num_in_flight: pieces in the device's queue.
+    num_failed: jobs that failed.
+    busy_s: seconds in which the device had pieces of a direction.
+    problem: why all jobs fail; empty while the engine works.
     """
 
     device: int
