@@ -1,5 +1,6 @@
-"""Devices: what the server asks of CUDA, who answers, and what is open on them.
+"""Devices: the protocol by which the server uses CUDA, its implementation, and the objects on
+devices.
 
-`runtime` is the protocol, `cupy_runtime` and `driver` answer it on a machine with GPUs; `devices`
-has engines' memory open; `start` looks for devices and makes copy engines for them.
+`runtime` is the protocol; `cupy_runtime` and `driver` implement it on a machine with GPUs.
+`devices` holds the open memory of engines. `start` finds devices and makes copy engines for them.
 """

@@ -1,9 +1,9 @@
-"""`DeviceRuntime` on real devices: by calls of CUDA's driver, and CuPy to compile kernels, once a
+"""`DeviceRuntime` on real devices: calls of CUDA's driver. CuPy compiles the kernels once per
 device, into its cache on disk.
 
-A device is started when it is first used: its context, which it shares with other users of CUDA in
-the process, takes some hundred MiB of its memory. Every method makes its device the calling
-thread's. Streams and events live as long as the process, except events that are closed.
+A device is started when it is first used. Its context takes some hundred MiB of device memory and
+is shared with other users of CUDA in the process. Every method makes its device current in the
+calling thread. Streams live as long as the process; events too, unless they are closed.
 """
 
 import importlib
@@ -32,14 +32,14 @@ from hotkv_server.device.runtime import (
 COPY_BLOCKS = 8
 COPY_THREADS = 512
 """Shape of a launch of the copy kernel. Bytes in flight = blocks x threads x 128: half a MiB. PCIe
-5 needs about 128 KiB. It takes 8 of the 132 multiprocessors of an H200."""
+5 needs about 128 KiB. It uses 8 of the 132 multiprocessors of an H200."""
 
 _SYSFS = Path("/sys/bus/pci/devices")
 _PRIORITIES = {Priority.LOW: 0, Priority.HIGH: -5}
 """CUDA counts down from 0, the lowest, and clamps numbers beyond the device's range."""
 _WARP = 32
 _BYTES_OF_WARP = 4096
-"""Bytes that a warp has in flight: the least share of a copy that is worth another warp."""
+"""Bytes that a warp has in flight. A smaller share of a copy is not worth another warp."""
 _SHARES_PER_WARP = 8
 
 
@@ -56,11 +56,13 @@ class CudaEvent:
 
 
 class CupyRuntime:
-    """See the module. `copy_blocks`, `copy_threads`: of the copy kernel; at most 512 threads, a
-    multiple of 32.
+    """The runtime; see the module.
 
-    Raises DeviceError that says what to install or to grant if there is no driver, no device or no
-    CuPy.
+    copy_blocks, copy_threads: shape of the copy kernel's launch; at most 512 threads, a multiple of
+        32.
+
+    Raises DeviceError if there is no driver, no device or no CuPy; the message says what to install
+    or to grant.
     """
 
     def __init__(
@@ -223,7 +225,7 @@ class CupyRuntime:
         self._driver.call(name, self._enter(device), *arguments)
 
     def _enter(self, device: int) -> str:
-        """Makes the device the calling thread's, and returns its name for errors."""
+        """Makes the device current in the calling thread; returns its name for errors."""
         context = self._contexts.get(device) or self._start(device)
         where = f"device {device}"
         self._driver.call("cuCtxSetCurrent", where, context)
@@ -240,7 +242,7 @@ class CupyRuntime:
             return self._contexts[device]
 
     def _any_device(self) -> int:
-        """Makes some context current, for calls about host memory, which need any."""
+        """Returns any started device: calls about host memory need a context, no matter which."""
         return next(iter(self._contexts), 0)
 
     def _compile_copy(self, device: int) -> int:
@@ -256,20 +258,20 @@ class CupyRuntime:
 
 
 def copy_shares(num_copies: int, max_bytes: int, num_warps: int) -> int:
-    """Number of shares into which the kernel cuts each copy: enough to keep all warps at work, none
-    smaller than the bytes that a warp has in flight."""
+    """Returns the number of shares into which the kernel splits each copy: enough to occupy all
+    warps, but no share is smaller than the bytes that a warp has in flight."""
     wanted = math.ceil(_SHARES_PER_WARP * num_warps / num_copies)
     return max(1, min(wanted, math.ceil(max_bytes / _BYTES_OF_WARP)))
 
 
 def compile_kernel(cupy: ModuleType, device: int, source: Path, name: str) -> tuple[object, int]:
-    """Loads the copy kernel. Returns its module, which must be kept, and its function's handle.
-    CuPy's current device of the thread stays as it was."""
+    """Loads the copy kernel. Returns its module, which must be retained, and its function's handle.
+    CuPy's current device of the thread stays unchanged."""
     try:
         cupy.cuda.runtime.setDevice(device)
         try:
             return _load(cupy, source, name)
-        except OSError:  # CuPy cannot write its cache, in the home of a user that has none
+        except OSError:  # CuPy cannot write its cache: the user has no home
             os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
             return _load(cupy, source, name)
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -331,7 +333,7 @@ def _numa_node(driver: cu.Driver, number: int, slot: Path) -> int:
         return int((slot / "numa_node").read_text())
     except (OSError, ValueError):
         pass
-    try:  # a container without /sys; drivers before CUDA 12.2 know no such attribute
+    try:  # no /sys in the container; drivers before CUDA 12.2 lack this attribute
         return driver.attribute(number, cu.ATTRIBUTE_HOST_NUMA_NODE)
     except DeviceError:
         return -1

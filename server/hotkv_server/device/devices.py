@@ -1,8 +1,8 @@
-"""The devices that this server sees, and the memory of engines that it has open on them.
+"""The devices that this server can use, and the open memory of engines on them.
 
-Always true: an allocation is open once, however many sessions name it, and is closed when the last
-of them closes it; so nothing of an engine that has ended stays open. Opening and closing wait for
-the device: never on the event loop. Methods may be called from any thread.
+Always true: an allocation is opened once, however many sessions name it, and is closed when its
+last session closes it. So no memory of an engine that has ended stays open. Opening and closing
+wait for the device, so they must not run on the event loop. Methods may be called from any thread.
 """
 
 import logging
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def uuid_text(device_uuid: bytes) -> str:
-    """The UUID as nvidia-smi writes it."""
+    """Returns the UUID in the notation of nvidia-smi."""
     return (
         f"GPU-{uuid.UUID(bytes=device_uuid)}"
         if len(device_uuid) == 16
@@ -37,8 +37,10 @@ def uuid_text(device_uuid: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """An engine's allocation, opened at `address`. `num_bytes`: from there to its end, None if CUDA
-    does not tell."""
+    """An engine's allocation, opened at `address`.
+
+    num_bytes: bytes from there to its end; None if CUDA does not say.
+    """
 
     address: int
     num_bytes: int | None
@@ -46,7 +48,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A stream, and an event that is recorded in it."""
+    """A stream, and an event to record in it."""
 
     stream: Stream
     event: Event
@@ -54,7 +56,11 @@ class Queue:
 
 @dataclass(slots=True)
 class _Opened:
-    """`tenant`: its owner. `num_users`: handles of sessions that lie in it."""
+    """An open allocation.
+
+    tenant: its owner.
+    num_users: handles of sessions that lie in it.
+    """
 
     allocation: Allocation
     tenant: str
@@ -62,10 +68,11 @@ class _Opened:
 
 
 class Devices:
-    """See the module. Without a runtime there are none, and refusals quote `why_none`.
+    """The devices; see the module. Without a runtime there are no devices, and refusals quote
+    `why_none`.
 
-    `engines`: copy engines by device; `pinner`: pins the arena, None if it is not pinned. Neither
-    is owned.
+    engines: copy engines by device; owned by the caller.
+    pinner: pins the arena; None if it is not pinned. Owned by the caller.
     """
 
     def __init__(
@@ -99,7 +106,7 @@ class Devices:
         return self._runtime
 
     def figures(self) -> list[tuple[DeviceInfo, CudaCopyFigures]]:
-        """Figures of all devices that have a copy engine."""
+        """Returns the figures of all devices that have a copy engine."""
         return [
             (info, self.engines[info.number].figures())
             for info in self.infos
@@ -113,11 +120,12 @@ class Devices:
 
     @property
     def num_open(self) -> int:
-        """Number of engines' allocations that are open."""
+        """Number of open allocations."""
         return len(self._memory)
 
     def find(self, device_uuid: bytes) -> int:
-        """The number of a device. Raises ValueError that names it and those that exist."""
+        """Returns the number of a device. Raises ValueError that names the device and the existing
+        devices."""
         number = next((info.number for info in self.infos if info.uuid == device_uuid), None)
         if number is None and self._runtime is not None:
             seen = (
@@ -133,24 +141,25 @@ class Devices:
         return number
 
     def take_queue(self, device: int) -> Queue:
-        """A queue that nobody uses. Streams live as long as the process, so sessions reuse those of
-        sessions that have ended. Raises DeviceError."""
+        """Returns an unused queue. Streams live as long as the process, so sessions reuse the
+        streams of sessions that have ended. Raises DeviceError."""
         with self._lock:
             if idle := self._idle.get(device):
                 return idle.pop()
         return Queue(self.runtime.new_stream(device, Priority.HIGH), self.runtime.new_event(device))
 
     def give_queue(self, queue: Queue) -> None:
-        """Takes back a queue whose work has ended."""
+        """Puts a queue back for reuse. Its work must have ended."""
         with self._lock:
             self._idle.setdefault(queue.stream.device, []).append(queue)
 
     def open_memory(self, device: int, handle: bytes, tenant: str = "") -> Allocation:
-        """Opens an engine's allocation, until as many calls of `close_memory`. Blocks.
+        """Opens an engine's allocation; it stays open until `close_memory` was called as often.
+        Blocks.
 
         Raises DeviceError, also if another tenant has it open: a handle alone gives no access to
-        another tenant's memory. Raises ValueError if the memory is another device's: CUDA opens
-        that too if the devices reach each other.
+        another tenant's memory. Raises ValueError if the memory belongs to another device, which
+        CUDA can open too if the devices reach each other.
         """
         with self._lock:
             opened = self._memory.get((device, handle))
@@ -192,7 +201,8 @@ class Devices:
             raise
 
     def close_memory(self, device: int, handle: bytes) -> None:
-        """Closes it once. Blocks. A failure is logged: there is nothing else to do."""
+        """Closes an allocation once. Blocks. A failure is logged, because no other reaction is
+        possible."""
         with self._lock:
             opened = self._memory[device, handle]
             opened.num_users -= 1

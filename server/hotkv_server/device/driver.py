@@ -1,9 +1,9 @@
-"""Calls of CUDA's driver, typed, through ctypes: each gives the GIL up for as long as it lasts.
+"""Typed calls of CUDA's driver, through ctypes. Each call releases the GIL while it runs.
 
-CuPy would hold the GIL in calls that mostly return at once, and any of them can wait while another
-thread of the process pins memory or opens another process's. Names are the library's symbols, of
-the version that fits the types here; not every driver has the optional ones. Source of names, types
-and numbers: `cuda.h` of CUDA 13.0.
+CuPy would hold the GIL in calls that mostly return at once. But any of them can wait while another
+thread of the process pins memory or opens another process's memory. Names are the library's
+symbols, in the version that matches the types here. Some drivers lack the optional calls. Source of
+names, types and numbers: `cuda.h` of CUDA 13.0.
 """
 
 import ctypes
@@ -62,7 +62,7 @@ class Location(ctypes.Structure):
 
 
 class CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes. The hints count for managed memory only."""
+    """CUmemcpyAttributes. The hints matter only for managed memory."""
 
     _fields_ = (
         ("source_order", c_int),
@@ -129,8 +129,8 @@ _OPTIONAL_CALLS: Mapping[str, tuple[type, ...]] = {
 
 
 class Driver:
-    """The driver's library. A context must be current for calls that need one in CUDA. Raises
-    DeviceError that names the call, `where`, CUDA's error and its text."""
+    """The driver's library. Calls that need a context in CUDA need a current context. Raises
+    DeviceError that has the call, `where`, CUDA's error and its text."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         try:
@@ -164,7 +164,7 @@ class Driver:
         return True
 
     def has(self, name: str) -> bool:
-        """True if this driver has an optional call."""
+        """Whether this driver has an optional call."""
         return name not in self._missing
 
     def call(self, name: str, where: str, /, *arguments: object) -> None:
@@ -178,7 +178,7 @@ class Driver:
             raise self.error(name, where, status)
 
     def error(self, name: str, where: str, status: int) -> DeviceError:
-        """The error that a call's status stands for."""
+        """Returns the error for a call's status."""
         texts = [c_char_p(), c_char_p()]
         self._library.cuGetErrorName(status, byref(texts[0]))
         self._library.cuGetErrorString(status, byref(texts[1]))
@@ -195,7 +195,7 @@ class Driver:
         return count.value
 
     def device(self, number: int) -> int:
-        """CUDA's handle of a device."""
+        """Returns CUDA's handle of a device."""
         device = c_int()
         self.call("cuDeviceGet", f"device {number}", byref(device), number)
         return device.value
@@ -213,7 +213,7 @@ class Driver:
         return text.value.decode().lower()
 
     def uuid(self, number: int) -> bytes:
-        """16 bytes; a MIG slice has its own."""
+        """Returns the UUID, 16 bytes; a MIG slice has a separate UUID."""
         uuid = ctypes.create_string_buffer(16)
         self.call("cuDeviceGetUuid_v2", f"device {number}", uuid, self.device(number))
         return uuid.raw
@@ -226,7 +226,7 @@ class Driver:
         return value.value
 
     def retain_context(self, number: int) -> int:
-        """The context that all of this process shares on the device."""
+        """Returns the context that this process shares on the device."""
         context = c_void_p()
         self.call(
             "cuDevicePrimaryCtxRetain", f"device {number}", byref(context), self.device(number)
@@ -238,8 +238,11 @@ class Driver:
     def copy_batch(
         self, where: str, stream: int, dst: Int64s, src: Int64s, num_bytes: Int64s
     ) -> bool:
-        """int64 [copies], contiguous, no size 0. False: this driver has no such call (it came with
-        CUDA 12.8), and nothing was done."""
+        """Copies in one call. Returns False, and copies nothing, if the driver lacks the call (it
+        is new in CUDA 12.8).
+
+        dst, src, num_bytes: int64 [copies], contiguous, no size 0.
+        """
         attributes = CopyAttributes(
             source_order=SOURCE_IN_STREAM_ORDER, flags=PREFER_OVERLAP_WITH_COMPUTE
         )
@@ -279,7 +282,8 @@ class Driver:
         stream: int,
         arguments: Sequence[int],
     ) -> None:
-        """A kernel whose parameters are all 8 bytes and which takes no dynamic shared memory."""
+        """Launches a kernel whose parameters all have 8 bytes and which needs no dynamic shared
+        memory."""
         values = [c_uint64(argument) for argument in arguments]
         pointers = (c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         self.call(
@@ -300,7 +304,7 @@ class Driver:
 
 
 def handle_of(what: str, handle: bytes) -> Handle:
-    """Raises DeviceError unless it has 64 bytes."""
+    """Converts a handle. Raises DeviceError unless it has 64 bytes."""
     if len(handle) != HANDLE_BYTES:
         raise DeviceError(
             f"{what}: an interprocess handle has {HANDLE_BYTES} bytes, this one {len(handle)}; "

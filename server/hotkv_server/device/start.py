@@ -1,10 +1,10 @@
-"""Finds devices at start and makes what engines on GPUs need: the runtime, a copy engine for each
-device, the pinned arena.
+"""Finds devices at start and makes the parts for engines on GPUs: the runtime, a copy engine for
+each device, the pinned arena.
 
-Always true: CUDA is touched only if the settings want it and an NVIDIA device exists; if CUDA does
-not work, a server that may do without runs on, and refuses engines on GPUs with the reason. Things
-close in the order in which they depend on each other: engines' memory (with the sessions), copy
-engines, the pinned arena, the arena.
+Always true: CUDA is used only if the settings allow it and an NVIDIA device exists. If CUDA does
+not work and the settings do not require it, the server runs without devices and refuses engines on
+GPUs with the reason. Parts close in the order of their dependencies: engines' memory (with the
+sessions), copy engines, the pinned arena, the arena.
 """
 
 import logging
@@ -32,13 +32,13 @@ DEVICE_NODES = Path("/dev")
 
 
 class CudaError(Exception):
-    """The settings demand a device or memory that this machine lacks; the message says what to
-    do."""
+    """Raised if the settings require a device or memory that this machine lacks; the message gives
+    the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A runtime with its devices, or the reason why there is none."""
+    """A runtime with its devices, or the reason why there is no runtime."""
 
     runtime: DeviceRuntime | None
     infos: tuple[DeviceInfo, ...] = ()
@@ -46,7 +46,7 @@ class Found:
 
 
 def has_device_node(folder: Path = DEVICE_NODES) -> bool:
-    """True if this process may open an NVIDIA GPU."""
+    """Whether this process may open an NVIDIA GPU."""
     return any(folder.glob("nvidia[0-9]*")) or (folder / "dxg").exists()
 
 
@@ -83,7 +83,10 @@ def look_in_background(copy: CopySettings) -> "Future[Found]":
 
 @dataclass(slots=True)
 class CudaPart:
-    """See the module. `copy_engine` serves the node: all devices and the host."""
+    """The parts for engines on GPUs; see the module.
+
+    copy_engine: serves all devices and the host.
+    """
 
     devices: Devices
     copy_engine: CopyEngine
@@ -92,14 +95,14 @@ class CudaPart:
     pin_is_required: bool = False
 
     def fault(self) -> str:
-        """What keeps the server from serving; empty if all is well."""
+        """Returns why the server can't serve; empty if it can."""
         lost = [engine.problem for engine in self.engines.values() if engine.problem]
         if self.pin_is_required and self.pinner is not None and self.pinner.error:
             lost.append(f"arena.pin is required, and {self.pinner.error}")
         return "; ".join(lost)
 
     def progress(self) -> str:
-        """How far pinning is, for people; empty when it is done."""
+        """Returns the progress of pinning, for people; empty when it has ended."""
         pinner = self.pinner
         if pinner is None or pinner.is_done or pinner.error:
             return ""
@@ -111,7 +114,7 @@ class CudaPart:
             self.pinner.start()
 
     def close(self) -> None:
-        """Closes copy engines and unpins the arena; after all sessions have ended. Blocks."""
+        """Closes copy engines and unpins the arena. All sessions must have ended. Blocks."""
         self.copy_engine.close()
         if (pinner := self.pinner) is not None:
             # The driver unpins page by page; a large arena has hundreds of millions.
@@ -120,8 +123,8 @@ class CudaPart:
 
 
 def open_part(settings: Settings, memory: NodeMemory, host: CopyEngine, found: Found) -> CudaPart:
-    """Makes copy engines and pinner for the devices found; the caller calls `CudaPart.start`.
-    Blocks. Raises CudaError."""
+    """Makes copy engines and the pinner for the devices found. The caller then calls
+    `CudaPart.start`. Blocks. Raises CudaError."""
     copy, arena = settings.copy_, memory.arena
     if found.runtime is None:
         if copy.cuda == "on":
@@ -170,8 +173,8 @@ def open_part(settings: Settings, memory: NodeMemory, host: CopyEngine, found: F
 def _new_engine(
     runtime: DeviceRuntime, info: DeviceInfo, pinner: ArenaPinner, copy: CopySettings, folder: Path
 ) -> CudaCopyEngine:
-    """A device's copy engine, whose threads run on the processors next to the device. It reads its
-    calibration from the folder, or measures and writes one."""
+    """Makes a device's copy engine, whose threads run on processors near the device. Reads its
+    calibration from the folder, or measures it and saves it there."""
     method, file = (
         None if copy.method == "auto" else Method(copy.method),
         folder / f"calibration-{info.uuid.hex()}.json",
@@ -194,7 +197,8 @@ def _new_engine(
 
 
 def read_calibration(path: Path, info: DeviceInfo) -> Calibration | None:
-    """What an earlier server has measured; None if it no longer holds."""
+    """Returns the calibration of an earlier server; None if there is none that is valid for this
+    device and driver."""
     try:
         if path.stat().st_uid != os.geteuid():
             raise ValueError("it is another user's")
@@ -208,7 +212,7 @@ def read_calibration(path: Path, info: DeviceInfo) -> Calibration | None:
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
-    """Writes it down for the next start. A failure is logged, no more."""
+    """Saves a calibration for the next start. A failure is only logged."""
     scratch = path.with_suffix(".new")
     try:
         scratch.write_text(calibration.to_json())

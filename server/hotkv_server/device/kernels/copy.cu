@@ -1,9 +1,12 @@
-// Many copies in one launch, for copies too short for the copy engines' queue.
+// Executes many copies in one launch, for copies too short for the copy engines' queue.
 //
-// table: int64 [3, num_copies]: dst, src, bytes; any sizes and alignments, device memory or registered host memory on either side. No copy
-// reads or writes what another writes. A warp takes a copy, or one of its `parts` shares, then the one `num_warps` further on, so any grid
-// is right. A grid of few blocks leaves the other multiprocessors alone; 16 bytes x 8 loads x 32 lanes = 4 KiB in flight a warp is what
-// fills PCIe from few (bytes in flight = bandwidth x latency, about 64 GB/s x 2 us = 128 KiB: 32 warps).
+// table: int64 [3, num_copies]: dst, src, bytes. Sizes and alignments are arbitrary. Either side may
+// be device memory or registered host memory. No copy reads or writes bytes that another copy writes.
+//
+// A unit is a copy, or one of its `parts` shares. A warp processes a unit, then the unit `num_warps`
+// further on, so any grid is correct. A grid of few blocks leaves the other multiprocessors free.
+// Few warps fill PCIe because each has 16 bytes x 8 loads x 32 lanes = 4 KiB in flight (bytes in
+// flight = bandwidth x latency, about 64 GB/s x 2 us = 128 KiB: 32 warps).
 
 namespace {
 
@@ -13,7 +16,8 @@ constexpr unsigned long long STEP = WARP * IN_FLIGHT;
 
 typedef unsigned long long Bytes;
 
-// Vectors part * STEP.., (part + parts) * STEP.. of num_vectors: all loads of a step are on their way before its first store.
+// Copies vectors part * STEP.., (part + parts) * STEP.. of num_vectors. All loads of a step are
+// issued before its first store.
 template <typename Vector>
 __device__ __forceinline__ void copy_vectors(Bytes dst, Bytes src, Bytes num_vectors, Bytes part, Bytes parts, unsigned lane) {
   Vector* to = reinterpret_cast<Vector*>(dst);
@@ -37,8 +41,8 @@ __device__ __forceinline__ void copy_vectors(Bytes dst, Bytes src, Bytes num_vec
   }
 }
 
-// The bytes before the first whole vector of dst and behind the last, fewer than 16 each: the lower half of the warp takes the ones, the
-// upper half the others.
+// Copies the bytes before the first whole vector of dst and behind the last, fewer than 16 each. The
+// lower half of the warp copies the bytes before, the upper half the bytes behind.
 __device__ __forceinline__ void copy_ends(Bytes dst, Bytes src, Bytes head, Bytes tail_at, Bytes num_bytes, unsigned lane) {
   const Bytes at = lane < 16 ? lane : tail_at + lane - 16;
   if (at < (lane < 16 ? head : num_bytes)) reinterpret_cast<unsigned char*>(dst)[at] = reinterpret_cast<const unsigned char*>(src)[at];
