@@ -1,10 +1,11 @@
-"""`HotKVConnector`: vLLM's view of hotkv. Fails open: no exception of hotkv's reaches vLLM from any
-hook.
+"""`HotKVConnector`: the class that vLLM loads as its KV connector.
 
-Thin: it holds one object for each side, of which one is real (`NoSide`), and each hook calls one of
-them. A hook that breaks is logged once, counted, and answered by its fallback, each of which says
-what makes it safe (`hooks`). Only a wrong configuration raises, when the connector is constructed.
-Nothing happens per layer.
+Fails open: no exception of hotkv reaches vLLM from a hook. A hook that raises is logged once,
+counted, and answered by its fallback (`hooks` says why each fallback is safe). Only a wrong
+configuration raises, when vLLM constructs the connector.
+
+The connector is thin. It holds a scheduler side and a worker side, one of them real and the other a
+`NoSide`. Each hook calls one of the sides. No hook does work per layer.
 """
 
 from collections.abc import Callable
@@ -39,7 +40,7 @@ from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetada
 from hotkv_vllm.stats import HookClock, HotKVPromMetrics, HotKVStats, SilentPromMetrics
 
 PARTS = frozenset({"requests", "residents", "sparse", "steps"})
-"""Parts of a side that the connector calls."""
+"""Attributes of a side that the connector calls methods on."""
 ANSWERS: dict[str, Callable[..., Any]] = {
     "is_freeing": lambda *_: False,
     "match": lambda *_: (0, False),
@@ -52,15 +53,16 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "take_lost": lambda *_: set(),
     "lost_broke": lambda *_: set(),
 }
-"""By method of `scheduler.side.HotKVScheduler`, of its parts or of `worker.side.HotKVWorker`. All
-others answer None."""
+"""Answers of `NoSide`, by method of `HotKVScheduler`, of its parts or of `HotKVWorker`. All other
+methods return None."""
 
 
 class NoSide:
-    """Stands in for a side that is not there: that of the other role, or both with hotkv off.
+    """Stands in for a side that does not exist: the side of the other role, or both sides if hotkv
+    is off.
 
-    So no hook asks whether there is a side. It takes every call and does nothing; its answers leave
-    vLLM as it would be without hotkv.
+    Accepts every call and does nothing, so hooks need not test for a side. Its answers make vLLM
+    run as without hotkv.
     """
 
     def __init__(self) -> None:
@@ -73,7 +75,8 @@ class NoSide:
 
 
 class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's connector. Constructor as vLLM calls it; raises ConfigError."""
+    """Implements vLLM's connector interface. vLLM calls the constructor, which raises ConfigError
+    if the configuration is wrong."""
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -116,8 +119,9 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Whether vLLM drops what steps in flight answer for requests that it preempts: if they may
-        have read bytes that the server no longer had. A lost store is a later miss."""
+        """Returns True if contexts live in host memory. vLLM then drops the output of steps in
+        flight for a request that it preempts, because the step may have read bytes that the server
+        had lost. Otherwise False: a lost store only causes a later miss."""
         return self._is_resident
 
     # --------------------------------------------------------------------------------- worker hooks
@@ -128,18 +132,22 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(lambda self: self._worker.unregister_broke())
     def unregister_kv_caches(self) -> None:
-        """vLLM is about to discard the KV memory (from 0.33 on; 0.32 sleeps only with memory that
-        hotkv can't share)."""
+        """Closes the worker's session: vLLM is about to discard the KV memory.
+
+        vLLM 0.33 and later call it. vLLM 0.32 puts an engine to sleep only with memory that hotkv
+        can't share.
+        """
         self._worker.unregister()
 
     @hook(lambda self: self._worker.memory_broke("shared again after a sleep"))
     def restore_kv_caches(self) -> None:
-        """The KV memory is mapped again at its old addresses, with other contents."""
+        """Registers the KV memory again. It is mapped at its old addresses, with other contents."""
         self._worker.restore()
 
     @hook(lambda *_: HotKVHandshake(None, "a worker's handshake broke; see the engine's log"))
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """None in a MultiConnector, which would give it to others; the scheduler asks for it."""
+        """Returns this rank's handshake. Returns None in a MultiConnector, which would pass it to
+        other connectors; the scheduler then asks for it in a step."""
         return None if self._is_child else self._worker.handshake()
 
     @hook(lambda self, *_: self._worker.distrust())
@@ -154,17 +162,18 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(_loads_broke)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """The V1 runner passes no keywords, V2 several; none are needed."""
+        """Starts this step's loads. Model runner V1 passes no keyword arguments and V2 several; all
+        are ignored."""
         if isinstance(meta := self._connector_metadata, HotKVMetadata):
             self._worker.start_loads(meta)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads end before a request is scheduled; there is nothing to wait for."""
+        """Does nothing: a request is scheduled only after its load has ended."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Blocks are stored whole, after the step."""
+        """Does nothing: whole blocks are stored after the step."""
 
     def _stores_broke(self) -> None:
         if isinstance(meta := self._connector_metadata, HotKVMetadata):
@@ -186,7 +195,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(lambda self: self._worker.sparse.lost_broke(), last=frozenset())
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Of requests whose bytes in host memory are gone, not of loads that failed."""
+        """Returns blocks of requests whose bytes in host memory were lost. Failed loads are
+        reported by `get_transfer_results` instead."""
         return self._worker.sparse.take_lost()
 
     @hook(nothing)
@@ -256,8 +266,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks may be freed at once: steps that reuse them wait for stores that still read
-        them."""
+        """Ends a request. Returns False: vLLM may free its blocks at once, because a step that
+        reuses them first waits for the stores that still read them."""
         self._scheduler.requests.finished(request, block_ids)
         return False, None
 
@@ -286,17 +296,19 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     @class_hook(lambda *_: True, last=True)
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """True: where the memory of sleep mode can't be shared (CUDA's cumem allocator) hotkv is
-        off and says so; the engine starts."""
+        """Returns True. If the memory of sleep mode can't be shared (CUDA's cumem allocator), the
+        engine still starts; hotkv is off and logs why."""
         return True
 
     @classmethod
     @class_hook(lambda *_: None)
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """On CUDA one contiguous run per block over all layers; a preference that vLLM drops where
-        it can't. CPU has one layout.
+        """Returns the layout that hotkv prefers. On CUDA each block is then one contiguous run over
+        all layers. It is a preference: vLLM drops it if it can't use it. Returns None on CPU, which
+        has one layout.
 
-        In a MultiConnector another connector's wish goes first, as vLLM refuses two.
+        Returns None in a MultiConnector if another connector states a layout, because vLLM refuses
+        two.
         """
         layout, outer = checks.preferred_layout(), checks.outer_configs()
         is_second = layout is not None and outer and checks.others_state_a_layout(cls, outer)
@@ -319,5 +331,6 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         return HotKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-# MultiConnector looks up by name whose statistics it is given, in the frontend's process too.
+# MultiConnector finds the class of each connector's statistics by name, also in the frontend's
+# process.
 checks.name_connector(HotKVConnector.__name__, __name__)

@@ -1,6 +1,7 @@
 """The connector's counters, by name, and the text of each in vLLM's metrics.
 
-Always true: importing this imports no vLLM, so that pages can be made of it.
+Always true: importing this module does not import vLLM, so that documentation can be generated from
+it.
 """
 
 COUNTERS: dict[str, str] = {
@@ -87,5 +88,6 @@ COUNTERS: dict[str, str] = {
 
 
 def exported(name: str) -> str:
-    """A counter's name with its unit as Prometheus writes it: `flush_seconds` of `flush_s`."""
+    """Returns the counter's name with its unit as Prometheus writes it: `flush_seconds` for
+    `flush_s`."""
     return f"{name.removesuffix('_s')}_seconds" if name.endswith("_s") else name

@@ -1,9 +1,13 @@
 """The edge between vLLM and the connector: no exception of hotkv passes it.
 
-Each hook names its fallback, whose answer vLLM gets if the hook raises; `FALLBACKS` says why that
-is safe. What is always true: a hook that raises is counted and answered by its fallback; a fallback
-that raises too is counted and answered by `last`, which is a constant. A fallback shares as little
-state as it can with its hook, so that one fault does not break both.
+Each hook names a fallback. If the hook raises, vLLM gets the fallback's answer; `FALLBACKS` says
+why that is safe.
+
+Always true:
+- A hook that raises is counted and answered by its fallback.
+- A fallback that raises too is counted and answered by `last`, a constant.
+- A fallback shares as little state as possible with its hook, so that one fault does not break
+  both.
 """
 
 import functools
@@ -118,9 +122,12 @@ FALLBACKS: dict[str, str] = {
     "build_kv_connector_stats": "Nothing is counted.",
     "build_prom_metrics": "vLLM has no metrics of hotkv's.",
 }
-"""What makes the fallback of each hook safe: what vLLM gets if the hook breaks, and why no request
-is lost and no wrong KV is served. By hook, or by part of a hook that the rest of it does without.
-`hook` refuses a hook that is not here."""
+"""Why the fallback of each hook is safe: what vLLM gets if the hook raises, and why no request is
+lost and no wrong KV is served.
+
+The keys are hooks, and parts of hooks that the rest of the hook can do without. `hook` refuses a
+name that is missing here.
+"""
 
 
 # ----------------------------------------------------------------------------------------- the edge
@@ -129,18 +136,22 @@ is lost and no wrong KV is served. By hook, or by part of a hook that the rest o
 T = TypeVar("T")
 
 HOOKS: dict[str, FunctionType] = {}
-"""The guarded function of each hook, by name."""
+"""The unguarded function of each hook, by name."""
 
 
 class Clock(Protocol):
-    """Takes down the time of hooks."""
+    """Records the time spent in hooks."""
 
     def add(self, hook: str, seconds: float) -> None: ...
 
 
 class HookEdge:
-    """The edge of one connector. `broken`: hooks that have raised. `count`: adds one to a
-    counter."""
+    """Keeps the exceptions of one connector's hooks from vLLM.
+
+    clock: records the time of each hook.
+    broken: names of the hooks that have raised.
+    count: increments a counter by its name.
+    """
 
     def __init__(self, clock: Clock, count: Callable[[str], None]) -> None:
         self.clock = clock
@@ -151,7 +162,7 @@ class HookEdge:
         return f"HookEdge(broken: {sorted(self.broken)})"
 
     def broke(self, name: str) -> None:
-        """Counts a hook's fault, and logs its first one with the traceback."""
+        """Counts a hook's exception. Logs the traceback the first time that this hook raises."""
         self._count("hook_errors")
         if name not in self.broken:
             self.broken.add(name)
@@ -161,12 +172,12 @@ class HookEdge:
 def hook(
     otherwise: Callable[..., Any], *, last: Any = None, is_part: bool = False
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Times a hook and keeps its exceptions from vLLM.
+    """Decorates a hook: records its time and keeps its exceptions from vLLM. The decorated method's
+    object must have an attribute `edge`, a HookEdge.
 
-    If the hook raises, `otherwise(self, *its arguments)` answers. The object has a HookEdge `edge`.
-
-    `is_part`: the method is part of a hook that is timed itself, and that goes on if the part
-    raises.
+    otherwise: the fallback, called with the object and the hook's arguments if the hook raises.
+    last: the answer if the fallback raises too.
+    is_part: the method is part of another hook. It is not timed, and the hook goes on if it raises.
     """
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:
@@ -208,10 +219,11 @@ def _answer(
 def class_hook(
     otherwise: Callable[..., Any], last: Any = None
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Does the same for methods that vLLM calls on the class, before there is a connector.
+    """Decorates a hook that vLLM calls on the class, before a connector exists. Exceptions are
+    logged; the hook is neither timed nor counted.
 
-    Faults are logged; nothing is timed or counted. `last` is the answer if the fallback breaks too;
-    None is what vLLM's own base class answers.
+    otherwise: the fallback, called with the class and the hook's arguments if the hook raises.
+    last: the answer if the fallback raises too. vLLM's own base class answers None.
     """
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:
@@ -238,4 +250,4 @@ def class_hook(
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """The fallback of hooks whose result nobody needs."""
+    """Returns None: the fallback of hooks whose result is not needed."""

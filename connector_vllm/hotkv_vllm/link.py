@@ -1,7 +1,7 @@
-"""The seam between connector and client: the session as the connector sees it, and how it is
-opened.
+"""The seam between connector and client: the session as the connector uses it, and the function
+that opens one.
 
-Nothing here blocks. Each change of a session's state is logged once, never per request.
+Nothing here blocks. A change of a session's state is logged once, never per request.
 """
 
 import logging
@@ -39,14 +39,14 @@ from hotkv_proto.layout import Layout
 from hotkv_proto.order import NO_ORDER, DeviceOrder, OrderKind
 
 logger = logging.getLogger("vllm.hotkv")
-"""Below vLLM's own logger, so that its handlers and level apply."""
+"""A child of vLLM's logger, so that vLLM's handlers and level apply."""
 
 BoolMask = NDArray[np.bool_]
 
 
 class CacheSession(Protocol):
-    """The part of `hotkv_client.Session` that the connector uses. The guarantees are described
-    there."""
+    """The part of `hotkv_client.Session` that the connector uses. That class documents the
+    guarantees."""
 
     @property
     def connected(self) -> bool: ...
@@ -133,8 +133,10 @@ def open_session(
 ) -> CacheSession:
     """Returns a started session.
 
-    `layout`, `fds`: memory to register. `order`: how transfers wait for the device's own work.
-    `fence`: the page in which the scheduler revokes stores.
+    layout: memory to register with the server; None for a session without memory.
+    fds: file descriptors of that memory, by name.
+    order: how transfers wait for the device's own work.
+    fence: the page in which the scheduler revokes stores.
     """
     from hotkv_client.session import Session
 
@@ -154,8 +156,8 @@ def log_state(who: str, level: int) -> "StateLog":
 
 
 class StateLog:
-    """Logs a session's state each time it changes. `why`: the reason that came with the last
-    state."""
+    """Logs a session's state each time it changes. `why` is the reason that came with the last
+    report of the state."""
 
     def __init__(self, who: str, level: int) -> None:
         self._who = who

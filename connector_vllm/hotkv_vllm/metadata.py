@@ -1,8 +1,9 @@
-"""Messages between the connector's two sides, sent through vLLM once per step.
+"""Messages between the connector's two sides. vLLM carries them once per step.
 
-Scheduler to worker: `HotKVMetadata`. Worker to scheduler: `HotKVWorkerMetadata`, aggregated over
-ranks, and once at the start `HotKVHandshake`. vLLM forwards the handshake, or a report carries it
-if the scheduler asks for it. All are small picklable values: hashes and ids, never KV bytes.
+Scheduler to worker: `HotKVMetadata`. Worker to scheduler: `HotKVWorkerMetadata`, joined over all
+ranks, and once at the start `HotKVHandshake`. vLLM forwards the handshake; if it does not, the
+scheduler asks for it and a report carries it. All are small picklable values: hashes and ids, never
+KV bytes.
 """
 
 from collections.abc import Callable
@@ -28,8 +29,11 @@ from hotkv_vllm.sparse.rows import SparseRows
 
 @dataclass(slots=True)
 class LoadJob:
-    """Blocks of one request to load under a read lease, with their representations.
-    `traceparent`: names its span to the server; None for none."""
+    """Blocks of one request to load under a read lease.
+
+    representations: representations to load with the blocks.
+    traceparent: names the load's trace span to the server; None if the request is not traced.
+    """
 
     request_id: str
     transfer_id: str
@@ -42,12 +46,14 @@ class LoadJob:
 
 @dataclass(slots=True)
 class StoreJob:
-    """Blocks to store that are complete at the end of the step.
+    """Blocks to store that are complete at the end of the step. All ranks store their shard under
+    the same lease.
 
-    All ranks store their shard under the same lease. `representations`: the blocks, among these or
-    stored earlier, whose representations are to be stored. `fence_index`: the word in which the
-    scheduler revokes the store; 0 if only workers revoke it. `request_id`: of the resident request
-    that it belongs to, which `options` name at the server; empty for others.
+    representations: blocks whose representations are to be stored. These blocks are among `runs` or
+        were stored earlier.
+    fence_index: the word by which the scheduler revokes the store; 0 if only workers revoke it.
+    request_id: the resident request that the store belongs to, or empty. `options` name it to the
+        server.
     """
 
     store_id: int
@@ -66,18 +72,20 @@ class HotKVMetadata(KVConnectorMetadata):
     flush_stores: stores that must have ended before this step's first write.
     cancel_loads: request ids whose load is to be cancelled.
     abandoned_loads: request ids whose load was never begun and is to be reported as failed.
-    held_loads: transfers whose blocks the scheduler holds back, so their requests need not wait.
-    asks_links: each rank reports whether it has a session.
-    lost_track: it is not known which blocks this step gives away; workers take back all stores and
-        forget all representations.
-    sparse_rows: the rows that attend sparsely, all others attend to everything; None without sparse
-        decode.
+    held_loads: transfers whose blocks the scheduler keeps out of vLLM's pool, so their requests
+        need not wait.
+    asks_links: True if each rank must report whether it has a session.
+    lost_track: True if it is not known which blocks this step reallocates. Workers then revoke all
+        stores and forget all representations.
+    sparse_rows: the rows that attend sparsely; all other rows attend to everything. None without
+        sparse decode.
+    resident: pages of resident requests for this step; None without them.
     allocated_blocks: blocks that are about to be filled.
     last_reports_of: ended requests whose last selections the workers report.
-    wants_handshake: the scheduler has no handshake yet.
-    settles_step, timed_step: numbers to be reported with this step's output; 0 for none.
+    wants_handshake: True while the scheduler has no handshake.
+    settles_step, timed_step: numbers to report with this step's output; 0 for none.
     adapters: LoRA adapters to name, and ids to release.
-    weights: the order about weights that may have changed.
+    weights: the order to check weights that may have changed.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -101,10 +109,8 @@ class HotKVMetadata(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class StoreReport:
-    """How one store ended: `BlockResult` bytes of its blocks, one entry for each rank, in no order
-    that means anything.
-
-    The bytes of a rank are empty if its transfer failed as a whole."""
+    """How one store ended: the `BlockResult` bytes of its blocks, one entry per rank, in arbitrary
+    order. The entry of a rank is empty if its transfer failed as a whole."""
 
     results: list[bytes]
 
@@ -115,13 +121,17 @@ class StoreReport:
 
 @dataclass(slots=True)
 class HotKVHandshake(KVConnectorHandshakeMetadata):
-    """A rank's result of registering its memory: the key space, or why it runs without the cache.
+    """What a rank found when it registered its memory: the key space, or why it runs without the
+    cache.
 
-    `representations`: those that the rank stores and loads with blocks. `sparse_layers`: (layer,
-    vLLM's group) of its sparse layers. `fence`: the page in which the scheduler revokes the rank's
-    stores; None if it need not. `host`: the rank's `hotkv_vllm.identity.ranks.this_host`. `absent`:
-    why the rank has no session yet; empty if it has one. `weights_in_doubt`: the rank's weights may
-    differ from those that the key space names.
+    why_off: why the rank has no key space.
+    representations: kinds of representation that the rank stores and loads with blocks.
+    sparse_layers: (layer, vLLM's group) of the rank's sparse layers.
+    fence: the page in which the scheduler revokes the rank's stores; None if it need not.
+    host: the rank's `hotkv_vllm.identity.ranks.this_host`.
+    absent: why the rank has no session yet; empty if it has one.
+    weights_in_doubt: True if the rank's weights may differ from the weights that the key space
+        names.
     """
 
     key_space: KeySpace | None
@@ -137,18 +147,22 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass(slots=True)
 class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
-    """What the workers report with a step: transfers that ended since the last one, and more.
+    """What the workers report with a step: transfers that ended since the last step, and more.
 
-    What is always true: the reports of several ranks join to the same, in whatever order and
-    grouping vLLM joins them, and each field keeps the worst that a rank said (`JOINS`).
+    Always true: the reports of several ranks give the same result in whatever order and grouping
+    vLLM joins them. Each field keeps the worst that a rank reported (`JOINS`).
 
-    `counters`: summed over ranks. `sparse`, `adapters`: None if there is nothing to report.
-    `handshakes`: one of each rank, if the scheduler asked for them. `settled_step`, `timed_step`:
-    the step's numbers, if it has any. `overdue_loads`: transfers that the server was asked to end
-    and has not ended. `settled_loads`: by transfer that is held back, the number of ranks in which
-    it can't write any more. `load_seconds`: by request, the longest that the server took for its
-    load in any rank; below 0 if its time was up in one. `links`: by rank, why it has no session;
-    empty if it has one. `weights`: reports by rank.
+    stores: ended stores, by id.
+    counters: summed over ranks.
+    sparse, adapters: None if there is nothing to report.
+    handshakes: one per rank, if the scheduler asked for them.
+    settled_step, timed_step: the step's numbers; 0 for none.
+    overdue_loads: transfers that the server was asked to end and has not ended.
+    settled_loads: by held transfer, the number of ranks in which the server can't write any more.
+    load_seconds: by request, the longest time that the server took for its load in any rank. Below
+        0 if a rank's time limit was reached.
+    links: by rank, why it has no session; empty if it has one.
+    weights: reports by rank.
     """
 
     stores: dict[int, StoreReport] = field(default_factory=dict)
@@ -169,7 +183,7 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
         self.counters[name] = self.counters.get(name, 0) + value
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "HotKVWorkerMetadata":
-        """Returns the reports of two ranks joined; both stay as they are."""
+        """Returns the reports of two ranks joined. Changes neither."""
         if not isinstance(other, HotKVWorkerMetadata):
             return self
         return HotKVWorkerMetadata(
@@ -190,7 +204,8 @@ Join = Callable[[Any, Any], Any]
 
 
 def _each(join: Join) -> Join:
-    """Joins mappings: what both have by `join`, the rest as it is."""
+    """Returns a join of mappings: values that both have are joined by `join`, the rest is copied.
+    """
 
     def joined(one: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
         shared = {key: join(one[key], other[key]) for key in one.keys() & other.keys()}
@@ -200,7 +215,7 @@ def _each(join: Join) -> Join:
 
 
 def _if_any(one: Value | None, other: Value | None) -> Value | None:
-    """Joins what ranks may leave out, by its own `join`."""
+    """Joins values that may be None, by the value's own `join`."""
     if one is None or other is None:
         return other if one is None else one
     joined: Value = one.join(other)  # type: ignore[attr-defined]
@@ -212,7 +227,7 @@ def _sum(one: Number, other: Number) -> Number:
 
 
 def _ordered(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
-    """Each name once, in order."""
+    """Returns the names of both, sorted and without duplicates."""
     return tuple(sorted({*one, *other}))
 
 
@@ -223,14 +238,15 @@ def _by_rank(
 
 
 def _slower(one: float, other: float) -> float:
-    """The longer of two times of a load. Below 0, as one whose time was up is, if either is."""
+    """Returns the longer of two load times. The result is negative if either is, which marks a load
+    whose time limit was reached."""
     longest = max(abs(one), abs(other))
     return -longest if min(one, other) < 0 else longest
 
 
 def _worse_answer(one: WeightsReport, other: WeightsReport) -> WeightsReport:
-    """Of two reports of one rank: a notice before an answer, other weights before the original, and
-    that they were written before that they were not."""
+    """Joins two reports of the same rank and keeps the worse of each field: a notice before an
+    answer, changed weights before original weights, written before not written."""
     worse = min(one, other, key=lambda said: (said.question, said.is_original, said.digest))
     return replace(worse, was_written=one.was_written or other.was_written)
 
@@ -249,4 +265,4 @@ JOINS: dict[str, Join] = {
     "adapters": _if_any,
     "weights": _each(_worse_answer),
 }
-"""By field of `HotKVWorkerMetadata`: how those of two ranks make one."""
+"""How the values of two ranks are joined, by field of `HotKVWorkerMetadata`."""

@@ -1,7 +1,7 @@
 """The connector's counters for vLLM's metrics, and a clock of the time spent in its hooks.
 
-Counters only go up; vLLM collects their growth since the last step. Only one thread writes a
-`HookClock`.
+Counters only go up; vLLM collects their growth since the last step. A `HookClock` has one writing
+thread.
 """
 
 import json
@@ -53,8 +53,8 @@ class HotKVStats(KVConnectorStats):
 
 
 class HotKVPromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter per name in COUNTERS and engine, `vllm:hotkv_<exported(name)>`; all of
-    them are exposed as 0 from the start."""
+    """Exposes a Prometheus counter `vllm:hotkv_<exported(name)>` per name in COUNTERS and engine.
+    All start at 0."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class HotKVPromMetrics(KVConnectorPromMetrics):
 
 
 class SilentPromMetrics(KVConnectorPromMetrics):
-    """Takes the place of HotKVPromMetrics if that can't be constructed."""
+    """Replaces HotKVPromMetrics if that can't be constructed."""
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Does nothing."""
@@ -95,8 +95,9 @@ class SilentPromMetrics(KVConnectorPromMetrics):
 class HookClock:
     """Seconds spent in the connector's hooks, and the number of engine steps.
 
-    `startup_s`: seconds in the hooks of start and shutdown, which `hook_s` leaves out. `step_s`
-    (worker side only): wall time of the steps, hooks included.
+    startup_s: seconds in the hooks of start and shutdown; `hook_s` leaves these out.
+    longest_s: the longest single hook call.
+    step_s: wall time of the steps, hooks included (worker side only).
     """
 
     def __init__(self, who: str, engine_id: str) -> None:
@@ -128,7 +129,7 @@ class HookClock:
             self._step_began_s = 0.0
 
     def log(self) -> None:
-        """Writes one line with the sums."""
+        """Logs one line with the sums."""
         logger.info(
             "hotkv %s: %.3f s in hooks over %d steps, longest %.1f ms",
             self.who,
@@ -148,8 +149,8 @@ class HookClock:
         }
 
     def write(self, path: str) -> None:
-        """Merges this side's figures into the JSON file, which the engine's other sides write too;
-        nothing without a path. Raises OSError."""
+        """Merges this side's figures into the JSON file at `path`, which the engine's other sides
+        write too. Does nothing if `path` is empty. Raises OSError."""
         if not path:
             return
         target = Path(path)

@@ -1,6 +1,6 @@
-"""The connector's scheduler side: what runs in the process, and the thread, of vLLM's scheduler.
+"""The connector's scheduler side. It runs in the process and thread of vLLM's scheduler.
 
 `side` holds the parts: `sharing` decides whether there is a cache, `admission` follows requests,
-`hits` finds what the cache has for one, `stores` plans what to store of it, and `step_planner` puts
-a step's work together. Nothing here touches the engine's memory. Nothing blocks after the start.
+`hits` finds the hit of a request, `stores` plans its stores, and `step_planner` assembles a step's
+work. Nothing here touches the engine's memory. Nothing blocks after the start.
 """

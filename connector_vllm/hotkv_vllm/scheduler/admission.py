@@ -1,9 +1,11 @@
-"""The requests that the engine has, from arrival to end: their hits, their loads, their blocks.
+"""Follows the engine's requests from arrival to end: their hits, their loads, their blocks.
 
-What is always true: each request that hotkv knows has one state; what is taken for it (a lease, a
-load) is given back when it ends, however it ends; and each block that vLLM gives a request is in
-`written` before any worker gets the step. Scheduler thread only; blocks for the moment that
-`hits.Patience` allows, no longer.
+Always true:
+- Each request that hotkv knows has one state.
+- A lease or load of a request is released when the request ends, however it ends.
+- Each block that vLLM allocates to a request is in `written` before any worker gets the step.
+
+Scheduler thread only. Blocks no longer than `hits.Patience` allows.
 """
 
 import time
@@ -23,8 +25,11 @@ from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, announce
 
 
 class Admission:
-    """Follows the requests that the engine has. `rows`: decides which rows attend sparsely; None
-    without sparse decode. `lost_track`: it is not known which blocks the next step gives away."""
+    """Follows the requests of the engine.
+
+    rows: decides which rows attend sparsely; None without sparse decode.
+    lost_track: True while it is not known which blocks the next step reallocates.
+    """
 
     def __init__(self, engine: Engine, sharing: Sharing, edge: HookEdge) -> None:
         vllm_config, kv_cache_config = engine.vllm_config, engine.kv_cache_config
@@ -57,7 +62,8 @@ class Admission:
         return f"Admission({len(self.states)} requests, {self.loads}, {self.written})"
 
     def cancel_loads(self, *, of_refused: bool = False) -> None:
-        """The next step asks to end all loads, or those of adapters seen with other bytes."""
+        """Cancels all loads with the next step. `of_refused`: cancels only loads of adapters whose
+        bytes have changed."""
         for request_id, state in self.states.items():
             if state.is_loading and (not of_refused or self._is_refused(state.request)):
                 self.loads.cancel(request_id)
@@ -67,12 +73,12 @@ class Admission:
         return is_adapted and self._adapters.standing(request, time.monotonic()) is Standing.NEVER
 
     def arrived(self, request: Any) -> None:
-        """A request is new to the engine."""
+        """Registers a request that is new to the engine."""
         self.take_up(request)
         self._begin_sequences(request)
 
     def take_up(self, request: Any) -> None:
-        """Begins a state for the request, and looks for its hit."""
+        """Creates the request's state and looks for its hit."""
         if self._sharing.joining is not None:
             self._sharing.joining.arrived(request)
         cache = self._sharing.cache
@@ -118,7 +124,7 @@ class Admission:
         now_s = time.monotonic()
         if self._sharing.joining is not None and self._sharing.joining.asks_again(now_s):
             return ASK_AGAIN
-        # Whatever became of sharing, and of what hotkv knew of the request.
+        # Runs even if the engine does not share, or if hotkv does not know the request.
         if self.failed_loads.steps_aside(request.request_id):
             return ASK_AGAIN
         state, cache = self.states.get(request.request_id), self._sharing.cache
@@ -159,7 +165,8 @@ class Admission:
         return answer if keeps else NO_HIT
 
     def _has_room(self, request: Any, now_s: float) -> bool:
-        """Whether the request may begin: it stays on the device, or the server has room for it."""
+        """Returns True if the request may begin: its blocks fit on the device, or the server has
+        room for it."""
         if self._pool.holds_whole(request):
             return True
         cache, state = self._sharing.cache, self.states.get(request.request_id)
@@ -175,12 +182,13 @@ class Admission:
         return ResidentOnly(self._is_resident, self._pool.has_away, replays)
 
     def _is_resident(self, request_id: str) -> bool:
-        """Whether the server keeps the request's old blocks."""
+        """Returns True if the server holds the request's old blocks."""
         residencies = None if self._sharing.cache is None else self._sharing.cache.residencies
         return residencies is not None and residencies.is_resident(request_id)
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Blocks were allocated: begins the load, or gives back what was taken for it."""
+        """Begins the request's load into its allocated blocks, or releases its lease if vLLM loads
+        nothing."""
         self.written.allocated(request, blocks)
         self.others.admitted(request.request_id)
         self.room.admitted(request.request_id, blocks)
@@ -208,8 +216,8 @@ class Admission:
         self._stats.add("loads")
 
     def _abandon(self, request_id: str) -> None:
-        """A request waits for a load that will not be: the workers report it as failed, and it is
-        offered no other."""
+        """Abandons a load that vLLM waits for. The workers report it as failed, and the request is
+        offered no other hit."""
         self.loads.abandon(request_id)
         state = self.states.get(request_id)
         if state is not None and self._sharing.cache is not None:
@@ -217,7 +225,7 @@ class Admission:
             self._sharing.cache.finder.give_back(state)
 
     def finished(self, request: Any, block_ids: Any) -> None:
-        """A request has ended, or was aborted."""
+        """Ends a request that has finished or was aborted."""
         self._end_sequences(request.request_id)
         self.written.ended(request.request_id)
         all_is_there = self.others.may_store(request.request_id)
@@ -233,7 +241,7 @@ class Admission:
             self._adapters.ended(request.request_id)
 
     def _finish(self, request: Any, block_ids: Any, all_is_there: bool) -> None:
-        # A hook that breaks from here on finds the state, and gives back what it holds.
+        # If a hook raises from here on, its fallback finds the state and releases what it holds.
         state, cache = self.states.get(request.request_id), self._sharing.cache
         if state is None or cache is None:
             self.states.pop(request.request_id, None)
@@ -242,7 +250,7 @@ class Admission:
             self.loads.cancel(request.request_id)
         finder = cache.finder
         # vLLM counts tokens as computed from the moment their load begins, which vLLM 0.33 may have
-        # put off; until it has ended the blocks hold nothing to store.
+        # postponed. Until the load has ended the blocks hold nothing to store.
         is_computed = (
             state.hit.phase not in (Phase.LOADING, Phase.GRANTED)
             and request.request_id not in self.failed_loads
@@ -275,7 +283,7 @@ class Admission:
     # -------------------------------------------------------------------- fallbacks of broken hooks
 
     def request_broke(self, request_id: str) -> None:
-        """The request's hook broke: hotkv forgets it, and gives back what it held."""
+        """Forgets a request whose hook raised, and releases its lease and load."""
         if self._pool.spec is not None:
             self._pool.fail(request_id, "a hook of hotkv's broke")
         state, cache = self.states.pop(request_id, None), self._sharing.cache
@@ -290,14 +298,15 @@ class Admission:
         self._adapters.ended(request_id)
 
     def end_broke(self, request_id: str) -> None:
-        """The same for the hook of a request's end: nobody waits for it, or because of it."""
+        """Forgets a request whose ending raised, so that no other request waits because of it."""
         self.request_broke(request_id)
         self.others.ended(request_id)
         self.room.ended(request_id)
         self.failed_loads.ended(request_id)
 
     def alloc_broke(self, request_id: str, num_external_tokens: int) -> None:
-        """Blocks may have changed hands unseen: no store is safe, and no load is planned."""
+        """Handles an allocation whose hook raised. Blocks may have been reallocated unseen, so no
+        store is safe, and no load is planned."""
         self.lost_track = True
         try:
             if num_external_tokens > 0:
@@ -310,18 +319,17 @@ class Admission:
 
 
 class WrittenBlocks:
-    """Blocks that somebody is about to write for the first time since vLLM gave them away: what was
-    known of them is void, and stores that read them must end.
+    """Collects the blocks that are about to be written for the first time since vLLM reallocated
+    them. What was known of such blocks is void, and stores that read them must end.
 
-    A step's prefill and decode show in its schedule, loads of this connector in its plan. What
-    another connector loads, beside this one, shows only where vLLM says that a request has its
-    blocks. This is the one collector of all three. Scheduler thread only.
-
-    Collects them from one step to the next.
+    There are three sources. A step's prefill and decode appear in its schedule, and loads of this
+    connector in its plan. Loads of another connector beside this one only appear when vLLM says
+    that a request has its blocks. This class collects all three, from one step to the next.
+    Scheduler thread only.
     """
 
     def __init__(self, tokens_per_block: Sequence[int]) -> None:
-        """`tokens_per_block`: per vLLM group; 0 takes all blocks of the group."""
+        """tokens_per_block: per vLLM group. 0: all blocks of the group count as written."""
         self._block_tokens = tuple(tokens_per_block)
         self._matched_tokens: dict[str, int] = {}
         self._blocks: set[int] = set()
@@ -331,12 +339,12 @@ class WrittenBlocks:
         return f"WrittenBlocks(requests {len(self._matched_tokens)}, blocks {len(self._blocks)})"
 
     def matched(self, request_id: str, num_tokens: int) -> None:
-        """vLLM's own prefix cache holds the first `num_tokens`."""
+        """Notes that vLLM's own prefix cache holds the first `num_tokens` of the request."""
         self._matched_tokens[request_id] = num_tokens
 
     def allocated(self, request: Any, blocks: Any) -> None:
-        """The request has its blocks; those behind its own prefix hit, or behind a load that has
-        ended, are new to it."""
+        """Adds the request's new blocks: the blocks behind its own prefix hit, or behind a load
+        that has ended."""
         valid_tokens = max(
             request.num_computed_tokens, self._matched_tokens.pop(request.request_id, 0)
         )
@@ -344,19 +352,19 @@ class WrittenBlocks:
             self._blocks.update(ids[valid_tokens // tokens if tokens else 0 :])
 
     def add(self, blocks: Collection[int]) -> None:
-        """These were given away, too."""
+        """Adds further reallocated blocks."""
         self._blocks.update(blocks)
 
     def ended(self, request_id: str) -> None:
-        """The request is no more."""
+        """Forgets the request."""
         self._matched_tokens.pop(request_id, None)
 
     def step(self, scheduler_output: Any) -> None:
-        """A step is planned. What it writes is looked up only if somebody asks."""
+        """Notes the schedule of a step. Its blocks are computed only if `of_step` is called."""
         self._scheduler_output = scheduler_output
 
     def of_step(self) -> set[int]:
-        """Blocks that were given away since the step before, and those that this step writes."""
+        """Returns blocks reallocated since the step before, and blocks that this step writes."""
         if self._scheduler_output is not None:
             self._blocks |= steps.fresh_block_ids(self._scheduler_output, self._block_tokens)
             self._scheduler_output = None
@@ -364,7 +372,8 @@ class WrittenBlocks:
         return self._blocks
 
     def take(self) -> set[int]:
-        """What is known of the step by now, and begins anew: the step's workers are told."""
+        """Returns the blocks collected for the step and starts over: the step's workers receive
+        them."""
         taken, self._blocks, self._scheduler_output = self._blocks, set(), None
         taken.discard(NULL_BLOCK)
         return taken

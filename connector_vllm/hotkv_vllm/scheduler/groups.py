@@ -1,5 +1,5 @@
-"""The groups of a key space as the scheduler side uses them: what names a block, which hit a set of
-ready blocks makes (`CachedGroups`), and which representations go with blocks
+"""The groups of a key space as the scheduler side uses them: the names of blocks and the hit that a
+set of ready blocks makes (`CachedGroups`), and the representations that travel with blocks
 (`RepresentationPlanner`)."""
 
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,17 @@ from hotkv_vllm.scheduler.request import Masks
 
 
 class CachedGroups:
-    """The groups of a key space as the scheduler side uses them: what names a block, and which hit
-    a set of ready blocks makes.
+    """Names the blocks of a key space's groups, and computes the hit that a set of ready blocks
+    makes.
 
-    What is always true: a hit ends at a multiple of the alignment and leaves at least one token to
-    compute; a request that may not be shared (its adapter is not known, or vLLM's hashes don't
-    cover its media) has no shared names, and so neither hits nor stores that others find.
+    Always true:
+    - A hit ends at a multiple of the alignment and leaves at least one token to compute.
+    - A request that may not be shared has no shared names. So it gets no hit, and other requests
+      can't find its stores. Its adapter is unknown, or vLLM's hashes don't cover its media.
 
-    `draft_groups`: indices of groups whose hits must know one block more. `counts_media`: vLLM's
-    hashes name media by a counter, so requests with media have no shared names.
+    draft_groups: indices of groups in which a hit requires the hash of one further block.
+    counts_media: True if vLLM's hashes name media by a counter. Requests with media then have no
+        shared names.
     """
 
     def __init__(
@@ -50,13 +52,13 @@ class CachedGroups:
         return f"CachedGroups({len(self.specs)}, alignment {self.alignment_tokens} tokens)"
 
     def may_share(self, request: Any) -> bool:
-        """Whether vLLM's hashes cover all that decides the request's KV, but for its adapter's
-        bytes."""
+        """Returns True if vLLM's hashes cover all that determines the request's KV, apart from the
+        bytes of its adapter."""
         return not (self._counts_media and request.mm_features)
 
     def keys(self, request: Any) -> Sequence[bytes]:
-        """Shared names of a request's tokens, one for each of vLLM's hash blocks, as far as its
-        tokens are known. None of them for a request that may not be shared."""
+        """Returns the shared names of a request's tokens, one per hash block of vLLM, as far as the
+        tokens are known. Empty for a request that may not be shared."""
         if not self.may_share(request):
             return ()
         plain: Sequence[bytes] = request.block_hashes
@@ -65,13 +67,16 @@ class CachedGroups:
         return self._adapters.keys(request)
 
     def hashes(self, request: Any, index: int) -> Sequence[bytes]:
-        """Shared names of one group's blocks, as far as the request's tokens are known."""
+        """Returns the shared names of one group's blocks, as far as the request's tokens are known.
+        """
         return self._of_group(self.keys(request), index)
 
     def own_hashes(self, request: Any, index: int) -> Sequence[bytes]:
-        """vLLM's hashes of one group's blocks, which every request has. They tell blocks of one
-        request apart, and must be salted before they name any: what they leave out may differ
-        between two requests."""
+        """Returns vLLM's hashes of one group's blocks; every request has them.
+
+        They distinguish the blocks of one request. They must be salted before they name blocks in
+        the server, because two requests with equal hashes may differ in what vLLM leaves out.
+        """
         return self._of_group(request.block_hashes, index)
 
     def _of_group(self, keys: Sequence[bytes], index: int) -> Sequence[bytes]:
@@ -83,8 +88,11 @@ class CachedGroups:
     def named(
         self, request: Any, blocks: Sequence[range], left_out: range = range(0)
     ) -> list[GroupHashes]:
-        """The request's blocks in these ranges, one per group, as a call to the server names
-        them. `left_out`: but for these of the first group."""
+        """Returns the names of the request's blocks for a call to the server.
+
+        blocks: a range of blocks per group.
+        left_out: blocks of the first group to leave out.
+        """
         named = [
             GroupHashes(index, self.hashes(request, index)[part.start : part.stop])
             for index, part in enumerate(blocks)
@@ -98,12 +106,12 @@ class CachedGroups:
         return named
 
     def num_blocks(self, index: int, limit_tokens: int) -> int:
-        """Blocks of a group that matter to hits of up to `limit_tokens`."""
+        """Returns how many blocks of a group matter to hits of up to `limit_tokens`."""
         return limit_tokens // self.specs[index].block_tokens + (index in self.draft_groups)
 
     def longest_hit(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> int:
-        """Tokens of the longest hit over the masks. What the engine holds itself counts as
-        ready."""
+        """Returns the length of the longest hit over the masks, in tokens. Blocks in the engine's
+        own cache count as ready."""
         known = []
         for spec, mask in zip(self.specs, masks, strict=True):
             mask = mask.copy()
@@ -114,7 +122,7 @@ class CachedGroups:
         )
 
     def is_whole(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> bool:
-        """Whether no hit could be longer than that over these masks."""
+        """Returns True if no masks could make a longer hit than these masks do."""
         all_of = tuple(
             np.ones(self.num_blocks(index, limit_tokens), np.bool_)
             for index in range(len(self.specs))
@@ -123,7 +131,7 @@ class CachedGroups:
         return self.longest_hit(masks, computed_tokens, limit_tokens) >= longest
 
     def missing_blocks(self, hit_tokens: int, computed_tokens: int) -> list[range]:
-        """Per group: the blocks that a hit needs and the engine does not hold."""
+        """Returns per group the blocks that a hit needs and the engine does not hold."""
         return [
             range(max(blocks.start, computed_tokens // spec.block_tokens), blocks.stop)
             for spec, blocks in zip(self.specs, needed_blocks(self.specs, hit_tokens), strict=True)
@@ -134,14 +142,14 @@ class CachedGroups:
 
 
 class RepresentationPlanner:
-    """Representations of a request's blocks, from the scheduler's side: what to ask a lease for,
-    what to load, what is missing.
+    """Plans the representations of a request's blocks: which to lease, which to load, which the
+    server lacks.
 
-    They go with blocks and are never waited for: a hit is as long without them, and the worker
-    builds what did not come. In a session the first kind has the index that follows the groups.
-    Groups without a kind pass by untouched.
+    Representations travel with blocks and nothing waits for them. A hit is as long without them,
+    and the worker builds those that did not arrive. In a session the first kind has the index that
+    follows the last group. Groups without a kind are ignored.
 
-    The kinds that a session declares, one a group at most.
+    kinds: the kinds that the session declares, at most one per group.
     """
 
     def __init__(self, num_groups: int, kinds: Sequence[Representation] = ()) -> None:
@@ -153,7 +161,7 @@ class RepresentationPlanner:
         return f"Represented(groups {sorted(self._of_group)})"
 
     def asked(self, groups: Sequence[GroupHashes]) -> list[GroupHashes]:
-        """What a lease over `groups` asks for besides: the representations of the same blocks."""
+        """Returns the representations of the same blocks, for a lease over `groups`."""
         return [
             GroupHashes(self._of_group[g.group_index], g.hashes)
             for g in groups
@@ -161,14 +169,14 @@ class RepresentationPlanner:
         ]
 
     def granted(self, pinned: Sequence[BoolMask]) -> dict[int, BoolMask]:
-        """By group: of which leased blocks the representation is pinned. `pinned` is a grant's
-        answer to `asked`."""
+        """Returns by group which leased blocks have a pinned representation. `pinned` is the
+        grant's answer to `asked`."""
         return dict(zip(sorted(self._of_group), pinned, strict=True))
 
     def loads(
         self, granted: Mapping[int, BoolMask], runs: Sequence[LoadRun]
     ) -> tuple[LoadRun, ...]:
-        """What comes along with the blocks of `runs`."""
+        """Returns the representations to load with the blocks of `runs`."""
         found = []
         for run in runs:
             mask = granted.get(run.group_index)
@@ -185,8 +193,8 @@ class RepresentationPlanner:
     def lacking(
         self, session: CacheSession, group: int, hashes: Sequence[bytes]
     ) -> BoolMask | None:
-        """Of which blocks of a group the server has no representation, as a hint; None for a group
-        without them."""
+        """Returns which blocks of a group have no representation in the server, as a hint. Returns
+        None for a group without representations."""
         kind = self._of_group.get(group)
         if kind is None:
             return None
@@ -194,12 +202,12 @@ class RepresentationPlanner:
         return np.ones(len(hashes), np.bool_) if ready is None else ~ready
 
     def of_run(self, run: BlockRun) -> BlockRun:
-        """The run of a chain's representations."""
+        """Returns the run of the representations of `run`'s blocks."""
         return replace(
             run, group_index=self._of_group[run.group_index], token_ids=(), extra_keys=()
         )
 
     def split(self, runs: Sequence[BlockRun]) -> tuple[tuple[BlockRun, ...], tuple[BlockRun, ...]]:
-        """Runs of blocks, and runs of representations."""
+        """Splits runs into runs of blocks and runs of representations."""
         blocks = tuple(run for run in runs if run.group_index < self._num_groups)
         return blocks, tuple(run for run in runs if run.group_index >= self._num_groups)

@@ -1,17 +1,19 @@
-"""How one request comes to its hit: hint, lease, grant. Scheduler thread only; waits for answers no
-longer than `Patience` does.
+"""Finds the hit of a request: hint, lease, grant. Scheduler thread only; waits for answers no
+longer than `Patience` allows.
 
     IDLE -> ASKED (lookup call, only if no block table is mapped) -> LEASING -> GRANTED -> LOADING
     -> IDLE
 
-What is always true: at most one lease per request; every lease taken is given back or runs out by
-itself; an answer that comes after its deadline is a miss and its lease is given back, and while one
-is overdue nobody else waits; a hit leaves at least one token to compute; keys of a failed load are
-not offered again until the server answers for them or has a new epoch; representations never make a
-hit longer or shorter.
+Always true:
+- A request has at most one lease. Every lease is released or expires.
+- An answer after its deadline is a miss, and its lease is released. While a late answer is
+  outstanding, requests without a call of their own are misses.
+- A hit leaves at least one token to compute.
+- Keys of a failed load are not offered again until the server answers for them or has a new epoch.
+- Representations never change the length of a hit.
 
-`HitFinder` does this. The parts before it: `HiddenKeys`, `TableProbe`, arithmetic over the blocks
-of one hit, and `Patience`.
+`HitFinder` does this. It uses the parts above it: `HiddenKeys`, `TableProbe`, arithmetic over the
+blocks of one hit, and `Patience`.
 """
 
 import itertools
@@ -45,14 +47,14 @@ from hotkv_vllm.stats import HotKVStats
 # --------------------------------------------------------------------------- keys whose load failed
 
 MAX_HIDDEN_KEYS = 1 << 16
-"""The oldest are forgotten beyond that."""
+"""Beyond this number the oldest keys are forgotten."""
 
 
 class HiddenKeys:
-    """Keys whose load failed. They are not offered, and are stored again, until the server has
-    answered for them or has a new epoch.
+    """Keys whose load failed. A key is (group, block hash).
 
-    A key is (group, block hash).
+    Hidden keys are not offered, and are stored again, until the server has answered for them or has
+    a new epoch.
     """
 
     def __init__(self) -> None:
@@ -66,7 +68,7 @@ class HiddenKeys:
         return f"HiddenKeys({len(self._keys)})"
 
     def set_epoch(self, epoch: int) -> None:
-        """Notes the server's epoch. A new one clears everything."""
+        """Notes the server's epoch. A new epoch clears all keys."""
         if epoch != self._epoch:
             self._epoch = epoch
             self._keys.clear()
@@ -79,7 +81,7 @@ class HiddenKeys:
             del self._keys[key]
 
     def clear(self, group: int, block_hash: bytes) -> None:
-        """Removes a key: the server has it anew."""
+        """Removes a key that the server has stored again."""
         self._keys.pop((group, block_hash), None)
 
     def clear_all(self) -> None:
@@ -99,9 +101,10 @@ class HiddenKeys:
 
 
 class TableProbe:
-    """Looks at the mapped block table for what a request could hit. A hint: a lease settles it.
+    """Probes the mapped block table for the blocks that a request could hit. The answer is a hint;
+    a lease settles it.
 
-    Probes group by group, those first whose ready blocks bound every hit.
+    Probes group by group, beginning with groups whose ready blocks bound every hit.
     """
 
     def __init__(self, session: CacheSession, groups: CachedGroups, hidden: HiddenKeys) -> None:
@@ -117,8 +120,8 @@ class TableProbe:
         return f"TableProbe({len(self._order)} groups)"
 
     def ready(self, request: Any, computed_tokens: int) -> Masks | None:
-        """Which blocks are ready, per group; None if no table is mapped. `computed_tokens`: hit in
-        the engine's own cache."""
+        """Returns which blocks are ready, per group; None if no table is mapped. `computed_tokens`
+        is the hit in the engine's own cache."""
         limit = request.num_tokens - 1
         specs = self._groups.specs
         masks: list[BoolMask] = [np.zeros(0, np.bool_)] * len(specs)
@@ -133,20 +136,21 @@ class TableProbe:
                 return None
             masks[index] = self._hidden.mask(index, hashes, ready)
             if spec.kind in PREFIX_CLOSED:
-                # No hit is longer, so the other groups need not be looked at beyond.
+                # No hit is longer than this, so the other groups need no probe beyond it.
                 limit = min(limit, spec.reach_tokens(masks[index]))
                 if limit <= computed_tokens:
                     break
         return tuple(masks)
 
     def may_lie_below(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
-        """Whether a hit may be longer than the table says, because the server has tiers."""
+        """Returns True if a hit may be longer than the table says because lower tiers of the server
+        may have blocks."""
         limit = request.num_tokens - 1
         return self._session.has_tiers and not self._groups.is_whole(masks, computed_tokens, limit)
 
     def _prefix(self, index: int, hashes: Sequence[bytes], first: int) -> BoolMask | None:
-        """Leading blocks that are ready, by a few probes. Blocks before `first` are the engine's
-        own."""
+        """Returns which leading blocks are ready, using few probes. Blocks before `first` are in
+        the engine's own cache."""
         # Most requests that miss do so at their first block.
         head = self._session.probe(index, hashes[first : first + 1])
         if head is None:
@@ -162,26 +166,27 @@ class TableProbe:
 
 # ---------------------------------------------------------------------------- the blocks of one hit
 
-# Arithmetic over the blocks of one hit: which of them its lease has pinned, which to load where,
-# and which need not be stored afterwards. Pure.
+# Arithmetic over the blocks of one hit: which of them its lease has pinned, which to load into
+# which block, and which need not be stored afterwards. Pure.
 #
-# What is always true: nothing is loaded that the lease does not pin.
+# Always true: only blocks that the lease pins are loaded.
 
 
 def leased_positions(blocks: range, left_out: range) -> Int32s:
-    """The blocks of a group that a lease covers, rising: those of `blocks` but for `left_out`."""
+    """Returns the blocks of a group that a lease covers, ascending: `blocks` without `left_out`."""
     found = np.arange(blocks.start, blocks.stop, dtype=np.int32)
     return found[(found < left_out.start) | (found >= left_out.stop)]
 
 
 def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
-    """Per group: leading blocks that need not be stored after a load, as the server has them."""
+    """Returns per group how many leading blocks need not be stored after a load, because the server
+    has them."""
     found = []
     for index, spec in enumerate(groups.specs):
         num_blocks = hit.hit_tokens // spec.block_tokens
         mask = hit.represented.get(index)
         if mask is not None and not mask.all():
-            # Blocks that came without a representation are looked at once more, so that they get
+            # Blocks that came without a representation are considered once more, so that they get
             # one.
             positions = leased_positions(hit.leased[index], hit.left_out)
             num_blocks = min(num_blocks, int(positions[np.argmin(mask)]))
@@ -190,8 +195,12 @@ def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
 
 
 def pinned_masks(groups: CachedGroups, hit: HitState, pinned: Sequence[BoolMask]) -> Masks:
-    """Which blocks a lease has pinned, per group; `pinned` is the grant's answer for the leased
-    ones. What is left out counts as pinned: others see to that."""
+    """Returns which blocks a lease has pinned, per group.
+
+    Left-out blocks count as pinned; the resident parts provide them.
+
+    pinned: the grant's answer for the leased blocks.
+    """
     masks = []
     for index, (blocks, is_pinned) in enumerate(zip(hit.leased, pinned, strict=True)):
         # Of the block behind a drafter's hit only the hash matters, so it is not leased.
@@ -210,8 +219,8 @@ def load_runs(
     hit_tokens: int,
     null_block: int,
 ) -> list[LoadRun]:
-    """What to load where for a hit of `hit_tokens`, per group; nothing if the lease does not cover
-    all of it."""
+    """Returns what to load into which blocks for a hit of `hit_tokens`, per group. Returns an empty
+    list if the lease does not cover all of it."""
     runs = []
     for index, (spec, blocks) in enumerate(
         zip(groups.specs, needed_blocks(groups.specs, hit_tokens), strict=True)
@@ -236,9 +245,9 @@ def load_runs(
 # ------------------------------------------------------------------------------ waiting for answers
 
 ANSWER_PATIENCE_S = 0.002
-"""In each step. With asynchronous scheduling the workers compute meanwhile."""
+"""Longest wait per step. With asynchronous scheduling the workers compute during the wait."""
 MOST_PASSED_BY = 63
-"""So many answers at most are not waited for after one that was, and did not come."""
+"""Most answers that are not waited for after a wait in vain."""
 
 
 def _is_there_in(answer: "Future[Any]", seconds: float) -> bool:
@@ -246,13 +255,15 @@ def _is_there_in(answer: "Future[Any]", seconds: float) -> bool:
 
 
 class Patience:
-    """Waits a moment for the server's answers, so that a hit costs the engine no further step.
+    """Waits a moment for the server's answers, so that a hit does not cost the engine a further
+    step.
 
-    The server answers sooner than a step ends, and vLLM asks the connector again only in its next
-    step. Always true: all waits of one step together last ANSWER_PATIENCE_S at most; after waits in
-    vain fewer are tried. Scheduler thread only.
+    The server usually answers before a step ends, but vLLM asks the connector again only in its
+    next step. Always true: all waits of one step together last at most ANSWER_PATIENCE_S; after
+    waits in vain fewer waits are tried. Scheduler thread only.
 
-    `clock`: seconds. `wait_for`: waits for an answer so many seconds at most; whether it is there.
+    clock: returns the time in seconds.
+    wait_for: waits for an answer, at most the given seconds; returns True if it has come.
     """
 
     def __init__(
@@ -269,11 +280,11 @@ class Patience:
         return f"Patience({self._left_s:.4f} s left, {self._passes_by} to pass by)"
 
     def begin_step(self) -> None:
-        """The engine plans its next step."""
+        """Renews the time for waits: the engine plans its next step."""
         self._left_s = ANSWER_PATIENCE_S
 
     def awaits(self, answer: "Future[Any]") -> bool:
-        """Whether the answer is there, maybe after a wait."""
+        """Returns True if the answer has come, possibly after a wait."""
         if answer.done():
             return True
         if self._left_s <= 0:
@@ -292,13 +303,13 @@ class Patience:
 # ------------------------------------------------------------------------ from a request to its hit
 
 MISS_MEMORY_S = 0.05
-"""A request that missed is not looked up again for this long."""
+"""How long a request that missed is not looked up again."""
 HINT_MEMORY_S = 0.02
-"""A hint found when the request arrived is used for this long."""
+"""How long a hint from the request's arrival stays usable."""
 LEASE_SHARE_BEFORE_LOAD = 0.5
-"""A grant older than this share of its lifetime is not begun any more."""
+"""A load may begin only within this share of the lease's lifetime."""
 NEVER_AGAIN = 1 << 30
-"""Failed loads of a request that is offered nothing more."""
+"""Number of failed loads that marks a request as never to be offered a hit again."""
 
 
 class HitFinder:
@@ -315,8 +326,9 @@ class HitFinder:
         left_out: Callable[[int], range] = lambda hit_tokens: range(0),
         failed_loads: FailedLoads | None = None,
     ) -> None:
-        """`left_out`: blocks of a hit that are neither leased nor loaded. `failed_loads`: the
-        engine's, which outlive a key space; None for its own."""
+        """left_out: returns the blocks of a hit that are neither leased nor loaded.
+        failed_loads: the engine's, which outlives a key space; None creates a new one.
+        """
         self._left_out = left_out
         self.groups = groups
         self.representations = representations or RepresentationPlanner(len(groups.specs))
@@ -335,8 +347,8 @@ class HitFinder:
         return f"HitFinder({self.groups}, {self.hidden}, {self.failed_loads})"
 
     def arrive(self, state: RequestState, now_s: float) -> None:
-        """Takes a new request's hint from the table, or asks the server if there is no table, or
-        more may lie in a tier below."""
+        """Looks up a new request in the table, as a hint. Asks the server instead if no table is
+        mapped, or if a lower tier may have more blocks."""
         if not self._session.connected:
             return
         self.hidden.set_epoch(self._session.epoch)
@@ -354,7 +366,7 @@ class HitFinder:
         return answer
 
     def _match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
-        """The same without waiting."""
+        """Does the same without waiting."""
         hit = state.hit
         num_failed = hit.failed_loads + hit.unproved_loads
         if not self._session.connected or num_failed > self._config.max_load_retries:
@@ -374,7 +386,7 @@ class HitFinder:
             self.give_back(state)
         if now_s < hit.miss_until_s or self._overdue is not None:
             return NO_HIT
-        # The hint was taken as if the engine held nothing itself.
+        # The hint was computed as if the engine held no blocks itself.
         is_good = now_s < hit.hint_until_s and not computed_tokens
         masks = hit.hint if is_good else self._table.ready(state.request, computed_tokens)
         hit.hint = None
@@ -389,9 +401,12 @@ class HitFinder:
         num_external: int,
         null_block: int,
     ) -> LoadJob | None:
-        """The load of a granted hit into allocated blocks; None if the lease does not cover it.
+        """Returns the load of a granted hit into allocated blocks; None if the lease does not cover
+        it.
 
-        `block_ids`: the request's block table per group. `null_block` in it is not loaded."""
+        block_ids: the request's block table per group.
+        null_block: the block id that marks an entry as not to be loaded.
+        """
         hit = state.hit
         hit_tokens = hit.computed_tokens + num_external
         if hit.phase is not Phase.GRANTED or not 0 < hit_tokens <= hit.hit_tokens:
@@ -416,15 +431,15 @@ class HitFinder:
         )
 
     def load_failed(self, state: RequestState) -> None:
-        """vLLM was told, or will be, that the request's load failed."""
+        """Counts a failed load of the request: vLLM has heard of the failure, or will."""
         state.hit.failed_loads += 1
         self.failed_loads.add(state.request.request_id)
 
     def end_load(self, state: RequestState, failed: bool, late: bool = False) -> tuple[int, ...]:
-        """Ends a load and gives its lease back. Hides the keys of one that failed and was not late.
+        """Ends a load and releases its lease. If the load failed and was not late, hides its keys.
 
-        Returns per group how many leading blocks need not be stored, as the server has them whole;
-        nothing for a load that failed.
+        Returns per group how many leading blocks need not be stored because the server has them
+        whole; empty for a failed load.
         """
         hit = state.hit
         if hit.phase is not Phase.LOADING:
@@ -437,19 +452,19 @@ class HitFinder:
                 self.hidden.hide(index, hashes[blocks.start : blocks.stop])
         else:
             stored = stored_blocks(self.groups, hit)
-        # Last: a failure that could not be counted leaves the load as one whose end is not known.
+        # Last, so that a failure that could not be counted leaves the load as unproved.
         hit.unproved_loads = 0
         self.give_back(state)
         return stored
 
     def give_up(self, state: RequestState) -> None:
-        """How the request's load ended is not known: it is offered nothing more."""
+        """Offers the request no further hit, because the end of its load is not known."""
         self.load_failed(state)
         state.hit.failed_loads = NEVER_AGAIN
         self.give_back(state)
 
     def give_back(self, state: RequestState) -> None:
-        """Ends what the request holds: its call, its lease."""
+        """Ends the request's call and releases its lease."""
         hit = state.hit
         answer, lease_id = hit.answer, hit.lease_id
         hit.phase = Phase.IDLE
@@ -462,12 +477,15 @@ class HitFinder:
             return
         self._session.release(lease_id)
         if answer is not None and not answer.done():
-            # Granted after all, behind the release: let go again.
+            # The server may grant the lease after the release: release it again.
             answer.add_done_callback(lambda _: self._session.release(lease_id))
 
     def forget(self, state: RequestState, failed_too: bool = False) -> None:
-        """What is known of the cache is void: the request is looked up anew. Its lease is given
-        back, unless its load is under way. `failed_too`: so are the failures of its loads."""
+        """Drops what is known of the cache for a request, so that it is looked up anew. Releases
+        its lease, unless its load is under way.
+
+        failed_too: also forget its failed loads.
+        """
         state.hit.hint = None
         state.hit.miss_until_s = 0.0
         if failed_too:
@@ -476,7 +494,7 @@ class HitFinder:
             self.give_back(state)
 
     def _ask(self, state: RequestState, now_s: float) -> Answer:
-        """Sends a lookup: there is no table to probe, or it has not all."""
+        """Sends a lookup: there is no table to probe, or the table does not list all tiers."""
         limit = state.request.num_tokens - 1
         groups = self.groups.named(
             state.request,

@@ -1,9 +1,12 @@
-"""Loads as vLLM's scheduler has to see them: which are under way, how they end, and what they may
-take of the device meanwhile. Scheduler thread only.
+"""Loads as vLLM's scheduler has to see them: which are under way, how they end, and how much of the
+device they may occupy. Scheduler thread only.
 
-Five books, each with its own rule: `LoadOrders` (what the workers are told of loads), `Quarantine`
-(blocks that a hung server may still write), `FailedLoads` (requests that vLLM treats badly after a
-failure), `LoadRoom` (how many loads fit) and `OtherLoads` (those of connectors beside this one).
+Five classes, each with its own rule:
+- `LoadOrders`: orders to the workers about loads.
+- `Quarantine`: blocks that a hung server may still write.
+- `FailedLoads`: requests that vLLM treats badly after a failure.
+- `LoadRoom`: how many loads fit.
+- `OtherLoads`: loads of connectors beside this one.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -18,14 +21,18 @@ from hotkv_vllm.metadata import LoadJob
 
 
 class LoadOrders:
-    """What the workers are to do about loads with the next step, and whose ends vLLM waits for.
+    """Orders to the workers about loads for the next step, and the loads whose end vLLM awaits.
     Scheduler thread only.
 
-    What is always true: a load that vLLM waits for is begun, cancelled or named as abandoned in
-    some step, and its end is taken in once. Ends of other connectors' loads pass by.
+    Always true: a load that vLLM awaits is begun, cancelled or abandoned in some step, and its end
+    is handled once. Ends of other connectors' loads are ignored.
 
-    Fallbacks of broken hooks read and write the plain attributes, and call none of the methods: a
-    fault in one of these must not break both.
+    Fallbacks of broken hooks read and write the plain attributes and call no methods: a fault in a
+    method must not break the fallback too.
+
+    jobs: loads to begin, by request.
+    cancelled, abandoned: requests whose load is to be cancelled or reported as failed.
+    awaited: requests whose load's end vLLM awaits.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -43,29 +50,30 @@ class LoadOrders:
 
     @property
     def is_empty(self) -> bool:
-        """Returns True if the next step has nothing to say of loads."""
+        """Returns True if the next step has no orders about loads."""
         return not self.jobs and not self.cancelled and not self.abandoned
 
     def begin(self, job: LoadJob, blocks: Any) -> None:
-        """The next step begins this load. `blocks`: vLLM's `KVCacheBlocks` of the request."""
+        """Begins this load with the next step. `blocks` is vLLM's `KVCacheBlocks` of the request.
+        """
         self.quarantine.begun(job, blocks)
         self.jobs[job.request_id] = job
         self.awaited.add(job.request_id)
 
     def cancel(self, request_id: str) -> None:
-        """The next step asks to end the request's load."""
+        """Cancels the request's load with the next step."""
         self.cancelled.append(request_id)
 
     def abandon(self, request_id: str) -> None:
-        """vLLM waits for a load that will not be: the workers report it as failed."""
+        """Drops a load that vLLM awaits: the workers report it as failed."""
         self.jobs.pop(request_id, None)
         self.abandoned.append(request_id)
         self.quarantine.loading.pop(request_id, None)
         self.awaited.add(request_id)
 
     def ended(self, request_ids: Iterable[str]) -> Iterator[str]:
-        """Loads that a step reports as ended. Yields those of this connector, and strikes each off
-        as it does."""
+        """Handles loads that a step reports as ended. Yields the requests with a load of this
+        connector, and removes each from `awaited`."""
         for request_id in request_ids:
             if request_id in self.awaited:
                 self.awaited.discard(request_id)
@@ -73,7 +81,8 @@ class LoadOrders:
                 yield request_id
 
     def take(self) -> tuple[tuple[LoadJob, ...], tuple[str, ...], tuple[str, ...]]:
-        """Loads to begin, and requests whose load is cancelled or abandoned. They are told once."""
+        """Returns loads to begin, and requests whose load is cancelled or abandoned. Each is
+        returned once."""
         taken = tuple(self.jobs.values()), tuple(self.cancelled), tuple(self.abandoned)
         self.jobs = {}
         self.cancelled = []
@@ -86,28 +95,31 @@ class LoadOrders:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """A load in flight and vLLM's block objects that it writes."""
+    """A load in flight and the block objects of vLLM that it writes."""
 
     transfer_id: str
     blocks: tuple[Any, ...]
 
 
 class Quarantine:
-    """Blocks of hung loads, kept out of vLLM's pool until the server can't write them any more.
+    """Keeps blocks of hung loads out of vLLM's pool until the server can't write them any more.
     Scheduler thread only.
 
-    A hung server may write the blocks of a load at any later time, so nobody else may get them; but
-    the request need not wait. What is always true: when a worker may report such a load as failed
-    (it reads of it in `held`), the pool counts one more user of its blocks. So they stay out of the
-    pool after vLLM has freed the request's own, and return to it when all ranks say, in one step,
-    that their transfer is over. Meanwhile the pool is smaller by them: vLLM resets its prefix cache
-    only if no block is in use, and a pause or a sleep would fail. The sides send each other states,
-    anew in each step, so that a lost message costs a step and nothing else.
+    A hung server may write the blocks of a load at any later time, so no other request may get
+    them. The load's own request need not wait, however.
 
-    `pool` is vLLM's; without one nothing is kept back, and requests wait for the server.
+    Always true: before a worker may report such a load as failed (it reads `held`), the pool counts
+    one more user of its blocks. So the blocks stay out of the pool when vLLM has freed the
+    request's own use. They return to it when all ranks report in one step that their transfer is
+    over.
 
-    `loading`, by request: loads that vLLM has not heard the end of; whoever tells it of an end
-    takes them out.
+    Until then the pool is smaller by these blocks (`num_gpu_blocks`). Otherwise a pause or a sleep
+    would fail: vLLM resets its prefix cache only if no block is in use. The two sides send each
+    other their states in every step, so a lost message costs only a step.
+
+    pool: vLLM's. Without it no block is held, and requests wait for the server.
+    loading: by request, loads whose end vLLM has not heard. Whoever reports the end to vLLM removes
+        the entry.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -124,7 +136,7 @@ class Quarantine:
 
     @property
     def held(self) -> tuple[str, ...]:
-        """Transfers whose blocks are held back."""
+        """Returns the transfers whose blocks are held."""
         return tuple(self._held)
 
     @property
@@ -132,7 +144,7 @@ class Quarantine:
         return sum(len(blocks) for blocks in self._held.values())
 
     def begun(self, job: LoadJob, blocks: Any) -> None:
-        """`blocks`: vLLM's `KVCacheBlocks` of the request."""
+        """Notes a load that begins. `blocks` is vLLM's `KVCacheBlocks` of the request."""
         written = {block for run in job.runs for block in run.block_ids.tolist()}
         mine = {
             block.block_id: block
@@ -143,7 +155,7 @@ class Quarantine:
         self.loading[job.request_id] = _Load(job.transfer_id, tuple(mine.values()))
 
     def overdue(self, transfer_ids: Iterable[str]) -> int:
-        """Holds the blocks of these transfers; returns how many transfers are new among them."""
+        """Holds the blocks of these transfers. Returns how many transfers were not held before."""
         if self.pool is None:
             return 0
         wanted = set(transfer_ids) - self._held.keys()
@@ -164,7 +176,8 @@ class Quarantine:
         return num_new
 
     def settled(self, num_ranks_of: Mapping[str, int]) -> None:
-        """How many ranks can't be written any more, by transfer."""
+        """Frees the blocks of transfers that are over in all ranks. `num_ranks_of`: by transfer,
+        the number of ranks in which the server can't write any more."""
         for transfer_id, num_ranks in num_ranks_of.items():
             if num_ranks >= self._num_ranks and transfer_id in self._held:
                 blocks = self._held.pop(transfer_id)
@@ -179,21 +192,20 @@ ADMISSION_PATIENCE_S = 0.25
 
 
 class FailedLoads:
-    """Works round what vLLM's scheduler does with a request whose load failed.
+    """Works around how vLLM's scheduler treats a request whose load failed. Holds the requests
+    whose load failed and that vLLM has not scheduled since. Scheduler thread only.
 
     Source: the scheduler of vLLM 0.32 with `kv_load_failure_policy` `recompute`. Reservations came
     with vllm-project/vllm#44560; #53868 and #57841 describe stalls with the same end. Two things
     can stall a full engine for ever:
 
-    - vLLM goes on reserving blocks for such a request until it is scheduled, and admits
-      asynchronous loads (not plain prefills) only beside all reservations. If nothing else fits, a
-      granted hit would wait for ever. So it is given up after ADMISSION_PATIENCE_S, and its request
-      is computed.
+    - vLLM keeps reserving blocks for such a request until it is scheduled. It admits asynchronous
+      loads (not plain prefills) only beside all reservations. If nothing else fits, a granted hit
+      would wait for ever. So the hit is dropped after ADMISSION_PATIENCE_S, and its request is
+      computed.
     - vLLM leaves such a request at the head of its queue of requests that hold blocks, although it
-      holds none any more. If it does not fit, those behind it never give theirs back. Answered 'ask
-      again' once, it moves to the ordinary queue.
-
-    Requests whose load failed and that vLLM has not scheduled since. Scheduler thread only.
+      holds none any more. If it does not fit, the requests behind it never free their blocks. If it
+      is answered 'ask again' once, it moves to the ordinary queue.
     """
 
     def __init__(self) -> None:
@@ -211,27 +223,28 @@ class FailedLoads:
 
     @property
     def is_empty(self) -> bool:
-        """Returns True if nothing is known of any request."""
+        """Returns True if no request is known."""
         return not self._waiting and not self._in_the_way
 
     def add(self, request_id: str) -> None:
-        """vLLM was told, or will be, that the request's load failed."""
+        """Adds a request: vLLM has heard, or will hear, that its load failed."""
         self._waiting.add(request_id)
         self._in_the_way.add(request_id)
 
     def steps_aside(self, request_id: str) -> bool:
-        """vLLM asks for the request's hit. Returns True once, if it must be told 'ask again'."""
+        """Returns True once per failed load, when vLLM asks for the request's hit: it must then be
+        answered 'ask again'."""
         if request_id not in self._in_the_way:
             return False
         self._in_the_way.discard(request_id)
         return True
 
     def outwait(self, granted_s: float, now_s: float) -> bool:
-        """Returns True if a hit that was granted at `granted_s` should wait no longer."""
+        """Returns True if a hit that was granted at `granted_s` should stop waiting."""
         return bool(self._waiting) and now_s > granted_s + ADMISSION_PATIENCE_S
 
     def scheduled(self, request_ids: Iterable[str]) -> None:
-        """A step runs these requests: vLLM reserves nothing for them any more."""
+        """Removes requests that a step runs: vLLM reserves nothing for them any more."""
         if self._waiting:
             self._waiting.difference_update(request_ids)
 
@@ -246,41 +259,38 @@ class FailedLoads:
 
 @dataclass(slots=True)
 class Holder:
-    """Blocks of a request that was admitted: those it holds, and the most it will hold until its
-    prompt is through."""
+    """Blocks of an admitted request: the number that it holds, and the most that it will hold until
+    its prompt is computed."""
 
     held: int
     need: int
 
 
 class LoadRoom:
-    """How many requests may hold blocks of the device for a load at once, where vLLM counts too
-    few.
+    """Limits how many requests may hold device blocks for a load at once, if vLLM counts too few.
 
-    vLLM lets a load begin if its blocks fit beside those that all requests in their prompts still
-    need. Of a sliding window or a chunk it counts too few: it takes the request's whole table,
-    freed blocks among them, off the most blocks that the request ever holds at once
+    vLLM lets a load begin if its blocks fit beside the blocks that all requests in their prompts
+    still need. It counts too few for a sliding window or a chunk: it subtracts the request's whole
+    table, freed blocks included, from the most blocks that the request ever holds at once
     (`SingleTypeKVCacheManager.get_num_blocks_to_allocate`, vLLM 0.32 and 0.33). So loads can fill
-    the device, and then each loaded request waits for blocks that the others hold: nothing runs any
-    more.
+    the device, and then each loaded request waits for blocks that other loaded requests hold: a
+    deadlock.
 
-    Always true, of the requests that this connector loads, from their admission to their first
+    Always true, for the requests that this connector loads, from their admission to their first
     step: either there is only one, or the device has room for each of them to end its prompt while
-    the others keep their blocks. So the first in vLLM's queue can run, and vLLM can take back the
-    blocks of a request that runs. vLLM's own count is right for a request without blocks, and is
-    used for it.
+    the others keep their blocks. So the first in vLLM's queue can run, and vLLM can preempt a
+    request that runs. vLLM's own count is right for a request without blocks, and is used for it.
 
-    A request that was refused begins next: requests that came later wait behind it. Scheduler
-    thread only.
+    A refused request begins next: later requests wait behind it. Scheduler thread only.
 
-    `holders`: the requests that were admitted and have not run since.
+    holders: the requests that were admitted and have not run since.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         self._max_tokens = int(vllm_config.model_config.max_model_len)
         drafts = int(vllm_config.num_speculative_tokens)
         self._ahead = drafts and 1 + drafts + int(vllm_config.num_lookahead_tokens)
-        # None where vLLM counts right.
+        # None if vLLM counts right.
         self._manager: Any = None
         self._needs: dict[str, int] = {}
         self._next = ""
@@ -290,7 +300,8 @@ class LoadRoom:
         return f"LoadRoom({self.holders}, next {self._next!r})"
 
     def bind(self, manager: Any) -> None:
-        """Takes vLLM's manager of blocks. A resident request is counted in full by its own."""
+        """Sets vLLM's block manager. Models with resident requests need no limit: their own manager
+        counts them in full."""
         kinds = manager.coordinator.single_type_managers
         if not any(isinstance(one, ResidentManager) for one in kinds) and any(
             one.max_admission_blocks_per_request is not None for one in kinds
@@ -298,8 +309,8 @@ class LoadRoom:
             self._manager = manager
 
     def comes(self, request: Any) -> None:
-        """vLLM asks for a request, which has no blocks: it is new, was preempted, or its load has
-        failed."""
+        """Computes the need of a request that vLLM asks about. It has no blocks: it is new, was
+        preempted, or its load has failed."""
         self.ended(request.request_id)
         if self._manager is None:
             return
@@ -317,7 +328,8 @@ class LoadRoom:
         )
 
     def has_room(self, request_id: str) -> bool:
-        """Whether the request that has come may begin a load beside the others."""
+        """Returns True if the request may begin a load beside the other requests. `comes` must have
+        been called for it."""
         if self._next not in ("", request_id):
             return False
         others = self.holders.values()
@@ -325,26 +337,26 @@ class LoadRoom:
             sum(one.held for one in others)
             + max(max(0, one.need - one.held) for one in others)
             + self._needs[request_id]
-            # Blocks of loads that hang are not among them.
+            # Does not count blocks of hung loads.
             < self._manager.block_pool.num_gpu_blocks
         )
         self._next = "" if has_room else request_id
         return has_room
 
     def admitted(self, request_id: str, blocks: Any) -> None:
-        """vLLM has given the request blocks; it may be for a load."""
+        """Notes that vLLM has allocated blocks to the request, possibly for a load."""
         need = self._needs.pop(request_id, None)
         if need is not None:
             held = sum(not one.is_null for group in blocks.blocks for one in group)
             self.holders[request_id] = Holder(held, need)
 
     def ran(self, request_ids: Collection[str]) -> None:
-        """A step runs these requests. vLLM takes blocks from those that run if others lack them."""
+        """Removes requests that a step runs: vLLM can preempt them if others lack blocks."""
         for request_id in self.holders.keys() & request_ids:
             del self.holders[request_id]
 
     def ended(self, request_id: str) -> None:
-        """The request has no blocks any more, or is gone."""
+        """Forgets a request that has no blocks any more, or has ended."""
         self.holders.pop(request_id, None)
         self._needs.pop(request_id, None)
         if self._next == request_id:
@@ -355,18 +367,16 @@ class LoadRoom:
 
 
 class OtherLoads:
-    """Loads of other connectors beside hotkv (MultiConnector), as far as storing must know of them.
-    Scheduler thread only.
+    """Tracks loads of other connectors beside hotkv (MultiConnector), as far as storing depends on
+    them. Scheduler thread only.
 
-    What is always true: no KV is stored that another connector may have failed to load.
+    Always true: no KV is stored that another connector may have failed to load.
 
     - vLLM counts tokens of an asynchronous load as computed from its start. A request is trusted
       again when a step runs it.
     - A synchronous load runs within the step that uses it, and its failure is known when the step's
-      output has come. Until then nothing is stored of the requests that were admitted since, as
-      they may build on its blocks. If it failed, nothing is ever stored of them.
-
-    Requests of which nothing may be stored now.
+      output has arrived. Until then nothing is stored of the requests admitted since, because they
+      may build on its blocks. If the load failed, nothing is ever stored of them.
     """
 
     def __init__(self) -> None:
@@ -384,7 +394,7 @@ class OtherLoads:
         )
 
     def admitted(self, request_id: str) -> None:
-        """vLLM has given the request blocks; a load may be filling them."""
+        """Notes that vLLM has allocated blocks to the request. A load may be filling them."""
         self._admitted.add(request_id)
 
     def ended(self, request_id: str) -> None:
@@ -393,12 +403,12 @@ class OtherLoads:
             requests.discard(request_id)
 
     def may_store(self, request_id: str) -> bool:
-        """Returns True if all that vLLM counts as computed of the request is there."""
+        """Returns True if the request's blocks hold all that vLLM counts as computed."""
         return request_id not in self._admitted and request_id not in self.held
 
     def step(self, running: Collection[str], has_sync_loads: bool) -> int:
-        """A step is planned. Returns the number under which its end is to be reported; 0 if nobody
-        needs to know."""
+        """Notes a planned step. Returns the number under which its end must be reported; 0 if its
+        end does not matter."""
         if not self._admitted and not has_sync_loads and not self._unsettled:
             return 0
         ran = self._admitted.intersection(running)
@@ -411,13 +421,14 @@ class OtherLoads:
         return self._last_step
 
     def lost(self) -> None:
-        """The planning of a step broke: what it runs is not known."""
+        """Distrusts all admitted requests: a step's planning raised, so the requests that it runs
+        are unknown."""
         self._distrusted |= self._admitted
         self.held |= self._admitted
 
     def settled(self, step: int, went_well: bool) -> None:
-        """The output of a step has come. Outputs come in order, so an earlier step that was not
-        reported has lost its report."""
+        """Handles the output of a step. Outputs arrive in order, so an earlier step that is still
+        unsettled has lost its report."""
         for number in sorted(self._unsettled):
             if number > step and went_well:
                 break

@@ -1,8 +1,9 @@
-"""Reports of the requests that the engine has admitted, so that the server's hotness sees hits in
+"""Reports the requests that the engine has admitted, so that the server's hotness counts hits in
 the engine's own device cache.
 
-Each request is reported once, when it is first admitted; all of a step go in one message. So are
-the ends of loads of requests that were reported: how long they took, and whether they failed.
+Each request is reported once, when it is first admitted. All reports of a step go in one message.
+The message also has the ends of loads of reported requests: how long each took, and whether it
+failed.
 """
 
 import itertools
@@ -19,7 +20,7 @@ from hotkv_vllm.stats import HotKVStats
 
 
 class UseReports:
-    """What is to be reported with the next message. Owns the `UseState` of requests."""
+    """Collects the reports of the next message. Owns the `UseState` of requests."""
 
     def __init__(
         self,
@@ -31,9 +32,11 @@ class UseReports:
         *,
         tells_speed: bool = True,
     ) -> None:
-        """`keys`: a request's hashes, one for each hash block; none if its blocks can't be named.
-        `prefill`: says what hits save. `tells_speed`: the server is told it with the reports, and
-        then leaves in slow tiers what the engine computes sooner."""
+        """keys: returns a request's hashes, one per hash block; empty if its blocks can't be named.
+        prefill: predicts the time that hits save.
+        tells_speed: send the prefill speed with the reports. The server then leaves blocks in slow
+            tiers if the engine computes them sooner.
+        """
         self._session = session
         self._hash_block_tokens = hash_block_tokens
         self._stats = stats
@@ -46,12 +49,15 @@ class UseReports:
         self._loads: list[LoadEnd] = []
 
     def matched(self, state: RequestState, device_hit_tokens: int) -> None:
-        """vLLM has looked at its own cache for the request."""
+        """Notes the hit that vLLM has in its own cache for the request."""
         state.use.device_hit_tokens = device_hit_tokens
 
     def answered(self, state: RequestState, waits: bool, may_read: bool) -> None:
-        """vLLM is told of the request's hit, or that it has to wait. `may_read`: False if hotkv is
-        not asked for this request."""
+        """Notes the answer to vLLM about the request's hit.
+
+        waits: the request has to ask again.
+        may_read: False if hotkv is not asked for this request.
+        """
         use = state.use
         if not may_read:
             use.refusal = Miss.NOT_ASKED
@@ -64,7 +70,8 @@ class UseReports:
             use.waits_since_s = 0.0
 
     def admitted(self, state: RequestState, external_tokens: int) -> None:
-        """The engine has given the request its blocks; `external_tokens` are to come from hotkv."""
+        """Notes that the engine has allocated the request's blocks; `external_tokens` are to come
+        from hotkv."""
         if external_tokens:
             state.use.external_tokens = external_tokens
             state.use.load_began_s = time.monotonic()
@@ -76,8 +83,8 @@ class UseReports:
             self._waiting.append((state, external_tokens))
 
     def ended(self, state: RequestState) -> None:
-        """A request that was reported has ended: the server is told if it has a session, or hints
-        that wait for this."""
+        """Notes the end of a reported request. The server hears of it if the request has a session,
+        or hints that apply at its end."""
         if state.asked.lasts and state.use.is_reported:
             self._ended.append(state)
         if state.trace is not None:
@@ -94,7 +101,7 @@ class UseReports:
             )
 
     def load_ended(self, state: RequestState, failed: bool) -> None:
-        """The request's load is over."""
+        """Notes the end of the request's load."""
         if state.trace is not None:
             state.trace.load_ended(failed)
         if state.use.report_id and state.use.load_began_s:
@@ -102,7 +109,7 @@ class UseReports:
             self._loads.append(LoadEnd(state.use.report_id, wait_s, failed))
 
     def send(self, now_s: float) -> None:
-        """One message for all that waits; nothing without a server."""
+        """Sends one message with all reports; drops them without a server."""
         if not (self._waiting or self._ended or self._loads):
             return
         waiting, self._waiting = self._waiting, []

@@ -1,8 +1,8 @@
-"""What the scheduler side knows of one request of the engine, in parts that have one owner each.
+"""What the scheduler side knows of one request of the engine, in parts with one owner each.
 
 `HitState` belongs to `hits.HitFinder`, `StoreState` to `stores.StorePlanner`, `UseState` to
-`reports.UseReports`, `HitChoice` to `load_choice.LoadChoice`. Nobody else writes their fields, but
-for a reset, which voids the first three.
+`reports.UseReports`, `HitChoice` to `load_choice.LoadChoice`. Only the owner writes a part's
+fields. The exception is a reset, which voids the first three.
 """
 
 import enum
@@ -20,15 +20,15 @@ from hotkv_vllm.tracing.requests import RequestTrace
 Masks = tuple[BoolMask, ...]
 """By group: which blocks are ready."""
 Answer = tuple[int | None, bool]
-"""What vLLM is told: how many tokens beyond its own hit can be loaded, and whether it has to wait
-for the load."""
+"""The answer to vLLM: how many tokens beyond its own hit can be loaded, and whether the request has
+to wait for the load."""
 NO_HIT: Answer = (0, False)
 ASK_AGAIN: Answer = (None, False)
-"""Not known yet: the request waits."""
+"""The hit is not known yet, and the request waits."""
 
 
 class Phase(enum.Enum):
-    """Where a request stands with its hit."""
+    """How far the search for a request's hit has come."""
 
     IDLE = "idle"
     ASKED = "asked"
@@ -39,13 +39,17 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True)
 class HitState:
-    """A request's way to its hit.
+    """The state of a request's hit.
 
-    `answer`: of the call that the phase waits for, until `deadline_s`. `computed_tokens`: local hit
-    for which the lease was taken. `leased`: leased blocks per group, but for `left_out` of the
-    first; `represented`: by group, of which of them the representation is leased too.
-    `unproved_loads`: loads begun whose end is not known. `asked`: what this hit has asked of the
-    server. `miss`: why there is no longer hit, as last asked.
+    answer: answer of the call that the phase waits for, until `deadline_s`.
+    computed_tokens: local hit for which the lease was acquired.
+    leased: leased blocks per group. The blocks `left_out` of the first group are not leased.
+    ready: by group, the blocks of the hit that are pinned.
+    represented: by group, the leased blocks whose representation is leased too.
+    hint: by group, blocks that were ready when the request arrived; None if not known.
+    unproved_loads: loads begun whose end is not known.
+    asked: the calls to the server for this hit.
+    miss: why the last answer was not a longer hit.
     """
 
     phase: Phase = Phase.IDLE
@@ -72,7 +76,7 @@ class HitState:
 
     @property
     def server_s(self) -> float:
-        """What the server has taken so far for the answers of this hit."""
+        """Returns the time that the server has used so far to answer for this hit, seconds."""
         return sum(one.seconds for one in self.asked)
 
 
@@ -80,9 +84,9 @@ class HitState:
 class StoreState:
     """How far a request's blocks are stored.
 
-    `stored_blocks`: per group the first block not yet considered for storing. `next_check_tokens`:
-    computed tokens at which another block is full. `may_store`: False if its blocks build on KV
-    that a reset of the cache has made void.
+    stored_blocks: per group, the first block not yet considered for storing.
+    next_check_tokens: number of computed tokens at which another block is full.
+    may_store: False if the request's blocks build on KV that a reset of the cache has made void.
     """
 
     stored_blocks: list[int]
@@ -92,11 +96,16 @@ class StoreState:
 
 @dataclass(slots=True)
 class UseState:
-    """What is reported of a request once, and of its loads. `device_hit_tokens`: hit in the
-    engine's own cache, as last asked; `external_tokens`: that were to come from hotkv, as last
-    admitted. `refusal`: why hotkv was not asked; None if it was. `waits_since_s`: since when the
-    request waits for an answer, 0 if it does not; `waited_s`: how long it did before.
-    `load_began_s`: when its last load did. `report_id`: 0 before the report."""
+    """What is reported once of a request, and of its loads.
+
+    device_hit_tokens: hit in the engine's own cache, as of the last call.
+    external_tokens: tokens to come from hotkv, as of the last admission.
+    refusal: why hotkv was not asked; None if it was.
+    waits_since_s: time since which the request waits for an answer; 0 if it does not wait.
+    waited_s: how long the request waited before.
+    load_began_s: time at which its last load began.
+    report_id: number of the report; 0 before it.
+    """
 
     device_hit_tokens: int = 0
     is_reported: bool = False
@@ -109,8 +118,8 @@ class UseState:
 
 
 class Verdict(enum.Enum):
-    """What is done about a request's hit. TRY: it loses by what is known, but may have a little
-    time to show otherwise."""
+    """The decision about a request's hit. TRY: computing seems faster than loading, but the load
+    may prove otherwise within a short time limit."""
 
     TAKE = "take"
     TRY = "try"
@@ -119,12 +128,14 @@ class Verdict(enum.Enum):
 
 @dataclass(slots=True)
 class HitChoice:
-    """Whether a hit is taken, from the first question about it until its load has ended.
+    """Whether to load a hit, from the first question about it until its load has ended.
 
-    `budget_s`: the server's time for answers and load, 0 for no bound of its own. `ask_s`,
-    `load_s`: what it has taken for its answers up to the lease, and for the load of `num_tokens`, 0
-    if that is not known. `is_late`: its time was up in a rank. `prefill_s`: what computing these
-    was thought to take.
+    budget_s: time limit for the server's answers and the load; 0 if this choice sets no limit.
+    num_tokens: tokens of the hit.
+    prefill_s: predicted time to compute these tokens.
+    ask_s: time that the server used for its answers, up to the lease.
+    load_s: time that the server used for the load of `num_tokens`; 0 if not known.
+    is_late: True if a rank reached the time limit.
     """
 
     verdict: Verdict
@@ -138,8 +149,12 @@ class HitChoice:
 
 @dataclass(slots=True)
 class RequestState:
-    """One request of the engine, from its arrival to its end. `request` is vLLM's. `trace`: None
-    if it is not traced."""
+    """One request of the engine, from its arrival to its end.
+
+    request: vLLM's request.
+    asked: hints that came with the request.
+    trace: None if the request is not traced.
+    """
 
     request: Any
     store: StoreState
@@ -152,17 +167,17 @@ class RequestState:
     trace: RequestTrace | None = None
 
     def ask(self, asked: RequestHints) -> None:
-        """Notes what the request asks of the cache."""
+        """Notes the hints that came with the request."""
         self.asked = asked
         self.retention = asked.retention
 
     def leave(self) -> None:
-        """The request goes on without hotkv: its trace ends."""
+        """Ends the request's trace; the request goes on without hotkv."""
         if self.trace is not None:
             self.trace.left()
             self.trace = None
 
     @property
     def is_loading(self) -> bool:
-        """A load of the request was begun, and its end is not known yet."""
+        """Whether a load of the request has begun and its end is not known yet."""
         return self.hit.phase is Phase.LOADING

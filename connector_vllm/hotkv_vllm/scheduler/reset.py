@@ -1,10 +1,10 @@
-"""Emptying the shared cache of this key space when somebody asks for it (`reset_prefix_cache` with
+"""Empties the shared cache of this key space on request (`reset_prefix_cache` with
 `reset_external`).
 
-What is always true: from the reset on, this engine stores no block that was computed before it, and
-it loads nothing until a flush was accepted after the last store of such a block had ended. A flush
-that failed, or that no server was there for, is tried again while steps go on. A pause or a sleep
-of one engine is no such reset (`checks.is_pausing`).
+Always true: from the reset on, this engine stores no block that was computed before it. It loads
+nothing until the server has accepted a flush that was sent after the last store of such a block
+ended. A flush that failed, or found no server, is retried while steps go on. A pause or a sleep of
+one engine is not such a reset (`checks.is_pausing`).
 """
 
 import time
@@ -18,7 +18,7 @@ RETRY_S = 1.0
 
 
 class CacheReset:
-    """The reset that is under way, if one is. Scheduler thread only."""
+    """The reset that is under way, if any. Scheduler thread only."""
 
     def __init__(self, session: CacheSession, planner: StorePlanner) -> None:
         self._session = session
@@ -31,10 +31,11 @@ class CacheReset:
         return f"CacheReset(under_way={self.under_way}, waiting={self._answer is not None})"
 
     def begin(self, timeout_s: float) -> bool:
-        """Flushes and waits for the answer, `timeout_s` at most. False if a server that is there
-        did not flush.
+        """Flushes and waits for the answer, at most `timeout_s`. Returns False if a connected
+        server did not flush.
 
-        True without a server: nothing can be loaded, and the flush is sent when the server is back.
+        Returns True without a server: nothing can be loaded, and the flush is sent when the server
+        is back.
         """
         self.under_way = self._planner.is_held = True
         answer = self._session.flush()
@@ -54,8 +55,8 @@ class CacheReset:
                 "hotkv: the shared cache was not emptied (%s); it is not used until that is done",
                 _why(answer),
             )
-        # Stores of old blocks that the server hears of after this flush would bring them back:
-        # those need another one.
+        # Stores of old blocks that reach the server after this flush would bring the blocks back.
+        # They need another flush.
         if accepted and not self._planner.in_flight:
             _warn_of_pending(answer)
             self._done()
@@ -65,13 +66,13 @@ class CacheReset:
         return accepted
 
     def hold(self) -> None:
-        """A reset was asked for and could not be begun: it is done with the next steps."""
+        """Schedules a reset that could not be begun: the next steps do it."""
         self.under_way = self._planner.is_held = True
         self._answer = None
         self._retry_at_s = 0.0
 
     def step(self, now_s: float) -> None:
-        """Takes the reset further; does not wait."""
+        """Advances the reset. Does not wait."""
         if not self.under_way or self._planner.in_flight:
             return
         if self._answer is None:
@@ -95,7 +96,7 @@ def _is_good(answer: "Future[Flushed]") -> bool:
 
 
 def _warn_of_pending(answer: "Future[Flushed]") -> None:
-    """Says which tiers the flush is not in yet."""
+    """Logs the tiers that the flush has not reached yet."""
     if pending := answer.result().pending_tiers:
         logger.warning(
             "hotkv: the shared cache was emptied, but not yet in the tiers %s, which do not "

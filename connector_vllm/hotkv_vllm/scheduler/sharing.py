@@ -1,13 +1,16 @@
-"""Whether this engine shares KV now, and over which key space.
+"""Decides whether this engine shares KV now, and over which key space.
 
-What is always true: there is a `cache` only while the ranks of one engine agree on a key space; it
-is the one that stands for the engine's weights as far as ranks have said; and nothing is offered or
-stored while a rank is without a session, while weights may be others, or while a reset is under
-way. Scheduler thread only; waits for the server at the start and after changed weights, else never.
+Always true:
+- There is a `cache` only while the ranks of the engine agree on a key space. It stands for the
+  engine's weights as far as the ranks have reported them.
+- Nothing is offered or stored while a rank has no session, while the weights may have changed, or
+  while a reset is under way.
 
-`Sharing` decides. The parts before it: `WorkerLinks` (which workers have a session), `Joining` (a
-start whose handshakes come late), `agree` (what the ranks have to agree on) and `Assembly` (what
-works over one key space).
+Scheduler thread only. Waits for the server only at the start and after the weights have changed.
+
+`Sharing` decides. It uses the parts above it: `WorkerLinks` (which workers have a session),
+`Joining` (a start whose handshakes come late), `agree` (what the ranks must agree on) and
+`Assembly` (the parts that work over one key space).
 """
 
 import logging
@@ -49,17 +52,17 @@ from hotkv_vllm.tracing.requests import RequestTraces, open_traces
 # -------------------------------------------------------------------------- sessions of the workers
 
 ABSENCE_PATIENCE_S = 5.0
-"""How long a worker may be without a session before a warning; sessions reconnect on their own, one
-after the other."""
+"""How long a worker may be without a session before a warning. Sessions reconnect by themselves,
+one after the other."""
 
 
 class WorkerLinks:
-    """Which of the engine's workers have a session with the server, as they say themselves.
+    """Tracks which of the engine's workers have a session with the server, as they report it.
     Scheduler thread only.
 
-    What is always true: while a worker is without a session nothing is offered and nothing planned
-    for storing, since that worker could neither load nor store. Workers say when their state
-    changes, and in each step in which they are asked; they are asked while one is absent.
+    Always true: while a worker has no session, nothing is offered and no store is planned, because
+    that worker could neither load nor store. Workers report when their state changes, and in each
+    step that asks for it. Steps ask while a worker is absent.
     """
 
     def __init__(self) -> None:
@@ -77,13 +80,16 @@ class WorkerLinks:
 
     @property
     def will_say(self) -> bool:
-        """A worker was absent when there was no server, and has not been heard of since: it may be
-        there again."""
+        """Returns True if a worker was absent when there was no server and has not reported since:
+        it may have a session again."""
         return bool(self._absent) and not self._heard
 
     def told(self, links: Mapping[int, str], now_s: float, is_connected: bool = True) -> None:
-        """By rank: why it has no session; empty for one that has. `is_connected`: the scheduler's
-        own session."""
+        """Takes in the reports of workers.
+
+        links: by rank, why it has no session; empty if it has one.
+        is_connected: whether the scheduler's own session is connected.
+        """
         if links:
             self._heard = is_connected
         for rank, why in links.items():
@@ -96,12 +102,12 @@ class WorkerLinks:
             self._absent[rank] = why
 
     def check(self, is_connected: bool, now_s: float, patience_s: float | None = None) -> None:
-        """Warns once of a worker that stays absent while the scheduler's own session
-        `is_connected`."""
+        """Warns once of each worker that stays absent while the scheduler's own session is
+        connected."""
         if not self._absent:
             return
         if not is_connected:
-            # No server: the scheduler's own session says so.
+            # The scheduler's own session logs that there is no server.
             self._since_s = now_s
             return
         if now_s < self._since_s + (ABSENCE_PATIENCE_S if patience_s is None else patience_s):
@@ -126,13 +132,13 @@ JOINING_PATIENCE_S = 5.0
 
 
 class Joining:
-    """The start of a connector whose handshake comes with a step's report, because vLLM has not
-    forwarded it (MultiConnector).
+    """The start of a connector whose handshakes come with a step's report, because vLLM has not
+    forwarded them (MultiConnector).
 
-    Until all ranks have reported theirs the scheduler side stores and loads nothing, so nothing
-    needs to be revoked either. Requests that arrive meanwhile are kept and answered "ask again":
-    the step that this leaves empty brings the reports within milliseconds. A rank that never
-    answers delays the first requests once, by `JOINING_PATIENCE_S` at most.
+    Until all ranks have reported theirs the scheduler side stores and loads nothing, so there is
+    nothing to revoke. Requests that arrive before are kept and answered "ask again". The step that
+    this leaves empty brings the reports within milliseconds. A rank that never answers delays the
+    first requests once, by at most `JOINING_PATIENCE_S`.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -148,7 +154,7 @@ class Joining:
         )
 
     def arrived(self, request: Any) -> None:
-        """Keeps a request until hotkv can look at it."""
+        """Keeps a request until hotkv can look it up."""
         self._requests[request.request_id] = request
 
     def ended(self, request_id: str) -> None:
@@ -156,8 +162,8 @@ class Joining:
         self._requests.pop(request_id, None)
 
     def asks_again(self, now_s: float) -> bool:
-        """Returns True while a request is to be asked again; its time runs from the first call on.
-        Warns once of ranks that are late."""
+        """Returns True while requests are to be answered "ask again". The time limit runs from the
+        first call. Warns once of late ranks."""
         if self._until_s is None:
             self._until_s = now_s + JOINING_PATIENCE_S
         was_late, self.was_late = self.was_late, now_s >= self._until_s
@@ -169,11 +175,11 @@ class Joining:
         return not self.was_late
 
     def handshakes(self, report: HotKVWorkerMetadata) -> list[HotKVHandshake]:
-        """The handshakes of all ranks; empty while one is missing."""
+        """Returns the handshakes of all ranks; empty while a handshake is missing."""
         return list(report.handshakes) if len(report.handshakes) >= self._num_ranks else []
 
     def take_requests(self) -> list[Any]:
-        """The requests that wait, in the order of their arrival."""
+        """Returns the waiting requests in the order of their arrival, and forgets them."""
         taken, self._requests = list(self._requests.values()), {}
         return taken
 
@@ -183,8 +189,12 @@ class Joining:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks have said. `sparse_layers`: (layer, vLLM's group). `revocations`: None if
-    workers revoke their stores."""
+    """What all ranks have agreed on.
+
+    kinds: the kinds of representation.
+    sparse_layers: (layer, vLLM's group) of each sparse layer.
+    revocations: the ranks' fences; None if workers revoke their stores.
+    """
 
     space: KeySpace
     kinds: tuple[Representation, ...]
@@ -195,16 +205,17 @@ class Agreement:
 def agree(
     handshakes: Sequence[HotKVHandshake], vllm_config: Any, kv_cache_config: Any
 ) -> Agreement:
-    """Returns what the ranks have agreed on, read off their handshakes. Maps the ranks' fences if
-    stores need words.
+    """Returns what the handshakes of the ranks agree on. Maps the ranks' fences if stores need
+    words.
 
-    An engine shares KV only if every rank has said what it found, all are on the scheduler's
-    machine, and their key spaces are one. Raises Unsupported otherwise, with the reason that the
-    engine's log gives."""
+    An engine shares KV only if every rank has reported, all ranks are on the scheduler's machine,
+    and they have the same key space. Raises Unsupported otherwise, with the reason for the engine's
+    log.
+    """
     num_ranks = vllm_config.parallel_config.world_size
     space = _key_space(handshakes, num_ranks)
     revocations = None
-    # Ranks that have named a fence take no store without a word.
+    # Ranks that have named a fence accept no store without a word.
     if checks.writes_before_it_tells(vllm_config, kv_cache_config) or any(
         h.fence is not None for h in handshakes
     ):
@@ -224,7 +235,7 @@ def agree(
 
 
 def _key_space(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> KeySpace:
-    """The one key space of all ranks. Raises Unsupported."""
+    """Returns the key space that all ranks have. Raises Unsupported."""
     spaces = [h.key_space for h in handshakes if h.key_space is not None]
     if len(spaces) < len(handshakes):
         why_off = next(h.why_off for h in handshakes if h.key_space is None)
@@ -232,7 +243,7 @@ def _key_space(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> KeySpace
     if any(space.fingerprint != spaces[0].fingerprint for space in spaces):
         raise Unsupported("the ranks do not agree on the key space")
     if len(handshakes) < num_ranks:
-        # The others have no session, and no store would ever be whole.
+        # The missing ranks have no session, so no store would ever be whole.
         raise Unsupported(f"{len(handshakes)} of {num_ranks} ranks have said what they found")
     if any(h.host not in ("", this_host()) for h in handshakes):
         raise Unsupported(
@@ -243,7 +254,7 @@ def _key_space(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> KeySpace
 
 
 def _revocations(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> Revocations:
-    """The fences of all ranks. Raises OSError, ValueError."""
+    """Returns the mapped fences of all ranks. Raises OSError or ValueError."""
     places = [h.fence for h in handshakes if h.fence is not None]
     if len(places) != num_ranks:
         raise ValueError(f"{len(places)} of {num_ranks} ranks have named one")
@@ -255,10 +266,15 @@ def _revocations(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> Revoca
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What lasts as long as the engine, whatever its key space. `counts_media`: block hashes do not
-    cover the content of images and other media. `learnt_prefill`: what hits are weighed against;
-    None if all are to be taken, as where contexts live in host memory. `traces`: None without
-    tracing."""
+    """What lives as long as the engine, across key spaces.
+
+    counts_media: True if block hashes do not cover the content of images and other media.
+    pool: the device's blocks.
+    learnt_prefill: the prefill speed that hits are weighed against. None if every hit is to be
+        loaded, as with contexts in host memory.
+    failed_loads: requests whose load failed.
+    traces: None without tracing.
+    """
 
     vllm_config: Any
     kv_cache_config: Any
@@ -284,11 +300,12 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """What works over one key space on the scheduler side. Once the ranks agree it is made, and
-    made anew for another key space.
+    """The parts that work over one key space on the scheduler side. Made when the ranks agree, and
+    made again for another key space.
 
-    `cache_groups`: as vLLM numbers them. `memory`: None without sparse decode. `residencies`: None
-    where the whole context stays on the device.
+    cache_groups: the groups, as vLLM numbers them.
+    memory: the sequences of sparse decode; None without sparse decode.
+    residencies: the resident requests; None if whole contexts stay on the device.
     """
 
     cache_groups: tuple[kv_groups.CacheGroup, ...]
@@ -302,8 +319,8 @@ class Assembly:
 
 
 def assemble(engine: Engine, agreement: Agreement) -> Assembly:
-    """Begins the scheduler's session and makes what works over it. Whatever it raises, no session
-    is left behind."""
+    """Opens the scheduler's session and makes the parts that work over it. If it raises, it closes
+    the session first."""
     config = engine.config
     engine_id = str(engine.vllm_config.kv_transfer_config.engine_id)
     cache_groups = kv_groups.cache_groups(engine.vllm_config, engine.kv_cache_config)
@@ -399,7 +416,7 @@ def _over(
 def _sparse_groups(
     agreement: Agreement, cache_groups: tuple[kv_groups.CacheGroup, ...]
 ) -> list[SparseGroup]:
-    """The groups that have layers which decode sparsely."""
+    """Returns the groups with layers that decode sparsely."""
     sparse = {number for _, number in agreement.sparse_layers}
     return [
         SparseGroup(index, group.block_tokens)
@@ -411,14 +428,14 @@ def _sparse_groups(
 # ------------------------------------------------------------------------- whether there is a cache
 
 LINKS_PATIENCE_S = 0.25
-"""How long a request may wait for the workers to say that they, too, have a session with a server
-that has come back."""
+"""How long a request may wait for the workers to report a session with a server that has come back.
+"""
 
 
 class Sharing:
     """Decides whether there is a cache, and opens and closes it.
 
-    `joining`: while handshakes are awaited that vLLM does not forward; else None.
+    joining: the wait for handshakes that vLLM does not forward; None otherwise.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -440,7 +457,7 @@ class Sharing:
 
     @property
     def may_offer(self) -> bool:
-        """Returns True if hits may be offered now."""
+        """Returns True if hits may be offered at this moment."""
         cache = self.cache
         return (
             cache is not None
@@ -450,10 +467,10 @@ class Sharing:
         )
 
     def makes_wait(self, arrived_s: float, now_s: float) -> bool:
-        """Returns True if a request should ask again: workers are about to say that they are there,
-        or what their weights are."""
+        """Returns True if a request should ask again, because workers are about to report their
+        session or their weights."""
         if not self.is_connected:
-            # Whoever asks for a hit makes the ranks look at weights that are in doubt.
+            # A request for a hit makes the ranks check weights that are in doubt.
             self.weights.waits(now_s)
             return False
         if self.links.will_say and now_s < arrived_s + LINKS_PATIENCE_S:
@@ -463,7 +480,8 @@ class Sharing:
     # ---------------------------------------------------------------------------------------- start
 
     def replaces(self, handshakes: list[HotKVHandshake]) -> bool:
-        """Returns True if these handshakes end a session whose ranks said something else."""
+        """Returns True if these handshakes replace a session whose ranks reported something else.
+        """
         return (
             bool(handshakes)
             and self.cache is not None
@@ -471,11 +489,12 @@ class Sharing:
         )
 
     def connect(self, handshakes: list[HotKVHandshake]) -> None:
-        """Opens the session for the key space that all ranks agree on; waits a moment for the
+        """Opens the session for the key space that all ranks agree on, and waits a moment for the
         server. May load numba's kernels.
 
-        Without handshakes the workers are asked for theirs with the first steps (`joining`). vLLM
-        0.33 calls it after each wake-up, too: a session whose ranks say the same as before goes on.
+        Without handshakes, the workers are asked for theirs with the first steps (`joining`). vLLM
+        0.33 also calls this after each wake-up: a session goes on if its ranks report the same as
+        before.
         """
         if not handshakes:
             if self.cache is None:
@@ -505,8 +524,9 @@ class Sharing:
         self._start(agreement, self._engine.config.startup_wait_s)
 
     def _start(self, agreement: Agreement, wait_s: float) -> None:
-        """Makes what works over this key space, and waits a moment for the server."""
-        # Before the first request: numba takes a second to load and some kernels to compile.
+        """Makes the parts that work over this key space, and waits up to `wait_s` for the server.
+        """
+        # Before the first request: numba takes a second to load, and some kernels must be compiled.
         native.load("hotkv_proto.kernels")
         cache = assemble(self._engine, agreement)
         self._agreement = agreement
@@ -520,7 +540,7 @@ class Sharing:
         if cache.session.wait_connected(wait_s):
             # The workers have waited as long.
             self.links.check(True, time.monotonic(), 0.0)
-            # Touches the mapped table once, so that no request pays for it.
+            # Touches the mapped table once, so that the first request need not.
             for index in range(len(agreement.space.groups)):
                 cache.session.probe(index, [bytes(agreement.space.hash_bytes)])
 
@@ -531,7 +551,7 @@ class Sharing:
         return self.cache is not None and identity != self.weights.identity
 
     def adopt(self, identity: str) -> None:
-        """All ranks have said which weights they have. If these are others, all is made anew for
+        """Adopts the weights that all ranks have reported. If they differ, makes all parts anew for
         their key space."""
         is_other, agreement = self.is_other(identity), self._agreement
         self.weights.adopt(identity)
@@ -542,8 +562,8 @@ class Sharing:
             "that have the same (%s)",
             identity,
         )
-        # Changed weights are worth a moment, so that the first request can hit; without a server
-        # there is nothing to wait for.
+        # After a change of weights the step waits a moment, so that the first request can hit.
+        # Without a server it does not wait.
         wait_s = min(self._engine.config.startup_wait_s, RECONNECT_S) if self.is_connected else 0.0
         # Closing waits for the server.
         close = self.cache.session.close
@@ -553,7 +573,7 @@ class Sharing:
         self._start(replace(agreement, space=space), wait_s)
 
     def join(self, report: HotKVWorkerMetadata) -> list[Any]:
-        """Connects once all ranks have reported their handshakes. Returns the requests that came
+        """Connects once all ranks have reported their handshakes. Returns the requests that arrived
         before."""
         joining = self.joining
         handshakes = joining.handshakes(report) if joining is not None else []
@@ -565,7 +585,7 @@ class Sharing:
     # ------------------------------------------------------------------------------------------ end
 
     def turn_off(self) -> None:
-        """This engine runs without hotkv from now on."""
+        """Turns hotkv off for this engine and closes the session."""
         cache, self.cache, self._agreement = self.cache, None, None
         if cache is not None:
             cache.session.close()
@@ -574,5 +594,5 @@ class Sharing:
 
 
 def _without_links(handshakes: list[HotKVHandshake]) -> list[HotKVHandshake]:
-    """What ranks have found, whether they have a session or not."""
+    """Returns the handshakes without the state of the ranks' sessions."""
     return [replace(h, absent="") for h in handshakes]

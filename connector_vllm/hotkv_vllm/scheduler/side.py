@@ -1,10 +1,13 @@
 """The connector's scheduler side: answers vLLM's scheduler and plans each step's loads and stores.
 
-Holds together what lasts as long as the engine: `sharing` (whether there is a cache, and of which
-key space), `requests` (what each request has), `steps` (what the workers are to do) and `residents`
-(requests that outgrow the device). In the scheduler's thread; after the start nothing blocks but a
-reset, and a hit as long as `hits.Patience` lasts. Without a cache every hook returns after one
-test.
+Holds the parts that live as long as the engine:
+- `sharing`: whether there is a cache, and its key space.
+- `requests`: the state of each request.
+- `steps`: the work of the workers.
+- `residents`: requests that outgrow the device.
+
+Runs in the scheduler's thread. After the start only two calls block: a reset, and a hit for as long
+as `hits.Patience` allows. Without a cache every hook returns after one test.
 """
 
 import time
@@ -27,8 +30,8 @@ from hotkv_vllm.stats import HotKVStats
 
 
 class HotKVScheduler:
-    """Scheduler side. Idle until `connect` was given the workers' key space. `*_broke`: what makes
-    up for a hook that has raised."""
+    """The scheduler side. Idle until `connect` receives the workers' key space. The methods
+    `*_broke` are the fallbacks of hooks that raised."""
 
     def __init__(
         self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig, edge: HookEdge
@@ -65,15 +68,16 @@ class HotKVScheduler:
 
     @property
     def cache(self) -> Assembly | None:
-        """What works over the key space; None while the engine runs without hotkv."""
+        """Returns the parts that work over the key space; None while the engine runs without hotkv.
+        """
         return self.sharing.cache
 
     def count(self, name: str) -> None:
-        """Adds one to a counter of `counter_help.COUNTERS`."""
+        """Increments a counter of `counter_help.COUNTERS`."""
         self.stats.add(name)
 
     def take_stats(self) -> HotKVStats | None:
-        """Returns the counters' growth since the last call; None for no growth."""
+        """Returns the counters' growth since the last call; None if no counter grew."""
         if self.stats.is_empty():
             return None
         taken = HotKVStats(data=self.stats.data)
@@ -82,34 +86,34 @@ class HotKVScheduler:
         return taken
 
     def connect(self, found: Iterable[Any]) -> None:
-        """Takes in what the ranks have found. Handshakes of other connectors pass by."""
+        """Receives the handshakes of the ranks. Ignores handshakes of other connectors."""
         handshakes = [one for one in found if isinstance(one, HotKVHandshake)]
         if self.sharing.replaces(handshakes):
-            # Requests that are there already do without hotkv.
+            # Requests that are already running go on without hotkv.
             self.requests.cancel_loads()
             self._leave()
             self.requests.states.clear()
         self.sharing.connect(handshakes)
 
     def turn_off(self) -> None:
-        """From now on this engine runs without hotkv."""
+        """Turns hotkv off for this engine."""
         self._leave()
         self.sharing.turn_off()
 
     def _leave(self) -> None:
-        """The requests that are there go on without hotkv."""
+        """Makes all current requests go on without hotkv."""
         for state in self.requests.states.values():
             state.leave()
 
     def bind_manager(self, manager: Any) -> None:
-        """Takes vLLM's manager of blocks, and its pool."""
+        """Passes vLLM's block manager, and its pool, to the parts that use it."""
         self.requests.loads.quarantine.pool = manager.block_pool
         self.steps.manager = manager
         self.residents.bind(manager)
         self.requests.room.bind(manager)
 
     def update(self, output: Any) -> None:
-        """Takes in a step's results, joined over all ranks."""
+        """Receives a step's results, joined over all ranks."""
         sharing, loads, now_s = self.sharing, self.requests.loads, time.monotonic()
         report = output.kv_connector_worker_meta
         report = report if isinstance(report, HotKVWorkerMetadata) else HotKVWorkerMetadata()
@@ -120,11 +124,11 @@ class HotKVScheduler:
             self.stats.add(name, value)
         sharing.links.told(report.links, now_s, sharing.is_connected)
         if sharing.weights.reported(report.weights, now_s):
-            # Loads of what was computed with the old weights come to nothing.
+            # Loads of KV that was computed with the old weights are useless.
             self.requests.cancel_loads()
         if output.invalid_block_ids:
             self.residents.lost(output.invalid_block_ids)
-        # Before vLLM frees anything of the requests that this step reports.
+        # Must run before vLLM frees blocks of the requests that this step reports.
         num_hung = loads.quarantine.overdue(report.overdue_loads) if report.overdue_loads else 0
         if num_hung:
             self.stats.add("hung_loads", num_hung)
@@ -152,7 +156,7 @@ class HotKVScheduler:
         if report.adapters is not None:
             self._adapters.reported(report.adapters)
             if report.adapters.changed:
-                # Nothing is stored or loaded that was planned on the old bytes.
+                # Cancels loads and stores that were planned with the adapter's old bytes.
                 cache.planner.tails.forget()
                 self.requests.cancel_loads(of_refused=True)
         if cache.memory is not None and report.sparse is not None:
@@ -162,11 +166,13 @@ class HotKVScheduler:
 
     def reset_cache(self) -> bool | None:
         """Empties the shared cache of this key space, for all engines, and forgets what this side
-        knows of it. False only if a server that is there did not flush. Blocks
-        `hotkv.reset_timeout_s` at most.
+        knows of it.
 
-        A pause or a sleep leaves the shared cache as it is. Nothing is stored of blocks that were
-        computed before it and not yet being stored, because vLLM may discard the KV memory.
+        Returns False only if a connected server did not flush. Blocks `hotkv.reset_timeout_s` at
+        most.
+
+        A pause or a sleep does not empty the shared cache. Blocks computed before it are then
+        stored only if their store has begun, because vLLM may discard the KV memory.
         """
         cache = self.sharing.cache
         if cache is None:
@@ -186,8 +192,8 @@ class HotKVScheduler:
     # -------------------------------------------------------------------- fallbacks of broken hooks
 
     def update_broke(self, output: Any) -> None:
-        """Whatever of a step's results was not taken: its loads count as failed, and its stores as
-        ended. Shares nothing with `update`."""
+        """Counts the loads of a step as failed and its stores as ended, if `update` raised before
+        it handled them. Shares no code with `update`."""
         if output.invalid_block_ids:
             self.residents.lost_broke(output.invalid_block_ids)
         report, cache = output.kv_connector_worker_meta, self.sharing.cache
@@ -202,9 +208,8 @@ class HotKVScheduler:
                 cache.finder.give_up(state)
 
     def reset_broke(self) -> bool:
-        """Nothing is loaded or stored until a flush is accepted; requests that run store nothing of
-        what they have. True for a pause, which would fail otherwise and asks nothing of the
-        server."""
+        """Stops all loads and stores until a flush is accepted; running requests store none of
+        their blocks. Returns True for a pause, which needs no server and would otherwise fail."""
         if self.sharing.cache is not None:
             self.sharing.cache.reset.hold()
         for state in self.requests.states.values():

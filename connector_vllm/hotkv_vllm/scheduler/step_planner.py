@@ -1,9 +1,9 @@
-"""Plans a step's work for the workers: which loads to begin or end, which blocks to store, and for
-which stores the step has to wait.
+"""Plans a step's work for the workers: which loads to begin or end, which blocks to store, and
+which stores the step has to wait for.
 
-What is always true: what a step says of loads it says once; each step says which blocks it is about
-to write, or that this is not known. Scheduler thread only; never blocks, but for a moment when the
-engine's weights have changed.
+Always true: an order about a load is sent in one step only; each step lists the blocks that it is
+about to write, or says that they are not known. Scheduler thread only. Never blocks, except for a
+moment after the engine's weights have changed.
 """
 
 import time
@@ -19,8 +19,8 @@ from hotkv_vllm.sparse.rows import SparseRows, sparse_rows
 
 
 class StepPlanner:
-    """Plans each step's work for the workers. `manager`: vLLM's manager of blocks, once it is
-    known."""
+    """Plans each step's work for the workers. `manager` is vLLM's block manager; None until vLLM
+    has bound it."""
 
     def __init__(
         self, engine: Engine, sharing: Sharing, requests: Admission, edge: HookEdge
@@ -42,8 +42,8 @@ class StepPlanner:
         return f"StepPlanner({self._engine_id})"
 
     def plan(self, scheduler_output: Any) -> HotKVMetadata:
-        """This step's work for the workers, with the rows that attend sparsely, and where the
-        blocks are that are not on the device."""
+        """Returns this step's work for the workers. Includes the rows that attend sparsely and the
+        places of blocks that are not on the device."""
         scheduler_output = steps.read_in_place(scheduler_output, self.manager)
         rows = self._requests.rows
         named = rows.of_step(scheduler_output) if rows is not None else None
@@ -54,8 +54,8 @@ class StepPlanner:
         cache = self._sharing.cache
         if rows is not None and cache is not None and cache.residencies is not None:
             meta.resident = cache.residencies.step(scheduler_output, rows, time.monotonic())
-        # Last, what is said once and must reach the workers: if anything above breaks, `plan_broke`
-        # finds it all.
+        # Last come the orders that are sent once and must reach the workers. If anything above
+        # raises, `plan_broke` still finds all of them.
         requests = self._requests
         meta.adapters = self._adapters.take_work(time.monotonic())
         meta.loads, meta.cancel_loads, meta.abandoned_loads = requests.loads.take()
@@ -63,7 +63,7 @@ class StepPlanner:
         return meta
 
     def _plan(self, scheduler_output: Any) -> HotKVMetadata:
-        """The same without rows, and without what is said once."""
+        """Returns the step's work without rows, and without the orders that are sent once."""
         written = self._requests.written
         self._requests.failed_loads.scheduled(scheduler_output.num_scheduled_tokens)
         if self._requests.room.holders:
@@ -94,14 +94,14 @@ class StepPlanner:
         meta.flush_stores = flush
         meta.settles_step = settles_step
         meta.wants_handshake = wants_handshake
-        # Decode steps don't pay for a call that would tell them so.
+        # Skipped for decode steps: `begin_step` would not time them.
         if scheduler_output.total_num_scheduled_tokens >= LEAST_STEP_TOKENS:
             rows = steps.scheduled_rows(scheduler_output)
             meta.timed_step = self.prefill.begin_step(rows, time.monotonic())
         return meta
 
     def _before_stores(self, cache: Assembly, scheduler_output: Any) -> None:
-        """What goes on from step to step: weights, links, reports, a reset."""
+        """Advances the work that spans steps: weights, links, reports, a reset."""
         sharing, now_s = self._sharing, time.monotonic()
         identity = sharing.weights.step(scheduler_output.total_num_scheduled_tokens > 0, now_s)
         if identity is not None and not cache.planner.in_flight:
@@ -114,8 +114,8 @@ class StepPlanner:
         cache.finder.patience.begin_step()
 
     def _adopt(self, cache: Assembly, identity: str) -> None:
-        """The ranks have said which weights they have. Nothing that is known of others holds, nor
-        what was computed while they may have been others."""
+        """Adopts the weights that the ranks have reported. If they changed, forgets all that is
+        known of the old key space, and distrusts KV computed while they may have been changing."""
         is_other = self._sharing.is_other(identity)
         if is_other or self._sharing.weights.were_written:
             self._exactness.distrust_all()
@@ -129,7 +129,8 @@ class StepPlanner:
     def _plan_stores(
         self, cache: Assembly, scheduler_output: Any
     ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
-        """Stores of blocks that this step completes, and those that it has to wait for."""
+        """Returns the stores of blocks that this step completes, and the ids of stores that it has
+        to wait for."""
         block_state = scheduler_output.kv_connector_block_state
         handoffs = block_state.boundary_state_offloads if block_state is not None else {}
         scheduled = []
@@ -151,8 +152,8 @@ class StepPlanner:
         return stores, flush
 
     def _state(self) -> HotKVMetadata:
-        """What each step says anew, as it is now; for sparse decode the blocks that are about to be
-        written."""
+        """Returns the state that each step repeats and, for sparse decode, the blocks that are
+        about to be written."""
         requests = self._requests
         written = requests.written.take()
         meta = HotKVMetadata(
@@ -167,17 +168,19 @@ class StepPlanner:
 
     @hook(nothing, is_part=True)
     def _plan_sparse(self, meta: HotKVMetadata, rows: SparseRows) -> None:
-        """Tells the server of the sequences of the step's sparse rows, and adds the ended requests
-        whose last selections are awaited."""
+        """Sends the server the sequences of the step's sparse rows. Adds the ended requests whose
+        last selections are awaited."""
         if self._sharing.cache is not None and self._sharing.cache.memory is not None:
             meta.last_reports_of = self._sharing.cache.memory.step(
                 rows, self._requests.states, time.monotonic()
             )
 
     def plan_broke(self) -> HotKVMetadata:
-        """The work of a step whose planning broke: which blocks it gives away is not known, so all
-        stores are taken back, those too that no worker was told of. Loads that were to begin count
-        as failed, and what the step computes is not stored.
+        """Returns the work of a step whose planning raised.
+
+        The blocks that the step reallocates are not known. So all stores are revoked, also those
+        that no worker has received. Loads that were to begin count as failed, and nothing that the
+        step computes is stored.
         """
         self._exactness.step_was_lost()
         self._requests.others.lost()
@@ -193,7 +196,7 @@ class StepPlanner:
             lost_track=True,
             weights=self._sharing.weights.order(),
         )
-        # Last, so that they are not lost if this breaks as well.
+        # Cleared last, so that they are not lost if this method raises too.
         loads.jobs = {}
         loads.abandoned = []
         loads.cancelled = []

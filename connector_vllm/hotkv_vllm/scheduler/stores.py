@@ -1,13 +1,15 @@
-"""Which blocks to store after a step, and which stores a step has to wait for. Scheduler thread
-only; never blocks.
+"""Plans which blocks to store after a step, and which stores a step has to wait for. Scheduler
+thread only; never blocks.
 
-What is always true: a block being stored is not written before its store has ended or is revoked
-(`stores_in_flight.Fence`), because every step that may write blocks for the first time lists the
-stores that read any of them, whoever writes them. Block tables are read from vLLM at each step and
-never kept. A block has at most one store in flight (`stores_in_flight`).
+Always true:
+- A block being stored is not written before its store has ended or is revoked
+  (`stores_in_flight.StoreFence`). For this, every step that may write blocks for the first time
+  lists the stores that read any of them.
+- Block tables are read from vLLM at each step and never kept.
+- A block has at most one store in flight (`stores_in_flight`).
 
-`StorePlanner` plans a step. The parts before it: `StorableBlocks` (which blocks a hit can use),
-`MissingBlocks` (which of a request's blocks the server lacks) and `Tails` (blocks of ended
+`StorePlanner` plans a step. It uses the parts above it: `StorableBlocks` (which blocks a hit can
+use), `MissingBlocks` (which of a request's blocks the server lacks) and `Tails` (blocks of ended
 requests).
 """
 
@@ -37,17 +39,18 @@ from hotkv_vllm.tracing.requests import RequestTrace
 
 
 class StorableBlocks:
-    """The blocks of one group that a hit could ever use, and so are worth storing.
+    """The blocks of one group that a hit could ever use, and that are therefore worth storing.
 
-    Hits end at multiples of the hit alignment. A block is reachable if some such boundary at or
-    behind its end needs it. What a boundary needs reaches further back the later it is at most, so
-    the first boundary behind the block decides. Reachability repeats along the prompt, so each
-    group has a pattern of one period.
+    Hits end at multiples of the hit alignment. A block is reachable if such a boundary at or behind
+    the block's end needs it. A later boundary reaches back no further than an earlier one, so the
+    first boundary behind the block decides. Reachability repeats along the prompt, so each group
+    has a pattern of one period.
 
-    `alignment_tokens`: of hits, a multiple of the group's block size.
-    `state_interval_tokens` (recurrent states only): states at multiples of it, rounded up to whole
-    alignments, are kept; 0 for all. `is_draft`: a hit also needs to know the block behind it
-    (`hotkv_proto.groups.longest_hit`).
+    alignment_tokens: alignment of hits, a multiple of the group's block size.
+    state_interval_tokens: recurrent states only. States at multiples of it, rounded up to whole
+        alignments, are stored; 0 stores all.
+    is_draft: True if a hit also needs the hash of the block behind it
+        (`hotkv_proto.groups.longest_hit`).
     """
 
     def __init__(
@@ -90,8 +93,8 @@ class StorableBlocks:
         return self._spec.first_needed_block(boundary) <= block
 
     def mask(self, first: int, stop: int, kept_boundaries: tuple[int, ...] = ()) -> BoolMask:
-        """Which of blocks [first, stop) to store. `kept_boundaries`: tokens at which a state is
-        kept whatever the interval."""
+        """Returns which of the blocks [first, stop) to store. `kept_boundaries`: positions in
+        tokens at which a state is stored whatever the interval."""
         mask = np.take(self._pattern, np.arange(first, stop) % len(self._pattern))
         if self._interval:
             for boundary in kept_boundaries:
@@ -104,9 +107,9 @@ class StorableBlocks:
 def prompt_boundaries(
     prompt_tokens: int, alignment_tokens: int, drops_last_block: bool
 ) -> tuple[int, ...]:
-    """Where a later request can go on that repeats this prompt, or extends it; one alignment
-    earlier too where a drafter has the last block of a hit recomputed.
-    """
+    """Returns the boundaries at which a later request that repeats or extends this prompt can
+    continue. Includes the boundary one alignment earlier if a drafter recomputes the last block of
+    a hit."""
     ends = {(prompt_tokens - 1) // alignment_tokens, prompt_tokens // alignment_tokens}
     if drops_last_block:
         ends |= {end - 1 for end in ends}
@@ -116,13 +119,14 @@ def prompt_boundaries(
 # -------------------------------------------------------------------- which blocks the server lacks
 
 STORE_BLOCKS = 1 << 13
-"""Most blocks of one store. The server takes no more than 2^16 in a call, and the sooner a store
-ends the sooner its blocks are found."""
+"""Most blocks of one store. The server accepts at most 2^16 in a call, and a shorter store makes
+its blocks visible sooner."""
 Handoff = tuple[int, int, int]
 """A state at a block boundary that vLLM names itself (Mamba "align" mode): vLLM's group, block,
 boundary in tokens."""
 Tables = Callable[[str], "tuple[Sequence[int], ...] | None"]
-"""A request's block ids per vLLM group, as they are in this step."""
+"""Returns a request's block ids per vLLM group, as of this step; None if vLLM does not know the
+request."""
 Handoffs = Mapping[str, Sequence[Handoff]]
 """By request: states that vLLM names itself."""
 
@@ -130,9 +134,9 @@ Handoffs = Mapping[str, Sequence[Handoff]]
 class MissingBlocks:
     """Finds which of a request's full blocks the server lacks, as runs of neighbours.
 
-    What is always true: only blocks that a hit can use are stored (`StorableBlocks`), only exact
-    ones (`exactness`), and no block twice at a time. What holds for a block that is stored holds
-    for one whose representation is.
+    Always true: only blocks that a hit can use are stored (`StorableBlocks`), only exact blocks
+    (`exactness`), and no block twice at a time. The same holds for a block whose representation is
+    stored.
     """
 
     def __init__(
@@ -173,10 +177,13 @@ class MissingBlocks:
         ids: Int32s,
         planned: set[int],
     ) -> list[BlockRun]:
-        """What of one group's blocks `ids`, the first of which is block `begin`, is to be stored.
-        `planned`: blocks that are about to be stored; these are added.
+        """Returns the runs of one group's blocks that are to be stored. A representation is stored
+        with its block, or after it if the server lacks it.
 
-        A representation is stored with its block, or after it if the server lacks it.
+        hashes: the hashes of all blocks of the group.
+        begin: position of the first block of `ids`.
+        ids: block ids, int32.
+        planned: blocks that are about to be stored. Adds the blocks of the returned runs.
         """
         if not len(ids):
             return []
@@ -215,8 +222,8 @@ class MissingBlocks:
         exact_tokens: int,
         planned: set[int],
     ) -> list[BlockRun]:
-        """What of the states `entries` is to be stored: none behind the request's `exact_tokens`.
-        `planned`: as in `runs`."""
+        """Returns the runs of the states `entries` that are to be stored. Skips states behind the
+        request's `exact_tokens`. `planned` is as in `runs`."""
         found: list[BlockRun] = []
         groups = self._cache_groups
         for vllm_group, block, boundary in entries:
@@ -231,7 +238,7 @@ class MissingBlocks:
         return found
 
     def _storable_mask(self, state: RequestState, index: int, begin: int, end: int) -> BoolMask:
-        """Which of a group's blocks [begin, end) a hit could use."""
+        """Returns which of a group's blocks [begin, end) a hit could use."""
         ends = prompt_boundaries(
             state.request.num_prompt_tokens,
             self._groups.alignment_tokens,
@@ -249,8 +256,8 @@ class MissingBlocks:
         ids: Int32s,
         wanted: BoolMask,
     ) -> list[BlockRun]:
-        """The wanted ones of the blocks `ids` as chains of neighbours, each no longer than a
-        store."""
+        """Returns the wanted blocks of `ids` as chains of neighbours, each no longer than a store.
+        """
         places = np.flatnonzero(wanted)
         chains = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []
         chains = [
@@ -265,7 +272,7 @@ class MissingBlocks:
     def _run(
         self, state: RequestState, index: int, hashes: Sequence[bytes], first: int, ids: Int32s
     ) -> BlockRun:
-        """A chain of neighbours that begins with the group's block `first`."""
+        """Returns a chain of neighbours that begins with the group's block `first`."""
         stop, tokens = first + len(ids), self._groups.specs[index].block_tokens
         parent = hashes[first - 1] if first else b""
         if not self._session.wants_token_ids:
@@ -278,7 +285,8 @@ class MissingBlocks:
 
 
 def portions(runs: Sequence[BlockRun]) -> list[list[BlockRun]]:
-    """Runs of at most STORE_BLOCKS blocks each, in their order, as stores of no more than that."""
+    """Groups runs, in their order, into stores of at most STORE_BLOCKS blocks. Each run must be no
+    longer than that."""
     stores: list[list[BlockRun]] = []
     room = 0
     for run in runs:
@@ -296,13 +304,14 @@ Tail = tuple[Retention, RequestTrace | None, tuple[BlockRun, ...]]
 
 
 class Tails:
-    """Blocks of ended requests that wait for the next step's stores: their hash became known after
-    the request's last step.
+    """Blocks of ended requests that wait for the next step's stores, because their hash became
+    known after the request's last step.
 
-    What is always true: a tail that has a block which is about to be written is not stored, not
-    even in part, because what follows a gap is found by nobody.
+    Always true: if any block of a tail is about to be written, the whole tail is dropped, because
+    no lookup finds blocks behind a gap. Scheduler thread only.
 
-    Scheduler thread only. `waiting`: the tails, and `blocks`: what they have.
+    waiting: the tails.
+    blocks: their blocks.
     """
 
     def __init__(self) -> None:
@@ -315,12 +324,12 @@ class Tails:
     def add(
         self, retention: Retention, runs: Sequence[BlockRun], trace: RequestTrace | None = None
     ) -> None:
-        """Keeps a request's tail until the next step."""
+        """Adds a request's tail for the next step."""
         if runs:
             self.waiting.append((retention, trace, tuple(runs)))
 
     def drop_written(self, written: Collection[int]) -> None:
-        """Drops tails that have one of these blocks."""
+        """Drops tails with any of these blocks."""
         self.waiting = [
             (retention, trace, tail)
             for retention, trace, tail in self.waiting
@@ -328,12 +337,12 @@ class Tails:
         ]
 
     def take(self) -> list[Tail]:
-        """Returns what waits; from now on nothing does."""
+        """Returns the tails and forgets them."""
         taken, self.waiting, self.blocks = self.waiting, [], set()
         return taken
 
     def forget(self) -> None:
-        """Drops what waits."""
+        """Drops all tails."""
         self.waiting = []
         self.blocks = set()
 
@@ -341,7 +350,7 @@ class Tails:
 # ------------------------------------------------------------------------------- what a step stores
 
 Whose = tuple[Retention, str, RequestTrace | None]
-"""What blocks of one store share: retention, the resident request (or none), the traced one."""
+"""Properties that the blocks of one store share: retention, resident request (or empty), trace."""
 
 
 class StorePlanner:
@@ -393,19 +402,20 @@ class StorePlanner:
     # ------------------------------------------------------------------------------------- requests
 
     def new_state(self) -> StoreState:
-        """The state of a request of which nothing is stored yet."""
+        """Returns the state of a request of which nothing is stored yet."""
         first_check = min(group.block_tokens for group in self._cache_groups)
         return StoreState([0] * len(self._cache_groups), first_check)
 
     def loaded(self, state: RequestState, stored_blocks: Sequence[int]) -> None:
-        """A load has ended well: per group, the server has this many leading blocks."""
+        """Notes a successful load: per group, the server has this many leading blocks."""
         for index, num_blocks in enumerate(stored_blocks):
             mine = state.store.stored_blocks
             mine[index] = max(mine[index], num_blocks)
 
     def reset(self, state: RequestState) -> None:
-        """What was stored of the request is void. It stores anew, unless it holds blocks from
-        before; those of a resident request nobody else finds."""
+        """Voids what was stored of the request. It stores anew, unless it holds blocks computed
+        before the reset. A resident request always stores anew: no other request finds its
+        blocks."""
         if self._residencies is not None and self._is_resident(state):
             self._residencies.reset(state.request.request_id)
         elif state.request.num_computed_tokens:
@@ -416,8 +426,8 @@ class StorePlanner:
     def finish(
         self, state: RequestState, block_ids: Sequence[Sequence[int]], known_tokens: int
     ) -> None:
-        """A request ends: blocks whose hash became known after their last step are stored with the
-        next one, if still unwritten then."""
+        """Plans the stores of a request that ends. Blocks whose hash became known after the last
+        step are stored with the next step, if they are still unwritten then."""
         if (
             self._is_closed
             or not self._session.connected
@@ -435,8 +445,8 @@ class StorePlanner:
         held: Collection[str],
         handoffs: Handoffs,
     ) -> list[tuple[RequestState, int]]:
-        """The requests that fill a block in this step, each with how many of its tokens are then
-        computed. `held`: requests of which nothing may be stored now."""
+        """Returns the requests that fill a block in this step, each with its number of computed
+        tokens after the step. `held`: requests of which nothing may be stored now."""
         found = []
         for request_id, num_tokens in num_scheduled_tokens.items():
             state = requests.get(request_id)
@@ -454,10 +464,11 @@ class StorePlanner:
         handoffs: Handoffs,
         written_blocks: Callable[[], Collection[int]],
     ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
-        """This step's stores, and the stores in flight that it has to wait for.
+        """Returns this step's stores, and the stores in flight that it has to wait for.
 
-        `scheduled`: as `due` returns them. `written_blocks`: blocks that somebody is about to write
-        for the first time; asked only if something reads blocks.
+        scheduled: the requests, as `due` returns them.
+        written_blocks: returns the blocks that are about to be written for the first time. Called
+            only if a store or a tail reads blocks.
         """
         lost = self.in_flight.step()
         if lost:
@@ -484,18 +495,18 @@ class StorePlanner:
         return tuple(job for job in jobs if job is not None), flush
 
     def reported(self, report: HotKVWorkerMetadata) -> None:
-        """Takes in which stores have ended, as ranks report them."""
+        """Handles the stores that ranks report as ended."""
         for store in self.in_flight.account(report):
             settle(store, self._stats, self._finder.hidden)
 
     def plan_broke(self) -> None:
-        """The step's plan is lost, and with it what waited for the step."""
+        """Handles a lost plan: drops the tails, and the stores that no worker has received."""
         self.tails.forget()
         self.in_flight.plan_broke()
 
     def take_all_back(self) -> tuple[int, ...]:
-        """What a step waits for that may give away any block; what was not yet planned is
-        dropped."""
+        """Revokes all stores and drops the tails, for a step that may reallocate any block. Returns
+        the stores that the step has to wait for."""
         taken_back = self.in_flight.take_all_back()
         self.tails.forget()
         return taken_back
@@ -505,8 +516,8 @@ class StorePlanner:
         return self.is_held or self.is_rekeying
 
     def _fences(self, written_blocks: Callable[[], Collection[int]]) -> set[int]:
-        """Takes back stores that read blocks which are about to be written, and drops such
-        tails."""
+        """Revokes stores that read blocks which are about to be written, and drops tails with such
+        blocks."""
         if not self.in_flight.reading and not self.tails.waiting:
             return set()
         written = written_blocks()
@@ -521,8 +532,8 @@ class StorePlanner:
         planned: set[int],
         last: bool = False,
     ) -> list[BlockRun]:
-        """Full blocks of a request that nobody has stored, as chains of neighbours; adds them to
-        `planned` and moves the request's marks on."""
+        """Returns a request's full blocks that are not stored yet, as chains of neighbours. Adds
+        them to `planned` and advances the request's marks."""
         request, store = state.request, state.store
         is_resident = self._is_resident(state)
         exact = EVERYTHING if is_resident else self._exactness.exact_tokens(request.request_id)
@@ -542,7 +553,7 @@ class StorePlanner:
             begin = min(store.stored_blocks[index], len(hashes))
             if end > begin and not group.states_by_handoff:
                 if self.in_flight.is_full(len(planned) * self._slot_bytes[index]):
-                    # Looked at again in the next step, when some stores may have ended.
+                    # Checked again in the next step, when some stores may have ended.
                     if last:
                         self._stats.add("dropped_blocks", end - begin)
                     return runs
@@ -559,12 +570,12 @@ class StorePlanner:
         return runs
 
     def _is_resident(self, state: RequestState) -> bool:
-        """Whether the server is to keep all of the request's blocks, exact or not."""
+        """Returns True if the server must hold all of the request's blocks, exact or not."""
         residencies = self._residencies
         return residencies is not None and residencies.is_resident(state.request.request_id)
 
     def _job(self, runs: Sequence[BlockRun], whose: Whose) -> StoreJob | None:
-        """The store of these runs; None if it could not be revoked."""
+        """Returns the store of these runs; None if it could not be revoked."""
         (retention, request_id, trace), residencies = whose, self._residencies
         residency_id = residencies.residency_of(request_id) if residencies else ""
         num_bytes = sum(len(run.hashes) * self._slot_bytes[run.group_index] for run in runs)

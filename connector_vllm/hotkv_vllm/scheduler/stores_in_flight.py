@@ -1,6 +1,5 @@
-"""Stores that ranks are working at: how each can be revoked (`StoreFence`), which blocks they read
-(`StoresInFlight`), and what they have come to (`settle`). Scheduler thread only.
-"""
+"""Stores that ranks are working on: how each can be revoked (`StoreFence`), which blocks they read
+(`StoresInFlight`), and how they ended (`settle`). Scheduler thread only."""
 
 import itertools
 import time
@@ -26,19 +25,19 @@ if TYPE_CHECKING:
 
 
 class StoreFence:
-    """How a step takes blocks back from stores that read them: the one fence of the scheduler side.
+    """Revokes stores whose blocks a step is about to write: the single fence of the scheduler side.
 
-    What is always true: before anybody writes a block that a store reads, that store is revoked or
-    has ended. There are two ways, and callers need not know which one is in use:
+    Always true: before a block that a store reads is written, that store is revoked or has ended.
+    There are two ways, and callers need not know which is in use:
 
-    - Each step lists the stores that read blocks which it gives away, and each worker ends those
-      before the step goes on (`worker.rank_stores`). This is done always.
-    - If the runner writes blocks before it tells connectors (`checks.writes_before_it_tells`) the
-      list would come too late. Then the ranks share a page with the scheduler, each store has a
-      word in it, and the scheduler sets the word before any worker gets the step. The server reads
-      the word between copy and commit.
+    - Each step lists the stores that read blocks which it reallocates. Each worker ends those
+      stores before the step goes on (`worker.rank_stores`). This is always done.
+    - If the runner writes blocks before it notifies connectors (`checks.writes_before_it_tells`),
+      the list would come too late. The ranks then share a page with the scheduler, in which each
+      store has a word. The scheduler sets the word before any worker gets the step. The server
+      reads the word between copy and commit.
 
-    Without `revocations` the workers alone take blocks back.
+    Without `revocations`, only workers revoke stores.
     """
 
     def __init__(self, revocations: Revocations | None = None) -> None:
@@ -48,25 +47,25 @@ class StoreFence:
         return f"StoreFence({self.revocations or 'workers take back'})"
 
     def take(self) -> int | None:
-        """A word for a new store, 0 if it needs none. None if all words are in use: the store could
-        not be revoked, and must not be sent."""
+        """Returns a word for a new store; 0 if it needs none. Returns None if all words are in use:
+        the store could not be revoked and must not be sent."""
         if self.revocations is None:
             return 0
         return self.revocations.take() or None
 
     def revoke(self, index: int) -> None:
-        """From here on the store of this word commits nothing more."""
+        """Revokes the store of this word: from here on it commits nothing."""
         if self.revocations is not None:
             self.revocations.revoke(index)
 
     def revoke_all(self) -> None:
-        """The same for all stores under way."""
+        """Revokes all stores under way."""
         if self.revocations is not None:
             self.revocations.revoke_all()
 
     def end(self, index: int) -> None:
-        """Gives a word back. A rank may have given up waiting for the server, which may still be at
-        work, so the word is revoked too."""
+        """Frees a word. Also revokes it: a rank may have stopped waiting for a server that is still
+        working on the store."""
         if self.revocations is not None:
             self.revocations.end(index)
 
@@ -75,18 +74,24 @@ class StoreFence:
 
 
 _store_ids = itertools.count(1)
-"""Of all planners of this process: workers may report stores of one that is gone."""
+"""Shared by all planners of this process, because workers may report stores of an earlier planner.
+"""
 UNREPORTED_S = 60.0
-"""A store that no rank has reported for this long was lost on the way: it is taken back and
-forgotten."""
+"""A store that no rank has reported for this long was lost on the way. It is revoked and forgotten.
+"""
 
 
 @dataclass(slots=True)
 class StoreInFlight:
-    """A store that ranks are working at. `read`: all blocks it reads. `ranks_left`: ranks that have
-    not reported its end. `fence_index`: the word that revokes it; 0 for none.
-    `request_id`: of the resident request that it belongs to; empty for none. `span`: None if it is
-    not traced.
+    """A store that ranks are working on.
+
+    read: all blocks that it reads.
+    ranks_left: number of ranks that have not reported its end.
+    results: the ranks' results, `BlockResult` bytes.
+    fence_index: the word that revokes it; 0 for none.
+    planned_s: time of the plan, monotonic clock.
+    request_id: the resident request that it belongs to, or empty.
+    span: None if it is not traced.
     """
 
     store_id: int
@@ -106,13 +111,13 @@ class StoreInFlight:
 
 
 class StoresInFlight:
-    """Stores that ranks are working at, and the blocks that these read.
+    """The stores that ranks are working on, and the blocks that these read.
 
-    What is always true: a block has at most one store in flight; the bytes in flight are those of
-    the stores that are here; a store leaves when all ranks have reported its end, or UNREPORTED_S
-    after it was planned.
+    Always true: a block has at most one store in flight; the bytes in flight are the bytes of the
+    stores held here; a store leaves when all ranks have reported its end, or UNREPORTED_S after it
+    was planned.
 
-    `reading`: by block, the store that reads it and was not taken back.
+    reading: by block, the store that reads it and is not revoked.
     """
 
     def __init__(
@@ -123,7 +128,7 @@ class StoresInFlight:
         id_prefix: str,
         on_end: Callable[[StoreInFlight], None] = lambda store: None,
     ) -> None:
-        """`on_end`: called for each store that leaves, whatever has come of it."""
+        """on_end: called for each store that leaves, whatever its result."""
         self.fence = fence
         self._on_end = on_end
         self.reading: dict[int, int] = {}
@@ -145,9 +150,10 @@ class StoresInFlight:
         )
 
     def step(self) -> dict[int, StoreInFlight]:
-        """A step is planned: what was planned before has reached the workers. Strikes off stores
-        that somehow were not, and those whose reports never came, and returns them: a worker may
-        have them after all, so the step must list them.
+        """Notes that a step is planned: all earlier plans have reached the workers.
+
+        Removes and returns the stores whose reports never came, and ended stores that were not
+        removed. A worker may still have them, so the step must list them.
         """
         self._last_sent = self._last_planned
         until_s = time.monotonic() - UNREPORTED_S
@@ -161,7 +167,7 @@ class StoresInFlight:
         return lost
 
     def is_full(self, more_bytes: int) -> bool:
-        """Returns True if a store of `more_bytes` must wait. One alone may be of any size."""
+        """Returns True if a store of `more_bytes` must wait. A single store may have any size."""
         return bool(self.stores) and self.num_bytes + more_bytes >= self._max_bytes
 
     def begin(
@@ -173,9 +179,11 @@ class StoresInFlight:
         request_id: str = "",
         trace: RequestTrace | None = None,
     ) -> StoreJob | None:
-        """A store of these runs; None if it could not be revoked. `request_id`: the resident
-        request that it belongs to; empty for others. `trace`: of the request whose blocks these
-        are, if it is traced."""
+        """Begins a store of these runs. Returns None if it could not be revoked.
+
+        request_id: the resident request that it belongs to, or empty.
+        trace: of the request that owns the blocks; None if it is not traced.
+        """
         fence_index = self.fence.take()
         if fence_index is None:
             return None
@@ -209,8 +217,8 @@ class StoresInFlight:
         )
 
     def account(self, report: HotKVWorkerMetadata) -> list[StoreInFlight]:
-        """Strikes off the stores that all ranks have ended by now, and returns them. Takes a report
-        once, however often it is called."""
+        """Removes and returns the stores that all ranks have ended. Repeated calls with the same
+        report have no effect."""
         ended: list[StoreInFlight] = []
         if self._accounted is report:
             return ended
@@ -228,7 +236,7 @@ class StoresInFlight:
         return ended
 
     def _drop(self, store_id: int) -> None:
-        """Forgets a store; nothing waits for it any more."""
+        """Forgets a store and stops waiting for it."""
         self._stop_reading(store_id)
         store = self.stores.pop(store_id)
         self.num_bytes -= store.num_bytes
@@ -243,7 +251,7 @@ class StoresInFlight:
     # ------------------------------------------------------------------------------- taking back
 
     def take_back_readers(self, blocks: Iterable[int]) -> set[int]:
-        """Takes back the stores that read any of these blocks. Returns their ids, for the step to
+        """Revokes the stores that read any of these blocks. Returns their ids, for the step to
         list."""
         found = {self.reading[block] for block in blocks if block in self.reading}
         for store_id in found:
@@ -251,14 +259,14 @@ class StoresInFlight:
         return found
 
     def take_all_back(self) -> tuple[int, ...]:
-        """Takes back all stores. Returns their ids, for the step to list."""
+        """Revokes all stores. Returns their ids, for the step to list."""
         for store_id in self.stores:
             self._take_back(store_id)
         return tuple(sorted(self.stores))
 
     def plan_broke(self) -> None:
-        """The step's plan is lost: strikes off stores that no worker was told of, and revokes all
-        others if that is done here."""
+        """Handles a lost plan: removes stores that no worker has received, and revokes the words of
+        all others."""
         sent = {store_id: s for store_id, s in self.stores.items() if store_id <= self._last_sent}
         unsent = [store for store_id, store in self.stores.items() if store_id not in sent]
         self.stores = sent
@@ -282,7 +290,7 @@ class StoresInFlight:
 
 
 def settle(store: StoreInFlight, stats: HotKVStats, hidden: HiddenKeys) -> None:
-    """Counts what a store has come to, and offers again what it has stored."""
+    """Counts the results of a store, and offers again the keys that it has stored."""
     whole, num_stored = stored_whole(store)
     num_whole = int(whole.sum())
     for name, count in (
@@ -300,8 +308,8 @@ def settle(store: StoreInFlight, stats: HotKVStats, hidden: HiddenKeys) -> None:
 
 
 def stored_whole(store: StoreInFlight) -> tuple[Any, int]:
-    """Returns which blocks of a store count as stored, as a mask, and how many of these are new to
-    the server. A block counts only if every rank has its shard in the server."""
+    """Returns a mask of the blocks that count as stored, and how many of these are new to the
+    server. A block counts only if the server has the shard of every rank."""
     num_blocks = store.num_blocks
     answers = np.full((max(1, len(store.results)), num_blocks), BlockResult.ABORTED, np.uint8)
     for row, result in enumerate(store.results):
