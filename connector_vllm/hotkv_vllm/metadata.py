@@ -79,7 +79,8 @@ class HotKVMetadata(KVConnectorMetadata):
         stores and forget all representations.
     sparse_rows: the rows that attend sparsely; all other rows attend to everything. None without
         sparse decode.
-    resident: pages of resident requests for this step; None without them.
+    resident: the step's requests and where their blocks are; None unless contexts can live in host
+        memory.
     allocated_blocks: blocks that are about to be filled.
     last_reports_of: ended requests whose last selections the workers report.
     wants_handshake: True while the scheduler has no handshake.

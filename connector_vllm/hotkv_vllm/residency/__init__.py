@@ -1,1 +1,1 @@
-"""Contexts whose old blocks are in host memory: both sides of it."""
+"""Contexts whose old blocks are in host memory: the scheduler's half and the worker's half."""

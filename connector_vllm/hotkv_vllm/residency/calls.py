@@ -1,8 +1,8 @@
-"""The calls of resident requests to the server: for room for all they may ever store, and for pins
-of what they have stored.
+"""The calls of resident requests to the server: to reserve room for all their blocks, and to pin
+stored blocks.
 
-What is always true: a request has at most one call of each kind in flight; after the server was
-away it is asked anew, and what it does not pin where it did before is lost.
+Always true: a request has at most one call of each kind in flight. After the server was away it is
+asked again, and blocks that it does not pin at their old place are lost.
 """
 
 from collections import deque
@@ -20,17 +20,18 @@ from hotkv_vllm.stats import HotKVStats
 
 logger = link.logger
 ASK_AGAIN_S = 0.1
-"""A reservation that was refused is asked for again after this long."""
+"""Time after which a refused reservation is retried."""
 TURN_S = 2.0
-"""Once a request has waited for room so long, none that was refused later is asked for."""
+"""Once a request has waited this long for room, reservations that were refused later are not
+retried."""
 OF_THE_SESSION = (Reason.UNKNOWN_SESSION, Reason.DUPLICATE_ID)
 """Refusals that say nothing about the next session."""
 CLOSED = -1
-"""Stands for a stream in which there is no residency."""
+"""Stands for a stream without the residency."""
 
 
 class ResidencyCalls:
-    """See the module. Scheduler thread only, but for what a call's future brings."""
+    """See the module. Scheduler thread only, except for callbacks of a call's future."""
 
     def __init__(self, session: link.CacheSession, streams: StreamCount, stats: HotKVStats) -> None:
         self._session = session
@@ -47,12 +48,12 @@ class ResidencyCalls:
         return self._session.connected
 
     def is_open(self, one: Resident) -> bool:
-        """Whether the server that is there now has reserved room for the request."""
+        """Returns True if the server of the present stream has reserved room for the request."""
         return one.opened is not None and one.stream == self._streams.number
 
     def open(self, one: Resident, now_s: float) -> None:
-        """Asks for room, unless it is another's turn. What was reserved before the server was away
-        comes first: its bytes wait to be pinned anew."""
+        """Asks for room, unless another request must come first. Reservations from before the
+        server was away are always asked for: their bytes wait to be pinned again."""
         turn_s = self._refused.get(one.request_id, now_s)
         if one.opened is None and any(
             since_s < min(turn_s, now_s - TURN_S) for since_s in self._refused.values()
@@ -69,8 +70,8 @@ class ResidencyCalls:
         self._refused.pop(one.request_id, None)
 
     def renew(self, one: Resident, now_s: float) -> None:
-        """Takes in the answer to a reservation, asks for one that was refused, and again after the
-        server was away."""
+        """Handles the answer to a reservation. Retries a refused reservation, and asks again after
+        the server was away."""
         if one.opening is not None and one.opening.done():
             opening, one.opening = one.opening, None
             error: Any = "cancelled" if opening.cancelled() else opening.exception()
@@ -95,7 +96,8 @@ class ResidencyCalls:
             logger.info("hotkv: request %s waits for room in host memory: %s", one.request_id, why)
 
     def _opened(self, one: Resident, opened: ResidencyOpened) -> None:
-        """The server has room. If it has been away, it has to pin anew what it kept."""
+        """Notes that the server has room. If the server was away, asks it to pin the kept blocks
+        again."""
         self._refused.pop(one.request_id, None)
         is_new = one.opened is None
         one.opened, one.waited_s = opened, 0.0
@@ -113,7 +115,7 @@ class ResidencyCalls:
         known: Int64s,
         done: "Future[ResidentBlocks]",
     ) -> None:
-        """Called by the client's thread: only names what the next step looks at."""
+        """Notes an answer for the next step. The client's thread calls it."""
         is_same = (
             not done.cancelled()
             and done.exception() is None
@@ -122,15 +124,15 @@ class ResidencyCalls:
         self._compared.append((request_id, opened, is_same))
 
     def take_compared(self) -> list[tuple[str, ResidencyOpened, bool]]:
-        """Requests that a server which came back has answered: under what to read their bytes, and
-        whether it keeps them where they were."""
+        """Returns the requests for which a server that came back has answered: the pin under which
+        to read their bytes, and whether it holds them where they were."""
         return [self._compared.popleft() for _ in range(len(self._compared))]
 
     # ----------------------------------------------------------------------------------------- pins
 
     def ask(self, one: Resident, until: int) -> None:
-        """Asks the server to pin the blocks that it does not keep yet up to this one, all of which
-        have names."""
+        """Asks the server to pin the blocks before `until` that are not kept yet. They must have
+        names."""
         blocks = range(one.kept, min(until, len(one.names)))
         if one.asked is None and one.opened is not None and self._session.connected and blocks:
             hashes = one.names[blocks.start : blocks.stop]
@@ -138,20 +140,21 @@ class ResidencyCalls:
             one.asked = answer, blocks
 
     def take_answer(self, one: Resident, now_s: float) -> None:
-        """Takes in where blocks lie, if the server has said so."""
+        """Notes where blocks are, if the server has answered."""
         if one.asked is None or not one.asked[0].done():
             return
         (answer, blocks), one.asked = one.asked, None
         error = None if answer.cancelled() else answer.exception()
         if isinstance(error, HotKVError) and error.reason is Reason.UNKNOWN_RESIDENCY:
-            # The server has closed it by itself: it is opened again, and what it keeps compared.
+            # The server has closed the residency by itself. It is opened again, and the kept blocks
+            # are compared.
             one.stream = CLOSED
         if answer.cancelled() or error is not None or blocks.start != one.kept:
             return
         found = answer.result()
         if len(found.offsets) != len(blocks):
             return
-        # A session that is gone by now has no arena; then they are asked for again.
+        # A session that is closed by now has no arena. The blocks are then asked for again.
         arena = self._session.arena()
         if arena is not None and one.keep(blocks.start, found, arena.file_id):
             one.waited_s = 0.0

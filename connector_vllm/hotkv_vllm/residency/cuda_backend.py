@@ -1,11 +1,12 @@
-"""vLLM's FlashAttention with residency: `FLASH_ATTN` of its backend registry, if `hotkv.sparse`
-asks for it and `hotkv.allow_sparse_cuda_never_run` is set. **It has never run on a GPU.**
+"""vLLM's FlashAttention with residency. It replaces `FLASH_ATTN` in vLLM's backend registry if
+`hotkv.sparse` asks for it and `hotkv.allow_sparse_cuda_never_run` is set. **It has never run on a
+GPU.**
 
-For all other engines the classes that vLLM gets here are its own. Decode is captured in full CUDA
-graphs: each layer launches the kernels of `CudaWorker.layer_step`, then vLLM's kernel over the
-table and lengths that they leave in device memory. Prefill and mixed batches run piecewise, where
-attention is Python: rows whose old blocks are in host memory attend in a staging area, one call
-each. If anything in hotkv raises, requests with blocks in host memory are computed anew.
+All other engines get vLLM's own classes. Decode is captured in full CUDA graphs: each layer
+launches the kernels of `CudaWorker.layer_step`, then vLLM's kernel over the table and lengths that
+these leave in device memory. Prefill and mixed batches run piecewise, with attention in Python:
+each row whose old blocks are in host memory attends in a staging area, by a call of its own. If
+anything in hotkv raises, requests with blocks in host memory are computed anew.
 
 Source: `vllm/v1/attention/backends/flash_attn.py` of vLLM 0.32.
 """
@@ -31,7 +32,8 @@ from hotkv_vllm.residency.cuda_worker import AttentionRun, CudaLayer, CudaWorker
 
 
 def _wanted() -> tuple[SparseConfig, Any] | None:
-    """Settings and configuration of the engine whose model is being built, if it asks for this."""
+    """Returns the settings and configuration of the engine whose model is being built; None if it
+    does not ask for residency."""
     vllm_config = get_current_vllm_config()
     transfer = vllm_config.kv_transfer_config
     extra = {} if transfer is None else transfer.kv_connector_extra_config
@@ -40,7 +42,7 @@ def _wanted() -> tuple[SparseConfig, Any] | None:
 
 
 class HotFlashBackend(FlashAttentionBackend):
-    """Registered in place of vLLM's; keeps its name and page format."""
+    """Replaces vLLM's backend in its registry. Has the same name and page format."""
 
     _resident: tuple[SparseConfig, Any] | None = None
 
@@ -56,8 +58,8 @@ class HotFlashBackend(FlashAttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """The spec of layers whose old blocks live in host memory, if the engine whose model was
-        built last asks for that."""
+        """Returns the spec of layers whose old blocks live in host memory, if the engine whose
+        model was built last asks for that."""
         spec = super().customize_spec(spec)
         if cls._resident is None:
             return spec
@@ -68,14 +70,15 @@ class HotFlashBackend(FlashAttentionBackend):
 
 @dataclass
 class HotFlashMetadata(FlashAttentionMetadata):
-    """vLLM's, of a batch that a worker has planned (`worker`; None: nobody has)."""
+    """vLLM's metadata, with the worker that has planned the batch. `worker` is None if no worker
+    has."""
 
     worker: CudaWorker | None = None
 
 
 class HotFlashBuilder(FlashAttentionMetadataBuilder):
-    """Tells the worker of each batch, and builds vLLM's metadata without a schedule made ahead:
-    that would be one of whole contexts."""
+    """Passes each batch to the worker, and builds vLLM's metadata. Disables vLLM's ahead-of-time
+    schedule, which would be for whole contexts."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     supports_update_block_table = False
@@ -97,7 +100,7 @@ class HotFlashBuilder(FlashAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> HotFlashMetadata:
-        """As vLLM's; begins the worker's step."""
+        """Builds vLLM's metadata and begins the worker's step."""
         built = super().build(common_prefix_len, common_attn_metadata, fast_build)
         worker = self._worker()
         if worker is not None:
@@ -108,14 +111,15 @@ class HotFlashBuilder(FlashAttentionMetadataBuilder):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> HotFlashMetadata:
-        """The same for a graph that is captured: the worker forgets what that leaves behind."""
+        """Does the same for a graph that is captured. Afterwards the worker resets the state that
+        the capture leaves behind."""
         worker = self._worker()
         if worker is not None:
             worker.will_capture()
         return self.build(0, common_attn_metadata)
 
     def _worker(self) -> CudaWorker | None:
-        """The worker that the connector has attached to the layers; None before."""
+        """Returns the worker that the connector has attached to the layers; None before."""
         context = self.vllm_config.compilation_config.static_forward_context
         impl = getattr(context.get(self._layer_names[0]), "impl", None)
         attached = impl.attached if isinstance(impl, HotFlashImpl) else None
@@ -128,7 +132,7 @@ class HotFlashImpl(FlashAttentionImpl):
     attached: tuple[CudaWorker, CudaLayer] | None = None
 
     def attach(self, worker: CudaWorker, layer: CudaLayer) -> None:
-        """Called once, before graphs are captured."""
+        """Makes the layer resident. Called once, before graphs are captured."""
         self.attached = (worker, layer)
 
     def forward(
@@ -143,7 +147,8 @@ class HotFlashImpl(FlashAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As vLLM's, over what the worker says; rows that stage have a call of their own."""
+        """Attends as vLLM does, over the worker's tables. Each row that is staged has a call of its
+        own."""
         scales = (output_scale, output_block_scale)
         given = (query, key, value, output)
         if self.attached is None or getattr(attn_metadata, "worker", None) is None:
@@ -182,7 +187,8 @@ def _batch(built: FlashAttentionMetadata, common: CommonAttentionMetadata) -> Ho
 
 
 def _over(worker: CudaWorker, metadata: FlashAttentionMetadata) -> FlashAttentionMetadata:
-    """The metadata over the worker's table and lengths: views of the same memory in each step."""
+    """Returns the metadata over the worker's table and lengths, which are views of the same memory
+    in each step."""
     table, lengths = worker.table, worker.lengths
     assert isinstance(table, torch.Tensor) and isinstance(lengths, torch.Tensor)
     num_rows = len(metadata.seq_lens)
@@ -195,7 +201,7 @@ def _part(
     given: tuple[torch.Tensor, ...],
     metadata: FlashAttentionMetadata,
 ) -> tuple[tuple[torch.Tensor, ...], FlashAttentionMetadata]:
-    """The tokens and the metadata of a run's rows."""
+    """Returns the tokens and the metadata of a run's rows."""
     starts = worker.starts
     begin, end = int(starts[run.first]), int(starts[run.last])
     rows = slice(run.first, run.last)
@@ -213,7 +219,7 @@ def _part(
 def _staged(
     worker: CudaWorker, run: AttentionRun, metadata: FlashAttentionMetadata
 ) -> FlashAttentionMetadata:
-    """The metadata of a row whose pages are in the staging area."""
+    """Returns the metadata of a row whose pages are in the staging area."""
     table = worker.staged_table
     assert isinstance(table, torch.Tensor)
     return replace(metadata, block_table=table[None, : run.staged_blocks])

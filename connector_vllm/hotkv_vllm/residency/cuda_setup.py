@@ -1,6 +1,6 @@
-"""Puts residency into the layers of a CUDA engine, once, when vLLM registers its KV caches.
+"""Installs residency in the layers of a CUDA engine, once, when vLLM registers its KV caches.
 
-All device memory is taken here, before vLLM captures graphs: hot sets, representations
+Allocates all device memory here, before vLLM captures graphs: hot sets, representations
 (`hotkv.representation_tokens`), and a staging area for one layer of the longest context.
 """
 
@@ -39,8 +39,10 @@ def install(
     centres: Centres | None = None,
     device: Device | None = None,
 ) -> CudaWorker:
-    """Attaches a worker to all layers. Raises Unsupported where one can't be resident. `device`:
-    the one that the caches are on unless given."""
+    """Attaches a worker to all layers. Raises Unsupported if a layer can't be resident.
+
+    device: the device to use; None for the device of the caches.
+    """
     from hotkv_vllm.residency.cuda_backend import HotFlashImpl
 
     found = sparse_layers.full_attention_layers(vllm_config, kv_cache_config)
@@ -100,7 +102,7 @@ def install(
 
 
 def _why_not(impl: Any, is_ours: bool) -> str:
-    """Why a layer can't be resident; empty if it can."""
+    """Returns why a layer can't be resident; empty if it can."""
     if not is_ours:
         return (
             f"has attention of type {type(impl).__name__}; hotkv has a backend for FLASH_ATTN "
@@ -116,7 +118,7 @@ def _why_not(impl: Any, is_ours: bool) -> str:
 
 
 def _page_bytes(pages: torch.Tensor) -> int:
-    """Bytes of a layer's page, which must lie side by side with the next one."""
+    """Returns the bytes of a layer's page. Raises Unsupported if the pages are not contiguous."""
     size = pages[0].numel() * pages.element_size()
     if pages.dim() != 4 or pages.stride(0) * pages.element_size() != size:
         raise Unsupported(
@@ -203,7 +205,7 @@ def _layer(
     )
     fragment = Fragment(offset, pages.data_ptr(), page_bytes)
     hot = CudaHotSets(workspace, [fragment], page_bytes)
-    # As in CPU engines; the spare slots are for prefetch, which CUDA lacks.
+    # As in CPU engines. The spare slots are for prefetch, which CUDA lacks.
     capacities = np.full(shape.states, shape.num_slots - residency.SPARE_SLOTS, np.int32)
     workspace.device.write(hot.capacities, (0,), capacities)
     return CudaLayer(

@@ -1,18 +1,23 @@
-"""Residency on CUDA: what a step's rows attend to is chosen on the device, by kernels that the host
+"""Residency on CUDA. What a step's rows attend to is chosen on the device, by kernels that the host
 launches or that a CUDA graph replays.
 
-    begin_resident(step, rows)   what the scheduler says; the connector calls it
+    begin_resident(step, rows)   the scheduler's data; the connector calls it
     begin_batch(batch)           the step's batch; vLLM's metadata builder calls it
     layer_step(…)                each layer, before its attention; captured in a graph of decode
 
-**Nothing of this has run on a GPU.** What is always true: in a step that a graph replays, no Python
-is needed; the rows that the scheduler has named (`rows`) attend sparsely, all others to the whole
-context, put together layer by layer in a staging area if blocks of it are in host memory (a graph
-can't do that, so the scheduler names such rows where steps may be replayed); bytes that came out of
-the arena count only if the server still pinned them after the step's last kernel (`take_lost`,
-which waits for the device). A request's state and rows of representations belong to one request at
-a time; a block counts as away only when its address was written before; a request of which that
-can't be said is lost, and takes no part in a step. One thread.
+**Nothing of this has run on a GPU.** Always true:
+
+- A step that a graph replays needs no Python.
+- The rows that the scheduler has named (`rows`) attend sparsely, all other rows to the whole
+  context. If blocks of it are in host memory, the context is copied layer by layer into a staging
+  area. A graph can't do that, so the scheduler names such rows in steps that may be replayed.
+- Bytes from the arena count only if the server still pinned them after the step's last kernel
+  (`take_lost`, which waits for the device).
+- A request's state and representation rows belong to one request at a time.
+- A block counts as away only after its address was written. If that can't be ensured for a request,
+  the request is lost and takes no part in a step.
+
+One thread.
 """
 
 from collections import Counter
@@ -46,7 +51,7 @@ ROWS_AT_A_TIME = 64
 
 @dataclass(frozen=True, slots=True)
 class DeviceArena:
-    """An arena that this process maps, and the same as the device reads it."""
+    """An arena that this process maps, and its mapping on the device."""
 
     arena: Arena
     mapped: MappedArena
@@ -54,9 +59,13 @@ class DeviceArena:
 
 @dataclass(slots=True, eq=False)
 class CudaSequence:
-    """One request. `rows` int32: of representations, by position. `addresses` int64 by position,
-    0: not known. `num_built`: leading blocks whose representations are built with the step that is
-    planned. `is_sparse`: in the present step, as the scheduler has decided."""
+    """One request.
+
+    rows: int32, representation rows, by position.
+    addresses: int64, by position; 0 if not known.
+    num_built: leading blocks whose representations are built once the planned step has run.
+    is_sparse: whether the scheduler has decided that it attends sparsely in the present step.
+    """
 
     request_id: str
     state: int
@@ -74,14 +83,17 @@ class CudaSequence:
     is_lost: bool = False
 
     def still_holds(self) -> bool:
-        """Whether what was read from the arenas was pinned when it was read."""
+        """Returns True if the bytes read from the arenas were pinned when they were read."""
         pin = self.pin
         return pin is not None and all(arena.holds(pin) for arena in self.arenas)
 
 
 class CudaSequences:
-    """The requests: their states, rows of representations, hot slots and addresses, in device
-    memory. Owns states and rows. `slot_bytes`: of a block in the arena. One thread."""
+    """The requests: their states, representation rows, hot slots and addresses, in device memory.
+    Owns states and rows. One thread.
+
+    slot_bytes: bytes of a block in the arena.
+    """
 
     def __init__(
         self,
@@ -106,27 +118,27 @@ class CudaSequences:
         return iter(list(self._sequences.values()))
 
     def of_state(self, state: int) -> CudaSequence | None:
-        """The request that has the state."""
+        """Returns the request that has the state."""
         return self._by_state.get(state)
 
     def of(self, request_id: str) -> CudaSequence | None:
-        """The request of that name, if it has a state."""
+        """Returns the request with this id; None if it has no state."""
         return self._sequences.get(request_id)
 
     def is_lost(self, request_id: str) -> bool:
-        """Whether what the request has computed in this step may be wrong: it was lost and is not
-        computed anew yet, or nothing is known of it."""
+        """Returns True if the request's output of this step may be wrong: the request was lost and
+        is not computed anew yet, or it is unknown."""
         sequence = self._sequences.get(request_id)
         return sequence is None or sequence.is_lost
 
     def is_away(self, sequence: CudaSequence) -> bool:
-        """Whether some of its blocks are in host memory only."""
+        """Returns True if some of its blocks are in host memory only."""
         return sequence.num_freed > self._residents.num_sinks
 
     # ------------------------------------------------------------------------------------ lifetime
 
     def end(self, request_id: str) -> None:
-        """The request has ended, or was preempted."""
+        """Forgets a request that has ended or was preempted."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             del self._by_state[sequence.state]
@@ -134,8 +146,8 @@ class CudaSequences:
             self._free_rows.extend(sequence.rows.tolist())
 
     def follow(self, row: ResidentRow, is_sparse: bool) -> CudaSequence | None:
-        """Takes in what the scheduler says of a request, and whether it attends sparsely; None if
-        it stays on the device as a whole."""
+        """Receives the scheduler's data about a request, and whether it attends sparsely. Returns
+        None if the request stays on the device as a whole."""
         if not row.may_outgrow:
             return None
         sequence = self._sequences.get(row.request_id)
@@ -160,20 +172,20 @@ class CudaSequences:
         return sequence
 
     def lose(self, sequence: CudaSequence, why: str) -> None:
-        """The request's bytes are gone: it is computed anew."""
+        """Marks the request as lost: it is computed anew."""
         if not sequence.is_lost:
             logger.warning("hotkv: request %s is computed anew: %s", sequence.request_id, why)
         sequence.is_lost = True
         self._lost.add(sequence.first_block)
 
     def lose_away(self, among: Iterable[CudaSequence], why: str) -> None:
-        """Those of these requests are lost that have blocks in host memory only."""
+        """Marks those of these requests as lost that have blocks in host memory only."""
         for sequence in among:
             if self.is_away(sequence):
                 self.lose(sequence, why)
 
     def take_lost(self) -> set[int]:
-        """First blocks of the requests that were lost since the last call."""
+        """Returns the first blocks of the requests that were lost since the last call."""
         lost, self._lost = self._lost, set()
         return lost
 
@@ -193,7 +205,7 @@ class CudaSequences:
         self._work.device.write(self._work.pages, (sequence.state, 0), pages)
 
     def _take_in(self, sequence: CudaSequence, kept: KeptBlocks) -> None:
-        """Where the server keeps blocks, as the device reads them."""
+        """Writes the addresses at which the device reads blocks that the server holds."""
         found = self._arena_of(kept.file_id)
         if found is None:
             return
@@ -211,7 +223,7 @@ class CudaSequences:
             self._work.device.write(self._work.arena, (sequence.state, kept.first), addresses[None])
 
     def _give_rows(self, sequence: CudaSequence) -> None:
-        """Sees to it that each block of the context has a row."""
+        """Allocates a representation row for each block of the context."""
         tokens, known = self._work.shape.block_tokens, len(sequence.rows)
         needed = min(-(-sequence.context_tokens // tokens), self._work.shape.max_blocks)
         if needed <= known or sequence.is_lost:
@@ -259,8 +271,11 @@ class CudaLayer:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRun:
-    """Rows [first, last) of the batch that one call of attention serves. `staged_blocks`: pages of
-    the one row that attends to its whole context in the staging area; 0: in the layer's pages."""
+    """Rows [first, last) of the batch that one call of attention serves.
+
+    staged_blocks: number of pages in the staging area, for a run with a single row that attends to
+        its whole context; 0 if the run attends to the layer's pages.
+    """
 
     first: int
     last: int
@@ -269,21 +284,24 @@ class AttentionRun:
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """The batch as the host knows it: `starts` int32 [R + 1] of queries."""
+    """The batch as the host knows it. `starts` int32 [R + 1]: first query of each row."""
 
     device: EngineBatch
     starts: I32
 
     @property
     def is_decode(self) -> bool:
-        """Whether all rows have one query at most, so that row r's query is token r."""
+        """Whether all rows have at most one query, so that row r's query is token r."""
         return int(np.diff(self.starts).max(initial=0)) <= 1
 
 
 class CudaWorker:
-    """See the module. `plans_in_build`: whether vLLM tells the connector of a step before it builds
-    the step's metadata (its first runner does, its second does it the other way round).
-    `device_arena`: makes an arena readable for the device."""
+    """See the module.
+
+    plans_in_build: True if vLLM calls the connector for a step before it builds the step's
+        metadata. Its model runner V1 does; V2 builds the metadata first.
+    device_arena: makes an arena readable for the device.
+    """
 
     def __init__(
         self,
@@ -316,8 +334,9 @@ class CudaWorker:
     # ---------------------------------------------------------------------------------------- arena
 
     def map_arena(self, timeout_s: float | None = None) -> bool:
-        """Makes the server's arena readable for the device, before vLLM captures graphs: CUDA may
-        forbid to register memory meanwhile. Returns whether it is; waits."""
+        """Makes the server's arena readable for the device, and waits for it. Returns whether it is
+        readable. Must run before vLLM captures graphs, because CUDA may forbid to register memory
+        during capture."""
         found = None if (arena := self.arena_of()) is None else self._arena_of(arena.file_id)
         return found is not None and found.mapped.wait(timeout_s)
 
@@ -335,8 +354,8 @@ class CudaWorker:
     # ---------------------------------------------------------------------------------------- steps
 
     def begin_resident(self, step: ResidentStep, rows: SparseRows) -> None:
-        """Takes in what the scheduler says of the coming step's requests, and which of them attend
-        sparsely."""
+        """Receives the scheduler's data about the requests of the coming step, and which of them
+        attend sparsely."""
         if self._has_captured:
             self._reset_capture_state()
         for request_id in step.ended:
@@ -360,8 +379,8 @@ class CudaWorker:
             self._plan(self._batch)
 
     def begin_batch(self, batch: HostBatch) -> None:
-        """Takes in the step's batch. A batch that the scheduler has said nothing of (vLLM's dummy
-        runs, and those that it captures) has no sequences."""
+        """Receives the step's batch. A batch without data from the scheduler (vLLM's dummy runs and
+        captures) has no sequences."""
         self._batch = batch
         if self._plans_in_build and self._is_told:
             self._plan(batch)
@@ -380,8 +399,8 @@ class CudaWorker:
                 self._catch_up(sequence)
 
     def _catch_up(self, sequence: CudaSequence) -> None:
-        """Builds representations of blocks that neither this step nor an earlier one completes:
-        those of a prefix that was hit."""
+        """Builds representations of blocks that were complete before this step and were not built
+        by an earlier step: the blocks of a prefix hit."""
         tokens = self._work.shape.block_tokens
         count = (sequence.context_tokens - sequence.new_tokens) // tokens
         if count > sequence.num_built:
@@ -393,8 +412,8 @@ class CudaWorker:
         sequence.num_built = sequence.context_tokens // tokens
 
     def _runs(self, batch: HostBatch) -> tuple[AttentionRun, ...]:
-        """How calls of attention share the batch's rows. Reads back which rows are whose, which
-        waits for the device, only in steps that stage."""
+        """Splits the batch's rows into calls of attention. Only in steps that stage, reads back
+        which request each row belongs to, which waits for the device."""
         num_rows = batch.device.num_rows
         away = [one for one in self._step if not one.is_sparse and self.sequences.is_away(one)]
         if not any(not one.is_lost for one in away):
@@ -416,9 +435,11 @@ class CudaWorker:
         return tuple(runs)
 
     def layer_step(self, layer: CudaLayer, query: torch.Tensor) -> None:
-        """Representations of what the step has completed, and the hot sets' step; then `table` and
-        `lengths` are those of this layer. `query` [tokens, Q, D], after RoPE; the step's keys are
-        in the pages already."""
+        """Builds representations of blocks that the step has completed, and advances the hot sets.
+        Then `table` and `lengths` are this layer's.
+
+        query: [tokens, Q, D], after RoPE. The step's keys must be in the pages already.
+        """
         batch, residents, selector = self._batch, self._residents, layer.selector
         assert batch is not None, "a layer before its batch"
         count = residents.num_complete(batch.device.num_rows, batch.device.num_tokens)
@@ -434,22 +455,22 @@ class CudaWorker:
 
     @property
     def starts(self) -> I32:
-        """Where each row's tokens begin in the present batch, int32 [R + 1]."""
+        """Returns where each row's tokens begin in the present batch, int32 [R + 1]."""
         assert self._batch is not None, "no batch yet"
         return self._batch.starts
 
     @property
     def table(self) -> Array:
-        """The block table of the layer whose step was the last, int32 [rows, blocks]."""
+        """Returns the block table of the layer that ran last, int32 [rows, blocks]."""
         return self._residents.table
 
     @property
     def lengths(self) -> Array:
-        """The lengths beside `table`, int32 [rows]."""
+        """Returns the lengths that belong to `table`, int32 [rows]."""
         return self._residents.lengths
 
     def stage(self, layer: CudaLayer, run: AttentionRun) -> None:
-        """Puts the pages of the run's row into the staging area, and their numbers into
+        """Copies the pages of the run's row into the staging area, and writes their numbers into
         `staged_table`."""
         self._residents.stage(
             run.first,
@@ -465,20 +486,21 @@ class CudaWorker:
     # --------------------------------------------------------------------------------------- faults
 
     def gave_up(self, layer_name: str) -> None:
-        """A layer's step broke: whoever has blocks in host memory only is lost."""
+        """Handles a layer's step that raised: requests with blocks in host memory only are lost."""
         self._counted["sparse_faults"] += 1
         logger.exception("hotkv: sparse attention of %s broke", layer_name)
         self.sequences.lose_away(self._step, f"attention of {layer_name} broke")
 
     def start_over(self) -> None:
-        """It is not known which rows the step has: what needs bytes of the arena is lost."""
+        """Handles a step whose rows are not known: requests that need bytes of the arena are lost.
+        """
         self._step, self._is_told = [], False
         self._residents.name_rows({})
         self.sequences.lose_away(self.sequences, "a step's plan was lost")
 
     def find_lost(self) -> None:
-        """As `ResidentSequences.find_lost`. Waits for the device if the step has read from the
-        arena: only then is it known what was read."""
+        """Finds lost requests, as `ResidentSequences.find_lost`. Waits for the device if a request
+        of the step has blocks away: only then is it known what was read."""
         away = [one for one in self._step if self.sequences.is_away(one) and not one.is_lost]
         if away:
             faults = self._work.device.read(self._work.faults)
@@ -493,21 +515,21 @@ class CudaWorker:
         self._step = []
 
     def take_lost(self) -> set[int]:
-        """First blocks of the requests that were lost since the last call."""
+        """Returns the first blocks of the requests that were lost since the last call."""
         self.find_lost()
         return self.sequences.take_lost()
 
     def all_away(self) -> set[int]:
-        """First blocks of all requests that have blocks in host memory only."""
+        """Returns the first blocks of all requests that have blocks in host memory only."""
         return {one.first_block for one in self.sequences if self.sequences.is_away(one)}
 
     def will_capture(self) -> None:
-        """vLLM captures a graph: the next step begins with tables that nothing has touched. (Only
-        its second runner tells connectors when it has captured all.)"""
+        """Notes that vLLM captures a graph, so that the next step resets all tables. Only vLLM's
+        model runner V2 tells connectors when it has captured all graphs."""
         self._has_captured = True
 
     def _reset_capture_state(self) -> None:
-        """Forgets what graphs may have left behind as they were captured."""
+        """Resets the state that captured graphs may have left behind."""
         self._has_captured = False
         self._residents.name_rows({})
         for sequence in self.sequences:

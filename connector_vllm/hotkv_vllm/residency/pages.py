@@ -1,15 +1,18 @@
-"""Copies of pages for a step over resident contexts: out of the mapped arena into hot slots, and of
-a whole batch into a staging area.
+"""Copies pages for a step over resident contexts: from the mapped arena into hot slots, and the
+pages of a whole batch into a staging area.
 
-Where the bytes of one rank lie (`SlotPlaces`): a slot holds the shards of all ranks in order. A
-shard of a block holds the pages of the group's layers as vLLM names them; a shard of a
-representation holds all sparse layers in the model's order, of each its formats in the order that
-the configuration names them (`sparse.shared`).
+`SlotPlaces` locates the bytes of one rank. A slot holds the shards of all ranks in order. A shard
+of a block holds the pages of the group's layers in vLLM's order. A shard of a representation holds
+all sparse layers in the model's order, each with its formats in the order of the configuration
+(`sparse.shared`).
 
-What is always true: a page that only the server has is copied from the address that the server
-named, or LostError is raised; whoever reads the arena is marked (`has_read`), so that the pins are
-checked afterwards; pages that were staged ahead are used only for the layer and the very slots that
-they were copied for; a staging area that attention reads is not written.
+Always true:
+- A page that only the server has is copied from the address that the server named. Otherwise
+  LostBytesError is raised.
+- A sequence whose bytes were read from the arena is marked (`has_read`), so that its pins are
+  checked afterwards.
+- Pages that were staged ahead are used only for the same layer and the same slots.
+- A staging area that attention reads is not written.
 """
 
 import ctypes
@@ -42,8 +45,11 @@ BYTES_PER_THREAD = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SlotPlaces:
-    """`pages`: by layer index, bytes from a block's slot to the layer's page. `representations`:
-    by layer index and format, bytes from the representation's slot."""
+    """Offsets of a rank's bytes in slots.
+
+    pages: by layer index, bytes from a block's slot to the layer's page.
+    representations: by layer index and format, bytes from the representation's slot.
+    """
 
     pages: dict[int, int] = field(default_factory=dict)
     representations: dict[int, dict[str, int]] = field(default_factory=dict)
@@ -52,7 +58,8 @@ class SlotPlaces:
 def slot_places(
     layers: Sequence[SparseLayer], layer_names: Sequence[str], shard_index: int
 ) -> SlotPlaces:
-    """The places of a rank whose group has the layers `layer_names`, all of them among `layers`."""
+    """Returns the places of a rank. `layer_names`: the layers of the group, all of them among
+    `layers`."""
     by_name = {layer.name: layer for layer in layers}
     shard_bytes = sum(by_name[name].pages.page_bytes for name in layer_names)
     places = SlotPlaces()
@@ -78,10 +85,11 @@ def slot_places(
 
 class PageCopier:
     """Copies pages between the engine's memory, the mapped arena and staging areas, by address. One
-    caller at a time; its threads hold no GIL."""
+    caller at a time. Its threads hold no GIL."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        """`num_threads`: as many as there are cores, up to MAX_THREADS, if not said."""
+        """num_threads: number of threads; None for as many as there are cores, up to MAX_THREADS.
+        """
         usual = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
         self._num_threads = num_threads or usual
         self._threads: ThreadPoolExecutor | None = None
@@ -92,8 +100,8 @@ class PageCopier:
         return f"PageCopier({self._num_threads} threads)"
 
     def copy(self, to: I64, source: I64, page_bytes: int) -> None:
-        """memcpy of `page_bytes` from each of the addresses `source` [n] to that of `to` [n], both
-        contiguous; pages don't overlap. Returns when all are there."""
+        """Copies `page_bytes` from each of the addresses `source` [n] to the address in `to` [n].
+        Both arrays are contiguous; pages must not overlap. Returns when all are copied."""
         count = len(to)
         if not count:
             return
@@ -121,7 +129,7 @@ class PageCopier:
         self._kernels.copy_runs(0, 0, to, source, self._sizes, 0, len(to), False)
 
     def _sizes_for(self, count: int, page_bytes: int) -> None:
-        """Sees to it that `_sizes` has `page_bytes` at least `count` times; most calls find it."""
+        """Makes `_sizes` hold `page_bytes` at least `count` times. Most calls find it so."""
         if len(self._sizes) < count or self._sizes[0] != page_bytes:
             self._sizes = np.full(max(count, 64), page_bytes, np.int64)
 
@@ -140,24 +148,25 @@ class _Ahead:
 
 
 def staged_places(is_away: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-    """Where each page lies in the area, int32 [n]: first those that only the server has."""
+    """Returns the place of each page in the area, int32 [n]. The pages that only the server has
+    come first."""
     num_away, places = int(is_away.sum()), np.empty(len(is_away), np.int32)
     places[is_away], places[~is_away] = np.arange(num_away), np.arange(num_away, len(is_away))
     return places
 
 
 class PageStaging:
-    """The staging area: pages of a whole batch side by side, where one call of attention finds
-    them. One thread asks; its memory stays.
+    """The staging area: pages of a whole batch side by side, for one call of attention. One thread
+    uses it. Its memory is never freed.
 
-    There are two areas. While a layer attends to one, the pages that the next layer needs out of
-    the arena are copied into the other, if a core is free for that.
+    There are two areas. While a layer attends to one, the pages that the next layer needs from the
+    arena are copied into the other, if a core is free for that.
     """
 
     def __init__(
         self, layers: Sequence[SparseLayer], places: SlotPlaces, copier: PageCopier
     ) -> None:
-        """`layers`: in the order in which they attend."""
+        """layers: in the order in which they attend."""
         self._following = {
             one.name: other
             for one, other in itertools.pairwise(layers)
@@ -179,13 +188,15 @@ class PageStaging:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of both areas."""
+        """Returns the memory of both areas, bytes."""
         return sum(area.numel() for area in self._areas)
 
     def fill(self, layer: SparseLayer, slots: I64, here: I64, goes_on: bool = True) -> torch.Tensor:
-        """Pages of `layer`: those of the server's slots at addresses `slots` [n], then those at
-        addresses `here` [m]. They hold until the next call. `goes_on`: the next layer is going to
-        ask for the same slots."""
+        """Returns pages of `layer`: first the pages of the server's slots at addresses `slots` [n],
+        then the pages at addresses `here` [m]. They are valid until the next call.
+
+        goes_on: the next layer is going to ask for the same slots.
+        """
         num_away, page_bytes = len(slots), layer.pages.page_bytes
         num_bytes = (num_away + len(here)) * page_bytes
         ahead, self._ahead = self._ahead, None
@@ -218,12 +229,14 @@ class PageStaging:
         self._ahead = _Ahead(layer.index, slots, area, done)
 
     def _copy_ahead(self, pages: torch.Tensor, source: I64, page_bytes: int) -> None:
-        """In the thread. Holds the memory of `pages` for as long as it is written."""
+        """Copies in the staging thread. Holds a reference to the memory of `pages` while it is
+        written."""
         to = pages.data_ptr() + np.arange(len(source)) * page_bytes
         self._thread_copier.copy(to, source, page_bytes)
 
     def _pages(self, area: int, layer: SparseLayer, num_bytes: int) -> torch.Tensor:
-        """An area as pages of a layer, so many bytes of them at least."""
+        """Returns an area as pages of a layer, at least `num_bytes` long. Grows the area if needed.
+        """
         if self._areas[area].numel() < num_bytes:
             more = max(num_bytes, 2 * self._areas[area].numel())
             self._areas[area] = torch.empty(more, dtype=torch.uint8)
@@ -236,11 +249,14 @@ class PageStaging:
 
 
 class LostBytesError(Exception):
-    """Bytes of a request can't be had any more; the text says why."""
+    """Bytes of a request are lost. The text says why."""
 
 
 class ResidentPages:
-    """See the module. `counted`: pages that were copied, by names of `counter_help.COUNTERS`."""
+    """See the module.
+
+    counted: copied pages, by names of `counter_help.COUNTERS`.
+    """
 
     def __init__(self, layers: Sequence[SparseLayer], places: SlotPlaces) -> None:
         self._places = places
@@ -252,18 +268,18 @@ class ResidentPages:
         return f"ResidentPages({self.staging})"
 
     def take_counters(self) -> dict[str, float]:
-        """Pages that were copied since the last call."""
+        """Returns the number of pages copied since the last call."""
         counted, self.counted = self.counted, Counter()
         return dict(counted)
 
     def on_device(self, layer: SparseLayer, pages: torch.Tensor, blocks: Positions) -> I64:
-        """Addresses of blocks [n] in a tensor of pages of the layer."""
+        """Returns the addresses of blocks [n] in a tensor of pages of the layer."""
         addresses: I64 = pages.data_ptr() + blocks.astype(np.int64) * layer.pages.page_bytes
         return addresses
 
     def slots(self, sequence: ResidentSequence, positions: Positions) -> I64:
-        """Addresses of the server's slots of blocks that only it has, at rising positions. Raises
-        LostError."""
+        """Returns the addresses of the server's slots of blocks that only it has. `positions` must
+        ascend. Raises LostBytesError."""
         if sequence.is_lost:
             raise LostBytesError("it was lost before")
         known = sequence.addresses
@@ -275,7 +291,7 @@ class ResidentPages:
         return slots
 
     def away(self, layer: SparseLayer, sequence: ResidentSequence, positions: Positions) -> I64:
-        """The same of the layer's pages in these slots."""
+        """Returns the addresses of the layer's pages in these slots. Raises LostBytesError."""
         addresses: I64 = self.slots(sequence, positions) + self._places.pages[layer.index]
         return addresses
 
@@ -286,7 +302,7 @@ class ResidentPages:
     def copy_rows(
         self, layer: SparseLayer, name: str, pool: npt.NDArray[np.uint8], rows: I32, slots: I64
     ) -> None:
-        """Copies representations of one format out of their slots into rows of `pool`."""
+        """Copies representations of one format from their slots into rows of `pool`."""
         row_bytes = layer.shape.row_bytes(name)
         place = self._places.representations[layer.index][name]
         to = pool.ctypes.data + rows.astype(np.int64) * row_bytes
@@ -295,8 +311,9 @@ class ResidentPages:
     def fill_hot_slots(
         self, layer: SparseLayer, sequence: ResidentSequence, slots: I32, positions: I32
     ) -> I32:
-        """Sees to it that hot slots hold the pages of these positions. Returns their blocks."""
-        # Negative numbers are large ones where the sign is a digit.
+        """Fills hot slots with the pages of these positions, if they do not hold them yet. Returns
+        the slots' blocks. Raises LostBytesError."""
+        # As uint32, a negative slot is a large number, so one comparison checks both bounds.
         if np.maximum.reduce(slots.view(np.uint32)) >= len(sequence.hot_blocks):
             raise LostBytesError(
                 f"a hot set uses slot {slots.max()} of the {len(sequence.hot_blocks)} it has"

@@ -1,8 +1,8 @@
-"""One resident request on the scheduler side: what the server keeps of it, by which names, and what
-the workers have heard of that.
+"""One resident request on the scheduler side: which of its blocks the server holds, under which
+names, and what the workers know of that.
 
-What is always true: `places` say where the first `kept` blocks lie, in order and without gaps; a
-block's name stays as long as the server keeps the block.
+Always true: `places` say where the first `kept` blocks are, in order and without gaps; a block
+keeps its name as long as the server holds the block.
 """
 
 import hashlib
@@ -28,18 +28,26 @@ ENDLESS = 1 << 40
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """One request. `num_blocks`: most blocks that it may ever have.
+    """One request. `num_blocks` is the most blocks that it may ever have.
 
-    `computed`: most complete blocks that it has ever had. `kept`: leading blocks that the server
-    has said it keeps; `places` say where, in order. `told`: how many of these the workers know.
-    `asked`: the call that will say more, and of which blocks. `storing`: by store, its first block.
-    `names`: of its blocks, as far as they were needed.
-    `private_from`: blocks from here on have names of their own, which hold `salt`: a secret of this
-    engine.
+    Blocks:
+    computed: most complete blocks that it has ever had.
+    kept: leading blocks that the server has confirmed to hold.
+    places: where these blocks are, in order.
+    told: number of `places` that the workers know.
+    asked: the call that asks for more blocks, and these blocks.
+    asks_again: True after a call for the blocks of a hit.
+    storing: by store in flight, its first block.
+    names: names of its blocks, as far as they were needed.
+    private_from: blocks from here on have private names, which are hashed with `salt`, a secret of
+        this engine.
 
-    `pin`: what workers may read the kept blocks under; behind `opened` while it is not known
-    whether a server that came back keeps them where they were. `refusal`: the server will never
-    reserve room. `waited_s`: for so long, up to `seen_s`, the server has taken none of its blocks.
+    Reservation:
+    opened: the reservation; None before.
+    pin: the pin under which workers may read the kept blocks. It differs from `opened` while it is
+        not known whether a server that came back holds the blocks where they were.
+    refusal: why the server will never reserve room.
+    waited_s: for how long, up to `seen_s`, the server has accepted none of its blocks.
     """
 
     state: RequestState
@@ -78,24 +86,25 @@ class Resident:
 
     @property
     def offsets(self) -> Int64s:
-        """Where the kept blocks lie, int64 [kept]."""
+        """Returns where the kept blocks are, int64 [kept]."""
         nothing = np.empty(0, np.int64)
         return np.concatenate([nothing, *(place.offsets for place in self.places)])
 
     def may_ask_until(self, is_late: bool) -> int:
-        """Blocks before this one are stored, or their store has come to nothing. `is_late`: no
-        report of a store is waited for any more."""
+        """Returns the first block that is not stored yet. The stores of all blocks before it have
+        ended, successfully or not. `is_late`: stop waiting for reports of stores."""
         stores = () if is_late else self.storing.values()
         return min([self.state.store.stored_blocks[0], *stores])
 
     @property
     def has_private_names(self) -> bool:
-        """Whether blocks were stored, or are to be, under names that are nobody else's."""
+        """Whether blocks were stored, or will be stored, under private names."""
         return self.private_from < len(self.names)
 
     def name(self, hashes: Sequence[bytes], until: int, num_shared: int) -> Sequence[bytes]:
-        """Names of the first `until` blocks. The first `num_shared` have `hashes`, as all requests
-        name them; the others have names that are nobody else's."""
+        """Returns names of the first `until` blocks (or more). The first `num_shared` blocks get
+        the names in `hashes`, which all requests use. The rest get private names, which no other
+        request has."""
         shared = min(num_shared, self.private_from)
         for place in range(len(self.names), min(until, len(hashes))):
             name = bytes(hashes[place])
@@ -107,8 +116,8 @@ class Resident:
         return self.names
 
     def keep(self, first: int, found: ResidentBlocks, file_id: FileId) -> int:
-        """Takes in where blocks from `first` on lie, up to the first that the server lacks. Returns
-        how many; what is missing is to be stored, or stored anew."""
+        """Notes where blocks from `first` on are, up to the first block that the server lacks.
+        Returns how many. Blocks from the missing block on are stored anew."""
         missing = np.flatnonzero(found.offsets < 0)
         count = int(missing[0]) if len(missing) else len(found.offsets)
         if count:
@@ -120,7 +129,7 @@ class Resident:
         return count
 
     def store_from(self, block: int) -> None:
-        """Blocks from this one on are looked at anew."""
+        """Considers blocks from this block on for storing again."""
         mine = self.state.store
         mine.stored_blocks[0] = min(mine.stored_blocks[0], block)
         mine.next_check_tokens = 0
@@ -134,7 +143,7 @@ class Resident:
         context_tokens: int,
         new_tokens: int,
     ) -> ResidentRow:
-        """The request's row of a step, with what the workers have not heard."""
+        """Returns the request's row of a step, with all that the workers do not know yet."""
         row = ResidentRow(
             self.request_id,
             written_block,
@@ -151,8 +160,8 @@ class Resident:
         return row
 
     def begin_anew(self, kept: int) -> None:
-        """vLLM has taken the request's blocks: what is inexact of it is void, of the rest the
-        server keeps the first `kept` blocks, and workers know nothing of it."""
+        """Resets the request after vLLM has freed its blocks. Voids its private blocks. Of the rest
+        the server still holds the first `kept` blocks. The workers know nothing of it any more."""
         self.kept = min(kept, self.private_from)
         self.told, self.told_pin, self.told_hot = 0, None, ()
         self.places = [place.up_to(self.kept) for place in self.places if place.first < self.kept]
@@ -166,8 +175,11 @@ class Resident:
 
 
 class ResidentRows:
-    """What the workers hear of a step's requests: where blocks are that are not on the device.
-    `residents`: by request id, those that outgrow the device."""
+    """Builds the rows of a step's requests, which tell the workers where blocks are that are not on
+    the device.
+
+    residents: by request id, the requests that outgrow the device.
+    """
 
     def __init__(
         self, residents: Mapping[str, Resident], pool: DevicePool, block_tokens: int
@@ -180,8 +192,8 @@ class ResidentRows:
         return f"ResidentRows({len(self._residents)} requests)"
 
     def fresh_hot_blocks(self, request_ids: Iterable[str]) -> list[int]:
-        """Hot slots of these requests that the workers have not heard of: they are about to be
-        written."""
+        """Returns hot slots of these requests that the workers do not know yet: they are about to
+        be written."""
         fresh: list[int] = []
         for request_id in request_ids:
             one = self._residents.get(request_id)
@@ -190,8 +202,8 @@ class ResidentRows:
         return fresh
 
     def of_step(self, scheduler_output: Any, names: RowNames) -> tuple[ResidentRow, ...]:
-        """The rows of a step that is planned. Before vLLM advances its requests, which `names`
-        knows."""
+        """Returns the rows of a planned step. Must be called before vLLM advances its requests,
+        which `names` knows."""
         block_state = scheduler_output.kv_connector_block_state
         told = []
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
@@ -209,7 +221,8 @@ class ResidentRows:
         one = self._residents.get(request_id)
         num_freed = self._pool.num_freed(request_id)
         if one is None:
-            # What came under other weights has no places: if blocks were given back, it is lost.
+            # A request admitted under other weights has no places. If its blocks were freed, it is
+            # lost.
             return ResidentRow(request_id, written, int(table[0]), num_freed > 0, num_freed)
         hot = self._pool.hot_blocks(request_id)
         return one.news(written, int(table[0]), num_freed, hot, context_tokens, new_tokens)

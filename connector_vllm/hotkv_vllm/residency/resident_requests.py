@@ -1,12 +1,15 @@
-"""Requests whose old blocks the server keeps for the engine: room is reserved when they come,
-blocks are pinned as they are stored, and what is pinned may be given back to vLLM's pool.
+"""Requests whose old blocks the server holds for the engine. Room is reserved when they arrive,
+blocks are pinned as they are stored, and pinned blocks may be freed to vLLM's pool.
 
-What is always true: a request that outgrows the device is not admitted before the server has
-reserved room for all it may ever store; a block counts as kept (`kept_tokens`) only once the server
-has said where it lies, and workers hear that with the step in which it may be given back; every
-request has names for all its blocks; those whose KV is not exact, and those of requests that may
-not be shared, have names of their own, which no other request finds. Scheduler thread only; never
-blocks.
+Always true:
+- A request that outgrows the device is not admitted before the server has reserved room for all its
+  blocks.
+- A block counts as kept (`kept_tokens`) only after the server has said where it is. Workers learn
+  this with the step in which the block may be freed.
+- Every request has names for all its blocks. Blocks whose KV is not exact, and blocks of requests
+  that may not be shared, have private names, which no other request finds.
+
+Scheduler thread only. Never blocks.
 """
 
 import itertools
@@ -29,13 +32,13 @@ from hotkv_vllm.sparse.rows import RowNames
 from hotkv_vllm.stats import HotKVStats
 
 SLOW_STEP_S = 1.0
-"""No step counts for more of `hotkv.residency_timeout_s`, however long it takes."""
+"""Longest time that a single step counts towards `hotkv.residency_timeout_s`."""
 MAX_LOSSES = 8
-"""A request whose bytes are lost so often without a new token between ends with an error."""
+"""A request whose bytes are lost this often without a new token in between ends with an error."""
 
 
 class ResidentRequests:
-    """The residencies of a scheduler: opens them, follows what is stored, and closes them."""
+    """The residencies of a scheduler: opens them, follows their stores, and closes them."""
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class ResidentRequests:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, state: RequestState, now_s: float) -> None:
-        """Asks the server for room, if the request may outgrow what stays on the device."""
+        """Asks the server for room, if the request may outgrow the device."""
         request = state.request
         if self._pool.holds_whole(request):
             return
@@ -76,11 +79,13 @@ class ResidentRequests:
         self._reservations.open(one, now_s)
 
     def _new_id(self, request_id: str) -> str:
-        """A name that no residency ever had, so that private names are of this one alone."""
+        """Returns an id that no residency has ever had, so that private names belong to this
+        residency alone."""
         return f"{self._prefix}-{next(self._numbers)}-{request_id}"
 
     def ended(self, request_id: str) -> None:
-        """Closes the request's residency; the next step tells the workers that it has ended."""
+        """Closes the request's residency. The next step tells the workers that the request has
+        ended."""
         one = self._residents.pop(request_id, None)
         self._ended.append(request_id)
         if one is not None:
@@ -90,13 +95,13 @@ class ResidentRequests:
         return request_id in self._residents
 
     def residency_of(self, request_id: str) -> str:
-        """The name under which stores of the request are pinned; empty for none."""
+        """Returns the residency that pins stores of the request; empty for none."""
         one = self._residents.get(request_id)
         return "" if one is None or one.opened is None else one.residency_id
 
     def is_admitted(self, state: RequestState, now_s: float) -> bool:
-        """Whether the request may begin. One that outgrows the device waits for its reservation;
-        one that came under other weights has none yet."""
+        """Returns True if the request may begin. A request that outgrows the device waits for its
+        reservation. Reserves room for a request that arrived under other weights."""
         request_id = state.request.request_id
         if request_id not in self._residents:
             self.arrived(state, now_s)
@@ -107,13 +112,14 @@ class ResidentRequests:
         return self._reservations.is_open(one)
 
     def has_room(self, request_id: str) -> bool:
-        """Whether room is reserved for a request that outgrows the device. vLLM's manager asks."""
+        """Returns True if room is reserved for a request that outgrows the device. vLLM's manager
+        calls it."""
         one = self._residents.get(request_id)
         return one is not None and self._reservations.is_open(one)
 
     def keeps_hit(self, request: Any, hit_tokens: int, now_s: float) -> bool | None:
-        """Whether the server keeps all blocks of a hit for this request; None: it is being
-        asked."""
+        """Returns whether the server holds all blocks of a hit for this request; None while the
+        server is being asked."""
         one = self._residents.get(request.request_id)
         if one is None:
             return True
@@ -123,13 +129,13 @@ class ResidentRequests:
             one.asks_again = False
             return True
         if one.asked is None and one.asks_again:
-            # They were asked for, and did not all come.
+            # The server was asked for these blocks and did not pin all of them.
             one.asks_again = False
             del one.names[one.kept :]
             return False
         if one.asked is None:
             one.asks_again = True
-            # What is hit is exact, whatever was computed of this request before.
+            # A hit is exact, whatever was computed of this request before.
             one.name(self._groups.hashes(request, 0), num_blocks, num_blocks)
             self._reservations.ask(one, num_blocks)
         return None
@@ -137,8 +143,9 @@ class ResidentRequests:
     # ---------------------------------------------------------------------------------------- names
 
     def names(self, state: RequestState, until: int) -> Sequence[bytes]:
-        """Names of a resident request's first `until` blocks, whose tokens are known and computed.
-        They stay while it keeps them. What may not be shared now is private for as long."""
+        """Returns names of a resident request's first `until` blocks, whose tokens are known and
+        computed. The names last as long as the server holds the blocks. A block that may not be
+        shared at this moment stays private."""
         request, one = state.request, self._residents[state.request.request_id]
         exact = self._exactness.exact_tokens(request.request_id) // self._block_tokens
         shared = self._groups.hashes(request, 0)
@@ -147,8 +154,8 @@ class ResidentRequests:
         return one.name(self._groups.own_hashes(request, 0), until, 0)
 
     def reset(self, request_id: str) -> None:
-        """From now on nobody else finds what is stored of the request. If more was stored than is
-        known to be kept, it is computed anew."""
+        """Makes further stores of the request private. If more blocks were stored than are known to
+        be kept, the request is computed anew."""
         one = self._residents[request_id]
         if one.state.store.stored_blocks[0] > one.kept:
             self._pool.lose(request_id)
@@ -158,7 +165,8 @@ class ResidentRequests:
         one.store_from(one.kept)
 
     def distrust(self) -> None:
-        """No KV on the device is exact any more: what is not kept yet is nobody else's."""
+        """Makes all blocks private that are not kept yet, because no KV on the device is exact any
+        more."""
         for request_id in self._residents:
             self.reset(request_id)
 
@@ -166,20 +174,21 @@ class ResidentRequests:
 
     def stores(self, request_id: str, job: StoreJob) -> None:
         """Notes that `job` stores blocks of the request, so that the server is not asked for them
-        before it ends."""
+        before the store ends."""
         one = self._residents.get(request_id)
         runs = (*job.runs, *job.representations)
         if one is not None and runs:
             one.storing[job.store_id] = min(run.depth for run in runs)
 
     def stored(self, store: StoreInFlight) -> None:
-        """A store has ended, whatever came of it."""
+        """Notes that a store has ended, whatever its result."""
         one = self._residents.get(store.request_id)
         if one is not None:
             one.storing.pop(store.store_id, None)
 
     def kept_tokens(self, request_id: str) -> int:
-        """Leading tokens of the request that need not stay on the device. vLLM's manager asks."""
+        """Returns how many leading tokens of the request need not stay on the device. vLLM's
+        manager calls it."""
         one = self._residents.get(request_id)
         if one is None or one.is_lost:
             return 0
@@ -187,7 +196,7 @@ class ResidentRequests:
         return one.kept * self._block_tokens
 
     def is_freeing(self, now_s: float) -> bool:
-        """Whether blocks will be given back soon, so that a request need not be preempted."""
+        """Returns True if blocks will be freed soon, so that no request need be preempted."""
         if self._pool.has_lost or any(one.is_lost for one in self._residents.values()):
             return False
         return any(
@@ -198,14 +207,14 @@ class ResidentRequests:
     # ---------------------------------------------------------------------------------------- steps
 
     def step(self, scheduler_output: Any, rows: RowNames, now_s: float) -> ResidentStep:
-        """What the workers are to hear with the step that is planned. Before vLLM advances its
-        requests, which `rows` knows."""
+        """Returns what the workers must hear with the planned step. Must be called before vLLM
+        advances its requests, which `rows` knows."""
         for request_id in scheduler_output.preempted_req_ids or ():
             self._ended.append(request_id)
             if request_id in self._residents:
                 one = self._residents[request_id]
                 if one.is_lost or one.has_private_names:
-                    # Inexact blocks are pinned where exact ones are to be.
+                    # Inexact blocks are pinned at positions where exact blocks must come.
                     self._start_over(one)
                 else:
                     one.begin_anew(one.kept)
@@ -217,22 +226,23 @@ class ResidentRequests:
         return ResidentStep(self.rows.of_step(scheduler_output, rows), ended, tuple(lost))
 
     def _take_compared(self) -> None:
-        """Takes in what a server that came back keeps."""
+        """Handles the answers of a server that came back: whether it holds blocks where they were.
+        """
         for request_id, pin, is_same in self._reservations.take_compared():
             one = self._residents.get(request_id)
             if one is None or pin is not one.opened:
-                # It was about a residency that is given up since.
+                # The answer is about a residency that was closed since.
                 continue
             if is_same:
                 one.pin = pin
             else:
                 one.is_lost = True
                 if not self._pool.has_blocks(request_id):
-                    # No worker reads for it, so none will say that it is lost.
+                    # No worker reads for this request, so none will report it as lost.
                     self.lost([request_id])
 
     def _advance(self, one: Resident, now_s: float) -> None:
-        """Asks where the blocks lie that were stored since the last time."""
+        """Asks where newly stored blocks are, and checks how long the request has waited."""
         calls = self._reservations
         calls.renew(one, now_s)
         calls.take_answer(one, now_s)
@@ -243,7 +253,8 @@ class ResidentRequests:
             one.computed, one.state.request.num_computed_tokens // self._block_tokens
         )
         is_waiting = one.opened is None or one.computed > one.kept
-        # In the queue it waits for vLLM, or for room in host memory. A slow step says nothing.
+        # In the queue it waits for vLLM, or for room in host memory. A slow step says nothing about
+        # the server.
         is_queued = calls.is_connected and not self._pool.has_blocks(one.request_id)
         passed_s, one.seen_s = min(now_s - one.seen_s, SLOW_STEP_S), now_s
         if not is_waiting:
@@ -264,7 +275,7 @@ class ResidentRequests:
             self._pool.fail(one.request_id, why)
 
     def lost(self, request_ids: Iterable[str]) -> None:
-        """Bytes of these requests are gone: they are computed anew."""
+        """Starts requests over whose bytes were lost: they are computed anew."""
         for request_id in request_ids:
             one = self._residents.get(request_id)
             if one is not None:
@@ -277,7 +288,7 @@ class ResidentRequests:
                     self._fail(one, f"its bytes in host memory were lost {MAX_LOSSES} times")
 
     def _start_over(self, one: Resident) -> None:
-        """Nothing that the server keeps for the request counts any more."""
+        """Discards all that the server holds for the request."""
         self._reservations.close(one)
         one.residency_id, one.is_lost = self._new_id(one.request_id), False
         one.begin_anew(0)

@@ -1,10 +1,11 @@
-"""The requests of a resident engine in one worker, from the scheduler's word to their end, and the
-representations of their blocks.
+"""The requests of a resident engine in one worker, from the scheduler's first row to their end, and
+the representations of their blocks.
 
-What is always true: each request has one sequence, which ends before another request gets its
-representation rows; a block that is not on the device has an address in a mapped arena, or its
-sequence is lost; a hot slot of a layer holds the page of the position that `content` names; a
-request whose bytes were lost is named once, with the step in which it was found out.
+Always true:
+- Each request has one sequence, which ends before another request gets its representation rows.
+- A block that is not on the device has an address in a mapped arena, or its sequence is lost.
+- A hot slot of a layer holds the page of the position in `content`.
+- A request whose bytes were lost is reported once, with the step in which the loss was found.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +29,7 @@ NOT_KEPT = -1
 _FIRST_BLOCKS = 64
 logger = link.logger
 STEPS_IN_FLIGHT = 2
-"""Steps that vLLM may have planned before it hears what a step has come to."""
+"""Number of steps that vLLM may have planned before it hears the result of a step."""
 
 
 # -------------------------------------------------------------------------- rows of representations
@@ -37,10 +38,10 @@ STEPS_IN_FLIGHT = 2
 class KeptRows:
     """Representations of all complete blocks of resident contexts, by layer and row. One thread.
 
-    A block that is given back takes its row in the pool of the device's blocks (`pool`) with it.
-    So each resident request has rows of its own here, one a block, for as long as it runs. Memory
-    grows with the contexts that run at a time, to about 7 % of their KV. A row belongs to one
-    request at a time; formats, centres and axes are those of `pool`.
+    When a block is freed, its row in the pool of the device's blocks (`pool`) is lost. So each
+    resident request has its own rows here, one per block, for as long as it runs. Memory grows with
+    the contexts that run at a time, to about 7 % of their KV. A row belongs to one request at a
+    time. Formats, centres and axes are the same as in `pool`.
     """
 
     def __init__(self, pool: BlockReprManager) -> None:
@@ -55,15 +56,15 @@ class KeptRows:
 
     @property
     def num_taken(self) -> int:
-        """Rows that requests have."""
+        """Returns how many rows belong to requests."""
         return self._num_rows - len(self._free)
 
     def sources(self, layer_idx: int) -> Mapping[str, Source]:
-        """A layer's representations by format; they hold until the next `take`."""
+        """Returns a layer's representations by format. They are valid until the next `take`."""
         of_pool = self._pool.sources(layer_idx)
         known = self._sources.setdefault(layer_idx, {})
         for name, source in of_pool.items():
-            # Asked in every layer of a step, so they are made anew only if something has changed.
+            # Called in every layer of a step, so they are made anew only if something has changed.
             one = known.get(name)
             if one is None or one[0] is not source or one[1] != self._num_rows:
                 mine = replace(source, pool=self._of(layer_idx, name, source))
@@ -71,7 +72,7 @@ class KeptRows:
         return {name: one[2] for name, one in known.items()}
 
     def take(self, count: int) -> I32:
-        """Takes `count` free rows, int32 [count]; makes more if too few are free."""
+        """Allocates `count` free rows, int32 [count]. Makes more rows if too few are free."""
         if count > len(self._free):
             more = max(FIRST_ROWS, self._num_rows, count)
             self._free = [*range(self._num_rows + more - 1, self._num_rows - 1, -1), *self._free]
@@ -79,16 +80,17 @@ class KeptRows:
         return np.array([self._free.pop() for _ in range(count)], np.int32)
 
     def give_back(self, rows: I32) -> None:
-        """These rows, each taken, are nobody's again."""
+        """Frees rows that were allocated."""
         self._free.extend(sorted(rows.tolist(), reverse=True))
 
     def copy(self, layer_idx: int, rows: I32, blocks: I32) -> None:
-        """Copies the representations of `blocks` [n] out of the pool of the device's blocks."""
+        """Copies the representations of `blocks` [n] from the pool of the device's blocks into
+        `rows`."""
         for name, source in self._pool.sources(layer_idx).items():
             self._of(layer_idx, name, source)[rows] = source.pool[blocks]
 
     def _of(self, layer_idx: int, name: str, source: Source) -> U8:
-        """A layer's rows of one format, uint8 [rows, H, N]."""
+        """Returns a layer's rows of one format, uint8 [rows, H, N]."""
         rows = self._rows.get((layer_idx, name))
         if rows is None or len(rows) < self._num_rows:
             grown = np.zeros((self._num_rows, *source.pool.shape[1:]), np.uint8)
@@ -103,13 +105,18 @@ class KeptRows:
 
 @dataclass(slots=True, eq=False)
 class ResidentSequence:
-    """One request. By position of the context: `addresses` int64, of the block's slot in this
-    process, -1 if the server doesn't keep it as far as is known; `representations` int64 likewise;
-    `rows` int32, of `KeptRows`.
+    """One request.
 
-    `num_kept`: by layer, leading blocks whose representation is in its row. `num_freed`: blocks
-    from the sinks up to here are not on the device. `content`: by layer index, the position that
-    each of `hot_blocks` holds. `pins`: what the addresses are read under, with the mapping.
+    addresses: int64, by position, address of the block's slot in this process; -1 if the server is
+        not known to hold it.
+    representations: int64, by position, likewise.
+    rows: int32, by position, rows of `KeptRows`.
+    num_kept: by layer, leading blocks whose representation is in its row.
+    num_freed: the blocks from the sinks up to here are not on the device.
+    content: by layer index, the position that each of `hot_blocks` holds.
+    pin: the pin under which the addresses are read.
+    arenas: the arenas that the addresses are in.
+    has_read: True if bytes were read from an arena in this step.
     """
 
     request_id: str
@@ -140,14 +147,15 @@ class ResidentSequence:
         self.representations[first:stop] = representations
 
     def hot_content(self, layer_idx: int) -> I32:
-        """The position that each hot slot of a layer holds, -1 for none; may be written."""
+        """Returns the position that each hot slot of a layer holds; -1 for none. The caller may
+        write it."""
         content = self.content.get(layer_idx)
         if content is None or len(content) != len(self.hot_blocks):
             content = self.content[layer_idx] = np.full(len(self.hot_blocks), -1, np.int32)
         return content
 
     def still_holds(self) -> bool:
-        """Whether what was read from the arenas was pinned when it was read."""
+        """Returns True if the bytes read from the arenas were pinned when they were read."""
         pin = self.pin
         return not self.has_read or (
             pin is not None and all(arena.holds(pin) for arena in self.arenas)
@@ -158,8 +166,11 @@ class ResidentSequence:
 
 
 class ResidentSequences:
-    """See the module. `arena_of`: the arena that this process maps now. `of_step`: the sequences
-    of the present step, by the block that the step writes last."""
+    """See the module.
+
+    arena_of: returns the arena that this process maps.
+    of_step: the sequences of the present step, by the block that the step writes last.
+    """
 
     def __init__(self, kept: KeptRows) -> None:
         self._kept = kept
@@ -177,7 +188,7 @@ class ResidentSequences:
         return f"ResidentSequences({len(self._sequences)})"
 
     def begin_step(self, rows: Iterable[ResidentRow]) -> None:
-        """Takes in what the scheduler says of the step's rows, and sets `of_step`."""
+        """Receives the scheduler's rows of the step, and sets `of_step`."""
         self._unnamed = {block: left - 1 for block, left in self._unnamed.items() if left}
         self.of_step = {row.written_block: self._follow(row) for row in rows}
 
@@ -197,7 +208,7 @@ class ResidentSequences:
         if sequence is None:
             sequence = self._sequences[row.request_id] = ResidentSequence(row.request_id)
             if row.first_block in self._unnamed:
-                # Planned before the scheduler heard of the step whose rows were not known.
+                # This row was planned before the scheduler heard of the step with the unknown row.
                 sequence.is_lost = True
         sequence.first_block = row.first_block
         sequence.may_outgrow, sequence.num_freed = row.may_outgrow, row.num_freed
@@ -211,8 +222,8 @@ class ResidentSequences:
         return sequence
 
     def _take_in(self, sequence: ResidentSequence, kept: KeptBlocks) -> None:
-        """Finds the addresses of blocks that the server keeps. Where this process doesn't map their
-        arena they have none."""
+        """Computes the addresses of blocks that the server holds. They get no address if this
+        process does not map their arena."""
         arena = self._arenas.get(kept.file_id)
         if arena is None:
             arena = self.arena_of()
@@ -231,28 +242,28 @@ class ResidentSequences:
     # ----------------------------------------------------------------------------------------- loss
 
     def lose(self, sequence: ResidentSequence, why: str) -> None:
-        """The request's bytes are gone: it is named with this step, whatever its rows attend to.
-        Never again: vLLM may have given its blocks to others by then."""
+        """Marks the request as lost and reports it with this step, whatever its rows attend to.
+        Reports it only once: later its blocks may belong to other requests."""
         if not sequence.is_lost:
             logger.warning("hotkv: request %s is computed anew: %s", sequence.request_id, why)
             sequence.is_lost = True
             self._lost.add(sequence.first_block)
 
     def lose_named(self, request_ids: Iterable[str]) -> None:
-        """The server has not pinned these requests' bytes again."""
+        """Marks requests as lost whose bytes the server has not pinned again."""
         for request_id in request_ids:
             if request_id in self._sequences:
                 self.lose(self._sequences[request_id], "the server has lost its blocks")
 
     def lose_all_away(self, why: str) -> None:
-        """All requests that have blocks in host memory only."""
+        """Marks all requests as lost that have blocks in host memory only."""
         for sequence in self._sequences.values():
             if sequence.num_freed:
                 self.lose(sequence, why)
 
     def lose_unnamed(self, first_block: int, has_gaps: bool) -> None:
-        """The scheduler has not named a row; whose it is shows in its first block. `has_gaps`:
-        some of its blocks are not on the device."""
+        """Marks the request of a row as lost that the scheduler has not named. Its first block
+        identifies it. `has_gaps`: some of its blocks are not on the device."""
         for sequence in self._sequences.values():
             if sequence.num_freed and sequence.first_block == first_block:
                 self.lose(sequence, "the step's plan does not name it")
@@ -261,21 +272,21 @@ class ResidentSequences:
             self._unnamed[first_block] = STEPS_IN_FLIGHT
 
     def find_lost(self) -> None:
-        """Finds the requests whose bytes were read while the server did not pin them. Call it after
-        a step's last layer."""
+        """Marks requests as lost whose bytes were read while the server did not pin them. Call it
+        after a step's last layer."""
         for sequence in self._sequences.values():
             if sequence.has_read and not sequence.still_holds():
                 self.lose(sequence, "the server pins its blocks no more")
 
     def is_lost(self, request_id: str) -> bool:
-        """Whether what the request has computed in this step may be wrong: it was lost and is not
-        computed anew yet, or nothing is known of it."""
+        """Returns True if the request's output of this step may be wrong: the request was lost and
+        is not computed anew yet, or it is unknown."""
         sequence = self._sequences.get(request_id)
         return sequence is None or sequence.is_lost
 
     def take_lost(self) -> set[int]:
-        """First blocks of the requests that were lost since the last call. Call it after a step's
-        last layer."""
+        """Returns the first blocks of the requests that were lost since the last call. Call it
+        after a step's last layer."""
         self.find_lost()
         for sequence in self._sequences.values():
             sequence.has_read = False
@@ -283,6 +294,6 @@ class ResidentSequences:
         return lost
 
     def all_away(self) -> set[int]:
-        """First blocks of all requests that have blocks in host memory only. Shares nothing with
-        `take_lost`."""
+        """Returns the first blocks of all requests that have blocks in host memory only. Shares no
+        code with `take_lost`."""
         return {one.first_block for one in self._sequences.values() if one.num_freed}

@@ -1,7 +1,7 @@
-"""What the scheduler side tells the workers of resident requests with each step.
+"""What the scheduler side tells the workers with each step about resident requests.
 
-A worker's block tables keep the ids of blocks that the scheduler has given back. So each step says
-how far each request's blocks were given back, and where the server keeps them.
+A worker's block tables still have the ids of blocks that the scheduler has freed. So each step says
+how far each request's blocks were freed, and where the server holds them.
 """
 
 from dataclasses import dataclass, replace
@@ -14,9 +14,11 @@ FileId = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class KeptBlocks:
-    """Where the server keeps a request's blocks from block `first` on: bytes from the start of the
-    arena `file_id` to their slots, int64 [n]; `representations` likewise, -1 for a block whose
-    representation the server lacks."""
+    """Where the server holds a request's blocks, from block `first` on.
+
+    offsets: int64 [n], bytes from the start of the arena `file_id` to the blocks' slots.
+    representations: int64 [n], likewise for representations; -1 if the server lacks it.
+    """
 
     first: int
     offsets: Int64s
@@ -24,7 +26,7 @@ class KeptBlocks:
     file_id: FileId
 
     def up_to(self, stop: int) -> "KeptBlocks":
-        """Those before block `stop`."""
+        """Returns the part before block `stop`."""
         count = max(0, stop - self.first)
         return replace(
             self, offsets=self.offsets[:count], representations=self.representations[:count]
@@ -33,13 +35,16 @@ class KeptBlocks:
 
 @dataclass(frozen=True, slots=True)
 class ResidentRow:
-    """A request of the step. `written_block`: the block that the step writes last, which names the
-    row; `first_block`: of the context.
+    """A request of the step.
 
-    `may_outgrow`: the server has reserved room for it, so blocks may be given back. `num_freed`:
-    those from the sinks up to this position are not on the device. `context_tokens`: with the
-    step's own, which are `new_tokens`. The rest is said once, when it is new: `hot_blocks` of
-    vLLM's pool, what the server has `kept`, and what its bytes are read under (`pin`).
+    written_block: the block that the step writes last, which identifies the row.
+    first_block: the first block of the context.
+    may_outgrow: True if the server has reserved room for the request, so its blocks may be freed.
+    num_freed: the blocks from the sinks up to this position are not on the device.
+    hot_blocks: the request's hot slots, blocks of vLLM's pool. Sent when they change.
+    kept: blocks that the server has pinned. Sent once.
+    pin: the pin under which their bytes are read. Sent when it changes.
+    context_tokens: length of the context, including the step's `new_tokens`.
     """
 
     request_id: str
@@ -56,8 +61,11 @@ class ResidentRow:
 
 @dataclass(frozen=True, slots=True)
 class ResidentStep:
-    """`ended`: requests that have ended or were preempted. `lost`: those whose bytes the server no
-    longer has, to be reported with the step."""
+    """What a step says about resident requests.
+
+    ended: requests that have ended or were preempted.
+    lost: requests whose bytes the server has lost, to be reported with the step.
+    """
 
     rows: tuple[ResidentRow, ...] = ()
     ended: tuple[str, ...] = ()

@@ -1,14 +1,14 @@
-"""Decides what each row attends to where old blocks of a context are in host memory only.
+"""Decides what each row attends to if old blocks of a context are in host memory only.
 
-Rows that the scheduler has named choose a hot set as `worker.SparseWorker` does. What of it is not
-on the device is copied from the mapped arena into the request's hot slots, which are blocks of
-vLLM's pool, so one call of vLLM's attention serves the whole batch. Rows that attend to everything
-(those not named, and those whose selection breaks) do so over a staging area of one layer, in which
-the whole context is put together.
+Rows that the scheduler has named choose a hot set, as in `worker.SparseWorker`. Chosen blocks that
+are not on the device are copied from the mapped arena into the request's hot slots. These are
+blocks of vLLM's pool, so one call of vLLM's attention serves the whole batch. Rows that attend to
+everything (rows without a name, and rows whose selection raised) use a staging area of one layer,
+into which the whole context is copied.
 
-What is always true: attention reads no block that was given back; a page that was copied out of
-the arena counts only if the server still pinned it afterwards (`take_lost`). Where that fails the
-request is named as lost, its token is dropped, and it is computed anew.
+Always true: attention reads no freed block; a page copied from the arena counts only if the server
+still pinned it afterwards (`take_lost`). Otherwise the request is reported as lost, its token is
+dropped, and it is computed anew.
 """
 
 import time
@@ -34,13 +34,13 @@ I32 = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.integer[Any]]
 NOTHING = np.empty(0, np.int64)
 BUILD_PAGES = 64
-"""Blocks at a time whose representations are built from pages that only the server has."""
+"""Number of blocks per batch when representations are built from pages that only the server has."""
 
 
 @dataclass(slots=True)
 class BatchRow:
-    """A row of the batch. `blocks` int32: its block table; ids of blocks that were given back mean
-    nothing."""
+    """A row of the batch. `blocks` int32 is its block table; entries of freed blocks are
+    meaningless."""
 
     row: int
     sequence: ResidentSequence
@@ -49,7 +49,7 @@ class BatchRow:
     blocks: I32
 
     def is_away(self, positions: Positions, num_sinks: int) -> npt.NDArray[np.bool_]:
-        """Which positions of the context are not on the device."""
+        """Returns which positions of the context are not on the device."""
         away: npt.NDArray[np.bool_] = (positions >= num_sinks) & (
             positions < self.sequence.num_freed
         )
@@ -86,7 +86,7 @@ class ResidentWorker(SparseWorker):
     # ---------------------------------------------------------------------------------------- steps
 
     def begin_resident(self, step: ResidentStep) -> None:
-        """Takes in what the scheduler says of the coming step's requests."""
+        """Receives the scheduler's data about the requests of the coming step."""
         for request_id in step.ended:
             self._sequences.pop(request_id, None)
             self.residents.end(request_id)
@@ -94,7 +94,8 @@ class ResidentWorker(SparseWorker):
         self.residents.lose_named(step.lost)
 
     def start_over(self) -> None:
-        """It is not known which rows the step has: what needs bytes of the arena is lost."""
+        """Handles a step whose rows are not known: requests that need bytes of the arena are lost.
+        """
         self.residents.lose_all_away("a step's plan was lost")
         self.residents.begin_step(())
         super().start_over()
@@ -103,8 +104,8 @@ class ResidentWorker(SparseWorker):
         return {**super().take_counters(), **self._pages.take_counters()}
 
     def gave_up(self, layer_name: str) -> None:
-        """The layer's step was left to vLLM's own attention: whoever has blocks in host memory
-        only is lost."""
+        """Handles a layer's step that was left to vLLM's own attention: requests with blocks in
+        host memory only are lost."""
         super().gave_up(layer_name)
         for sequence in self.residents.of_step.values():
             if sequence.num_freed > self._num_sinks:
@@ -119,8 +120,9 @@ class ResidentWorker(SparseWorker):
         batch: Callable[[], Batch],
         query_of: Callable[[int], F32],
     ) -> Rewrite | None:
-        """As `SparseWorker.attend`. The answer may name a staging area to attend to in place of the
-        layer's pages; None: everything, in the layer's pages."""
+        """Chooses what the rows attend to, as `SparseWorker.attend`. The answer may name a staging
+        area to use in place of the layer's pages. None: all rows attend to everything, in the
+        layer's pages."""
         plan = self._plans.get(layer.group)
         if not isinstance(plan, ResidentPlan) or plan.key is not key:
             plan = self._plans[layer.group] = self._resident_plan(layer, key, batch())
@@ -137,7 +139,7 @@ class ResidentWorker(SparseWorker):
         return rewrite
 
     def _resident_plan(self, layer: SparseLayer, key: object, batch: Batch) -> ResidentPlan:
-        """Forgets what the step has overwritten, and finds out whose row each is."""
+        """Forgets what the step has overwritten, and finds the request of each row."""
         tokens, plan = layer.shape.block_tokens, ResidentPlan(key, batch)
         self._forget_written(layer, batch)
         num_queries = np.diff(batch.starts)
@@ -162,7 +164,7 @@ class ResidentWorker(SparseWorker):
     # ------------------------------------------------------------------------------ representations
 
     def _give_rows(self, one: BatchRow, block_tokens: int) -> None:
-        """Sees to it that each block of a context that may become sparse has a row."""
+        """Allocates a representation row for each block of a context that may become sparse."""
         sequence, count = one.sequence, len(one.blocks)
         if self._is_kept(one) and count > len(sequence.rows):
             more = max(count - len(sequence.rows), min(len(sequence.rows), 64), 16)
@@ -172,7 +174,8 @@ class ResidentWorker(SparseWorker):
         return one.sequence.may_outgrow or one.context_tokens >= self._config.min_context_tokens
 
     def _keep(self, layer: SparseLayer, one: BatchRow) -> None:
-        """Puts the representations of blocks that have become complete into the request's rows."""
+        """Copies the representations of blocks that have become complete into the request's rows.
+        """
         sequence, index = one.sequence, layer.index
         known = sequence.num_kept.get(index, 0)
         complete = one.context_tokens // layer.shape.block_tokens
@@ -193,8 +196,8 @@ class ResidentWorker(SparseWorker):
     def _keep_away(
         self, layer: SparseLayer, sequence: ResidentSequence, positions: Positions
     ) -> None:
-        """The same for blocks that only the server has: their representations are copied from
-        there, or built from their keys."""
+        """Does the same for blocks that only the server has: copies their representations from the
+        server, or builds them from the keys."""
         sources = self._kept.sources(layer.index)
         has_own = sequence.representations[positions] >= 0
         there, missing = positions[has_own], positions[~has_own]
@@ -217,7 +220,7 @@ class ResidentWorker(SparseWorker):
         return self._kept.sources(layer.index)
 
     def _is_sampled(self, layer: SparseLayer) -> bool:
-        """Never: most keys of the context are not on the device."""
+        """Returns False: most keys of the context are not on the device."""
         return False
 
     # ------------------------------------------------------------------------------------ rewriting
@@ -225,8 +228,8 @@ class ResidentWorker(SparseWorker):
     def _chosen(
         self, layer: SparseLayer, plan: ResidentPlan, query_of: Callable[[int], F32]
     ) -> dict[int, I32]:
-        """By row: positions of the blocks to attend to. A row whose selection breaks, or that
-        attends to everything, is left out."""
+        """Returns by row the positions of the blocks to attend to. Leaves out rows that attend to
+        everything, and rows whose selection raised."""
         chosen: dict[int, I32] = {}
         is_resting = self.is_off or self._faults.rests(layer.name, self._num_steps)
         if is_resting or not self.representations.is_calibrated(layer.index):
@@ -274,9 +277,10 @@ class ResidentWorker(SparseWorker):
         return rewrite
 
     def _hot_table(self, layer: SparseLayer, one: BatchRow, positions: I32) -> I32:
-        """The block table of a decode row: blocks on the device, and hot slots for the others."""
+        """Returns the block table of a decode row: blocks on the device, and hot slots for the
+        rest."""
         table, sequence = one.blocks[positions], one.sequence
-        # Positions rise, so those that are not on the device are a run of them.
+        # Positions ascend, so those that are not on the device are contiguous.
         edges = positions.searchsorted((self._num_sinks, sequence.num_freed)).tolist()
         if edges[0] < edges[1]:
             run = slice(*edges)
@@ -288,8 +292,8 @@ class ResidentWorker(SparseWorker):
     def _stage(
         self, layer: SparseLayer, plan: ResidentPlan, rewrite: Rewrite, whole: dict[int, BatchRow]
     ) -> None:
-        """Puts the pages that the whole batch attends to side by side, and points its tables
-        there. Rows of `whole` attend to their whole context."""
+        """Copies the pages that the whole batch attends to side by side, and points the batch's
+        tables to them. Rows of `whole` attend to their whole context."""
         rows = np.flatnonzero(np.diff(plan.batch.starts) > 0).tolist()
         counts = [-(-int(rewrite.seq_lens[row]) // layer.shape.block_tokens) for row in rows]
         slots, masks = [NOTHING], []

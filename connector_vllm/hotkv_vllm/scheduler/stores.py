@@ -392,7 +392,7 @@ class StorePlanner:
         )
         self.tails = Tails()
         self.is_held = False
-        """Nothing new is stored, and every step waits for what is in flight."""
+        """True: nothing new is stored, and every step waits for the stores in flight."""
         self.is_rekeying = False
         """The same, while it is not known which key space stands for the engine's weights."""
 
@@ -500,7 +500,8 @@ class StorePlanner:
             settle(store, self._stats, self._finder.hidden)
 
     def plan_broke(self) -> None:
-        """Handles a lost plan: drops the tails, and the stores that no worker has received."""
+        """Handles a lost plan: drops the tails and the stores that no worker has received, and
+        revokes the words of all other stores."""
         self.tails.forget()
         self.in_flight.plan_broke()
 

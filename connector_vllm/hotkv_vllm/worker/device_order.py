@@ -1,19 +1,19 @@
-"""Marks in the queue of the engine's device, which transfers wait for (`hotkv_proto.order`).
+"""Marks in the queue of the engine's device that transfers wait for (`hotkv_proto.order`).
 
-What is always true:
+Always true:
 
-- A mark lies on the stream that is current in the hook. So it comes after all work that vLLM
-  queued before, whether that work writes the blocks or reads them.
-- An interprocess event is recorded again only when every transfer that names it has ended.
+- A mark is on the stream that is current in the hook. So it comes after all work that vLLM queued
+  before, whether that work writes the blocks or reads them.
+- An interprocess event is recorded again only after every transfer that names it has ended.
 - A word only counts up, and belongs to one stream.
 - In a step nothing here waits for the device.
 
-If the device offers nothing, if the server takes nothing, or if all events are in use, a mark
-serves this process alone: the worker sends the transfer when the mark has passed.
+If the device or the server supports neither events nor words, or if all are in use, a mark serves
+this process alone: the worker sends the transfer when the mark has passed.
 
-Words are written by a kernel of torch (`fill_`), not by cuStreamWriteValue32. Either comes after
-everything before it on the stream, and the server reads the word before it copies. The kernel needs
-no binding to the driver, and takes a few microseconds, on the device.
+Words are written by a kernel of torch (`fill_`), not by cuStreamWriteValue32. Both come after
+everything before them on the stream, and the server reads the word before it copies. The kernel
+needs no binding to the driver, and takes a few microseconds on the device.
 """
 
 from collections import deque
@@ -33,7 +33,7 @@ from hotkv_vllm.worker.layout import ExportedMemory, cuda_device_uuid, cuda_hand
 logger = link.logger
 
 NUM_EVENTS = 64
-"""Most marks in use at a time. A step makes two at most, and only if it loads or stores."""
+"""Most marks in use at a time. A step makes at most two, and only if it loads or stores."""
 NUM_WORDS = 4
 """Most streams on which hooks may run. vLLM 0.32 uses one."""
 WORDS_HANDLE = "hotkv-order"
@@ -47,14 +47,14 @@ class MarkEvent(Protocol):
 
 
 class Words(Protocol):
-    """uint32 words that the device writes and the server reads, zero at first."""
+    """uint32 words that the device writes and the server reads. They begin as zero."""
 
     @property
     def handle(self) -> MemoryHandle: ...
     @property
     def fds(self) -> Mapping[str, int]: ...
     def write(self, index: int, value: int) -> None:
-        """Puts the write at the end of the current stream."""
+        """Queues the write at the end of the current stream."""
 
 
 class MarkedDevice(Protocol):
@@ -64,7 +64,7 @@ class MarkedDevice(Protocol):
     def uuid(self) -> bytes: ...
     @property
     def stream(self) -> int:
-        """Number of the current stream."""
+        """Returns the number of the current stream."""
 
     def new_event(self, *, interprocess: bool) -> MarkEvent: ...
     def record(self, event: MarkEvent) -> None:
@@ -77,9 +77,10 @@ class MarkedDevice(Protocol):
 class Mark:
     """A point in the device's queue.
 
-    `event`: None if everything queued is done already. `after`: how the server can tell that the
-    device has passed the mark; None if only this process can. `uses`: number of transfers that wait
-    for it.
+    event: None if all queued work is already done.
+    after: how the server can test that the device has passed the mark; None if only this process
+        can.
+    uses: number of transfers that wait for it, plus the maker's own use.
     """
 
     event: MarkEvent | None = None
@@ -99,15 +100,14 @@ class Mark:
 
 
 class Marks:
-    """Makes marks and takes them back. `order`: the offer to the server.
+    """Makes marks and reuses their events. On a CPU (`device` None) all marks have passed.
 
-    On a CPU (`device` None) all marks have passed."""
+    order: the kinds of order that are offered to the server.
+    """
 
     def __init__(self, device: MarkedDevice | None = None, wanted: str = "auto") -> None:
-        """`wanted`: `auto`, `events`, `flags` or `host`.
-
-        If the device can't do one of these it is not offered, and the log says why; nothing is
-        raised."""
+        """wanted: `auto`, `events`, `flags` or `host`. A kind that the device does not support is
+            not offered, and the log says why; nothing is raised."""
         self.order = NO_ORDER
         self._device = device
         self._ring: list[MarkEvent] = []
@@ -155,7 +155,8 @@ class Marks:
     def make(self, kind: OrderKind) -> Mark:
         """Returns a mark at the end of the current stream, with one use, the caller's.
 
-        `kind`: the session's. If no event or word is free the mark serves this process alone."""
+        kind: the session's. If no event or word is free, the mark serves this process alone.
+        """
         if self._device is None:
             return Mark()
         if kind is OrderKind.EVENTS and self._free:
@@ -182,7 +183,7 @@ class Marks:
         return mark
 
     def done(self, mark: Mark) -> None:
-        """Ends a use. After the last one the mark's event may be recorded again."""
+        """Ends a use. After the last use, the mark's event may be recorded again."""
         mark.uses -= 1
         if mark.uses or mark.event is None:
             return
@@ -205,7 +206,7 @@ class CudaDevice:
 
     def new_event(self, *, interprocess: bool) -> MarkEvent:
         event = torch.cuda.Event(interprocess=interprocess)
-        # An event belongs to a device, and can be exported, only once it is recorded.
+        # An event belongs to a device, and can be exported, only after it is recorded.
         self.record(event)
         return event
 
@@ -227,7 +228,7 @@ class CudaWords:
 
     def __init__(self, device: torch.device, count: int) -> None:
         words = torch.zeros(count, dtype=torch.int32, device=device)
-        # The server may read them as soon as it knows of them.
+        # The server may read the words as soon as it knows of them.
         torch.cuda.synchronize(device)
         self.handle = cuda_handle(WORDS_HANDLE, words.untyped_storage())
         self.fds = {}

@@ -1,10 +1,10 @@
-"""Reads from the tensors that vLLM registered where the engine's KV pages lie, and exports their
+"""Reads from the tensors that vLLM registered where the engine's KV pages are, and exports their
 memory to the server.
 
-The order of a slot's pages is canonical: layers as the group names them, and inside a page the
-engine's inner axes in their physical order (that order is in the key space). Strides are read from
-the tensors. So the layouts of vLLM (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC) and packed groups
-over one buffer all take the same code.
+The order of a slot's pages is canonical: layers in the order in which the group names them, and
+inside a page the engine's inner axes in their physical order (the key space contains that order).
+Strides are read from the tensors. So one code path serves all layouts of vLLM (LBHNC, LBNHC, LHBNC,
+BLHNC, BLNHC, BHLNC) and packed groups over one buffer.
 """
 
 import contextlib
@@ -31,7 +31,8 @@ UNSET_EXPANDABLE = "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF and PYT
 
 @dataclass(slots=True)
 class ExportedMemory:
-    """Layout for the server, and descriptors of the file mappings in it; the owner closes them."""
+    """The layout for the server, and the descriptors of the file mappings in it. The owner closes
+    them."""
 
     layout: Layout
     fds: dict[str, int]
@@ -43,8 +44,8 @@ class ExportedMemory:
 
 
 def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
-    """IPC handle of the allocation and where the storage begins in it. Raises Unsupported, with
-    what stands in the way.
+    """Returns the IPC handle of the storage's allocation, and the offset of the storage in it.
+    Raises Unsupported with the reason.
 
     Source: `_share_cuda_` of torch 2.x gives (device, handle, bytes, offset, counter file, counter
     offset, event, event is needed).
@@ -57,8 +58,8 @@ def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
             f"CUDA does not share this memory with other processes ({_first_line(error)}); {why}"
         ) from error
     if len(counter) >= 2 and counter[0]:
-        # torch counts the receivers, to keep the memory for them after its tensor is gone. The
-        # server is none that torch knows.
+        # torch counts the receivers, to keep the memory alive for them after its tensor is gone. It
+        # does not know the server.
         torch.UntypedStorage._release_ipc_counter_cuda(counter[0], counter[1])
     return MemoryHandle(
         handle_id,
@@ -70,9 +71,8 @@ def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
 
 
 def _plain_handle(handle: bytes) -> bytes:
-    """CUDA's 64 bytes out of torch's handle: since 2.5 a version and the kind of memory (`c`:
-    cudaMalloc, `e`: a segment that grows) come before them.
-    """
+    """Extracts CUDA's 64 bytes from torch's handle. Since torch 2.5 a version and the kind of
+    memory come before them (`c`: cudaMalloc, `e`: a segment that can grow). Raises Unsupported."""
     if len(handle) == CUDA_HANDLE_BYTES:
         return handle
     if handle[1:2] == b"e":
@@ -89,8 +89,8 @@ def _plain_handle(handle: bytes) -> bytes:
 
 
 def cuda_device_uuid(device: torch.device) -> bytes:
-    """16 bytes, whatever CUDA_VISIBLE_DEVICES calls the device. torch gives them as bytes, or as a
-    list of numbers."""
+    """Returns the device's UUID, 16 bytes, whatever number CUDA_VISIBLE_DEVICES gives the device.
+    torch gives it as bytes or as a list of numbers."""
     return bytes(torch.cuda.get_device_properties(device).uuid.bytes)
 
 
@@ -120,11 +120,8 @@ Dims = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """Pages of one layer: block b's page starts at byte `base` + b * `block_stride` of storage
-    `handle_id`.
-
-    `dims` and `run` (bytes) have the meaning that they have in PageTensor.
-    """
+    """The pages of one layer: block b's page starts at byte `base` + b * `block_stride` of storage
+    `handle_id`. `dims` and `run` (bytes) have the same meaning as in PageTensor."""
 
     name: str
     handle_id: str
@@ -145,8 +142,10 @@ class LayerPages:
 class EngineMemoryMap:
     """The result of `describe`.
 
-    tensors: of all groups, in slot order. shard_bytes: bytes of a block, per group. storages: by
-    handle id."""
+    tensors: of all groups, in slot order.
+    shard_bytes: bytes of a block, per group.
+    storages: by handle id.
+    """
 
     tensors: list[PageTensor] = field(default_factory=list)
     shard_bytes: list[int] = field(default_factory=list)
@@ -159,9 +158,8 @@ def describe(
     kv_cache_config: Any,
     groups: Sequence[kv_groups.CacheGroup],
 ) -> EngineMemoryMap:
-    """Reads the layout from the registered tensors and checks it against vLLM's placement.
-
-    Raises Unsupported."""
+    """Reads the layout from the registered tensors and checks it against vLLM's placement. Raises
+    Unsupported."""
     found = EngineMemoryMap()
     formats = []
     for index, group in enumerate(groups):
@@ -220,7 +218,7 @@ def _layer_pages(
 
 
 def _page_format(tensor: torch.Tensor, num_blocks: int) -> str:
-    """Names the inner axes in physical order with their sizes: `H4N32C256:2` for two-byte
+    """Returns the inner axes in physical order with their sizes: `H4N32C256:2` for two-byte
     elements."""
     tensor = group_kernel_blocks(tensor, num_blocks)
     letters = "KHNC" if tensor.dim() == 5 else "HNC" if tensor.dim() == 4 else "XYZW"
@@ -234,9 +232,8 @@ def _page_format(tensor: torch.Tensor, num_blocks: int) -> str:
 
 
 def _check_placement(layer: LayerPages, kv_cache_config: Any) -> None:
-    """Raises Unsupported if a layer lies elsewhere than `kv_cache_tensors` says.
-
-    Then this code misreads one of the two."""
+    """Raises Unsupported if a layer is not where `kv_cache_tensors` says. This module would then
+    misread the tensor or the placement."""
     for placed in kv_cache_config.kv_cache_tensors:
         if layer.name in placed.layers:
             base = placed.offset + placed.layers.index(layer.name) * placed.layer_stride
@@ -293,9 +290,8 @@ def _page_tensor(group_index: int, run: Sequence[LayerPages], shard_offset: int)
 
 
 def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str) -> ExportedMemory:
-    """Makes the engine's memory readable and writable for the server.
-
-    Raises Unsupported; the engine's tensors stay usable then."""
+    """Makes the engine's memory readable and writable for the server. Raises Unsupported; the
+    engine's tensors then stay usable."""
     handles: list[MemoryHandle] = []
     with contextlib.ExitStack() as undo:
         fds: dict[str, int] = {}
@@ -318,10 +314,8 @@ def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str)
 
 
 def _share_cpu(storage: torch.UntypedStorage) -> int:
-    """Moves a storage to an unlinked shared file in place; returns a descriptor that the caller
-    owns.
-
-    Views of the storage follow it."""
+    """Moves a storage to an unlinked shared file, in place. Returns a descriptor that the caller
+    owns. Views of the storage follow it."""
     share = getattr(storage, "_share_fd_cpu_", None)
     if share is None:
         raise Unsupported("this torch can't move a CPU tensor to shared memory")
@@ -343,10 +337,9 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
 class KeyPacking:
     """How vLLM's CPU kernels arrange one head's keys of a block.
 
-    The keys lie in runs of `run` tokens, each run as [head_size / pair][run][pair].
-
-    If the kernels use another arrangement, `order` int64 [tokens * head_size] holds the place of
-    each channel of each key.
+    The keys are in runs of `run` tokens, each run as [head_size / pair][run][pair]. If the kernels
+    use another arrangement, `order` int64 [tokens * head_size] holds the place of each channel of
+    each key.
     """
 
     run: int
@@ -355,16 +348,14 @@ class KeyPacking:
 
 
 def key_packing(block_tokens: int, head_size: int, dtype: torch.dtype, isa: str) -> KeyPacking:
-    """Finds the arrangement by having vLLM write numbered keys. Raises Unsupported.
-
-    So any permutation of one head's keys is found; a kernel that does more than permute is
-    unsupported."""
+    """Finds the arrangement by having vLLM write numbered keys. This finds any permutation of one
+    head's keys. Raises Unsupported if the kernel does more than permute."""
     from vllm import _custom_ops as ops
 
     token = torch.arange(block_tokens)[:, None].expand(block_tokens, head_size)
     channel = torch.arange(head_size)[None, :].expand(block_tokens, head_size)
     digits = []
-    # Digits below 128, which bfloat16 and float16 hold exactly.
+    # Digits below 128, which bfloat16 and float16 represent exactly.
     for number in (token % 128, token // 128, channel % 128, channel // 128):
         keys = number.to(dtype)[:, None].contiguous()
         pages = torch.zeros((2, 1, 2 * block_tokens, head_size), dtype=dtype)
@@ -390,7 +381,9 @@ def key_packing(block_tokens: int, head_size: int, dtype: torch.dtype, isa: str)
 def unpacked_keys(pages: torch.Tensor, blocks: torch.Tensor, packing: KeyPacking) -> torch.Tensor:
     """Returns keys of the given blocks, float32 [blocks, tokens, heads, head_size].
 
-    `pages`: a CPU layer's pages [B, heads, tokens, 2 * head_size]. `blocks`: block ids."""
+    pages: a CPU layer's pages [B, heads, tokens, 2 * head_size].
+    blocks: block ids.
+    """
     num_blocks, heads, tokens, width = pages.shape
     count, head_size = len(blocks), width // 2
     packed = pages.view(num_blocks, heads, 2, tokens * head_size)[:, :, 0].index_select(0, blocks)
@@ -413,8 +406,11 @@ def unpacked_keys(pages: torch.Tensor, blocks: torch.Tensor, packing: KeyPacking
 
 @dataclass(frozen=True, slots=True)
 class OwnMemory:
-    """`note`: what the other ranks must know. `memory`: None if it can't be shown; the note says
-    why."""
+    """What a rank finds out about its own memory.
+
+    note: what the other ranks must know.
+    memory: None if it can't be exported; the note says why.
+    """
 
     note: RankNote
     memory: ExportedMemory | None = None
@@ -430,10 +426,10 @@ def find_own(
     place: checks.RankPlace,
     known_space: KeySpace | None,
 ) -> OwnMemory:
-    """Reads the layout off the tensors and exports them. Raises nothing: the other ranks wait for
-    the note.
+    """Reads the layout from the tensors and exports them. Never raises, because the other ranks
+    wait for the note.
 
-    `known_space`: after a sleep, this rank's key space from before; None to work it out.
+    known_space: this rank's key space from before a sleep; None to compute it.
     """
     host = this_host()
     try:
@@ -445,7 +441,7 @@ def find_own(
         device = next(iter(found.storages.values())).device
         packing = key_space.packing(vllm_config, kv_cache_config, groups, device.type)
         page_format = f"{found.page_format};{packing}"
-        # A key space has no group without bytes; the sizes of the whole slot come with the other
+        # A key space has no group without bytes. The sizes of the whole slot come with the other
         # ranks' notes.
         sizes = tuple(size or 1 for size in found.shard_bytes)
         space = known_space or key_space.key_space(

@@ -1,13 +1,13 @@
 """The loads of one rank, from their start to the report of their end.
 
-What is always true: each load is reported exactly once, as loaded or as failed. It is reported only
-after its future is resolved, or after the scheduler has said that it holds the blocks back
-(`give_up`). So nobody else gets blocks that the server may still write. `take` decides before it
-changes anything.
+Always true: each load is reported exactly once, as loaded or as failed. It is reported only after
+its future is resolved, or after the scheduler has said that it holds the load's blocks (`give_up`).
+So vLLM never reallocates blocks that the server may still write. `take` decides before it changes
+anything.
 
 A load is cancelled if its deadline passes or its request is aborted. If the server does not answer
-the cancel within `CANCEL_GRACE_S` the load is overdue, and each report names it until the scheduler
-holds its blocks.
+the cancel within `CANCEL_GRACE_S`, the load is overdue. Each report then names it until the
+scheduler holds its blocks.
 """
 
 import time
@@ -24,7 +24,7 @@ from hotkv_vllm.worker.device_order import Mark
 logger = link.logger
 
 CANCEL_GRACE_S = 2.0
-"""How long a server may take to answer a cancel: it finishes the pieces that its threads are
+"""How long a server may take to answer a cancel: it first finishes the pieces that its threads are
 copying."""
 
 
@@ -32,11 +32,15 @@ copying."""
 class ActiveLoad:
     """A load of this rank.
 
-    `after`: the mark that the load waits for. `deadline_s`: None until the device is seen to have
-    passed `after`. `answer`: None until the load is sent. `time`: of the answer, from when the
-    device was seen to have passed `after`; None until then. `cancelled_s`: when it was cancelled;
-    None if it was not. `is_late`: it was cancelled at its deadline. `is_void`: the engine has
-    discarded the memory, so the load counts as failed however it ends.
+    after: the mark that the load waits for.
+    deadline_s: None until the device is seen to have passed `after`.
+    answer: None until the load is sent.
+    time: times the answer from the moment at which the device was seen to have passed `after`; None
+        until then.
+    cancelled_s: time of the cancel; None if it was not cancelled.
+    is_late: True if it was cancelled at its deadline.
+    is_void: True if the load counts as failed however it ends, because the engine has discarded the
+        memory or its weights may have changed.
     """
 
     job: LoadJob
@@ -50,39 +54,40 @@ class ActiveLoad:
 
     @property
     def seconds(self) -> float:
-        """What the server has taken so far; 0 if unknown."""
+        """Returns the time that the server has used so far, seconds; 0 if not known."""
         return self.time.seconds if self.time is not None else 0.0
 
     @property
     def is_over(self) -> bool:
-        """True if nobody writes its blocks. A load that was not sent is over only as long as it
-        stays unsent."""
+        """Whether the server no longer writes the load's blocks. A load that was not sent is over
+        only while it stays unsent."""
         return self.answer is None or self.answer.done()
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A load that is over. `num_bytes`: None if it failed."""
+    """A load that is over. `num_bytes` is None if it failed."""
 
     load: ActiveLoad
     num_bytes: int | None
 
     @property
     def seconds(self) -> float:
-        """What the server took for it, if it ended well; that below 0, if its time was up. 0 if
-        unknown."""
+        """Returns the time that the server used for a load that succeeded. Returns minus that time
+        for a load that was cancelled at its deadline. 0 for other failures, or if not known."""
         if self.num_bytes is None:
             return -self.load.seconds if self.load.is_late else 0.0
         return self.load.seconds
 
 
 class RankLoads:
-    """The loads under way, those that the server hangs in, and failures to report. `given_up`: by
-    request, seconds that late loads took until they were given up, below 0; until they are
-    reported.
+    """The loads under way, the loads in which the server hangs, and the failures to report.
 
-    `send` begins a transfer and does not raise. `cancel` asks the server to end the transfer of
-    this id."""
+    send: begins a transfer. Does not raise.
+    cancel: asks the server to end the transfer with this id.
+    given_up: by request, minus the seconds that a late load took until it was given up; kept until
+        reported.
+    """
 
     def __init__(
         self,
@@ -116,14 +121,12 @@ class RankLoads:
             load.time = AnswerTime(load.answer)
 
     def fail(self, request_ids: Iterable[str]) -> None:
-        """Reports loads as failed that were never begun; vLLM waits for each of them."""
+        """Reports loads as failed that were never begun and that vLLM waits for."""
         self._failed.update(request_ids)
 
     def fail_unbegun(self, jobs: Iterable[LoadJob], abandoned: Iterable[str]) -> None:
-        """Reports those of `jobs` as failed that were not begun, because the hook broke that begins
-        them.
-
-        `abandoned`: further requests to report as failed."""
+        """Reports the loads among `jobs` as failed that a broken hook has not begun. `abandoned`
+        are further requests to report as failed."""
         self._failed |= set(abandoned)
         for job in jobs:
             load = self._active.get(job.request_id)
@@ -131,18 +134,19 @@ class RankLoads:
                 self._failed.add(job.request_id)
 
     def send_waiting(self) -> None:
-        """Sends the loads whose mark has passed by now."""
+        """Sends the loads whose mark has passed."""
         for load in self._active.values():
             if load.answer is None and load.after.passed():
                 self._send_now(load)
 
     @property
     def answers(self) -> "list[Future[TransferResult] | None]":
-        """The futures of all loads that were not taken yet; None for a load that was not sent."""
+        """Returns the futures of all active loads; None for a load that was not sent."""
         return [load.answer for load in self._active.values()]
 
     def make_void(self) -> None:
-        """Cancels all loads and counts them as failed: the engine discards its memory."""
+        """Cancels all loads and counts them as failed, because the engine discards its memory or
+        its weights may have changed."""
         for load in self._active.values():
             load.is_void = True
             self._end_early(load)
@@ -165,8 +169,7 @@ class RankLoads:
     # -------------------------------------------------------------------------------------- results
 
     def take(self) -> tuple[set[str], set[str], list[Ended]]:
-        """Returns the requests whose load is over, those of them whose load failed, and the ended
-        loads."""
+        """Returns the requests whose load is over, those whose load failed, and the ended loads."""
         if not self._active:
             failed, self._failed = self._failed, set()
             return set(failed), failed, []
@@ -190,10 +193,8 @@ class RankLoads:
         return finished, failed
 
     def take_failed(self) -> tuple[set[str], list[ActiveLoad]]:
-        """Takes all loads that are over or were never sent; returns the requests to fail, and the
-        loads.
-
-        For a worker whose `take` breaks."""
+        """Removes all loads that are over or were never sent. Returns the requests to fail, and the
+        loads. For a worker whose `take` raises."""
         over = [load for load in self._active.values() if load.is_over]
         failed = self._failed | {load.job.request_id for load in over}
         self._active = {
@@ -205,10 +206,8 @@ class RankLoads:
         return failed, over
 
     def _end_of(self, load: ActiveLoad) -> Ended:
-        """Returns how a resolved load ended.
-
-        A load whose result can't be read counts as failed: its future is resolved, so its blocks
-        may be given up."""
+        """Returns how a resolved load ended. A load whose result can't be read counts as failed:
+        its future is resolved, so its blocks may be freed."""
         assert load.answer is not None
         try:
             return Ended(load, None if load.is_void else _bytes_loaded(load.answer))
@@ -219,7 +218,7 @@ class RankLoads:
             return Ended(load, None)
 
     def watch(self, now_s: float) -> None:
-        """Cancels the loads whose deadline has passed, and sets deadlines of loads whose mark has
+        """Cancels the loads whose deadline has passed. Sets the deadlines of loads whose mark has
         passed."""
         for load in self._active.values():
             if load.answer is None or load.cancelled_s is not None:
@@ -235,7 +234,7 @@ class RankLoads:
     # ----------------------------------------------------------------------------------- hung loads
 
     def overdue(self, now_s: float) -> tuple[str, ...]:
-        """Ids of transfers that the server was asked to end and has not ended within
+        """Returns the transfers that the server was asked to end and has not ended within
         CANCEL_GRACE_S."""
         return tuple(
             load.job.transfer_id
@@ -246,9 +245,8 @@ class RankLoads:
         )
 
     def give_up(self, transfer_ids: Iterable[str]) -> None:
-        """Reports these loads as failed before the server has ended them.
-
-        The scheduler holds their blocks back, so their requests need not wait any more."""
+        """Reports these loads as failed before the server has ended them. The scheduler holds their
+        blocks, so their requests need not wait any more."""
         wanted = set(transfer_ids)
         for load in [
             load
@@ -264,12 +262,9 @@ class RankLoads:
 
     def settled(self, transfer_ids: Iterable[str]) -> tuple[list[str], list[ActiveLoad]]:
         """Returns which of these transfers can't write here any more, and the hung loads that are
-        over.
-
-        `transfer_ids`: transfers whose blocks the scheduler holds back."""
+        over. `transfer_ids`: transfers whose blocks the scheduler holds."""
         for load in self._active.values():
-            # A load that was never sent and whose blocks are held back has failed; `take` reports
-            # it.
+            # A load that was never sent and whose blocks are held has failed; `take` reports it.
             if load.answer is None and load.job.transfer_id in transfer_ids:
                 load.answer = never_begun("its blocks are held back")
         done = [load for load in self._hung.values() if load.is_over]

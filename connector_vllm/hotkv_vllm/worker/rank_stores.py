@@ -1,10 +1,13 @@
 """The stores of one rank, from their begin to the report of their end.
 
-What is always true: a store that a step must wait for has ended, or is revoked, or its session is
-closed, before the step goes on. If a step's blocks are not known, `take_everything_back` revokes
-all stores by one call that needs no list of them. No step waits for the device: a store behind a
-mark that has not passed has read nothing yet, and is taken back at once if a step overwrites its
-blocks. A store that was taken over here is reported once.
+Always true:
+- A store that a step must wait for has ended, or is revoked, or its session is closed, before the
+  step goes on.
+- If a step's blocks are not known, `take_everything_back` revokes all stores by one call without
+  listing them.
+- No step waits for the device. A store whose mark has not passed has read nothing yet, and is
+  revoked at once if a step overwrites its blocks.
+- A store that was accepted here is reported once.
 """
 
 import time
@@ -27,13 +30,16 @@ from hotkv_vllm.worker.session import RankSession
 logger = link.logger
 
 FENCE_GRACE_S = 0.5
-"""How long after a store's deadline its end is still waited for."""
+"""How long after a store's deadline its end is still awaited."""
 
 
 @dataclass(slots=True)
 class ActiveStore:
-    """A store of this rank. `answer` is None until it is sent. `representations`: runs whose rows
-    are built."""
+    """A store of this rank.
+
+    representations: runs whose representations are built.
+    answer: None until the store is sent.
+    """
 
     job: StoreJob
     after: Mark
@@ -43,7 +49,7 @@ class ActiveStore:
 
 
 class RankStores:
-    """Sends the stores of a rank, follows them, and takes them back before a step overwrites their
+    """Sends the stores of a rank, follows them, and revokes them before a step overwrites their
     blocks."""
 
     def __init__(
@@ -69,22 +75,23 @@ class RankStores:
     # --------------------------------------------------------------------------------------- begin
 
     def begin(self, job: StoreJob, representations: tuple[BlockRun, ...], after: Mark) -> None:
-        """Begins a store behind a mark, at once or once the device has passed it."""
+        """Begins a store behind a mark: at once if possible, otherwise when the device has passed
+        the mark."""
         store = ActiveStore(job, self._rank.marks.use(after), time.monotonic(), representations)
         self.active[job.store_id] = store
         if after.lets_send():
             self._submit(store)
 
     def refuse(self, jobs: Iterable[StoreJob]) -> None:
-        """Reports stores as failed that are not begun."""
+        """Reports stores as failed without beginning them."""
         self._reports.update({job.store_id: StoreReport([b""]) for job in jobs})
 
     def leave_to_others(self, jobs: Iterable[StoreJob]) -> None:
-        """Reports stores as written: another rank writes what this one holds a copy of."""
+        """Reports stores as written: this rank holds a copy, and another rank writes it."""
         self._reports.update({job.store_id: nothing_to_write(job) for job in jobs})
 
     def send_waiting(self) -> None:
-        """Sends those whose mark has passed by now."""
+        """Sends the stores whose mark has passed."""
         for store in self.active.values():
             if store.answer is None and store.after.passed():
                 self._submit(store)
@@ -94,13 +101,12 @@ class RankStores:
         if runs:
             store.answer = self._rank.store(store.job, runs, store.after)
             return
-        # Nothing but representations, and they could not be built.
+        # It has only representations, and these could not be built.
         store.answer = Future()
         store.answer.set_result(TransferResult(store.job.lease_id, TransferStatus.DONE))
 
     def fail_unsent(self, jobs: Iterable[StoreJob]) -> None:
-        """The hook that should have begun these broke: whatever it has not sent has failed, and is
-        not sent any more."""
+        """Fails the stores that a broken hook has not sent. They are never sent."""
         for job in jobs:
             store = self.active.get(job.store_id)
             if store is None:
@@ -111,8 +117,8 @@ class RankStores:
     # ---------------------------------------------------------------------------------- taking back
 
     def end_before_step(self, store_ids: Sequence[int]) -> None:
-        """Waits for stores whose source blocks the step overwrites, or takes the blocks back. Those
-        that the scheduler has revoked are not waited for."""
+        """Waits for stores whose source blocks the step overwrites, or revokes them. Does not wait
+        for stores that the scheduler has revoked."""
         waiting = [self.active[store_id] for store_id in store_ids if store_id in self.active]
         if not waiting:
             return
@@ -131,15 +137,15 @@ class RankStores:
         self._count("flush_s", time.monotonic() - began_s)
 
     def _await(self, waiting: list[ActiveStore]) -> None:
-        """Waits a moment, then takes the blocks back. While the server is slow there is no
-        moment."""
+        """Waits up to `flush_timeout_s`, then revokes the stores. Does not wait while the server is
+        slow."""
         if _all_done(waiting, 0.0 if self._is_server_slow else self._config.flush_timeout_s):
             return
         self._is_server_slow = True
         self._take_back(waiting)
 
     def _take_back(self, stores: list[ActiveStore]) -> bool:
-        """Ends stores so that their blocks may be overwritten. Returns False if that took the
+        """Ends stores so that their blocks may be overwritten. Returns False if it had to close the
         session."""
         if self._rank.session is None:
             return True
@@ -164,8 +170,8 @@ class RankStores:
         """Ends all stores of this rank at once, sent or not, so that any block may be overwritten.
         Needs no list of them.
 
-        If they can't all be revoked the session is closed, so that the server aborts them, and
-        another one opened.
+        If they can't all be revoked, closes the session, so that the server aborts them, and opens
+        another.
         """
         rank = self._rank
         session = rank.session
@@ -184,8 +190,8 @@ class RankStores:
             rank.begin()
 
     def begin_anew(self) -> None:
-        """A new session in place of one whose server hangs, or whose key space is another. Its
-        stores count as failed; its loads go on waiting for their end."""
+        """Replaces a session whose server hangs, or whose key space has changed. Its stores count
+        as failed. Its loads still wait for their end."""
         if self._rank.leave():
             self.fail_all()
             self._rank.begin()
@@ -198,8 +204,8 @@ class RankStores:
         self.active.clear()
 
     def end_early(self) -> "list[Future[TransferResult]]":
-        """The engine discards its memory: ends all stores. Returns what says that each has
-        ended."""
+        """Ends all stores, because the engine discards its memory. Returns the futures that resolve
+        when each has ended."""
         answers = []
         for store in self.active.values():
             if store.answer is None:
@@ -212,7 +218,7 @@ class RankStores:
     # -------------------------------------------------------------------------------------- results
 
     def take_reports(self) -> dict[int, StoreReport]:
-        """By store: how those ended that have ended since the last call."""
+        """Returns by store how it ended, for stores that ended since the last call."""
         lost, self._lost = self._lost, []
         for store in lost:
             self._rank.marks.done(store.after)
@@ -225,7 +231,8 @@ class RankStores:
         return reports
 
     def _report(self, store: ActiveStore, answer: "Future[TransferResult]") -> StoreReport:
-        """A store whose result can't be read has failed."""
+        """Returns the report of a store that has ended. A store whose result can't be read counts
+        as failed."""
         if answer.cancelled() or answer.exception() is not None:
             logger.debug(
                 "hotkv: a store failed: %s", None if answer.cancelled() else answer.exception()
@@ -251,12 +258,13 @@ def _all_done(waiting: Iterable[ActiveStore], timeout_s: float) -> bool:
 
 
 def report_of(result_arrays: Sequence[Any]) -> StoreReport:
-    """A rank's report of one store; no arrays for a store that failed as a whole."""
+    """Returns a rank's report of one store. `result_arrays` is empty for a store that failed as a
+    whole."""
     return StoreReport([b"".join(np.asarray(a, np.uint8).tobytes() for a in result_arrays)])
 
 
 def nothing_to_write(job: StoreJob) -> StoreReport:
-    """The report of a rank that holds a copy of what another rank writes."""
+    """Returns the report of a rank that holds a copy of what another rank writes."""
     return report_of(
         [np.full(sum(len(run.hashes) for run in job.runs), BlockResult.WRITTEN, np.uint8)]
     )

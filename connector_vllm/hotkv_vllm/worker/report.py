@@ -1,7 +1,7 @@
-"""What one rank tells the scheduler with each step.
+"""Collects what one rank reports to the scheduler with each step.
 
-What is always true: counters and ends are said once; states (hung loads, the session, the weights)
-are said as they are now; if reading a part breaks, the rest goes out without it.
+Always true: counters and ends of transfers are reported once; states (hung loads, the session, the
+weights) are reported as of now; if reading a part raises, the rest is sent without it.
 """
 
 import time
@@ -16,8 +16,11 @@ from hotkv_vllm.worker.session import RankSession
 
 
 class RankReport:
-    """The report that goes out with the next step. `rank_number`: vLLM's. `asked`: what the
-    scheduler has last said of loads; it names the states to report."""
+    """The report that goes out with the next step.
+
+    rank_number: vLLM's number of the rank.
+    asked: the scheduler's last orders about loads; they name the states to report.
+    """
 
     def __init__(
         self,
@@ -42,13 +45,13 @@ class RankReport:
         self._next.count(name, value)
 
     def timed(self, load_seconds: Mapping[str, float]) -> None:
-        """Notes what the server took for the loads of requests; 0 if that is not known."""
+        """Notes the server's time for the loads of requests, seconds; 0 if not known."""
         self._next.load_seconds.update(
             (name, load_s) for name, load_s in load_seconds.items() if load_s
         )
 
     def give_marks_back(self, loads: Iterable[ActiveLoad]) -> None:
-        """These loads are over: their marks are given back when the next report is taken."""
+        """Notes loads that are over. Their marks are released when the next report is taken."""
         self._over += loads
 
     def take(
@@ -58,8 +61,11 @@ class RankReport:
         stores: RankStores,
         handshake: Callable[[], HotKVHandshake | None],
     ) -> HotKVWorkerMetadata | None:
-        """Returns the report; None if there is nothing to say. `meta`: the step's. `handshake`:
-        called if the scheduler has asked for one."""
+        """Returns the report; None if it is empty.
+
+        meta: the step's metadata.
+        handshake: returns the rank's handshake; called if the scheduler has asked for it.
+        """
         self._sparse.sparse_report(self._next)
         self._state_report(loads)
         self._step_report(meta, handshake)
@@ -75,7 +81,7 @@ class RankReport:
 
     @hook(nothing, is_part=True)
     def _state_report(self, loads: RankLoads) -> None:
-        """Puts into the report how hung loads, the session and the weights are now."""
+        """Adds the present state of hung loads, the session and the weights."""
         report = self._next
         report.overdue_loads = ()
         report.settled_loads = {}
@@ -97,7 +103,7 @@ class RankReport:
     def _step_report(
         self, meta: HotKVMetadata | None, handshake: Callable[[], HotKVHandshake | None]
     ) -> None:
-        """Puts into the report what the scheduler asked of this step."""
+        """Adds what the scheduler asked to be reported with this step."""
         if meta is None:
             return
         self._next.timed_step = meta.timed_step

@@ -1,11 +1,13 @@
-"""A rank's memory and its session with the server: from the tensors that vLLM registers to a
-session that the scheduler knows of, and the transfers that it sends.
+"""A rank's memory and its session with the server. Turns the tensors that vLLM registers into a
+registered session, and sends transfers.
 
-What is always true: a session is opened only over memory that the server can map, and under a key
-space that all ranks have agreed on; memory that the engine is about to unmap has no session.
-Nothing is sent without a server, or while this rank holds other weights or adapters than the
-scheduler's plans rest on. A transfer that could not be begun has failed. `handshake` says at any
-time what the scheduler has to know, be it why this rank is off.
+Always true:
+- A session is opened only over memory that the server can map, and under a key space that all ranks
+  have agreed on. Memory that the engine is about to unmap has no session.
+- Nothing is sent without a server, or while this rank's weights or adapters differ from those in
+  the scheduler's plans.
+- A transfer that could not be begun has failed.
+- `handshake` always holds what the scheduler has to know, including why this rank is off.
 """
 
 import logging
@@ -40,8 +42,12 @@ logger = link.logger
 
 
 class RankSession:
-    """Owns a rank's memory, session and transfers. `shared`: representations that go with
-    blocks; None if none do. `adapters`: the watch over this rank's adapters."""
+    """Owns a rank's memory, session and transfers.
+
+    shared: the sparse worker whose representations travel with blocks; None if no representations
+        do.
+    adapters: the watch over this rank's adapters.
+    """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
         self._vllm_config = vllm_config
@@ -76,10 +82,9 @@ class RankSession:
     # --------------------------------------------------------------------------------------- memory
 
     def export(self, kv_caches: Mapping[str, Any]) -> bool:
-        """Finds out what the memory is and makes it one that the server can map. Returns False if
-        it can't be: then the engine runs without hotkv, and the log says why once. CPU memory
-        moves; views of the tensors follow.
-        """
+        """Reads the layout of the memory and exports it to the server. Returns False if that is
+        impossible: the engine then runs without hotkv, and the log says why once. CPU memory moves;
+        views of the tensors follow."""
         try:
             self._export(kv_caches)
         except (Unsupported, OSError, ValueError) as error:
@@ -91,8 +96,8 @@ class RankSession:
         return True
 
     def _export(self, kv_caches: Mapping[str, Any]) -> None:
-        """After a sleep the memory is described and exported anew; what it holds and what orders
-        transfers stay."""
+        """Exports the memory. After a sleep only the description and the export are made anew. The
+        key space and the marks stay."""
         checks.check_ranks(self._vllm_config)
         place = self.place = checks.rank_place(self._vllm_config, self._kv_cache_config)
         vllm, kv_cache = self._vllm_config, self._kv_cache_config
@@ -121,7 +126,7 @@ class RankSession:
         self._space = replace(space, weights_identity=self.weights.identity)
 
     def _share(self, sparse: SparseWorker, centres: Centres | None) -> tuple[Representation, ...]:
-        """Puts the pool of representations beside the exported memory. Returns the kinds in it."""
+        """Adds the pool of representations to the exported memory. Returns the kinds in it."""
         assert self.memory is not None and self._space is not None
         pool = shared_pool(
             sparse.representations,
@@ -145,11 +150,12 @@ class RankSession:
         return pool.kinds
 
     def arena(self) -> Arena | None:
-        """The server's arena; None without a session that may map it."""
+        """Returns the server's arena; None without a session that may map it."""
         return None if self.session is None else self.session.arena()
 
     def shared_group(self, group_index: int) -> int:
-        """vLLM's group of the blocks whose representations have this index in the session."""
+        """Returns vLLM's group of the blocks whose representations have this index in the session.
+        """
         assert self._session_config is not None
         config = self._session_config
         kind = config.representations[group_index - len(config.key_space.groups)]
@@ -158,10 +164,10 @@ class RankSession:
     # -------------------------------------------------------------------------------------- session
 
     def open(self, sparse: SparseWorker | None = None, centres: Centres | None = None) -> None:
-        """Opens the session over the exported memory, with the representations of `sparse` beside
-        it; nothing if none was exported.
+        """Opens the session over the exported memory, with the representations of `sparse`. Does
+        nothing if no memory was exported.
 
-        If those can't be shared, blocks go without them, and it is logged once.
+        If the representations can't be shared, blocks travel without them, and this is logged once.
         """
         if self.memory is None or self._space is None:
             return
@@ -214,7 +220,7 @@ class RankSession:
         self.begin()
 
     def begin(self) -> None:
-        """Begins a session over the memory, under the present key space."""
+        """Opens a session over the memory, under the present key space."""
         assert self._session_config is not None and self.memory is not None
         self.session = link.open_session(
             self._session_config,
@@ -225,18 +231,18 @@ class RankSession:
         )
 
     def leave(self) -> bool:
-        """Ends the session without waiting for the server: nothing more goes to it, whatever
-        becomes of the next one. Returns False if there was none."""
+        """Ends the session without waiting for the server. Nothing more is sent over it, even if no
+        new session can be opened. Returns False if there was none."""
         if self.session is None or self._session_config is None or self.memory is None:
             return False
         session, self.session = self.session, None
-        # The futures of what the server still copies keep to their promise without us.
+        # The client still resolves the futures of transfers that the server is copying.
         threading.Thread(target=session.close, name="hotkv-close", daemon=True).start()
         return True
 
     def follow(self, order: WeightsOrder | None) -> bool:
-        """Takes in what the scheduler says of weights that may have changed. Returns True if the
-        session must be begun anew, under their key space."""
+        """Obeys the scheduler's order about weights that may have changed. Returns True if the
+        session must be opened anew, under the weights' new key space."""
         weights, config = self.weights, self._session_config
         if weights is None or not weights.obey(order) or config is None or self._space is None:
             return False
@@ -246,15 +252,16 @@ class RankSession:
         return True
 
     def turn_off(self, why: str) -> None:
-        """The memory could not be shown: this rank, and with it the engine, runs without hotkv."""
+        """Turns this rank off because its memory could not be exported. The whole engine then runs
+        without hotkv."""
         self.handshake = HotKVHandshake(None, why, rank=self.place.rank)
         self.shutdown()
 
     def shutdown(self, keeps_fence: bool = False) -> None:
-        """Closes the session, the memory and the fence. Waits for the server, 5 seconds at most; a
-        load that it does not end then writes to memory that nobody reads.
+        """Closes the session, the memory and the fence. Waits for the server, 5 seconds at most. A
+        load that has not ended by then writes to memory that is not used any more.
 
-        `keeps_fence`: the next session goes on with the page that the scheduler knows.
+        keeps_fence: keep the page that the scheduler knows, for the next session.
         """
         session, self.session = self.session, None
         memory, self.memory = self.memory, None
@@ -271,8 +278,8 @@ class RankSession:
 
     @property
     def is_trusted(self) -> bool:
-        """Returns True if this rank holds what the scheduler's plans and the session's key space
-        rest on."""
+        """Returns True if this rank has the weights and adapters that the scheduler's plans and the
+        session's key space assume."""
         return self.adapters.is_trusted and (self.weights is None or not self.weights.held)
 
     def load(self, job: LoadJob, mark: Mark) -> "Future[TransferResult]":
@@ -306,18 +313,18 @@ class RankSession:
         )
 
     def cancel(self, transfer_id: str) -> None:
-        """Asks the server to end a transfer; its future's end is the acknowledgement."""
+        """Asks the server to end a transfer. The transfer's future acknowledges it."""
         if self.session is not None:
             self.session.cancel(self._name(transfer_id))
 
     def _name(self, transfer_id: str) -> str:
-        """Names this rank's part of a transfer."""
+        """Returns the id of this rank's part of a transfer."""
         return f"{transfer_id}-k{self.place.rank}"
 
     def _begun(
         self, begin: "Callable[[link.CacheSession], Future[TransferResult]]"
     ) -> "Future[TransferResult]":
-        """Returns the transfer's future; a failed one if it could not be begun."""
+        """Returns the transfer's future; a failed future if it could not be begun."""
         if self.session is None or not self.session.connected:
             return never_begun("no server")
         if not self.is_trusted:
@@ -330,7 +337,7 @@ class RankSession:
     # ---------------------------------------------------------------------------------------- state
 
     def mark(self) -> Mark:
-        """What all that this hook begins lies behind."""
+        """Makes the mark for all transfers that this hook begins."""
         if self.session is None:
             return self.marks.make(OrderKind.HOST)
         if self.marks.order != NO_ORDER and self.session.connected:
@@ -346,7 +353,8 @@ class RankSession:
         return self.marks.make(self.session.order_kind)
 
     def link_report(self, is_asked: bool) -> dict[int, str]:
-        """Whether this rank has a session: when that has changed, and when it was asked."""
+        """Returns whether this rank has a session, if that has changed or the scheduler has asked.
+        """
         if self._session_config is None or (
             self.is_connected == self._logged_link and not is_asked
         ):

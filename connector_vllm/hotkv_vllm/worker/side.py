@@ -1,19 +1,19 @@
 """The connector's worker side: carries out each step's loads and stores.
 
-Holds together the rank's memory and session, its loads and its stores (`session`, `rank_loads`,
-`rank_stores` have their own rules). Nothing here waits, but for stores that a step must wait for,
-and for the server when the engine's memory comes or goes.
+Holds the rank's memory and session, its loads and its stores (`session`, `rank_loads`,
+`rank_stores` have their own rules). It waits only for stores that a step must wait for, and for the
+server when the engine's memory is registered or discarded.
 
-The memory is shown to the server when vLLM registers it, given up before vLLM unmaps it (a sleep),
-and shown anew when it is mapped again.
+The memory is exported to the server when vLLM registers it, withdrawn before vLLM unmaps it (a
+sleep), and exported again when it is mapped again.
 
-Every transfer lies behind a mark in the device's queue (`device_order`). If the server can ask for
-the mark the transfer is sent at once, else in the hook that sees it passed. Deadlines of a transfer
-run from its mark on.
+Every transfer has a mark in the device's queue (`device_order`) and begins after it. If the server
+can test the mark, the transfer is sent at once. Otherwise it is sent by the first hook that sees
+the mark passed. Deadlines of a transfer run from its mark.
 
-With sparse decode, representations go with blocks: built before their block's store begins, and
-marked as built when a load has ended well. What goes wrong with them leaves blocks without, and no
-more.
+With sparse decode, representations travel with blocks. They are built before their block's store
+begins, and marked as built when a load has succeeded. A fault in building or loading them only
+leaves blocks without representations.
 """
 
 import time
@@ -36,8 +36,8 @@ from hotkv_vllm.worker.session import RankSession
 
 
 class HotKVWorker:
-    """Worker side. Idle until the memory was found exportable and a session begun. `*_broke`: what
-    makes up for a hook that has raised."""
+    """The worker side. Idle until the memory was exported and a session opened. The methods
+    `*_broke` are the fallbacks of hooks that raised."""
 
     def __init__(
         self,
@@ -63,20 +63,21 @@ class HotKVWorker:
         return f"HotKVWorker({self.rank}, {self.loads}, {self.stores})"
 
     def count(self, name: str) -> None:
-        """Adds one to a counter of `counter_help.COUNTERS`."""
+        """Increments a counter of `counter_help.COUNTERS`."""
         self.report.count(name)
 
     def handshake(self) -> HotKVHandshake | None:
-        """Returns what the scheduler has to know of this rank."""
+        """Returns this rank's handshake for the scheduler."""
         return replace(self.rank.handshake, sparse_layers=self.sparse.layers)
 
     # --------------------------------------------------------------------------------------- memory
 
     def register(self, kv_caches: dict[str, Any]) -> None:
-        """vLLM has made its KV caches: a tensor per layer."""
+        """Exports the KV caches that vLLM has allocated, and opens the session. `kv_caches` has a
+        tensor per layer."""
         self._kv_caches = kv_caches
-        # First the memory moves, then others look at it; the session tells the server of all of it
-        # at once.
+        # Export first, because it moves the memory. Sparse attention then reads the new addresses.
+        # The session registers everything with the server at once.
         self._export()
         self.sparse.install_sparse(kv_caches)
         if self.sparse.lacks_residency:
@@ -86,7 +87,7 @@ class HotKVWorker:
         self.sparse.opened()
 
     def unregister(self) -> None:
-        """vLLM is about to discard the KV memory."""
+        """Closes the session and withdraws the memory: vLLM is about to discard it."""
         if self.rank.session is None:
             return
         self._is_unregistered = True
@@ -94,18 +95,18 @@ class HotKVWorker:
         self.sparse.will_write_all()
 
     def unregister_broke(self) -> None:
-        """The memory is given up, and it is not known what still reaches it."""
+        """Closes everything, because it is not known what still reaches the discarded memory."""
         self.rank.shutdown()
 
     def restore(self) -> None:
-        """The KV memory is there again, with other contents."""
+        """Exports the KV memory again, after a sleep. Its contents are new."""
         if self._is_unregistered:
             self._is_unregistered = False
             self._export()
             self.rank.open(self.sparse.worker, self.sparse.centres)
 
     def memory_broke(self, what: str) -> None:
-        """The memory could not be `what`."""
+        """Turns the rank off, because its memory could not be `what`."""
         self.rank.turn_off(f"its memory could not be {what}; see the engine's log")
 
     def shutdown(self) -> None:
@@ -114,7 +115,7 @@ class HotKVWorker:
         self.rank.shutdown()
 
     def _export(self) -> None:
-        """Lets go of memory that was exported before, and exports what there is now."""
+        """Withdraws memory that was exported before, and exports the present memory."""
         if self.rank.memory is not None:
             self._let_go()
         self.rank.export(self._kv_caches)
@@ -124,8 +125,8 @@ class HotKVWorker:
         unmap.
 
         Waits for the server as long as for the end of a store. A hung server keeps mappings of its
-        own, so what it still writes reaches no memory that the engine gets afterwards; a load that
-        it has not ended stays unreported, and vLLM keeps its blocks.
+        own, so its later writes reach no memory that the engine gets afterwards. A load that it has
+        not ended stays unreported, and vLLM keeps the load's blocks.
         """
         if self.rank.session is not None:
             self.loads.make_void()
@@ -157,17 +158,18 @@ class HotKVWorker:
         self.sparse.begin_step(meta)
 
     def distrust(self) -> None:
-        """It is not known which blocks the step overwrites: nothing of what was known of any block
-        holds."""
+        """Revokes all stores and forgets all representations, because it is not known which blocks
+        the step overwrites."""
         try:
             self.stores.take_everything_back()
         finally:
             if not self.sparse.distrust():
-                # From now on blocks go without representations: it is not known which of them hold.
+                # Blocks travel without representations from here on: it is not known which
+                # representations are valid.
                 self.rank.shared = None
 
     def start_loads(self, meta: HotKVMetadata) -> None:
-        """Begins a step's loads; does not wait for them."""
+        """Begins a step's loads. Does not wait for them."""
         for run in (run for job in meta.loads for run in job.runs):
             self.sparse.will_write(run.block_ids)
         self.report.asked = meta
@@ -185,11 +187,11 @@ class HotKVWorker:
             self.loads.give_up(meta.held_loads)
 
     def loads_broke(self, meta: HotKVMetadata) -> None:
-        """Whatever was not begun of a step's loads has failed. Its stores are still to come."""
+        """Fails the loads of a step that were not begun. The step's stores are still handled."""
         self.loads.fail_unbegun(meta.loads, meta.abandoned_loads)
 
     def save(self, meta: HotKVMetadata) -> None:
-        """Begins a step's stores; does not wait for them."""
+        """Begins a step's stores. Does not wait for them."""
         self._send_waiting()
         if not meta.stores:
             return
@@ -201,7 +203,7 @@ class HotKVWorker:
             return
         jobs = meta.stores
         if lost := self.sparse.find_lost(job.request_id for job in jobs if job.request_id):
-            # What they have computed is wrong, and named as if it were right.
+            # These requests computed wrong KV, under the names of the right KV.
             self.stores.refuse([job for job in jobs if job.request_id in lost])
             jobs = tuple(job for job in jobs if job.request_id not in lost)
         after = self.rank.mark()
@@ -210,12 +212,12 @@ class HotKVWorker:
         self.rank.marks.done(after)
 
     def stores_broke(self, meta: HotKVMetadata) -> None:
-        """Whatever was not sent of a step's stores has failed."""
+        """Fails the stores of a step that were not sent."""
         self.stores.fail_unsent(meta.stores)
 
     def _built(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
-        """The runs, their representations all built; none if they can't be, or nobody would take
-        them."""
+        """Builds the representations of the runs and returns the runs. Returns none if building
+        fails, or if the server could not receive them."""
         if not runs or self.rank.shared is None or not self.rank.is_connected:
             return ()
         built = self.sparse.build(self.rank.shared, runs, self.rank.shared_group)
@@ -227,8 +229,8 @@ class HotKVWorker:
     # -------------------------------------------------------------------------------------- results
 
     def take_results(self) -> tuple[set[str], set[str]]:
-        """Returns the requests whose load has ended, and those of them whose load failed. Whatever
-        breaks here, a load is reported once."""
+        """Returns the requests whose load has ended, and those whose load failed. Each load is
+        reported once, even if this method raises."""
         if self.loads:
             if self.rank.weights is not None and self.rank.weights.held:
                 self.loads.make_void()
@@ -244,7 +246,7 @@ class HotKVWorker:
         return finished, failed
 
     def take_failed_results(self) -> set[str]:
-        """Returns the requests whose load is over, all of which count as failed."""
+        """Returns the requests whose load is over. All of them count as failed."""
         failed, over = self.loads.take_failed()
         self.report.give_marks_back(over)
         return failed
@@ -262,10 +264,10 @@ class HotKVWorker:
                 self.rank.shared.loaded(group, run.block_ids)
 
     def take_report(self, meta: HotKVMetadata | None) -> HotKVWorkerMetadata | None:
-        """Returns what the scheduler is to hear of this step; None for nothing."""
+        """Returns the report of this step to the scheduler; None if it is empty."""
         return self.report.take(meta, self.loads, self.stores, self.handshake)
 
     def _send_waiting(self) -> None:
-        """Sends transfers that were not yet to be sent and whose mark has passed."""
+        """Sends transfers that could not be sent before and whose mark has passed."""
         self.loads.send_waiting()
         self.stores.send_waiting()
