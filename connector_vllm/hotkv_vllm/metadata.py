@@ -205,8 +205,8 @@ Join = Callable[[Any, Any], Any]
 
 
 def _each(join: Join) -> Join:
-    """Returns a join of mappings: values that both have are joined by `join`, the rest is copied.
-    """
+    """Returns a join of mappings: values that both have are joined by `join`, the rest is
+    copied."""
 
     def joined(one: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
         shared = {key: join(one[key], other[key]) for key in one.keys() & other.keys()}

@@ -492,8 +492,8 @@ class CudaWorker:
         self.sequences.lose_away(self._step, f"attention of {layer_name} broke")
 
     def start_over(self) -> None:
-        """Handles a step whose rows are not known: requests that need bytes of the arena are lost.
-        """
+        """Handles a step whose rows are not known: requests that need bytes of the arena are
+        lost."""
         self._step, self._is_told = [], False
         self._residents.name_rows({})
         self.sequences.lose_away(self.sequences, "a step's plan was lost")

@@ -88,8 +88,8 @@ class PageCopier:
     caller at a time. Its threads hold no GIL."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        """num_threads: number of threads; None for as many as there are cores, up to MAX_THREADS.
-        """
+        """num_threads: number of threads; None for as many as there are cores, up to
+        MAX_THREADS."""
         usual = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
         self._num_threads = num_threads or usual
         self._threads: ThreadPoolExecutor | None = None
@@ -235,8 +235,8 @@ class PageStaging:
         self._thread_copier.copy(to, source, page_bytes)
 
     def _pages(self, area: int, layer: SparseLayer, num_bytes: int) -> torch.Tensor:
-        """Returns an area as pages of a layer, at least `num_bytes` long. Grows the area if needed.
-        """
+        """Returns an area as pages of a layer, at least `num_bytes` long. Grows the area if
+        needed."""
         if self._areas[area].numel() < num_bytes:
             more = max(num_bytes, 2 * self._areas[area].numel())
             self._areas[area] = torch.empty(more, dtype=torch.uint8)

@@ -94,8 +94,8 @@ class ResidentWorker(SparseWorker):
         self.residents.lose_named(step.lost)
 
     def start_over(self) -> None:
-        """Handles a step whose rows are not known: requests that need bytes of the arena are lost.
-        """
+        """Handles a step whose rows are not known: requests that need bytes of the arena are
+        lost."""
         self.residents.lose_all_away("a step's plan was lost")
         self.residents.begin_step(())
         super().start_over()
@@ -174,8 +174,8 @@ class ResidentWorker(SparseWorker):
         return one.sequence.may_outgrow or one.context_tokens >= self._config.min_context_tokens
 
     def _keep(self, layer: SparseLayer, one: BatchRow) -> None:
-        """Copies the representations of blocks that have become complete into the request's rows.
-        """
+        """Copies the representations of blocks that have become complete into the request's
+        rows."""
         sequence, index = one.sequence, layer.index
         known = sequence.num_kept.get(index, 0)
         complete = one.context_tokens // layer.shape.block_tokens

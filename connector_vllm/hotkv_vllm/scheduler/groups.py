@@ -67,8 +67,8 @@ class CachedGroups:
         return self._adapters.keys(request)
 
     def hashes(self, request: Any, index: int) -> Sequence[bytes]:
-        """Returns the shared names of one group's blocks, as far as the request's tokens are known.
-        """
+        """Returns the shared names of one group's blocks, as far as the request's tokens are
+        known."""
         return self._of_group(self.keys(request), index)
 
     def own_hashes(self, request: Any, index: int) -> Sequence[bytes]:

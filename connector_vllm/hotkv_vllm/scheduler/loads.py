@@ -54,8 +54,8 @@ class LoadOrders:
         return not self.jobs and not self.cancelled and not self.abandoned
 
     def begin(self, job: LoadJob, blocks: Any) -> None:
-        """Begins this load with the next step. `blocks` is vLLM's `KVCacheBlocks` of the request.
-        """
+        """Begins this load with the next step. `blocks` is vLLM's `KVCacheBlocks` of the
+        request."""
         self.quarantine.begun(job, blocks)
         self.jobs[job.request_id] = job
         self.awaited.add(job.request_id)

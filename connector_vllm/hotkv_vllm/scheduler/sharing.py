@@ -428,8 +428,8 @@ def _sparse_groups(
 # ------------------------------------------------------------------------- whether there is a cache
 
 LINKS_PATIENCE_S = 0.25
-"""How long a request may wait for the workers to report a session with a server that has come back.
-"""
+"""How long a request may wait for the workers to report a session with a server that has come
+back."""
 
 
 class Sharing:
@@ -480,8 +480,8 @@ class Sharing:
     # ---------------------------------------------------------------------------------------- start
 
     def replaces(self, handshakes: list[HotKVHandshake]) -> bool:
-        """Returns True if these handshakes replace a session whose ranks reported something else.
-        """
+        """Returns True if these handshakes replace a session whose ranks reported something
+        else."""
         return (
             bool(handshakes)
             and self.cache is not None
@@ -524,8 +524,8 @@ class Sharing:
         self._start(agreement, self._engine.config.startup_wait_s)
 
     def _start(self, agreement: Agreement, wait_s: float) -> None:
-        """Makes the parts that work over this key space, and waits up to `wait_s` for the server.
-        """
+        """Makes the parts that work over this key space, and waits up to `wait_s` for the
+        server."""
         # Before the first request: numba takes a second to load, and some kernels must be compiled.
         native.load("hotkv_proto.kernels")
         cache = assemble(self._engine, agreement)

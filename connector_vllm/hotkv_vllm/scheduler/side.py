@@ -68,8 +68,8 @@ class HotKVScheduler:
 
     @property
     def cache(self) -> Assembly | None:
-        """Returns the parts that work over the key space; None while the engine runs without hotkv.
-        """
+        """Returns the parts that work over the key space; None while the engine runs without
+        hotkv."""
         return self.sharing.cache
 
     def count(self, name: str) -> None:

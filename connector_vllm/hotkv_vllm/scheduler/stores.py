@@ -256,8 +256,8 @@ class MissingBlocks:
         ids: Int32s,
         wanted: BoolMask,
     ) -> list[BlockRun]:
-        """Returns the wanted blocks of `ids` as chains of neighbours, each no longer than a store.
-        """
+        """Returns the wanted blocks of `ids` as chains of neighbours, each no longer than a
+        store."""
         places = np.flatnonzero(wanted)
         chains = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []
         chains = [

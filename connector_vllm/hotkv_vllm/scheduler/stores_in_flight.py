@@ -74,11 +74,11 @@ class StoreFence:
 
 
 _store_ids = itertools.count(1)
-"""Shared by all planners of this process, because workers may report stores of an earlier planner.
-"""
+"""Shared by all planners of this process, because workers may report stores of an earlier
+planner."""
 UNREPORTED_S = 60.0
-"""A store that no rank has reported for this long was lost on the way. It is revoked and forgotten.
-"""
+"""A store that no rank has reported for this long was lost on the way. It is revoked and
+forgotten."""
 
 
 @dataclass(slots=True)

@@ -154,8 +154,8 @@ class RankSession:
         return None if self.session is None else self.session.arena()
 
     def shared_group(self, group_index: int) -> int:
-        """Returns vLLM's group of the blocks whose representations have this index in the session.
-        """
+        """Returns vLLM's group of the blocks whose representations have this index in the
+        session."""
         assert self._session_config is not None
         config = self._session_config
         kind = config.representations[group_index - len(config.key_space.groups)]
@@ -353,8 +353,8 @@ class RankSession:
         return self.marks.make(self.session.order_kind)
 
     def link_report(self, is_asked: bool) -> dict[int, str]:
-        """Returns whether this rank has a session, if that has changed or the scheduler has asked.
-        """
+        """Returns whether this rank has a session, if that has changed or the scheduler has
+        asked."""
         if self._session_config is None or (
             self.is_connected == self._logged_link and not is_asked
         ):
