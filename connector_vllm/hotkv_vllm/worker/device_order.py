@@ -107,7 +107,7 @@ class Marks:
 
     def __init__(self, device: MarkedDevice | None = None, wanted: str = "auto") -> None:
         """wanted: `auto`, `events`, `flags` or `host`. A kind that the device does not support is
-            not offered, and the log says why; nothing is raised."""
+        not offered, and the log says why; nothing is raised."""
         self.order = NO_ORDER
         self._device = device
         self._ring: list[MarkEvent] = []
