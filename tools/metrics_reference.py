@@ -30,25 +30,33 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 LAYER_TOPIC = "Sparse decode, by layer"
 HEAD = """# Metrics
 
-Every metric of `hotkv-server`, at `http://127.0.0.1:9433/metrics` (`http.host`, `http.port`), and
-those that the connector adds to vLLM's own. `tools/metrics_reference.py` makes this page from the
-code; [operations.md](operations.md#prometheus-and-grafana) says what to do with them: rules,
-alerts and a dashboard.
+A reference of every metric of `hotkv-server`, at `http://127.0.0.1:9433/metrics` (`http.host`,
+`http.port`), and of the counters that the connector adds to vLLM's own.
+[operations.md](operations.md#prometheus-and-grafana) has rules, alerts and a dashboard.
+`tools/metrics_reference.py` makes this page from the code.
 
-Names end with their unit, `_seconds`, `_bytes` or `_ratio` (0 to 1), and those of counters with
-`_total`. Counters begin at 0 with each server. A histogram NAME has `NAME_bucket`, `NAME_sum` and
-`NAME_count`. Values of labels come from the node and its settings, and layers from engines, so
-there are few: some 350 samples a node, and 20 more for each layer with sparse decode. Which
-`hotkv_eviction_*` are there depends on the policy ([eviction.md](eviction.md)). With more than a
-million entries, what takes a count of all of them (`hotkv_ready_blocks`,
-`hotkv_arena_pinned_bytes`, `hotkv_representation_bytes`, `hotkv_unverified_blocks`) is of the time
-of the scrape before. The first is counted when the server starts (0.25 s for ten million).
+- Names that end with `_total` are counters; they begin at 0 with each server. A histogram NAME has
+  `NAME_bucket`, `NAME_sum` and `NAME_count`. All other metrics are gauges.
+- Units are in the names: `_seconds`, `_bytes`, `_ratio` (0 to 1). Labels stand in braces.
+- A node has some 350 samples, and 20 more for each layer with sparse decode.
+- The policy decides which `hotkv_eviction_*` exist ([eviction.md](eviction.md)).
+- With more than a million entries, `hotkv_ready_blocks`, `hotkv_arena_pinned_bytes`,
+  `hotkv_representation_bytes` and `hotkv_unverified_blocks` show the state of the scrape before.
+  The start counts the first state (0.25 s for ten million entries).
+"""
+LAYERS = """
+Counters with the label `layer`, summed over all engines: `hotkv_sparse_layer_NAME_total`. Each
+engine has them summed over its layers: `vllm:hotkv_sparse_NAME_total`.
+
+| NAME | |
+|---|---|
 """
 ENGINES = """
 ## In vLLM's metrics
 
-The connector's counters are in each engine's own `/metrics`, with vLLM's prefix and labels. All are
-there from 0 on. [operations.md](operations.md#when-a-hit-is-left) explains some of them.
+The connector's counters are in each engine's own `/metrics`, with vLLM's prefix and labels, from 0
+on. [operations.md](operations.md#when-a-hit-is-left) explains some of them. Those of sparse decode
+are [above](#sparse-decode-by-layer).
 
 | counter | |
 |---|---|
@@ -97,8 +105,9 @@ def series() -> set[str]:
 
 def _rows(found: Mapping[str, Metric], texts: Mapping[str, str]) -> Iterator[str]:
     for name, text in texts.items():
-        labels = ", ".join(f"`{label}`" for label in LABELS.get(name, ()))
-        yield f"| `hotkv_{name}` | {found[f'hotkv_{name}'].type} | {labels} | {text} |"
+        labels = f"{{{', '.join(LABELS[name])}}}" if name in LABELS else ""
+        kind = " (histogram)" if found[f"hotkv_{name}"].type == "histogram" else ""
+        yield f"| `hotkv_{name}{labels}`{kind} | {text} |\n"
 
 
 def page() -> str:
@@ -106,24 +115,18 @@ def page() -> str:
     found = families()
     parts = [HEAD]
     for topic, texts in HELP_BY_TOPIC.items():
-        head = [f"\n## {topic}\n", "| metric | type | labels | |", "|---|---|---|---|"]
-        parts.append("\n".join([*head, *_rows(found, texts)]) + "\n")
-    parts.append(
-        f"\n## {LAYER_TOPIC}\n\nCounters with the label `layer`, summed over all engines.\n\n"
-        "| counter | |\n|---|---|\n"
-        + "".join(
-            f"| `hotkv_sparse_layer_{in_seconds(name)}_total` | {SPARSE_LAYER_HELP[name]} |\n"
-            for name in SPARSE_COUNTERS
-        )
-    )
+        parts += [f"\n## {topic}\n\n| metric | |\n|---|---|\n", *_rows(found, texts)]
+    parts += [f"\n## {LAYER_TOPIC}\n", LAYERS]
+    parts += [f"| `{in_seconds(name)}` | {SPARSE_LAYER_HELP[name]} |\n" for name in SPARSE_COUNTERS]
     parts.append("\n## Labels\n\n| label | values |\n|---|---|\n")
-    parts.append("".join(f"| `{name}` | {text} |\n" for name, text in sorted(LABEL_HELP.items())))
+    parts += [f"| `{name}` | {text} |\n" for name, text in sorted(LABEL_HELP.items())]
+    by_layer = {f"sparse_{name}" for name in SPARSE_COUNTERS}
     parts.append(ENGINES)
-    parts.append(
-        "".join(
-            f"| `vllm:hotkv_{exported(name)}_total` | {text} |\n" for name, text in COUNTERS.items()
-        )
-    )
+    parts += [
+        f"| `vllm:hotkv_{exported(name)}_total` | {text} |\n"
+        for name, text in COUNTERS.items()
+        if name not in by_layer
+    ]
     return "".join(parts)
 
 

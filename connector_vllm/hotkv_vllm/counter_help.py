@@ -8,38 +8,34 @@ COUNTERS: dict[str, str] = {
     "offered_requests": "Requests that were offered tokens from hotkv.",
     "offered_tokens": "Tokens that requests were offered from hotkv.",
     "hit_requests": (
-        "Requests that took tokens from hotkv; another connector of the engine may "
-        "have served the others."
+        "Requests that took tokens from hotkv. Another connector may have served the other offers."
     ),
     "hit_tokens": "Tokens that requests took from hotkv.",
-    "miss_requests": "Requests that asked hotkv and got nothing.",
+    "miss_requests": "Requests that asked hotkv and got no tokens.",
     "lookup_timeouts": "Lookups and leases not answered in time.",
     "short_grants": "Leases that pinned less than asked.",
     "loads": "Loads begun.",
-    "failed_loads": "Loads that failed; their requests computed their prompt.",
+    "failed_loads": "Failed loads; their requests computed their prompt.",
     "hung_loads": (
-        "Loads that the server did not end when asked to; their requests went on, "
-        "their blocks were kept out of use."
+        "Loads that the server did not end when asked to. Their requests went on, their blocks "
+        "stayed out of use."
     ),
-    "unserved_requests": (
-        "Requests not offered anything because a worker had no session with the server."
-    ),
-    "left_requests": "Requests that computed their prompt, because that is sooner than loading it.",
-    "tried_requests": "Requests that were to be left and had a little time to show otherwise.",
+    "unserved_requests": "Requests not offered tokens because a worker had no session.",
+    "left_requests": "Requests that computed their prompt because loading it is slower.",
+    "tried_requests": "Requests to be left that tried a load for a short time.",
     "late_requests": "Requests whose hit took longer than computing it, or than a trial may.",
-    "judged_choices": "Hits of which it is known whether taking or leaving them was right.",
-    "right_choices": "Those of them that were chosen rightly.",
-    "load_prediction_error_s": "Seconds by which loads took more or less than predicted.",
+    "judged_choices": "Hits whose choice (take or leave) could be judged.",
+    "right_choices": "Judged choices that were right.",
+    "load_prediction_error_s": "Seconds by which loads differed from their prediction.",
     "judged_load_s": "Seconds that these loads took.",
-    "prefill_prediction_error_s": "Seconds by which prefill steps took more or less than "
-    "predicted.",
+    "prefill_prediction_error_s": "Seconds by which prefill steps differed from their prediction.",
     "judged_prefill_s": "Seconds that these steps took.",
     "load_bytes": "Bytes loaded.",
     "stores": "Stores begun.",
     "store_bytes": "Bytes stored.",
-    "stored_blocks": "Blocks that the server has committed.",
+    "stored_blocks": "Blocks that the server committed.",
     "present_blocks": "Blocks that the server had already.",
-    "refused_blocks": "Blocks that the server did not keep.",
+    "refused_blocks": "Blocks that the server refused.",
     "unreachable_blocks": (
         "Blocks not stored because no hit could use them, or because of the interval of states."
     ),
@@ -50,40 +46,40 @@ COUNTERS: dict[str, str] = {
     "wrong_hints": "Hints of requests (kv_hints, kv_transfer_params) that could not be used.",
     "resets": "Resets of the shared cache that vLLM asked for.",
     "hook_errors": "Faults of the connector that were kept from vLLM.",
-    "sparse_selects": "Selections: one for each sequence, sparse layer and decode step.",
+    "sparse_selects": "Selections, one for each sequence, sparse layer and decode step.",
     "sparse_context_blocks": "Blocks of the contexts that selections chose from.",
     "sparse_selected_blocks": "Blocks that selections chose.",
-    "sparse_attended_blocks": "Blocks that selections led to attention to: the hot sets.",
-    "sparse_seeded_blocks": "Blocks that hot sets began with, beside those always kept.",
+    "sparse_attended_blocks": "Blocks that steps attended to: the hot sets.",
+    "sparse_seeded_blocks": "Blocks that hot sets began with, without those that are always kept.",
     "sparse_corrected_blocks": "Blocks that joined a hot set with the fresh query.",
-    "sparse_prefetched_blocks": "Blocks that joined a hot set a step after they were selected.",
-    "sparse_wanted_blocks": "Selected blocks but for those always kept.",
-    "sparse_hit_blocks": "Of those, blocks that the hot set had already.",
-    "sparse_estimated_mass": (
-        "Sum over selections of the estimated share of attention mass that they hold."
-    ),
+    "sparse_prefetched_blocks": "Blocks that joined a hot set a step after their selection.",
+    "sparse_wanted_blocks": "Selected blocks, without those that are always kept.",
+    "sparse_hit_blocks": "Wanted blocks that the hot set had.",
+    "sparse_estimated_mass": "Sum over selections of the estimated share of attention mass.",
     "sparse_swap_bytes": (
-        "Bytes of the pages that joined hot sets: what a device with less memory would have moved."
+        "Bytes of the pages that joined hot sets: a device with less memory would have moved them."
     ),
-    "sparse_select_s": "Seconds spent on selecting.",
+    "sparse_select_s": "Seconds spent on selections.",
     "sparse_built_blocks": "Representations built, one for each block and layer.",
     "sparse_build_s": "Seconds spent on building representations.",
     "sparse_loaded_blocks": (
         "Representations loaded with their blocks, one for each block and layer."
     ),
     "resident_pulled_pages": (
-        "Pages of a layer that were copied from host memory into hot slots, for a decode step."
+        "Pages of a layer copied from host memory into hot slots for a decode step."
     ),
     "resident_staged_pages": (
-        "Pages of a layer that were put together in a staging area, for a step that attends to all."
+        "Pages of a layer copied into a staging area for a step that attends to all."
     ),
     "refused_residencies": "Requests that had to wait for room in host memory.",
-    "lost_residencies": "Requests whose bytes in host memory were lost; they were computed anew.",
-    "failed_residencies": "Requests that ended with an error, as the server took no blocks.",
-    "sparse_recall_samples": "Selections that were measured against exact attention.",
-    "sparse_recall": "Sum over samples of the share of the exactly best blocks that was attended.",
-    "sparse_true_mass": "Sum over samples of the exact share of attention mass that was attended.",
-    "sparse_faults": "Faults of sparse attention; the layer attended to everything.",
+    "lost_residencies": "Requests whose bytes in host memory were lost; they were computed again.",
+    "failed_residencies": "Requests that ended with an error because the server took no blocks.",
+    "sparse_recall_samples": "Selections measured against exact attention.",
+    "sparse_recall": "Sum over samples of the share of the best blocks that was attended to.",
+    "sparse_true_mass": (
+        "Sum over samples of the exact share of attention mass that was attended to."
+    ),
+    "sparse_faults": "Faults of sparse attention; the layer used dense attention.",
 }
 
 
