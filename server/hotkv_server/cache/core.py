@@ -143,8 +143,8 @@ class CacheCore(CacheBooks):
     def acquire(
         self, session_number: int, lease_id: str, groups: list[HashList], ttl_s: float, now_s: float
     ) -> LeaseGrant:
-        """Pins those of the blocks that are ready. Repeating the call returns the same grant.
-        Raises DUPLICATE_ID if the id was used for other blocks."""
+        """Pins the named blocks that are ready. Repeating the call returns the same grant. Raises
+        DUPLICATE_ID if the id was used for other blocks."""
         session = self.sessions.record(session_number)
         return self._read_leases.acquire(session, lease_id, groups, ttl_s, now_s)
 
@@ -310,8 +310,7 @@ class CacheCore(CacheBooks):
     def evict(
         self, key_space_id: int, group_index: int, hashes: table.Words
     ) -> Iterator[tuple[int, int]]:
-        """Evicts those of the named blocks that are not pinned. Yields (dropped, kept) for each
-        part."""
+        """Evicts the named blocks that are not pinned. Yields (dropped, kept) for each part."""
         index = self.space.index
         named = self._named(key_space_id, group_index, hashes)
         generations = index.table.records[named, table.W_GENERATION]
@@ -343,9 +342,9 @@ class CacheCore(CacheBooks):
         """Forgets all blocks of a key space that exist at the first step. Yields how many of them
         were ready, for each part.
 
-        After the last step none of them is found again. A block that is reserved at the first step
-        never becomes ready, except before its lease is aborted: then it is forgotten with the other
-        blocks. A block that is stored while this runs may be forgotten too.
+        After the last step, a lookup finds none of these blocks. A block that is reserved at the
+        first step never becomes ready, except before its lease is aborted: then it is forgotten
+        with the other blocks. A block that is stored while this runs may be forgotten too.
         """
         self.key_space(key_space_id)
         writing = [

@@ -23,8 +23,8 @@ class Histogram:
     """See the module.
 
     bounds: upper bounds, rising.
-    counts: values under each bound and above the bound before it; the last count is for values
-        above all bounds.
+    counts: for each bound, the values at most that bound and above the bound before it. The last
+        count is for values above all bounds.
     sum: sum of all values.
     """
 

@@ -151,7 +151,8 @@ class BlockFigures:
     state: as in `hotkv_proto.table`.
     last_used_s: in seconds of the core's `now_s`; 0 if never used.
     representation_bytes: slot of its representation; 0 if it has none.
-    parent_words: the hash before it in its chain; None if that block is not in the index.
+    parent_words: the hash before it in its chain. None at the root, and if that block is not in the
+        index.
     """
 
     hash_words: Words
@@ -307,7 +308,7 @@ def find_blocks(core: CacheCore, start: int, most: int, key_space_id: int) -> It
 
 
 def blocks(core: CacheCore, entries: Sequence[int]) -> list[BlockFigures]:
-    """Returns figures of those of the blocks that are still in the index."""
+    """Returns figures of the given blocks that are still in the index."""
     there = np.array(entries, np.uint32)
     there = there[core.space.index.table.records[there, table.W_GROUP_STATE] >> 16 != 0]
     used_s = core.space.policy.last_used_s(there)

@@ -25,7 +25,7 @@ Uint64s = NDArray[np.uint64]
 
 
 Marks = NDArray[np.uint8]
-"""1 for each entry that a reader may read; indexed by entry number."""
+"""Array by entry number: 1 for each entry that a reader may read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ class ReaderWords:
         taken = set(self._earlier.tolist())
         # Low words first: they share pages.
         self._free = [index for index in range(MAX_SESSION_WORD, 0, -1) if index not in taken]
-        # Written before any residency uses it: the next server chooses a higher generation.
+        # Written before any residency uses this generation, so that the next server chooses a
+        # higher one.
         words[LATEST] = self.generation
         if not len(self._earlier):
             words[GENERATION] = self.generation

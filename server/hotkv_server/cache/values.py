@@ -59,7 +59,7 @@ class CoreConfig:
     residency_grace_s: how long readers of an earlier server may continue to read.
     client_memory_bytes: most memory for clients' leases, transfers and sequences, outside the
         arena.
-    check_stride: stride of check values, see `checks`; 0 turns them off.
+    check_stride: stride of check values, see `integrity.check_values`; 0 turns them off.
     tenants: shares by tenant name. A tenant that is not listed has no guarantee and no limit.
     is_backed: False if the arena has no memory yet; `Space.grow` then reports how much it has.
     """

@@ -66,7 +66,7 @@ class Savings:
 
 @dataclass(frozen=True, slots=True)
 class _OpenLoad:
-    """What a request's account was credited for a load that has not ended."""
+    """Credit to a request's account for a load that has not ended."""
 
     account: Account
     usage: Usage

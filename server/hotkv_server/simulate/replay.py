@@ -151,8 +151,8 @@ class SimulatedTier:
         finished(making)
 
     def store(self, hashes: Words, entries: Entries, num_held: int, now_s: float) -> int:
-        """Uses those of a request's blocks, in chain order, that are present, and stores as many of
-        the missing blocks as fit. Returns how many it stored.
+        """Uses the present blocks of a request and stores as many of its missing blocks as fit.
+        Returns how many it stored. Blocks are in chain order.
 
         `entries`: result of `find`; the first `num_held` of them are present.
         """
@@ -184,8 +184,8 @@ class OneTier:
         self.tier = tier
 
     def serve(self, hashes: Words, now_s: float) -> int:
-        """Uses or stores the blocks [n, 8] of a request. Returns the length of the prefix that
-        hits."""
+        """Uses the blocks [n, 8] of a request that are present and stores the missing blocks.
+        Returns the length of the prefix that hits."""
         entries = self.tier.find(hashes)
         prefix = prefix_of(entries)
         self.tier.store(hashes, entries, prefix, now_s)
@@ -206,7 +206,7 @@ def replay(
     progress: Progress | None = None,
     hints: ReplayHints | None = None,
 ) -> Replayed:
-    """Replays a trace over one tier. `hints`: of its sessions; each is given when its request is
+    """Replays a trace over one tier. `hints`: of its sessions; each is applied when its request is
     done."""
     warm_up(trace, make_policy)
     tier = SimulatedTier(capacity_blocks, make_policy)

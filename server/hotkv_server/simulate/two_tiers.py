@@ -75,8 +75,8 @@ class TwoTiers:
             self.arrivals.let_go(move)
 
     def _write(self, entries: Entries, now_s: float) -> None:
-        """Writes those blocks of a request to the second tier that the gate admits. An entry of 0
-        has no slot and is skipped."""
+        """Writes the blocks of a request that the gate admits to the second tier. Skips entries of
+        0, which have no slot."""
         down = self.lower.down
         self.first.space.chains.link(KEY_SPACE, GROUP, entries, None)
         down.waiting.add(entries[entries != 0])

@@ -109,7 +109,7 @@ class Uses:
         now_s: float,
         retention: Retention = NO_RETENTION,
     ) -> None:
-        """Records a use of those of the blocks that are ready. Raises INVALID_FIELD for
+        """Records a use of the named blocks that are ready. Raises INVALID_FIELD for
         representations."""
         books = self._books
         check_named(
@@ -123,7 +123,7 @@ class Uses:
             self.note(self._ready(session, g), retention, now_s)
 
     def hold(self, session: SessionRecord, hash_list: HashList, until_s: float) -> None:
-        """Pins those of the blocks that are ready until `until_s`, as far as the budget allows."""
+        """Pins the named blocks that are ready until `until_s`, as far as the budget allows."""
         self._pin(self._ready(session, hash_list), until_s)
 
     def note(self, entries: Entries, retention: Retention, now_s: float) -> None:
@@ -142,8 +142,7 @@ class Uses:
         self._books.counters.held_blocks += self._books.retention_pins.hold(entries, until_s)
 
     def _ready(self, session: SessionRecord, hash_list: HashList) -> Entries:
-        """Returns the entries of those of the blocks that are ready, in the order of their
-        hashes."""
+        """Returns the entries of the named blocks that are ready, in the order of their hashes."""
         words = self._books.space.index.find(
             session.key_space_id, hash_list.group_index, hash_list.hashes
         )

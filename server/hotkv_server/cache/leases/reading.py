@@ -50,7 +50,7 @@ class ReadLeases:
         ttl_s: float,
         now_s: float,
     ) -> LeaseGrant:
-        """Pins those of the blocks that are ready, up to the tenant's budget for leases without a
+        """Pins the named blocks that are ready, up to the tenant's budget for leases without a
         load. Repeating the call returns the same grant. Raises DUPLICATE_ID if the id was used for
         other blocks."""
         books = self._books

@@ -117,8 +117,8 @@ class Reservations:
         has_promise: bool = False,
         keep_at_s: float | None = None,
     ) -> Parts[Named | None]:
-        """Makes room for any call that brings these blocks in. Returns their state; None if other
-        calls ran in between.
+        """Makes room for any call that adds these blocks. Returns their state; None if other calls
+        ran in between.
 
         has_promise: as in `Room.make`.
         keep_at_s: as in `Room.make`.

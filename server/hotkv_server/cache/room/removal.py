@@ -160,7 +160,7 @@ class Removal:
         return effects
 
     def evict(self, entries: Entries) -> int:
-        """Evicts those of the entries that are ready and not pinned. Returns how many it evicted.
+        """Evicts the given entries that are ready and not pinned. Returns how many it evicted.
 
         Blocks are evicted with a notice, representations without.
         """
@@ -213,7 +213,7 @@ class Removal:
         self.index.detach(entries)
 
     def reap(self, entries: Entries) -> None:
-        """Frees the slots of those of the entries that are detached and not pinned."""
+        """Frees the slots of the given entries that are detached and not pinned."""
         if not len(entries):
             return
         detached = (
@@ -272,8 +272,8 @@ RUNS_PER_PART = 8
 """Multi-slab runs that one part chooses."""
 HOT_SHARE = 0.25
 """Largest share of blocks in an emptied slab that may be hotter than the coldest blocks of the slot
-size that gets it. Without this, a few hot blocks in every slab would block all slabs. A hot block
-that is stored again then lies beside other blocks."""
+size that gets it. At 0, a few hot blocks in every slab would protect all slabs. An evicted hot
+block is soon stored again, beside other blocks."""
 
 
 # Which slabs to empty for a slot size: arithmetic over arrays with a value per slab. A run is as
@@ -394,8 +394,9 @@ class Rebalancer:
         return (yield from self._empty(chosen, may_go))
 
     def _may_go(self, taker: int, paying: Payers) -> Parts[MayGo]:
-        """Returns a function that tells which entries may be evicted for a tenant, coldest first.
-        It is valid for the entries that exist at the time of the call."""
+        """Returns a function that tells which entries may be evicted for a tenant. If guarantees
+        limit the number, the coldest may be evicted. Valid for entries that exist at the time of
+        the call."""
         books = self._books
         if not books.tenants.is_used or paying is Payers.ANYBODY:
             return self.index.evictable

@@ -107,8 +107,8 @@ class BoundShare(FairBound):
 # Tenants: what each holds of the arena, and whose blocks may be evicted for it.
 #
 # Always true: a tenant with a burst bound never holds more than the bound. If the bound was
-# lowered, the excess only shrinks. A tenant's block is evicted for another tenant only while its
-# owner holds more than its guarantee, with one exception.
+# lowered, the excess only shrinks. A block is evicted for another tenant only while the tenant that
+# owns it holds more than its guarantee, with one exception.
 #
 # A guarantee is also a claim: room for blocks within a tenant's guarantee comes first from tenants
 # that exceed theirs. The exception: if every slab has a guaranteed block, so that a slot size can't

@@ -18,7 +18,7 @@ from hotkv_server.cache.arrays import distinct
 from hotkv_server.cache.values import BoolMask, Int64s
 
 CHUNK_SLOTS = 1 << 14
-"""Most slots of a chunk of free slots after freed slots were appended to it."""
+"""Freed slots are appended to the last chunk up to this size; otherwise they start a new chunk."""
 FREE, ABSENT = -1, -2
 """Values that replace a slot size in the table of owners. FREE: the slab is lent to no size.
 ABSENT: the slab has no memory yet."""
@@ -44,7 +44,7 @@ class FreeSlots:
         return f"FreeSlots({self._num})"
 
     def add(self, offsets: Int64s) -> None:
-        """Adds slots that are handed out first."""
+        """Adds slots; they are handed out before all others."""
         if self._chunks and len(self._chunks[-1]) + len(offsets) <= CHUNK_SLOTS:
             self._chunks[-1] = np.concatenate((self._chunks[-1], offsets))
         elif len(offsets):
@@ -52,7 +52,7 @@ class FreeSlots:
         self._num += len(offsets)
 
     def add_below(self, offsets: Int64s) -> None:
-        """Adds slots that are handed out after all others."""
+        """Adds slots; they are handed out after all others."""
         if len(offsets):
             self._chunks.insert(0, offsets)
         self._num += len(offsets)

@@ -325,9 +325,9 @@ MAX_REFRESHED = 1 << 14
 class Space:
     """All slots of one tier and the entries that own them.
 
-    origins: the tier that a ready entry was promoted from and that was not yet credited for a hit,
-        by its number from 1 on [capacity + 1]. 0 for a block that an engine stored, or whose hit
-        was counted.
+    origins: by entry number [capacity + 1], the tier below that a ready entry was promoted from,
+        numbered from 1, until its hit is credited to that tier. 0 for a block that an engine
+        stored, or whose hit was credited.
 
     `is_backed`: as in `SlabPool`. If False, `grow` reports how much of the arena has memory.
     """
@@ -364,9 +364,11 @@ class Space:
         self.room.coming_bytes = coming_bytes
 
     def may_keep(self, slot_bytes: int) -> bool:
-        """Whether the policy may retain blocks and refuse room for slots of this size. False while
-        several slot sizes or representations share the arena, since they would pay for it. False if
-        there are tiers below, which get only blocks that had room here."""
+        """Returns True if the policy may hold blocks back and refuse room for slots of this size.
+
+        False while several slot sizes or representations share the arena, since they would pay for
+        it. False if there are tiers below, which get only blocks that had room here.
+        """
         has_others = self.books.representations.declared or self.pool.is_shared(aligned(slot_bytes))
         return self.room.may_keep and not has_others
 

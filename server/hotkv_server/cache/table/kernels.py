@@ -70,8 +70,8 @@ def mixed_keys(records: Any, salts: Any, entries: Any, out: Any) -> None:
     "void(uint32[:, ::1], uint32[::1], uint32[::1], uint32, boolean[::1])", nogil=True, cache=True
 )
 def evictable(records: Any, pins: Any, entries: Any, size: Any, out: Any) -> None:
-    """Sets `out` for entries that are ready, not pinned and of this size. `size`: in units of
-    SLOT_ALIGN; 0 accepts any size."""
+    """Sets `out` to True for entries that are ready, not pinned and of this size. `size`: in units
+    of SLOT_ALIGN; 0 accepts any size."""
     for i in range(entries.shape[0]):
         entry = entries[i]
         is_ready = records[entry, GROUP_STATE] >> np.uint32(16) == READY
@@ -118,7 +118,7 @@ def count_slots(
 
 @numba.njit("void(int64[:], int64, boolean[::1], boolean[::1])", nogil=True, cache=True)
 def lie_in(offsets: Any, slab_bytes: Any, slabs: Any, out: Any) -> None:
-    """Sets `out` for offsets that lie in one of these slabs."""
+    """Sets `out` to True for offsets that lie in one of these slabs."""
     shift = 0
     while slab_bytes >> shift > 1:
         shift += 1

@@ -97,8 +97,8 @@ def keep(
 
 
 def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: float) -> Parts:
-    """Demotes blocks: they are evicted before others, tails first. Evicts blocks that a tier below
-    also has at once, and offers the rest to that tier."""
+    """Demotes blocks: they are evicted before others, tails first. Evicts at once the blocks that a
+    tier below also has, and offers the other blocks to that tier."""
     done = Done()
     for one in lists:
         done.num_blocks += len(one.hashes)

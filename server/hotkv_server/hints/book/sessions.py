@@ -16,7 +16,7 @@ from hotkv_proto.table import Words
 from hotkv_server.hints.book.chains import ChainKeys, chain_keys, common_blocks
 
 MAX_OTHERS = 128
-"""Most prompts without a session that are remembered; the latest."""
+"""Most prompts without a session that are remembered. The oldest are dropped first."""
 MAX_OTHERS_BYTES = 1 << 20
 RECENT_S = 600.0
 """How long a prompt without a session counts as likely to be repeated."""

@@ -239,7 +239,8 @@ class Account:
     engine_id: str
 
     def folded(self) -> "Account":
-        """Returns the account that this account is folded into; itself if it is the last."""
+        """Returns the account that this account is folded into. The account for the whole node
+        returns itself."""
         if self.engine_id != OTHERS:
             return replace(self, engine_id=OTHERS)
         return Account(OTHERS, OTHERS, OTHERS, OTHERS)

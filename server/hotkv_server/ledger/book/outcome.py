@@ -57,7 +57,7 @@ def note_outcome(
     reason: the miss reason that its engine reports.
 
     Blocks that were promoted from a tier are credited to it once: for the first request that hits
-    them. Missed blocks are looked up now, a moment after the engine asked for them.
+    them. This call looks up missed blocks, a moment after the engine asked for them.
     """
     key_space = core.key_space(key_space_id)
     group_index = counted_group(key_space)

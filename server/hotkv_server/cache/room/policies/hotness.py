@@ -346,7 +346,7 @@ class Hotness:
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
         known = entries[self._used[entries] != 0]
         self._uses[known] = DEMOTED + DEMOTED_STEP * np.arange(len(known))
-        # This ends a time to live.
+        # A demotion ends a time to live.
         self._used[known] = np.minimum(self._used[known], self._latest)
         self._demoted.add(known[::-1])
 

@@ -93,10 +93,10 @@ class LRU:
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Does nothing: this policy holds no block back, so no call comes."""
+        """Does nothing: this policy never holds blocks back."""
 
     def allow_keeping(self, allowed: bool) -> None:
-        """Does nothing: see `decline`."""
+        """Does nothing: this policy never holds blocks back."""
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         self._stamps.clear(entries)

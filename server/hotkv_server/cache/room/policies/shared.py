@@ -39,8 +39,8 @@ class GhostTable:
     tags: [buckets, WAYS]; 0 for an empty place.
     values: uint64 [buckets, WAYS].
 
-    `_ages` [buckets, WAYS]: the number of ghosts that came before each. `is_lasting`: True if
-        ghosts never expire; only a full bucket drops its oldest.
+    `_ages` [buckets, WAYS]: running number of each ghost; higher is newer, 0 for an empty place.
+    `is_lasting`: True if ghosts never expire; only a full bucket drops its oldest.
     """
 
     def __init__(self, num_ghosts: int, *, is_lasting: bool = False) -> None:
@@ -282,11 +282,12 @@ def _kept(num_seen: int, count: int) -> int:
 
 
 LOOKED_ENTRIES = 1 << 14
-"""Most entries that one `take` examines. It skips pinned entries and entries of other slot sizes;
-after that many they move behind the rest."""
+"""Most entries that one `take` examines. After that many, the skipped entries (pinned, or of other
+slot sizes) move behind the rest."""
 PART_ENTRIES = 1 << 12
 COMPACTED_PARTS = 2
-"""Parts that are compacted for each new part: twice as many go as come."""
+"""Parts that are compacted for each part that is added, so that old parts shrink faster than new
+parts come."""
 
 
 @dataclass(frozen=True, slots=True)
