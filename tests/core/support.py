@@ -9,7 +9,13 @@ import numpy as np
 from hotkv_proto.blocks import NO_RETENTION, Retention, StoreOptions
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
-from hotkv_proto.table import HEADER, BlockTable, TableGeometry, Words, hash_words
+from hotkv_proto.table import (
+    HEADER,
+    BlockTable,
+    TableGeometry,
+    Words,
+    hash_words,
+)
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.readers import ReaderMemory
 from hotkv_server.cache.restore import Restored, restore
@@ -139,3 +145,16 @@ def evict_all(core: CacheCore, key_space_id: int) -> tuple[int, int]:
     """All parts of `CacheCore.evict_all`: (dropped, kept)."""
     counts = list(core.evict_all(key_space_id))
     return sum(dropped for dropped, _ in counts), sum(kept for _, kept in counts)
+
+
+INVERSE = pow(0x9E37_79B9_7F4A_7C15, -1, 1 << 64)
+
+
+def crafted_hash(
+    home: int, num_buckets: int, tag: int, tail: int, salt: int, hash_bytes: int
+) -> bytes:
+    """A hash that lives in bucket `home` with this tag; `tail` makes hashes of one home and tag
+    differ where there is room for it."""
+    mixed = -(-(home << 32) // num_buckets) << 32 | tag
+    prefix = mixed * INVERSE % (1 << 64) ^ salt
+    return prefix.to_bytes(8, "little") + bytes([tail]) * (hash_bytes - 8)

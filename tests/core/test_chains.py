@@ -9,8 +9,8 @@ from hypothesis import given
 
 from hotkv_proto import table
 from hotkv_server.cache.table import kernels
+from tests.core.chained_cache import Cache
 from tests.core.support import words_of
-from tests.core.test_retention import Cache
 
 
 def headless(cache: Cache, chains: Sequence[list[int]]) -> list[int]:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,7 @@ from hotkv_server.memory.pinning import ArenaPinner
 from hotkv_server.node.persistence import _prefault_claimed
 from hotkv_server.testing.device import FakeRuntime
 from tests.core.support import begin_store, make_key_space, make_table, words_of
+from tests.support.waiting import wait_for
 
 REST = 12345
 ARENA = 3 * COLLAPSE_BYTES + REST
@@ -247,15 +248,6 @@ class Gate:
         monkeypatch.setattr(Filling, "_bring_in_next", gated)
 
 
-def until(reached: Callable[[], bool]) -> None:
-    done = threading.Event()
-    for _ in range(int(DEADLINE_S / 0.005)):
-        if reached():
-            return
-        done.wait(0.005)
-    raise AssertionError("never came")
-
-
 def test_only_what_has_memory_is_pinned(
     arena: FileMapping, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,7 +259,7 @@ def test_only_what_has_memory_is_pinned(
     for end in PIECES:
         assert pinner.pinned_bytes <= filling.filled_bytes < end
         gate.passed.release()
-        until(lambda end=end: pinner.pinned_bytes == end)  # type: ignore[misc]
+        wait_for(lambda end=end: pinner.pinned_bytes == end)  # type: ignore[misc]
     assert pinner.is_done and not pinner.error
     filling.close()
     pinner.close()
@@ -287,7 +279,7 @@ def test_pinning_ends_with_the_memory_and_with_the_server(
     )
     filling.start(lambda filled, coming: None, settles=False)
     pinner.start()
-    until(lambda: "up to 32 of 96 MiB" in pinner.error)
+    wait_for(lambda: "up to 32 of 96 MiB" in pinner.error)
     filling.close()
     pinner.close()
     monkeypatch.undo()
@@ -296,7 +288,7 @@ def test_pinning_ends_with_the_memory_and_with_the_server(
     pinner = ArenaPinner(runtime, arena.address, ARENA, COLLAPSE_BYTES, filling.settle)
     filling.start(lambda filled, coming: None, settles=False)
     pinner.start()
-    until(lambda: pinner.pinned_bytes == COLLAPSE_BYTES)
+    wait_for(lambda: pinner.pinned_bytes == COLLAPSE_BYTES)
     threading.Timer(0.1, lambda: [gate.passed.release() for _ in PIECES]).start()
     filling.close()
     pinner.close()

@@ -18,27 +18,16 @@ from hotkv_proto.table import (
     hash_words,
 )
 from hotkv_server.cache.table.index import BlockIndex, Chains
-from tests.core.support import make_table
+from tests.core.support import crafted_hash, make_table
 from tests.oracles import table as oracle
 
 SALTS = {1: [0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321], 2: [3]}
 GROUPS = [
     (key_space_id, group) for key_space_id, salts in SALTS.items() for group in range(len(salts))
 ]
-INVERSE = pow(0x9E37_79B9_7F4A_7C15, -1, 1 << 64)
 
 Key = tuple[int, int, bytes]
 """Key space, group, block hash."""
-
-
-def crafted_hash(
-    home: int, num_buckets: int, tag: int, tail: int, salt: int, hash_bytes: int
-) -> bytes:
-    """A hash that lives in bucket `home` with this tag; `tail` makes hashes of one home and tag
-    differ where there is room for it."""
-    mixed = -(-(home << 32) // num_buckets) << 32 | tag
-    prefix = mixed * INVERSE % (1 << 64) ^ salt
-    return prefix.to_bytes(8, "little") + bytes([tail]) * (hash_bytes - 8)
 
 
 class Entry:

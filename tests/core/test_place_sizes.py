@@ -16,9 +16,9 @@ from hotkv_server.cache.sessions import Catalog
 from hotkv_server.cache.values import CoreConfig, Entries, HashList, KeySpaceRecord, Run
 from hotkv_server.tiers.book.books import TierBooks
 from hotkv_server.tiers.book.place_sizes import MIN_TRIED, RETRY_BLOCKS, PlaceSizes
+from tests.core.lower_machine import encoded_bytes
+from tests.core.old_tables import damage
 from tests.core.support import begin_store, evict, make_key_space, make_table, words_of
-from tests.core.test_lower import encoded_bytes
-from tests.core.test_restore import damage
 
 SLAB, CAPACITY = 6 * SLOT_ALIGN, 40
 KEY_SPACE = make_key_space("m", 3 * SLOT_ALIGN, SLOT_ALIGN)

@@ -13,8 +13,8 @@ from hotkv_server.cache.values import HashList
 from hotkv_server.tiers.book.books import TierBooks, books_of
 from hotkv_server.tiers.book.copies import MAX_TRIES, OLD, Copies
 from hotkv_server.tiers.book.moves import Move
+from tests.core.lower_machine import GARBAGE, GROUPS, NUMBERS, SPACES, Content, LowerMachine
 from tests.core.support import words_of
-from tests.core.test_lower import GARBAGE, GROUPS, NUMBERS, SPACES, Content, LowerMachine
 
 
 class SharedMachine(LowerMachine):

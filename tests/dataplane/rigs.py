@@ -1,9 +1,10 @@
 """Rigs for tests of copy engines: made-up devices, and memory of every kind round them."""
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -175,3 +176,25 @@ def mixed_rig() -> Iterator[Rig]:
     arena.close()
     assert not runtime.held()
     runtime.close()
+
+
+@dataclass
+class SwitchedGate:
+    """A gate that passes, or raises, when it is told to; counts what is asked of it."""
+
+    is_open: bool = False
+    error: Exception | None = None
+    num_released: int = 0
+    num_asked: int = 0
+    askers: set[int] = field(default_factory=set)
+
+    def passed(self) -> bool:
+        assert not self.num_released, "asked after its release"
+        self.num_asked += 1
+        self.askers.add(threading.get_ident())
+        if self.error is not None:
+            raise self.error
+        return self.is_open
+
+    def release(self) -> None:
+        self.num_released += 1

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
@@ -12,29 +11,7 @@ from hotkv_server.dataplane import engines
 from hotkv_server.dataplane.engines import CopyEngines, Outcome
 from hotkv_server.device.runtime import DeviceError
 from hotkv_server.testing.copy_engine_contract import Ends, Rig, whole_plan
-from tests.dataplane.rigs import mixed_rig
-
-
-@dataclass
-class SwitchedGate:
-    """A gate that passes, or raises, when it is told to; counts what is asked of it."""
-
-    is_open: bool = False
-    error: Exception | None = None
-    num_released: int = 0
-    num_asked: int = 0
-    askers: set[int] = field(default_factory=set)
-
-    def passed(self) -> bool:
-        assert not self.num_released, "asked after its release"
-        self.num_asked += 1
-        self.askers.add(threading.get_ident())
-        if self.error is not None:
-            raise self.error
-        return self.is_open
-
-    def release(self) -> None:
-        self.num_released += 1
+from tests.dataplane.rigs import SwitchedGate, mixed_rig
 
 
 @pytest.fixture

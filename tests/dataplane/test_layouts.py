@@ -21,16 +21,7 @@ from hotkv_server.dataplane.engines import Outcome
 from hotkv_server.dataplane.plan import block_copies
 from hotkv_server.testing.copy_engine_contract import Bytes, Ends
 from hotkv_server.testing.device import FakeRuntime
-from tests.core.test_layout_copies import (
-    ORDERS,
-    Case,
-    Shape,
-    cases,
-    dealt,
-    make_rank,
-    ranks_of,
-    shard_bytes,
-)
+from tests.core.layouts import ORDERS, Case, Shape, cases, dealt, make_rank, ranks_of, shard_bytes
 from tests.dataplane.rigs import SMALL, Arena, device_memory
 
 ARENA_BYTES = 1 << 20

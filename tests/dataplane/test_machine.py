@@ -22,8 +22,7 @@ from hotkv_server.dataplane.plan import CopyPlan, Region
 from hotkv_server.device.runtime import HOST, DeviceError
 from hotkv_server.testing.copy_engine_contract import Bytes, Ends, random_bytes, random_runs
 from hotkv_server.testing.device import FakeRuntime
-from tests.dataplane.rigs import Arena, device_memory, read, write
-from tests.dataplane.test_gates import SwitchedGate
+from tests.dataplane.rigs import Arena, SwitchedGate, device_memory, read, write
 
 ARENA_BYTES, NUM_SHARES = 1 << 19, 16
 SHARE_BYTES = ARENA_BYTES // NUM_SHARES

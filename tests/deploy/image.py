@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from tests.deploy import debian
 from tests.deploy.debian import Steps, program, run
 from tests.deploy.dockerfile import ROOT
 from tests.deploy.objects import Objects
+from tests.support.ports import free_port
 from tools import chart, helm
 
 PACKAGES = ("python3", "python3-venv", "ca-certificates", "passwd")
@@ -247,8 +247,7 @@ def walk(pod: Pod, steps: Steps) -> None:
 def a_pod(buildah: Buildah, folder: Path) -> Iterator[Pod]:
     """The chart's pod, on directories of this run alone."""
     tag = f"/dev/shm/hotkv-image-{os.getpid()}"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     places = (f"directories.arena={tag}/arena", f"directories.sockets={tag}/run")
     small = ("settings.arena.bytes=64MiB", f"settings.http.port={port}")
     rendered = Objects.read(helm.render(chart.CHART, sets=(*places, *small)))

@@ -9,8 +9,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.programs import program
-from tests.server.test_health import free_port
+from tests.support.ports import free_port
+from tests.support.programs import program
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "hotkv.rules.yml"
 

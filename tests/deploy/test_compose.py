@@ -12,7 +12,7 @@ import hotkv_proto
 from hotkv_server.daemon import STOP_S
 from hotkv_server.settings import Settings, load_settings
 from tests.deploy.dockerfile import ROOT, is_sent, parse
-from tests.programs import program
+from tests.support.programs import program
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (extra dev)")
 

@@ -24,13 +24,13 @@ from hotkv_client.command import cli
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.reports import Miss
 from hotkv_server.testing.with_devices import FakeDevices
-from tests.daemons import quick_servers
 from tests.deploy.prometheus_process import RULES, Prometheus
-from tests.programs import program
 from tests.server.devices_support import DeviceEngine, DeviceServer, done
 from tests.server.support import block_ids, hashes
-from tests.server.test_health import free_port
-from tests.server.test_life import wait_until
+from tests.support.daemons import quick_servers
+from tests.support.ports import free_port
+from tests.support.programs import program
+from tests.support.waiting import wait_for
 from tools import dashboard
 from tools.metrics_reference import series
 
@@ -139,8 +139,8 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         traffic = Traffic(server.target)
         try:
             # Rates need two scrapes in which the thing has happened.
-            wait_until(made.is_ready)
-            wait_until(lambda: bool(made.values("hotkv_tier_promoted_blocks_total > 40")))
+            wait_for(made.is_ready)
+            wait_for(lambda: bool(made.values("hotkv_tier_promoted_blocks_total > 40")))
             time.sleep(4 * SCRAPE_S)
             yield made
         finally:
@@ -186,12 +186,12 @@ def test_every_panel_has_data(prometheus: Prometheus, panel: dict[str, Any]) -> 
         found = [prometheus.values(shown(target["expr"])) for target in panel["targets"]]
         return all(found) and any(not math.isnan(value) for values in found for value in values)
 
-    wait_until(has_data)
+    wait_for(has_data)
 
 
 def test_every_rule_is_evaluated_without_an_error(prometheus: Prometheus) -> None:
     asked = {"name": RECORDS[0]["record"]}
-    wait_until(lambda: bool(prometheus.values(asked["name"])))
+    wait_for(lambda: bool(prometheus.values(asked["name"])))
     found = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
     assert {rule["name"] for rule in found} == {
         *(rule["record"] for rule in RECORDS),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import program
+from tests.support.programs import program
 from tools import site_build, site_check
 
 ROOT = Path(__file__).resolve().parents[2]

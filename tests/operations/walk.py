@@ -24,7 +24,7 @@ from pathlib import Path
 from demo import prompts
 from demo.processes import ROOT, Engine, EngineSettings, ends_cleanly, prepare_model, runtime_folder
 from tests.deploy.prometheus_process import RULES, Prometheus
-from tests.server.test_health import free_port
+from tests.support.ports import free_port
 
 ARENA_BYTES = 256 << 20
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 6, 300, 4

@@ -19,9 +19,8 @@ from tests.pairs.servers import lose_disk
 from tests.tiers.valkey_support import running
 from tests.vllm.checkpoint import write_weights
 from tests.vllm.processes import Daemon, EngineProcess, Engines, own_daemon
-from tests.vllm.test_end_to_end import difference, settled
-from tests.vllm.test_residency import CHUNK, CONTEXT, prompts
-from tests.vllm.test_residency_faults import EXACT, EXACT_POOL
+from tests.vllm.resident_runs import CHUNK, CONTEXT, EXACT, EXACT_POOL, prompts
+from tests.vllm.runs import difference, settled
 from tests.vllm.tiny import transfer_config, write_model
 from tests.vllm.tokenizer import write_tokenizer
 from tests.vllm.vision import IMAGE_TOKEN, write_vision_model

@@ -36,8 +36,8 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.errors import HotKVError
 from hotkv_server.testing.fault_proxy import FaultProxy, nothing
+from tests.server.places import Place
 from tests.server.support import block_ids
-from tests.server.test_restart import Place
 
 LAYERS, PAGE_BYTES, CHAIN, NUM_CHAINS = 2, 4096, 8, 4
 ARENA, DISK = "16MiB", "64MiB"

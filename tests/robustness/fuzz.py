@@ -56,7 +56,7 @@ from tests.robustness.odd_connections import OddConnections
 from tests.robustness.odd_place import Place
 from tests.robustness.odd_sessions import OddSessions
 from tests.robustness.raw_client import Footprint
-from tests.server.test_service import http_port
+from tests.server.support import http_port
 
 NUM_BLOCKS = 64
 HASHES = [random.Random(number).randbytes(32) for number in range(48)]
@@ -475,7 +475,7 @@ class FileFuzzer:
     """Mutates the files that a server reads at start."""
 
     def __init__(self, folder: Path, seed: int, tally: Tally) -> None:
-        from tests.core import test_restore as cases
+        from tests.core import old_tables as cases
 
         self.chance, self.tally, self.cases = random.Random(seed), tally, cases
         self.path = folder / "file"

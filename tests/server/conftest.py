@@ -10,8 +10,8 @@ import pytest
 from demo.processes import Server, runtime_folder
 from hotkv_client.testing import PagedEngine
 from hotkv_sparse.centre import Centres
-from tests.daemons import quick_servers
 from tests.server.sparse_support import RepresentationEngine
+from tests.support.daemons import quick_servers
 
 SHARED_FLAGS = ("--arena.slab-bytes", "256KiB", "--security.malformed-per-s", "1000000")
 """Malformed messages are answered at once; test_throttle tests how they wait."""

@@ -10,7 +10,7 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -37,21 +37,13 @@ from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import DeviceMark, DeviceOrder
 from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent
 from hotkv_server.testing.with_devices import FakeDevices
-from tests.daemons import ForkedChild
+from tests.support.daemons import ForkedChild
 
 NUM_BLOCKS = 24
 LAYERS = 3
 PAGE = 4096
 NUM_MARKS = 4
 DEADLINE_S = 20.0
-
-
-def until(reached: Callable[[], bool], what: str = "it") -> None:
-    """Blocks until then."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not reached():
-        assert time.monotonic() < deadline_s, f"{what} never came"
-        time.sleep(0.005)
 
 
 class DeviceServer(Server):

@@ -13,8 +13,7 @@ from demo.processes import Server
 from hotkv_client import BlockRun, GroupHashes, LoadRun, RequestReport
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
-from tests.server.support import block_ids, hashes
-from tests.server.test_service import http_port
+from tests.server.support import block_ids, hashes, http_port
 
 BLOCK_TOKENS = 16
 

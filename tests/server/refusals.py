@@ -1,6 +1,7 @@
 """Helpers for tests of refusals: state that must not change, reasons, messages filled at random."""
 
 import os
+import queue
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,12 @@ from hotkv_client import BlockRun
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import answers as _answers
+from hotkv_client.wire import requests as _wire
 from hotkv_proto.errors import HotKVError
+from hotkv_proto.v1 import (
+    session_pb2,
+    session_pb2_grpc,
+)
 
 Make = Callable[..., PagedEngine]
 INT32 = np.int32
@@ -103,3 +109,28 @@ def fill(message: Any, random: np.random.Generator, level: int) -> None:
             getattr(message, field.name).extend([choice] * int(random.integers(0, 3)))
         else:
             setattr(message, field.name, choice)
+
+
+def open_with(
+    server: Server, opening: session_pb2.ConnectRequest
+) -> tuple[grpc.StatusCode, int, str]:
+    requests: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
+    requests.put(opening)
+    with grpc.insecure_channel(server.target) as channel, pytest.raises(grpc.RpcError) as caught:
+        next(session_pb2_grpc.SessionServiceStub(channel).Connect(iter(requests.get, None)))
+    return caught.value.code(), reason_of(caught.value), caught.value.details()
+
+
+def opening(engine: PagedEngine, **changes: Any) -> session_pb2.ConnectRequest:
+    request = _wire.open_session(engine.session.config)
+    for path, value in changes.items():
+        target: Any = request.open_session
+        *parents, name = path.split("__")
+        for parent in parents:
+            target = target[int(parent)] if parent.isdecimal() else getattr(target, parent)
+        if isinstance(value, list):
+            del getattr(target, name)[:]
+            getattr(target, name).extend(value)
+        else:
+            setattr(target, name, value)
+    return request

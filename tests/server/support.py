@@ -2,9 +2,11 @@
 
 import mmap
 import os
+import re
 
 import numpy as np
 
+from demo.processes import Server
 from hotkv_client import BlockRun, EngineMemory, Role, Session, SessionConfig, TransferResult
 from hotkv_client.types import Int32s
 from hotkv_proto.groups import GroupKind, GroupSpec
@@ -59,3 +61,9 @@ def hashes(count: int) -> list[bytes]:
 
 def block_ids(count: int, first: int = 0) -> Int32s:
     return np.arange(first, first + count, dtype=np.int32)
+
+
+def http_port(server: Server) -> int:
+    found = re.search(r"http_port=(\d+)", server.log.read_text())
+    assert found is not None
+    return int(found[1])

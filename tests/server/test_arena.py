@@ -16,8 +16,8 @@ from hotkv_client import Arena, BlockResult, GroupHashes, LeaseGrant, Role, Sess
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc
+from tests.server.places import LAYERS, PAGE_BYTES, Place, found, place, spoil, store
 from tests.server.support import hashes
-from tests.server.test_restart import LAYERS, PAGE_BYTES, Place, found, place, spoil, store
 
 __all__ = ["place"]
 SLOT_BYTES = LAYERS * PAGE_BYTES

@@ -25,8 +25,8 @@ from hotkv_server.memory.arena import LOCK_FILE, BusyError, NodeMemory, lock_fil
 from hotkv_server.memory.left_behind import find
 from hotkv_server.settings import load_settings
 from hotkv_server.startup.arena import warn_of_others
+from tests.server.places import LAYERS, PAGE_BYTES, store
 from tests.server.support import hashes
-from tests.server.test_restart import LAYERS, PAGE_BYTES, store
 
 MIB = 1 << 20
 

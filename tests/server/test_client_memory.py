@@ -36,10 +36,9 @@ from hotkv_proto.v1 import session_pb2_grpc
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from tests.robustness.raw_client import Footprint
 from tests.server.half_sent import HalfSender
-from tests.server.support import FULL, GroupsEngine, block_ids, hashes
-from tests.server.test_hostile import marked_engine, unary_stream_of
-from tests.server.test_life import wait_until
-from tests.server.test_service import http_port
+from tests.server.hostile import marked_engine, unary_stream_of
+from tests.server.support import FULL, GroupsEngine, block_ids, hashes, http_port
+from tests.support.waiting import wait_for
 
 NUM_HALVES = 12
 LARGE_BYTES = MAX_MESSAGE_BYTES - 1024
@@ -118,7 +117,7 @@ def halves_of_calls(server: Server, held: contextlib.ExitStack) -> None:
         held.callback(sender.close)
         for _ in range(NUM_HALVES // 2):
             sender.call(path, LARGE_BYTES)
-        wait_until(lambda sender=sender: not sender.num_left, 60)
+        wait_for(lambda sender=sender: not sender.num_left)
 
 
 def halves_of_sessions(server: Server, held: contextlib.ExitStack) -> None:
@@ -129,7 +128,7 @@ def halves_of_sessions(server: Server, held: contextlib.ExitStack) -> None:
             SessionConfig(server.target, f"half {number}", Role.SCHEDULER, KEY_SPACE)
         )
         sender.call(CONNECT, LARGE_BYTES, opening.SerializeToString())
-    wait_until(lambda: not sender.num_left, 60)
+    wait_for(lambda: not sender.num_left)
 
 
 def stores_behind_a_mark(server: Server, held: contextlib.ExitStack) -> None:
@@ -149,7 +148,7 @@ def stores_behind_a_mark(server: Server, held: contextlib.ExitStack) -> None:
             )
             for n in range(32)
         ]
-        wait_until(lambda stores=stores: sum(store.done() for store in stores) >= 3, 60)
+        wait_for(lambda stores=stores: sum(store.done() for store in stores) >= 3)
 
 
 def lists_of_leases(server: Server, held: contextlib.ExitStack) -> None:
@@ -332,7 +331,7 @@ def test_a_message_that_declares_too_much_is_refused_before_it_comes(own_server:
     for path in (LOOKUP, CONNECT):
         for _ in range(NUM_HALVES):
             sender.call(path, 1 << 30)
-    wait_until(lambda: sender.num_ended == 2 * NUM_HALVES, 60)
+    wait_for(lambda: sender.num_ended == 2 * NUM_HALVES)
     sender.close()
     assert watch.close() < SLACK_BYTES
 

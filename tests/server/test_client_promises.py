@@ -25,9 +25,9 @@ from hotkv_proto.v1 import cache_pb2, session_pb2
 from hotkv_server.testing.with_devices import FakeDevices
 from tests.robustness.raw_client import RawSession
 from tests.server.devices_support import DeviceServer, FakeAllocation
+from tests.server.refusals import open_with
 from tests.server.sparse_support import CONFIG, HEAD_SIZE, KV_HEADS, LAYERS
 from tests.server.support import FULL, NUM_BLOCKS, PAGE_BYTES, WINDOW, hashes
-from tests.server.test_refusals import open_with
 
 SPACE = KeySpace("promises", "w", "bfloat16", (FULL,), 16)
 LAYOUT = Layout(

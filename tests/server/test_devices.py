@@ -18,15 +18,8 @@ from hotkv_client.types import After, TransferStatus
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.order import DeviceMark, OrderKind
 from hotkv_server.testing.with_devices import FakeDevices
-from tests.server.devices_support import (
-    SHAPES,
-    DeviceEngine,
-    DeviceServer,
-    block_ids,
-    done,
-    hashes,
-    until,
-)
+from tests.server.devices_support import SHAPES, DeviceEngine, DeviceServer, block_ids, done, hashes
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +50,7 @@ def engine(server: DeviceServer) -> Iterator[Callable[..., DeviceEngine]]:
     yield make
     for one in reversed(made):
         one.close()
-    until(lambda: server.num_held() == 0, "closing")
+    wait_for(lambda: server.num_held() == 0, "closing")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -112,7 +105,7 @@ def test_two_ranks_of_one_device(server: DeviceServer, engine: Callable[..., Dev
     for rank in (one, two):
         assert rank.content(ids) == rank.content(ids + 8)
     two.close()
-    until(lambda: server.num_held() == 1, "closing")
+    wait_for(lambda: server.num_held() == 1, "closing")
 
 
 # Order
@@ -179,7 +172,7 @@ def test_a_load_writes_nothing_before_its_mark_and_can_be_cancelled(
     assert held.result(60).status is TransferStatus.CANCELLED
     assert one.content(ids + 4) == before
     # A transfer that waits for its mark is not late.
-    until(lambda: time.monotonic() > begun_s + 0.2, "its timeout")
+    wait_for(lambda: time.monotonic() > begun_s + 0.2, "its timeout")
     one.session.ping(5)
     assert not late.done()
     _reach(one, 3, 7)
@@ -208,7 +201,7 @@ def test_a_session_that_ends_with_transfers_that_wait(
         waiting = [one.store(hashes(2), block_ids(0, 1), one.after(i, 1))[1] for i in range(3)]
         one.session.ping(5)
         one.session.close()
-        until(lambda: server.num_held() == 0, "closing")
+        wait_for(lambda: server.num_held() == 0, "closing")
         for future in waiting:
             assert (
                 future.exception(60) is not None
@@ -222,7 +215,7 @@ def test_a_session_that_ends_with_transfers_that_wait(
 def test_what_operators_see(server: DeviceServer, engine: Callable[..., DeviceEngine]) -> None:
     one = engine(offers=("events",))
     done(one.store(hashes(2), block_ids(0, 1))[1])
-    until(lambda: "registered 16.0 MiB" in server.cli("status"), "pinning")
+    wait_for(lambda: "registered 16.0 MiB" in server.cli("status"), "pinning")
     devices = server.cli("devices")
     for word in (
         "Fake GPU 0",
@@ -264,10 +257,10 @@ def test_a_killed_engines_memory_is_let_go(server: DeviceServer, offers: str) ->
     )
     assert child.stdout is not None and child.stdout.readline() == "copying\n"
     assert server.num_held() >= 1
-    until(lambda: server.counter("transfers_in_flight") > 0, "a copy in flight")
+    wait_for(lambda: server.counter("transfers_in_flight") > 0, "a copy in flight")
     child.kill()
     child.wait()
-    until(lambda: server.num_held() == 0, "letting go")
+    wait_for(lambda: server.num_held() == 0, "letting go")
     assert server.status()["state"] == "ready"
 
 
@@ -338,7 +331,7 @@ def test_memory_of_devices_needs_the_link(folder: Path, monkeypatch: pytest.Monk
     with DeviceServer(folder, FakeDevices(1, 3)) as running:
         running.wait_ready()
         one = DeviceEngine(running.target)
-        until(lambda: any("needs a unix: target" in why for why in one.said), "a refusal")
+        wait_for(lambda: any("needs a unix: target" in why for why in one.said), "a refusal")
         assert not one.session.connected and running.num_held() == 0
         one.close()
 
@@ -356,7 +349,7 @@ def test_a_lost_device_is_said_and_restarted(folder: Path) -> None:
         running.devices.tell(lose=0)
         result = one.load(names, ids + 8)[1].result(60)
         assert result.status is TransferStatus.FAILED and "device 0" in result.message
-        until(lambda: "device 0" in "".join(running.status()["problems"]), "the state")
+        wait_for(lambda: "device 0" in "".join(running.status()["problems"]), "the state")
         assert (
             "illegal memory access" in running.cli("devices")
             and running.status()["state"] != "ready"
@@ -404,7 +397,7 @@ def test_an_engine_is_refused_with_the_reason_where_there_are_no_devices(folder:
     with Server(folder, "16MiB") as plain:
         plain.wait_ready()
         one = DeviceEngine(plain.target)
-        until(
+        wait_for(
             lambda: any(
                 "no CUDA copy engine: it is given no NVIDIA device" in why for why in one.said
             ),

@@ -30,7 +30,7 @@ from hotkv_server.node.order import SessionOrder
 from hotkv_server.node.session import SessionMemory, check_handles, open_session_memory
 from hotkv_server.testing.device import FakeRuntime
 from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
-from tests.server.devices_support import until
+from tests.support.waiting import wait_for
 
 PAGE = 4096
 
@@ -356,10 +356,10 @@ def test_words_are_taken_first(runtime: FakeRuntime) -> None:
     memory.words()[3] = 6
     memory.words()[2] = 5
     # All words are read at once: whoever sees the one sees the other.
-    until(another.passed)
+    wait_for(another.passed)
     assert not gate.passed() and not gate.passed()
     memory.words()[3] = 7
-    until(gate.passed)
+    wait_for(gate.passed)
     opened.close()
     assert not runtime.held()
 

@@ -29,7 +29,7 @@ from hotkv_server.settings.storage import CopySettings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.arena import placer
 from hotkv_server.testing.device import FakeRuntime
-from tests.server.devices_support import until
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_everything_is_given_back(memory: NodeMemory, runtime: FakeRuntime) -> N
     )
     assert part.progress() == "pinning the arena: 0 of 16 MiB"
     part.start()
-    until(lambda: part.devices.pinned_bytes == 16 << 20)
+    wait_for(lambda: part.devices.pinned_bytes == 16 << 20)
     assert part.progress() == part.fault() == ""
     runtime.lose(1)
     part.close()
@@ -147,7 +147,7 @@ def test_pinning_that_is_required(memory: NodeMemory, runtime: FakeRuntime) -> N
     )
     assert part.devices.pinned_bytes == 2 << 20 and part.fault() == ""
     part.start()
-    until(lambda: part.fault() != "")
+    wait_for(lambda: part.fault() != "")
     assert part.fault().startswith("arena.pin is required, and ")
     part.close()
     assert "registered" not in runtime.held()

@@ -14,8 +14,8 @@ from hotkv_client.command import cli
 from hotkv_client.command.tables import show_status
 from hotkv_server.tiers.compression.form import room_bytes
 from tests.server.support import hashes
-from tests.server.test_tiers import CHAIN, LAYERS, PAGE_BYTES, SLOT_BYTES, Tiered, tiered
-from tests.tiers.test_compression import encode, keys_and_values
+from tests.server.tiered import CHAIN, LAYERS, PAGE_BYTES, SLOT_BYTES, Tiered, tiered
+from tests.tiers.encodings import encode, keys_and_values
 
 ROOM_BYTES = room_bytes(SLOT_BYTES)
 DISK_BYTES = 64 << 20

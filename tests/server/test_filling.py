@@ -17,10 +17,10 @@ from hotkv_client.testing import PagedEngine
 from hotkv_proto.words import WORD_BYTES
 from hotkv_server.memory.mapping import COLLAPSE_BYTES
 from hotkv_server.testing import faults
-from tests.daemons import ForkedChild
+from tests.server.places import load
 from tests.server.support import block_ids, hashes
-from tests.server.test_life import wait_until
-from tests.server.test_restart import load
+from tests.support.daemons import ForkedChild
+from tests.support.waiting import wait_for
 
 GIB = 1 << 30
 ARENA = 2 * GIB
@@ -134,7 +134,7 @@ def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(plac
     assert results == [BlockResult.STORED] * 10 + [BlockResult.NO_SPACE] * 10
     assert place.counter("evicted_blocks_total") == 0
     place.let(3 * COLLAPSE_BYTES + 1)
-    wait_until(lambda: place.capacity_bytes == 3 * COLLAPSE_BYTES)
+    wait_for(lambda: place.capacity_bytes == 3 * COLLAPSE_BYTES)
     assert set(place.store(blocks[FIRST : 2 * FIRST], FIRST)) == {BlockResult.STORED}
     assert place.end(signal.SIGKILL) == -signal.SIGKILL
     place.start()
@@ -145,7 +145,7 @@ def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(plac
     assert load(place.engine, blocks[:FIRST], 2 * FIRST) is TransferStatus.DONE
     assert np.array_equal(place.engine.kv[:, :FIRST], place.engine.kv[:, 2 * FIRST : 3 * FIRST])
     place.let(ARENA)
-    wait_until(lambda: place.capacity_bytes == ARENA, 60)
+    wait_for(lambda: place.capacity_bytes == ARENA)
     assert set(place.store(blocks[2 * FIRST :], 2 * FIRST)) == {BlockResult.STORED}
     assert place.server.status()["state"] == "ready" and place.counter("evicted_blocks_total") == 0
     assert place.end(signal.SIGTERM) == 0
@@ -160,7 +160,7 @@ def test_a_server_that_runs_short_of_memory_goes_on_with_what_it_has(place: Damm
     place.start()
     assert place.server is not None and place.engine is not None
     place.let("short")
-    wait_until(lambda: "no more is free" in place.server.status()["progress"])  # type: ignore[union-attr]
+    wait_for(lambda: "no more is free" in place.server.status()["progress"])  # type: ignore[union-attr]
     status = place.server.status()
     said = status["progress"]
     assert status["state"] == "ready"
@@ -186,7 +186,7 @@ def test_a_server_that_runs_short_of_memory_goes_on_with_what_it_has(place: Damm
     assert place.end(signal.SIGTERM) == 0
     place.let(ARENA)
     place.start()
-    wait_until(lambda: place.capacity_bytes == ARENA, 60)
+    wait_for(lambda: place.capacity_bytes == ARENA)
     assert place.counter("restored_blocks_total") == FIRST
 
 

@@ -12,98 +12,26 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from demo.processes import Server, runtime_folder
+from demo.processes import Server
 from hotkv_client import BlockRun, GroupHashes, LoadRun, TransferStatus
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.errors import HotKVError, SessionLostError
 from hotkv_server.node.health import CHECK_S, STALLED_S, Health
-from hotkv_server.testing import faults
 from hotkv_server.told.http_endpoint import HttpServer
-from tests.daemons import ForkedChild
+from tests.server.faulty import FLAGS, FaultyServer
 from tests.server.support import block_ids, hashes
-from tests.server.test_life import wait_until
+from tests.support.ports import free_port
+from tests.support.waiting import wait_for
 
-FLAGS = ("--arena.bytes", "16MiB", "--arena.slab-bytes", "64KiB")
 BROKEN_STATUS = 70
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-class FaultyServer(Server):
-    """A server in which `point` does `how` once `break_it` is called."""
-
-    def __init__(
-        self,
-        folder: Path,
-        point: str,
-        how: str,
-        *flags: str,
-        environment: dict[str, str] | None = None,
-    ) -> None:
-        self.runtime_folder = folder / "run"
-        self.runtime_folder.mkdir(mode=0o700, exist_ok=True)
-        self.target = f"unix:{self.runtime_folder}/grpc.sock"
-        self.begin_s = time.monotonic()
-        self.port = free_port()
-        self._trigger = folder / "now"
-        command = [
-            *faults.command("break", point, how, self._trigger),
-            *FLAGS,
-        ]
-        command += [
-            "--runtime-dir",
-            str(self.runtime_folder),
-            "--arena.dir",
-            str(folder / "arena"),
-            "--http.port",
-            str(self.port),
-            *flags,
-        ]
-        self._child = ForkedChild(
-            "hotkv-server", command, folder / "hotkv-server.log", environment or {}
-        )
-
-    def break_it(self) -> None:
-        self._trigger.touch()
-
-    def exit_status(self) -> int:
-        return self._child.process.wait(60)
-
-    def probe(self, path: str) -> tuple[int, str]:
-        """Status and body of an HTTP probe; (0, "") where nobody answers."""
-        try:
-            with urllib.request.urlopen(
-                f"http://127.0.0.1:{self.port}/{path}", timeout=5
-            ) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-        except OSError:
-            return 0, ""
-
-    def ping(self, *flags: str) -> int:
-        return cli.main(["ping", "--target", self.target, "--timeout-s", "2", *flags])
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with runtime_folder(64 << 20) as made:
-        yield made
 
 
 # Broken invariants
@@ -192,9 +120,9 @@ def test_what_has_died_is_named(
         ) == (0, 0, (200, "ok\n"), (200, "ok\n"))
         server.break_it()
         engine.session.store("a", "a", [BlockRun(0, hashes(4), block_ids(4))], 10)
-        wait_until(lambda: name in server.probe("livez")[1])
+        wait_for(lambda: name in server.probe("livez")[1])
         assert server.probe("livez")[0] == server.probe("readyz")[0] == 503
-        wait_until(lambda: server.ping() == 1)
+        wait_for(lambda: server.ping() == 1)
         assert server.ping("--live") == 1
         assert "not serving" in capsys.readouterr().out
         assert name in server.status()["problems"]
@@ -206,7 +134,7 @@ def test_what_has_died_is_named(
 
 def test_sockets_that_are_gone_are_named(own_server: Server) -> None:
     (own_server.runtime_folder / "fd.sock").unlink()
-    wait_until(lambda: own_server.status()["problems"] == ["the socket fd.sock has died"])
+    wait_for(lambda: own_server.status()["problems"] == ["the socket fd.sock has died"])
 
 
 def test_stalls_are_named_for_as_long_as_they_last() -> None:
@@ -257,9 +185,9 @@ def test_a_copy_thread_that_is_stuck_says_for_how_long() -> None:
             lambda outcome, message: go_on.wait(60) and None,
         )
     )
-    wait_until(lambda: copies.stalled_s(time.monotonic() + 100) >= 100)
+    wait_for(lambda: copies.stalled_s(time.monotonic() + 100) >= 100)
     go_on.set()
-    wait_until(lambda: copies.stalled_s(time.monotonic() + 100) == 0.0)
+    wait_for(lambda: copies.stalled_s(time.monotonic() + 100) == 0.0)
     assert np.array_equal(source, target)
     copies.close()
 
@@ -269,7 +197,7 @@ def test_http_ends_without_waiting_for_connections() -> None:
         node: Any = None
         http = HttpServer("127.0.0.1", 0, node)
         with socket.create_connection(("127.0.0.1", http.port)) as idle:
-            wait_until(lambda: len(http._connections) == 1)
+            wait_for(lambda: len(http._connections) == 1)
             ending = threading.Thread(target=http.close, daemon=True)
             ending.start()
             await asyncio.get_running_loop().run_in_executor(None, ending.join, 20)
@@ -292,13 +220,13 @@ def test_a_loop_that_hangs_fails_every_probe(folder: Path) -> None:
     ) as server:
         server.wait_ready()
         server.break_it()
-        wait_until(lambda: server.probe("livez")[0] == 503)
+        wait_for(lambda: server.probe("livez")[0] == 503)
         assert "the event loop does not answer" in server.probe("readyz")[1]
         assert server.ping("--live") == 1
         manager.read(CHECK_S)
         assert manager.read(3 * CHECK_S) == []
         # The log says where it hangs.
-        wait_until(lambda: 'faults.py", line' in server.log.read_text())
+        wait_for(lambda: 'faults.py", line' in server.log.read_text())
         os.kill(server.pid, signal.SIGKILL)
     manager.close()
 
@@ -341,7 +269,7 @@ def test_systemd_is_told_of_start_work_trouble_and_stop(folder: Path) -> None:
         heard = manager.read(3 * CHECK_S)
         assert heard.index("READY=1") < heard.index("STATUS=serving") < heard.index("WATCHDOG=1")
         server.break_it()
-        wait_until(lambda: "STATUS=scrubber has died" in manager.read(CHECK_S))
+        wait_for(lambda: "STATUS=scrubber has died" in manager.read(CHECK_S))
         assert "WATCHDOG=1" not in manager.read(3 * CHECK_S)
         os.kill(server.pid, signal.SIGTERM)
         heard = manager.read(3 * CHECK_S)
@@ -357,7 +285,7 @@ def test_draining_is_not_ready_but_alive(folder: Path) -> None:
         engine = PagedEngine(server.target, layers=2, num_blocks=8, page_bytes=4096).connect()
         server.break_it()
         engine.session.store("b", "b", [BlockRun(0, hashes(2), block_ids(2))], 10)
-        wait_until(lambda: server.counter("transfers_in_flight") == 1)
+        wait_for(lambda: server.counter("transfers_in_flight") == 1)
         server.cli("drain", "--timeout", "60")
         with AdminClient(server.target) as admin:
             told = admin.info()
@@ -369,7 +297,7 @@ def test_draining_is_not_ready_but_alive(folder: Path) -> None:
         lines = server.probe("metrics")[1].splitlines()
         assert {"hotkv_ready 0.0", "hotkv_draining 1.0"} <= set(lines)
         assert not any(line.startswith("hotkv_problem{") and line[-3:] != "0.0" for line in lines)
-        wait_until(lambda: server.ping() == 1)
+        wait_for(lambda: server.ping() == 1)
         assert server.ping("--live") == 0
         os.kill(server.pid, signal.SIGKILL)
         engine.close()

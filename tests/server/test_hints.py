@@ -22,7 +22,7 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.hints import Action, ActionType, Hints, Target
 from hotkv_proto.v1 import hints_pb2, hints_pb2_grpc
 from tests.server.support import FULL, WIDE, GroupsEngine, block_ids, hashes
-from tests.server.test_life import wait_until
+from tests.support.waiting import wait_for
 
 BLOCK_TOKENS = 16
 ALL = Target()
@@ -225,7 +225,7 @@ def test_blocks_that_are_stored_later_are_kept_at_the_end_of_the_request(chat: M
     assert one.outcomes(message)["p"]["status"] == "deferred"
     one.store(prompt)
     one.end(prompt, "", action, message_id=message)
-    wait_until(lambda: one.outcomes(message)["p"]["status"] == "accepted")
+    wait_for(lambda: one.outcomes(message)["p"]["status"] == "accepted")
     assert one.pinned() == set(prompt[:3])
 
 
@@ -272,7 +272,7 @@ def test_a_released_session_goes_first_and_what_others_share_stays(
     waiting = one.outcomes(message)["r"]
     assert (waiting["status"], waiting["session_id"]) == ("deferred", ended)
     one.end(system + mine, ended, release, message_id=message)
-    wait_until(lambda: one.outcomes(message)["r"]["status"] == "clipped")
+    wait_for(lambda: one.outcomes(message)["r"]["status"] == "clipped")
     outcome = one.outcomes(message)["r"]
     assert outcome["done_block_count"] == 6 and "4 blocks are kept" in outcome["reason"]
     one.fill(len(mine))
@@ -288,7 +288,7 @@ def test_a_session_that_goes_on_is_not_released(chat: Make) -> None:
     one.report(prompt, session, release, message_id=message)
     one.end(prompt, session, release, message_id=message)
     one.report(prompt, session)
-    wait_until(lambda: one.outcomes(message)["r"]["status"] == "rejected")
+    wait_for(lambda: one.outcomes(message)["r"]["status"] == "rejected")
     assert "gone on" in one.outcomes(message)["r"]["reason"]
     assert one.send({"action_type": "demote", "payload": {"session_id": session}})["status"] == (
         "accepted"

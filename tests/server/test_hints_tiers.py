@@ -9,8 +9,8 @@ import pytest
 from hotkv_client import GroupHashes, RequestReport
 from hotkv_client.hints import HintClient
 from tests.server.support import hashes
-from tests.server.test_life import wait_until
-from tests.server.test_tiers import CHAIN, Tiered, tiered
+from tests.server.tiered import CHAIN, Tiered, tiered
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_a_prefetch_brings_a_session_up_before_it_resumes(place: Tiered) -> None
         place.fill(hashes(CHAIN))
     place.fill(other)
     message = send(place, "prefetch", session_id="paused", deadline_s=20)
-    wait_until(lambda: outcome(place, message)["status"] != "deferred")
+    wait_for(lambda: outcome(place, message)["status"] != "deferred")
     result = outcome(place, message)
     assert (result["status"], result["done_block_count"]) == ("accepted", CHAIN)
     assert in_memory(place, chain) == CHAIN and place.loads(chain, content)
@@ -69,7 +69,7 @@ def test_a_prefetch_brings_a_session_up_before_it_resumes(place: Tiered) -> None
 def test_a_prefetch_of_what_lies_nowhere_is_missing(place: Tiered) -> None:
     report(place, hashes(5), "never stored")
     message = send(place, "prefetch", session_id="never stored", deadline_s=5)
-    wait_until(lambda: outcome(place, message)["status"] == "missing")
+    wait_for(lambda: outcome(place, message)["status"] == "missing")
 
 
 def test_demotion_frees_memory_of_what_the_disk_has(place: Tiered) -> None:

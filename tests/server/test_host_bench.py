@@ -11,7 +11,7 @@ import pytest
 
 from hotkv_client.command import cli, host_bench
 from hotkv_client.command.host_bench import BLOCK_BYTES, Times, timed
-from tests.server.test_life import wait_until
+from tests.support.waiting import wait_for
 
 
 def left(prefix: str) -> list[str]:
@@ -53,7 +53,7 @@ def test_whatever_ends_it_ends_its_server_too(how: signal.Signals) -> None:
     os.killpg(bench.pid, how)
     bench.wait(60)
     bench.stderr.close()
-    wait_until(lambda: not left(f"hotkv-bench-{how}-{os.getpid()}-"))
+    wait_for(lambda: not left(f"hotkv-bench-{how}-{os.getpid()}-"))
 
 
 @pytest.mark.parametrize(

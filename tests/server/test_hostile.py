@@ -10,7 +10,6 @@ import resource
 import signal
 import socket
 import subprocess
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -38,39 +37,14 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
-from hotkv_proto.order import DeviceMark, DeviceOrder, OrderKind
-from hotkv_proto.v1 import events_pb2, events_pb2_grpc, sparse_pb2_grpc
+from hotkv_proto.order import DeviceMark, OrderKind
+from hotkv_proto.v1 import events_pb2, events_pb2_grpc
 from hotkv_server.told.http_endpoint import MAX_CONNECTIONS, HttpServer
-from tests.server.support import FULL, NUM_BLOCKS, PAGE_BYTES, block_ids, hashes
-from tests.server.test_life import wait_until
-from tests.server.test_service import http_port
+from tests.server.hostile import marked_engine, unary_stream_of
+from tests.server.support import FULL, NUM_BLOCKS, PAGE_BYTES, block_ids, hashes, http_port
+from tests.support.waiting import wait_for
 
 MAX_DESCRIPTORS = 160
-
-
-@contextlib.contextmanager
-def marked_engine(target: str) -> Iterator[Session]:
-    """A session whose transfers may lie behind marks."""
-    memory, flags = os.memfd_create("engine"), os.memfd_create("flags")
-    os.posix_fallocate(memory, 0, NUM_BLOCKS * PAGE_BYTES)
-    os.posix_fallocate(flags, 0, 4096)
-    handles = (MemoryHandle("kv", NUM_BLOCKS * PAGE_BYTES), MemoryHandle("flags", 4096))
-    layout = Layout(
-        0, NUM_BLOCKS, handles, (PageTensor(0, "kv", 0, PAGE_BYTES, PAGE_BYTES, 0),), "x"
-    )
-    config = SessionConfig(
-        target, os.urandom(4).hex(), Role.WORKER, KeySpace("m", "m", "bfloat16", (FULL,), 16)
-    )
-    order = DeviceOrder(flags_handle_id="flags", num_flags=8)
-    session = Session(config, EngineMemory(layout, {"kv": memory, "flags": flags}, order))
-    session.start()
-    assert session.wait_connected(20)
-    try:
-        yield session
-    finally:
-        session.close()
-        os.close(memory)
-        os.close(flags)
 
 
 def test_a_signal_ends_a_server_that_an_operator_lets_drain_for_long() -> None:
@@ -81,7 +55,7 @@ def test_a_signal_ends_a_server_that_an_operator_lets_drain_for_long() -> None:
         with marked_engine(server.target) as session, AdminClient(server.target) as admin:
             never = After(OrderKind.FLAGS, DeviceMark(0, 5))
             session.store("t", "l", [BlockRun(0, hashes(1), block_ids(1))], 3600, after=never)
-            wait_until(lambda: admin.info()["counters"]["transfers_in_flight"] == 1)
+            wait_for(lambda: admin.info()["counters"]["transfers_in_flight"] == 1)
             admin.drain(3600)
             os.kill(server.pid, signal.SIGTERM)
             assert server._child.process.wait(60) == 0
@@ -130,7 +104,7 @@ def connected(server: Server) -> socket.socket:
 def test_who_takes_all_descriptors_makes_nothing_spin(short_of_descriptors: Server) -> None:
     server = short_of_descriptors
     held = [connected(server) for _ in range(MAX_DESCRIPTORS)]
-    wait_until(lambda: "can't accept" in server.log.read_text())
+    wait_for(lambda: "can't accept" in server.log.read_text())
     before, began_s = server.log.read_text().count("can't accept"), time.monotonic()
     time.sleep(1.5)
     tries = server.log.read_text().count("can't accept") - before
@@ -168,7 +142,7 @@ def test_descriptors_for_connections_are_not_given_to_memory(short_of_descriptor
             )
             sessions.append(Session(config, memory))
             sessions[-1].start()
-        wait_until(
+        wait_for(
             lambda: any(
                 "OVERLOADED: the server has nearly all descriptors in use" in message
                 for message in told
@@ -203,7 +177,7 @@ def test_memory_with_holes_is_refused(server: Server, num_bytes: int) -> None:
     session = Session(config, EngineMemory(layout, {"kv": fd}))
     try:
         session.start()
-        wait_until(
+        wait_for(
             lambda: any(
                 "parts of the file of 'kv' have no memory yet" in message for message in told
             )
@@ -362,7 +336,7 @@ def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None
             )
             for n in range(40)
         ]
-        wait_until(lambda: sum(store.done() for store in stores) >= 20)
+        wait_for(lambda: sum(store.done() for store in stores) >= 20)
         refused = [str(store.exception()) for store in stores if store.done()]
         assert all("OVERLOADED" in why and "bytes of transfers" in why for why in refused)
         # One takes half at most, so another engine goes on.
@@ -370,10 +344,10 @@ def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None
         assert anonymous_mib() - before_mib < 200
         for waiting in [f"t{n}" for n, store in enumerate(stores) if not store.done()]:
             session.cancel(waiting)
-        wait_until(lambda: all(store.done() for store in stores))
+        wait_for(lambda: all(store.done() for store in stores))
         # A cancelled store is done here before the server has let go of it.
         with AdminClient(own_server.target) as admin:
-            wait_until(lambda: not admin.info()["counters"]["transfers_in_flight"])
+            wait_for(lambda: not admin.info()["counters"]["transfers_in_flight"])
         assert session.store(
             "u", "u", [BlockRun(0, blocks, block_ids(1), extra_keys=text)], 20
         ).result(60)
@@ -431,15 +405,6 @@ def test_what_a_peer_says_at_its_leaving_is_no_line_of_the_log(server: Server) -
     with marked_engine(server.target) as session:
         session.ping(10)
     assert b"forged" not in server.log.read_bytes()
-
-
-def unary_stream_of(channel: grpc.Channel) -> Any:
-    """Opens a stream of selections that asks for nothing."""
-
-    def never() -> Iterator[Any]:
-        yield from iter(threading.Event().wait, False)
-
-    return sparse_pb2_grpc.SparseServiceStub(channel).SelectBlocks(never())
 
 
 def test_the_oldest_guest_goes_for_a_new_one() -> None:

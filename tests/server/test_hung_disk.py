@@ -2,13 +2,8 @@
 the server lives, engines keep their leases, new engines come, host memory and other tiers go on,
 and the server can be stopped."""
 
-import contextlib
 import os
 import signal
-import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,62 +15,18 @@ from hotkv_client import BlockResult, GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_server.testing import faults
+from tests.server.places import FLAGS, store
+from tests.server.sharing import CHAIN, LAYERS, NUM_BLOCKS, PAGE_BYTES, SharingNode, node, probed
 from tests.server.support import hashes
-from tests.server.test_life import wait_until
-from tests.server.test_restart import FLAGS, store
-from tests.server.test_service import http_port
-from tests.server.test_shared_tiers import CHAIN, LAYERS, NUM_BLOCKS, PAGE_BYTES, SharingNode, node
+from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import Server as Valkey
 from tests.tiers.valkey_support import running
 
 STOP_S = 60.0
-HELD_S = 2.0 * faults.STALLED_S
-"""Longer than any part may hang before Health names it."""
 BY_A_CUT = ("fallocate", "stat")
 """Calls that the tier makes at reading if its file was cut short."""
 NOT_OF_THE_TIER = ("fsync",)
 """Calls of other writers than the tier."""
-
-
-class Probed:
-    """Asks /livez again and again; `answers`: every answer that was no 200, in words."""
-
-    def __init__(self, server: Server) -> None:
-        self.answers: list[str] = []
-        self.num_asked = 0
-        self._url = f"http://127.0.0.1:{http_port(server)}/livez"
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._ask, daemon=True)
-        self._thread.start()
-
-    def _ask(self) -> None:
-        while not self._over.wait(0.1):
-            try:
-                urllib.request.urlopen(self._url, timeout=30).read()
-            except urllib.error.HTTPError as error:
-                self.answers.append(f"{error.code} {error.read().decode()}")
-            except OSError as error:
-                self.answers.append(str(error))
-            self.num_asked += 1
-
-    def close(self) -> list[str]:
-        self._over.set()
-        self._thread.join()
-        return self.answers
-
-
-@contextlib.contextmanager
-def probed(server: Server) -> Iterator[Probed]:
-    """Every /livez within the block was a 200, and at its end for HELD_S."""
-    probe = Probed(server)
-    try:
-        yield probe
-        until_s, before = time.monotonic() + HELD_S, probe.num_asked
-        while time.monotonic() < until_s or probe.num_asked < before + 5:
-            time.sleep(0.05)
-    finally:
-        answers = probe.close()
-    assert not answers, answers
 
 
 class HungNode(SharingNode):
@@ -127,7 +78,7 @@ class HungNode(SharingNode):
             engine.session.release(name)
             return bool(lease.pinned[0].all())
 
-        wait_until(comes, 60)
+        wait_for(comes)
         return self.loads(blocks, content)
 
     def other_engine(self, model: str) -> PagedEngine:
@@ -187,12 +138,12 @@ def test_a_disk_that_hangs_costs_its_own_blocks_only(
         assert store(other, fresh) == {BlockResult.STORED}
         found = other.session.lookup([GroupHashes(0, fresh)]).result(60)
         assert found[0].all()
-        wait_until(lambda: any((hung.signs / f"{call}.met").exists() for call in calls), 60)
+        wait_for(lambda: any((hung.signs / f"{call}.met").exists() for call in calls))
         if calls[0] not in NOT_OF_THE_TIER:
-            wait_until(lambda: not hung.counter("tier_up"), 60)
-            wait_until(lambda: "tier=disk is passed by" in server.log.read_text(), 60)
+            wait_for(lambda: not hung.counter("tier_up"))
+            wait_for(lambda: "tier=disk is passed by" in server.log.read_text())
         # The other tier goes on, with what is stored now too; `fill` counts copies of any block.
-        wait_until(lambda: hung.num_copied() >= num_copied + len(fresh), 60)
+        wait_for(lambda: hung.num_copied() >= num_copied + len(fresh))
         more = hashes(CHAIN)
         content = hung.fill(more)
         hung.evict()
@@ -210,11 +161,11 @@ def test_a_disk_that_answers_again_is_used_again(hung: HungNode) -> None:
     assert server is not None
     hung.hang("pwrite")
     store(hung.engine, hashes(CHAIN))
-    wait_until(lambda: not hung.counter("tier_up"), 60)
-    wait_until(lambda: "tier=disk is passed by" in server.log.read_text(), 60)
+    wait_for(lambda: not hung.counter("tier_up"))
+    wait_for(lambda: "tier=disk is passed by" in server.log.read_text())
     hung.heal()
-    wait_until(lambda: bool(hung.counter("tier_up")), 60)
+    wait_for(lambda: bool(hung.counter("tier_up")))
     before = hung.counter("tier_demoted_blocks_total")
     assert store(hung.engine, hashes(CHAIN)) == {BlockResult.STORED}
-    wait_until(lambda: hung.counter("tier_demoted_blocks_total") > before, 60)
-    wait_until(lambda: "tier=disk answers again" in server.log.read_text(), 60)
+    wait_for(lambda: hung.counter("tier_demoted_blocks_total") > before)
+    wait_for(lambda: "tier=disk answers again" in server.log.read_text())

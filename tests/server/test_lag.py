@@ -6,7 +6,7 @@ import time
 from demo.processes import Server
 from hotkv_client.admin import AdminClient
 from hotkv_server.node import event_loop as lag
-from tests.server.test_life import wait_until
+from tests.support.waiting import wait_for
 
 
 def hold(seconds: float) -> None:
@@ -47,7 +47,7 @@ def test_a_loop_that_waits_is_not_late() -> None:
 
 def test_the_server_says_how_late_its_loop_is(own_server: Server) -> None:
     with AdminClient(own_server.target) as admin:
-        wait_until(lambda: admin.info()["counters"]["loop_lag_longest_seconds"] > 0)
+        wait_for(lambda: admin.info()["counters"]["loop_lag_longest_seconds"] > 0)
         counters = admin.info()["counters"]
         assert (
             0

@@ -27,12 +27,12 @@ from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.ledger.book import pack
 from hotkv_server.simulate.replay import replay, unbounded
 from hotkv_server.simulate.trace import load_trace
+from tests.server.places import Place, store
 from tests.server.support import FULL, PAGE_BYTES, WINDOW, GroupsEngine, block_ids, hashes
-from tests.server.test_health import free_port
-from tests.server.test_life import wait_until
-from tests.server.test_restart import Place, store
-from tests.server.test_tiers import CHAIN, tiered
+from tests.server.tiered import CHAIN, tiered
 from tests.simulate.traces import MAKERS
+from tests.support.ports import free_port
+from tests.support.waiting import wait_for
 
 Make = Callable[..., GroupsEngine]
 TOKENS = 16
@@ -242,11 +242,11 @@ def test_the_outlook_follows_what_is_reported(server: Server, engine: Make) -> N
         def asked() -> int:
             return sum(row["prompt_token_count"] for row in admin.savings()["rows"])
 
-        wait_until(lambda: followed() == asked())
+        wait_for(lambda: followed() == asked())
         before = admin.savings()["outlook"]
         for _ in range(2):
             report(one, *[RequestReport(prompt, 800, 0, 0, 0.0)])
-        wait_until(lambda: followed() == asked())
+        wait_for(lambda: followed() == asked())
         after = admin.savings()["outlook"]
     gained = (
         after["ceiling_ratio"] * after["prompt_token_count"]
@@ -278,7 +278,7 @@ def test_the_outlook_is_the_simulators_of_the_recorded_trace(tmp_path: Path) -> 
             )
         )
         recording.start()
-        wait_until(lambda: gauge(running.target, "request_watchers") == 1)
+        wait_for(lambda: gauge(running.target, "request_watchers") == 1)
         for first in range(0, len(requests), 50):
             reports = [
                 RequestReport([names[block] for block in ids], 16 * len(ids), 0, 0, 0.0)
@@ -289,7 +289,7 @@ def test_the_outlook_is_the_simulators_of_the_recorded_trace(tmp_path: Path) -> 
         recording.join()
         tokens = sum(16 * len(ids) for _, ids in requests)
         with AdminClient(running.target) as admin:
-            wait_until(lambda: admin.savings()["outlook"]["prompt_token_count"] == tokens)
+            wait_for(lambda: admin.savings()["outlook"]["prompt_token_count"] == tokens)
             outlook = admin.savings(3600)["outlook"]
         one.close()
     trace = load_trace(trace_file)
@@ -368,7 +368,7 @@ def test_the_command_shows_a_row_each_and_the_outlook(
     def text() -> str:
         return shown("--by", "engine", "--since", "1h")
 
-    wait_until(lambda: "an endless cache would hit" in text())  # of which a later tick learns
+    wait_for(lambda: "an endless cache would hit" in text())  # of which a later tick learns
     (line,) = [line for line in text().splitlines() if "ledger-command" in line]
     assert one.session.config.engine_id in line
     assert "10.0%" in line and "1m 30s" in line and "1m 29s" in line
@@ -455,7 +455,7 @@ def test_the_ledger_goes_on_after_a_restart(place: Place, how: signal.Signals) -
     use(place)
     before = savings(place)
     if how is signal.SIGKILL:
-        wait_until(lambda: num_written(place) == 1)
+        wait_for(lambda: num_written(place) == 1)
     place.stop(how)
     place.start()
     after = savings(place)
@@ -508,7 +508,7 @@ def test_no_file_is_left_of_a_server_that_keeps_nothing(place: Place) -> None:
     assert place.engine is not None
     place.engine.close()
     place.engine = None
-    wait_until(lambda: num_written(place) == 1)
+    wait_for(lambda: num_written(place) == 1)
     place.stop(signal.SIGTERM)
     assert not (place.folder / "arena").exists()
 

@@ -30,6 +30,7 @@ from hotkv_client.testing import PagedEngine
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.keys import KeySpace
 from tests.server.support import FULL
+from tests.support.waiting import wait_for
 
 Make = Callable[..., PagedEngine]
 
@@ -56,13 +57,6 @@ for i in range(1_000_000):
 """
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it never came about"
-        time.sleep(0.02)
-
-
 def mapped_engine_memory(pid: int) -> int:
     return sum(
         "hotkv-engine" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
@@ -82,7 +76,7 @@ def test_a_session_that_waits_for_a_server_ends_when_it_is_closed(tmp_path: Path
         )
     )
     session.start()
-    wait_until(lambda: session._life._awaited is not None)
+    wait_for(lambda: session._life._awaited is not None)
     session.close()
     assert not session._life.thread.is_alive()
 
@@ -101,13 +95,13 @@ def test_a_killed_engine_leaves_nothing(own_server: Server) -> None:
             assert victim.stdout.readline() == "ready\n"
             assert mapped_engine_memory(own_server.pid) == 1
             loaded_blocks = admin.info()["counters"]["loaded_blocks_total"]
-            wait_until(
+            wait_for(
                 lambda loaded=loaded_blocks: (
                     admin.info()["counters"]["loaded_blocks_total"] > loaded
                 )
             )
             victim.send_signal(signal.SIGKILL)
-            wait_until(lambda: not admin.sessions() and admin.info()["counters"]["leases"] == 0)
+            wait_for(lambda: not admin.sessions() and admin.info()["counters"]["leases"] == 0)
             victim.wait()
             assert mapped_engine_memory(own_server.pid) == 0
         counters = admin.info()["counters"]
@@ -115,7 +109,7 @@ def test_a_killed_engine_leaves_nothing(own_server: Server) -> None:
         assert counters["arena_pinned_bytes"] == 0
         assert {b["state"] for b in admin.blocks(page_size=10_000)["blocks"]} == {"ready"}
         assert admin.tiers()[0]["block_count"] > 0
-        wait_until(lambda: len(list(descriptors.iterdir())) <= before + 1)
+        wait_for(lambda: len(list(descriptors.iterdir())) <= before + 1)
 
 
 def restart(server: Server, folder: Path) -> Server:
@@ -159,7 +153,7 @@ def test_a_killed_server_settles_transfers_and_comes_back(tmp_path: Path, kind: 
         outcomes = {type(future.exception(60)) for future in futures}
         assert outcomes <= {type(None), SessionLostError, HotKVError}, outcomes
         assert SessionLostError in outcomes
-        wait_until(lambda: engine.session.state is LinkState.ABSENT)
+        wait_for(lambda: engine.session.state is LinkState.ABSENT)
         assert engine.session.probe(0, blocks) is None
         with pytest.raises(SessionLostError):
             engine.session.acquire("x", [GroupHashes(0, blocks)]).result(60)
@@ -337,7 +331,7 @@ def test_a_server_that_hangs_while_the_stream_breaks_never_commits_what_was_unde
         reader.session.ping(10)
         # The server has settled what the broken stream left.
         with AdminClient(own_server.target) as admin:
-            wait_until(
+            wait_for(
                 lambda numbers=numbers: (
                     not numbers & {session["session_number"] for session in admin.sessions()}
                 )
@@ -360,7 +354,7 @@ def test_a_cancelled_store_answers_at_once(own_server: Server, engine: Make) -> 
         there = one.session.lookup([GroupHashes(0, blocks)]).result(60)[0]
         assert there.all() or not there.any()
     with AdminClient(own_server.target) as admin:
-        wait_until(lambda: admin.info()["counters"]["leases"] == 0)
+        wait_for(lambda: admin.info()["counters"]["leases"] == 0)
         assert {b["state"] for b in admin.blocks(page_size=10_000)["blocks"]} <= {"ready"}
 
 
@@ -372,10 +366,10 @@ def test_draining_refuses_new_work_and_stops(tmp_path: Path, engine: Make) -> No
         one.session.store("s", "s", [BlockRun(0, blocks, np.zeros(1, np.int32))], 5).result(60)
         with AdminClient(server.target) as admin:
             admin.drain(5)
-        wait_until(lambda: one.session.state is not LinkState.CONNECTED)
+        wait_for(lambda: one.session.state is not LinkState.CONNECTED)
         with pytest.raises(HotKVError):
             one.session.acquire("l", [GroupHashes(0, blocks)]).result(60)
-        wait_until(
+        wait_for(
             lambda: (
                 not Path(f"/proc/{server.pid}").exists() or server._child.process.poll() is not None
             )

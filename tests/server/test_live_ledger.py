@@ -11,58 +11,13 @@ import pytest
 from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.reports import LoadEnd, Miss, RequestReport
-from hotkv_proto.table import BlockTable, TableGeometry
-from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import POLICIES
-from hotkv_server.cache.values import CoreConfig
 from hotkv_server.ledger import drive as ledger
 from hotkv_server.ledger.book import pack
 from hotkv_server.ledger.book.accounts import MAX_ACCOUNTS
-from hotkv_server.ledger.drive import LiveLedger
 from hotkv_server.memory.clerk import Clerk
 from hotkv_server.node.session import LiveSession
+from tests.server.ledger_world import World
 from tests.server.support import FULL
-
-ARENA_BYTES, SLAB_BYTES, CAPACITY = 1 << 20, 1 << 16, 64
-
-
-class World:
-    """A core with one session, and a ledger over it."""
-
-    def __init__(self, directory: Path | None = None) -> None:
-        geometry = TableGeometry.for_capacity(CAPACITY, 1, ARENA_BYTES)
-        table = BlockTable(np.zeros(geometry.file_bytes, np.uint8), geometry)
-        config = CoreConfig(ARENA_BYTES, SLAB_BYTES, CAPACITY)
-        self.core = CacheCore(config, table, POLICIES["lru"](CAPACITY))
-        key_space = KeySpace("small", "w", "bfloat16", (FULL,), 16)
-        record = self.core.open_session("engine", "scheduler", key_space, 0.0)
-        self.session = LiveSession(record, "secret", key_space, "test")
-        self.ledger = LiveLedger(self.core, directory, policy="lru")
-        self._rng = np.random.default_rng(1)
-
-    def report(self, num_blocks: int = 2, hit_tokens: int = 0, report_id: int = 0) -> None:
-        hashes = self._rng.integers(1, 1 << 32, (num_blocks, 8), np.uint32)
-        tokens = 16 * num_blocks + 1
-        self.ledger.report(
-            self.session,
-            RequestReport(
-                hashes,
-                tokens,
-                0,
-                hit_tokens,
-                0.0,
-                NO_RETENTION,
-                miss=Miss.ABSENT,
-                saved_s=1.0,
-                report_id=report_id,
-            ),
-        )
-
-    @property
-    def followed_tokens(self) -> int:
-        for _ in self.ledger.follow():
-            pass
-        return self.ledger.outlook(0).prompt_tokens
 
 
 @pytest.mark.parametrize(("name", "bound"), [("MAX_FOLLOWING", 3), ("MAX_FOLLOWING_BLOCKS", 3 * 2)])

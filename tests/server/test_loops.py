@@ -16,7 +16,7 @@ from hotkv_client import BlockRun
 from hotkv_server.node.health import Health
 from hotkv_server.testing import faults
 from tests.server.support import FULL, GroupsEngine, block_ids, hashes
-from tests.server.test_life import wait_until
+from tests.support.waiting import wait_for
 from tests.tiers import s3_support
 from tests.tiers.valkey_support import running
 
@@ -47,7 +47,7 @@ loop's own, for pools of Python's, and for gRPC's poller, whose work has other w
 def told(server: Server, file: Path) -> dict[str, Any]:
     file.unlink(missing_ok=True)
     os.kill(server.pid, signal.SIGUSR1)
-    wait_until(file.exists, 60)
+    wait_for(file.exists)
     content: dict[str, Any] = json.loads(file.read_text())
     return content
 
@@ -90,7 +90,7 @@ def test_no_task_and_no_thread_lasts_that_health_does_not_know(tmp_path: Path) -
                     return not seen
 
                 try:
-                    wait_until(is_quiet, 60)
+                    wait_for(is_quiet)
                 except AssertionError:
                     pytest.fail(f"Health knows nothing of these tasks: {seen}")
                 content = told(server, told_file)

@@ -23,7 +23,7 @@ from hotkv_server.told.metric_help import HELP, LABEL_HELP, LABELS, SPARSE_LAYER
 from hotkv_server.told.metrics import in_seconds
 from hotkv_vllm.counter_help import COUNTERS, exported
 from tests.core.support import begin_store, make_key_space, words_of
-from tests.programs import program
+from tests.support.programs import program
 from tools.metrics_reference import NoCopies, families
 
 

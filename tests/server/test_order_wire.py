@@ -39,7 +39,7 @@ from hotkv_proto.order import (
     OrderKind,
 )
 from hotkv_proto.v1 import cache_pb2, layout_pb2
-from tests.server.test_life import wait_until
+from tests.support.waiting import wait_for
 
 Make = Callable[..., PagedEngine]
 EVENTS = DeviceOrder(bytes(16), (bytes(64), b"x" * 64))
@@ -215,7 +215,7 @@ def test_a_store_behind_a_word_can_be_revoked(words_engine: Any) -> None:
         results.append(int(again.results[0][0]))
         return results[-1] != BlockResult.IN_FLIGHT
 
-    wait_until(is_stored, 20)
+    wait_for(is_stored)
     assert results[-1] == BlockResult.STORED
 
 

@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from hotkv_client.types import WatchedRequest
 from hotkv_client.wire.admin import _read_stream
 from hotkv_server.simulate.trace import load_trace
 from tests.server.support import hashes
+from tests.support.waiting import wait_for
 
 Make = Callable[..., PagedEngine]
 
@@ -31,13 +31,6 @@ def key_space_of(server: Server, model: str) -> int:
         return int(
             next(k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == model)
         )
-
-
-def wait(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.05)
 
 
 def test_a_recording_holds_what_engines_reported_and_the_simulator_reads_it(
@@ -62,7 +55,7 @@ def test_a_recording_holds_what_engines_reported_and_the_simulator_reads_it(
     with subprocess.Popen(
         [*command, "--target", server.target], stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as process:
-        wait(lambda: server.counter("request_watchers") == 1, "the recording did not begin")
+        wait_for(lambda: server.counter("request_watchers") == 1, "the recording did not begin")
         stranger.session.report_requests([RequestReport(second, 130, 0, 0, 0.0)])
         one.session.report_requests(
             [
@@ -71,7 +64,7 @@ def test_a_recording_holds_what_engines_reported_and_the_simulator_reads_it(
             ]
         )
         one.session.report_requests([RequestReport(first[:3], 50, 0, 0, 0.0)])
-        wait(
+        wait_for(
             lambda: file.exists() and file.read_text().count("\n") == 3,
             "the trace has not three lines",
         )
@@ -103,7 +96,7 @@ def test_a_recording_holds_what_engines_reported_and_the_simulator_reads_it(
         "lost_request_count": 0,
     }
     assert {name: answer[name] for name in expected} == expected
-    wait(
+    wait_for(
         lambda: server.counter("request_watchers") == 0,
         "the server goes on feeding a watcher that is gone",
     )
@@ -132,7 +125,7 @@ def test_a_recording_ends_by_itself(server: Server, engine: Make, tmp_path: Path
     with subprocess.Popen(
         [*command, *flags], stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as process:
-        wait(lambda: server.counter("request_watchers") == 1, "the recording did not begin")
+        wait_for(lambda: server.counter("request_watchers") == 1, "the recording did not begin")
         one.session.report_requests([RequestReport(hashes(3), 50, 0, 0, 0.0)])
         assert json.loads(process.communicate(timeout=30)[0])["is_full"]
 

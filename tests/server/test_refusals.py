@@ -1,7 +1,6 @@
 """Bad input, over the wire: a canonical code with a reason, and nothing changed."""
 
 import os
-import queue
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,10 +34,9 @@ from hotkv_proto.v1 import (
     errors_pb2,
     layout_pb2,
     session_pb2,
-    session_pb2_grpc,
 )
 from hotkv_server.wire.errors import CODES
-from tests.server.refusals import reason_of, refused, state, stored
+from tests.server.refusals import open_with, opening, reason_of, refused, state, stored
 
 __all__ = ["stored"]
 
@@ -289,31 +287,6 @@ def test_refusals_of_unary_calls(server: Server, stored: tuple[PagedEngine, list
     for call, reason in cases:
         assert unary(server, call) == (CODES[reason], int(reason))
     assert state(server) == before
-
-
-def open_with(
-    server: Server, opening: session_pb2.ConnectRequest
-) -> tuple[grpc.StatusCode, int, str]:
-    requests: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
-    requests.put(opening)
-    with grpc.insecure_channel(server.target) as channel, pytest.raises(grpc.RpcError) as caught:
-        next(session_pb2_grpc.SessionServiceStub(channel).Connect(iter(requests.get, None)))
-    return caught.value.code(), reason_of(caught.value), caught.value.details()
-
-
-def opening(engine: PagedEngine, **changes: Any) -> session_pb2.ConnectRequest:
-    request = _wire.open_session(engine.session.config)
-    for path, value in changes.items():
-        target: Any = request.open_session
-        *parents, name = path.split("__")
-        for parent in parents:
-            target = target[int(parent)] if parent.isdecimal() else getattr(target, parent)
-        if isinstance(value, list):
-            del getattr(target, name)[:]
-            getattr(target, name).extend(value)
-        else:
-            setattr(target, name, value)
-    return request
 
 
 def test_refusals_of_openings(server: Server, stored: tuple[PagedEngine, list[bytes]]) -> None:

@@ -35,7 +35,7 @@ from hotkv_server.settings import Settings
 from hotkv_server.startup.reload import Reloader, differing
 from tests.server.certificates import Authority
 from tests.server.guarded import refused, store
-from tests.server.test_life import wait_until
+from tests.support.waiting import wait_for
 
 MINE = os.getuid()
 FIRST, SECOND = "the-first-token", "the-second-token"
@@ -106,7 +106,7 @@ class Reloading:
         self.write()
         before = self.logged(*words)
         os.kill(self.server.pid, signal.SIGHUP)
-        wait_until(lambda: self.logged(*words) > before)
+        wait_for(lambda: self.logged(*words) > before)
 
     def audited(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "audit.jsonl").read_text().splitlines()]
@@ -170,7 +170,7 @@ def test_tenants_come_and_go_and_others_go_on(running: Reloading) -> None:
     )
     running.security["tenants"] = [tenant("alpha"), tenant("gamma")]
     running.reload("settings reloaded", "security.tenants")
-    wait_until(lambda: beta.session.state is not LinkState.CONNECTED)
+    wait_for(lambda: beta.session.state is not LinkState.CONNECTED)
     assert running.logged("session ended by the new settings")
     store(alpha)
     gamma = PagedEngine(running.server.target, tenant="gamma").connect()
@@ -194,7 +194,7 @@ def test_a_lowered_bound_evicts_what_is_beyond_it(running: Reloading) -> None:
             running.security["tenants"][1] = tenant("delta", burst_bytes=10 * BLOCK_BYTES)
             running.reload("settings reloaded")
             # Some may be on their way to the disk.
-            wait_until(lambda: held() == 10)
+            wait_for(lambda: held() == 10)
 
 
 def test_wrong_settings_change_nothing_and_are_named(running: Reloading) -> None:
@@ -208,7 +208,7 @@ def test_wrong_settings_change_nothing_and_are_named(running: Reloading) -> None
         running.path.write_text(text)
         number = running.logged("not reloaded", said)
         os.kill(running.server.pid, signal.SIGHUP)
-        wait_until(lambda: running.logged("not reloaded", said) > number)  # noqa: B023
+        wait_for(lambda: running.logged("not reloaded", said) > number)  # noqa: B023
     running.write()
     assert running.server.cli("ping").strip() == "serving"
 
@@ -270,13 +270,13 @@ def test_a_reload_that_fails_has_changed_nothing_and_systemd_is_told() -> None:
             server.wait_ready()
             write("64MiB", "32MiB", 2)
             os.kill(server.pid, signal.SIGHUP)
-            wait_until(lambda: "not reloaded" in server.log.read_text())
+            wait_for(lambda: "not reloaded" in server.log.read_text())
             assert "settings not reloaded, the old ones stay: INVALID_FIELD" in (
                 server.log.read_text()
             )
-            wait_until(lambda: told()[-2:] == ["RELOADING=1", "READY=1"])
+            wait_for(lambda: told()[-2:] == ["RELOADING=1", "READY=1"])
             os.kill(server.pid, signal.SIGTERM)
-            wait_until(lambda: "draining timeout_s=1.0" in server.log.read_text())
+            wait_for(lambda: "draining timeout_s=1.0" in server.log.read_text())
 
 
 @contextlib.contextmanager
@@ -320,7 +320,7 @@ def test_a_tenant_that_may_no_longer_map_the_table_is_ended(running: Reloading) 
     number = running.logged("session ended by the new settings")
     running.security["tenants"] = [tenant("alpha"), tenant("beta")]
     running.reload("settings reloaded", "security.tenants")
-    wait_until(lambda: alpha.session.state is not LinkState.CONNECTED)
+    wait_for(lambda: alpha.session.state is not LinkState.CONNECTED)
     assert running.logged("session ended by the new settings") == number + 1
     store(beta)
     alpha.close()
@@ -363,10 +363,10 @@ def test_a_session_that_is_being_opened_ends_with_its_tenant() -> None:
             server.wait_ready()
             beta = PagedEngine(server.target, tenant="beta")
             beta.session.start()
-            wait_until(lambda: "is being opened" in server.log.read_text())
+            wait_for(lambda: "is being opened" in server.log.read_text())
             write("alpha")
             os.kill(server.pid, signal.SIGHUP)
-            wait_until(lambda: "for which this peer may not act" in server.log.read_text())
+            wait_for(lambda: "for which this peer may not act" in server.log.read_text())
             assert not beta.session.wait_connected(0)
             assert server.cli("sessions").count("beta") == 0
             admitted = [line for line in server.log.read_text().splitlines() if "admitted" in line]
@@ -415,9 +415,9 @@ def test_a_signal_drains_as_long_as_the_new_settings_say() -> None:
             engine.session.acquire("lease", [GroupHashes(0, names)]).result(60)
             config.write_text("drain_timeout_s = 0.1\n")
             os.kill(server.pid, signal.SIGHUP)
-            wait_until(lambda: "changed=drain_timeout_s" in server.log.read_text())
+            wait_for(lambda: "changed=drain_timeout_s" in server.log.read_text())
             os.kill(server.pid, signal.SIGTERM)
-            wait_until(lambda: "stopped" in server.log.read_text())
+            wait_for(lambda: "stopped" in server.log.read_text())
             engine.close()
 
 
@@ -451,7 +451,7 @@ def test_calls_that_change_something_are_audited(running: Reloading) -> None:
     with running.admin("a-wrong-token") as admin, pytest.raises(HotKVError):
         admin.drain()
     # A refusal is sent before it is written down.
-    wait_until(lambda: len(running.audited()) == before + 2)
+    wait_for(lambda: len(running.audited()) == before + 2)
     line = running.audited()[-1]
     assert line["outcome"] == "permission_denied" and "with a token" in line["who"]
     assert "a-wrong-token" not in json.dumps(line)
@@ -515,7 +515,7 @@ def test_in_text_the_audit_is_a_line_of_the_log() -> None:
         assert "outcome=ok" in line and "request_id=" in line
         # No settings file: a reload changes nothing, and does no harm.
         os.kill(server.pid, signal.SIGHUP)
-        wait_until(lambda: "settings reloaded changed=nothing" in server.log.read_text())
+        wait_for(lambda: "settings reloaded changed=nothing" in server.log.read_text())
 
 
 def test_an_audit_file_that_can_not_be_written_keeps_it_from_starting(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hotkv_server.settings import Settings, load_settings
 from hotkv_server.startup.reload import Reloader
 from hotkv_server.tiers.book.write_gate import DAY_S, SLOT_S, WriteGate
 from tests.server.guarded import store
-from tests.server.test_life import wait_until
+from tests.support.waiting import wait_for
 
 CHANGED_AT_THE_START = """
 import os, pathlib, signal, sys
@@ -112,7 +112,7 @@ def test_what_is_asked_while_it_starts_is_done_when_it_has() -> None:
         command = (sys.executable, "-c", CHANGED_AT_THE_START, "run")
         with Server(folder, "16MiB", "--config", str(config), command=command) as server:
             server.wait_ready()
-            wait_until(lambda: "reloaded changed=drain_timeout_s" in server.log.read_text())
+            wait_for(lambda: "reloaded changed=drain_timeout_s" in server.log.read_text())
             assert server.log.read_text().count("settings reloaded") == 1
 
 
@@ -127,15 +127,15 @@ def test_reloads_one_after_the_other_and_while_it_drains_do_no_harm() -> None:
                 os.kill(server.pid, signal.SIGHUP)
             config.unlink()
             os.kill(server.pid, signal.SIGHUP)
-            wait_until(lambda: "there is no file" in server.log.read_text())
+            wait_for(lambda: "there is no file" in server.log.read_text())
             held = engine.session
             blocks = store(engine)
             assert held.acquire("held", [GroupHashes(0, blocks)], 600).result(60).pinned[0].all()
             os.kill(server.pid, signal.SIGTERM)
-            wait_until(lambda: "draining timeout_s=6.0" in server.log.read_text())
+            wait_for(lambda: "draining timeout_s=6.0" in server.log.read_text())
             config.write_text("drain_timeout_s = 1")
             os.kill(server.pid, signal.SIGHUP)
-            wait_until(lambda: "reloaded changed=drain_timeout_s" in server.log.read_text())
+            wait_for(lambda: "reloaded changed=drain_timeout_s" in server.log.read_text())
             held.release("held")
             engine.close()
         text = server.log.read_text()

@@ -32,7 +32,7 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, Representation
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from tests.server.support import block_ids, hashes
-from tests.server.test_life import wait_until
+from tests.support.waiting import wait_for
 
 NUM_BLOCKS = 64
 PAGE_BYTES = 4096
@@ -340,7 +340,7 @@ def test_an_engine_killed_amid_stores_leaves_pairs_only(own_server: Server) -> N
             assert victim.stdout is not None
             assert victim.stdout.readline() == "ready\n"
             time.sleep(0.3)
-            wait_until(lambda: admin.info()["counters"]["evicted_blocks_total"] > 0, 20)
+            wait_for(lambda: admin.info()["counters"]["evicted_blocks_total"] > 0)
             victim.send_signal(signal.SIGKILL)
             victim.wait()
             deadline_s = time.monotonic() + 60

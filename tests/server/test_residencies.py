@@ -30,9 +30,9 @@ from hotkv_client.testing import PagedEngine
 from hotkv_proto.blocks import StoreOptions
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import BlockTable
+from tests.server.places import LAYERS, NUM_BLOCKS, PAGE_BYTES, Place
 from tests.server.support import block_ids, hashes
-from tests.server.test_life import wait_until
-from tests.server.test_restart import LAYERS, NUM_BLOCKS, PAGE_BYTES, Place
+from tests.support.waiting import wait_for
 
 SLOT_BYTES = LAYERS * PAGE_BYTES
 GRACE = ("--residency.grace-s", "3")
@@ -141,12 +141,12 @@ def test_a_store_pins_in_the_step_that_makes_ready(place: Place) -> None:
     reader, blocks = resident(place)
     writer = Writer(place.server.target)  # type: ignore[union-attr]
     try:
-        wait_until(lambda: writer.num_stored > 4 * (16 << 20) // SLOT_BYTES, 120)
+        wait_for(lambda: writer.num_stored > 4 * (16 << 20) // SLOT_BYTES, within_s=120)
         assert reader.check(), "the arena was written four times over"
         assert reader.extend(0, blocks) == list(reader.expected)
         reader.session.close_residency(reader.name)
         started = writer.num_stored
-        wait_until(lambda: writer.num_stored > started + 4 * (16 << 20) // SLOT_BYTES, 120)
+        wait_for(lambda: writer.num_stored > started + 4 * (16 << 20) // SLOT_BYTES, within_s=120)
     finally:
         writer.close()
     assert place.engine is not None
@@ -239,7 +239,7 @@ def test_readers_outlive_their_server_for_the_grace(place: Place, how: signal.Si
     kept, names = resident(place, 30, "kept")
     writer = Writer(server.target)
     try:
-        wait_until(lambda: writer.num_stored > NUM_BLOCKS, 60)
+        wait_for(lambda: writer.num_stored > NUM_BLOCKS)
         place.stop(how)
         assert reader.check() and flushed.check() and kept.check(), "nobody is there to write"
         place.start(*GRACE)
@@ -259,9 +259,9 @@ def test_readers_outlive_their_server_for_the_grace(place: Place, how: signal.Si
             assert back.check()
         assert writer.num_stored > stored, "others stored all the time"
         assert not flushed.check() and not kept.check()
-        wait_until(lambda: place.counter("residency_grace_bytes") == 0, 20)
+        wait_for(lambda: place.counter("residency_grace_bytes") == 0)
         stored = writer.num_stored
-        wait_until(lambda: writer.num_stored > stored + 4 * (16 << 20) // SLOT_BYTES, 120)
+        wait_for(lambda: writer.num_stored > stored + 4 * (16 << 20) // SLOT_BYTES, within_s=120)
         assert back.check(), "what was leased anew stays"
         assert not reader.check()
     finally:
@@ -317,7 +317,7 @@ def test_an_arena_of_another_size_leaves_the_old_one_to_its_readers(place: Place
     place.start(*GRACE, arena="24MiB")
     writer = Writer(place.server.target)  # type: ignore[union-attr]
     try:
-        wait_until(lambda: writer.num_stored > 2 * (24 << 20) // SLOT_BYTES, 120)
+        wait_for(lambda: writer.num_stored > 2 * (24 << 20) // SLOT_BYTES, within_s=120)
         assert reader.check(), "nobody writes into a file that was not taken over"
     finally:
         writer.close()

@@ -7,112 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from demo.processes import Server, runtime_folder
 from hotkv_client import BlockResult, BlockRun, Evicted, GroupHashes, LoadRun, TransferStatus
-from hotkv_client.admin import AdminClient
-from hotkv_client.testing import PagedEngine
+from tests.server.places import FLAGS, NUM_BLOCKS, Place, found, load, spoil, store
 from tests.server.support import block_ids, hashes
-from tests.server.test_life import wait_until
-
-FLAGS = ("--arena.slab-bytes", "64KiB", "--integrity.scrub-bytes-per-s", "0")
-PAGE_BYTES, LAYERS, NUM_BLOCKS = 4096, 2, 128
-
-
-class Place:
-    """One folder in which servers follow each other, and an engine that stays."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.server: Server | None = None
-        self.engine: PagedEngine | None = None
-
-    def start(self, *flags: str, arena: str = "16MiB") -> Server:
-        """The next server; the engine, if there is one, has found it by itself."""
-        self.server = Server(self.folder, arena, *FLAGS, *flags)
-        self.server.wait_ready()
-        if self.engine is not None:
-            assert self.engine.session.wait_connected(20)
-        return self.server
-
-    def stop(self, how: signal.Signals = signal.SIGKILL) -> None:
-        """Ends the server and waits until it and the engine's link are gone."""
-        assert self.server is not None
-        os.kill(self.server.pid, how)
-        self.server._child.process.wait(60)
-        self.server.__exit__()
-        if self.engine is not None:
-            wait_until(lambda: not self.engine.session.connected)  # type: ignore[union-attr]
-
-    def connect(self, on_evicted: Callable[[Evicted], None] | None = None) -> PagedEngine:
-        """An engine with random pages."""
-        assert self.server is not None
-        settings = {
-            "layers": LAYERS,
-            "num_blocks": NUM_BLOCKS,
-            "page_bytes": PAGE_BYTES,
-            "on_evicted": on_evicted,
-        }
-        self.engine = PagedEngine(self.server.target, **settings).connect()  # type: ignore[arg-type]
-        self.engine.kv[:] = np.random.default_rng().integers(0, 256, self.engine.kv.shape, np.uint8)
-        return self.engine
-
-    def counter(self, name: str) -> float:
-        assert self.server is not None
-        with AdminClient(self.server.target) as admin:
-            return float(admin.info()["counters"][name])
-
-
-@pytest.fixture
-def place() -> Iterator[Place]:
-    with runtime_folder(64 << 20) as folder:
-        made = Place(folder)
-        yield made
-        if made.engine is not None:
-            made.engine.close()
-        if made.server is not None:
-            made.server.__exit__()
-
-
-def store(engine: PagedEngine, blocks: list[bytes], first: int = 0) -> set[int]:
-    name = os.urandom(8).hex()
-    return set(
-        engine.session.store(name, name, [BlockRun(0, blocks, block_ids(len(blocks), first))], 20)
-        .result(60)
-        .results[0]
-        .tolist()
-    )
-
-
-def found(engine: PagedEngine, blocks: list[bytes]) -> list[bool]:
-    masks = engine.session.lookup([GroupHashes(0, blocks)]).result(60)
-    found_here: list[bool] = masks[0].tolist()
-    return found_here
-
-
-def load(engine: PagedEngine, blocks: list[bytes], first: int) -> TransferStatus:
-    name, ids = os.urandom(8).hex(), block_ids(len(blocks))
-    assert engine.session.acquire(name, [GroupHashes(0, blocks)]).result(60).pinned[0].all()
-    result = engine.session.load(name, name, [LoadRun(0, ids, ids + np.int32(first))], 20).result(
-        20
-    )
-    engine.session.release(name)
-    return result.status
-
-
-def spoil(place: Place, page: np.ndarray) -> None:
-    """Changes one byte of the slot whose first page this is, behind the server's back."""
-    path = place.folder / "arena" / "arena"
-    arena = np.memmap(path, np.uint8, "r+")
-    at = arena.tobytes().find(page.tobytes())
-    assert at >= 0
-    arena[at] ^= 1
-    arena.flush()
+from tests.support.waiting import wait_for
 
 
 @pytest.mark.parametrize(
@@ -231,7 +133,7 @@ def test_bytes_that_change_are_found_in_the_background(place: Place) -> None:
     blocks = hashes(30)
     store(engine, blocks)
     spoil(place, engine.kv[0, 7])
-    wait_until(lambda: bool(evicted))
+    wait_for(lambda: bool(evicted))
     assert evicted[0].groups[0].hashes == [blocks[7]]
     assert found(engine, blocks) == [at != 7 for at in range(30)]
 
@@ -244,7 +146,7 @@ def test_what_was_condemned_is_not_loaded_under_a_lease_from_before(place: Place
     store(engine, blocks)
     assert engine.session.acquire("held", [GroupHashes(0, blocks)]).result(60).pinned[0].all()
     spoil(place, engine.kv[0, 7])
-    wait_until(lambda: bool(evicted))
+    wait_for(lambda: bool(evicted))
     for name, ids, status in (
         ("all", np.arange(30), TransferStatus.FAILED),
         ("others", np.arange(8, 30), TransferStatus.DONE),

@@ -26,6 +26,7 @@ from hotkv_client.command import cli
 from hotkv_client.hints import HintClient
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.keys import KeySpace
+from tests.server.support import http_port
 
 Make = Callable[..., PagedEngine]
 
@@ -72,12 +73,6 @@ def test_health_reflection_and_channelz(server: Server) -> None:
             .GetServers(channelz_pb2.GetServersRequest(start_server_id=0))
             .server
         )
-
-
-def http_port(server: Server) -> int:
-    found = re.search(r"http_port=(\d+)", server.log.read_text())
-    assert found is not None
-    return int(found[1])
 
 
 def test_http(server: Server) -> None:

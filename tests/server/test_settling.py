@@ -14,7 +14,7 @@ from demo.processes import Server
 from hotkv_client import BlockRun, GroupHashes, LinkState, LoadRun
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.errors import SessionLostError
-from tests.server.test_life import wait_until
+from tests.support.waiting import wait_for
 
 NUM_BLOCKS = 64
 LOOK_S = 0.5
@@ -43,7 +43,7 @@ def test_a_load_of_a_broken_stream_stays_open_until_the_server_has_let_go(
     # What touches no memory fails at once; by then the load's fate has been decided too, if it did
     # not wait.
     assert isinstance(lookup.exception(60), SessionLostError)
-    wait_until(lambda: one.session.state is LinkState.ABSENT)
+    wait_for(lambda: one.session.state is LinkState.ABSENT)
     with pytest.raises(TimeoutError):
         future.exception(LOOK_S)
     assert len(settling()) == 1
@@ -51,7 +51,7 @@ def test_a_load_of_a_broken_stream_stays_open_until_the_server_has_let_go(
     assert isinstance(future.exception(60), SessionLostError)
     # From here on the memory is the engine's alone.
     one.kv[:] = 77
-    wait_until(lambda: not settling())
+    wait_for(lambda: not settling())
     began_s = time.monotonic()
     while time.monotonic() - began_s < LOOK_S:
         assert (one.kv == 77).all()

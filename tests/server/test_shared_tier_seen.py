@@ -10,10 +10,10 @@ from demo.processes import runtime_folder
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.command.tables import show_explain, show_status
+from tests.server.places import store
 from tests.server.support import PATIENT, hashes
-from tests.server.test_life import wait_until
-from tests.server.test_restart import store
-from tests.server.test_tiers import CHAIN, SLOT_BYTES, Tiered
+from tests.server.tiered import CHAIN, SLOT_BYTES, Tiered
+from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import Server, running
 
 
@@ -39,7 +39,7 @@ def test_status_explain_and_events_name_the_shared_tier(place: tuple[Tiered, Ser
         assert next(stream) == ([], 0)
         store(node.engine, chain)
         content = node.engine.kv[:, :CHAIN].copy()
-        wait_until(lambda: node.counter("shared_copied_blocks_total") == CHAIN)
+        wait_for(lambda: node.counter("shared_copied_blocks_total") == CHAIN)
         num_copied = 0
         while num_copied < CHAIN:
             for event in next(stream)[0]:
@@ -66,9 +66,7 @@ def test_status_explain_and_events_name_the_shared_tier(place: tuple[Tiered, Ser
         valkey.kill()
         try:
             store(node.engine, hashes(CHAIN))
-            wait_until(
-                lambda: "valkey  DOWN" in show_status(cli.status(admin, argparse.Namespace()))
-            )
+            wait_for(lambda: "valkey  DOWN" in show_status(cli.status(admin, argparse.Namespace())))
             (told,) = admin.explain(hashes=b"".join(hashes(2)))
             assert not told["loads"]
         finally:

@@ -2,7 +2,6 @@
 loads byte for byte; a flush on one counts on both; and a Valkey that is away costs hits only."""
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -11,100 +10,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from demo.processes import runtime_folder
-from hotkv_client import BlockResult, GroupHashes, TransferStatus
+from hotkv_client import BlockResult, TransferStatus
 from hotkv_client.testing import PagedEngine
+from tests.server.places import load, store
+from tests.server.sharing import (
+    CHAIN,
+    LAYERS,
+    NUM_BLOCKS,
+    PAGE_BYTES,
+    SharingNode,
+    check_sharing,
+    node,
+)
 from tests.server.support import PATIENT, hashes
-from tests.server.test_life import wait_until
-from tests.server.test_restart import Place, load, store
+from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import Server as Valkey
 from tests.tiers.valkey_support import running
 
-PAGE_BYTES, LAYERS, NUM_BLOCKS = 16 << 10, 2, 64
-CHAIN = 12
 SECRET = "never-to-be-seen-anywhere"
-
-
-class SharingNode(Place):
-    """A place whose servers share a Valkey."""
-
-    def start_sharing(self, *flags: str) -> "SharingNode":
-        self.start(*flags)
-        if self.engine is None:
-            self.start_engine()
-        return self
-
-    def start_engine(self) -> None:
-        """An engine comes to the server that runs."""
-        assert self.server is not None
-        self.engine = PagedEngine(
-            self.server.target, layers=LAYERS, num_blocks=NUM_BLOCKS, page_bytes=PAGE_BYTES
-        ).connect()
-
-    def fill(self, blocks: list[bytes]) -> np.ndarray:
-        """Stores blocks with random bytes, and waits until the Valkey has them."""
-        engine, count = self.engine, len(blocks)
-        assert engine is not None
-        content = np.random.default_rng().integers(0, 256, (LAYERS, count, PAGE_BYTES), np.uint8)
-        engine.kv[:, :count] = content
-        before = self.num_copied()
-        assert store(engine, blocks) == {BlockResult.STORED}
-        wait_until(lambda: self.num_copied() >= before + count, 20)
-        return content
-
-    def num_copied(self) -> float:
-        return self.counter("shared_copied_blocks_total")
-
-    def until_copying(self) -> None:
-        """Waits until blocks that are stored come to the Valkey. Until a flush has been told, and
-        what it met was flushed here too, they may be forgotten instead."""
-        engine = self.engine
-        assert engine is not None
-
-        def copies() -> bool:
-            before, until_s = self.num_copied(), time.monotonic() + 2.0
-            store(engine, hashes(1))
-            while self.num_copied() == before and time.monotonic() < until_s:
-                time.sleep(0.05)
-            return self.num_copied() > before
-
-        wait_until(copies, 30)
-
-    def finds(self, blocks: list[bytes]) -> bool:
-        assert self.engine is not None
-        found = self.engine.session.lookup([GroupHashes(0, blocks)]).result(60)
-        return bool(found[0].all())
-
-    def leases_some(self, blocks: list[bytes]) -> bool:
-        """Whether a lease gets any of the blocks."""
-        assert self.engine is not None
-        name = os.urandom(8).hex()
-        lease = self.engine.session.acquire(name, [GroupHashes(0, blocks)]).result(60)
-        self.engine.session.release(name)
-        return bool(lease.pinned[0].any())
-
-    def loads(self, blocks: list[bytes], content: np.ndarray) -> bool:
-        """Whether the blocks are found and loaded with these bytes."""
-        engine, count = self.engine, len(blocks)
-        assert engine is not None
-        engine.kv[:] = 0
-        if not self.finds(blocks):
-            return False
-        assert load(engine, blocks, 0) is TransferStatus.DONE
-        return np.array_equal(engine.kv[:, :count], content)
-
-
-@contextlib.contextmanager
-def node(kind: type[SharingNode] = SharingNode) -> Iterator[SharingNode]:
-    with runtime_folder(128 << 20) as folder:
-        made = kind(folder)
-        try:
-            yield made
-        finally:
-            if made.engine is not None:
-                made.engine.close()
-            if made.server is not None:
-                made.server.__exit__()
 
 
 @pytest.fixture
@@ -117,24 +40,6 @@ def nodes() -> Iterator[tuple[SharingNode, SharingNode]]:
 def valkey(tmp_path: Path) -> Iterator[Valkey]:
     with running(tmp_path / "valkey") as server:
         yield server
-
-
-def check_sharing(a: SharingNode, b: SharingNode) -> None:
-    """What one node stores the other one loads, and a flush on one counts on both."""
-    chain, kept = hashes(CHAIN), hashes(CHAIN)
-    content = a.fill(chain)
-    # Until it has connected it knows of nothing.
-    wait_until(lambda: b.finds(chain), 20)
-    assert b.loads(chain, content)
-    assert b.counter("shared_fetched_blocks_total") == CHAIN
-    # The other node does not look them up, which would fetch them.
-    a.fill(kept)
-    assert a.engine is not None
-    a.engine.session.flush().result(60)
-    assert not a.finds(chain) and not b.leases_some(kept)
-    wait_until(lambda: not b.finds(chain), 20)
-    again = a.fill(chain)
-    wait_until(lambda: b.loads(chain, again), 20)
 
 
 @pytest.mark.parametrize("compress", [pytest.param("off", marks=pytest.mark.long), "auto"])
@@ -157,7 +62,7 @@ def test_what_one_node_stores_another_loads(
         path.unlink()
     b.start_sharing(*flags)
     # A store that is slow to answer is a miss.
-    wait_until(lambda: b.loads(chain, content), 20)
+    wait_for(lambda: b.loads(chain, content))
     assert not b.counter("shared_corrupt_blocks_total")
 
 
@@ -172,9 +77,9 @@ def test_a_flush_on_one_node_counts_on_both(
     assert a.engine is not None
     a.engine.session.flush().result(60)
     assert not b.finds(kept) and not a.finds(kept) and not a.finds(fetched)
-    wait_until(lambda: not b.finds(fetched), 20)
+    wait_for(lambda: not b.finds(fetched))
     again = a.fill(kept)
-    wait_until(lambda: b.finds(kept), 20)
+    wait_for(lambda: b.finds(kept))
     assert b.loads(kept, again)
 
 
@@ -229,7 +134,7 @@ def test_a_valkey_that_hangs_dies_and_comes_back(
         time.sleep(1.5)
         return b.loads(fresh, content)
 
-    wait_until(is_shared_again, 40)
+    wait_for(is_shared_again)
     assert not b.finds(more)
 
 
@@ -268,13 +173,13 @@ def test_what_one_node_stores_in_a_bucket_another_loads(
         a, b = (one.start_sharing(*flags, *PATIENT) for one in nodes)
         chain = hashes(CHAIN)
         content = a.fill(chain)
-        wait_until(lambda: b.finds(chain), 20)
+        wait_for(lambda: b.finds(chain))
         assert b.loads(chain, content)
         assert b.counter("shared_fetched_blocks_total") == CHAIN
         assert a.engine is not None
         a.engine.session.flush().result(60)
         assert not a.finds(chain)
-        wait_until(lambda: not b.finds(chain), 20)
+        wait_for(lambda: not b.finds(chain))
 
 
 def flags_of(valkey: Valkey) -> tuple[str, ...]:
@@ -315,13 +220,13 @@ def check_missed_flush(
         assert not a.finds(chain)
     assert len(valkey.client.keys("*/0/*")) == 2 * CHAIN, "the store has lost the blocks"
     # Neither the node that has flushed nor another one finds what the store still has.
-    wait_until(lambda: int(valkey.client.get(key)) > before, 20)
+    wait_for(lambda: int(valkey.client.get(key)) > before)
     assert not a.finds(chain) and not b.finds(kept)
-    wait_until(lambda: not b.finds(chain), 20)
+    wait_for(lambda: not b.finds(chain))
     # It is told, and the key space is in use again.
     a.until_copying()
     again = a.fill(chain)
-    wait_until(lambda: b.loads(chain, again), 20)
+    wait_for(lambda: b.loads(chain, again))
     raised = int(valkey.client.get(key))
     a.stop(signal.SIGKILL)
     a.start_sharing(*flags)
@@ -346,7 +251,7 @@ def test_a_server_that_was_down_during_a_flush_drops_what_it_had(
     b.engine.session.flush().result(60)
     with valkey.stopped() if is_away else contextlib.nullcontext():
         a.start_sharing(*flags)
-    wait_until(lambda: not a.finds(chain), 20)
+    wait_for(lambda: not a.finds(chain))
     time.sleep(1.5)
     assert not a.finds(chain) and not b.finds(chain)
 
@@ -362,7 +267,7 @@ def test_a_server_that_leaves_only_its_disk_drops_what_was_flushed_meanwhile(
     b.start_sharing(*flags_of(valkey))
     chain = hashes(CHAIN)
     content = a.fill(chain)
-    wait_until(lambda: a.counter("tier_demoted_blocks_total") == CHAIN)
+    wait_for(lambda: a.counter("tier_demoted_blocks_total") == CHAIN)
     a.stop(signal.SIGTERM)
     a.start_sharing(*flags)
     assert a.loads(chain, content)
@@ -370,7 +275,7 @@ def test_a_server_that_leaves_only_its_disk_drops_what_was_flushed_meanwhile(
     assert b.engine is not None
     b.engine.session.flush().result(60)
     a.start_sharing(*flags)
-    wait_until(lambda: not a.finds(chain), 20)
+    wait_for(lambda: not a.finds(chain))
 
 
 @pytest.mark.long
@@ -399,7 +304,7 @@ def test_what_a_restart_brings_back_reaches_the_store(
     valkey.client.delete(*blocks[::2])
     a.stop(signal.SIGKILL)
     a.start_sharing(*flags)
-    wait_until(lambda: a.counter("shared_copied_blocks_total") == CHAIN, 20)
+    wait_for(lambda: a.counter("shared_copied_blocks_total") == CHAIN)
     assert a.counter("shared_written_bytes_total") == CHAIN // 2 * LAYERS * PAGE_BYTES
     assert sorted(valkey.client.keys("*/0/*")) == blocks
     assert b.loads(chain, content)

@@ -12,11 +12,10 @@ import pytest
 from hotkv_client import BlockResult, GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_server.testing.fault_proxy import FaultProxy, throttled
+from tests.server.places import store
+from tests.server.sharing import CHAIN, node, probed
 from tests.server.support import hashes
-from tests.server.test_hung_disk import probed
-from tests.server.test_life import wait_until
-from tests.server.test_restart import store
-from tests.server.test_shared_tiers import CHAIN, node
+from tests.support.waiting import wait_for
 from tests.tiers import s3_support
 from tests.tiers.valkey_support import running
 
@@ -89,11 +88,11 @@ def test_a_store_that_is_slow_costs_its_own_blocks_only(tmp_path: Path, slow: ob
                 assert one.finds(chain), "host memory has it"
             count = 4 + CHAIN * len(chains)
             moved = "tier_demoted_blocks_total" if has_disk else "shared_copied_blocks_total"
-            wait_until(lambda: one.counter(moved) >= count, 60)
+            wait_for(lambda: one.counter(moved) >= count)
             with AdminClient(server.target) as admin:
                 admin.evict(everything=True)
             # The other tier has them all, whatever the slow one is asked for meanwhile.
-            wait_until(lambda: all(one.leases_some(chain) for chain in chains), 60)
+            wait_for(lambda: all(one.leases_some(chain) for chain in chains))
             came = "tier_promoted_blocks_total" if has_disk else "shared_fetched_blocks_total"
             assert one.counter(came)
         again = engine.session.acquire("held", [GroupHashes(0, leased)], 60).result(60)

@@ -19,6 +19,7 @@ from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_proto.v1 import sparse_pb2
 from hotkv_sparse.centre import Centres, LayerCentre
 from hotkv_sparse.selection import select_layer
+from tests.server.places import Place, place, spoil
 from tests.server.sparse_support import (
     BLOCK_TOKENS,
     CONFIG,
@@ -32,10 +33,8 @@ from tests.server.sparse_support import (
     queries,
     refused,
 )
-from tests.server.support import hashes
-from tests.server.test_life import wait_until
-from tests.server.test_restart import Place, place, spoil
-from tests.server.test_service import http_port
+from tests.server.support import hashes, http_port
+from tests.support.waiting import wait_for
 
 __all__ = ["place"]
 
@@ -335,7 +334,7 @@ def test_representations_that_changed_over_a_restart_are_never_scored(place: Pla
     try:
         engine.store(blocks)
         place.stop()
-        wait_until(lambda: not engine.session.connected)
+        wait_for(lambda: not engine.session.connected)
         spoil(place, engine.pools[2][30])
         place.start("--integrity.check", "full", "--integrity.start-check-s", "0")
         assert engine.session.wait_connected(20)
@@ -394,5 +393,5 @@ def test_sessions_may_end_while_selections_run(sparse_engine: Make, server: Serv
             thread.join(60)
     assert len(outcomes) == 12
     assert set(outcomes) <= {None, Reason.UNKNOWN_SESSION}
-    wait_until(lambda: server.counter("sparse_selects_in_flight") == 0)
-    wait_until(lambda: server.counter("transfers_in_flight") == 0)
+    wait_for(lambda: server.counter("sparse_selects_in_flight") == 0)
+    wait_for(lambda: server.counter("transfers_in_flight") == 0)

@@ -18,6 +18,7 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_server.settings import Settings, sources
 from tests.server.certificates import Authority
+from tests.support.ports import free_port
 
 ARENA = ["--arena.bytes", "16MiB", "--arena.slab-bytes", "64KiB", "--http.port", "-1"]
 
@@ -131,8 +132,7 @@ def test_check_names_all_that_is_wrong_at_once(folder: Path, taken: int) -> None
 
 
 def test_check_passes_beside_the_server_that_runs(folder: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port = str(one.getsockname()[1])
+    port = str(free_port())
     with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB", "--http.port", port) as server:
         server.wait_ready()
         done = started(folder, "--http.port", port, check=True)

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from demo.processes import Server, runtime_folder
-from tests.programs import program
 from tests.server.page_support import Traffic
-from tests.server.test_service import http_port
+from tests.server.support import http_port
+from tests.support.programs import program
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the extra `dev` has playwright")
 

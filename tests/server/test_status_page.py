@@ -38,12 +38,11 @@ from hotkv_server.told.pages.routes import MAX_KEPT, Request, Routes
 from hotkv_server.told.status import as_json_values, read_status
 from tests.core.support import make_key_space
 from tests.server.capable import capable
+from tests.server.ledger_world import World
 from tests.server.page_support import Traffic, get, listed, status_of
-from tests.server.support import hashes
-from tests.server.test_life import wait_until
-from tests.server.test_live_ledger import World
-from tests.server.test_service import http_port
-from tests.server.test_tiers import tiered
+from tests.server.support import hashes, http_port
+from tests.server.tiered import tiered
+from tests.support.waiting import wait_for
 
 PAGE = Path(hotkv_server.__file__).parent / "told" / "pages" / "page.html"
 MAX_PAGE_BYTES = 150_000
@@ -73,7 +72,7 @@ def settled(server: Server) -> dict[str, Any]:
 
     status_of(server)
     time.sleep(survey.FRESH_S)
-    wait_until(is_fresh)
+    wait_for(is_fresh)
     return status
 
 
@@ -136,7 +135,7 @@ def test_tiers_below_are_those_of_the_admin_api() -> None:
             disk, told = found["tiers"][1], listed(server)[1][1]
             return {name: told[name] for name in disk} == disk
 
-        wait_until(is_same)
+        wait_for(is_same)
         assert found["counters"]["tier_demoted_blocks_total"] == 4
     host, disk = found["tiers"]
     assert (host["name"], disk["name"]) == ("host", "disk") and "activity" not in host
@@ -157,7 +156,7 @@ def test_savings_are_those_of_the_ledger(server: Server, traffic: Callable[..., 
             rows = told["rows"] if since_s else []
             return bool(shown["total"] == told["total"] and shown["rows"] == rows)
 
-        wait_until(is_told, timeout_s=60)
+        wait_for(is_told)
     (row,) = [r for r in status["savings"]["hour"]["rows"] if r["model"] == "page-savings"]
     assert (row["request_count"], row["prompt_token_count"]) == (2, 12 * 16 + 6)
     assert row["hits"]["host"] == 6 * 16 and row["device_hit_token_count"] == 16
@@ -421,7 +420,7 @@ def test_it_ends_quietly_while_requests_wait_for_the_node(
         # As the daemon does: on the node's loop, which answers nobody meanwhile.
         with socket.create_connection(("127.0.0.1", http.port)) as one:
             one.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            wait_until(lambda: bool(http.routes._shared))
+            wait_for(lambda: bool(http.routes._shared))
             http.close()
 
     asyncio.run(scenario())
@@ -571,7 +570,7 @@ def test_a_token_that_changes_or_goes_is_followed(far: tuple[Server, Path]) -> N
         assert answer.status == 503 and "http.token_file" in answer.text
         assert asked(ADMIN) == 200, "an admin's token is not in that file"
         assert asked("") == 503 and get(port, "/livez").status == 200
-        wait_until(lambda: "http.token_file can't be used" in server.log.read_text())
+        wait_for(lambda: "http.token_file can't be used" in server.log.read_text())
         assert server.log.read_text().count("http.token_file can't be used") == 1
     finally:
         path.write_text(TOKEN)
@@ -592,12 +591,12 @@ def test_admins_are_those_that_were_read_last(far: tuple[Server, Path]) -> None:
     try:
         assert asked(other) == 401
         os.kill(server.pid, signal.SIGHUP)
-        wait_until(lambda: asked(other) == 200)
+        wait_for(lambda: asked(other) == 200)
         assert asked(ADMIN) == 401
     finally:
         config.write_text(old)
         os.kill(server.pid, signal.SIGHUP)
-    wait_until(lambda: asked(ADMIN) == 200)
+    wait_for(lambda: asked(ADMIN) == 200)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])

@@ -17,7 +17,7 @@ from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
 from hotkv_server.node.session import OUTBOX_MESSAGES
 from hotkv_server.wire.guard.limits import BURST_S, MAX_WAIT_S, Pace
-from tests.server.test_life import wait_until
+from tests.support.waiting import wait_for
 
 Make = Callable[..., PagedEngine]
 LOOKUP = "/hotkv.v1.CacheService/Lookup"
@@ -129,7 +129,7 @@ def test_few_large_answers_that_nobody_reads_are_not_kept_for_ever(
     ) as channel:
         call = _wire.connect(_wire.Stub(channel), requests())
         try:
-            wait_until(lambda: "does not read what it is sent" in own_server.log.read_text(), 60)
+            wait_for(lambda: "does not read what it is sent" in own_server.log.read_text())
         finally:
             ended.set()
             call.cancel()

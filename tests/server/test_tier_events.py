@@ -8,10 +8,10 @@ from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved,
 
 from hotkv_client.admin import AdminClient
 from hotkv_client.command.tables import event_line
+from tests.server.routers import Router, external, topic
 from tests.server.support import hashes
-from tests.server.test_events import Router, external, topic
-from tests.server.test_life import wait_until
-from tests.server.test_tiers import CHAIN, Tiered, tiered
+from tests.server.tiered import CHAIN, Tiered, tiered
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_readers_learn_in_which_medium_blocks_lie(place: Tiered) -> None:
     with AdminClient(place.server.target) as admin:
         wide, narrow = admin.events(0, 60, tiers=True), admin.events(0, 60)
         assert next(wide) == next(narrow) == ([], 0)
-        wait_until(lambda: bool(router.sub.poll(50)) or not engine.session.flush().result(60))
+        wait_for(lambda: bool(router.sub.poll(50)) or not engine.session.flush().result(60))
         router.events()
         chain = hashes(CHAIN)
         content = place.fill(chain)

@@ -2,7 +2,6 @@
 also after a kill; and what the disk does wrong costs hits, never bytes."""
 
 import argparse
-import contextlib
 import os
 import shutil
 import signal
@@ -16,68 +15,12 @@ from hotkv_client import BlockResult, GroupHashes, RequestReport, TransferStatus
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.command.tables import show_explain, show_status
-from hotkv_client.testing import PagedEngine
-from tests.server.support import PATIENT, hashes
-from tests.server.test_life import wait_until
-from tests.server.test_restart import Place, load, store
+from tests.server.places import load, store
+from tests.server.support import hashes
+from tests.server.tiered import CHAIN, SLOT_BYTES, Tiered, tiered
+from tests.support.waiting import wait_for
 
-PAGE_BYTES, LAYERS, NUM_BLOCKS = 64 << 10, 2, 160
-SLOT_BYTES = PAGE_BYTES * LAYERS
 ARENA_SLOTS = (16 << 20) // SLOT_BYTES
-CHAIN = 30
-"""Fewer than a lease may pin before its load: a quarter of the arena."""
-
-
-class Tiered(Place):
-    """A place whose servers have a disk of 64 MiB."""
-
-    def start_tiered(self, *flags: str, disk: str = "64MiB") -> None:
-        folder = self.folder / "disk"
-        self.start("--tiers.disk.path", str(folder), "--tiers.disk.bytes", disk, *PATIENT, *flags)
-
-    def connect(self, on_evicted: object = None) -> PagedEngine:
-        assert self.server is not None
-        self.engine = PagedEngine(
-            self.server.target, layers=LAYERS, num_blocks=NUM_BLOCKS, page_bytes=PAGE_BYTES
-        ).connect()
-        return self.engine
-
-    def fill(self, blocks: list[bytes], content: np.ndarray | None = None) -> np.ndarray:
-        """Stores blocks, with random bytes if none are given, and waits until the disk has them and
-        their records; returns the bytes [layer, block, byte]."""
-        engine, count = self.engine, len(blocks)
-        assert engine is not None and count <= NUM_BLOCKS
-        if content is None:
-            shape = (LAYERS, count, PAGE_BYTES)
-            content = np.random.default_rng().integers(0, 256, shape, np.uint8)
-        engine.kv[:, :count] = content
-        before = self.counter("tier_demoted_blocks_total")
-        assert store(engine, blocks) == {BlockResult.STORED}
-        wait_until(lambda: self.counter("tier_demoted_blocks_total") == before + count)
-        wait_until(lambda: not self.counter("tier_unsaved_blocks"))
-        return content
-
-    def loads(self, blocks: list[bytes], content: np.ndarray) -> bool:
-        """Whether the blocks are found and loaded with these bytes."""
-        engine, count = self.engine, len(blocks)
-        assert engine is not None
-        engine.kv[:] = 0
-        if not engine.session.lookup([GroupHashes(0, blocks)]).result(60)[0].all():
-            return False
-        assert load(engine, blocks, 0) is TransferStatus.DONE
-        return np.array_equal(engine.kv[:, :count], content)
-
-
-@contextlib.contextmanager
-def tiered() -> Iterator[Tiered]:
-    """A place of its own, whose engine and server are ended."""
-    with runtime_folder(256 << 20) as folder:
-        made = Tiered(folder)
-        yield made
-        if made.engine is not None:
-            made.engine.close()
-        if made.server is not None:
-            made.server.__exit__()
 
 
 @pytest.fixture
@@ -124,7 +67,7 @@ def test_a_lookup_fetches_its_hit_before_the_lease_asks(place: Tiered) -> None:
     contents = [place.fill(chain) for chain in chains]
     assert not engine.session.probe(0, chains[0]).any()
     assert engine.session.lookup([GroupHashes(0, chains[0])]).result(60)[0].all()
-    wait_until(lambda: bool(engine.session.probe(0, chains[0]).all()))
+    wait_for(lambda: bool(engine.session.probe(0, chains[0]).all()))
     assert place.loads(chains[0], contents[0])
 
 
@@ -178,7 +121,7 @@ def test_a_kill_forgets_what_was_not_noted_yet_and_no_more(place: Tiered) -> Non
     place.fill(hashes(CHAIN))
     left = place.counter("tier_budget_left_bytes")
     noted = place.folder / "disk" / "written.json"
-    wait_until(noted.exists, timeout_s=60)
+    wait_for(noted.exists)
     place.stop(signal.SIGKILL)
     place.start_tiered(*budget)
     assert place.counter("tier_budget_left_bytes") == left
@@ -284,7 +227,7 @@ def test_what_a_lease_does_not_wait_for_comes_up_for_the_next_one(place: Tiered)
         place.fill(hashes(CHAIN))
     engine.session.acquire("a", [GroupHashes(0, chain)]).result(60)
     engine.session.release("a")
-    wait_until(lambda: bool(engine.session.probe(0, chain).all()))
+    wait_for(lambda: bool(engine.session.probe(0, chain).all()))
     assert place.loads(chain, content)
 
 
@@ -331,8 +274,8 @@ def test_no_block_of_before_a_flush_comes_back_after_a_power_loss(place: Tiered)
     place.start_tiered()
     engine, blocks, kept = place.connect(), hashes(20), hashes(4)
     assert store(engine, blocks) == {BlockResult.STORED}
-    wait_until(lambda: place.counter("tier_demoted_blocks_total") >= 20, 60)
-    wait_until(lambda: not place.counter("tier_unsaved_blocks"), 60)
+    wait_for(lambda: place.counter("tier_demoted_blocks_total") >= 20)
+    wait_for(lambda: not place.counter("tier_unsaved_blocks"))
     synced = (disk / "records").read_bytes()
     flushed = engine.session.flush().result(60)
     assert flushed == 20 and not flushed.pending_tiers
@@ -344,10 +287,10 @@ def test_no_block_of_before_a_flush_comes_back_after_a_power_loss(place: Tiered)
     assert not engine.session.acquire(name, [GroupHashes(0, blocks)]).result(60).pinned[0].any()
     # What is stored after a flush outlives the next loss.
     assert store(engine, kept) == {BlockResult.STORED}
-    wait_until(lambda: place.counter("tier_demoted_blocks_total") >= 4, 60)
-    wait_until(lambda: not place.counter("tier_unsaved_blocks"), 60)
+    wait_for(lambda: place.counter("tier_demoted_blocks_total") >= 4)
+    wait_for(lambda: not place.counter("tier_unsaved_blocks"))
     place.stop(signal.SIGKILL)
     shutil.rmtree(place.folder / "arena")
     place.start_tiered()
-    wait_until(lambda: load(engine, kept, 40) is TransferStatus.DONE, 60)
+    wait_for(lambda: load(engine, kept, 40) is TransferStatus.DONE)
     assert np.array_equal(engine.kv[:, :4], engine.kv[:, 40:44])

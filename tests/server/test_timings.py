@@ -14,9 +14,10 @@ from demo.processes import Server, runtime_folder
 from hotkv_client import BlockRun, GroupHashes, LoadEnd, LoadRun, RequestReport, TransferStatus
 from hotkv_client.testing import PagedEngine
 from hotkv_proto import __version__
+from tests.server.faulty import FaultyServer
 from tests.server.support import block_ids, hashes
-from tests.server.test_health import FaultyServer, free_port
-from tests.server.test_life import wait_until
+from tests.support.ports import free_port
+from tests.support.waiting import wait_for
 
 LAYERS, PAGE_BYTES = 2, 64 << 10
 SLOT_BYTES = LAYERS * PAGE_BYTES
@@ -167,7 +168,7 @@ def test_a_part_that_has_died_is_named_and_the_server_is_not_ready(folder: Path)
         built = next(name for name in figures if name.startswith("hotkv_build_info"))
         assert f'version="{__version__}"' in built and figures[built] == 1
         server.break_it()
-        wait_until(lambda: read(server.port)["hotkv_ready"] == 0)
+        wait_for(lambda: read(server.port)["hotkv_ready"] == 0)
         figures = read(server.port)
         assert [part for part in sorted(parts) if figures[part]] == [
             'hotkv_problem{component="end of guests"}'

@@ -29,7 +29,7 @@ from hotkv_client.command import cli
 from hotkv_client.command.top import live, screen
 from hotkv_client.command.top.figures import Figures, Reading, figures_of, read
 from tests.server.support import FULL, GroupsEngine, block_ids, hashes
-from tests.server.test_life import wait_until
+from tests.support.waiting import wait_for
 
 BLOCKS = 4
 TOKENS = 16 * BLOCKS
@@ -254,20 +254,20 @@ class Terminal:
 def test_the_screen_and_its_keys(server: Server, engines: list[GroupsEngine]) -> None:
     work(engines[0], 16)
     terminal = Terminal(server)
-    wait_until(lambda: terminal.shows("beta"))
+    wait_for(lambda: terminal.shows("beta"))
     assert terminal.shows("alpha") and terminal.shows("tokens/s") and terminal.shows("by loaded")
     terminal.press("s")
-    wait_until(lambda: terminal.shows("by stored"))
+    wait_for(lambda: terminal.shows("by stored"))
     # Down to the second engine, and into it: the first is no longer there.
     terminal.press("\x1b[B\r")
-    wait_until(lambda: terminal.shows("missed, 10 min"))
+    wait_for(lambda: terminal.shows("missed, 10 min"))
     assert terminal.shows("engine ") and not (terminal.shows("alpha") and terminal.shows("beta"))
     terminal.press("\x1b")
-    wait_until(lambda: terminal.shows("alpha") and terminal.shows("beta"))
+    wait_for(lambda: terminal.shows("alpha") and terminal.shows("beta"))
     terminal.press("p")
-    wait_until(lambda: terminal.shows("PAUSED"))
+    wait_for(lambda: terminal.shows("PAUSED"))
     terminal.press("p+")
-    wait_until(lambda: terminal.shows("every 0.4 s") or terminal.shows("every 0.5 s"))
+    wait_for(lambda: terminal.shows("every 0.4 s") or terminal.shows("every 0.5 s"))
     terminal.press("q")
     assert terminal.end() == 0
 
@@ -278,12 +278,12 @@ def test_the_screen_goes_on_when_the_server_is_gone_and_comes_back(tmp_path: Any
         with Server(folder, "16MiB", *flags) as first:
             first.wait_ready()
             terminal = Terminal(first)
-            wait_until(lambda: terminal.shows("no engine is connected"))
+            wait_for(lambda: terminal.shows("no engine is connected"))
             os.kill(first.pid, signal.SIGKILL)
-            wait_until(lambda: terminal.shows("! "))
+            wait_for(lambda: terminal.shows("! "))
         with Server(folder, "16MiB", *flags) as second:
             second.wait_ready()
-            wait_until(lambda: terminal.shows("ready") and not terminal.shows("! "))
+            wait_for(lambda: terminal.shows("ready") and not terminal.shows("! "))
             terminal.press("q")
             assert terminal.end() == 0
 
@@ -297,17 +297,17 @@ def test_keys_work_while_the_server_hangs(tmp_path: Path) -> None:
     ):
         own.wait_ready()
         terminal = Terminal(own, *hanging)
-        wait_until(lambda: terminal.shows("by loaded"))
+        wait_for(lambda: terminal.shows("by loaded"))
         os.kill(own.pid, signal.SIGSTOP)
         try:
             for word in ("by stored", "by hits"):
                 terminal.press("s")
-                wait_until(functools.partial(terminal.shows, word))
+                wait_for(functools.partial(terminal.shows, word))
             terminal.press("q")
             assert terminal.end() == 0 and terminal.said_nothing_wrong()
             for key in ("q", "\x03"):
                 late = Terminal(own, *hanging)
-                wait_until(late.takes_keys)
+                wait_for(late.takes_keys)
                 late.press(key)
                 assert late.end() == 0 and late.said_nothing_wrong()
         finally:
@@ -350,7 +350,7 @@ def test_every_engine_can_be_scrolled_to(
 
 def test_ctrl_c_ends_it_as_q_does(server: Server) -> None:
     terminal = Terminal(server)
-    wait_until(lambda: terminal.shows("hotkv-server"))
+    wait_for(lambda: terminal.shows("hotkv-server"))
     terminal.press("\x03")
     assert terminal.end() == 0 and terminal.said_nothing_wrong()
 

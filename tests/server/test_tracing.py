@@ -41,8 +41,9 @@ from hotkv_server.tracing.drive import Tracing
 from hotkv_server.wire import calls
 from hotkv_server.wire.edge import calls_of
 from tests.server.support import hashes
-from tests.server.test_life import wait_until
-from tests.wire.test_traces import Recorded
+from tests.support.ports import free_port
+from tests.support.waiting import wait_for
+from tests.wire.recorded import Recorded
 
 PAGE_BYTES, LAYERS, NUM_BLOCKS = 64 << 10, 2, 64
 SLOT_BYTES = PAGE_BYTES * LAYERS
@@ -160,7 +161,7 @@ def test_reads_from_the_disk_lie_below_the_lease_that_waits_for_them(
     blocks, others, parent = hashes(8), hashes(8), request_.traceparent
     before = counter(traced.target, "tier_demoted_blocks_total")
     request_.store([*blocks, *others])
-    wait_until(lambda: counter(traced.target, "tier_demoted_blocks_total") >= before + 16)
+    wait_for(lambda: counter(traced.target, "tier_demoted_blocks_total") >= before + 16)
     for _ in range(6):
         request_.store(hashes(NUM_BLOCKS))
         time.sleep(0.2)
@@ -170,7 +171,7 @@ def test_reads_from_the_disk_lie_below_the_lease_that_waits_for_them(
     request_.load(others)
     assert counter(traced.target, "tier_promoted_blocks_total") > promoted
     request_.session.lookup([GroupHashes(0, hashes(1))], parent).result(60)
-    wait_until(
+    wait_for(
         lambda: (
             [s.name for s in collector.spans if s.trace_id == request_.trace_id]
             == ["hotkv.lookup"] * 2
@@ -239,7 +240,7 @@ def test_no_span_has_a_hash_or_a_name_of_the_client(
 
 
 def test_the_metrics_page_counts_spans(traced: Server, collector: OtlpReceiver) -> None:
-    wait_until(lambda: counter(traced.target, "trace_spans_exported_total") > 0)
+    wait_for(lambda: counter(traced.target, "trace_spans_exported_total") > 0)
     assert counter(traced.target, "trace_spans_failed_total") == 0
     assert counter(traced.target, "trace_spans_dropped_total") == 0
 
@@ -367,7 +368,7 @@ def test_a_slow_collector_fills_a_bounded_queue_and_nobody_waits(
         end_spans(made, 1)
         flushing = threading.Thread(target=made.flush)
         flushing.start()
-        wait_until(lambda: bool(one.paths))
+        wait_for(lambda: bool(one.paths))
         end_spans(made, 100)
         assert made.num_dropped == 80
         one.delay_s = 0.0
@@ -420,19 +421,12 @@ class Rotel:
             ],
             stdout=subprocess.DEVNULL,
         )  # fmt: skip
-        wait_until(lambda: all(map(is_listening, (self.http, self.grpc))))
+        wait_for(lambda: all(map(is_listening, (self.http, self.grpc))))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
         self._process.wait(60)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 def is_listening(address: str) -> bool:
@@ -603,7 +597,7 @@ def test_a_server_without_its_collector_serves_and_stops_at_once() -> None:
             one = Request(server.target)
             one.store(hashes(2))
             one.engine.close()
-            wait_until(lambda: counter(server.target, "trace_spans_failed_total") > 0)
+            wait_for(lambda: counter(server.target, "trace_spans_failed_total") > 0)
         assert server.log.read_text().count("takes no spans") == 1
 
 

@@ -17,8 +17,8 @@ from hotkv_client.command.warm_start import CALL_BLOCKS, _calls
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import token_block_hashes
 from hotkv_server.warm_start.book import Warmth
+from tests.server.sharing import CHAIN, SharingNode, node
 from tests.server.support import PATIENT, hashes
-from tests.server.test_shared_tiers import CHAIN, SharingNode, node
 from tests.tiers.valkey_support import Server as Valkey
 from tests.tiers.valkey_support import running
 

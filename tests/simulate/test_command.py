@@ -13,9 +13,9 @@ import pytest
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.simulate import report
 from hotkv_server.simulate.report import ReportRow
-from tests import daemons
 from tests.simulate.naive import lru_hits, two_tier_hits
 from tests.simulate.traces import agent_sessions, scans, write_trace
+from tests.support import daemons
 
 REQUESTS = agent_sessions(2, 120)
 SOME_RATES = [(5.0, 512, 0.25), (20.0, 2048, 0.5)]

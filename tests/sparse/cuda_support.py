@@ -2,12 +2,17 @@
 is numpy's."""
 
 import functools
+import mmap
 from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hotkv_sparse.cuda.arena import (
+    REGISTER_FLAGS,
+)
 from hotkv_sparse.cuda.device import FOLDER, SOURCES, Argument, Host, source_of
 from tests.device import cuda_on_cpu
 
@@ -83,3 +88,69 @@ class CpuTensors(CpuDevice):
     ) -> None:
         plain = [arg.data_ptr() if hasattr(arg, "data_ptr") else arg for arg in args]
         super().launch(kernel, grid, threads, plain, shared_bytes)
+
+
+PAGE = mmap.PAGESIZE
+
+
+class CUDARuntimeError(RuntimeError):
+    """As CuPy's."""
+
+
+class Cuda:
+    """Notes what is asked of CuPy. Refuses what CUDA does: to register a place twice, to unregister
+    what is not, or anything `beyond` a number of bytes.
+    """
+
+    def __init__(
+        self, *attributes: int, beyond: int = 1 << 60, flags: int = REGISTER_FLAGS
+    ) -> None:
+        self.attributes, self.beyond, self.flags = set(attributes), beyond, flags
+        self.calls: list[tuple[Any, ...]] = []
+        self.registered: dict[int, int] = {}
+        self.current: int | None = None
+        self.module: Any = ModuleType("cupy")
+        self.module.cuda = SimpleNamespace(Device=self._device, runtime=self)
+        self.CUDARuntimeError = CUDARuntimeError
+
+    def _device(self, number: int) -> "Cuda._Device":
+        return Cuda._Device(self, number)
+
+    class _Device:
+        def __init__(self, cuda: "Cuda", number: int) -> None:
+            self.cuda, self.number = cuda, number
+
+        def __enter__(self) -> "Cuda._Device":
+            self.cuda.current = self.number
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.cuda.current = None
+
+        def synchronize(self) -> None:
+            self.cuda.calls.append(("synchronize", self.number))
+
+    def deviceGetAttribute(self, attribute: int, device: int) -> int:
+        return int(attribute in self.attributes)
+
+    def hostRegister(self, address: int, num_bytes: int, flags: int) -> None:
+        assert (
+            address % PAGE == num_bytes % PAGE == 0
+            and num_bytes > 0
+            and flags == self.flags
+            and self.current == 1
+        )
+        if any(
+            address < at + size and at < address + num_bytes for at, size in self.registered.items()
+        ):
+            raise CUDARuntimeError("cudaErrorHostMemoryAlreadyRegistered")
+        if sum(self.registered.values()) + num_bytes > self.beyond:
+            raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+        self.registered[address] = num_bytes
+        self.calls.append(("register", address, num_bytes))
+
+    def hostUnregister(self, address: int) -> None:
+        assert self.current == 1
+        if self.registered.pop(address, None) is None:
+            raise CUDARuntimeError("cudaErrorHostMemoryNotRegistered")
+        self.calls.append(("unregister", address))

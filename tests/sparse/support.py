@@ -6,6 +6,8 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
+from hotkv_sparse.selection import Selection
+
 F32 = npt.NDArray[np.float32]
 TOKEN_FORMATS = ("rot2u", "rot3u")
 SUMMARIES = ("quest", "mean")
@@ -81,3 +83,8 @@ cases = st.builds(
     ragged=st.booleans(),
     centred=st.booleans(),
 )
+
+
+def selection_of(weights: dict[int, float]) -> Selection:
+    blocks = np.array(sorted(weights), np.int32)
+    return Selection(blocks, np.array([weights[int(b)] for b in blocks], np.float32), 1.0)

@@ -17,7 +17,7 @@ from hotkv_sparse.hotset import HotSet
 from hotkv_sparse.selection import Span, floor_blocks, span
 from tests.oracles import sparse as oracle
 from tests.sparse.cuda_support import CpuDevice, needs_compiler
-from tests.sparse.test_hotset import selection_of
+from tests.sparse.support import selection_of
 
 pytestmark = needs_compiler
 BLOCK = 16

@@ -7,13 +7,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.hotset import HotSet, SlotState
-from hotkv_sparse.selection import Selection, Span
+from hotkv_sparse.selection import Span
 from tests.sparse.naive import NaiveHotSet
-
-
-def selection_of(weights: dict[int, float]) -> Selection:
-    blocks = np.array(sorted(weights), np.int32)
-    return Selection(blocks, np.array([weights[int(b)] for b in blocks], np.float32), 1.0)
+from tests.sparse.support import selection_of
 
 
 def full_set(capacity: int, num_blocks: int, policy: str = "lru", spare: int = 4) -> HotSet:

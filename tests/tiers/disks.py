@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -91,14 +90,6 @@ def flip(path: Path, at: int, mask: int = 1) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Waits for a condition. Raises AssertionError that names it if it does not come."""
-    until_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until_s, what
-        time.sleep(1e-3)
 
 
 class Disk:

@@ -37,6 +37,7 @@ from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.mooncake.tier import MooncakeClient, mooncake_tier
 from hotkv_server.tiers.mooncake.words import quoted
 from hotkv_server.tiers.protocol import Blocks, Read, Write
+from tests.support.waiting import wait_for
 
 MASTER, OWNER = "127.0.0.1:50051", "127.0.0.1:17001"
 OWNED_BYTES = 64 << 20
@@ -144,13 +145,6 @@ def check_compressed() -> None:
     check_tier(make, seed=2)
 
 
-def wait_for(is_so: Any) -> None:
-    until_s = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < until_s, "it did not come"
-        time.sleep(1e-2)
-
-
 def asked(do: Any, *arguments: Any) -> Any:
     ended, answers = threading.Event(), []
 
@@ -245,7 +239,7 @@ def check_faults() -> None:
 
 def check_daemons() -> None:
     """Two daemons share the store."""
-    from tests.server.test_shared_tiers import check_sharing, node
+    from tests.server.sharing import check_sharing, node
 
     World()
     flags = ("--tiers.mooncake.master", MASTER, "--tiers.mooncake.local-hostname", "127.0.0.1")

@@ -5,7 +5,6 @@ import ctypes
 import itertools
 import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +25,8 @@ from hotkv_server.testing.fault_proxy import FaultProxy, nothing
 from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, Rig
 from hotkv_server.tiers.s3.packs import folder_of, list_bytes, space_of
 from hotkv_server.tiers.s3.tier import S3Tier
+from tests.support.ports import free_ports
+from tests.support.waiting import wait_for
 
 T = TypeVar("T")
 WAIT_S = 60.0
@@ -62,7 +63,7 @@ class Server:
         (folder / "s3.json").write_text(json.dumps({"identities": identities}))
         # One volume for a new bucket: each takes a while to make.
         (folder / "master.toml").write_text("[master.volume_growth]\ncopy_1 = 1\n")
-        ports = _free_ports(8)
+        ports = free_ports(8)
         self.port = ports[0]
         parts = ("s3", "master", "volume", "filer")
         names = [f"{part}.port{kind}" for part in parts for kind in ("", ".grpc")]
@@ -282,14 +283,6 @@ def answer(call: Callable[[Callable[[T], None]], None]) -> T:
     return done[0]
 
 
-def wait_for(is_so: Callable[[], object], what: str, within_s: float = WAIT_S) -> None:
-    """Waits until it is so; fails if it takes longer."""
-    until_s = time.monotonic() + within_s
-    while not is_so():
-        assert time.monotonic() < until_s, what
-        time.sleep(1e-2)
-
-
 def _key_file(folder: Path, name: str) -> Path:
     path = folder / f"{name}.key"
     path.touch(mode=0o600)
@@ -297,11 +290,3 @@ def _key_file(folder: Path, name: str) -> Path:
         f"[default]\naws_access_key_id = {name}\naws_secret_access_key = {KEYS[name]}\n"
     )
     return path
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        listeners = [
-            held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [listener.getsockname()[1] for listener in listeners]

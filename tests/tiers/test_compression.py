@@ -14,43 +14,11 @@ from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.tiers.compression import form, kernels
 from hotkv_server.tiers.compression.staged import Codec
 from tests.oracles import compression as oracle
+from tests.tiers.encodings import codec_by, encode, keys_and_values
 
 GROUP_BYTES, TILE_BYTES = form.GROUP_BYTES, form.TILE_VALUES * form.VALUE_BYTES
 LARGEST_BYTES = 2 * TILE_BYTES + 5 * GROUP_BYTES
 SIZES = st.integers(1, LARGEST_BYTES // GROUP_BYTES).map(lambda groups: groups * GROUP_BYTES)
-ODD = np.array(
-    [0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7FFF, 0x7F7F], np.uint16
-)
-"""Zeros, denormals, infinities, NaNs of several kinds, the largest value."""
-
-
-def keys_and_values(num_bytes: int, seed: int, odd_share: float = 0.0) -> Any:
-    """A block as models make them, of which a share are odd values and random bits."""
-    rng = np.random.default_rng(seed)
-    floats = rng.normal(size=num_bytes // 2).astype(np.float32) * np.float32(2.0 ** (seed % 40))
-    values = (floats.view(np.uint32) >> 16).astype(np.uint16)
-    where = np.flatnonzero(rng.random(len(values)) < odd_share)
-    values[where] = np.where(
-        rng.random(len(where)) < 0.5,
-        rng.choice(ODD, len(where)),
-        rng.integers(0, 1 << 16, len(where), np.uint16),
-    )
-    return values.view(np.uint8)
-
-
-def codec_by(by: Any, block: Any, room: Any) -> Codec:
-    """A codec that calls the functions of a module: kernels, or their reference."""
-    codec = Codec(block, room)
-    codec._kernels = by
-    return codec
-
-
-def encode(block: Any, room_bytes: int, by: Any = kernels) -> tuple[int, Any]:
-    room = np.full(room_bytes, 0xA5, np.uint8)
-    zero, size = np.zeros(1, np.int64), np.array([len(block)], np.int64)
-    codec = codec_by(by, block, room)
-    (used,) = codec.encode(zero, size, zero, np.array([room_bytes], np.int64)).tolist()
-    return used, room
 
 
 def decode(room: Any, num_bytes: int) -> tuple[int, Any]:

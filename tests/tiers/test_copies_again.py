@@ -14,10 +14,7 @@ from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.book.copies import MAX_TRIES
 from hotkv_server.tiers.drive import copies as tier_copies
 from tests.core.support import evict, words_of
-from tests.tiers import test_shared_runtime
-from tests.tiers.test_shared_runtime import BLOCKS, SharedNode, nodes, until
-
-soon = test_shared_runtime.soon
+from tests.tiers.nodes import BLOCKS, SharedNode, nodes, until
 
 
 def run_node(node: SharedNode, script: Callable[[SharedNode], Awaitable[None]]) -> None:

@@ -21,15 +21,9 @@ from hotkv_server.tiers.compression.form import encoded_key, room_bytes
 from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.protocol import Blocks, Codes, Read, Write
 from hotkv_server.tiers.seals import seal
-from tests.tiers.disks import Disk, disk, shm_folder, wait_until
-from tests.tiers.test_encoding import (
-    ARENA_BYTES,
-    ROOM_BYTES,
-    SLOT_BYTES,
-    compressible,
-    mixed,
-    noise,
-)
+from tests.support.waiting import wait_for
+from tests.tiers.disks import Disk, disk, shm_folder
+from tests.tiers.encodings import ARENA_BYTES, ROOM_BYTES, SLOT_BYTES, compressible, mixed, noise
 
 STORED, FAILED, UNFIT = int(Write.STORED), int(Write.FAILED), int(Write.UNFIT)
 
@@ -227,7 +221,7 @@ class Ended:
         return end
 
     def wait(self, name: str) -> list[int]:
-        wait_until(lambda: name in self.codes, f"{name} did not end")
+        wait_for(lambda: name in self.codes, f"{name} did not end")
         return self.codes[name]
 
 
@@ -296,7 +290,7 @@ def test_closing_ends_what_waits_for_staging(tmp_path: Path) -> None:
         made.io.heal()
         assert ended.wait("1") == ended.wait("2") == [Read.FOUND]
         assert np.array_equal(bench.slot(21), compressible(1))
-        wait_until(lambda: made.staged._memory is None, "the staging memory was not given back")
+        wait_for(lambda: made.staged._memory is None, "the staging memory was not given back")
 
 
 def test_memory_is_taken_only_when_it_is_needed(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from hotkv_server.testing.tier_contract import (
 from hotkv_server.tiers.disk import calls
 from hotkv_server.tiers.disk.slab_file import SlabFile
 from hotkv_server.tiers.protocol import Codes, Read, Write
-from tests.tiers.disks import Disk, disk, wait_until
+from tests.support.waiting import wait_for
+from tests.tiers.disks import Disk, disk
 
 STORED, FULL, FAILED = int(Write.STORED), int(Write.FULL), int(Write.FAILED)
 HANGS = Fault(hangs=True)
@@ -61,7 +62,7 @@ class Asked:
         return bool(self.codes[name])
 
     def wait(self, name: str) -> list[int]:
-        wait_until(lambda: self.has_ended(name), f"{name} did not end")
+        wait_for(lambda: self.has_ended(name), f"{name} did not end")
         (codes,) = self.codes[name]
         return codes
 
@@ -107,7 +108,7 @@ def test_a_write_that_fails_costs_its_block_only(tmp_path: Path, code: int) -> N
             bench.blocks([1, 2, 3], [1, 2, 3]),
             lambda codes, seals: answers.append((codes.tolist(), (seals > 0).tolist())),
         )
-        wait_until(lambda: bool(answers), "the write did not end")
+        wait_for(lambda: bool(answers), "the write did not end")
         assert answers == [([STORED, FAILED, STORED], [True, False, True])]
         figures = made.tier.figures()
         assert (figures.written_blocks, figures.failed_blocks) == (2, 1)
@@ -238,7 +239,7 @@ def test_a_stall_is_seen_while_it_lasts(tmp_path: Path) -> None:
         assert made.tier.stalled_s(now_s - 10) == 0
         made.io.heal()
         asked.wait("read")
-        wait_until(lambda: made.tier.stalled_s(now_s + 10) == 0, "the stall did not end")
+        wait_for(lambda: made.tier.stalled_s(now_s + 10) == 0, "the stall did not end")
 
 
 def test_closing_does_not_wait_for_ever_and_ends_no_call_too_early(
@@ -262,7 +263,7 @@ def test_closing_does_not_wait_for_ever_and_ends_no_call_too_early(
         made.io.heal()
         assert asked.wait("begun") == [Read.FOUND]
         assert np.array_equal(bench.slot(5), content(1))
-        wait_until(lambda: not made.file.is_open, "the file was not closed")
+        wait_for(lambda: not made.file.is_open, "the file was not closed")
         SlabFile.open(tmp_path, ARENA_BYTES).close()
 
 
@@ -284,7 +285,7 @@ def test_a_caller_that_raises_harms_no_other(
         bench = stored(made, [1])
         for _ in range(5):
             made.tier.read(bench.blocks([1], [5]), time.monotonic() + WAIT_S, fail)
-        wait_until(lambda: caplog.text.count("RuntimeError: of the") == 5, "not all were logged")
+        wait_for(lambda: caplog.text.count("RuntimeError: of the") == 5, "not all were logged")
         bench.check_read([1], [6])
         assert made.tier.figures().queued_bytes == 0
 
@@ -299,7 +300,7 @@ def test_a_call_that_makes_no_sense_fails(tmp_path: Path, caplog: pytest.LogCapt
             made.tier.read(
                 nowhere, time.monotonic() + WAIT_S, lambda codes: answers.append(codes.tolist())
             )
-        wait_until(lambda: len(answers) == 3, "a read did not end")
+        wait_for(lambda: len(answers) == 3, "a read did not end")
         assert answers == [[FAILED]] * 3
         assert "a piece of 1 blocks" in caplog.text
         bench.check_read([1], [6])

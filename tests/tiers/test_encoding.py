@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.values import Medium
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.testing.tier_contract import SLOTS, Bench, Rig, check_tier, key
-from hotkv_server.tiers.compression.form import encoded_key, room_bytes
+from hotkv_server.testing.tier_contract import Bench, Rig, check_tier, key
+from hotkv_server.tiers.compression.form import encoded_key
 from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.protocol import (
     Blocks,
@@ -32,23 +31,15 @@ from hotkv_server.tiers.remote.encoding import encoding
 from hotkv_server.tiers.remote.tier import RemoteTier
 from hotkv_server.tiers.remote.workers import RemoteLimits, Workers
 from hotkv_server.tiers.seals import seal
-from tests.tiers.test_compression import keys_and_values
-
-SLOT_BYTES = 8 * SLOT_ALIGN
-ROOM_BYTES = room_bytes(SLOT_BYTES)
-ARENA_BYTES = SLOTS * SLOT_BYTES
-
-
-def compressible(number: int) -> Any:
-    return keys_and_values(SLOT_BYTES, number)
-
-
-def noise(number: int) -> Any:
-    return np.random.default_rng(number).integers(0, 256, SLOT_BYTES, np.uint8)
-
-
-def mixed(number: int) -> Any:
-    return noise(number) if number % 3 == 0 else compressible(number)
+from tests.support.waiting import wait_for
+from tests.tiers.encodings import (
+    ARENA_BYTES,
+    ROOM_BYTES,
+    SLOT_BYTES,
+    compressible,
+    mixed,
+    noise,
+)
 
 
 class Store:
@@ -293,7 +284,7 @@ def test_blocks_of_nodes_that_do_not_encode_are_found() -> None:
         assert made.bench.probe([1, 2]).tolist() == [Read.FOUND, Read.ABSENT]
         made.bench.check_read([1], [5])
         made.tier.forget([key(1)])
-        wait_until(lambda: made.bench.probe([1]).tolist() == [Read.ABSENT])
+        wait_for(lambda: made.bench.probe([1]).tolist() == [Read.ABSENT])
 
 
 def test_keys_without_room_for_the_suffix_are_plain() -> None:
@@ -350,10 +341,10 @@ def test_reads_wait_for_staging_until_their_deadline() -> None:
         ended = Ended()
         for number in range(4):
             made.tier.write(made.bench.blocks([number], [number]), ended.of(number))
-        wait_until(lambda: hanging == ["write"] * 2)
+        wait_for(lambda: hanging == ["write"] * 2)
         made.tier.read(made.bench.blocks([8], [20]), time.monotonic() + 60, ended.of(4))
         made.tier.read(made.bench.blocks([8], [21]), time.monotonic() + 60, ended.of(5))
-        wait_until(lambda: len(hanging) == 4)
+        wait_for(lambda: len(hanging) == 4)
         before = made.memory.copy()
         made.tier.read(made.bench.blocks([8], [22]), time.monotonic() + 0.2, ended.of(6))
         ended.wait(1)
@@ -381,7 +372,7 @@ def test_a_connection_is_closed_before_its_memory_is_another_ones() -> None:
         assert made.bench.read([1], [2]).tolist() == [Read.FAILED]
         assert given == [1]
         made.store.is_away = False
-        wait_until(lambda: made.bench.read([1], [2]).tolist() == [Read.FOUND])
+        wait_for(lambda: made.bench.read([1], [2]).tolist() == [Read.FOUND])
 
 
 def test_a_store_that_goes_away_between_two_questions_fails_what_was_left() -> None:
@@ -438,7 +429,7 @@ def test_epochs_and_depths_reach_the_store() -> None:
         answers: list[Any] = []
         made.tier.raise_epoch("f", 7, answers.append)
         made.tier.epochs(["f"], time.monotonic() + 20, answers.append)
-        wait_until(lambda: answers == [8, Shown({"f": 8})])
+        wait_for(lambda: answers == [8, Shown({"f": 8})])
         blocks = made.bench.blocks([1, 3], [1, 3])
         made.bench.fill([1, 3], [1, 3])
         depths = np.array([5, 6], np.int64)
@@ -455,14 +446,14 @@ def test_a_flush_counts_over_valkey(tmp_path: Path) -> None:
         ) as made:
             epochs: list[Any] = []
             made.tier.epochs(["f"], time.monotonic() + 20, epochs.append)
-            wait_until(lambda: epochs)
+            wait_for(lambda: epochs)
             made.bench.fill(range(4), range(4))
             assert (made.bench.write(range(4), range(4)) == Write.STORED).all()
             blocks = made.bench.blocks(range(4), range(10, 14))
             blocks = Blocks(blocks.keys, blocks.slots, blocks.num_bytes, epochs=epochs[0].epochs)
             assert read(made.tier, blocks).tolist() == [Read.FOUND] * 4
             made.tier.raise_epoch("f", 0, epochs.append)
-            wait_until(lambda: len(epochs) == 2)
+            wait_for(lambda: len(epochs) == 2)
             assert read(made.tier, blocks).tolist() == [Read.ABSENT] * 4
 
 
@@ -496,10 +487,3 @@ def call(do: Callable[..., None], *arguments: Any) -> tuple[Any, ...]:
 
 def read(tier: RemoteTier, blocks: Blocks) -> Codes:
     return call(tier.read, blocks, time.monotonic() + 20)[0]
-
-
-def wait_until(is_so: Callable[[], object]) -> None:
-    until_s = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < until_s, "it did not come"
-        time.sleep(1e-3)

@@ -25,8 +25,7 @@ from hotkv_server.node.removals import Effects
 from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.drive import copies as tier_copies
 from tests.core.support import evict, flush, words_of
-from tests.tiers.test_runtime import BLOCKS, Setup
-from tests.tiers.test_shared_runtime import SharedNode, until
+from tests.tiers.nodes import BLOCKS, Setup, SharedNode, until
 
 NUMBERS = {words_of([n])[0].tobytes(): n for n in range(200)}
 

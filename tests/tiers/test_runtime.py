@@ -5,117 +5,20 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from hotkv_proto.table import SLOT_ALIGN
-from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import space as room
-from hotkv_server.cache.room.policies import LRU
-from hotkv_server.cache.room.space import Space
-from hotkv_server.cache.values import CoreConfig, HashList
-from hotkv_server.dataplane.plan import Region
-from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.cache.values import HashList
 from hotkv_server.node import event_loop as slices
 from hotkv_server.node.health import Health
-from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier
-from hotkv_server.tiers.book.books import TierBooks
 from hotkv_server.tiers.drive import breaker
 from hotkv_server.tiers.drive import lookups as tier_lookups
-from hotkv_server.tiers.drive.below import TierBelow
-from hotkv_server.tiers.drive.epochs import Epochs
 from hotkv_server.tiers.drive.reads import TRIED_S
-from hotkv_server.tiers.drive.tiers import Tiers, moving_bytes
-from tests.core.support import evict, flush, make_key_space, make_table, words_of
-from tests.tiers.support import content, store_blocks
-
-SLAB = 4 * SLOT_ALIGN
-NUM_SLOTS = 64
-ARENA_BYTES = NUM_SLOTS * SLOT_ALIGN
-BLOCKS = list(range(6))
-
-
-class Setup:
-    """A core over memory of its own, and a tier below it."""
-
-    def __init__(self, lookup_wait_s: float) -> None:
-        space = Space(make_table(200), 256 * SLOT_ALIGN, SLAB, LRU(200))
-        config = CoreConfig(ARENA_BYTES, SLAB, 200, check_stride=1)
-        self.core = CacheCore(config, make_table(200), LRU(200))
-        self.books = TierBooks(self.core, space)
-        assert self.books.lower is not None
-        self.lower = self.books.lower
-        self.removed: list[bytes] = []
-        self.memory = np.zeros(ARENA_BYTES, np.uint8)
-        arena = Region(self.memory.ctypes.data, ARENA_BYTES, "arena")
-        self.arena = arena
-        self.store = MemoryStore(places=True)
-        self.tier = MemoryTier(arena, self.store)
-        self.verifier = Verifier(self.core, arena)
-        epochs = Epochs(self.core)
-        below = TierBelow(self.core, self.tier, self.verifier, epochs, moving_bytes(self.core))
-        self.tiers = Tiers(self.core, arena, lookup_wait_s, epochs, below)
-        key_space = make_key_space("m", SLOT_ALIGN, SLOT_ALIGN)
-        self.number = self.core.open_session("e", "worker", key_space, 0.0).number
-        self.session: Any = SimpleNamespace(record=self.core.sessions.record(self.number))
-        self.num_calls = 0
-
-    def tell(self) -> None:
-        """Notes what others are told of."""
-        for notice in self.core.take_effects():
-            self.removed += [words.tobytes() for words in notice.hashes]
-
-    async def flushed(self, key_space_id: int) -> int:
-        flush(self.core, key_space_id)
-        return 0
-
-    def put(self, numbers: list[int]) -> None:
-        """Stores blocks, each with bytes of its own."""
-        self.num_calls += 1
-        name = f"store {self.num_calls}"
-        store_blocks(self.core, self.arena, self.number, name, numbers)
-
-    async def until_down(self, count: int) -> None:
-        """Waits until so many blocks lie below."""
-        until_s = time.monotonic() + 60
-        while self.lower.counters.demoted < count:
-            assert time.monotonic() < until_s, "blocks are not moved down"
-            await asyncio.sleep(0.01)
-
-    async def lie_below(self, numbers: list[int]) -> None:
-        """Blocks are below, and not in host memory."""
-        self.put(numbers)
-        await self.until_down(len(numbers))
-        evict(self.core, 1, 0, words_of(numbers))
-
-    def lies_elsewhere(self, numbers: list[int], tokens_per_s: float = 0.0) -> list[bool]:
-        """What a lookup is told of tiers."""
-        lists = [HashList(0, words_of(numbers))]
-        ready = self.core.lookup(1, lists)
-        (found,) = self.tiers.lookups.lies_elsewhere(1, lists, ready, tokens_per_s)
-        told: list[bool] = found.tolist()
-        return told
-
-    async def leased(self, numbers: list[int]) -> list[bool]:
-        """Brings blocks up and leases them, as the rpc does; checks the bytes of what is pinned."""
-        self.num_calls += 1
-        lists = [HashList(0, words_of(numbers))]
-        held = await self.tiers.bring_up(self.session, lists)
-        name = f"lease {self.num_calls}"
-        grant = self.core.acquire(self.number, name, lists, 10.0, time.monotonic())
-        self.tiers.let_go(held)
-        (offsets,) = self.core.slot_offsets(self.number, name)
-        for number, offset in zip(numbers, offsets.tolist(), strict=True):
-            if offset >= 0:
-                assert np.array_equal(self.memory[offset : offset + SLOT_ALIGN], content(number)), (
-                    f"block {number} has other bytes"
-                )
-        self.core.release(self.number, name)
-        self.core.check_invariants()
-        pinned: list[bool] = grant.pinned[0].tolist()
-        return pinned
+from tests.core.support import evict, flush, words_of
+from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Setup
 
 
 @contextlib.asynccontextmanager

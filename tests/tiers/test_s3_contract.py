@@ -12,14 +12,8 @@ pytest.importorskip("obstore", reason="obstore speaks S3")
 from hotkv_server.testing.fault_proxy import FaultProxy
 from hotkv_server.testing.tier_contract import check_round_trip, check_tier
 from tests.server.certificates import Authority
-from tests.tiers.s3_support import (
-    Server,
-    bench_over,
-    new_prefix,
-    proxied,
-    rig_maker,
-    wait_for,
-)
+from tests.support.waiting import wait_for
+from tests.tiers.s3_support import Server, bench_over, new_prefix, proxied, rig_maker
 
 
 @pytest.mark.parametrize("connections", [1, 6])

@@ -16,16 +16,8 @@ from hotkv_server.tiers.remote.client import LostError, UnusableError
 from hotkv_server.tiers.s3 import epochs as epoch_objects
 from hotkv_server.tiers.s3.bucket import Bucket, FullError
 from hotkv_server.tiers.s3.tier import S3Tier
-from tests.tiers.s3_support import (
-    Gate,
-    Server,
-    answer,
-    bench_over,
-    new_prefix,
-    proxied,
-    tier_over,
-    wait_for,
-)
+from tests.support.waiting import wait_for
+from tests.tiers.s3_support import Gate, Server, answer, bench_over, new_prefix, proxied, tier_over
 
 NAME = "00ff" * 8
 PATH = f"epochs/1/{NAME}"

@@ -25,16 +25,8 @@ from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote import calls
 from hotkv_server.tiers.remote.client import LateError
 from hotkv_server.tiers.s3.bucket import Loop
-from tests.tiers.s3_support import (
-    Gate,
-    Server,
-    answer,
-    bench_over,
-    broken,
-    new_prefix,
-    proxied,
-    wait_for,
-)
+from tests.support.waiting import wait_for
+from tests.tiers.s3_support import Gate, Server, answer, bench_over, broken, new_prefix, proxied
 from tests.tiers.support import quickest_s
 
 QUIET = {"connections": 1, "refresh_s": 3600}

@@ -12,6 +12,7 @@ from hotkv_server.tiers.s3 import lister as lister_module
 from hotkv_server.tiers.s3.index import PackIndex
 from hotkv_server.tiers.s3.lister import LISTS_AT_ONCE, Lister
 from hotkv_server.tiers.s3.packs import Space, list_bytes, new_name, packed, path_of
+from tests.support.waiting import wait_for
 
 SPACE = Space("0a/7")
 WAIT_S = 60.0
@@ -84,13 +85,6 @@ def lister(bucket: Listed, index: PackIndex) -> Iterator[Lister]:
 
 def ask(lister: Lister, within_s: float = WAIT_S) -> None:
     lister.ask(SPACE, time.monotonic() + within_s)
-
-
-def wait_for(is_so: Callable[[], object]) -> None:
-    until_s = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < until_s
-        time.sleep(1e-3)
 
 
 def now_us() -> int:

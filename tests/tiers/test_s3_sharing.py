@@ -15,15 +15,8 @@ from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, content
 from hotkv_server.tiers.protocol import Blocks, Codes, Read, Write
 from hotkv_server.tiers.s3 import lister
 from hotkv_server.tiers.s3.packs import list_bytes
-from tests.tiers.s3_support import (
-    Gate,
-    Server,
-    answer,
-    bench_over,
-    new_prefix,
-    proxied,
-    wait_for,
-)
+from tests.support.waiting import wait_for
+from tests.tiers.s3_support import Gate, Server, answer, bench_over, new_prefix, proxied
 
 SPACE = "0a/7"
 

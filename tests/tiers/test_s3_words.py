@@ -29,14 +29,8 @@ from hotkv_server.tiers.s3.bucket import (
     read_access_key,
     store_error,
 )
-from tests.tiers.s3_support import (
-    BUCKET,
-    KEYS,
-    Server,
-    bench_over,
-    new_prefix,
-    wait_for,
-)
+from tests.support.waiting import wait_for
+from tests.tiers.s3_support import BUCKET, KEYS, Server, bench_over, new_prefix
 
 SECRET = "s3cr3t-of-hotkv"
 

@@ -16,10 +16,11 @@ from hotkv_server.testing.tier_contract import Bench, Codes, Rig, check_tier, co
 from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
 from hotkv_server.tiers.valkey import epochs
 from hotkv_server.tiers.valkey.cluster import ClusterPipe, slot_of
+from tests.support.waiting import wait_for
 from tests.tiers.cluster_support import Cluster, running
 from tests.tiers.support import quickest_s
-from tests.tiers.test_valkey_epochs import NAME, epoch, flush, keys_of, read, write
-from tests.tiers.valkey_support import bench_over, tier_over, wait_for
+from tests.tiers.valkey_epochs import NAME, epoch, flush, keys_of, read, write
+from tests.tiers.valkey_support import bench_over, tier_over
 
 PASSWORD = "correct-horse-battery"
 RIGHTS = (

@@ -10,7 +10,8 @@ import pytest
 from hotkv_server.testing.fault_proxy import FaultProxy
 from hotkv_server.testing.tier_contract import check_tier
 from tests.server.certificates import Authority
-from tests.tiers.valkey_support import Server, bench_over, rig_maker, running, wait_for
+from tests.support.waiting import wait_for
+from tests.tiers.valkey_support import Server, bench_over, rig_maker, running
 
 PASSWORD = "correct-horse-battery"
 RIGHTS = "+get +set +exists +unlink +incrby +select +info +hello +client|setname"

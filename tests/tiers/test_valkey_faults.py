@@ -32,8 +32,9 @@ from hotkv_server.tiers.remote.calls import (
     RemoteCall,
     cut,
 )
+from tests.support.waiting import wait_for
 from tests.tiers.support import quickest_s
-from tests.tiers.valkey_support import Server, bench_over, running, wait_for
+from tests.tiers.valkey_support import Server, bench_over, running
 
 REPLY_BYTES = len(b"$16408\r\n") + 24 + SLOT_BYTES + 2
 """Of one block on the wire."""

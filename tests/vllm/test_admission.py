@@ -1,7 +1,6 @@
 """A request's way through the scheduler side, from arrival to end: what is asked, loaded, stored
 and given back at each hook. The real parts over a double of the server, without an engine."""
 
-from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,133 +9,13 @@ import pytest
 from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_sparse.config import SparseConfig
 from hotkv_vllm.compat import NULL_BLOCK
-from hotkv_vllm.compat.residency import DevicePool
-from hotkv_vllm.hooks import HookEdge
-from hotkv_vllm.identity.adapters import Adapters, Standing
-from hotkv_vllm.scheduler import admission
-from hotkv_vllm.scheduler.admission import Admission
-from hotkv_vllm.scheduler.reports import UseReports
+from hotkv_vllm.identity.adapters import Standing
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Phase
-from hotkv_vllm.scheduler.reset import CacheReset
-from hotkv_vllm.scheduler.sharing import LINKS_PATIENCE_S, Assembly, Engine, Joining, Sharing
+from hotkv_vllm.scheduler.sharing import LINKS_PATIENCE_S, Joining
 from hotkv_vllm.sparse import rows
 from hotkv_vllm.sparse.rows import SparseRows
-from tests.vllm.parts import TOKENS, Clock, Parts, request
-from tests.vllm.specs import full_spec
-
-LONG = 4 * TOKENS + 5
-
-
-class Memory:
-    """Stands for the sparse memory: notes what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, str]] = []
-
-    def arrived(self, one: Any) -> None:
-        self.told.append(("arrived", one.request_id))
-
-    def ended(self, request_id: str, now_s: float) -> None:
-        self.told.append(("ended", request_id))
-
-
-class Desk:
-    """Admission over the parts. `now_s`: time, as the test sets it."""
-
-    def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        *,
-        loads: bool = True,
-        stores: bool = True,
-        counts_media: bool = False,
-        memory: Memory | None = None,
-        **parts: Any,
-    ) -> None:
-        self.parts = Parts(counts_media=counts_media, **parts)
-        self.now_s = 100.0
-        monkeypatch.setattr(admission.time, "monotonic", lambda: self.now_s)
-        self.transfer = SimpleNamespace(
-            is_kv_consumer=loads, is_kv_producer=stores, engine_id="engine"
-        )
-        vllm_config = SimpleNamespace(
-            kv_transfer_config=self.transfer,
-            parallel_config=SimpleNamespace(world_size=1, decode_context_parallel_size=1),
-            model_config=SimpleNamespace(max_model_len=LONG),
-            num_speculative_tokens=0,
-            num_lookahead_tokens=0,
-        )
-        kv = SimpleNamespace(
-            num_blocks=64,
-            kv_cache_groups=[SimpleNamespace(kv_cache_spec=full_spec()) for _ in self.parts.specs],
-        )
-        engine = Engine(
-            vllm_config,
-            kv,
-            self.parts.config,
-            self.parts.stats,
-            Adapters(1, lambda text: None),
-            self.parts.exactness,
-            counts_media,
-            DevicePool(vllm_config, kv),
-        )
-        self.adapters = engine.adapters
-        self.parts.finder.failed_loads = engine.failed_loads
-        self.sharing = Sharing(engine)
-        session, planner = self.parts.session, self.parts.planner
-        self.cache = Assembly(
-            planner._cache_groups,
-            session,
-            self.parts.finder,
-            planner,
-            UseReports(session, TOKENS, self.parts.stats, self.parts.groups.keys, None),
-            CacheReset(session, planner),
-            memory,  # type: ignore[arg-type]
-            None,
-        )
-        self.sharing.cache = self.cache
-        self.edge = HookEdge(Clock(), self.parts.stats.add)
-        self.desk = Admission(engine, self.sharing, self.edge)
-
-    def arrive(self, one: Any) -> Any:
-        self.desk.arrived(one)
-        return self.desk.states.get(one.request_id)
-
-    def hit(self, one: Any, computed: int = 0) -> int:
-        for _ in range(4):
-            tokens, _ = self.desk.match(one, computed)
-            if tokens is not None:
-                return tokens
-        raise AssertionError("asked again and again")
-
-    def load(self, name: str = "a") -> Any:
-        """A request whose load of four blocks is begun."""
-        self.parts.put(name, range(4))
-        one = request(name, LONG)
-        self.arrive(one)
-        assert self.hit(one) == 4 * TOKENS
-        self.desk.allocated(one, blocks([1, 2, 3, 4, 5]), 4 * TOKENS)
-        assert self.desk.states[name].is_loading
-        return one
-
-    def tails(self) -> list[list[int]]:
-        """Blocks that the next step stores of requests that have ended."""
-        jobs, _ = self.parts.planner.plan([], lambda _: None, {}, lambda: ())
-        return [run.block_ids.tolist() for job in jobs for run in job.runs]
-
-
-def blocks(*groups: Sequence[int]) -> Any:
-    """vLLM's `KVCacheBlocks`."""
-    return SimpleNamespace(
-        get_block_ids=lambda: tuple(list(ids) for ids in groups),
-        blocks=tuple([SimpleNamespace(block_id=block) for block in ids] for ids in groups),
-    )
-
-
-@pytest.fixture
-def desk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Desk]:
-    return lambda **settings: Desk(monkeypatch, **settings)
-
+from tests.vllm.desks import LONG, Memory, blocks, ended
+from tests.vllm.parts import TOKENS, request
 
 # ------------------------------------------------------------------------------------------ arrival
 
@@ -377,12 +256,6 @@ def test_a_load_that_can_not_be_gives_its_lease_back(desk: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- end
-
-
-def ended(one: Desk, asks: Any, table: Sequence[int] = (1, 2, 3, 4, 5)) -> list[list[int]]:
-    one.desk.finished(asks, [list(table)])
-    assert "a" not in one.desk.states
-    return one.tails()
 
 
 @pytest.mark.parametrize(

@@ -12,58 +12,10 @@ from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.worker import device_order
 from tests.vllm.device import ToldDevice
 from tests.vllm.harness import prompt
+from tests.vllm.ordered_workers import KINDS, assert_nothing_is_kept, finish, worker_of
 from tests.vllm.specs import full_model, hybrid_model
 
 PROMPT = prompt(1, 200)
-KINDS = (OrderKind.EVENTS, OrderKind.FLAGS, OrderKind.HOST)
-
-
-@pytest.fixture
-def device(server: Any) -> ToldDevice:
-    """A device whose marks the cache's double sees; no event is recorded while a transfer that was
-    sent waits for it."""
-    device = ToldDevice()
-
-    def on_record(event: Any) -> None:
-        names = {name for _, name, _, _ in server.held if name in server.afters}
-        in_use = {
-            server.afters[name].mark.index
-            for name in names
-            if server.afters[name].kind is OrderKind.EVENTS
-        }
-        assert event.number not in in_use, (
-            f"event {event.number} is recorded again while {names} wait"
-        )
-
-    device.on_record = on_record
-    server.has_passed = device.has_passed
-    return device
-
-
-def worker_of(engine: Any) -> Any:
-    return engine.worker._worker
-
-
-def finish(engine: Any, server: Any, device: ToldDevice) -> None:
-    """Steps until nothing is left, with a device and a server that do their work."""
-    server.hold = set()
-    for _ in range(2000):
-        if not engine.scheduler.has_requests() and not engine.queue:
-            break
-        engine.step()
-        device.run()
-        server.settle()
-    engine.add("last words", prompt(99, 4), 3)
-    while engine.scheduler.has_requests() or engine.queue:
-        engine.step()
-        device.run()
-        server.settle()
-
-
-def assert_nothing_is_kept(engine: Any, device: ToldDevice) -> None:
-    worker = worker_of(engine)
-    assert not worker.loads and not worker.stores
-    assert len(worker.rank.marks._free) == len(worker.rank.marks._ring), worker.rank
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

@@ -2,7 +2,6 @@
 device that works when told writes them."""
 
 import random
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,13 @@ import pytest
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from hotkv_proto.order import OrderKind
-from hotkv_vllm.link import open_session
 from tests.vllm.device import ToldDevice
 from tests.vllm.harness import Engine, prompt
+from tests.vllm.ordered_server import RealServer, finish
 from tests.vllm.processes import Daemon
 from tests.vllm.specs import full_model, hybrid_model
 
 Make = Callable[..., Engine]
-
-
-class RealServer:
-    """What the harness asks of a server."""
-
-    def __init__(self, target: str) -> None:
-        self.target = target
-        self.open = open_session
 
 
 @pytest.fixture
@@ -56,22 +47,6 @@ def make(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for one in made:
         one.worker.shutdown()
         one.connector.shutdown()
-
-
-def finish(engine: Engine, timeout_s: float = 60.0) -> None:
-    """Steps until nothing is left and nothing is under way; the device does its work."""
-    until_s = time.monotonic() + timeout_s
-    worker = engine.worker._worker
-    number = 0
-    while engine.scheduler.has_requests() or engine.queue or worker.stores or worker.loads:
-        assert time.monotonic() < until_s, worker
-        if not engine.scheduler.has_requests():
-            number += 1
-            engine.add(f"still {number}", prompt(99, 4), 1)
-        engine.step()
-        if engine.device is not None:
-            engine.device.run()
-        time.sleep(0.001)
 
 
 def test_the_server_reads_words_and_says_what_it_takes(make: Make) -> None:

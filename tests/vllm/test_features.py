@@ -15,16 +15,15 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.vllm.processes import Daemon, EngineProcess, Engines
-from tests.vllm.test_end_to_end import difference, prompts, settled, usable
+from tests.vllm.feature_runs import LENGTHS, TOLERANCE, Starter, requests, same
+from tests.vllm.processes import Daemon, EngineProcess
+from tests.vllm.runs import difference, prompts, settled, usable
 from tests.vllm.tiny import BLOCK_TOKENS, engine_args, write_model
 from tests.vllm.tokenizer import write_tokenizer
 from tests.vllm.vision import IMAGE_TOKEN, write_vision_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-TOLERANCE = 1e-4
-LENGTHS = (100, 257, 500)
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -68,33 +67,6 @@ WHISPER = {
 }
 
 
-class Starter:
-    """Starts engines of one server, each model in a key space of its own."""
-
-    def __init__(self, daemon: Daemon, folder: Path) -> None:
-        self.folder, self._daemon = folder, daemon
-        self._engines = Engines(folder)
-
-    def __call__(
-        self, model: Path, *, sparse: dict[str, Any] | None = None, **settings: Any
-    ) -> EngineProcess:
-        settings = {
-            "load_format": "random",
-            "dtype": "float32",
-            "kv_cache_memory_bytes": 64 << 20,
-            "max_model_len": 1024,
-        } | settings
-        settings |= {"skip_tokenizer_init": not (model / "tokenizer.json").exists()}
-        connector = {"weights_identity": str(model), "flush_timeout_s": 5.0, "startup_wait_s": 20.0}
-        connector |= {} if sparse is None else {"sparse": sparse}
-        return self._engines.start(
-            model, self._daemon.target, connector=connector, driver="feature_driver.py", **settings
-        )
-
-    def stop(self) -> None:
-        self._engines.stop()
-
-
 @pytest.fixture
 def start(shared_daemon: Daemon, tmp_path: Path) -> Iterator[Starter]:
     starter = Starter(shared_daemon, tmp_path)
@@ -126,16 +98,8 @@ def pair(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Ite
     starter.stop()
 
 
-def requests(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Any]]:
-    return [{"tokens": tokens} for tokens in prompts(seed, lengths)]
-
-
 def hits(batch: list[dict[str, Any]]) -> list[int]:
     return [usable(request["tokens"]) for request in batch]
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one["tokens"] == other["tokens"] and difference(one, other) < TOLERANCE
 
 
 def clean(engine: EngineProcess) -> bool:

@@ -13,10 +13,10 @@ from hotkv_client.hints import HintClient
 from hotkv_client.types import EndedRequest, RequestReport
 from hotkv_proto.blocks import MAX_PRIORITY, NO_RETENTION, Retention
 from hotkv_proto.hints import MAX_ACTIONS, Action, ActionType, Hints, Target, is_identifier
-from tests.server.test_life import wait_until
+from tests.support.waiting import wait_for
 from tests.vllm.harness import prompt
 from tests.vllm.processes import Daemon, EngineProcess, Engines
-from tests.vllm.test_end_to_end import prompts, settled, usable
+from tests.vllm.runs import prompts, settled, usable
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
 
 PROMPT = prompt(1, 200)
@@ -177,7 +177,7 @@ def test_a_router_pins_and_releases_through_vllm(
 
     ask("pin", "pin", ttl_s=600)
     settled(engine)
-    wait_until(lambda: outcome("pin")["status"] != "deferred")
+    wait_for(lambda: outcome("pin")["status"] != "deferred")
     num_blocks = (333 + 39) // BLOCK_TOKENS
     assert outcome("pin")["status"] == "accepted" and outcome("pin")["block_count"] == num_blocks
     block_bytes = 2 * 2 * 2 * 32 * BLOCK_TOKENS * 2
@@ -185,7 +185,7 @@ def test_a_router_pins_and_releases_through_vllm(
     engine.ask("reset")
     ask("release", "release")
     settled(engine)
-    wait_until(lambda: outcome("release")["status"] != "deferred")
+    wait_for(lambda: outcome("release")["status"] != "deferred")
     assert outcome("release")["status"] == "accepted"
     assert outcome("release")["session_id"] == "chat"
     assert daemon.admin("tiers")[0]["pinned_byte_count"] == 0

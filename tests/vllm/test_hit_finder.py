@@ -17,19 +17,8 @@ from hotkv_vllm.scheduler.hits import (
 )
 from hotkv_vllm.scheduler.loads import ADMISSION_PATIENCE_S
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, HitState, Phase
+from tests.vllm.desks import LONG, granted
 from tests.vllm.parts import FULL, STATES, TOKENS, WINDOW, Parts, request
-
-LONG = 4 * TOKENS + 5
-"""A prompt of four full blocks and some tokens."""
-
-
-def granted(parts: Parts, name: str = "a", blocks: int = 4, computed: int = 0) -> Any:
-    """The state of a request whose hit of so many blocks is granted."""
-    parts.put(name, range(blocks))
-    state = parts.state(request(name, LONG))
-    assert parts.hit(state, computed) == blocks * TOKENS - computed
-    assert state.hit.phase is Phase.GRANTED and state.hit.lease_id in parts.server.leases
-    return state
 
 
 def loading(parts: Parts, name: str = "a", blocks: int = 4) -> Any:

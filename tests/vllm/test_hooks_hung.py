@@ -22,8 +22,8 @@ from hotkv_vllm.worker.rank_loads import RankLoads, never_begun
 from tests.vllm.engine_core import Core
 from tests.vllm.harness import prompt
 from tests.vllm.processes import Daemon, Engines
+from tests.vllm.runs import _state, prompts, settled
 from tests.vllm.specs import full_model, hybrid_model
-from tests.vllm.test_end_to_end import _state, prompts, settled
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
 
 PROMPT = prompt(1, 200)

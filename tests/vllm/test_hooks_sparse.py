@@ -18,9 +18,9 @@ from hotkv_vllm.sparse.worker import SparseWorker
 from hotkv_vllm.worker.side import HotKVWorker
 from tests.vllm.faults import broken, called_by_hooks
 from tests.vllm.harness import prompt
-from tests.vllm.test_sparse_pool import pairs, rows_are_right, sparse_engine, toy
-from tests.vllm.test_sparse_worker import QUERIES
-from tests.vllm.test_sparse_worker import Engine as Layers
+from tests.vllm.sparse_parts import QUERIES
+from tests.vllm.sparse_pools import pairs, rows_are_right, sparse_engine, toy
+from tests.vllm.sparse_workers import Engine as Layers
 
 __all__ = ["toy"]
 """A fixture."""

@@ -11,7 +11,7 @@ from hotkv_vllm.stats import COUNTERS, exported
 from tests.vllm.checkpoint import write_weights
 from tests.vllm.http_server import HttpServer, readme_command
 from tests.vllm.processes import Daemon
-from tests.vllm.test_end_to_end import prompts, usable
+from tests.vllm.runs import prompts, usable
 from tests.vllm.tiny import write_model
 from tests.vllm.tokenizer import write_tokenizer
 

@@ -29,9 +29,9 @@ from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.worker import layout
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import answer_of, audit
+from tests.vllm.ordered_server import RealServer
 from tests.vllm.processes import Daemon
 from tests.vllm.specs import full_model, hybrid_model, mixed_model
-from tests.vllm.test_device_order_server import RealServer
 
 PROMPT, OTHER = prompt(1, 200), prompt(2, 40)
 USABLE = 192

@@ -5,26 +5,22 @@ Weights are random but large, those of adapters too, so that a block of another 
 logprobs. The engines keep one adapter each in memory: another one evicts it.
 """
 
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
+from tests.vllm.adapters import LORA, adapter, write_adapter
 from tests.vllm.processes import Daemon, EngineProcess, Engines
-from tests.vllm.test_end_to_end import difference, settled
-from tests.vllm.tiny import COMMON, VOCAB, write_model
+from tests.vllm.runs import difference, settled
+from tests.vllm.tiny import VOCAB, write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTH, HIT = 333, 320
 TOLERANCE = 1e-4
-RANK = 8
-LORA = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1}
 
 
 class Three(NamedTuple):
@@ -53,47 +49,6 @@ def three(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> It
     )
     yield Three(one, other, plain, folder)
     made.stop()
-
-
-def write_adapter(folder: Path, seed: int) -> Path:
-    """An adapter of the tiny llama's attention, in PEFT's layout; files are replaced as
-    `save_pretrained` would."""
-    folder.mkdir(exist_ok=True)
-    generator = torch.Generator().manual_seed(seed)
-    hidden, kv = COMMON["hidden_size"], COMMON["num_key_value_heads"] * COMMON["head_dim"]
-    tensors = {}
-    for layer in range(2):
-        for name, width in {"q_proj": hidden, "k_proj": kv, "v_proj": kv, "o_proj": hidden}.items():
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{prefix}.lora_A.weight"] = (
-                torch.randn(RANK, hidden, generator=generator) * hidden**-0.5
-            )
-            tensors[f"{prefix}.lora_B.weight"] = (
-                torch.randn(width, RANK, generator=generator) * RANK**-0.5
-            )
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "r": RANK,
-        "lora_alpha": RANK,
-        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
-    }
-    (folder / "adapter_config.json").write_text(
-        json.dumps(config | {"bias": "none", "task_type": "CAUSAL_LM"})
-    )
-    return folder
-
-
-_numbers: dict[Path, int] = {}
-
-
-def adapter(path: Path) -> dict[str, Any]:
-    """Fields of the LoRARequest for an adapter's folder."""
-    return {
-        "lora_name": path.name,
-        "lora_int_id": _numbers.setdefault(path, len(_numbers) + 1),
-        "lora_path": str(path),
-    }
 
 
 def prompt(seed: int) -> list[int]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.vllm.processes import Daemon, EngineProcess, Engines
-from tests.vllm.test_end_to_end import difference, prompts, settled
+from tests.vllm.runs import difference, prompts, settled
 from tests.vllm.tiny import VOCAB, write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

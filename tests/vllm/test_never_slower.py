@@ -8,7 +8,7 @@ import pytest
 
 from hotkv_server.testing import faults
 from tests.vllm.processes import Daemon, Engines
-from tests.vllm.test_end_to_end import prompts, settled, usable
+from tests.vllm.runs import prompts, settled, usable
 from tests.vllm.tiny import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

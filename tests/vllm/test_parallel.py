@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.waiting import wait_for
+from tests.vllm.adapters import LORA, adapter, write_adapter
 from tests.vllm.checkpoint import write_weights
 from tests.vllm.processes import Daemon, EngineProcess, Engines
-from tests.vllm.test_end_to_end import difference, prompts, usable
-from tests.vllm.test_lora import LORA, adapter, write_adapter
+from tests.vllm.runs import difference, prompts, usable
 from tests.vllm.tiny import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -100,13 +101,6 @@ def blocks_of(batch: list[list[int]], new_tokens: int) -> int:
     return sum((len(prompt) + new_tokens - 1) // 32 for prompt in batch)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until_s, "it never came about"
-        time.sleep(0.05)
-
-
 def kill_a_rank(daemon: Daemon, engine: EngineProcess, prompt: list[int]) -> None:
     """Kills the last rank, of a pipeline when the first stage has stored its shard of the prompt's
     blocks; then what is left of the engine. Returns when the server has nothing of the engine any
@@ -122,7 +116,7 @@ def kill_a_rank(daemon: Daemon, engine: EngineProcess, prompt: list[int]) -> Non
     if is_pipeline:
         os.kill(pids[-1], signal.SIGSTOP)
         engine.begin("generate", prompts=[prompt], max_tokens=1)
-        wait_until(
+        wait_for(
             lambda: (
                 counters()["stored_bytes_total"] > before["stored_bytes_total"]
                 and not counters()["transfers_in_flight"]
@@ -133,9 +127,9 @@ def kill_a_rank(daemon: Daemon, engine: EngineProcess, prompt: list[int]) -> Non
             and counters()["ready_blocks"] == before["ready_blocks"]
         )
     os.kill(pids[-1], signal.SIGKILL)
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     engine.kill()
-    wait_until(lambda: counters()["sessions"] == before["sessions"] - len(pids) - 1)
+    wait_for(lambda: counters()["sessions"] == before["sessions"] - len(pids) - 1)
     after = counters()
     assert after["leases"] == after["arena_pinned_bytes"] == 0
     assert (after["arena_used_bytes"], after["ready_blocks"]) == (
@@ -309,7 +303,7 @@ def test_a_data_parallel_engine_hits_what_its_sibling_stored(
         both.ask("generate", prompts=[[7, 8, 9]], max_tokens=2, rank=0)
         return bool(shared_daemon.admin("key_spaces")[-1]["block_count"] >= blocks_of(batch, 20))
 
-    wait_until(stored)
+    wait_for(stored)
     warm = both.ask("generate", prompts=batch, max_tokens=20, rank=1)
     assert warm["cached"] == [usable(prompt) for prompt in batch]
     assert warm["tokens"] == cold["tokens"] and difference(cold, warm) < TOLERANCE

@@ -13,9 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hotkv_vllm.compat import checks, model_weights
 from hotkv_vllm.identity.rekeying import ASK_AGAIN_S, RankWeights, Rekeying
-from tests.vllm.changing_weights import load, may_load, show_weights
+from tests.vllm.changing_weights import load
 from tests.vllm.harness import prompt
 from tests.vllm.parts import TOKENS, Parts, request
+from tests.vllm.rekeyed import OTHER, PROMPT
 from tests.vllm.specs import full_model, hybrid_model
 
 ORIGINAL = "files:abc"
@@ -215,23 +216,6 @@ def test_requests_wait_once_however_often_the_ranks_are_asked() -> None:
 
 
 # --------------------------------------------------------------------------------- in the connector
-
-
-@pytest.fixture
-def updated(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Engines whose model has `load_weights`; what it writes is in every KV value."""
-    may_load(monkeypatch)
-
-    def make(**settings: Any) -> Any:
-        torch.manual_seed(0)
-        one = engine(**settings)
-        show_weights(one)
-        return one
-
-    return make
-
-
-PROMPT, OTHER = prompt(1, 200), prompt(2, 40)
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])

@@ -7,18 +7,20 @@ from typing import Any
 import pytest
 
 from tests.vllm.processes import Daemon, EngineProcess
-from tests.vllm.test_end_to_end import difference
-from tests.vllm.test_residency import POOL_BLOCKS, RESIDENT, SPARSE, Start, prompts, start
+from tests.vllm.resident_runs import (
+    EXACT,
+    EXACT_POOL,
+    POOL_BLOCKS,
+    RESIDENT,
+    SPARSE,
+    Start,
+    prompts,
+    start,
+)
+from tests.vllm.runs import difference
 
 __all__ = ["start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-EXACT = RESIDENT | {"sparse_topk": 1024}
-"""The hot set covers contexts of up to 2,048 tokens, so tokens are those of dense attention,
-whatever happens on the way."""
-EXACT_POOL = 100
-"""Blocks: a request holds 89 of them at most, 72 of these as hot slots."""
 
 
 SCHEDULING = pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import re
 import pytest
 
 from tests.vllm.processes import Daemon
-from tests.vllm.test_residency import Start, prompts, start
-from tests.vllm.test_residency_faults import EXACT, EXACT_POOL
+from tests.vllm.resident_runs import EXACT, EXACT_POOL, Start, prompts, start
 
 __all__ = ["start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.vllm.adapters import LORA, adapter, write_adapter
 from tests.vllm.processes import Daemon, EngineProcess, Engines
-from tests.vllm.test_end_to_end import difference
-from tests.vllm.test_lora import LORA, adapter, write_adapter
-from tests.vllm.test_residency import CHUNK, POOL_BLOCKS, RESIDENT, SPARSE, prompts
+from tests.vllm.resident_runs import CHUNK, POOL_BLOCKS, RESIDENT, SPARSE, prompts
+from tests.vllm.runs import difference
 from tests.vllm.tiny import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

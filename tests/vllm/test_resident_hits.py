@@ -9,9 +9,8 @@ import pytest
 from vllm.config import CUDAGraphMode
 
 from hotkv_vllm.scheduler.request import ASK_AGAIN
+from tests.vllm.desks import LONG, desk, granted
 from tests.vllm.parts import TOKENS, Parts, request
-from tests.vllm.test_admission import desk
-from tests.vllm.test_hit_finder import LONG, granted
 
 __all__ = ["desk"]
 

@@ -25,10 +25,10 @@ from vllm.platforms.interface import CpuArchEnum
 from vllm.v1.kv_cache_interface import RSWASpec, UniformTypeKVCacheSpecs
 
 from hotkv_vllm.compat import reuse
+from tests.vllm.feature_runs import Starter, requests, same
 from tests.vllm.processes import Daemon, EngineProcess
+from tests.vllm.runs import settled
 from tests.vllm.specs import full_spec, window_spec
-from tests.vllm.test_end_to_end import settled
-from tests.vllm.test_features import Starter, requests, same
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
 from tests.vllm.tokenizer import write_tokenizer
 

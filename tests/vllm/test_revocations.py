@@ -24,11 +24,11 @@ from hotkv_proto.order import OrderKind
 from hotkv_vllm.compat import checks
 from tests.vllm.device import ToldDevice
 from tests.vllm.harness import Engine, prompt
+from tests.vllm.ordered_server import RealServer
+from tests.vllm.ordered_server import finish as finish_with_daemon
+from tests.vllm.ordered_workers import KINDS, assert_nothing_is_kept, finish, worker_of
 from tests.vllm.processes import Daemon
 from tests.vllm.specs import full_model, mixed_model
-from tests.vllm.test_device_order import KINDS, assert_nothing_is_kept, finish, worker_of
-from tests.vllm.test_device_order_server import RealServer
-from tests.vllm.test_device_order_server import finish as finish_with_daemon
 
 PROMPT = prompt(1, 200)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.processes import Daemon, EngineProcess, Engines
-from tests.vllm.test_end_to_end import difference, prompts, settled, usable
+from tests.vllm.runs import difference, prompts, settled, usable
 from tests.vllm.tiny import transfer_config, write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

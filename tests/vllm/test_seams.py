@@ -11,7 +11,8 @@ from hotkv_client.fence import SHARED_WORDS, Revocations, SharedFence
 from hotkv_vllm.identity import weights_watch
 from hotkv_vllm.identity.weights_watch import ROW_WORDS, WeightsWatch
 from tests.vllm.harness import Engine, prompt
-from tests.vllm.test_rekeying import OTHER, PROMPT, load, updated  # noqa: F401 - a fixture
+from tests.vllm.rekeyed import OTHER, PROMPT
+from tests.vllm.test_rekeying import load
 
 # -------------------------------------------------------- the scheduler starts a second time (0.33)
 
@@ -25,7 +26,7 @@ def connect_again(one: Engine) -> None:
     )
 
 
-def test_original_weights_after_a_second_start_are_not_those_before(updated: Any) -> None:  # noqa: F811
+def test_original_weights_after_a_second_start_are_not_those_before(updated: Any) -> None:
     one, two = updated(), updated()
     load(one, 7)
     one.generate("a", PROMPT, 4)
@@ -124,7 +125,7 @@ def test_weights_that_could_not_be_read_are_looked_at_again(
 
 
 def test_a_rank_that_can_not_open_its_new_session_stores_nothing_under_the_old_key(
-    updated: Any,  # noqa: F811
+    updated: Any,
     server: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

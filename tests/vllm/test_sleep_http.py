@@ -2,13 +2,13 @@
 without a hotkv-server."""
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.waiting import wait_for
 from tests.vllm.http_server import HttpServer
 from tests.vllm.processes import Daemon
 from tests.vllm.tiny import BLOCK_TOKENS, engine_args, transfer_config, write_model
@@ -64,13 +64,6 @@ def engine(tmp_path: Path, daemon: Daemon) -> Iterator[HttpServer]:
     one.stop()
 
 
-def until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    last_s = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < last_s
-        time.sleep(0.05)
-
-
 def pauses(engine: HttpServer) -> Iterator[str]:
     """Pauses and wakes the engine in each way, after which it has forgotten its own cache."""
     for way, back in (
@@ -87,16 +80,16 @@ def pauses(engine: HttpServer) -> Iterator[str]:
 @pytest.mark.long
 def test_pause_sleep_and_reset(engine: HttpServer, daemon: Daemon) -> None:
     engine.ready()
-    until(lambda: len(daemon.admin("sessions")) == 2)
+    wait_for(lambda: len(daemon.admin("sessions")) == 2)
     tokens, cached = generate(engine)
     assert cached == 0
-    until(lambda: len(daemon.admin("blocks")["blocks"]) == HIT_TOKENS // BLOCK_TOKENS)
+    wait_for(lambda: len(daemon.admin("blocks")["blocks"]) == HIT_TOKENS // BLOCK_TOKENS)
     for way in pauses(engine):
         assert generate(engine) == (tokens, HIT_TOKENS), way
     # What somebody asks for empties the shared cache.
     assert engine.call("/reset_prefix_cache?reset_external=true") == (200, {"success": True})
     assert generate(engine) == (tokens, 0)
-    until(lambda: len(daemon.admin("blocks")["blocks"]) == HIT_TOKENS // BLOCK_TOKENS)
+    wait_for(lambda: len(daemon.admin("blocks")["blocks"]) == HIT_TOKENS // BLOCK_TOKENS)
     assert engine.call("/reset_prefix_cache") == (200, {"success": True})
     assert generate(engine) == (tokens, HIT_TOKENS)
 

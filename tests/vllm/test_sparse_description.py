@@ -6,54 +6,32 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv_proto.groups import GroupKind
 from hotkv_proto.keys import Representation
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_sparse import build
 from hotkv_sparse.centre import Centres, LayerCentre
 from hotkv_sparse.centre_file import write_centres
 from hotkv_vllm.compat import Unsupported
-from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.scheduler.admission import WrittenBlocks
-from hotkv_vllm.sparse.batch import SparseLayer
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 from hotkv_vllm.sparse.setup import centre_of
-from hotkv_vllm.sparse.shared import HANDLE, SharedPool, shared_pool
+from hotkv_vllm.sparse.shared import HANDLE
 from hotkv_vllm.worker.layout import ExportedMemory
 
 # -------------------------------------------------------------------------------------- description
-from tests.vllm.test_sparse_pool import (
+from tests.vllm.sparse_pools import (
     HEADS,
     SIZE,
     TOKENS,
     Toy,
+    described,
+    layer_of,
     sparse_engine,
-    sparse_layer,
     toy,
 )
 
 __all__ = ["toy"]
-
-
-def layer_of(index: int, names: tuple[str, ...], group: int = 0, mu: Any = None) -> SparseLayer:
-    shape = LayerShape(4, TOKENS, HEADS, SIZE, names, mu)
-    return sparse_layer(f"l{index}", index, group, shape, lambda blocks: np.empty(0, np.float32))
-
-
-def described(
-    layers: list[SparseLayer], centres: Centres | None = None, num_shards: int = 1
-) -> SharedPool:
-    manager = BlockReprManager(
-        {one.index: one.shape for one in layers}, {one.index: one.keys_of for one in layers}
-    )
-    groups = [
-        CacheGroup(2, GroupKind.SLIDING_WINDOW, TOKENS, 64),
-        CacheGroup(0, GroupKind.FULL_ATTENTION, TOKENS),
-    ]
-    pool = shared_pool(manager, layers, groups, num_shards, centres)
-    described.kept = manager  # type: ignore[attr-defined] # its descriptor lives as long as it does
-    return pool
 
 
 def test_a_kind_tells_apart_all_that_gives_its_bytes_their_meaning() -> None:

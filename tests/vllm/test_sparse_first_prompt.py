@@ -22,12 +22,12 @@ from hotkv_vllm.sparse.first_prompt import ENOUGH_TOKENS, NO_TURNING, FirstPromp
 from hotkv_vllm.sparse.pool import BlockReprManager
 from hotkv_vllm.sparse.setup import _turning, install
 from tests.vllm.processes import EngineProcess
-from tests.vllm.test_sparse import COVERING, HALF, Start, check_counters, prompts, start, totals
-from tests.vllm.test_sparse_description import described, layer_of
-from tests.vllm.test_sparse_parts import BLOCK, HEADS, QUERIES, Cache
-from tests.vllm.test_sparse_pool import HEADS as POOL_HEADS
-from tests.vllm.test_sparse_pool import SIZE as POOL_SIZE
-from tests.vllm.test_sparse_worker import BLOCKS, Engine
+from tests.vllm.sparse_parts import BLOCK, HEADS, QUERIES, Cache
+from tests.vllm.sparse_pools import HEADS as POOL_HEADS
+from tests.vllm.sparse_pools import SIZE as POOL_SIZE
+from tests.vllm.sparse_pools import described, layer_of
+from tests.vllm.sparse_runs import COVERING, HALF, Start, check_counters, prompts, start, totals
+from tests.vllm.sparse_workers import BLOCKS, Engine
 
 __all__ = ["start"]
 CONFIG = SparseConfig(

@@ -24,7 +24,7 @@ from hotkv_vllm.sparse.reporter import REPORT_INTERVAL_S, SparseReport, SparseRe
 from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.sparse.sequences import SparseGroup, SparseSequences, StreamCount
 from tests.vllm.harness import prompt
-from tests.vllm.test_sparse_worker import Engine
+from tests.vllm.sparse_workers import Engine
 
 BLOCK = 4
 MIN_TOKENS = 16

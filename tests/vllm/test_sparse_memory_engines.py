@@ -8,9 +8,9 @@ import pytest
 
 from hotkv_client.command import cli
 from tests.vllm.processes import Daemon, EngineProcess
-from tests.vllm.test_end_to_end import difference
-from tests.vllm.test_sparse import NOISE, SMALL, prompts
-from tests.vllm.test_sparse_sharing import SPARSE_LAYERS, Start, growth, start  # noqa: F401 - a fixture
+from tests.vllm.runs import difference
+from tests.vllm.sparse_runs import NOISE, SMALL, prompts
+from tests.vllm.sparse_sharing import SPARSE_LAYERS, Start, growth
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -34,7 +34,7 @@ def figures(one: Daemon, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_the_server_shows_what_engines_count(
-    start: Start,  # noqa: F811 - a fixture
+    start: Start,
     daemon: Daemon,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -62,7 +62,7 @@ def test_the_server_shows_what_engines_count(
 
 @pytest.mark.long
 def test_a_server_that_dies_while_requests_decode(
-    start: Start,  # noqa: F811 - a fixture
+    start: Start,
     daemon: Daemon,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

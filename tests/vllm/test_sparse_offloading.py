@@ -20,7 +20,7 @@ from hotkv_vllm.sparse.offloading import (
     SparseOffloadingManager,
 )
 from hotkv_vllm.sparse.pool import LayerShape
-from tests.server.test_life import wait_until
+from tests.support.waiting import wait_for
 
 T, H, G, D = 16, 2, 2, 32
 PAGE = T * H * 2 * D * 4
@@ -227,7 +227,7 @@ def test_bytes_that_the_server_no_longer_pins_are_refused(engine: PagedEngine) -
     model = Model(CONFIG, 32, residency=residency)
     model.prefill("a", 20)
     engine.session.close()
-    wait_until(lambda: not residency._arena.holds(residency._opened["a"]))
+    wait_for(lambda: not residency._arena.holds(residency._opened["a"]))
     with pytest.raises(HotKVError, match="no longer keeps blocks of a"):
         residency.read(LAYERS[0], model.table["a"][:1])
     model.handler.close()

@@ -27,65 +27,15 @@ from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.sparse.backend import HotAttentionBackend, HotAttentionImpl
 from hotkv_vllm.sparse.batch import SparseLayer
 from hotkv_vllm.sparse.counters import block_mass
-from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, SparseRows
 from hotkv_vllm.sparse.sequence import LayerSequence
 from hotkv_vllm.sparse.worker import SparseWorker
-from hotkv_vllm.worker.layout import KeyPacking, key_packing, unpacked_keys
+from hotkv_vllm.worker.layout import KeyPacking, unpacked_keys
+from tests.vllm.sparse_parts import BLOCK, GROUP, HEADS, QUERIES, Cache
 from tests.vllm.tiny import transfer_config, write_model
 
-BLOCK, HEADS, GROUP = 32, 2, 3
-QUERIES = HEADS * GROUP
-
 current_platform.import_kernels()
-
-
-class Cache:
-    """One layer's pages, filled by vLLM's own kernel with random keys and values of `num_blocks`
-    blocks."""
-
-    def __init__(self, num_blocks: int, head_size: int, dtype: torch.dtype, seed: int = 0) -> None:
-        from vllm import _custom_ops as ops
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-        generator = torch.Generator().manual_seed(seed)
-        shape = (num_blocks * BLOCK, HEADS, head_size)
-        self.keys, self.values = (
-            torch.randn(shape, generator=generator).to(dtype) for _ in range(2)
-        )
-        self.isa = _get_attn_isa(dtype, BLOCK, head_size)
-        self.pages = torch.zeros((num_blocks, HEADS, BLOCK, 2 * head_size), dtype=dtype)
-        key_pages, value_pages = self.pages.view(num_blocks, HEADS, 2 * BLOCK, head_size).chunk(
-            2, dim=2
-        )
-        ops.cpu_attn_reshape_and_cache(
-            self.keys,
-            self.values,
-            key_pages,
-            value_pages,
-            torch.arange(num_blocks * BLOCK),
-            self.isa,
-        )
-        self.packing = key_packing(BLOCK, head_size, dtype, self.isa)
-
-    def keys_of(self, blocks: np.ndarray) -> np.ndarray:
-        return unpacked_keys(self.pages, torch.from_numpy(blocks), self.packing).numpy()
-
-    def layer(
-        self, formats: tuple[str, ...] = ("rot2u",), sink_logits: np.ndarray | None = None
-    ) -> SparseLayer:
-        num_blocks, heads, block_tokens, width = self.pages.shape
-        shape = LayerShape(num_blocks, block_tokens, heads, width // 2, formats)
-        return SparseLayer(
-            "layer",
-            5,
-            0,
-            shape,
-            (width // 2) ** -0.5,
-            KeyPages(self.pages, self.packing),
-            sink_logits,
-        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -11,7 +11,7 @@ import pytest
 from tests.server.support import PATIENT
 from tests.tiers.valkey_support import running
 from tests.vllm.processes import Daemon, EngineProcess, Engines, own_daemon
-from tests.vllm.test_end_to_end import NOISE, RANDOM, difference, prompts, settled, usable
+from tests.vllm.runs import NOISE, RANDOM, difference, prompts, settled, usable
 from tests.vllm.tiny import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -18,12 +18,12 @@ from hotkv_server.testing.otlp_receiver import OtlpReceiver, ReceivedSpan
 from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.scheduler.stores import Tails
 from hotkv_vllm.tracing.requests import RequestTrace, open_traces
-from tests.server.test_life import wait_until
+from tests.support.waiting import wait_for
 from tests.vllm.harness import prompt
 from tests.vllm.processes import EngineProcess
-from tests.vllm.test_end_to_end import prompts
+from tests.vllm.runs import prompts
 from tests.vllm.tiny import write_model
-from tests.wire.test_traces import Recorded, begun
+from tests.wire.recorded import Recorded, begun
 
 PROMPT = prompt(1, 200)
 PARENT = f"00-{0xABC:032x}-{0xDEF:016x}-01"
@@ -304,7 +304,7 @@ def test_vllm_engine_and_server_are_in_one_trace(tmp_path: Path, collector: Otlp
                 (asked,) = prompts(5, (500,))
                 for _ in range(2):
                     engine.ask("traced", prompt=asked, max_tokens=2, headers=HEADERS)
-                    wait_until(lambda: server.counter("stored_blocks_total") == 500 // 32)
+                    wait_for(lambda: server.counter("stored_blocks_total") == 500 // 32)
                     engine.ask("reset", connector=False)
                 spans = collector.wait_for(
                     lambda spans: (

@@ -15,15 +15,7 @@ from hotkv_vllm.scheduler.loads import LoadRoom
 from tests.vllm.harness import prompt
 from tests.vllm.specs import WINDOW, hybrid_model
 from tests.vllm.tiny import BLOCK_TOKENS
-
-PROMPT = prompt(1, 200)
-
-
-def filled(engine: Any, **settings: Any) -> list[int]:
-    """Stores PROMPT's blocks through an engine; returns its answer of 4 tokens."""
-    answer, external = engine(**settings).generate("first", PROMPT, 4)
-    assert external == 0
-    return answer
+from tests.vllm.traps import PROMPT, filled
 
 
 def test_second_engine_hits_what_the_first_stored(engine: Any, server: Any) -> None:

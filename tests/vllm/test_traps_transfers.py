@@ -9,7 +9,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.vllm.harness import prompt
 from tests.vllm.specs import full_model, hybrid_model
-from tests.vllm.test_traps import PROMPT, filled
+from tests.vllm.traps import PROMPT, filled
 
 
 def test_requires_no_delivery_and_recomputes_failed_loads(engine: Any) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.test_life import wait_until
+from tests.support.waiting import wait_for
 from tests.vllm.checkpoint import write_weights
 from tests.vllm.processes import Daemon, EngineProcess, Engines
-from tests.vllm.test_end_to_end import difference, settled
-from tests.vllm.test_sparse import NOISE, prompts
+from tests.vllm.runs import difference, settled
+from tests.vllm.sparse_runs import NOISE, prompts
 from tests.vllm.tiny import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -35,7 +35,7 @@ def await_sharing(engine: EngineProcess) -> None:
         engine.ask("generate", prompts=[[7, 8, 9]], max_tokens=8)
         return bool(engine.ask("stats")["shares"])
 
-    wait_until(shares)
+    wait_for(shares)
     engine.ask("reset")
 
 

@@ -9,13 +9,25 @@ imports this module.
 import json
 import mmap
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from hotkv_proto import table
-from hotkv_proto.table import RESERVED_FLAG, BlockTable, Words, hash_prefixes, hash_words
+from hotkv_proto.table import (
+    RESERVED_FLAG,
+    SLOT_ALIGN,
+    BlockTable,
+    TableGeometry,
+    Words,
+    hash_prefixes,
+    hash_words,
+)
+from hotkv_server.cache.table.index import BlockIndex
 
 Words64 = NDArray[np.uint64]
 
@@ -138,3 +150,81 @@ def main(path: str, num_batches: int, seed: int, reference: bool) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "reference")
+
+
+NUM_BUCKETS = 90
+"""Of 7 ways for 564 keys: chains overflow all the time."""
+
+
+@pytest.fixture
+def table_path(tmp_path: Path) -> Iterator[tuple[Path, BlockIndex]]:
+    """A table file on tmpfs where there is one, and its writer."""
+    geometry = TableGeometry(NUM_BUCKETS, NUM_STABLE + NUM_MOVING, 1, 1 << 40)
+    path = tmp_path / "table"
+    with open(path, "w+b") as file:
+        file.truncate(geometry.file_bytes)
+        file.write(geometry.pack())
+        file.flush()
+        mapping = mmap.mmap(file.fileno(), geometry.file_bytes)
+    index = BlockIndex(BlockTable.open(np.frombuffer(mapping, np.uint8)))
+    index.add_key_space(KEY_SPACE, [0, SALT])
+    yield path, index
+
+
+class Writer:
+    """Lets keys come, become ready and go, in batches of random size."""
+
+    def __init__(self, index: BlockIndex) -> None:
+        self.index = index
+        self.rng = np.random.default_rng(5)
+        self.changes = 0
+        moving = np.arange(NUM_STABLE, NUM_STABLE + NUM_MOVING, dtype=np.uint64)
+        self.absent, self.reserved, self.ready = moving, moving[:0], moving[:0]
+        self.entries = np.zeros(NUM_STABLE + NUM_MOVING, np.uint32)
+        self.checks = np.zeros(NUM_STABLE + NUM_MOVING, np.uint64)
+        stable = np.arange(NUM_STABLE, dtype=np.uint64)
+        self.insert(stable)
+        self.publish(stable)
+
+    def insert(self, numbers: np.ndarray) -> None:
+        """One call each, because depth, size and owner are the key's own."""
+        offset_words = self.rng.integers(1, 1 << 32, len(numbers)).astype(np.uint64)
+        truth = derived(numbers, offset_words)
+        for number, offset, check in zip(
+            numbers.tolist(), offset_words.tolist(), truth.tolist(), strict=True
+        ):
+            hashes = hash_words(packed_hashes(np.array([number], np.uint64)), HASH_BYTES)
+            low = check & 0xFFFF_FFFF
+            one = np.ones(1, np.int64)
+            size = (offset % 7 + 1) * SLOT_ALIGN
+            entries = self.index.insert(
+                KEY_SPACE,
+                GROUP,
+                hashes,
+                one * offset * SLOT_ALIGN,
+                size,
+                one * (low >> 1),
+                ~low & 0xFFFF_FFFF,
+            )
+            assert len(entries) == 1
+            self.entries[number], self.checks[number] = entries[0], check
+
+    def publish(self, numbers: np.ndarray) -> None:
+        entries = self.entries[numbers]
+        self.index.publish(entries, self.index.mixed(entries), self.checks[numbers])
+
+    def step(self) -> None:
+        """Some reserved keys become ready, some ready ones go, some absent ones are reserved."""
+        for name in ("absent", "reserved", "ready"):
+            setattr(self, name, self.rng.permutation(getattr(self, name)))
+        arriving, self.absent = np.split(self.absent, [self.rng.integers(0, 9)])
+        settled, self.reserved = np.split(self.reserved, [self.rng.integers(0, 40)])
+        going, self.ready = np.split(self.ready, [self.rng.integers(0, 2 + len(self.ready) // 30)])
+        self.insert(arriving)
+        self.publish(settled)
+        gone = self.entries[going]
+        self.index.remove(gone, self.index.mixed(gone))
+        self.absent = np.concatenate((self.absent, going))
+        self.reserved = np.concatenate((self.reserved, arriving))
+        self.ready = np.concatenate((self.ready, settled))
+        self.changes += len(arriving) + len(settled) + len(going)

@@ -18,15 +18,15 @@ from tests.wire.table_reader import (
     NUM_MOVING,
     NUM_STABLE,
     SALT,
+    Writer,
     packed_hashes,
 )
-from tests.wire.test_table_reader import Writer, table_path  # noqa: F401 A fixture.
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "wire.md").read_text()
 SECTION = PAGE.partition("\n## Block table\n")[2].partition("\n## ")[0]
 
 
-def test_lookups_agree(table_path: tuple[Path, BlockIndex]) -> None:  # noqa: F811
+def test_lookups_agree(table_path: tuple[Path, BlockIndex]) -> None:
     path, index = table_path
     writer = Writer(index)
     numbers = np.arange(NUM_STABLE + NUM_MOVING + NUM_ABSENT, dtype=np.uint64)
@@ -51,7 +51,7 @@ def test_lookups_agree(table_path: tuple[Path, BlockIndex]) -> None:  # noqa: F8
     assert overflow.max() > 0, "no chain has overflowed"
 
 
-def test_a_locked_bucket_reads_as_a_miss(table_path: tuple[Path, BlockIndex]) -> None:  # noqa: F811
+def test_a_locked_bucket_reads_as_a_miss(table_path: tuple[Path, BlockIndex]) -> None:
     path, index = table_path
     Writer(index)
     block_hash = packed_hashes(np.zeros(1, np.uint64))
@@ -66,7 +66,7 @@ def test_a_locked_bucket_reads_as_a_miss(table_path: tuple[Path, BlockIndex]) ->
 
 @pytest.mark.parametrize(("at", "value"), [(0, b"HOTKVTB2"), (8, b"\x02")])
 def test_a_table_of_another_format_is_refused(
-    table_path: tuple[Path, BlockIndex],  # noqa: F811
+    table_path: tuple[Path, BlockIndex],
     at: int,
     value: bytes,
 ) -> None:

@@ -23,8 +23,7 @@ from hotkv_proto.table import (
     probe_reference,
 )
 from hotkv_server.cache.table.index import BlockIndex
-from tests.core.support import make_table
-from tests.core.test_index import crafted_hash
+from tests.core.support import crafted_hash, make_table
 
 SALT = 3
 NUM_BUCKETS = 2

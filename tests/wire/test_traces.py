@@ -1,40 +1,16 @@
 """Calls are traced as their callers are, and spans keep to their bounds."""
 
-import logging
 import os
 import random
 import threading
 import time
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from hotkv_proto.traces import MAX_TRACEPARENT_CHARS, Span, Traces
-
-TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-GOOD = f"00-{TRACE}-{SPAN}-01"
-
-
-class Recorded:
-    """Traces whose collector is a list."""
-
-    def __init__(self, **bounds: Any) -> None:
-        self._exporter = InMemorySpanExporter()
-        self.traces = Traces(self._exporter, "test", logging.getLogger("tests.traces"), **bounds)
-
-    def spans(self) -> list[ReadableSpan]:
-        self.traces.flush()
-        return list(self._exporter.get_finished_spans())
-
-
-def begun(traces: Traces, traceparent: str = GOOD) -> Span:
-    span = traces.begin("a", traceparent, is_served=True)
-    assert span is not None
-    return span
+from hotkv_proto.traces import MAX_TRACEPARENT_CHARS
+from tests.wire.recorded import GOOD, SPAN, TRACE, Recorded, begun
 
 
 def test_calls_are_traced_as_their_callers_are() -> None:

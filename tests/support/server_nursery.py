@@ -1,7 +1,7 @@
 """The process that forks servers for tests: it imports hotkv-server and loads its kernels once.
 
-Run by `tests.daemons`: `python -m tests.server_nursery FD`, FD a SOCK_SEQPACKET socket. An order is
-JSON: `arguments` (of `python -m`), `cwd` and `leads_group`, with the standard streams as
+Run by `daemons`: `python -m tests.support.server_nursery FD`, FD a SOCK_SEQPACKET socket. An order
+is JSON: `arguments` (of `python -m`), `cwd` and `leads_group`, with the standard streams as
 descriptors; the answer has the `pid`. `wait_for` names a child that has ended; the answer has its
 `status`.
 

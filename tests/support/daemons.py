@@ -1,5 +1,5 @@
-"""Servers that start in a tenth of a second: `tests.server_nursery` has imported hotkv-server once
-and forks one for each.
+"""Servers that start in a tenth of a second: `server_nursery` has imported hotkv-server once, and
+forks one for each.
 
 The import and the kernels would take a second of each test. `start_server()` gives what
 `subprocess.Popen` would give; `quick_servers()` has `demo.processes.Server` forked.
@@ -29,7 +29,7 @@ import pytest
 
 from demo import processes
 from hotkv_client.command import cli
-from tests.server_nursery import MAX_ORDER_BYTES
+from tests.support.server_nursery import MAX_ORDER_BYTES
 
 _POPEN = subprocess.Popen
 
@@ -85,7 +85,7 @@ class ServerNursery:
         self._lock = threading.Lock()
         self._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.server_nursery", str(far.fileno())],
+            [sys.executable, "-m", "tests.support.server_nursery", str(far.fileno())],
             pass_fds=[far.fileno()],
             cwd=processes.ROOT,
         )

@@ -1,0 +1,128 @@
+"""A router that reads the events of blocks."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    KVEventBatch,
+    ZmqEventPublisher,
+)
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+
+from demo.processes import Server, runtime_folder
+from hotkv_proto.groups import GroupSpec
+from tests.server.support import FULL, GroupsEngine
+
+DECODER = msgspec.msgpack.Decoder(type=KVEventBatch)
+Make = Callable[..., GroupsEngine]
+QUIET_MS = 300
+
+
+def topic(model: str) -> str:
+    return f"kv@{socket.gethostname()}@{model}"
+
+
+def external(block_hash: bytes) -> Any:
+    return maybe_convert_block_hash(BlockHash(block_hash))
+
+
+class Router:
+    """Reads one topic as vLLM's subscriber example does; checks that what came is what vLLM itself
+    would have sent."""
+
+    def __init__(self, folder: Path, topic: str) -> None:
+        self.context = zmq.Context()
+        self.folder, self.topic = folder, topic
+        self.sub = self.context.socket(zmq.SUB)
+        self.sub.connect(f"ipc://{folder}/events")
+        self.sub.setsockopt_string(zmq.SUBSCRIBE, topic)
+        self.next_sequence = -1
+
+    def wait_subscribed(self, engine: GroupsEngine) -> None:
+        """Until the first event comes through; the engine's key space is empty then."""
+        deadline_s = time.monotonic() + 60
+        while not self.sub.poll(100):
+            assert time.monotonic() < deadline_s, "no event came"
+            engine.session.flush().result(60)
+        while self.sub.poll(QUIET_MS):
+            assert self.batch().events == [AllBlocksCleared()]
+
+    def batch(self) -> KVEventBatch:
+        name, sequence, payload = self.sub.recv_multipart()
+        return self.check(name, sequence, payload)
+
+    def check(self, name: bytes, sequence: bytes, payload: bytes) -> KVEventBatch:
+        number = int.from_bytes(sequence, "big")
+        assert len(sequence) == 8 and name.decode() == self.topic
+        assert self.next_sequence in (-1, number), "a message is missing"
+        self.next_sequence = number + 1
+        batch = DECODER.decode(payload)
+        assert batch.data_parallel_rank == 0 and abs(batch.ts - time.time()) < 60
+        assert msgspec.msgpack.Encoder().encode(batch) == payload, (
+            "vLLM would have sent other bytes"
+        )
+        return batch
+
+    def events(self, count: int = 0) -> list[Any]:
+        """The next events: `count` of them, or all that come until it is quiet."""
+        found: list[Any] = []
+        while (len(found) < count and self.sub.poll(10_000)) or (
+            not count and self.sub.poll(QUIET_MS)
+        ):
+            found += self.batch().events
+        assert not count or len(found) == count
+        return found
+
+    def replay(self, *request: bytes) -> list[tuple[str, int, bytes]]:
+        """What the replay socket answers, without the end mark."""
+        with self.context.socket(zmq.DEALER) as dealer:
+            dealer.connect(f"ipc://{self.folder}/replay")
+            dealer.send_multipart([b"", *request])
+            found = []
+            while dealer.poll(10_000):
+                empty, name, sequence, payload = dealer.recv_multipart()
+                assert empty == b""
+                if sequence == ZmqEventPublisher.END_SEQ:
+                    assert name == payload == b""
+                    return found
+                found.append((name.decode(), int.from_bytes(sequence, "big"), payload))
+        raise AssertionError("the replay has no end")
+
+    def close(self) -> None:
+        self.sub.close(0)
+        self.context.term()
+
+
+@pytest.fixture(scope="module")
+def published() -> Iterator[tuple[Server, Path]]:
+    """A server of 16 MiB that publishes on Unix sockets in the folder."""
+    with runtime_folder(64 << 20) as folder:
+        flags = [
+            "--events.endpoint",
+            f"ipc://{folder}/events",
+            "--events.replay-endpoint",
+            f"ipc://{folder}/replay",
+        ]
+        with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB", *flags) as running:
+            running.wait_ready()
+            yield running, folder
+
+
+@pytest.fixture
+def engine(published: tuple[Server, Path]) -> Iterator[Make]:
+    with contextlib.ExitStack() as stack:
+
+        def make(model: str, *groups: GroupSpec) -> GroupsEngine:
+            made = GroupsEngine(published[0].target, groups or (FULL,), model)
+            stack.callback(made.close)
+            return made
+
+        yield make

@@ -1,0 +1,1 @@
+"""Waiting, ports, daemons and programs: what tests of every folder use."""

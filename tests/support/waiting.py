@@ -1,0 +1,17 @@
+"""Waiting for a condition, with a deadline."""
+
+import time
+from collections.abc import Callable
+
+WAIT_S = 60.0
+LONGEST_PAUSE_S = 0.05
+
+
+def wait_for(reached: Callable[[], object], what: str = "it", within_s: float = WAIT_S) -> None:
+    """Returns when `reached()` is true. Raises AssertionError that names `what` after `within_s`
+    seconds."""
+    until_s, pause_s = time.monotonic() + within_s, 0.001
+    while not reached():
+        assert time.monotonic() < until_s, f"{what}: not within {within_s:g} s"
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)

@@ -1,0 +1,259 @@
+"""The runtime of tiers in this process, with tiers that tests hold back or fail."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotkv_proto.table import SLOT_ALIGN
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import LRU
+from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.values import CoreConfig, HashList
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.node.health import Health
+from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier, SharedMemoryTier
+from hotkv_server.tiers.book import epochs as epoch_book
+from hotkv_server.tiers.book.books import TierBooks
+from hotkv_server.tiers.drive import copies as tier_copies
+from hotkv_server.tiers.drive.below import TierBelow
+from hotkv_server.tiers.drive.epoch_notes import EpochNotes, NotesFolder
+from hotkv_server.tiers.drive.epochs import EpochRelay, Epochs
+from hotkv_server.tiers.drive.shared import TierShared
+from hotkv_server.tiers.drive.tiers import Tiers, moving_bytes
+from tests.core.support import evict, flush, make_key_space, make_table, words_of
+from tests.tiers.support import content, store_blocks
+
+SLAB = 4 * SLOT_ALIGN
+NUM_SLOTS = 64
+ARENA_BYTES = NUM_SLOTS * SLOT_ALIGN
+BLOCKS = list(range(6))
+
+
+class Setup:
+    """A core over memory of its own, and a tier below it."""
+
+    def __init__(self, lookup_wait_s: float) -> None:
+        space = Space(make_table(200), 256 * SLOT_ALIGN, SLAB, LRU(200))
+        config = CoreConfig(ARENA_BYTES, SLAB, 200, check_stride=1)
+        self.core = CacheCore(config, make_table(200), LRU(200))
+        self.books = TierBooks(self.core, space)
+        assert self.books.lower is not None
+        self.lower = self.books.lower
+        self.removed: list[bytes] = []
+        self.memory = np.zeros(ARENA_BYTES, np.uint8)
+        arena = Region(self.memory.ctypes.data, ARENA_BYTES, "arena")
+        self.arena = arena
+        self.store = MemoryStore(places=True)
+        self.tier = MemoryTier(arena, self.store)
+        self.verifier = Verifier(self.core, arena)
+        epochs = Epochs(self.core)
+        below = TierBelow(self.core, self.tier, self.verifier, epochs, moving_bytes(self.core))
+        self.tiers = Tiers(self.core, arena, lookup_wait_s, epochs, below)
+        key_space = make_key_space("m", SLOT_ALIGN, SLOT_ALIGN)
+        self.number = self.core.open_session("e", "worker", key_space, 0.0).number
+        self.session: Any = SimpleNamespace(record=self.core.sessions.record(self.number))
+        self.num_calls = 0
+
+    def tell(self) -> None:
+        """Notes what others are told of."""
+        for notice in self.core.take_effects():
+            self.removed += [words.tobytes() for words in notice.hashes]
+
+    async def flushed(self, key_space_id: int) -> int:
+        flush(self.core, key_space_id)
+        return 0
+
+    def put(self, numbers: list[int]) -> None:
+        """Stores blocks, each with bytes of its own."""
+        self.num_calls += 1
+        name = f"store {self.num_calls}"
+        store_blocks(self.core, self.arena, self.number, name, numbers)
+
+    async def until_down(self, count: int) -> None:
+        """Waits until so many blocks lie below."""
+        until_s = time.monotonic() + 60
+        while self.lower.counters.demoted < count:
+            assert time.monotonic() < until_s, "blocks are not moved down"
+            await asyncio.sleep(0.01)
+
+    async def lie_below(self, numbers: list[int]) -> None:
+        """Blocks are below, and not in host memory."""
+        self.put(numbers)
+        await self.until_down(len(numbers))
+        evict(self.core, 1, 0, words_of(numbers))
+
+    def lies_elsewhere(self, numbers: list[int], tokens_per_s: float = 0.0) -> list[bool]:
+        """What a lookup is told of tiers."""
+        lists = [HashList(0, words_of(numbers))]
+        ready = self.core.lookup(1, lists)
+        (found,) = self.tiers.lookups.lies_elsewhere(1, lists, ready, tokens_per_s)
+        told: list[bool] = found.tolist()
+        return told
+
+    async def leased(self, numbers: list[int]) -> list[bool]:
+        """Brings blocks up and leases them, as the rpc does; checks the bytes of what is pinned."""
+        self.num_calls += 1
+        lists = [HashList(0, words_of(numbers))]
+        held = await self.tiers.bring_up(self.session, lists)
+        name = f"lease {self.num_calls}"
+        grant = self.core.acquire(self.number, name, lists, 10.0, time.monotonic())
+        self.tiers.let_go(held)
+        (offsets,) = self.core.slot_offsets(self.number, name)
+        for number, offset in zip(numbers, offsets.tolist(), strict=True):
+            if offset >= 0:
+                assert np.array_equal(self.memory[offset : offset + SLOT_ALIGN], content(number)), (
+                    f"block {number} has other bytes"
+                )
+        self.core.release(self.number, name)
+        self.core.check_invariants()
+        pinned: list[bool] = grant.pinned[0].tolist()
+        return pinned
+
+
+class SharedNode:
+    """A core over memory of its own, and a tier that it shares."""
+
+    def __init__(
+        self,
+        store: MemoryStore,
+        lookup_wait_s: float,
+        folder: Path | None = None,
+        left: list[int] | None = None,
+        disk: MemoryStore | None = None,
+    ) -> None:
+        """`folder`: where notes outlive the node. `left`: the blocks of an earlier server, None if
+        there was none. `disk`: of a tier below."""
+        config = CoreConfig(ARENA_BYTES, SLAB, 200, check_stride=1)
+        places = Space(make_table(200), 256 * SLOT_ALIGN, SLAB, LRU(200)) if disk else None
+        self.core = CacheCore(config, make_table(200), LRU(200))
+        self.books = TierBooks(self.core, places)
+        self.num_calls = self.num_flushed_here = 0
+        self.memory = np.zeros(ARENA_BYTES, np.uint8)
+        self.arena = arena = Region(self.memory.ctypes.data, ARENA_BYTES, "arena")
+        relay = EpochRelay()
+        self.tier = SharedMemoryTier(arena, store, on_epoch=relay)
+        if left is not None:
+            self._open()
+            self.put(left)
+            index = self.core.space.index
+            index.unverified[index.ready_blocks()] = True
+        verifier = Verifier(self.core, arena)
+        most_bytes = moving_bytes(self.core)
+        folders = [] if folder is None else [NotesFolder(folder, left is not None)]
+        self.epochs = epochs = Epochs(self.core, [(self.tier, relay)], EpochNotes(folders))
+        below = None
+        if disk is not None:
+            below = TierBelow(self.core, MemoryTier(arena, disk), verifier, epochs, most_bytes)
+        self.shared = TierShared(self.core, self.tier, verifier, epochs, most_bytes)
+        self.tiers = Tiers(self.core, arena, lookup_wait_s, epochs, below, [self.shared])
+        if left is None:
+            self._open()
+
+    def _open(self) -> None:
+        key_space = make_key_space("m", SLOT_ALIGN, SLOT_ALIGN)
+        self.fingerprint = key_space.fingerprint.hex()
+        self.number = self.core.open_session("e", "worker", key_space, 0.0).number
+        self.session: Any = SimpleNamespace(
+            record=self.core.sessions.record(self.number), knows_tiers=True
+        )
+
+    async def flushed_here(self, key_space_id: int) -> int:
+        self.num_flushed_here += 1
+        flush(self.core, key_space_id)
+        return 0
+
+    async def start(self) -> None:
+        """Begins to move blocks; a session is opened."""
+        self.tiers.start(Health(), self.core.take_effects, self.flushed_here)
+        await self.epochs.meet(1)
+
+    async def flush(self) -> tuple[str, ...]:
+        """As an engine asks for it; the tiers that are pending."""
+        return (await self.epochs.flush(1)).pending_tiers
+
+    def epoch(self) -> int:
+        """That under which blocks lie in the store, 0 for none."""
+        return self.epochs.get("shared", 1)
+
+    def put(self, numbers: list[int]) -> None:
+        """Stores blocks, each with bytes of its own."""
+        self.num_calls += 1
+        name = f"store {self.num_calls}"
+        store_blocks(self.core, self.arena, self.number, name, numbers)
+
+    async def until_copied(self, count: int) -> None:
+        await until(lambda: self.shared.out.num_copied >= count, "blocks are not copied")
+
+    async def looked_up(self, numbers: list[int]) -> list[bool]:
+        lists = [HashList(0, words_of(numbers))]
+        if self.tiers.lookups.must_ask(self.session, lists):
+            await self.tiers.lookups.ask(self.session, 1, lists)
+        ready = self.core.lookup(1, lists)
+        here = ready[0] | self.tiers.lookups.lies_elsewhere(1, lists, ready)[0]
+        found: list[bool] = here.tolist()
+        return found
+
+    async def leased(self, numbers: list[int]) -> list[bool]:
+        """Brings blocks in and leases them, as the rpc does; checks the bytes of what is pinned."""
+        self.num_calls += 1
+        lists = [HashList(0, words_of(numbers))]
+        name = f"lease {self.num_calls}"
+        held = None
+        if self.tiers.has_some(self.session, lists) or not self.epochs.may_serve(1):
+            held = await self.tiers.bring_up(self.session, lists)
+            if not await self.epochs.wait_to_serve(1):
+                lists = [HashList(0, words_of([1000 + number for number in numbers]))]
+        grant = self.core.acquire(self.number, name, lists, 10.0, time.monotonic())
+        if held is not None:
+            self.tiers.let_go(held)
+        (offsets,) = self.core.slot_offsets(self.number, name)
+        for number, offset in zip(numbers, offsets.tolist(), strict=True):
+            if offset >= 0:
+                there = self.memory[offset : offset + SLOT_ALIGN]
+                assert np.array_equal(there, content(number)), f"block {number} has other bytes"
+        self.core.release(self.number, name)
+        self.core.check_invariants()
+        pinned: list[bool] = grant.pinned[0].tolist()
+        return pinned
+
+
+async def until(holds: Any, why: str) -> None:
+    until_s = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < until_s, why
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_copies, "LINGER_S", 0.05)
+    monkeypatch.setattr(tier_copies, "AGAIN_S", 0.05)
+    monkeypatch.setattr(epoch_book, "CONFIRMED_S", 0.4)
+    for name in ("ASK_EVERY_S", "RETRY_S"):
+        monkeypatch.setattr(epoch_book, name, 0.05)
+
+
+@contextlib.asynccontextmanager
+async def nodes(
+    count: int = 2, lookup_wait_s: float = 10.0, store: MemoryStore | None = None
+) -> AsyncIterator[list[SharedNode]]:
+    store = store or MemoryStore(places=False)
+    made = [SharedNode(store, lookup_wait_s) for _ in range(count)]
+    for one in made:
+        await one.start()
+    try:
+        yield made
+    finally:
+        for one in made:
+            await one.tiers.close()
+            one.core.check_invariants()
+            assert not len(one.books.moves)
+            assert not one.core.space.index.pins.any()

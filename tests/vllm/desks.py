@@ -1,0 +1,150 @@
+"""A desk that admits requests to residencies, over a server that tests answer for."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hotkv_vllm.compat.residency import DevicePool
+from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.identity.adapters import Adapters
+from hotkv_vllm.scheduler import admission
+from hotkv_vllm.scheduler.admission import Admission
+from hotkv_vllm.scheduler.reports import UseReports
+from hotkv_vllm.scheduler.request import Phase
+from hotkv_vllm.scheduler.reset import CacheReset
+from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
+from tests.vllm.parts import TOKENS, Clock, Parts, request
+from tests.vllm.specs import full_spec
+
+LONG = 4 * TOKENS + 5
+
+
+class Memory:
+    """Stands for the sparse memory: notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+
+    def arrived(self, one: Any) -> None:
+        self.told.append(("arrived", one.request_id))
+
+    def ended(self, request_id: str, now_s: float) -> None:
+        self.told.append(("ended", request_id))
+
+
+class Desk:
+    """Admission over the parts. `now_s`: time, as the test sets it."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        loads: bool = True,
+        stores: bool = True,
+        counts_media: bool = False,
+        memory: Memory | None = None,
+        **parts: Any,
+    ) -> None:
+        self.parts = Parts(counts_media=counts_media, **parts)
+        self.now_s = 100.0
+        monkeypatch.setattr(admission.time, "monotonic", lambda: self.now_s)
+        self.transfer = SimpleNamespace(
+            is_kv_consumer=loads, is_kv_producer=stores, engine_id="engine"
+        )
+        vllm_config = SimpleNamespace(
+            kv_transfer_config=self.transfer,
+            parallel_config=SimpleNamespace(world_size=1, decode_context_parallel_size=1),
+            model_config=SimpleNamespace(max_model_len=LONG),
+            num_speculative_tokens=0,
+            num_lookahead_tokens=0,
+        )
+        kv = SimpleNamespace(
+            num_blocks=64,
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=full_spec()) for _ in self.parts.specs],
+        )
+        engine = Engine(
+            vllm_config,
+            kv,
+            self.parts.config,
+            self.parts.stats,
+            Adapters(1, lambda text: None),
+            self.parts.exactness,
+            counts_media,
+            DevicePool(vllm_config, kv),
+        )
+        self.adapters = engine.adapters
+        self.parts.finder.failed_loads = engine.failed_loads
+        self.sharing = Sharing(engine)
+        session, planner = self.parts.session, self.parts.planner
+        self.cache = Assembly(
+            planner._cache_groups,
+            session,
+            self.parts.finder,
+            planner,
+            UseReports(session, TOKENS, self.parts.stats, self.parts.groups.keys, None),
+            CacheReset(session, planner),
+            memory,  # type: ignore[arg-type]
+            None,
+        )
+        self.sharing.cache = self.cache
+        self.edge = HookEdge(Clock(), self.parts.stats.add)
+        self.desk = Admission(engine, self.sharing, self.edge)
+
+    def arrive(self, one: Any) -> Any:
+        self.desk.arrived(one)
+        return self.desk.states.get(one.request_id)
+
+    def hit(self, one: Any, computed: int = 0) -> int:
+        for _ in range(4):
+            tokens, _ = self.desk.match(one, computed)
+            if tokens is not None:
+                return tokens
+        raise AssertionError("asked again and again")
+
+    def load(self, name: str = "a") -> Any:
+        """A request whose load of four blocks is begun."""
+        self.parts.put(name, range(4))
+        one = request(name, LONG)
+        self.arrive(one)
+        assert self.hit(one) == 4 * TOKENS
+        self.desk.allocated(one, blocks([1, 2, 3, 4, 5]), 4 * TOKENS)
+        assert self.desk.states[name].is_loading
+        return one
+
+    def tails(self) -> list[list[int]]:
+        """Blocks that the next step stores of requests that have ended."""
+        jobs, _ = self.parts.planner.plan([], lambda _: None, {}, lambda: ())
+        return [run.block_ids.tolist() for job in jobs for run in job.runs]
+
+
+def blocks(*groups: Sequence[int]) -> Any:
+    """vLLM's `KVCacheBlocks`."""
+    return SimpleNamespace(
+        get_block_ids=lambda: tuple(list(ids) for ids in groups),
+        blocks=tuple([SimpleNamespace(block_id=block) for block in ids] for ids in groups),
+    )
+
+
+@pytest.fixture
+def desk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Desk]:
+    return lambda **settings: Desk(monkeypatch, **settings)
+
+
+def ended(one: Desk, asks: Any, table: Sequence[int] = (1, 2, 3, 4, 5)) -> list[list[int]]:
+    one.desk.finished(asks, [list(table)])
+    assert "a" not in one.desk.states
+    return one.tails()
+
+
+"""A prompt of four full blocks and some tokens."""
+
+
+def granted(parts: Parts, name: str = "a", blocks: int = 4, computed: int = 0) -> Any:
+    """The state of a request whose hit of so many blocks is granted."""
+    parts.put(name, range(blocks))
+    state = parts.state(request(name, LONG))
+    assert parts.hit(state, computed) == blocks * TOKENS - computed
+    assert state.hit.phase is Phase.GRANTED and state.hit.lease_id in parts.server.leases
+    return state

@@ -1,0 +1,30 @@
+"""A real server behind workers whose transfers wait for marks."""
+
+import time
+
+from hotkv_vllm.link import open_session
+from tests.vllm.harness import Engine, prompt
+
+
+class RealServer:
+    """What the harness asks of a server."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.open = open_session
+
+
+def finish(engine: Engine, timeout_s: float = 60.0) -> None:
+    """Steps until nothing is left and nothing is under way; the device does its work."""
+    until_s = time.monotonic() + timeout_s
+    worker = engine.worker._worker
+    number = 0
+    while engine.scheduler.has_requests() or engine.queue or worker.stores or worker.loads:
+        assert time.monotonic() < until_s, worker
+        if not engine.scheduler.has_requests():
+            number += 1
+            engine.add(f"still {number}", prompt(99, 4), 1)
+        engine.step()
+        if engine.device is not None:
+            engine.device.run()
+        time.sleep(0.001)

@@ -1,0 +1,77 @@
+"""Engines that generate, and what their answers and counters must be."""
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.processes import EngineProcess
+from tests.vllm.tiny import BLOCK_TOKENS, VOCAB
+
+LENGTHS = (
+    1,
+    31,
+    33,
+    47,
+    64,
+    65,
+    95,
+    100,
+    127,
+    129,
+    200,
+    255,
+    257,
+    300,
+    333,
+    411,
+    500,
+    641,
+    777,
+    901,
+)
+RANDOM = {"load_format": "random", "dtype": "float32"}
+"""Weights so large that other keys and values give other tokens, in a type that another batch does
+not round otherwise: loads end in other steps than computing does."""
+NOISE = 1e-4
+"""Of a log probability in float32; wrong keys and values make twenty times as much
+(`test_models.py::test_wrong_kv_would_be_seen`)."""
+
+
+def prompts(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    dice = random.Random(seed)
+    return [[dice.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+
+
+def usable(prompt: list[int]) -> int:
+    """Tokens of a prompt that a hit can cover."""
+    return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Largest difference of a chosen token's log probability, up to where the texts part."""
+    worst = 0.0
+    for tokens, others, mine, theirs in zip(
+        one["tokens"], other["tokens"], one["logprobs"], other["logprobs"], strict=True
+    ):
+        same = next(
+            (i for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), len(tokens)
+        )
+        worst = max(
+            [worst]
+            + [abs(a - b) for a, b in zip(mine[: same + 1], theirs[: same + 1], strict=True)]
+        )
+    return worst
+
+
+def settled(engine: EngineProcess) -> dict[str, float]:
+    """Counters after the stores of earlier requests were reported (with the next steps)."""
+    for _ in range(3):
+        engine.ask("generate", prompts=[[7, 8, 9]], max_tokens=2)
+        time.sleep(0.1)
+    totals: dict[str, float] = engine.ask("stats")["totals"]
+    return totals
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
