@@ -25,8 +25,17 @@ from hotkv_client import BlockRun
 from hotkv_client.admin import AdminClient
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.groups import GroupKind, GroupSpec
-from tests.server.routers import DECODER, Make, Router, external, topic
+from tests.server.routers import (
+    DECODER,
+    Make,
+    Router,
+    external,
+    published,
+    topic,
+)
 from tests.server.support import FULL, WIDE, WINDOW, GroupsEngine, block_ids, hashes
+
+__all__ = ["published"]
 
 BIG = GroupSpec(GroupKind.FULL_ATTENTION, 16, (128 << 10,))
 

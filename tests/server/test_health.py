@@ -26,10 +26,16 @@ from hotkv_client.testing import PagedEngine
 from hotkv_proto.errors import HotKVError, SessionLostError
 from hotkv_server.node.health import CHECK_S, STALLED_S, Health
 from hotkv_server.told.http_endpoint import HttpServer
-from tests.server.faulty import FLAGS, FaultyServer
+from tests.server.faulty import (
+    FLAGS,
+    FaultyServer,
+    folder,
+)
 from tests.server.support import block_ids, hashes
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
+
+__all__ = ["folder"]
 
 BROKEN_STATUS = 70
 

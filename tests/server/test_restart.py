@@ -12,9 +12,20 @@ import numpy as np
 import pytest
 
 from hotkv_client import BlockResult, BlockRun, Evicted, GroupHashes, LoadRun, TransferStatus
-from tests.server.places import FLAGS, NUM_BLOCKS, Place, found, load, spoil, store
+from tests.server.places import (
+    FLAGS,
+    NUM_BLOCKS,
+    Place,
+    found,
+    load,
+    place,
+    spoil,
+    store,
+)
 from tests.server.support import block_ids, hashes
 from tests.support.waiting import wait_for
+
+__all__ = ["place"]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,16 @@ from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Phase
 from hotkv_vllm.scheduler.sharing import LINKS_PATIENCE_S, Joining
 from hotkv_vllm.sparse import rows
 from hotkv_vllm.sparse.rows import SparseRows
-from tests.vllm.desks import LONG, Memory, blocks, ended
+from tests.vllm.desks import (
+    LONG,
+    Memory,
+    blocks,
+    desk,
+    ended,
+)
 from tests.vllm.parts import TOKENS, request
+
+__all__ = ["desk"]
 
 # ------------------------------------------------------------------------------------------ arrival
 

@@ -16,8 +16,14 @@ from hotkv_vllm.identity.rekeying import ASK_AGAIN_S, RankWeights, Rekeying
 from tests.vllm.changing_weights import load
 from tests.vllm.harness import prompt
 from tests.vllm.parts import TOKENS, Parts, request
-from tests.vllm.rekeyed import OTHER, PROMPT
+from tests.vllm.rekeyed import (
+    OTHER,
+    PROMPT,
+    updated,
+)
 from tests.vllm.specs import full_model, hybrid_model
+
+__all__ = ["updated"]
 
 ORIGINAL = "files:abc"
 

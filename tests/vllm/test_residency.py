@@ -4,8 +4,17 @@ decode with everything on the device, and prefix hits that load next to nothing.
 import pytest
 
 from tests.vllm.processes import Daemon
-from tests.vllm.resident_runs import POOL_BLOCKS, RESIDENT, SPARSE, Start, prompts
+from tests.vllm.resident_runs import (
+    POOL_BLOCKS,
+    RESIDENT,
+    SPARSE,
+    Start,
+    prompts,
+    start,
+)
 from tests.vllm.runs import difference
+
+__all__ = ["start"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -11,8 +11,14 @@ from hotkv_client.fence import SHARED_WORDS, Revocations, SharedFence
 from hotkv_vllm.identity import weights_watch
 from hotkv_vllm.identity.weights_watch import ROW_WORDS, WeightsWatch
 from tests.vllm.harness import Engine, prompt
-from tests.vllm.rekeyed import OTHER, PROMPT
+from tests.vllm.rekeyed import (
+    OTHER,
+    PROMPT,
+    updated,
+)
 from tests.vllm.test_rekeying import load
+
+__all__ = ["updated"]
 
 # -------------------------------------------------------- the scheduler starts a second time (0.33)
 

@@ -15,9 +15,12 @@ from tests.vllm.sparse_runs import (
     Start,
     check_counters,
     prompts,
+    start,
     totals,
 )
 from tests.vllm.tiny import BLOCK_TOKENS
+
+__all__ = ["start"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -10,7 +10,14 @@ from hotkv_client.command import cli
 from tests.vllm.processes import Daemon, EngineProcess
 from tests.vllm.runs import difference
 from tests.vllm.sparse_runs import NOISE, SMALL, prompts
-from tests.vllm.sparse_sharing import SPARSE_LAYERS, Start, growth
+from tests.vllm.sparse_sharing import (
+    SPARSE_LAYERS,
+    Start,
+    growth,
+    start,
+)
+
+__all__ = ["start"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -34,8 +34,11 @@ from tests.vllm.sparse_pools import (
     rows_are_right,
     sparse_engine,
     sparse_layer,
+    toy,
 )
 from tests.vllm.specs import full_model, hybrid_model
+
+__all__ = ["toy"]
 
 # ------------------------------------------------------------------------------------ state machine
 

@@ -12,8 +12,15 @@ from hotkv_sparse.centre_file import write_centres
 from tests.vllm.processes import Daemon
 from tests.vllm.runs import difference, settled
 from tests.vllm.sparse_runs import NOISE, SMALL, prompts
-from tests.vllm.sparse_sharing import SPARSE_LAYERS, Start, growth
+from tests.vllm.sparse_sharing import (
+    SPARSE_LAYERS,
+    Start,
+    growth,
+    start,
+)
 from tests.vllm.tiny import BLOCK_TOKENS
+
+__all__ = ["start"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -20,7 +20,10 @@ from tests.wire.table_reader import (
     SALT,
     Writer,
     packed_hashes,
+    table_path,
 )
+
+__all__ = ["table_path"]
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "wire.md").read_text()
 SECTION = PAGE.partition("\n## Block table\n")[2].partition("\n## ")[0]

@@ -13,7 +13,10 @@ from hotkv_server.cache.table.index import BlockIndex
 from tests.wire import table_reader
 from tests.wire.table_reader import (
     Writer,
+    table_path,
 )
+
+__all__ = ["table_path"]
 
 
 def start_reader(path: Path, num_batches: int, seed: int, how: str) -> subprocess.Popen[str]:
