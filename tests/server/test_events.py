@@ -29,13 +29,14 @@ from tests.server.routers import (
     DECODER,
     Make,
     Router,
+    engine,
     external,
     published,
     topic,
 )
 from tests.server.support import FULL, WIDE, WINDOW, GroupsEngine, block_ids, hashes
 
-__all__ = ["published"]
+__all__ = ["engine", "published"]
 
 BIG = GroupSpec(GroupKind.FULL_ATTENTION, 16, (128 << 10,))
 
