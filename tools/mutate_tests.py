@@ -1,0 +1,332 @@
+"""Which tests belong to a source file, for `tools.mutate`."""
+
+CORE = (
+    "tests/core/test_cache_cases.py tests/core/test_ids.py tests/core/test_unadmitted.py "
+    "tests/core/test_flush.py tests/core/test_inspect.py tests/core/test_ages.py "
+    "tests/core/test_shares_of_books.py tests/core/test_pins.py tests/core/test_tenants.py "
+    "tests/core/test_verifier.py "
+    "tests/core/test_starvation.py tests/core/test_index.py tests/core/test_space.py "
+    "tests/core/test_slabs.py tests/core/test_restore.py "
+    "tests/core/test_representations.py tests/core/test_cache.py tests/core/test_catalog.py "
+    "tests/core/test_incremental.py tests/core/test_counters.py tests/core/test_arrays.py "
+    "tests/core/test_residencies.py tests/core/test_sums.py"
+)
+KERNELS = (
+    "tests/core/test_index.py tests/core/test_slabs.py tests/core/test_chains.py "
+    "tests/core/test_cache.py"
+)
+POLICY = (
+    "tests/core/test_ghosts.py tests/core/test_duel.py tests/core/test_hotness.py "
+    "tests/core/test_chains.py tests/core/test_policy.py "
+    "tests/core/test_retention.py tests/simulate/test_policies.py"
+)
+LOWER = (
+    "tests/core/test_lower.py tests/core/test_place_sizes.py tests/tiers/test_runtime.py "
+    "tests/server/test_tiers.py"
+)
+COPIES = (
+    "tests/dataplane/test_streaming.py tests/dataplane/test_contract.py "
+    "tests/core/test_checks.py tests/dataplane/test_machine.py"
+)
+CUDA = (
+    "tests/dataplane/test_pieces.py tests/dataplane/test_calibration.py "
+    "tests/dataplane/test_cuda.py tests/dataplane/test_gates.py "
+    f"{COPIES}"
+)
+WIRE = (
+    "tests/server/test_service.py tests/server/test_ranks.py "
+    "tests/server/test_representations.py tests/server/test_refusals.py "
+    "tests/server/test_links.py tests/server/test_odd_messages.py"
+)
+LIFE = (
+    "tests/server/test_settling.py tests/server/test_service.py tests/server/test_life.py "
+    "tests/server/test_transfers.py"
+)
+ENGINE = (
+    "tests/vllm/test_traps.py tests/vllm/test_traps_transfers.py tests/vllm/test_reports.py "
+    "tests/vllm/test_scenarios.py "
+    "tests/vllm/test_hooks.py tests/vllm/test_sleep.py "
+    "tests/vllm/test_exactness.py tests/vllm/test_multi_connector.py "
+    "tests/vllm/test_ranks_together.py tests/vllm/test_setup.py tests/vllm/test_rekeying.py "
+    "tests/vllm/test_revocations.py tests/vllm/test_diverging_hits.py tests/vllm/test_hybrid.py"
+)
+SEAMS = (
+    "tests/vllm/test_seams.py tests/vllm/test_setup.py tests/vllm/test_traps.py "
+    "tests/vllm/test_sleep.py tests/vllm/test_reset.py tests/vllm/test_events.py "
+    "tests/vllm/test_hybrid.py"
+)
+REQUESTS = (
+    "tests/vllm/test_hit_finder.py tests/vllm/test_store_planner.py "
+    "tests/vllm/test_stores_in_flight.py tests/vllm/test_admission.py "
+    f"tests/vllm/test_load_books.py tests/vllm/test_scheduler_books.py {ENGINE}"
+)
+"""Parts of the scheduler side without an engine, then with one."""
+RANK = (
+    "tests/vllm/test_worker_stores.py tests/vllm/test_worker_loads.py "
+    f"tests/vllm/test_worker_side.py {ENGINE}"
+)
+"""The same of the worker side."""
+RESIDENTS = (
+    "tests/vllm/test_residencies_books.py tests/vllm/test_resident_manager.py "
+    "tests/vllm/test_resident_hits.py tests/vllm/test_residency.py "
+    "tests/vllm/test_residency_faults.py"
+)
+TIERS = (
+    "tests/tiers/test_runtime.py tests/tiers/test_shared_runtime.py "
+    "tests/tiers/test_copies_again.py tests/tiers/test_moved_events.py "
+    "tests/tiers/test_tier_reads.py tests/tiers/test_memory_tier.py"
+)
+"""The daemon's side of tiers, over a tier in memory."""
+DISK = (
+    "tests/tiers/test_slab_file.py tests/tiers/test_disk_tier.py tests/tiers/test_disk_encoded.py "
+    "tests/tiers/test_disk_faults.py tests/tiers/test_disk_calls.py"
+)
+S3 = (
+    "tests/tiers/test_s3_words.py tests/tiers/test_s3_packs.py tests/tiers/test_s3_lister.py "
+    "tests/tiers/test_s3_model.py tests/tiers/test_s3_faults.py tests/tiers/test_s3_epochs.py "
+    "tests/tiers/test_s3_contract.py tests/tiers/test_s3_sharing.py"
+)
+VALKEY = (
+    "tests/tiers/test_valkey_words.py tests/tiers/test_valkey_values.py "
+    "tests/tiers/test_valkey_epochs.py tests/tiers/test_valkey_faults.py "
+    "tests/tiers/test_valkey_contract.py tests/tiers/test_valkey_cluster.py"
+)
+CALLS = (
+    "tests/wire/test_message_limits.py tests/wire/test_errors.py tests/server/test_in_place.py "
+    f"{WIRE} tests/server/test_hostile.py tests/server/test_throttle.py "
+    "tests/server/test_security.py tests/server/test_tcp.py tests/server/test_life.py"
+)
+"""The server's end of the wire."""
+NODE = (
+    f"{LIFE} tests/server/test_ranks.py tests/server/test_restart.py tests/server/test_flush.py "
+    "tests/server/test_health.py tests/server/test_audit.py"
+)
+TOLD = (
+    "tests/server/test_told.py tests/server/test_metrics.py tests/server/test_status_page.py "
+    "tests/server/test_command_line.py"
+)
+SPARSE_SERVER = (
+    "tests/sparse/test_sequences.py tests/sparse/test_server_selection.py "
+    "tests/server/test_sparse_refusals.py tests/server/test_sparse_service.py"
+)
+SPARSE_ENGINE = (
+    "tests/vllm/test_sparse_parts.py tests/vllm/test_sparse_worker.py "
+    "tests/vllm/test_sparse_memory.py tests/vllm/test_sparse_pool.py "
+    "tests/vllm/test_hooks_sparse.py tests/vllm/test_sparse_first_prompt.py "
+    "tests/vllm/test_sparse_description.py"
+)
+TESTS: dict[str, str] = {
+    "proto/hotkv_proto/order.py": "tests/core/test_order.py",
+    "proto/hotkv_proto/table.py": "tests/wire/test_rereads.py tests/core/test_index.py",
+    "proto/hotkv_proto/layout.py": "tests/core/test_layout.py tests/core/test_layout_copies.py",
+    "proto/hotkv_proto/kernels.py": (
+        "tests/wire/test_rereads.py tests/dataplane/test_streaming.py tests/core/test_index.py"
+    ),
+    "server/hotkv_server/cache/room/policies/": POLICY,
+    "server/hotkv_server/ledger/book/outcome.py": "tests/server/test_ledger.py",
+    "server/hotkv_server/ledger/book/accounts.py": "tests/ledger/test_accounts.py",
+    "server/hotkv_server/ledger/book/forecast.py": "tests/ledger/test_forecast.py",
+    "server/hotkv_server/ledger/book/pack.py": "tests/ledger/test_pack.py",
+    "server/hotkv_server/ledger/book/shadow.py": "tests/ledger/test_shadow.py",
+    "proto/hotkv_proto/messages/session.py": (
+        "tests/wire/test_packing.py tests/server/test_reports.py"
+    ),
+    "client/hotkv_client/command/savings_tables.py": "tests/server/test_ledger.py",
+    "server/hotkv_server/cache/room/shares.py": "tests/core/test_bounds.py",
+    "server/hotkv_server/cache/histogram.py": "tests/core/test_histogram.py",
+    "server/hotkv_server/cache/leases/retentions.py": (
+        f"tests/core/test_pins.py tests/core/test_retention.py {CORE}"
+    ),
+    "server/hotkv_server/cache/table/kernels.py": KERNELS,
+    "server/hotkv_server/cache/table/index.py": f"tests/core/test_index.py {CORE}",
+    "server/hotkv_server/cache/room/slabs.py": f"tests/core/test_slabs.py {CORE}",
+    "server/hotkv_server/cache/restore.py": f"tests/core/test_restore.py {CORE}",
+    "server/hotkv_server/tiers/book/lower.py": LOWER,
+    "server/hotkv_server/tiers/book/moves.py": LOWER,
+    "server/hotkv_server/tiers/book/place_sizes.py": "tests/core/test_place_sizes.py",
+    "server/hotkv_server/tiers/book/demotion.py": LOWER,
+    "server/hotkv_server/tiers/book/promotion.py": LOWER,
+    "server/hotkv_server/cache/": CORE,
+    "server/hotkv_server/residency/book/": CORE,
+    "server/hotkv_server/tiers/book/": CORE,
+    "server/hotkv_server/dataplane/cuda/": CUDA,
+    "server/hotkv_server/integrity/check_values.py": (
+        f"tests/core/test_checks.py tests/core/test_verifier.py {CORE}"
+    ),
+    "server/hotkv_server/integrity/kernels.py": "tests/core/test_checks.py",
+    "server/hotkv_server/integrity/sums.py": (
+        "tests/core/test_checks.py tests/core/test_sums.py tests/dataplane/test_contract.py"
+    ),
+    "server/hotkv_server/integrity/": (
+        f"tests/core/test_checks.py tests/core/test_verifier.py {CORE}"
+    ),
+    "server/hotkv_server/dataplane/host.py": f"tests/dataplane/test_fair_queue.py {COPIES}",
+    "server/hotkv_server/dataplane/": (
+        f"tests/dataplane/test_plans.py {COPIES} tests/dataplane/test_layouts.py "
+        "tests/dataplane/test_gates.py tests/server/test_health.py"
+    ),
+    "client/hotkv_client/fence.py": (
+        "tests/server/test_fence.py tests/vllm/test_revocations.py tests/server/test_life.py"
+    ),
+    "client/hotkv_client/session.py": LIFE,
+    "client/hotkv_client/connection.py": LIFE,
+    "client/hotkv_client/life.py": LIFE,
+    "client/hotkv_client/link.py": (
+        f"{LIFE} tests/server/test_arena.py tests/server/test_security.py"
+    ),
+    "client/hotkv_client/command/recorder.py": (
+        "tests/wire/test_trace_lines.py tests/server/test_record.py"
+    ),
+    "client/hotkv_client/arena.py": "tests/server/test_arena.py",
+    "client/hotkv_client/channels.py": (
+        "tests/wire/test_channels.py tests/server/test_tcp.py tests/server/test_security.py"
+    ),
+    "client/hotkv_client/wire/admin.py": (
+        "tests/server/test_record.py tests/server/test_health.py tests/server/test_flush.py"
+    ),
+    "client/hotkv_client/wire/sparse.py": (
+        "tests/server/test_sparse_service.py tests/server/test_sparse_refusals.py"
+    ),
+    "client/hotkv_client/wire/answers.py": (
+        f"tests/wire/test_packing.py {WIRE} tests/wire/test_errors.py tests/wire/test_versions.py"
+    ),
+    "client/hotkv_client/wire/requests.py": (
+        f"tests/wire/test_packing.py {WIRE} tests/server/test_order_wire.py "
+        "tests/server/test_tcp.py tests/server/test_events.py"
+    ),
+    "client/hotkv_client/": f"{WIRE} tests/server/test_life.py",
+    "connector_vllm/hotkv_vllm/identity/adapters.py": (
+        "tests/vllm/test_adapters_scheduler.py tests/vllm/test_adapters.py"
+    ),
+    "connector_vllm/hotkv_vllm/identity/adapter_watch.py": "tests/vllm/test_adapters.py",
+    "connector_vllm/hotkv_vllm/worker/layout.py": (
+        f"tests/vllm/test_folding.py tests/vllm/test_cuda_export.py {SEAMS} "
+        "tests/vllm/test_sparse_parts.py"
+    ),
+    "connector_vllm/hotkv_vllm/identity/ranks.py": (
+        "tests/vllm/test_ranks.py tests/vllm/test_ranks_together.py"
+    ),
+    "connector_vllm/hotkv_vllm/identity/rekeying.py": "tests/vllm/test_rekeying.py",
+    "connector_vllm/hotkv_vllm/worker/session.py": (f"tests/vllm/test_rekeying.py {RANK} {ENGINE}"),
+    "connector_vllm/hotkv_vllm/compat/model_weights.py": (
+        "tests/vllm/test_weights_files.py tests/vllm/test_rekeying.py"
+    ),
+    "connector_vllm/hotkv_vllm/identity/weights_watch.py": (
+        "tests/vllm/test_weights_watch.py tests/vllm/test_rekeying.py"
+    ),
+    "connector_vllm/hotkv_vllm/compat/fingerprint.py": "tests/vllm/test_fingerprint.py",
+    "connector_vllm/hotkv_vllm/compat/kv_groups.py": f"tests/vllm/test_kv_groups.py {SEAMS}",
+    "connector_vllm/hotkv_vllm/compat/steps.py": f"tests/vllm/test_steps.py {SEAMS}",
+    "connector_vllm/hotkv_vllm/compat/sparse_layers.py": (
+        "tests/vllm/test_sparse_layers.py tests/vllm/test_sparse_parts.py "
+        "tests/vllm/test_cuda_residency.py"
+    ),
+    "connector_vllm/hotkv_vllm/compat/": f"tests/vllm/test_fingerprint.py {SEAMS}",
+    "connector_vllm/hotkv_vllm/worker/device_order.py": (
+        "tests/vllm/test_marks.py tests/vllm/test_device_order.py"
+    ),
+    "connector_vllm/hotkv_vllm/worker/rank_stores.py": RANK,
+    "connector_vllm/hotkv_vllm/worker/rank_loads.py": RANK,
+    "connector_vllm/hotkv_vllm/worker/side.py": RANK,
+    "connector_vllm/hotkv_vllm/scheduler/": REQUESTS,
+    "connector_vllm/hotkv_vllm/scheduler/reset.py": f"tests/vllm/test_reset.py {REQUESTS}",
+    "connector_vllm/hotkv_vllm/scheduler/stores.py": f"tests/vllm/test_hybrid.py {REQUESTS}",
+    "connector_vllm/hotkv_vllm/residency/resident_requests.py": RESIDENTS,
+    "connector_vllm/hotkv_vllm/residency/resident.py": RESIDENTS,
+    "connector_vllm/hotkv_vllm/residency/side.py": RESIDENTS,
+    "connector_vllm/hotkv_vllm/residency/calls.py": RESIDENTS,
+    "connector_vllm/hotkv_vllm/compat/residency.py": RESIDENTS,
+    "connector_vllm/hotkv_vllm/scheduler/sharing.py": (
+        f"tests/vllm/test_ranks.py tests/vllm/test_revocations.py {ENGINE}"
+    ),
+    "connector_vllm/hotkv_vllm/identity/exactness.py": f"tests/vllm/test_exactness.py {ENGINE}",
+    "connector_vllm/hotkv_vllm/metadata.py": f"tests/vllm/test_metadata.py {ENGINE}",
+    "connector_vllm/hotkv_vllm/compat/checks.py": "tests/vllm/test_multi_connector.py",
+    "connector_vllm/hotkv_vllm/scheduler/loads.py": (
+        "tests/vllm/test_load_books.py tests/vllm/test_multi_connector.py"
+    ),
+    "connector_vllm/hotkv_vllm/connector.py": f"tests/vllm/test_sides.py {ENGINE}",
+    "connector_vllm/hotkv_vllm/": ENGINE,
+    "server/hotkv_server/cache/inspect.py": (
+        f"tests/core/test_inspect.py tests/core/test_arena_map.py {CORE}"
+    ),
+    "server/hotkv_server/cache/room/policies/shared.py": f"tests/core/test_shared.py {POLICY}",
+    "server/hotkv_server/tiers/book/epochs.py": "tests/core/test_epoch_book.py",
+    "server/hotkv_server/tiers/book/write_gate.py": "tests/core/test_write_gate.py",
+    "server/hotkv_server/tiers/drive/": TIERS,
+    "server/hotkv_server/tiers/disk/": DISK,
+    "server/hotkv_server/tiers/s3/": S3,
+    "server/hotkv_server/tiers/valkey/": f"tests/tiers/test_resp.py {VALKEY}",
+    "server/hotkv_server/tiers/remote/": f"tests/tiers/test_resp.py {VALKEY} {S3}",
+    "server/hotkv_server/tiers/compression/": (
+        "tests/tiers/test_compression.py tests/tiers/test_compression_staging.py "
+        "tests/tiers/test_encoding.py tests/tiers/test_disk_encoded.py"
+    ),
+    "server/hotkv_server/wire/": CALLS,
+    "server/hotkv_server/node/": NODE,
+    "server/hotkv_server/told/": TOLD,
+    "server/hotkv_server/memory/": (
+        "tests/core/test_memory.py tests/core/test_filling.py tests/core/test_records.py "
+        "tests/core/test_pinning.py tests/core/test_numa.py tests/server/test_arenas.py "
+        "tests/server/test_restart.py"
+    ),
+    "server/hotkv_server/residency/": (
+        "tests/core/test_residencies.py tests/server/test_residencies.py"
+    ),
+    "server/hotkv_server/hints/book": f"tests/core/test_hint_book.py {POLICY}",
+    "server/hotkv_server/hints/": (
+        "tests/core/test_hint_parsing.py tests/server/test_hint_turns.py "
+        "tests/server/test_hints.py tests/server/test_hints_tiers.py"
+    ),
+    "server/hotkv_server/ledger/": (
+        "tests/ledger/test_history.py tests/server/test_live_ledger.py tests/server/test_ledger.py"
+    ),
+    "server/hotkv_server/events/": (
+        "tests/server/test_publisher.py tests/server/test_slices.py "
+        "tests/tiers/test_moved_events.py tests/server/test_events.py "
+        "tests/server/test_openings.py tests/server/test_tier_events.py"
+    ),
+    "server/hotkv_server/tracing/": "tests/server/test_tracing.py",
+    "server/hotkv_server/warm_start/": "tests/server/test_warm_start.py",
+    "server/hotkv_server/sparse/": SPARSE_SERVER,
+    "server/hotkv_server/security/": (
+        "tests/server/test_security.py tests/server/test_tcp.py tests/server/test_audit.py"
+    ),
+    "client/hotkv_client/command/top/": "tests/server/test_top.py",
+    "client/hotkv_client/command/doctor.py": "tests/server/test_doctor.py",
+    "client/hotkv_client/command/host_bench.py": "tests/server/test_host_bench.py",
+    "client/hotkv_client/command/": (
+        "tests/server/test_command_line.py tests/server/test_told.py tests/server/test_ledger.py"
+    ),
+    "client/hotkv_client/hints.py": (
+        "tests/server/test_hints.py tests/server/test_hints_security.py"
+    ),
+    "connector_vllm/hotkv_vllm/config.py": (
+        "tests/vllm/test_setup.py tests/vllm/test_sparse_description.py "
+        "tests/vllm/test_resident_manager.py tests/vllm/test_cuda_residency.py "
+        "tests/vllm/test_residency.py"
+    ),
+    "connector_vllm/hotkv_vllm/costs/": (
+        "tests/vllm/test_load_choice.py tests/vllm/test_prefill_speed.py "
+        "tests/vllm/test_scheduler_books.py"
+    ),
+    "connector_vllm/hotkv_vllm/hints/": (
+        f"tests/vllm/test_reports.py tests/vllm/test_hints.py {ENGINE}"
+    ),
+    "connector_vllm/hotkv_vllm/tracing/": "tests/vllm/test_tracing.py",
+    "connector_vllm/hotkv_vllm/sparse/": SPARSE_ENGINE,
+    "connector_vllm/hotkv_vllm/residency/pages.py": (
+        "tests/vllm/test_resident_parts.py tests/vllm/test_staging.py tests/vllm/test_residency.py"
+    ),
+    "connector_vllm/hotkv_vllm/residency/": (
+        f"tests/vllm/test_resident_parts.py {RESIDENTS} tests/vllm/test_cuda_residency.py"
+    ),
+    "connector_vllm/hotkv_vllm/scheduler/side.py": f"tests/vllm/test_reset.py {REQUESTS}",
+    "sparse/hotkv_sparse/": (
+        "tests/sparse/test_scores.py tests/sparse/test_selection.py tests/sparse/test_selector.py "
+        "tests/sparse/test_hotset.py tests/sparse/test_budget.py tests/sparse/test_centre.py "
+        "tests/sparse/test_centre_file.py tests/sparse/test_config.py "
+        "tests/sparse/test_estimate.py tests/sparse/test_representations.py"
+    ),
+}
+"""The tests of a file: those of the longest entry that its path begins with, quick ones first."""
