@@ -148,7 +148,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/tiers/book/promotion.py": LOWER,
     "server/hotkv_server/cache/": CORE,
     "server/hotkv_server/residency/book/": CORE,
-    "server/hotkv_server/tiers/book/": CORE,
+    "server/hotkv_server/tiers/book/": f"tests/core/test_shared.py {LOWER} {CORE}",
     "server/hotkv_server/dataplane/cuda/": CUDA,
     "server/hotkv_server/integrity/check_values.py": (
         f"tests/core/test_checks.py tests/core/test_verifier.py {CORE}"

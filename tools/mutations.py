@@ -71,6 +71,7 @@ class _Finder(ast.NodeVisitor):
         self.mutants: list[Mutant] = []
         self._names: list[str] = []
         self._in_function = False
+        self._text = source.decode().splitlines()
         self._lines = [0]
         for line in source.splitlines(keepends=True):
             self._lines.append(self._lines[-1] + len(line))
@@ -83,6 +84,8 @@ class _Finder(ast.NodeVisitor):
             self._lines[node.end_lineno - 1] + node.end_col_offset,
         )
         change = f"{' '.join(ast.unparse(node).split())} -> {replacement}"
+        if isinstance(node, ast.Constant):
+            change += f" in {self._text[node.lineno - 1].strip()}"
         self.mutants.append(
             Mutant(self.path, node.lineno, ".".join(self._names), start, end, replacement, change)
         )

@@ -340,31 +340,34 @@ def test_what_a_locked_bucket_holds_is_not_believed(how: str) -> None:
     )
 
 
+@pytest.mark.parametrize("home", range(4))
 @pytest.mark.parametrize("how", ["kernel", "reference"])
-def test_what_went_past_a_full_bucket_is_counted_until_it_goes(how: str) -> None:
-    """Ten blocks of one home: three are in the next bucket, which a search visits as long as one of
-    them is there."""
+def test_what_went_past_a_full_bucket_is_counted_until_it_goes(how: str, home: int) -> None:
+    """Of ten blocks of one home three are in the next bucket, which a search visits as long as it
+    has one of them. The bucket after the last is the first."""
     index = BlockIndex(make_table(12, num_buckets=4))
     if how == "reference":
         index.table._kernels = None
     index.add_key_space(2, SALTS[2])
-    words = hash_words(
-        b"".join(
-            crafted_hash(3, 4, tag=tag, tail=1, salt=SALTS[2][0], hash_bytes=16)
-            for tag in range(10)
-        ),
-        16,
+    packed = b"".join(
+        crafted_hash(home, 4, tag=tag, tail=1, salt=SALTS[2][0], hash_bytes=16) for tag in range(10)
     )
+    words, prefixes = hash_words(packed, 16), hash_prefixes(packed, 16)
     entries = index.insert(2, 0, words, np.arange(10) * SLOT_ALIGN, SLOT_ALIGN, np.arange(10), 1)
     index.publish(entries, index.mixed(entries), np.zeros(10, np.uint64))
-    # The bucket after the last is the first.
-    assert index.table.buckets[:, table.OVERFLOW].tolist() == [0, 0, 0, 3]
-    assert np.count_nonzero(index.table.buckets[0, table.ENTRIES :]) == 3
+
+    def passed_by() -> list[int]:
+        return np.roll(index.table.buckets[:, table.OVERFLOW], -home).tolist()
+
+    assert passed_by() == [3, 0, 0, 0]
+    assert np.count_nonzero(index.table.buckets[(home + 1) % 4, table.ENTRIES :]) == 3
+    assert index.table.probe(prefixes, SALTS[2][0]).tolist() == entries.tolist()
     for gone, left in (([0, 1], 3), ([7], 2), ([9, 8], 0), ([2, 3, 4, 5, 6], 0)):
         index.remove(entries[gone], index.mixed(entries[gone]))
         entries[gone] = 0
-        assert index.table.buckets[:, table.OVERFLOW].tolist() == [0, 0, 0, left]
+        assert passed_by() == [left, 0, 0, 0]
         assert index.find(2, 0, words).tolist() == entries.tolist()
+        assert index.table.probe(prefixes, SALTS[2][0]).tolist() == entries.tolist()
     index.check_invariants()
 
 
