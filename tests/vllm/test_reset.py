@@ -204,10 +204,18 @@ def test_reset_of_an_engine_without_hotkv_is_a_success(
     assert engine().scheduler.reset_prefix_cache(**RESET)
 
 
-def test_a_reset_that_breaks_is_not_a_success(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reset_that_breaks_is_not_a_success_and_is_made_good(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of before is loaded while the server has not flushed it."""
     one = engine()
+    answer, _ = one.generate("a", PROMPT, 4)
+    one.generate("b", prompt(2, 10))
     monkeypatch.setattr(one.connector._scheduler, "reset_cache", lambda: 1 // 0)
-    assert not one.scheduler.reset_prefix_cache(**RESET)
+    assert not one.scheduler.reset_prefix_cache(**RESET) and server.blocks
+    one.drop_local()
+    assert one.generate("c", PROMPT, 4) == (answer, 0)
+    assert server.flushes == 1
 
 
 def test_tiers_that_a_flush_is_not_in_yet_are_named(
