@@ -1,17 +1,17 @@
-"""What may be written to a tier below, under a budget of bytes a day.
+"""Decides which blocks are written to a tier below, under a budget of bytes a day.
 
-Disks wear, and most blocks are never asked for again. The gate admits whole chains or nothing of
-them: half a chain is as long as its first gap. Which of the new chains it takes is decided by the
-hash of an early block, so that it is the same for all who have that block; a block that was refused
-is taken when it is offered a second time. How large a share it takes follows from what is offered
-and what is left of the budget.
+Disks wear, and most blocks are never asked for again. The gate admits whole chains, because a chain
+is useful up to its first gap. The hash of an early block decides, so all chains with that block get
+the same answer; a refused block is admitted when it is offered a second time. The admitted share
+follows from the offered bytes and the rest of the budget.
 
-Always true: in any 24 hours no more is admitted than the budget and one batch of one chain, and
-what its blocks took more than was thought (`add`), with what earlier servers have written as far as
-it was noted (`written`, `recall`); a block whose predecessor is not below is
-refused, unless it was offered before.
+Always true:
+- in any 24 hours the gate admits at most the budget and one batch of one chain, plus the bytes by
+  which blocks exceeded their estimate (`add`). Writes of earlier servers count as far as they were
+  noted (`written`, `recall`);
+- a block whose predecessor is not below is refused, unless it was offered before.
 
-Source of the rule: measurements in docs/tiers.md ("What is written"); an admission by second touch
+Source of the rule: measurements in docs/tiers.md ("What is written"). Admission by second touch
 alone loses up to .4 of the hits there.
 """
 

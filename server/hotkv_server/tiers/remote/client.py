@@ -1,9 +1,8 @@
-"""What a tier asks of a connection to its server.
+"""The protocol of a tier's connection to its server.
 
-Always true: a method settles its blocks, or raises StoreError, and then the client must be closed.
-Codes are filled in as blocks are settled; a block that was not settled keeps the code that it had.
-A slot is written only within `read`. The epochs are read after the blocks: see the `epochs` of each
-kind of server.
+Always true: a method settles its blocks, or raises StoreError; then the client must be closed.
+Codes are filled in as blocks are settled; a block that was not settled keeps its code. Only `read`
+writes slots. Epochs are read after the blocks: see the `epochs` of each kind of server.
 """
 
 from collections.abc import Callable, Sequence

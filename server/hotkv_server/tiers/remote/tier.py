@@ -1,9 +1,9 @@
 """A tier in a server: queues calls, and runs them on a few connections.
 
 Always true: a call ends once, and then no thread touches its slots: a connection on which a slot's
-bytes may still come is closed before the call is answered. While something is known against the
-server, calls end at once as FAILED, and the tier tries to connect by itself. What the server stores
-for one node, another one reads; who is slower to write the same key gets PRESENT.
+bytes may still come is closed before the call is answered. While the server is known to fail, calls
+end at once as FAILED, and the tier tries to connect. Nodes read each other's blocks; the slower
+writer of a key gets PRESENT.
 """
 
 import threading

@@ -1,7 +1,7 @@
 """A block as a value: a head of HEAD_BYTES, then the block's bytes.
 
-Always true: a value passes only if its head has the magic number, this version, the block's size
-and a seal that key and bytes reproduce. So neither foreign bytes nor those of another key pass.
+Always true: a value passes only if its head has the magic number, this version, the block's size,
+and a seal that key and bytes reproduce. Foreign bytes and the bytes of another key are refused.
 """
 
 import struct

@@ -1,26 +1,23 @@
 """Epochs in a bucket: a number in the object `epochs/1/{fingerprint}`, which a flush raises.
 
-Always true: the epoch of a key space never returns to a value that it has had, as far as anybody
-knows of it who raises it. It begins by a write
-that fails if the object is there (If-None-Match), and rises by one that fails if the object has
-changed since it was read (If-Match): so of all writes that read the same epoch one succeeds, and
-one that is late does nothing. Keys of blocks have the epoch in them, so blocks of an old epoch are
-only found by a node that has not heard of the flush. Such a node is stopped by the order of its
-requests: **the epoch is read after the blocks**.
+Always true: the epoch of a key space never returns to an earlier value that its raiser knows. The
+first write fails if the object exists (If-None-Match), and a raise fails if the object has changed
+since it was read (If-Match). So of all writes after the same read, exactly one succeeds. Keys of
+blocks contain the epoch: only a node that has not heard of the flush finds blocks of an old epoch.
+The order of its requests stops such a node: **the epoch is read after the blocks**.
 
-Proof. A store is strongly consistent: a read that begins after a write has been answered sees it.
-Let a node read blocks and then, when all have come, the epoch, and let that be E, the epoch that
-the keys were made with. Epochs do not come back, so a flush that ended E was answered after that
-read of the epoch had begun, hence after the blocks had come. So if a flush was answered before the
-read of the blocks began, the epoch differs and the blocks are refused. Each part of a call reads
-the epoch for itself; a call is refused whole if one of its parts saw another epoch.
+Proof. The store is strongly consistent: a read that begins after the answer to a write sees that
+write. Let a node read blocks, then, when all have come, the epoch, and let it read E, the epoch in
+its keys. Epochs do not come back, so a flush that ended E was answered after that read of the epoch
+had begun, hence after the blocks had come. If a flush was answered before the read of the blocks
+began, the epoch differs and the blocks are refused. Each part of a call reads the epoch; the whole
+call is refused if any part saw another epoch.
 
-The proof needs one bucket: a replica in another region may give an old epoch. Whether the store
-honours the two conditions is tried when the tier connects for the first time.
+The proof needs one bucket: a replica in another region may give an old epoch. The first connection
+tries whether the store honours both conditions.
 
-An epoch that is not there equals none: nothing passes. It begins at the clock's time and not at 0
-(`epoch_numbers`), so a bucket that has lost it does not begin again with numbers that were used
-before.
+An absent epoch equals no epoch: no block passes. An epoch begins at the clock's time, not at 0
+(`epoch_numbers`), so a bucket that lost its epoch does not reuse earlier numbers.
 """
 
 import re

@@ -1,16 +1,16 @@
-"""Learns which packs a bucket has, on a thread of its own, for those who ask for blocks.
+"""Learns, on a thread, which packs a bucket has.
 
-Always true: a key space is looked at only when somebody asks for its blocks, and then at most once
-in `refresh_s`. Whoever asks for the first time waits for the first packs; later on, what is known
-is the answer, and the look at the bucket comes behind it.
+Always true: a key space is looked at only when somebody asks for its blocks, at most once in
+`refresh_s`. The first question waits for the first packs. Later questions are answered from the
+known packs, and the look at the bucket follows.
 
-Names sort newest first, so a look is one page of names, as long as no more than that are new. Names
-from before the last look but OVERLAP_S are taken as seen: a pack that comes later than its name
-says, or from a node with a clock that is further behind, is found at the next start only. If this
-node's own clock jumps by more than JUMP_S nothing counts as seen: the key space is looked at anew.
+Names sort newest first, so a look is usually one page of names. Names from before the last look,
+less OVERLAP_S, count as seen. A pack that comes later than its name says, or from a node whose
+clock is further behind, is found at the next start only. If this node's clock jumps by more than
+JUMP_S, the key space is looked at anew.
 
-Bounded: MAX_SPACES key spaces are remembered, MAX_PACKS names of a look, and of names that were
-seen those of OVERLAP_S.
+Bounded: MAX_SPACES key spaces, MAX_PACKS names of a look, and the seen names of OVERLAP_S are
+remembered.
 """
 
 import logging

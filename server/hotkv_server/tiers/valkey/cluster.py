@@ -1,12 +1,12 @@
-"""Connections to a cluster of Valkey or Redis servers, each of which has some of the hash slots.
+"""Connections to a cluster of Valkey or Redis servers, each with some of the hash slots.
 
 A command goes to the server that has the slot of its key. A server that has given the slot away
-says so (MOVED, or ASK while it moves keys one by one), and the command is sent again to the server
-that it names, over a connection of its own on which nothing else waits.
+answers MOVED, or ASK while keys move. The command then goes to the server that the answer names,
+over a separate connection without other commands.
 
-Always true: there is a connection to each server that has slots, so one that is away takes the
-whole cluster away, as batches have keys of all servers. The map of slots is as one of the servers
-has shown it; after MOVED it is asked for again before more commands are sent.
+Always true: there is a connection to each server that has slots. Batches have keys of all servers,
+so a server that is away takes the whole cluster away. One of the servers has shown the map of
+slots; after MOVED the map is asked for again before further commands.
 """
 
 import binascii

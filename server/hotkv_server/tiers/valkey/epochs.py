@@ -1,32 +1,28 @@
 """Epochs in Valkey: an integer under `hotkv/1/{fingerprint}/epoch`, which a flush raises.
 
-Always true: the epoch of a key space never returns to a value that it has had, as far as anybody
-knows of it who raises it. Keys of blocks have
-the epoch in them, so blocks of an old epoch are only found by a node that has not heard of the
-flush. Such a node is stopped by the order in a read's pipeline: **the epoch is read after the
-blocks**.
+Always true: the epoch of a key space never returns to an earlier value that its raiser knows. Keys
+of blocks contain the epoch: only a node that has not heard of the flush finds blocks of an old
+epoch. The order in a read's pipeline stops such a node: **the epoch is read after the blocks**.
 
-Proof. The server executes commands one at a time, and those of a connection in the order in which
-they were sent. Let a read GET blocks b1 ... bn and then the epoch, and let the reply be E, the
-epoch that the keys were made with. Epochs do not come back, so a flush that ended E was executed
-after the GET of the epoch, hence after each GET of a block, and was answered later still. So if a
-flush has been answered before a block is read, the epoch differs and the block is refused. With the
-epoch first, the flush could be executed and answered between the two, and the old block would be
-served. Each part of a call reads the epoch for itself; a call is refused whole if one of its parts
-saw another epoch.
+Proof. The server executes commands one at a time, and the commands of a connection in their order.
+Let a read GET blocks b1 ... bn, then the epoch, and let the reply be E, the epoch in its keys.
+Epochs do not come back, so a flush that ended E was executed after the GET of the epoch, hence
+after each GET of a block, and answered later still. If a flush was answered before a block is read,
+the epoch differs and the block is refused. With the epoch first, the flush could be executed and
+answered between the two, and the old block would be served. Each part of a call reads the epoch;
+the whole call is refused if any part saw another epoch.
 
-The proof needs one server. In a cluster blocks and epoch lie on different ones, so there the epoch
-is asked for when all blocks have come: the GET of the epoch is sent after each GET of a block was
-executed, and the rest holds as above.
+The proof needs one server. In a cluster, blocks and epoch lie on different servers. There the GET
+of the epoch is sent after each GET of a block was executed, and the rest holds as above.
 
-A server that comes back with an old copy of its data (a snapshot, a replica without the last
-commands) shows an epoch of before. Nodes that have known a later one raise it above that. Others
-can't tell it, so an epoch older than the server is not trusted until the server has been seen for
-GRACE_S (`StoreClock`), in which those who know more come back.
+A server that returns with an old copy of its data (a snapshot, a replica without the last commands)
+shows an earlier epoch. Nodes that know a later epoch raise it above that; other nodes can't tell.
+So an epoch older than the server is trusted only after the server has been seen for GRACE_S
+(`StoreClock`), in which the nodes that know more come back.
 
-An epoch that is not there equals none: nothing passes. It begins at the server's time and not at 0
-(`epoch_numbers`), so a server that has lost it (restart, FLUSHALL, eviction under an allkeys
-policy) does not begin again with numbers that were used before.
+An absent epoch equals no epoch: no block passes. An epoch begins at the server's time, not at 0
+(`epoch_numbers`), so a server that lost its epoch (restart, FLUSHALL, eviction under an allkeys
+policy) does not reuse earlier numbers.
 """
 
 import threading
