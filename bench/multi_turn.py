@@ -228,7 +228,7 @@ def main() -> int:
 
 
 def ratio(one: Results, other: Results) -> float:
-    """How many times as many turns a second, as the median of rounds."""
+    """Returns how many times as many turns a second, as the median of rounds."""
     rounds = zip(one.turns_per_s, other.turns_per_s, strict=True)
     return statistics.median(ours / theirs for ours, theirs in rounds)
 

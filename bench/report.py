@@ -19,13 +19,13 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of the sorted values lie."""
+    """Returns the value below which `share` of the sorted values lie."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def median(values: Sequence[float]) -> float:
-    """The median."""
+    """Returns the median."""
     return statistics.median(values)
 
 
@@ -53,7 +53,7 @@ def print_json(figures: Mapping[str, object], as_json: bool) -> None:
 
 
 def rows_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """A table of rows that have the same names; sizes in bytes as people read them."""
+    """Returns a table of rows that have the same names; sizes in bytes as people read them."""
     cells = [[_shown(name, value) for name, value in row.items()] for row in rows]
     return table([name.replace("_", " ") for name in rows[0]], cells)
 
@@ -82,12 +82,12 @@ class Bound:
 
 
 def at_most(value: float) -> Bound:
-    """A bound from above."""
+    """Returns a bound from above."""
     return Bound(value, at_most=True)
 
 
 def at_least(value: float) -> Bound:
-    """A bound from below."""
+    """Returns a bound from below."""
     return Bound(value)
 
 

@@ -283,7 +283,7 @@ def built_of_hit(one: Round, num_layers: int) -> float:
 
 
 def report(found: Found, named: dict[str, float]) -> str:
-    """The tables."""
+    """Returns the tables."""
     rows: list[Sequence[object]] = []
     for name, value in named.items():
         target = TARGETS.get(name) or TARGETS.get(name.removesuffix("_wall"))
@@ -300,7 +300,7 @@ def report(found: Found, named: dict[str, float]) -> str:
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     flags = parser("Contexts beyond device memory against everything on the device.")
     flags.add_argument("--quick", action="store_true", help="small sizes")
     flags.add_argument("--long", action="store_true", help="131,072 tokens too")

@@ -56,7 +56,7 @@ class Model:
 
 
 def llama(folder: Path, max_tokens: int) -> Model:
-    """A random Llama of 4 layers, made in `folder`."""
+    """Returns a random Llama of 4 layers, made in `folder`."""
     made = random_llama.write_model(folder / f"llama-{max_tokens}", max_tokens)
     words = range(3, random_llama.VOCAB)
     return Model("llama", made, "float32", random_llama.LAYERS, random_llama.KV_TOKEN_BYTES, words)
@@ -132,7 +132,7 @@ class Shape:
         return self.settings(room, NO_SERVER, self.sparse("off"))
 
     def resident(self, server: Server, **more: Any) -> EngineSettings:
-        """The same with old blocks in host memory."""
+        """Returns the same with old blocks in host memory."""
         return self.settings(self.pool_tokens, server.target, self.sparse("host"), **more)
 
 
@@ -256,7 +256,7 @@ def running(
 def compared(
     case: str, model: Model, pool_tokens: int, context_tokens: int, found: Batch, wanted: Batch
 ) -> Exact:
-    """The figures of one batch."""
+    """Returns the figures of one batch."""
     same = [one == other for one, other in zip(found.tokens, wanted.tokens, strict=True)]
     return Exact(
         case,
@@ -400,7 +400,7 @@ def times(
 
 
 def _least(*pairs: tuple[float, float]) -> tuple[float, float]:
-    """The quicker of several runs, on each clock."""
+    """Returns the quicker of several runs, on each clock."""
     return min(pair[WALL] for pair in pairs), min(pair[PROCESSOR] for pair in pairs)
 
 
@@ -475,8 +475,8 @@ def together(
     folder: Path,
     arena: str,
 ) -> list[Together]:
-    """The same number of requests in pools of equal bytes: vLLM with the server beside it, and
-    residency. Neither has a prefix in common; engines take turns."""
+    """Returns the same number of requests in pools of equal bytes: vLLM with the server beside it,
+    and residency. Neither has a prefix in common; engines take turns."""
     found = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))

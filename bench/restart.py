@@ -30,7 +30,7 @@ TARGETS = {"ready_s": 1.5, "served_ratio": 0.999}
 
 
 def connected(server: Server) -> PagedEngine:
-    """An engine with as many blocks as it stores in a call."""
+    """Returns an engine with as many blocks as it stores in a call."""
     return PagedEngine(
         server.target, layers=1, num_blocks=ENGINE_BLOCKS, page_bytes=PAGE_BYTES
     ).connect()
@@ -54,7 +54,7 @@ def fill(server: Server) -> list[bytes]:
 
 
 def found(server: Server, stored: list[bytes]) -> int:
-    """How many of the blocks a lookup finds."""
+    """Returns how many of the blocks a lookup finds."""
     engine = connected(server)
     masks = [
         engine.session.lookup([GroupHashes(0, stored[start : start + ENGINE_BLOCKS])]).result(10)[0]

@@ -36,8 +36,8 @@ def new_hashes(count: int) -> list[bytes]:
 
 
 def session_over(target: str, hashes: Sequence[bytes], page_bytes: int = 4096) -> Session:
-    """A session with a server that holds blocks of these hashes, all from one page of memory. Has
-    them stored."""
+    """Returns a session with a server that holds blocks of these hashes, all from one page of
+    memory. Has them stored."""
     session = PagedEngine(target, layers=1, num_blocks=1, page_bytes=page_bytes).connect().session
     for start in range(0, len(hashes), STORED_BLOCKS):
         some = hashes[start : start + STORED_BLOCKS]

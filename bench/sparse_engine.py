@@ -115,12 +115,12 @@ def missed(row: Row, setup: Setup) -> str:
 
 
 def budget(text: str) -> int | float:
-    """A budget of the command line: a whole number counts tokens."""
+    """Returns a budget of the command line: a whole number counts tokens."""
     return int(text) if text.isdecimal() else float(text)
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     usual = Setup()
     flags = parser("Sparse decode in vLLM on CPU against the same decode offline.")
     add_model(flags)

@@ -72,7 +72,7 @@ def measure(
 
 
 def missed(rows: Sequence[Row]) -> list[str]:
-    """The settings of held scorers that are more than one prompt behind dense."""
+    """Returns the settings of held scorers that are more than one prompt behind dense."""
     dense = next(row.total for row in rows if row.setup is None)
     return [
         f"{row.setup.scorer} at {row.setup.budget}"
@@ -82,7 +82,7 @@ def missed(rows: Sequence[Row]) -> list[str]:
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     flags = parser("Accuracy of sparse decode in vLLM on CPU at finding facts in a long text.")
     add_model(flags)
     flags.add_argument("--prompts", type=int, default=20, help="of each task")

@@ -78,7 +78,7 @@ class Target:
 
 
 def targets(rows: Sequence[Row], scorer: str) -> list[Target]:
-    """The bounds that a scorer is held to."""
+    """Returns the bounds that a scorer is held to."""
     tight, served = Variant(scorer, *TIGHT), Variant(scorer, *SERVED, LRU, 2)
 
     def worst_kl(variant: Variant) -> float | None:
@@ -116,7 +116,8 @@ def targets(rows: Sequence[Row], scorer: str) -> list[Target]:
 
 
 def resident_targets(rows: Sequence[Row], scorer: str) -> list[Target]:
-    """The bounds at 10 % that residency needs, without a file of centres: each text has its own."""
+    """Returns the bounds at 10 % that residency needs, without a file of centres: each text has its
+    own."""
     key = Variant(scorer, 0.10, *RESIDENT)
     of_text = {row.text.name: row.outcome for row in rows if row.outcome.variant == key}
     found = [
@@ -189,7 +190,7 @@ def all_rows(
 
 
 def figures(row: Row) -> dict[str, object]:
-    """A row in JSON."""
+    """Returns a row in JSON."""
     outcome, variant = row.outcome, row.outcome.variant
     return {
         "text": row.text.name,
@@ -209,7 +210,7 @@ def figures(row: Row) -> dict[str, object]:
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     flags = parser("Selection quality of sparse decode against dense attention.")
     add_model(flags)
     add_texts(flags)

@@ -55,7 +55,7 @@ def timed(call: Callable[[], T]) -> tuple[T, float]:
 
 
 def make_node(core: Any, folder: Path) -> Node:
-    """A node over a core, with a full ledger and an hour of samples."""
+    """Returns a node over a core, with a full ledger and an hour of samples."""
     memory = NodeMemory.open(folder / "node", 1 << 20, 1 << 16, 64, 1, prefault=False)
     copies: Any = NoCopies()
     node = Node(core, memory, copies)

@@ -33,7 +33,7 @@ ARENA_BYTES = 512 << 20
 
 
 def table(cold: Answer, own: Answer, warm: Answer, stored_bytes: float, loaded_bytes: float) -> str:
-    """The result, for people."""
+    """Returns the result, for people."""
     rows = [
         ("", "engine A, cold", "A's own cache", "engine B, hotkv"),
         ("time to first token", *(f"{answer.ttft_s:.2f} s" for answer in (cold, own, warm))),

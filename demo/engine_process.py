@@ -21,7 +21,8 @@ SHUTDOWN_TIMEOUT_S = 40.0
 
 
 def kv_transfer_config(settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The settings with which a user gives an engine the connector; None without a server."""
+    """Returns the settings with which a user gives an engine the connector; None without a
+    server."""
     if not settings["target"]:
         return None
     return {

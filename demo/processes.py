@@ -120,8 +120,8 @@ def _end_with_parent() -> None:
 
 
 def prepare_model() -> Path:
-    """The model folder, made now if need be; what transformers prints while making it is kept back
-    unless it fails."""
+    """Returns the model folder, made now if need be; what transformers prints while making it is
+    kept back unless it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "tools.smollm2"], capture_output=True, text=True, cwd=ROOT
     )
@@ -174,7 +174,7 @@ class Child:
         return f"Child({self.name!r}, pid={self.process.pid}, returncode={self.process.poll()})"
 
     def error(self, what: str) -> ChildError:
-        """An error that quotes the end of the log."""
+        """Returns an error that quotes the end of the log."""
         lines = self.log.read_text(errors="replace").splitlines()[-25:]
         return ChildError(
             "\n".join([f"{self.name}: {what}; its log ends:", *(f"  | {line}" for line in lines)])
@@ -391,7 +391,7 @@ class Server:
         return status
 
     def counter(self, name: str) -> float:
-        """A counter of the server; raises KeyError if it has none of that name."""
+        """Returns a counter of the server; raises KeyError if it has none of that name."""
         return float(self.status()["counters"][name])
 
     def wait_for_stores(self) -> None:

@@ -26,7 +26,8 @@ DEEDS = (
 
 
 def text(seed: int, num_entries: int) -> str:
-    """The same text for the same seed; texts with different seeds differ from the first line on."""
+    """Returns the same text for the same seed; texts with different seeds differ from the first
+    line on."""
     chance = random.Random(seed)
     lines = [f"Log of station {chance.randrange(10**6)}, kept by {chance.choice(PEOPLE)}."]
     for number in range(num_entries):
@@ -39,7 +40,7 @@ def text(seed: int, num_entries: int) -> str:
 
 
 def token_ids(model: Path, seed: int, num_tokens: int) -> list[int]:
-    """A prompt of exactly `num_tokens` tokens of the model in folder `model`; its end, the
+    """Returns a prompt of exactly `num_tokens` tokens of the model in folder `model`; its end, the
     question, is kept."""
     from tokenizers import Tokenizer
 

@@ -102,7 +102,7 @@ def progress(server: Server, what: str) -> Iterator[None]:
 
 
 def table(computed: Batch, again: Batch) -> str:
-    """The result, for people."""
+    """Returns the result, for people."""
     both = (computed, again)
 
     def pages(batch: Batch, name: str) -> str:

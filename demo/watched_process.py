@@ -122,8 +122,8 @@ class Engine:
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
     def _counters(self) -> dict[str, float]:
-        """The connector's counters, and preemptions. vLLM's reader of its metrics cuts them to
-        whole numbers, so they come from the connector where it is at hand."""
+        """Returns the connector's counters, and preemptions. vLLM's reader of its metrics cuts them
+        to whole numbers, so they come from the connector where it is at hand."""
         found: dict[str, float] = {}
         for metric in self.llm.get_metrics():
             if metric.name.startswith(PREFIX):
@@ -140,7 +140,7 @@ class Engine:
 
 
 def _worker() -> Any:
-    """The engine's sparse worker."""
+    """Returns the engine's sparse worker."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector: Any = get_kv_transfer_group()

@@ -133,7 +133,7 @@ class Nvcc:
 
 
 def find_compiler() -> Nvrtc | Nvcc | None:
-    """The wheel's NVRTC, the linker's, or nvcc."""
+    """Returns the wheel's NVRTC, the linker's, or nvcc."""
     for path in (*_wheels(), "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"):
         try:
             return Nvrtc(path)
@@ -216,7 +216,7 @@ def _number(data: bytes, at: int, size: int) -> int:
 
 
 def check(compiler: Nvrtc | Nvcc, source: Path) -> list[str] | None:
-    """A line a kernel: what it uses on each generation. None: refused, and said why."""
+    """Returns a line a kernel: what it uses on each generation. None: refused, and said why."""
     found: dict[str, list[str]] = {}
     for architecture in compiler.architectures:
         try:

@@ -94,7 +94,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def internal_imports() -> list[str]:
-    """A line for each import of vLLM's internals where they may not be read."""
+    """Returns a line for each import of vLLM's internals where they may not be read."""
     return [
         f"{path.relative_to(ROOT)}:{line}: {name} is internal to vLLM: reach it through "
         "hotkv_vllm.compat or .worker.layout"

@@ -233,12 +233,13 @@ def _stored(target: ast.expr) -> str:
 
 
 def _text(node: ast.expr | None) -> str:
-    """A literal string; empty for anything else."""
+    """Returns a literal string; empty for anything else."""
     return str(node.value) if isinstance(node, ast.Constant) else ""
 
 
 def _permits(name: str, value: ast.expr) -> bool:
-    """Whether a value forbids nothing: a constant that says so, or the same flag handed on."""
+    """Returns whether a value forbids nothing: a constant that says so, or the same flag handed
+    on."""
     if isinstance(value, ast.Constant):
         return value.value in FLAGS[name]
     return _stored(value) == name

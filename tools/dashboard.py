@@ -144,12 +144,12 @@ INSTANCES = "label_values(hotkv_build_info, instance)"
 
 
 def stat(title: str, text: str, expr: str, unit: str = "short", **more: Any) -> Panel:
-    """A panel with one number."""
+    """Returns a panel with one number."""
     return Panel(title, text, {"": expr}, unit, kind="stat", **{"width": 4, **more})
 
 
 def metric(name: str, matchers: str = "") -> str:
-    """A metric of the chosen servers, `matchers` as `tier="disk"`."""
+    """Returns a metric of the chosen servers, `matchers` as `tier="disk"`."""
     more = f", {matchers}" if matchers else ""
     return f'hotkv_{name}{{instance=~"$instance"{more}}}'
 
@@ -170,12 +170,12 @@ def share(part: str, whole: str, by: str = "") -> str:
 
 
 def level(name: str) -> str:
-    """A gauge, all chosen servers together."""
+    """Returns a gauge, all chosen servers together."""
     return f"sum({metric(name)})"
 
 
 def most(name: str) -> str:
-    """A gauge of the server on which it is largest."""
+    """Returns a gauge of the server on which it is largest."""
     return f"max({metric(name)})"
 
 
@@ -185,7 +185,7 @@ def grown(name: str) -> str:
 
 
 def quantile(share: float, name: str, by: str = "") -> str:
-    """A quantile of a histogram, over all chosen servers."""
+    """Returns a quantile of a histogram, over all chosen servers."""
     labels = f"le, {by}" if by else "le"
     return f"histogram_quantile({share}, sum by ({labels}) ({rate(f'{name}_bucket')}))"
 
@@ -608,7 +608,7 @@ ROWS = (WORKING, PAYS, LIMITS, SPEED, TIERS, DEVICES, SPARSE)
 
 
 def dashboard() -> dict[str, Any]:
-    """The whole dashboard."""
+    """Returns the whole dashboard."""
     return {
         "uid": "hotkv",
         "title": "hotkv",
@@ -652,7 +652,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def text() -> str:
-    """The file's content."""
+    """Returns the file's content."""
     return json.dumps(dashboard(), indent=1) + "\n"
 
 

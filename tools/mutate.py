@@ -77,7 +77,7 @@ def sources(only: Sequence[str]) -> list[str]:
 
 
 def equivalents() -> set[str]:
-    """The names in `mutate_equivalents.txt`."""
+    """Returns the names in `mutate_equivalents.txt`."""
     lines = EQUIVALENTS.read_text().splitlines()
     return {line.strip() for line in lines if line.strip() and not line.startswith("#")}
 

@@ -59,7 +59,7 @@ class Mutant:
         return f"{self.path}:{self.function}: {self.change}"
 
     def apply(self, source: bytes) -> bytes:
-        """The file with the change."""
+        """Returns the file with the change."""
         return source[: self.start] + self.text.encode() + source[self.end :]
 
 

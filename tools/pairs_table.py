@@ -75,7 +75,7 @@ def _rows(answers: dict[Pair, Answer], kind: Kind, told: Callable[[Answer], str]
 
 
 def section(answers: dict[Pair, Answer]) -> str:
-    """The whole section, without its markers."""
+    """Returns the whole section, without its markers."""
     kinds = [one.kind for one in answers.values()]
     counts = (
         f"{len(kinds)} pairs {kinds.count(Kind.HARNESS)} run in the harness, "
@@ -100,7 +100,7 @@ def faults(answers: dict[Pair, Answer]) -> Iterator[str]:
 
 
 def _plain(test: str) -> str:
-    """A test's name without parameters."""
+    """Returns a test's name without parameters."""
     return test.partition("[")[0]
 
 

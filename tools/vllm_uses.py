@@ -111,8 +111,8 @@ class Names:
     def lookup(
         self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()
     ) -> Found | None:
-        """A name in a module's scope, followed to where it is defined; None for those of other
-        packages. `seen`: names on the way."""
+        """Returns a name in a module's scope, followed to where it is defined; None for those of
+        other packages. `seen`: names on the way."""
         if seen:
             return self._lookup(module, name, seen)
         if (module, name) not in self._found:
@@ -169,7 +169,7 @@ class Names:
     # -------------------------------------------------------------------------------------- classes
 
     def bases(self, cls: Found) -> list[Found]:
-        """A class and its bases of vLLM's, nearest first."""
+        """Returns a class and its bases of vLLM's, nearest first."""
         assert isinstance(cls.node, ast.ClassDef)
         found = [cls]
         for base in cls.node.bases:
@@ -182,7 +182,7 @@ class Names:
         return found
 
     def member(self, cls: Found, name: str) -> Found | None:
-        """A class's method, field or attribute, its bases' included."""
+        """Returns a class's method, field or attribute, its bases' included."""
         for one in self.bases(cls):
             if (node := own_members(one.node).get(name)) is not None:
                 return Found(one.module, node)
@@ -235,7 +235,7 @@ class Names:
     # ---------------------------------------------------------------------------------------- types
 
     def annotated(self, module: str, annotation: ast.expr | None) -> Type:
-        """The type that an annotation in a module names."""
+        """Returns the type that an annotation in a module names."""
         if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
             annotation = ast.parse(annotation.value, mode="eval").body
         if isinstance(annotation, ast.BinOp):
@@ -269,7 +269,8 @@ class Names:
         return types[0] if name in ("Optional", "Final", "ClassVar", "type") else None
 
     def value(self, found: Found) -> Type:
-        """The type of a member that is read: of a field, a property, an annotated attribute."""
+        """Returns the type of a member that is read: of a field, a property, an annotated
+        attribute."""
         if isinstance(found.node, ast.AnnAssign):
             return self.annotated(found.module, found.node.annotation)
         if isinstance(found.node, FunctionDef) and kind_of(found.node) == "property":
@@ -305,7 +306,8 @@ def own_members(cls: ast.AST) -> dict[str, ast.AST]:
 
 
 def _typed(target: ast.Attribute, node: ast.AST, arguments: dict[str, ast.arg]) -> ast.AST:
-    """The assignment of an attribute; with the annotation of the parameter that it keeps."""
+    """Returns the assignment of an attribute; with the annotation of the parameter that it
+    keeps."""
     value = getattr(node, "value", None)
     argument = (
         arguments.get(value.id)
@@ -469,7 +471,7 @@ class Uses:
                 self._bind(element, item, None, types)
 
     def _type(self, node: ast.expr, types: dict[str, Type]) -> Type:
-        """The type of an expression; notes attributes and calls that vLLM does not have."""
+        """Returns the type of an expression; notes attributes and calls that vLLM does not have."""
         if isinstance(node, ast.Name):
             return types.get(node.id)
         if isinstance(node, ast.Attribute):

@@ -108,7 +108,8 @@ class Puller:
 
 
 def allowed() -> tuple[bool, bool]:
-    """Whether the device registers read-only memory, and whether it reads pageable memory."""
+    """Returns whether the device registers read-only memory, and whether it reads pageable
+    memory."""
     runtime = cupy_module().cuda.runtime
     registers, same, pageable = (
         bool(runtime.deviceGetAttribute(attribute, 0))
@@ -118,7 +119,7 @@ def allowed() -> tuple[bool, bool]:
 
 
 def pulled_share(puller: Puller, kernels: "CudaArrays | HostArrays", rounds: int) -> float:
-    """The rate of pulls over that of plain copies, in turns."""
+    """Returns the rate of pulls over that of plain copies, in turns."""
     pulls, copies = [], []
     for number in range(rounds + 2):
         pull_ms = kernels.milliseconds(puller.pull)

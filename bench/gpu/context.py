@@ -60,7 +60,8 @@ def random_pages(num_blocks: int, page_bytes: int) -> U8:
 
 
 def registered(pages: U8) -> MappedArena:
-    """The pages as memory that the device reads. Ends the program if they can't be registered."""
+    """Returns the pages as memory that the device reads. Ends the program if they can't be
+    registered."""
     arena = MappedArena(pages.reshape(-1), is_writable=True)
     arena.start()
     if not arena.wait():

@@ -46,7 +46,7 @@ OVERHEAD_TARGET = 0.55
 
 
 def equal_tokens(kernels: Some, model: DummyModel, small: bool) -> list[Figure]:
-    """The same choice with all on the device, and dense attention."""
+    """Returns the same choice with all on the device, and dense attention."""
     count, steps = (512, SMALL_STEPS) if small else (EQUAL_TOKENS, EQUAL_STEPS)
     config = SMALL_CONFIG if small else replace(CONFIG, sparse_topk=1024)
     host = HostPages(model.shape, count)

@@ -127,7 +127,8 @@ class Cuda:
         return Marks(CudaDevice(self.device), wanted)
 
     def stream(self) -> Any:
-        """A queue of its own, a context manager: work given to the device inside is put there."""
+        """Returns a queue of its own, a context manager: work given to the device inside is put
+        there."""
         return torch.cuda.stream(torch.cuda.Stream(self.device))
 
     def synchronize(self) -> None:
@@ -381,7 +382,7 @@ class Engine:
         self.side.synchronize()
 
     def equal(self, one: Int32s, other: Int32s) -> bool:
-        """Whether these blocks have the same bytes."""
+        """Returns whether these blocks have the same bytes."""
         a, b = self._at(one), self._at(other)
         return all(torch.equal(view[a], view[b]) for view in self._views)
 

@@ -56,7 +56,7 @@ class FirstBytes:
         self._side, self._engine, self._stream = side, engine, side.stream()
 
     def read(self, block: int) -> int:
-        """The block's first byte; waits for the device."""
+        """Returns the block's first byte; waits for the device."""
         with self._stream:
             return int(self._engine.memory[block * PAGE_BYTES].item())
 

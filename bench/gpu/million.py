@@ -28,7 +28,7 @@ OVERHEAD_TARGET = 0.55
 
 
 def decode(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> list[Figure]:
-    """A hit's first token, and those that follow."""
+    """Returns a hit's first token, and those that follow."""
     steps, config = (SMALL_STEPS, SMALL_CONFIG) if small else (STEPS, CONFIG)
     one = Resident(kernels, model, host, config, rows=1, steps=steps + 4)
     context, began_s = one.context, perf_counter()

@@ -71,7 +71,7 @@ class DummyModel:
         return weight.normal_(std=1 / math.sqrt(rows))
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The next tokens [B] after `tokens` int64 [B] at `positions` int64 [B]."""
+        """Returns the next tokens [B] after `tokens` int64 [B] at `positions` int64 [B]."""
         x = self._embedding[tokens]
         for layer in range(self.shape.layers):
             q, k, v = self.heads_of(x, positions)
@@ -88,7 +88,7 @@ class DummyModel:
         return self._turned(q, positions), self._turned(k, positions), v
 
     def rest_of(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """A layer's output, from its input and what its attention says."""
+        """Returns a layer's output, from its input and what its attention says."""
         x = x + attended.reshape(len(x), -1).to(self.kind) @ self._out
         gate, up = (self._norm(x) @ self._up).chunk(2, dim=-1)
         return x + (silu(gate) * up) @ self._down
@@ -135,7 +135,7 @@ class DenseCache:
         self._group, self.length = shape.group, num_tokens
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """An `Attend` over the first `length` tokens, of which it writes the last."""
+        """Returns an `Attend` over the first `length` tokens, of which it writes the last."""
         at, count = layer % len(self.keys), self.length
         keys, values = self.keys[at][:, :, :count], self.values[at][:, :, :count]
         keys[:, :, count - 1], values[:, :, count - 1] = k, v

@@ -99,7 +99,8 @@ class Resident:
         self.context.advance(asks=False)
 
     def step(self) -> torch.Tensor:
-        """The tokens [B] that come next; `tokens.ids` at `tokens.positions` are the last ones."""
+        """Returns the tokens [B] that come next; `tokens.ids` at `tokens.positions` are the last
+        ones."""
         self.context.begin_step()
         return self.model.step(self.tokens.ids, self.tokens.positions, self.attend)
 
@@ -120,7 +121,7 @@ class Resident:
         return times_ms
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """An `Attend`: writes the token, chooses, pulls, and attends over the table."""
+        """Returns an `Attend`: writes the token, chooses, pulls, and attends over the table."""
         context, shape = self.context, self.model.shape
         cache: Any = context.caches[layer]
         paged = cache.view(-1, shape.kv_heads, BLOCK_TOKENS, 2, shape.head_size)

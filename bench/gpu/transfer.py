@@ -103,7 +103,7 @@ def measure(
 
 
 def figures_of(found: dict[tuple[str, int], Times]) -> list[Figure]:
-    """The worse of both layouts, a page size each."""
+    """Returns the worse of both layouts, a page size each."""
     figures = []
     for page_bytes, target in TARGETS.items():
         ratios = [times.ratios() for (_, size), times in found.items() if size == page_bytes]

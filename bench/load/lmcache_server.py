@@ -75,7 +75,7 @@ class LMCacheServer:
         return True
 
     def transfer_config(self) -> dict[str, Any]:
-        """An engine's `kv_transfer_config`."""
+        """Returns an engine's `kv_transfer_config`."""
         return {
             "kv_connector": "LMCacheMPConnector",
             "kv_role": "kv_both",

@@ -220,8 +220,8 @@ def scorer_of(
     max_tokens: int,
     calibration: Calibration,
 ) -> Scorer | None:
-    """A scorer that knows the first `num_shared` keys and has room for `max_tokens`; None if a
-    variant needs none."""
+    """Returns a scorer that knows the first `num_shared` keys and has room for `max_tokens`; None
+    if a variant needs none."""
     name, _, centre = variant.scorer.partition(CENTRED)
     if name not in FORMATS:
         return None
@@ -317,7 +317,7 @@ class Chooser:
         return self.config.budget_blocks(context_tokens, self.variant.block_tokens)
 
     def span(self, context_tokens: int) -> Span:
-        """The blocks of a context that are always kept, and the candidates."""
+        """Returns the blocks of a context that are always kept, and the candidates."""
         return span(self.config, context_tokens, self.variant.block_tokens)
 
     def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
@@ -326,7 +326,7 @@ class Chooser:
             self._scorer.block_filled(layer, block, keys_THD)
 
     def choose(self, layer: int, context: Context) -> Choice:
-        """The blocks to attend to."""
+        """Returns the blocks to attend to."""
         where = self.span(context.tokens)
         if self.variant.scorer == ENDS:
             return Choice((where.always,), 0)
@@ -433,7 +433,7 @@ class Tally:
         self.num_moved += choice.num_moved
 
     def outcome(self, variant: Variant, num_tokens: int) -> Outcome:
-        """The means."""
+        """Returns the means."""
         recall = self.num_found / self.num_strong if self.num_strong else None
         sets = max(self.num_sets, 1)
         return Outcome(
@@ -585,7 +585,7 @@ class Offline:
         self._first: Sequence[LayerCentre] | None = None
 
     def dense(self, tokens: Sequence[int], num_compared: int, setup: Setup) -> Dense:
-        """The dense pass over a text."""
+        """Returns the dense pass over a text."""
         dense = dense_pass(self._model, torch.tensor(tokens)[:-1], num_compared, setup.dense_layers)
         if self._first is None:
             self._first = Own.of(dense).moved_L

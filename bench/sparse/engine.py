@@ -43,7 +43,7 @@ class Setup:
     centres: Path | None = None
 
     def sparse_config(self) -> SparseConfig:
-        """The same to hotkv_sparse."""
+        """Returns the same to hotkv_sparse."""
         return SparseConfig(
             sparse_topk=self.budget,
             scorer=self.scorer,
@@ -180,8 +180,8 @@ class Engine:
         return torch.stack(_taken[1 : num_compared + 1])
 
     def answer(self, tokens: Sequence[int], num_answered: int) -> list[int]:
-        """The tokens that the model says next, greedily, each from a decode step: the prompt's last
-        token is decoded, too."""
+        """Returns the tokens that the model says next, greedily, each from a decode step: the
+        prompt's last token is decoded, too."""
         said = self._generate(tokens[:-1], tokens[-1:], num_answered + 1, then_free=True)
         return said[1:]
 

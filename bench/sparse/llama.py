@@ -45,7 +45,7 @@ class Shape:
 
     @staticmethod
     def read(folder: Path) -> "Shape":
-        """The shape of the model in `folder`; ValueError if it is not plain Llama."""
+        """Returns the shape of the model in `folder`; ValueError if it is not plain Llama."""
         config = json.loads((folder / "config.json").read_text())
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
@@ -132,7 +132,8 @@ class Llama:
     def after_attention(
         self, layer: int, x_SE: torch.Tensor, attended_SQD: torch.Tensor
     ) -> torch.Tensor:
-        """The layer's output [S, E]: attention's output projected and added, then the MLP."""
+        """Returns the layer's output [S, E]: attention's output projected and added, then the
+        MLP."""
         x_SE = x_SE + functional.linear(
             attended_SQD.flatten(1), self._weight(layer, "self_attn.o_proj")
         )

@@ -101,7 +101,7 @@ def _facts(dice: random.Random, count: int) -> list[tuple[str, str]]:
 def _text(
     facts: Sequence[tuple[str, str]], parts: Sequence[str], depth_ratio: float, dice: random.Random
 ) -> str:
-    """The wanted fact stands at `depth_ratio`, the others anywhere."""
+    """Returns the wanted fact stands at `depth_ratio`, the others anywhere."""
     lines = list(parts)
     notes = [FACT.format(name=name, number=number) for name, number in facts]
     for note in notes[1:]:

@@ -98,8 +98,8 @@ def _read(
 
 
 def copy_text(source: Text, num_quoted: int) -> Text:
-    """The text whose last `num_quoted` tokens repeat those that begin at `QUOTED_FROM_RATIO` of
-    it."""
+    """Returns the text whose last `num_quoted` tokens repeat those that begin at
+    `QUOTED_FROM_RATIO` of it."""
     tokens = source.tokens[: len(source.tokens) - num_quoted]
     begin = int(QUOTED_FROM_RATIO * len(tokens))
     return Text(

@@ -40,7 +40,7 @@ class Variant:
         return f"{self.scorer}_{budget}_{self.block_tokens}_{sets}_{freshness}"
 
     def config(self) -> SparseConfig:
-        """The same to hotkv_sparse; scorers that it does not have play no part there."""
+        """Returns the same to hotkv_sparse; scorers that it does not have play no part there."""
         scorer = self.scorer if self.scorer in FORMATS else "rot2u"
         return SparseConfig(
             sparse_topk=self.budget,

@@ -251,8 +251,8 @@ defaults: a budget that does not grow with the context, in all layers."""
 
 
 def resident_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
-    """The settings of sparse decode if the engine asks for `residency`; None for others. Raises
-    ConfigError."""
+    """Returns the settings of sparse decode if the engine asks for `residency`; None for others.
+    Raises ConfigError."""
     value = extra.get(SPARSE)
     if not isinstance(value, Mapping) or value.get("residency", "off") == "off":
         return None
@@ -260,8 +260,8 @@ def resident_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
 
 
 def cuda_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
-    """The settings of sparse decode if a CUDA engine asks for `residency` and allows what has never
-    run on a GPU; None for others. Raises ConfigError."""
+    """Returns the settings of sparse decode if a CUDA engine asks for `residency` and allows what
+    has never run on a GPU; None for others. Raises ConfigError."""
     config = resident_settings(extra)
     return config if extra.get(ALLOW_CUDA) is True else None
 

@@ -110,7 +110,7 @@ class GroupSpec:
         return max(0, blocks - blocks_after) * self.block_tokens
 
     def serves(self, ready: BoolMask, hit_tokens: int, blocks_after: int = 0) -> bool:
-        """Whether the group can serve a hit of whole blocks, within reach.
+        """Returns whether the group can serve a hit of whole blocks, within reach.
 
         blocks_after: number of blocks behind the hit that must be ready too.
         """

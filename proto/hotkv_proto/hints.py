@@ -309,7 +309,7 @@ def _identifier(value: Any, name: str) -> str:
 
 
 def is_identifier(value: Any) -> bool:
-    """Whether a text can name a session, a message or an action."""
+    """Returns whether a text can name a session, a message or an action."""
     return isinstance(value, str) and 0 < len(value) <= MAX_ID_CHARS and value.isprintable()
 
 

@@ -184,7 +184,7 @@ class Layout:
         return sum(handle.num_bytes for handle in self.handles)
 
     def covers(self, group_index: int) -> bool:
-        """Whether the layout has pages of this group."""
+        """Returns whether the layout has pages of this group."""
         return any(tensor.group_index == group_index for tensor in self.tensors)
 
     def validate(

@@ -15,7 +15,8 @@ from types import ModuleType
 
 @functools.cache
 def available() -> bool:
-    """Whether kernels can be used: numba is installed and HOTKV_DISABLE_NUMBA is not set."""
+    """Returns whether kernels can be used: numba is installed and HOTKV_DISABLE_NUMBA is not
+    set."""
     return (
         not os.environ.get("HOTKV_DISABLE_NUMBA") and importlib.util.find_spec("numba") is not None
     )

@@ -59,7 +59,7 @@ class DeviceMark:
 
 
 def has_reached(word: int, value: int) -> bool:
-    """Whether a uint32 word that counts up and wraps has reached `value`.
+    """Returns whether a uint32 word that counts up and wraps has reached `value`.
 
     Source: the cyclic comparison of CU_STREAM_WAIT_VALUE_GEQ in the CUDA driver API,
     `(int32_t)(*addr - value) >= 0`.

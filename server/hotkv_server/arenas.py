@@ -118,7 +118,7 @@ def show(found: list[ArenaLeft], *, as_json: bool) -> None:
 
 
 def server_of(arena: ArenaLeft) -> str:
-    """The state of the arena's server, in a few words."""
+    """Returns the state of the arena's server, in a few words."""
     if arena.is_running is None:
         return f"unknown, user id {arena.uid}"
     if arena.is_running:

@@ -29,7 +29,7 @@ def notify(*lines: str) -> None:
 
 
 def extension(seconds: float) -> str:
-    """The assignment that asks for so much more time, from now on, to start or to stop."""
+    """Returns the assignment that asks for so much more time, from now on, to start or to stop."""
     return f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}"
 
 

@@ -39,8 +39,8 @@ def check_ranks(vllm_config: Any) -> None:
 
 
 def writes_before_it_tells(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Whether the runner overwrites blocks before it tells the connector's worker side, so that
-    only the scheduler can revoke in time.
+    """Returns whether the runner overwrites blocks before it tells the connector's worker side, so
+    that only the scheduler can revoke in time.
 
     Source: `GPUModelRunner.execute_model` of the V2 runner in vLLM 0.32: new blocks are zeroed,
     blocks copied and recurrent states moved before `pre_forward` calls `handle_preemptions`. The V1
@@ -53,8 +53,8 @@ def writes_before_it_tells(vllm_config: Any, kv_cache_config: Any) -> bool:
 
 
 def counts_media(vllm_config: Any) -> bool:
-    """Whether vLLM names images and other media by a counter of its process, so that block hashes
-    do not cover their content.
+    """Returns whether vLLM names images and other media by a counter of its process, so that block
+    hashes do not cover their content.
 
     Source: `BaseRenderer._process_mm_uuids` in vLLM 0.32: it skips hashing them where neither of
     its own caches needs a name.
@@ -68,8 +68,8 @@ def counts_media(vllm_config: Any) -> bool:
 
 
 def is_pausing() -> bool:
-    """Whether vLLM resets its caches because the engine pauses, sleeps or gives back KV memory, not
-    because somebody asked for a reset.
+    """Returns whether vLLM resets its caches because the engine pauses, sleeps or gives back KV
+    memory, not because somebody asked for a reset.
 
     Connectors get the same call for both, without arguments, and see no pause state, so the callers
     are looked at. Source: in vLLM 0.32 and 0.33 `EngineCore._reset_caches` makes the call for
@@ -87,8 +87,8 @@ def is_pausing() -> bool:
 
 
 def preferred_layout() -> str | None:
-    """The KV cache layout to ask vLLM for: blocks outermost on CUDA, so that a block of all layers
-    is one run; elsewhere none."""
+    """Returns the KV cache layout to ask vLLM for: blocks outermost on CUDA, so that a block of all
+    layers is one run; elsewhere none."""
     from vllm.platforms import current_platform
 
     return "BLHNC" if current_platform.is_cuda() else None

@@ -284,8 +284,8 @@ def _canonical_object(value: Any, within: tuple[int, ...]) -> Any:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """A config object's fields that are not harmless, by the lists of its class and that class's
-    bases."""
+    """Returns a config object's fields that are not harmless, by the lists of its class and that
+    class's bases."""
     harmless = frozenset[str]().union(
         *(HARMLESS.get(kind.__name__, frozenset()) for kind in type(value).__mro__)
     )
@@ -299,7 +299,8 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _model_settings(config: Any) -> Any:
-    """A transformers config without where it was read from and what wrote it, at any depth."""
+    """Returns a transformers config without where it was read from and what wrote it, at any
+    depth."""
     if isinstance(config, dict):
         return {
             name: _model_settings(entry)

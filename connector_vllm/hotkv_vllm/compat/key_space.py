@@ -102,8 +102,8 @@ def _hash_bytes(algorithm: str) -> int:
 
 
 def _hash_seed(algorithm: str) -> str:
-    """The seed of the engine's block hashes. Raises Unsupported where it is drawn anew in every
-    process."""
+    """Returns the seed of the engine's block hashes. Raises Unsupported where it is drawn anew in
+    every process."""
     from vllm.utils.hashing import get_hash_fn_by_name
 
     hash_function = get_hash_fn_by_name(algorithm)

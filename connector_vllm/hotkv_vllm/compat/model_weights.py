@@ -82,9 +82,8 @@ def files_identity(path: Path) -> str:
 
 
 def changed_since(path: Path, moment_s: float) -> bool:
-    """Whether a file that `files_identity` reads, its folder, or a symbolic link on the way to them
-    was made, moved or written after a moment of the system's clock. Raises OSError.
-    """
+    """Returns whether a file that `files_identity` reads, its folder, or a symbolic link on the way
+    to them was made, moved or written after a moment of the system's clock. Raises OSError."""
     files = [*_weights_files(path), *_side_files(path)]
     times = [place.stat().st_ctime for place in (path, *files)]
     times += [
@@ -190,9 +189,8 @@ def weights_identity(vllm_config: Any) -> str:
 
 
 def weights_may_be_older(vllm_config: Any) -> bool:
-    """Whether files that `weights_identity` reads have changed since this process began: it may
-    have loaded what they were before. True also if that can't be seen.
-    """
+    """Returns whether files that `weights_identity` reads have changed since this process began: it
+    may have loaded what they were before. True also if that can't be seen."""
     paths = [
         _weights_path(model) for model, load in _models(vllm_config) if load.load_format != "dummy"
     ]

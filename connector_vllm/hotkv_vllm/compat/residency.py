@@ -55,7 +55,7 @@ class ResidentSpec(FullAttentionSpec):
 
     @staticmethod
     def of(spec: FullAttentionSpec, config: SparseConfig, vllm_config: Any) -> "ResidentSpec":
-        """The spec of a layer that vLLM would keep on the device as a whole."""
+        """Returns the spec of a layer that vLLM would keep on the device as a whole."""
         tokens = spec.block_size
         scheduler = vllm_config.scheduler_config
         step_tokens = int(scheduler.max_num_batched_tokens)
@@ -144,8 +144,8 @@ class ResidentManager(FullAttentionManager):
         return self.spec.hot_blocks - len(self.hot.get(request_id, ()))
 
     def _outgrows(self, request_id: str, num_tokens: int) -> bool:
-        """Whether a request that is to have so many tokens, or was admitted with more, has hot
-        slots. Only such a one gives blocks back."""
+        """Returns whether a request that is to have so many tokens, or was admitted with more, has
+        hot slots. Only such a one gives blocks back."""
         longest = max(num_tokens, self._longest.get(request_id, 0))
         return _blocks(longest, self.block_size) > self.spec.whole_blocks
 
@@ -271,8 +271,8 @@ class ResidentManager(FullAttentionManager):
 
 
 def customized(spec: Any, config: SparseConfig, vllm_config: Any) -> Any:
-    """The spec of a layer of a resident engine; layers that are not of plain full attention keep
-    theirs."""
+    """Returns the spec of a layer of a resident engine; layers that are not of plain full attention
+    keep theirs."""
     if type(spec) is not FullAttentionSpec:
         return spec
     if spec.sliding_window or spec.attention_chunk_size or spec.non_causal:
@@ -281,7 +281,7 @@ def customized(spec: Any, config: SparseConfig, vllm_config: Any) -> Any:
 
 
 def resident_spec(kv_cache_config: Any) -> ResidentSpec | None:
-    """The spec of the engine's one group, if that is resident."""
+    """Returns the spec of the engine's one group, if that is resident."""
     groups = kv_cache_config.kv_cache_groups
     spec = groups[0].kv_cache_spec if len(groups) == 1 else None
     return spec if isinstance(spec, ResidentSpec) else None
@@ -385,7 +385,7 @@ class DevicePool:
         return min(int(request.num_prompt_tokens + request.max_tokens), self.max_model_len)
 
     def holds_whole(self, request: Any) -> bool:
-        """Whether a request stays on the device as a whole, as long as it may grow."""
+        """Returns whether a request stays on the device as a whole, as long as it may grow."""
         spec = self.spec
         return spec is None or -(-self.longest(request) // spec.block_size) <= spec.whole_blocks
 
@@ -400,7 +400,7 @@ class DevicePool:
         return () if self._manager is None else self._manager.hot_ids.get(request_id, ())
 
     def has_blocks(self, request_id: str) -> bool:
-        """Whether the request has blocks of the device."""
+        """Returns whether the request has blocks of the device."""
         return self._manager is not None and request_id in self._manager.req_to_blocks
 
     def num_freed(self, request_id: str) -> int:
@@ -408,7 +408,7 @@ class DevicePool:
         return 0 if self._manager is None else self._manager.freed_blocks.get(request_id, 0)
 
     def has_away(self, request_id: str) -> bool:
-        """Whether blocks of the request are in host memory only."""
+        """Returns whether blocks of the request are in host memory only."""
         return self.spec is not None and self.num_freed(request_id) > self.spec.sink_blocks
 
     @property
@@ -444,8 +444,9 @@ class DevicePool:
             self._scheduler.encoder_cache_mismatch_reqs.add(request_id)
 
     def requests_of(self, blocks: Set[int]) -> list[str]:
-        """The requests that have one of these blocks. Beside the one that was meant, when its step
-        was planned, that is whoever has been given the block since; vLLM sets both back."""
+        """Returns the requests that have one of these blocks. Beside the one that was meant, when
+        its step was planned, that is whoever has been given the block since; vLLM sets both
+        back."""
         tables = {} if self._manager is None else self._manager.req_to_blocks
         return [
             request_id

@@ -93,7 +93,7 @@ def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
 
 
 def replays_decode(vllm_config: Any) -> bool:
-    """Whether steps of one token a row may be replayed from full CUDA graphs."""
+    """Returns whether steps of one token a row may be replayed from full CUDA graphs."""
     mode = vllm_config.compilation_config.cudagraph_mode
     # vLLM may lower the mode in its workers; it never raises it.
     return mode is None or bool(mode.has_full_cudagraphs())
@@ -156,8 +156,8 @@ class AttentionLayer:
 
 
 def full_attention_layers(vllm_config: Any, kv_cache_config: Any) -> tuple[AttentionLayer, ...]:
-    """The layers that could be sparse, in the model's order. Windows, chunks, ALiBi and keys shared
-    with other layers are left out."""
+    """Returns the layers that could be sparse, in the model's order. Windows, chunks, ALiBi and
+    keys shared with other layers are left out."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     found = []
@@ -187,8 +187,8 @@ def full_attention_layers(vllm_config: Any, kv_cache_config: Any) -> tuple[Atten
 
 
 def _is_plain(impl: Any) -> bool:
-    """Whether a layer is a decoder's, attends to all tokens before, without ALiBi, and has keys of
-    its own."""
+    """Returns whether a layer is a decoder's, attends to all tokens before, without ALiBi, and has
+    keys of its own."""
     shape = (impl.attn_type, impl.kv_sharing_target_layer_name)
     is_whole = impl.sliding_window in (-1, (-1, -1))
     return shape == ("decoder", None) and is_whole and impl.alibi_slopes is None

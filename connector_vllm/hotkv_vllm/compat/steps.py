@@ -44,7 +44,7 @@ class BlockIds(Sequence[int]):
 
 
 def read_in_place(scheduler_output: Any, manager: Any) -> Any:
-    """The step, with block tables that are read in place (`BlockIds`). vLLM's own answer to
+    """Returns the step, with block tables that are read in place (`BlockIds`). vLLM's own answer to
     `get_block_ids` builds a request's whole table: 50 to 100 us at 128k tokens. `manager`: vLLM's
     `KVCacheManager`; without one the step as it is."""
     state = scheduler_output.kv_connector_block_state

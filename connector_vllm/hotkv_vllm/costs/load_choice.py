@@ -131,8 +131,8 @@ class LoadChoice:
         return answer
 
     def _may_ask(self, state: RequestState, computed_tokens: int) -> bool:
-        """Whether a request may go on with its hit, whose length is not known. False once it has
-        lost, or its time is up."""
+        """Returns whether a request may go on with its hit, whose length is not known. False once
+        it has lost, or its time is up."""
         choice = state.choice
         if choice is None:
             stop_tokens = state.request.num_tokens - 1

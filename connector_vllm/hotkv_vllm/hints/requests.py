@@ -87,11 +87,11 @@ class HintReader:
         return RequestHints(together.retention(), session or "", together)
 
     def read(self, params: Any, now_s: float) -> Retention:
-        """The retention that the short form asks for; NO_RETENTION for none."""
+        """Returns the retention that the short form asks for; NO_RETENTION for none."""
         return self._short(params, now_s)[0]
 
     def _short(self, params: Any, now_s: float) -> tuple[Retention, dict[str, Any]]:
-        """The retention, and all hints of the short form that can be used."""
+        """Returns the retention, and all hints of the short form that can be used."""
         if not isinstance(params, dict):
             return NO_RETENTION, {}
         given = {

@@ -45,8 +45,8 @@ class HotAttentionBackend(CPUAttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """The spec of layers whose old blocks live in host memory, if the engine whose model was
-        built last asks for that."""
+        """Returns the spec of layers whose old blocks live in host memory, if the engine whose
+        model was built last asks for that."""
         spec = super().customize_spec(spec)
         if cls._resident is None:
             return spec
@@ -134,8 +134,8 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         query: torch.Tensor,
         metadata: CPUAttentionMetadata,
     ) -> tuple[CPUAttentionMetadata, torch.Tensor | None] | None:
-        """The metadata to use in place of vLLM's, and pages in place of the layer's; None: vLLM's
-        own."""
+        """Returns the metadata to use in place of vLLM's, and pages in place of the layer's; None:
+        vLLM's own."""
         if (
             not isinstance(metadata.causal, bool)
             or not metadata.causal
@@ -155,8 +155,8 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
     def _with(
         self, rewrite: Rewrite, isa: str, dtype: torch.dtype, metadata: CPUAttentionMetadata
     ) -> CPUAttentionMetadata:
-        """The metadata with other tables and lengths, and with the plan of work that vLLM's kernel
-        makes of them.
+        """Returns the metadata with other tables and lengths, and with the plan of work that vLLM's
+        kernel makes of them.
 
         Layers with equal lengths share that plan, as all of vLLM's layers do.
         """

@@ -118,7 +118,7 @@ class StepPlan:
     rewritten: list[int] = field(default_factory=list)
 
     def restored(self) -> Rewrite:
-        """The rewrite without what the layer before wrote."""
+        """Returns the rewrite without what the layer before wrote."""
         batch = self.batch
         if self.rewrite is None:
             self.rewrite = Rewrite(batch.tables.copy(), batch.seq_lens.copy())

@@ -165,7 +165,7 @@ def default_text() -> str:
 
 
 def contexts_of(texts: Mapping[str, str], tokenizer: Any, num_tokens: int) -> list[list[int]]:
-    """The first `num_tokens` tokens of every text; ValueError if one is too short."""
+    """Returns the first `num_tokens` tokens of every text; ValueError if one is too short."""
     contexts = []
     for name, text in texts.items():
         tokens = list(tokenizer.encode(text[: 16 * num_tokens]))[:num_tokens]

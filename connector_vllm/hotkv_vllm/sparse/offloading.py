@@ -527,7 +527,7 @@ class SparseOffloadingHandler:
         return int(self._slots_of(sequence_id, state.hot, np.array([num_complete], np.int32))[0])
 
     def _slots_of(self, sequence_id: str, hot: HotSet, positions: I32) -> I32:
-        """The hot slots int32 of resident blocks."""
+        """Returns the hot slots int32 of resident blocks."""
         present = hot.map()
         slots: I32 = present.slots[np.searchsorted(present.blocks, positions)] + np.int32(
             self._region_of[sequence_id] * self._slots

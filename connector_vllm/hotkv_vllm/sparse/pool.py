@@ -65,7 +65,7 @@ class LayerShape:
         return bytes_per_block(name, self.block_tokens, self.kv_heads, self.head_size)
 
     def centre_of(self, name: str) -> F32 | None:
-        """The centre in a format; summaries have none."""
+        """Returns the centre in a format; summaries have none."""
         return self.mu if token_scorer(name) else None
 
 
@@ -175,7 +175,7 @@ def _source(shape: LayerShape, name: str, pool: U8) -> Source:
 
 
 def _placed(layers: Mapping[int, LayerShape]) -> tuple[tuple[PoolRows, ...], int]:
-    """The parts of a pool, each on memory pages of its own, and its size."""
+    """Returns the parts of a pool, each on memory pages of its own, and its size."""
     rows, at = [], 0
     for index in sorted(layers):
         for name in layers[index].formats:

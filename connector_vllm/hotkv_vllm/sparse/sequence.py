@@ -58,7 +58,7 @@ class LayerSequence:
         return f"LayerSequence(layer {self._layer}, {self._hot})"
 
     def slots_of(self, positions: I32) -> I32:
-        """The hot slots of blocks that the last step attended to."""
+        """Returns the hot slots of blocks that the last step attended to."""
         assert self._hot is not None, "no step yet"
         return self._hot.slot_of[positions]
 

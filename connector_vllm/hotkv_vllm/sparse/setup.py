@@ -132,8 +132,8 @@ def _sparse_layer(
 def centre_of(
     layer: int, names: tuple[str, ...], first_head: int, heads: int, centres: Centres | None
 ) -> tuple[npt.NDArray[np.float32] | None, dict[str, float]]:
-    """A rank's heads of a layer's centre, and the biases that are measured with it; None and no
-    biases if the layer has no centre."""
+    """Returns a rank's heads of a layer's centre, and the biases that are measured with it; None
+    and no biases if the layer has no centre."""
     mu_HD = centres.mu(layer) if centres is not None else None
     if centres is None or mu_HD is None:
         return None, {}

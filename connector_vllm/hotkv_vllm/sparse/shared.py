@@ -37,8 +37,8 @@ class SharedPool:
     fd: int
 
     def beside(self, memory: ExportedMemory, num_groups: int) -> ExportedMemory:
-        """The engine's memory with the pool, whose kinds come after `num_groups` groups; takes over
-        the descriptors of `memory`."""
+        """Returns the engine's memory with the pool, whose kinds come after `num_groups` groups;
+        takes over the descriptors of `memory`."""
         tensors = tuple(
             replace(tensor, group_index=num_groups + tensor.group_index) for tensor in self.tensors
         )
@@ -98,7 +98,7 @@ def shared_pool(
 
 
 def _name(layers: Sequence[SparseLayer]) -> str:
-    """The formats of all layers, each once."""
+    """Returns the formats of all layers, each once."""
     return "+".join(dict.fromkeys(name for layer in layers for name in layer.shape.formats))
 
 

@@ -267,8 +267,8 @@ class SparseWorker:
 
     @staticmethod
     def _leaves_out(row: SparseRow, blocks: I32) -> bool:
-        """Whether a row that attends to `blocks` leaves any of its context out; else it stays as it
-        is."""
+        """Returns whether a row that attends to `blocks` leaves any of its context out; else it
+        stays as it is."""
         return len(blocks) < len(row.blocks_C)
 
     def _update(self, index: int, blocks: list[I32]) -> None:
@@ -307,7 +307,7 @@ class SparseWorker:
         return plan
 
     def _named(self, written_block: int, num_queries: int) -> str | None:
-        """The request of a row that attends sparsely; None for any other row."""
+        """Returns the request of a row that attends sparsely; None for any other row."""
         return self._request_of.get(written_block) if num_queries == 1 else None
 
     def _select(self, layer: SparseLayer, row: SparseRow, query_QD: F32) -> I32:
@@ -338,7 +338,7 @@ class SparseWorker:
         return attended.blocks
 
     def _sources(self, layer: SparseLayer) -> Mapping[str, Source]:
-        """The layer's representations, whose rows `SparseRow.blocks_C` names."""
+        """Returns the layer's representations, whose rows `SparseRow.blocks_C` names."""
         return self.representations.sources(layer.index)
 
     # ------------------------------------------------------------------------------------- sampling

@@ -30,8 +30,8 @@ class Gate(Protocol):
     has passed."""
 
     def passed(self) -> bool:
-        """Whether the job may begin. Cheap; does not wait. Raises DeviceError if the answer can't
-        be determined; the job then fails."""
+        """Returns whether the job may begin. Cheap; does not wait. Raises DeviceError if the answer
+        can't be determined; the job then fails."""
 
     def release(self) -> None:
         """Called after the last call of `passed`: the gate has passed or failed, or its job was

@@ -164,7 +164,7 @@ class Driver:
         return True
 
     def has(self, name: str) -> bool:
-        """Whether this driver has an optional call."""
+        """Returns whether this driver has an optional call."""
         return name not in self._missing
 
     def call(self, name: str, where: str, /, *arguments: object) -> None:

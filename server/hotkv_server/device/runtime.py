@@ -101,8 +101,8 @@ class DeviceRuntime(Protocol):
         """Records the event behind all work in the stream."""
 
     def passed(self, event: Event) -> bool:
-        """Whether the device has reached the event, as last recorded. Does not wait. Raises errors
-        of the work before it."""
+        """Returns whether the device has reached the event, as last recorded. Does not wait. Raises
+        errors of the work before it."""
 
     def synchronize(self, event: Event) -> None:
         """Waits until the device has reached the event. Raises errors of the work before it."""

@@ -46,7 +46,7 @@ class Found:
 
 
 def has_device_node(folder: Path = DEVICE_NODES) -> bool:
-    """Whether this process may open an NVIDIA GPU."""
+    """Returns whether this process may open an NVIDIA GPU."""
     return any(folder.glob("nvidia[0-9]*")) or (folder / "dxg").exists()
 
 

@@ -52,7 +52,7 @@ def _zmq() -> ModuleType:
 
 
 def _publisher(settings: EventSettings) -> "ZmqPublisher | None":
-    """The publisher of events; None if the settings name no endpoint. Raises StartError."""
+    """Returns the publisher of events; None if the settings name no endpoint. Raises StartError."""
     if not settings.endpoint:
         return None
     zmq = _zmq()

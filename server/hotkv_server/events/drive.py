@@ -115,7 +115,7 @@ class EventPublisher(Protocol):
         """Tells readers of losses that they have not been told of. Called now and then."""
 
     def is_alive(self) -> bool:
-        """Whether its thread lives."""
+        """Returns whether its thread lives."""
 
     def stalled_s(self, now_s: float) -> float:
         """How long its thread has been stuck; 0 if it works."""
@@ -172,7 +172,7 @@ def stored_events(
     contents: Sequence[RunContent],
     results: Sequence[NDArray[np.uint8]],
 ) -> list[Event]:
-    """An event for each unbroken run of blocks that a store has made ready; none for
+    """Returns an event for each unbroken run of blocks that a store has made ready; none for
     representations."""
     events: list[Event] = []
     for run, content, values in zip(runs, contents, results, strict=True):

@@ -89,5 +89,6 @@ def _message(item: TimedEvent) -> events_pb2.Event:
 
 
 def _is_of_host(item: TimedEvent) -> bool:
-    """Whether the event is of blocks in host memory, and so also for those that know no tiers."""
+    """Returns whether the event is of blocks in host memory, and so also for those that know no
+    tiers."""
     return isinstance(item.event, KeySpaceCleared) or item.event.medium is Medium.CPU

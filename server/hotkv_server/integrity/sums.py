@@ -91,7 +91,7 @@ class SumThreads:
 
 
 def _seed(shard: int) -> np.uint64:
-    """A number that makes the sums of equal shards differ."""
+    """Returns a number that makes the sums of equal shards differ."""
     return np.uint64((shard + 1) * _SEED_FACTOR & 0xFFFF_FFFF_FFFF_FFFF)
 
 

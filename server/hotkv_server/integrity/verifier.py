@@ -61,7 +61,7 @@ class Verifier:
         )
 
     def cases(self, entries: Entries) -> list[Case]:
-        """The cases of entries that are ready or detached, in parts of one shape."""
+        """Returns the cases of entries that are ready or detached, in parts of one shape."""
         records = self._core.space.index.table.records
         return [
             Case(found, records[found.entries, table.W_GENERATION].copy())
@@ -69,7 +69,7 @@ class Verifier:
         ]
 
     def unverified(self, slots: Sequence[SlotRun]) -> list[Case]:
-        """The cases that a load must compare before it copies; as a rule there are none."""
+        """Returns the cases that a load must compare before it copies; as a rule there are none."""
         index = self._core.space.index
         waiting = [run.entries[index.unverified[run.entries]] for run in slots]
         return [
@@ -147,7 +147,7 @@ class Verifier:
         return int(index.unverified.sum())
 
     def _batch_length(self, entries: Entries) -> int:
-        """How many of the first entries have BATCH_BYTES together; 1 at least."""
+        """Returns how many of the first entries have BATCH_BYTES together; 1 at least."""
         upto = np.cumsum(
             self._core.space.index.slot_bytes(entries[: BATCH_BYTES // table.SLOT_ALIGN])
         )
@@ -156,9 +156,9 @@ class Verifier:
     # In the background
 
     def next_batch(self) -> Entries | None:
-        """The ready entries that a scrub compares next, by number; None at the end of a pass, after
-        which it starts over. Looks at SCANNED_ENTRIES at most, so a batch may be empty.
-        """
+        """Returns the ready entries that a scrub compares next, by number; None at the end of a
+        pass, after which it starts over. Looks at SCANNED_ENTRIES at most, so a batch may be
+        empty."""
         index, first = self._core.space.index, self._next_entry
         if first >= index.num_numbers:
             self._next_entry = 1

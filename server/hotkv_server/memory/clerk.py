@@ -38,7 +38,7 @@ class Clerk:
         return future
 
     def is_alive(self) -> bool:
-        """Whether the thread is alive."""
+        """Returns whether the thread is alive."""
         return self._thread.is_alive()
 
     def _work(self) -> None:

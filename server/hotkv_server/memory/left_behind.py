@@ -193,8 +193,8 @@ def _pid(directory_fd: int) -> int:
 
 
 def _is_locked(directory_fd: int) -> bool | None:
-    """Whether a server holds the lock. Holds a shared lock for a moment, so `lock_file` tries more
-    than once."""
+    """Returns whether a server holds the lock. Holds a shared lock for a moment, so `lock_file`
+    tries more than once."""
     try:
         fd = os.open(
             LOCK_FILE,

@@ -143,8 +143,8 @@ def _map_aligned(fd: int, num_bytes: int) -> int:
 
 
 def has_holes(fd: int) -> bool:
-    """Whether parts of a file have no memory yet. The process that first touches them allocates the
-    memory and is charged for it."""
+    """Returns whether parts of a file have no memory yet. The process that first touches them
+    allocates the memory and is charged for it."""
     found = os.fstat(fd)
     return found.st_blocks * 512 < found.st_size
 
@@ -213,7 +213,7 @@ class FileMapping:
         return not self._is_cut and os.fstat(self.fd).st_size >= self.num_bytes
 
     def has_holes(self) -> bool:
-        """Whether parts of its file have no memory yet; see the function `has_holes`."""
+        """Returns whether parts of its file have no memory yet; see the function `has_holes`."""
         return has_holes(self.fd)
 
     def populate(self, start: int = 0, num_bytes: int | None = None) -> None:

@@ -51,7 +51,8 @@ class Peer:
 
 
 def _shown(name: str) -> str:
-    """A name that an authority has signed; in quotes if it could pass for something else."""
+    """Returns a name that an authority has signed; in quotes if it could pass for something
+    else."""
     return name if _PLAIN_NAME.fullmatch(name) else repr(name)
 
 
@@ -111,8 +112,8 @@ class AccessControl:
         return not self.tenants
 
     def admit(self, peer: Peer, tenant_name: str) -> Tenant | None:
-        """The tenant that the peer acts for; None if access is open. Raises UNAUTHENTICATED or
-        NOT_ALLOWED."""
+        """Returns the tenant that the peer acts for; None if access is open. Raises UNAUTHENTICATED
+        or NOT_ALLOWED."""
         if self.is_open:
             return None
         if not peer.has_proof:
@@ -180,7 +181,8 @@ class Tickets:
         return f"Tickets({len(self._issued)} outstanding of {len(self._of_user)} users)"
 
     def issue(self, peer: Peer, now_s: float) -> bytes:
-        """A new ticket for the peer. Raises OVERLOADED if its user has too many outstanding."""
+        """Returns a new ticket for the peer. Raises OVERLOADED if its user has too many
+        outstanding."""
         self._expire(now_s)
         if (
             self._of_user.get(peer.uid, 0) >= MAX_TICKETS_OF_USER

@@ -38,8 +38,8 @@ class PageRefusal(Exception):
 
 
 def read_token(path: Path) -> str:
-    """The token in a file. Raises OSError, UnsafeError if everybody may read it, or ValueError if
-    it is none."""
+    """Returns the token in a file. Raises OSError, UnsafeError if everybody may read it, or
+    ValueError if it is none."""
     check_private_key(path)
     token = path.read_text().strip()
     if not (MIN_TOKEN_LENGTH <= len(token) <= MAX_TOKEN_LENGTH and token.isascii()):
@@ -117,14 +117,14 @@ def is_address(name: str) -> bool:
 
 
 def _name_of(host: str) -> str:
-    """The name in a Host header, without the port and without brackets."""
+    """Returns the name in a Host header, without the port and without brackets."""
     host = host.strip().lower()
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     return name.rstrip(".")
 
 
 def _bearer(authorization: str) -> str:
-    """The token of an Authorization header; empty for none."""
+    """Returns the token of an Authorization header; empty for none."""
     kind, token = authorization[: len(BEARER)], authorization[len(BEARER) :]
     return token.strip() if kind.lower() == BEARER else ""
 

@@ -103,7 +103,7 @@ def listing(model: type[BaseModel]) -> str:
 
 
 def shown_default(info: FieldInfo) -> str:
-    """A default as one would write it."""
+    """Returns a default as one would write it."""
     value: Any = info.get_default(call_default_factory=True, validated_data={})
     if value is PydanticUndefined:
         return "none, it must be set"

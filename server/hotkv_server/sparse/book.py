@@ -163,7 +163,7 @@ class SelectSpec:
         return sum(len(centre.mu) for centre in self.centres.values())
 
     def mu(self, layer: int, shard: int) -> F32 | None:
-        """The centre float32 [H, D] of a layer's keys in one shard; None: 0."""
+        """Returns the centre float32 [H, D] of a layer's keys in one shard; None: 0."""
         centre = self.centres.get(layer)
         if centre is None:
             return None
@@ -280,8 +280,8 @@ class KeptHotSet:
 
 
 def check_request(spec: SelectSpec, request: SelectRequest, num_covered: int) -> Span:
-    """The span to select from. Raises INVALID_FIELD if the sequence, with `num_covered` leading
-    blocks, can't answer the request."""
+    """Returns the span to select from. Raises INVALID_FIELD if the sequence, with `num_covered`
+    leading blocks, can't answer the request."""
     if request.layer not in spec.places:
         raise _invalid(
             f"layer_index is {request.layer}; the sequence was created with layers "

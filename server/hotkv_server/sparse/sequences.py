@@ -80,7 +80,7 @@ class LiveSequence:
         return SEQUENCE_BLOCKS + num_blocks + -(-other_bytes // HASH_BYTES)
 
     def hot_set(self, spec: SelectSpec, layer: int, shard: int) -> KeptHotSet | None:
-        """The hot set that the server keeps for a layer and shard, if it is to keep any."""
+        """Returns the hot set that the server keeps for a layer and shard, if it is to keep any."""
         if not spec.hot_blocks:
             return None
         if (layer, shard) not in self.hot_sets:
@@ -128,11 +128,11 @@ class SequenceBook:
         return f"SequenceBook({len(self)} sequences, {self.num_blocks} blocks)"
 
     def find(self, session_number: int, sequence_id: str) -> LiveSequence | None:
-        """The session's sequence with this id."""
+        """Returns the session's sequence with this id."""
         return self._sessions.get(session_number, {}).get(sequence_id)
 
     def get(self, session_number: int, sequence_id: str) -> LiveSequence:
-        """The session's sequence with this id. Raises INVALID_FIELD if there is none."""
+        """Returns the session's sequence with this id. Raises INVALID_FIELD if there is none."""
         sequence = self.find(session_number, sequence_id)
         if sequence is None:
             raise _invalid(

@@ -125,7 +125,8 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
 
 
 async def _first(requests: AsyncIterator[Any], deadline_s: float) -> Any:
-    """The next request of a stream without a session. Raises StopAsyncIteration, HotKVError."""
+    """Returns the next request of a stream without a session. Raises StopAsyncIteration,
+    HotKVError."""
     try:
         return await asyncio.wait_for(anext(requests), max(0.0, deadline_s - time.monotonic()))
     except asyncio.TimeoutError:

@@ -74,13 +74,13 @@ def _rows(table: F64) -> Iterator[LayerGrowth]:
 
 
 def engines(figures: LayerFigures) -> Figures:
-    """A row for each layer of each engine that has a session."""
+    """Returns a row for each layer of each engine that has a session."""
     rows = ({"engine_id": engine_id, **_row(growth)} for engine_id, growth in figures.rows())
     return {"layers": list(rows)}
 
 
 def layers(figures: LayerFigures) -> list[Figures]:
-    """A row for each layer, over all engines since the start."""
+    """Returns a row for each layer, over all engines since the start."""
     return [_row(growth) for growth in figures.totals()]
 
 

@@ -16,7 +16,7 @@ from hotkv_server.wire.server import Endpoints
 
 
 def tenant_shares(security: SecuritySettings) -> dict[str, TenantShare]:
-    """The share of the arena of each tenant."""
+    """Returns the share of the arena of each tenant."""
     return {
         tenant.name: TenantShare(tenant.guaranteed_bytes, tenant.burst_bytes)
         for tenant in security.tenants
@@ -66,14 +66,14 @@ def make_page_access(settings: Settings, access: AccessControl) -> PageAccess:
 
 
 def tls_files(tls: TlsSettings) -> TlsFiles | None:
-    """The files of TLS; None without."""
+    """Returns the files of TLS; None without."""
     if tls.certificate is None or tls.key is None:
         return None
     return TlsFiles(tls.certificate, tls.key, tls.client_ca)
 
 
 def make_endpoints(settings: Settings) -> Endpoints:
-    """The addresses, modes and files of gRPC's listeners."""
+    """Returns the addresses, modes and files of gRPC's listeners."""
     security = settings.security
     return Endpoints(
         settings.grpc_socket,

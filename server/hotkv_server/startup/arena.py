@@ -111,8 +111,8 @@ def warn_of_others(settings: Settings) -> None:
 
 
 def placer(wanted: str) -> Callable[[int, int], None] | None:
-    """A function that places memory on the NUMA nodes of `arena.numa`; None if none are chosen.
-    Raises StartError."""
+    """Returns a function that places memory on the NUMA nodes of `arena.numa`; None if none are
+    chosen. Raises StartError."""
     try:
         nodes = numa.choose(wanted)
     except ValueError as error:

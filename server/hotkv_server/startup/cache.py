@@ -29,8 +29,8 @@ def load_kernels(settings: Settings) -> None:
 def open_cache(
     settings: Settings, memory: NodeMemory, below: OpenedBelow | None = None
 ) -> tuple[CacheCore, Verifier]:
-    """The core with the blocks that came back, compared for as long as the settings allow. Blocks.
-    Raises StartError."""
+    """Returns the core with the blocks that came back, compared for as long as the settings allow.
+    Blocks. Raises StartError."""
     config = CoreConfig(
         settings.arena.bytes,
         settings.arena.slab_bytes,

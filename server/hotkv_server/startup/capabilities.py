@@ -51,7 +51,7 @@ class Attaches(Protocol):
     """
 
     def attach(self, settings: Settings, node: Node) -> Capability:
-        """The capability, for this node. Raises StartError."""
+        """Returns the capability, for this node. Raises StartError."""
 
 
 CAPABILITIES: tuple[Attaches, ...] = (

@@ -58,8 +58,8 @@ def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
 
 
 def check_settings(settings: Settings) -> list[str]:
-    """The checks of `check_start` that only read: names of sockets, access with the files of TLS,
-    and the audit file. They take milliseconds, and a server that runs passes them."""
+    """Returns the checks of `check_start` that only read: names of sockets, access with the files
+    of TLS, and the audit file. They take milliseconds, and a server that runs passes them."""
     problems = []
     for check in (check_sockets, check_access, check_audit):
         try:

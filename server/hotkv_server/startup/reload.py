@@ -96,9 +96,9 @@ class Reloader:
         return True
 
     def _can(self, name: str, settings: Settings) -> bool:
-        """Whether this setting of LIVE can change from the running value to the new one without a
-        restart: not the first tenant, the last one, nor TLS that comes, goes, or begins or ceases
-        to ask clients for certificates."""
+        """Returns whether this setting of LIVE can change from the running value to the new one
+        without a restart: not the first tenant, the last one, nor TLS that comes, goes, or begins
+        or ceases to ask clients for certificates."""
         if name == "security.tenants":
             return bool(settings.security.tenants) == bool(self._running[name])
         if name.startswith("security.tls."):

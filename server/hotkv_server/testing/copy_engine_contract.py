@@ -53,7 +53,7 @@ class Ends:
         gate: Gate | None = None,
         then: Callable[[], None] = lambda: None,
     ) -> CopyJob:
-        """A job that calls `then` at its end and has its end noted."""
+        """Returns a job that calls `then` at its end and has its end noted."""
         assert name not in self.outcomes
         self.outcomes[name] = []
 

@@ -129,7 +129,7 @@ class DeviceCopies:
         )
 
     def _resolve(self, device: int, copy: Copy, what: str, *, pageable: bool) -> Copy:
-        """The copy between the places where its bytes lie."""
+        """Returns the copy between the places where its bytes lie."""
         dst, src, count = copy
         (to, to_memory), (from_, from_memory) = (
             self._ranges.copy_range(device, dst, count, what),
@@ -195,7 +195,7 @@ class FakeEvent:
 
 
 def fake(event: Event) -> FakeEvent:
-    """The event as one of this runtime's."""
+    """Returns the event as one of this runtime's."""
     assert isinstance(event, FakeEvent)
     return event
 
@@ -229,7 +229,7 @@ class Streams:
         return f"Streams({len(self._streams)}, {given} given, lost {sorted(self.lost)})"
 
     def add(self, device: int, priority: Priority) -> FakeStream:
-        """A new stream."""
+        """Returns a new stream."""
         self._streams.append(FakeStream(device, priority))
         return self._streams[-1]
 

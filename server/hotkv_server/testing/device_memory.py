@@ -74,7 +74,7 @@ def unmap_pages(address: int, num_bytes: int) -> None:
 
 
 def bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:
-    """A view of the host's memory."""
+    """Returns a view of the host's memory."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
 
 
@@ -159,7 +159,7 @@ class FakeAllocation:
         return bytes_at(self._memory.address, self.num_bytes)
 
     def words(self) -> NDArray[np.uint32]:
-        """The same as flag words."""
+        """Returns the same as flag words."""
         return self.array()[: self.num_bytes // 4 * 4].view(np.uint32)
 
     def close(self) -> None:
@@ -287,7 +287,7 @@ class Ranges:
             self.drop(memory)
 
     def find(self, method: str, address: int, device: int, kind: str) -> KnownMemory:
-        """The memory of this kind that begins there. Raises DeviceError."""
+        """Returns the memory of this kind that begins there. Raises DeviceError."""
         for memory in self._memories:
             if (memory.start, memory.device, memory.kind) == (address, device, kind):
                 return memory
@@ -333,7 +333,7 @@ class Ranges:
     # Where bytes lie
 
     def extent(self, device: int, address: int) -> Extent:
-        """The device allocation in which the address lies. Raises DeviceError."""
+        """Returns the device allocation in which the address lies. Raises DeviceError."""
         for memory in self._memories:
             if memory.device != HOST and memory.start <= address < memory.end:
                 return Extent(memory.start, memory.end - memory.start, memory.device)

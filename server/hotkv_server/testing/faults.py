@@ -36,7 +36,7 @@ LOOK_S = 0.02
 
 
 def command(kind: str, *arguments: object) -> list[str]:
-    """The command of such a server, without its flags."""
+    """Returns the command of such a server, without its flags."""
     return [sys.executable, "-m", "hotkv_server.testing.faults", kind, *map(str, arguments), "run"]
 
 
@@ -131,7 +131,7 @@ def hang_disk(folder: str, signs: str) -> None:
         return called
 
     def hanging_blocks(call: str, move: Callable[..., Any]) -> Callable[..., Any]:
-        """The kernels that move blocks call the C library, past `os`."""
+        """Returns the kernels that move blocks call the C library, past `os`."""
 
         def moved(self: FileIO, *arguments: Any) -> Any:
             hang(call, self._fd)

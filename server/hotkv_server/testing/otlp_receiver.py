@@ -36,7 +36,7 @@ class ReceivedSpan:
     error: str
 
     def encloses(self, other: "ReceivedSpan") -> bool:
-        """Whether the other one lies within this one's time."""
+        """Returns whether the other one lies within this one's time."""
         return self.began_ns <= other.began_ns and other.ended_ns <= self.ended_ns
 
 
@@ -117,7 +117,7 @@ class OtlpReceiver:
 
 
 def received(request: ExportTraceServiceRequest) -> list[ReceivedSpan]:
-    """The spans of a request."""
+    """Returns the spans of a request."""
     found = []
     for resource in request.resource_spans:
         names = {one.key: _value(one.value) for one in resource.resource.attributes}

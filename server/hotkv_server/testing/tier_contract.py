@@ -27,12 +27,12 @@ WAIT_S = 60.0
 
 
 def key(number: int) -> bytes:
-    """The key of a block."""
+    """Returns the key of a block."""
     return b"hotkv/1/%032x/0/3/%064x" % (number % 3, number)
 
 
 def content(number: int) -> NDArray[np.uint8]:
-    """A block's bytes."""
+    """Returns a block's bytes."""
     return np.random.default_rng(number).integers(0, 256, SLOT_BYTES, np.uint8)
 
 

@@ -40,7 +40,7 @@ class FakeDevices:
     control: str = ""
 
     def command(self) -> list[str]:
-        """The command of a server with these devices, without its flags."""
+        """Returns the command of a server with these devices, without its flags."""
         return [
             sys.executable,
             "-m",

@@ -15,7 +15,7 @@ __all__ = ["TiersCapability", "attach", "check", "open_below"]
 
 
 def attach(settings: Settings, node: Node) -> "TiersCapability":
-    """The figures of this node's tiers."""
+    """Returns the figures of this node's tiers."""
     assert node.tiers is None or isinstance(node.tiers, Tiers), "tiers of another kind"
     return TiersCapability(node.tiers)
 

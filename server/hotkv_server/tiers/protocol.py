@@ -40,13 +40,14 @@ TICK_US = 64
 
 
 def begun(now_us: int) -> int:
-    """The epoch that begins at a time in microseconds of the wall clock. Of 19 digits, less than
-    2^63."""
+    """Returns the epoch that begins at a time in microseconds of the wall clock. Of 19 digits, less
+    than 2^63."""
     return now_us // TICK_US * RAISES
 
 
 def raised(now_us: int, *known: int) -> int:
-    """The epoch that follows all that are known, at a time in microseconds of the wall clock."""
+    """Returns the epoch that follows all that are known, at a time in microseconds of the wall
+    clock."""
     return max([begun(now_us), *(epoch + 1 for epoch in known)])
 
 
@@ -212,10 +213,10 @@ class Tier(Protocol):
         """How long the call that is under way has waited for the store; 0 if none is."""
 
     def is_alive(self) -> bool:
-        """Whether all its threads are, until it is closed."""
+        """Returns whether all its threads are, until it is closed."""
 
     def memory(self) -> TierMemory:
-        """The memory that it takes besides slots of the arena."""
+        """Returns the memory that it takes besides slots of the arena."""
 
     def figures(self) -> TierFigures:
         """Sums since the start."""

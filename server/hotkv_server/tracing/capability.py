@@ -73,7 +73,7 @@ def _not_installed(error: ImportError) -> StartError:
 
 
 def _headers(settings: TracingSettings) -> dict[str, str]:
-    """The headers of the file, by name. Raises StartError."""
+    """Returns the headers of the file, by name. Raises StartError."""
     path, headers = settings.headers_file, dict[str, str]()
     if path is None:
         return headers

@@ -116,5 +116,5 @@ def reason(error: BaseException) -> str:
 
 
 def wall_ns(monotonic_s: float) -> int:
-    """A time of the monotonic clock as nanoseconds since 1970."""
+    """Returns a time of the monotonic clock as nanoseconds since 1970."""
     return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)

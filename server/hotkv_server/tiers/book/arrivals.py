@@ -132,7 +132,7 @@ class Arrivals:
         return coming
 
     def numbers(self, key_space_id: int, groups: list[HashList]) -> set[int]:
-        """The moves that bring up a block of these lists."""
+        """Returns the moves that bring up a block of these lists."""
         found: set[int] = set()
         for one in groups:
             words = self._host.index.find(key_space_id, one.group_index, one.hashes)

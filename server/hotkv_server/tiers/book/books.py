@@ -101,7 +101,7 @@ class TierBooks:
 
 
 def books_of(core: CacheCore) -> TierBooks:
-    """The books of this core's tiers. Raises LookupError if it has none."""
+    """Returns the books of this core's tiers. Raises LookupError if it has none."""
     for one in core.below:
         if isinstance(one, TierBooks):
             return one

@@ -48,13 +48,13 @@ class Copies:
         self.lanes[OLD].add(entries)
 
     def lane_to_do(self) -> int | None:
-        """The lane behind STORED in which blocks wait that have been tried most often; None if no
-        blocks do."""
+        """Returns the lane behind STORED in which blocks wait that have been tried most often; None
+        if no blocks do."""
         lanes = range(len(self.lanes) - 1, STORED, -1)
         return next((at for at in lanes if len(self.lanes[at])), None)
 
     def take(self, num_bytes: int, lane: int = STORED) -> Entries:
-        """The next blocks of a lane, about so many bytes of slots, each once. They wait no
+        """Returns the next blocks of a lane, about so many bytes of slots, each once. They wait no
         longer."""
         waiting, parts = self.lanes[lane], [np.empty(0, np.uint32)]
         while len(waiting) and num_bytes > 0:

@@ -60,8 +60,8 @@ class Demotion:
             del self._block_tokens[record.number, group]
 
     def take(self, num_bytes: int, now_s: float) -> Entries:
-        """The next waiting blocks that are not below and may be written: about so many bytes of
-        slots, each block once. Looks at MAX_LOOKED of them."""
+        """Returns the next waiting blocks that are not below and may be written: about so many
+        bytes of slots, each block once. Looks at MAX_LOOKED of them."""
         taken, num_looked = np.empty(0, np.uint32), 0
         while len(self.waiting) and num_bytes > 0 and num_looked < MAX_LOOKED:
             some = self.waiting.take(num_bytes)
@@ -171,7 +171,7 @@ class Demotion:
         return entries, taken
 
     def _parents(self, key_space_id: int, group: int, entries: Entries) -> Entries:
-        """The place of the block before each of these, 0 if it has none."""
+        """Returns the place of the block before each of these, 0 if it has none."""
         parents = self._host.index.table.records[entries, table.W_PARENT]
         parents = np.where(parents <= self._host.index.capacity, parents, 0).astype(np.uint32)
         found = self._below.index.find(key_space_id, group, self._host.index.keys(parents)[2])

@@ -158,7 +158,8 @@ class EpochBook:
         return self._record(fingerprint).stores[store]
 
     def local(self, fingerprint: str) -> int:
-        """The number of the flush under which a key space's blocks are sealed on the disk."""
+        """Returns the number of the flush under which a key space's blocks are sealed on the
+        disk."""
         record = self.records.get(fingerprint)
         return self.base if record is None else record.local
 
@@ -179,8 +180,8 @@ class EpochBook:
         return Ticket(fingerprint, record.asked, record.need, now_s)
 
     def begin_flush(self, now_s: float) -> str:
-        """The key space that is to be flushed here now, which has begun; empty if there is none.
-        Waits for stores that may still be told of the flush: then one does for both."""
+        """Returns the key space that is to be flushed here now, which has begun; empty if there is
+        none. Waits for stores that may still be told of the flush: then one does for both."""
         for fingerprint in self._active:
             record = self.records[fingerprint]
             if record.begun >= record.need or record.begun > record.ended:
@@ -222,8 +223,9 @@ class EpochBook:
         record.begun = record.ended
 
     def pending(self, ticket: Ticket, now_s: float) -> list[str] | None:
-        """The stores that the flush could not be told to in time; None while its caller must wait.
-        They are told later. Empty: no node that reaches the stores serves a block of before."""
+        """Returns the stores that the flush could not be told to in time; None while its caller
+        must wait. They are told later. Empty: no node that reaches the stores serves a block of
+        before."""
         record = self._record(ticket.fingerprint)
         if record.ended < ticket.need:
             return None
@@ -244,7 +246,7 @@ class EpochBook:
         return pending
 
     def is_saved(self, ticket: Ticket) -> bool:
-        """Whether the flush here is written down."""
+        """Returns whether the flush here is written down."""
         return self.saved >= self._record(ticket.fingerprint).saved_at
 
     @property
@@ -323,7 +325,8 @@ class EpochBook:
         self.revision += 1
 
     def begin_raise(self, store: str, now_s: float) -> Raise | None:
-        """An epoch that the store is to raise now, which counts as begun; None if there is none."""
+        """Returns an epoch that the store is to raise now, which counts as begun; None if there is
+        none."""
         for fingerprint in self._active:
             record, standing = self._record(fingerprint), self.standing(fingerprint, store)
             if standing.is_untold and not standing.is_raising and now_s >= standing.raise_s:
@@ -354,8 +357,8 @@ class EpochBook:
         self._active[fingerprint] = None
 
     def epoch(self, fingerprint: str, store: str) -> int:
-        """The epoch under which blocks are written to the store and read from it; NO_EPOCH if none
-        may be."""
+        """Returns the epoch under which blocks are written to the store and read from it; NO_EPOCH
+        if none may be."""
         standing = self.standing(fingerprint, store)
         return standing.epoch if standing.is_settled and standing.is_vouched else NO_EPOCH
 
@@ -366,11 +369,11 @@ class EpochBook:
             standing.confirmed_s = standing.asked_s = NEVER_S
 
     def is_fresh(self, fingerprint: str, store: str, now_s: float) -> bool:
-        """Whether the store has confirmed the epoch lately."""
+        """Returns whether the store has confirmed the epoch lately."""
         return self._is_fresh(self.standing(fingerprint, store), now_s)
 
     def is_outdated(self, fingerprint: str) -> bool:
-        """Whether blocks that are here may be of before a flush that a store has shown."""
+        """Returns whether blocks that are here may be of before a flush that a store has shown."""
         return any(one.target is not None for one in self._mine(self._record(fingerprint)))
 
     def _is_fresh(self, standing: EpochStanding, now_s: float) -> bool:

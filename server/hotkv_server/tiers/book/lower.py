@@ -60,7 +60,7 @@ class LowerTier:
         self.down.forget_key_space(record)
 
     def has_blocks(self, key_space_id: int) -> bool:
-        """Whether a block of the key space lies below or moves."""
+        """Returns whether a block of the key space lies below or moves."""
         return bool(self.space.tenants.bytes_of(key_space_id)) or any(
             move.key_space_id == key_space_id for move in self.moves
         )

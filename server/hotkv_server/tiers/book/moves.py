@@ -66,7 +66,7 @@ class Moves:
         return iter(self._under_way.values())
 
     def next_number(self) -> int:
-        """A number for a new move: of 32 bits, and not that of another one under way."""
+        """Returns a number for a new move: of 32 bits, and not that of another one under way."""
         while self._next_number in self._under_way:
             self._next_number = _after(self._next_number)
         number, self._next_number = self._next_number, _after(self._next_number)
@@ -85,7 +85,7 @@ class Moves:
         del self._under_way[move.number]
 
     def may_begin(self, key_space_id: int) -> bool:
-        """Whether blocks of this key space may move."""
+        """Returns whether blocks of this key space may move."""
         return not self._stopped[key_space_id]
 
     @contextmanager

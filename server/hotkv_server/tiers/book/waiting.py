@@ -44,8 +44,8 @@ class WaitingBlocks:
             self.num_bytes -= int(sizes.sum())
 
     def take(self, num_bytes: int) -> Entries:
-        """The next blocks that were added together, about so many bytes of slots; without those
-        that are gone, or not verified and not to be taken so. They wait no longer."""
+        """Returns the next blocks that were added together, about so many bytes of slots; without
+        those that are gone, or not verified and not to be taken so. They wait no longer."""
         entries, generations, sizes = self._parts[0]
         count = max(1, int(np.searchsorted(np.cumsum(sizes), num_bytes, side="right")))
         if count < len(entries):

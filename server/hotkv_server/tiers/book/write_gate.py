@@ -109,7 +109,7 @@ class WriteGate:
         self._written.forget(now_s)
 
     def share(self, now_s: float) -> float:
-        """The share of new chains that is taken now."""
+        """Returns the share of new chains that is taken now."""
         if math.isinf(self._budget):
             return 1.0
         wanted = self._wanted_per_s(now_s) - self._sure.per_s(now_s)
@@ -139,8 +139,8 @@ class WriteGate:
         return admitted
 
     def _num_taken(self, offered: Offered, rows: slice, is_again: BoolMask, now_s: float) -> int:
-        """How many blocks to take of one part of a chain, from its first on: those that come again,
-        or all."""
+        """Returns how many blocks to take of one part of a chain, from its first on: those that
+        come again, or all."""
         ends, sizes = offered.ends_tokens[rows], offered.num_bytes[rows]
         num_rows, num_again = len(ends), 0
         if self._sure.per_s(now_s) <= self._wanted_per_s(now_s):
@@ -218,5 +218,5 @@ class _Rate:
 
 
 def _uniform(words: Words) -> float:
-    """A number in [0, 1) that a hash [8] decides."""
+    """Returns a number in [0, 1) that a hash [8] decides."""
     return float(int(words[0]) | int(words[1]) << 32) / 2.0**64

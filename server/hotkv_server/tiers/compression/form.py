@@ -62,8 +62,8 @@ def escapes_at(num_values: int) -> int:
 
 
 def room_bytes(num_bytes: int) -> int:
-    """The room of an encoded block of `num_bytes`, a multiple of SLOT_ALIGN. Small blocks may take
-    as much as they have, or more: nothing is won then."""
+    """Returns the room of an encoded block of `num_bytes`, a multiple of SLOT_ALIGN. Small blocks
+    may take as much as they have, or more: nothing is won then."""
     num_values = num_bytes // VALUE_BYTES
     needed = escapes_at(num_values) + num_values // VALUES_PER_ESCAPE * ESCAPE_BYTES
     return -(-needed // SLOT_ALIGN) * SLOT_ALIGN

@@ -53,8 +53,8 @@ def _store(builder: Any, vector: Any, address: Any) -> None:
 
 
 def _entries(builder: Any, low: Any, high: Any) -> list[Any]:
-    """A table's 16 exponents, each in all lanes. Made of two words, which stay in registers: a
-    table in memory would be loaded for every group."""
+    """Returns a table's 16 exponents, each in all lanes. Made of two words, which stay in
+    registers: a table in memory would be loaded for every group."""
     int32 = ir.IntType(32)
     nothing = ir.Constant(_BYTES, ir.Undefined)
     first = ir.Constant(ir.VectorType(int32, LANES), [0] * LANES)
@@ -154,7 +154,7 @@ def _decode_group(
 
 @intrinsic
 def _first_bit(typingctx: Any, word: Any) -> Any:
-    """The number of the lowest bit that is set; one is."""
+    """Returns the number of the lowest bit that is set; one is."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
@@ -205,7 +205,7 @@ def _set_number(room: Any, at: Any, number: Any, num_bytes: Any) -> None:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _count(room: Any, at: Any) -> Any:
-    """A number of escapes, negative ones included."""
+    """Returns a number of escapes, negative ones included."""
     found = _word(room, at - 4) >> _U64(32)
     return np.int64(found) - (np.int64(1) << 32 if found >> _U64(31) else 0)
 

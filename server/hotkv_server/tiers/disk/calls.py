@@ -51,7 +51,7 @@ class DiskCall:
         self._ends = np.cumsum(self.blocks.num_bytes)
 
     def cut(self, num_bytes: int) -> "DiskPiece":
-        """The next piece: of so many bytes, and at least a block."""
+        """Returns the next piece: of so many bytes, and at least a block."""
         begin = self._num_cut
         end = int(np.searchsorted(self._ends, self._cut_bytes + num_bytes, "right"))
         self._num_cut = max(begin + 1, end)
@@ -135,7 +135,7 @@ class CallQueue:
         return True
 
     def take(self) -> DiskPiece | None:
-        """The next piece, or None once the queue is closed. Blocks until there is one."""
+        """Returns the next piece, or None once the queue is closed. Blocks until there is one."""
         with self._changed:
             while not self._is_closed:
                 if (piece := self._next(time.monotonic())) is not None:

@@ -186,7 +186,7 @@ def _scramble(typingctx: Any, sums: Any, secret: Any) -> Any:
 
 @intrinsic
 def _word(typingctx: Any, address: Any) -> Any:
-    """The word at an address, which need not be aligned."""
+    """Returns the word at an address, which need not be aligned."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         loaded = builder.load(builder.inttoptr(args[0], _INT64.as_pointer()))

@@ -90,7 +90,7 @@ class BlockMover:
             move(call, encoded.only(part))
 
     def _rows(self, piece: DiskPiece) -> Rows:
-        """The rows of a piece that may be moved."""
+        """Returns the rows of a piece that may be moved."""
         blocks = piece.call.blocks
         rows = Rows(
             np.arange(piece.begin, piece.end),

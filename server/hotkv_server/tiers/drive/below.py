@@ -167,7 +167,7 @@ class TierBelow:
             await self._epochs.confirm_all(key_space_id, until_s)
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
-        """Whether a block of these lists lies here and not in host memory."""
+        """Returns whether a block of these lists lies here and not in host memory."""
         return any(map(len, self.lower.up.wanted(key_space_id, groups)))
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
@@ -186,7 +186,7 @@ class TierBelow:
         return self.lower.up.begin(key_space_id, groups, now_s)
 
     def blocks(self, move: Move) -> Blocks:
-        """The rows of a move as the tier takes them."""
+        """Returns the rows of a move as the tier takes them."""
         below = self.lower.space.index
         prefix = self._epochs.disk_prefix(move.key_space_id)
         blocks = blocks_of(self._core, move.entries, prefix)

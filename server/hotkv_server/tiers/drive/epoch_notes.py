@@ -48,7 +48,7 @@ class EpochNotes:
         return f"EpochNotes({[str(one.path) for one in self._folders]})"
 
     def read(self, stores: Sequence[str]) -> EpochBook:
-        """The book of an earlier server, for stores of these names. Blocks."""
+        """Returns the book of an earlier server, for stores of these names. Blocks."""
         read = [(one, _read(one.path / EPOCHS_FILE)) for one in self._folders]
         contents = [content for _, content in read if content is not None]
         # Blocks without a file are those of a server that wrote none.
@@ -138,5 +138,5 @@ def _record(said: Mapping[str, Any]) -> Record:
 
 
 def _fingerprint(text: str) -> str:
-    """The text, if it may be a fingerprint. Raises ValueError."""
+    """Returns the text, if it may be a fingerprint. Raises ValueError."""
     return bytes.fromhex(text).hex()

@@ -177,8 +177,8 @@ class Epochs:
     # Who may be served
 
     def get(self, store: str, key_space_id: int) -> int:
-        """The epoch under which blocks lie in the store; NO_EPOCH if none may be read or written
-        now."""
+        """Returns the epoch under which blocks lie in the store; NO_EPOCH if none may be read or
+        written now."""
         return self.book.epoch(self.fingerprint(key_space_id), store)
 
     def prefix(self, store: str, key_space_id: int) -> bytes:
@@ -203,21 +203,21 @@ class Epochs:
         return self.book.are_seals_saved
 
     def is_confirmed(self, store: str, key_space_id: int) -> bool:
-        """Whether the store has confirmed lately that blocks of the key space that lie there are of
-        after all flushes."""
+        """Returns whether the store has confirmed lately that blocks of the key space that lie
+        there are of after all flushes."""
         fingerprint = self.fingerprint(key_space_id)
         has_epoch = self.book.epoch(fingerprint, store) != NO_EPOCH
         return has_epoch and self.book.is_fresh(fingerprint, store, now_s())
 
     def are_all_confirmed(self, key_space_id: int) -> bool:
-        """Whether all stores have confirmed lately that blocks of the key space that lie on this
-        node's disk are of after all flushes."""
+        """Returns whether all stores have confirmed lately that blocks of the key space that lie on
+        this node's disk are of after all flushes."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return all(self.book.is_fresh(fingerprint, name, at_s) for name in self._stores)
 
     def may_serve(self, key_space_id: int) -> bool:
-        """Whether hits in host memory may be granted now. A store that is away does not hinder
-        them."""
+        """Returns whether hits in host memory may be granted now. A store that is away does not
+        hinder them."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         if not self._stores:
             return True
@@ -228,7 +228,7 @@ class Epochs:
         )
 
     def must_ask(self, key_space_id: int) -> bool:
-        """Whether a store that answers has something to confirm first."""
+        """Returns whether a store that answers has something to confirm first."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return any(
             not store.is_away and not self.book.is_fresh(fingerprint, name, at_s)
@@ -430,7 +430,7 @@ class Epochs:
         await asyncio.wait([self._turned], timeout=wait_s)
 
     def _number(self, fingerprint: str) -> int:
-        """The key space's number here; 0 if it is not known here."""
+        """Returns the key space's number here; 0 if it is not known here."""
         return self._core.catalog.number(bytes.fromhex(fingerprint))
 
     def _has_blocks(self, number: int) -> bool:

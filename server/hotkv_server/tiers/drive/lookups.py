@@ -53,7 +53,7 @@ class TierSource(Protocol):
         """Finds out by then what lies there, if the core does not know."""
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
-        """Whether a block may lie there and not in host memory."""
+        """Returns whether a block may lie there and not in host memory."""
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
         """Positions of blocks, one array a list, that are known to lie there only."""
@@ -65,7 +65,7 @@ class TierSource(Protocol):
         """Reserves slots for what is wanted, as far as there is room; None for nothing."""
 
     def blocks(self, move: Move) -> Blocks:
-        """The rows of a move as the tier takes them."""
+        """Returns the rows of a move as the tier takes them."""
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
         """The tier has read; returns how many blocks it has lost."""
@@ -87,7 +87,7 @@ class WaitingCalls:
         return self._waiting.total()
 
     def has_many(self, session: LiveSession) -> bool:
-        """Whether no more of them may wait."""
+        """Returns whether no more of them may wait."""
         return self._waiting[session.record.number] >= MAX_WAITING
 
     @contextlib.contextmanager
@@ -195,9 +195,9 @@ class TierLookups:
         return worth(lists, offers, tokens_per_s)
 
     def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
-        """Whether only a shared tier knows if a block of these lists is there, or may be loaded
-        from the disk. False for a session of which many calls wait already, or that does not know
-        tiers, and without one."""
+        """Returns whether only a shared tier knows if a block of these lists is there, or may be
+        loaded from the disk. False for a session of which many calls wait already, or that does not
+        know tiers, and without one."""
         if self._tasks.is_closing or session is None or not session.knows_tiers:
             return False
         if self._waiting.has_many(session):

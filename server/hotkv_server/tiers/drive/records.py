@@ -135,15 +135,15 @@ class LowerMemory:
         self._asked.set()
 
     def written(self) -> "Future[None]":
-        """A future that is done once all that the table holds now is in its file. Does not wait for
-        the disk. Thread-safe."""
+        """Returns a future that is done once all that the table holds now is in its file. Does not
+        wait for the disk. Thread-safe."""
         future: Future[None] = Future()
         self._waiting.append(future)
         self._asked.set()
         return future
 
     def is_alive(self) -> bool:
-        """Whether what has changed is still written."""
+        """Returns whether what has changed is still written."""
         return self._thread is None or self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:
@@ -329,7 +329,7 @@ def _left(folder: Path, num_bytes: int) -> tuple[BlockTable | None, ServerState 
 
 
 def _read(fd: int) -> NDArray[np.uint8]:
-    """A file's content; zeros in the place of what was cut off meanwhile."""
+    """Returns a file's content; zeros in the place of what was cut off meanwhile."""
     content = _memory(max(1, os.fstat(fd).st_size))
     view, at = content.data, 0
     while at < len(view) and (count := os.preadv(fd, [view[at : at + READ_BYTES]], at)):

@@ -109,7 +109,7 @@ class TierShared:
             )
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
-        """Whether a block of these lists is not in host memory: it may be there."""
+        """Returns whether a block of these lists is not in host memory: it may be there."""
         return any(map(len, self._absent(key_space_id, groups)))
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
@@ -141,7 +141,7 @@ class TierShared:
         )
 
     def blocks(self, move: Move) -> Blocks:
-        """The rows of a move as the tier takes them."""
+        """Returns the rows of a move as the tier takes them."""
         number = move.key_space_id
         prefix = self._epochs.prefix(self.name, number)
         expected = self._epochs.expected(self.name, number)

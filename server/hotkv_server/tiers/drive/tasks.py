@@ -68,7 +68,7 @@ class TierTasks:
 
 
 def future() -> "asyncio.Future[Any]":
-    """A future of the running loop."""
+    """Returns a future of the running loop."""
     return asyncio.get_running_loop().create_future()
 
 

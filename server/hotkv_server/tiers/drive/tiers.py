@@ -222,8 +222,8 @@ class Tiers:
     # Leases
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
-        """Whether a block of these lists may be in a tier and not in host memory, or on its way up.
-        False for a session of which many leases wait already."""
+        """Returns whether a block of these lists may be in a tier and not in host memory, or on its
+        way up. False for a session of which many leases wait already."""
         if self._tasks.is_closing or self._waiting.has_many(session):
             return False
         key_space_id = session.record.key_space_id

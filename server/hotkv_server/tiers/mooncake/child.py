@@ -142,9 +142,9 @@ class Child:
         return {"epoch": epoch}
 
     def _begun(self, name: str, *known: int) -> int:
-        """The epoch of a key space; one above all that are `known` begins if there is none. What is
-        put under a key that is there changes nothing. Two that begin at once are told apart by
-        chance."""
+        """Returns the epoch of a key space; one above all that are `known` begins if there is none.
+        What is put under a key that is there changes nothing. Two that begin at once are told apart
+        by chance."""
         epoch = raised(time.time_ns() // 1000, 0, *known) + secrets.randbelow(RAISES // 2)
         pinned = self._native.ReplicateConfig()
         pinned.with_hard_pin = True
@@ -155,7 +155,7 @@ class Child:
         return {name: self._number(epoch_key(name)) for name in asked["epochs"]}
 
     def _number(self, name: str) -> int:
-        """An epoch, or NO_EPOCH, with which nothing passes."""
+        """Returns an epoch, or NO_EPOCH, with which nothing passes."""
         found = bytes(self._store.get(name))
         if not found:
             # It says so too if the master does not answer.
@@ -199,7 +199,8 @@ def _probed(code: int) -> int:
 
 
 def _set_up(line: Line, arena: mmap.mmap) -> Child | None:
-    """The child as the parent's first message wants it. None if it can't be; the parent is told."""
+    """Returns the child as the parent's first message wants it. None if it can't be; the parent is
+    told."""
     native = importlib.import_module("mooncake.store")
     wanted = line.receive()
     store = native.MooncakeDistributedStore()

@@ -184,7 +184,7 @@ def mooncake_tier(
     on_epoch: Callable[[str, int], None] = lambda fingerprint, epoch: None,
     staged: Staged | None = None,
 ) -> RemoteTier:
-    """A tier in Mooncake Store. `arena_fd`: see `MooncakeClient`. `on_epoch`, `staged`: see
+    """Returns a tier in Mooncake Store. `arena_fd`: see `MooncakeClient`. `on_epoch`, `staged`: see
     `RemoteTier`; with staging memory the children map that."""
 
     def connect(until_s: float) -> MooncakeClient:

@@ -16,7 +16,7 @@ RECEIVE_BYTES = 1 << 16
 
 
 def quoted(key: bytes) -> str:
-    """A key as Mooncake has it."""
+    """Returns a key as Mooncake has it."""
     return quote_from_bytes(key, safe="/~")
 
 

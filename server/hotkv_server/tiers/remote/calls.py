@@ -128,8 +128,8 @@ class PartQueue:
             return True
 
     def get(self, until_s: float, *, takes_writes: bool = True) -> Part | None:
-        """The next part. Waits for one; None if the queue is closed, or has none at `until_s`, of
-        time.monotonic."""
+        """Returns the next part. Waits for one; None if the queue is closed, or has none at
+        `until_s`, of time.monotonic."""
         with self._ready:
             while not (self._reads or (takes_writes and self._writes)):
                 left_s = until_s - time.monotonic()

@@ -85,7 +85,7 @@ class Client(Protocol):
         """Deletes values."""
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """The epochs of key spaces. Those that are not there begin."""
+        """Returns the epochs of key spaces. Those that are not there begin."""
 
     def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
         """Ends the epoch of a key space. Returns the next one, which is above `floor`, or NO_EPOCH

@@ -208,7 +208,7 @@ class RemoteTier:
             self._staged.close()
 
     def _own_memory(self) -> TierMemory:
-        """The connections' buffers."""
+        """Returns the connections' buffers."""
         num_bytes = self._workers.num_connections * CONNECTION_BYTES
         return TierMemory(num_bytes, num_bytes)
 

@@ -149,7 +149,7 @@ class Workers:
         return self._limits.connections
 
     def is_alive(self) -> bool:
-        """Whether all threads are, until `close`."""
+        """Returns whether all threads are, until `close`."""
         return self._queue.is_closed or all(thread.is_alive() for thread in self._threads)
 
     def submit(self, call: RemoteCall, parts: Sequence[Part], *, is_read: bool) -> None:

@@ -128,8 +128,8 @@ _FULL = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", 
 
 
 def is_gone(said: str, is_404: bool) -> bool:
-    """Whether an object can't be had, and nothing speaks against its store: it is not there, or it
-    was moved to where it can't be read at once."""
+    """Returns whether an object can't be had, and nothing speaks against its store: it is not
+    there, or it was moved to where it can't be read at once."""
     code = _CODE.search(said)
     return (is_404 and (code is None or code[1] != "NoSuchBucket")) or (
         code is not None and code[1] == "InvalidObjectState"
@@ -196,7 +196,7 @@ class Loop:
             raise LateError("has not answered in time") from None
 
     def is_alive(self) -> bool:
-        """Whether the thread is, until `close`."""
+        """Returns whether the thread is, until `close`."""
         return self._loop.is_closed() or self._thread.is_alive()
 
     def close(self) -> None:
@@ -368,8 +368,8 @@ class Bucket:
     def names(
         self, folder: str, most: int, is_enough: Callable[[str], bool], until_s: float
     ) -> list[str]:
-        """The first names of objects in a folder, in their order: at most `most`, and up to one
-        that `is_enough`, or a little beyond it."""
+        """Returns the first names of objects in a folder, in their order: at most `most`, and up to
+        one that `is_enough`, or a little beyond it."""
 
         async def request() -> list[str]:
             found: list[str] = []

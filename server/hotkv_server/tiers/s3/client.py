@@ -51,8 +51,8 @@ class Shared:
         return f"Shared({self.index!r}, {self.lister!r})"
 
     def bucket(self) -> Bucket:
-        """The one that all use; a new one, with files read anew, after it was refused. Raises
-        UnusableError."""
+        """Returns the one that all use; a new one, with files read anew, after it was refused.
+        Raises UnusableError."""
         with self._lock:
             if self._bucket is None or self._bucket.is_refused:
                 self._is_checked = False
@@ -60,7 +60,7 @@ class Shared:
             return self._bucket
 
     def connect(self, until_s: float) -> "S3Client":
-        """A client whose bucket has answered. Raises StoreError."""
+        """Returns a client whose bucket has answered. Raises StoreError."""
         bucket = self.bucket()
         # A folder that has nothing: this asks whether the bucket answers, and may be listed.
         bucket.names(epochs.CHECK, 1, lambda name: True, until_s)
@@ -70,7 +70,7 @@ class Shared:
         return S3Client(self, bucket)
 
     def is_alive(self) -> bool:
-        """Whether its threads are, until `close`."""
+        """Returns whether its threads are, until `close`."""
         return self.lister.is_alive() and self.loop.is_alive()
 
     def next_number(self) -> int:

@@ -41,7 +41,7 @@ def epoch_path(fingerprint: str) -> str:
 
 
 def read_epoch(bucket: Bucket, fingerprint: str, until_s: float) -> int:
-    """The epoch; NO_EPOCH if there is none. Raises StoreError."""
+    """Returns the epoch; NO_EPOCH if there is none. Raises StoreError."""
     return _read(bucket, fingerprint, until_s)[0]
 
 

@@ -68,7 +68,7 @@ class PackIndex:
             return True
 
     def has(self, path: str) -> bool:
-        """Whether a pack is known."""
+        """Returns whether a pack is known."""
         return path in self._numbers
 
     def find(self, keys: Sequence[bytes]) -> list[Place | None]:

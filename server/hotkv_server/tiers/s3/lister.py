@@ -122,7 +122,7 @@ class Lister:
                     del self._folders[one]
 
     def is_alive(self) -> bool:
-        """Whether the thread is, until `stop`."""
+        """Returns whether the thread is, until `stop`."""
         return self._is_closed or self._thread.is_alive()
 
     def stop(self) -> None:

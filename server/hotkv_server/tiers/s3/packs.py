@@ -129,7 +129,8 @@ def packed(
 
 
 def parsed(space: Space, name: str, front: memoryview) -> Pack | None:
-    """The pack that these first `list_bytes` of an object tell; None if they are damaged."""
+    """Returns the pack that these first `list_bytes` of an object tell; None if they are
+    damaged."""
     if len(front) != list_bytes(name) or len(front) < _HEAD.size:
         return None
     magic, zero, sealed = _HEAD.unpack_from(front)

@@ -75,8 +75,8 @@ INFO_SERVER = Command(b"", (command(b"INFO", b"server"),))
 
 
 def now_us(reply: Reply) -> int:
-    """The server's wall clock in microseconds, from the reply to INFO_SERVER; ours if it does not
-    say it."""
+    """Returns the server's wall clock in microseconds, from the reply to INFO_SERVER; ours if it
+    does not say it."""
     return _said(reply)[1] or time.time_ns() // 1000
 
 
@@ -103,24 +103,25 @@ def epoch_key(fingerprint: str) -> bytes:
 
 
 def get(fingerprint: str) -> Command:
-    """The command that reads an epoch."""
+    """Returns the command that reads an epoch."""
     return Command.of(epoch_key(fingerprint), b"GET")
 
 
 def begin(fingerprint: str, now_us: int) -> Command:
-    """The command that begins an epoch where none is. `now_us`: microseconds of the wall clock."""
+    """Returns the command that begins an epoch where none is. `now_us`: microseconds of the wall
+    clock."""
     begun = b"%d" % protocol.begun(now_us)
     return Command.of(epoch_key(fingerprint), b"SET", begun, b"NX")
 
 
 def raise_(fingerprint: str, by: int) -> Command:
-    """The command that raises an epoch."""
+    """Returns the command that raises an epoch."""
     return Command.of(epoch_key(fingerprint), b"INCRBY", b"%d" % by)
 
 
 def remove(fingerprint: str) -> Command:
-    """The command that takes an epoch away. A server that is full refuses INCR but not this, and a
-    flush must count there too."""
+    """Returns the command that takes an epoch away. A server that is full refuses INCR but not
+    this, and a flush must count there too."""
     return Command.of(epoch_key(fingerprint), b"UNLINK")
 
 
@@ -133,8 +134,8 @@ def parsed_or_none(reply: Reply) -> int | None:
 
 
 def parsed(reply: Reply) -> int:
-    """The epoch that a reply gives, or NO_EPOCH. Raises LostError or UnusableError if it gives
-    none."""
+    """Returns the epoch that a reply gives, or NO_EPOCH. Raises LostError or UnusableError if it
+    gives none."""
     if reply is None:
         return NO_EPOCH
     if isinstance(reply, ErrorReply):

@@ -32,7 +32,8 @@ _UNUSABLE = {
 
 
 def unusable(code: str) -> UnusableError | None:
-    """The error for a reply with this code, if it speaks about the whole server; else None."""
+    """Returns the error for a reply with this code, if it speaks about the whole server; else
+    None."""
     words = _UNUSABLE.get(code)
     return UnusableError(words) if words else None
 

@@ -63,7 +63,7 @@ class ReplySource(Protocol):
 
 
 def command(*words: bytes) -> bytes:
-    """A command's bytes."""
+    """Returns a command's bytes."""
     return b"".join(
         (b"*%d\r\n" % len(words), *(b"$%d\r\n%b\r\n" % (len(word), word) for word in words))
     )
@@ -77,7 +77,7 @@ class Command(NamedTuple):
 
     @classmethod
     def of(cls, key: bytes, name: bytes, *words: bytes) -> "Command":
-        """The command `name`, of the key and words behind it."""
+        """Returns the command `name`, of the key and words behind it."""
         return cls(key, (command(name, key, *words),))
 
 
@@ -100,7 +100,7 @@ class Replies:
         return self._begin == self._end
 
     def next(self, until_s: float) -> Reply:
-        """The next reply. Raises LostError or LateError."""
+        """Returns the next reply. Raises LostError or LateError."""
         while True:
             kind, rest = self._line(until_s, BUFFER_BYTES)
             reply = self._reply(kind, rest, until_s, 0)
@@ -109,9 +109,9 @@ class Replies:
                 return reply
 
     def value(self, head: memoryview, place: Place, until_s: float) -> "Bulk | ErrorReply | None":
-        """The next reply, which must be a string, null or an error. Fills `head`, then the memory
-        that `place` gives; a value that is shorter than `head` is skipped. Raises LostError or
-        LateError."""
+        """Returns the next reply, which must be a string, null or an error. Fills `head`, then the
+        memory that `place` gives; a value that is shorter than `head` is skipped. Raises LostError
+        or LateError."""
         kind, rest = self._line(until_s, BESIDE_VALUE_BYTES)
         while kind in b">|":
             self._reply(kind, rest, until_s, 0)
