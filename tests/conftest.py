@@ -67,7 +67,7 @@ CHOSEN = "_hypothesis_internal_use_settings"
 
 
 def _has_examples(item: pytest.Function) -> bool:
-    """Whether hypothesis makes its examples, as many as the profile says."""
+    """Returns whether hypothesis makes its examples, as many as the profile says."""
     own = item.cls if item.name == "runTest" else getattr(item, "obj", None)
     chosen = getattr(own, "settings" if item.name == "runTest" else CHOSEN, None)
     return getattr(chosen, "max_examples", 0) == settings.default.max_examples

@@ -14,7 +14,7 @@ SMOLLM = Model("smollm2", Path("/none"), "bfloat16", 30, 23040, range(3, 10))
 
 
 def made_up(context_tokens: int, resident_step_s: float) -> Round:
-    """A round in which residency costs as much as the arguments say."""
+    """Returns a round in which residency costs as much as the arguments say."""
     return Round(
         context_tokens,
         dense_prefill_s=(10.0, 8.0),
@@ -35,7 +35,7 @@ def made_up(context_tokens: int, resident_step_s: float) -> Round:
 
 
 def batch(tokens: list[list[int]], logprobs: list[list[float]]) -> Batch:
-    """A batch of which only tokens and logprobs matter."""
+    """Returns a batch of which only tokens and logprobs matter."""
     return Batch(tokens, logprobs, [0], ["length"], [(0.0, 0.0)], [], 0, 0, {}, 0.0, 0.0)
 
 

@@ -14,7 +14,7 @@ WORDS: dict[str, int] = {}
 
 
 def encode(text: str) -> list[int]:
-    """A token a word."""
+    """Returns a token a word."""
     return [WORDS.setdefault(word, len(WORDS)) for word in text.split()]
 
 

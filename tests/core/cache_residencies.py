@@ -117,7 +117,7 @@ class ResidencyRules(WriteRules):
         self.all_readers.append(self.readers[engine, residency_id])
 
     def named(self, data: st.DataObject) -> tuple[int, str, int, str]:
-        """A session, and mostly a residency of its engine."""
+        """Returns a session, and mostly a residency of its engine."""
         session, engine, ks = self.session(data)
         mine = sorted(name for name in self.model.residencies if name[0] == engine)
         if mine and data.draw(st.integers(0, 5)):

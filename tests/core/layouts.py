@@ -59,7 +59,7 @@ def inner_axes(order: str, num_kernel: int) -> tuple[int, ...]:
 
 
 def page_bytes(view: Bytes, layer: int, block: int, order: str) -> Bytes:
-    """The bytes of one page in slot order."""
+    """Returns the bytes of one page in slot order."""
     axes = inner_axes(order, view.shape[KERNEL])
     page = view[layer, block]
     left_out = [axis for axis in (KERNEL, HEAD, TOKEN) if axis not in axes]
@@ -205,7 +205,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def ranks_of(case: Case, places: Sequence[tuple[str, str]], rng: np.random.Generator) -> list[Rank]:
-    """A rank for each shard, its memory full of noise."""
+    """Returns a rank for each shard, its memory full of noise."""
     ranks = [
         make_rank(order, placing, shapes, case.num_blocks)
         for (order, placing), shapes in zip(places, case.shapes, strict=True)

@@ -5,7 +5,7 @@ from hotkv_server.residency.book.residencies import Residencies
 
 
 def residencies(core: CacheCore) -> Residencies:
-    """The residencies of this core, which has some from the first call on."""
+    """Returns the residencies of this core, which has some from the first call on."""
     for pinner in core.pinners:
         if isinstance(pinner, Residencies):
             return pinner

@@ -26,7 +26,7 @@ from hotkv_server.cache.values import Entries, Int64s, Reservation, Run, SlotRun
 
 
 def make_table(capacity: int, num_buckets: int = 0, arena_bytes: int = 1 << 30) -> BlockTable:
-    """A table of its own memory; `num_buckets` 0 for the usual load."""
+    """Returns a table of its own memory; `num_buckets` 0 for the usual load."""
     geometry = TableGeometry.for_capacity(capacity, 1, arena_bytes)
     if num_buckets:
         geometry = TableGeometry(num_buckets, capacity, 1, arena_bytes)
@@ -36,7 +36,7 @@ def make_table(capacity: int, num_buckets: int = 0, arena_bytes: int = 1 << 30) 
 
 
 def hash_of(number: int, hash_bytes: int = 32) -> bytes:
-    """The block hash that the tests give to a number."""
+    """Returns the block hash that the tests give to a number."""
     return hashlib.sha256(number.to_bytes(8, "little", signed=True)).digest()[:hash_bytes]
 
 
@@ -153,8 +153,8 @@ INVERSE = pow(0x9E37_79B9_7F4A_7C15, -1, 1 << 64)
 def crafted_hash(
     home: int, num_buckets: int, tag: int, tail: int, salt: int, hash_bytes: int
 ) -> bytes:
-    """A hash that lives in bucket `home` with this tag; `tail` makes hashes of one home and tag
-    differ where there is room for it."""
+    """Returns a hash that lives in bucket `home` with this tag; `tail` makes hashes of one home and
+    tag differ where there is room for it."""
     mixed = -(-(home << 32) // num_buckets) << 32 | tag
     prefix = mixed * INVERSE % (1 << 64) ^ salt
     return prefix.to_bytes(8, "little") + bytes([tail]) * (hash_bytes - 8)

@@ -60,7 +60,7 @@ class Store:
         return self.epoch
 
     def tick(self) -> int:
-        """The time, of which numbers are made."""
+        """Returns the time, of which numbers are made."""
         self.clock += 10
         return self.clock
 
@@ -82,7 +82,7 @@ class Node:
 
 
 def kept(book: EpochBook) -> EpochBook:
-    """The book of the next server, from what is written down."""
+    """Returns the book of the next server, from what is written down."""
     records = {
         name: Record(
             one.local,

@@ -31,7 +31,8 @@ KEPT = Retention(pin=True, ttl_s=50.0)
 
 
 def filled(count: int, num_shards: int = 1) -> tuple[CacheCore, int]:
-    """A core of 24 slots with blocks 0 to `count`, stored by a session whose number is returned."""
+    """Returns a core of 24 slots with blocks 0 to `count`, stored by a session whose number is
+    returned."""
     config = CoreConfig(
         NUM_SLOTS * SLOT_ALIGN, 4 * SLOT_ALIGN, 100, unadmitted_share=1.0, held_share=1.0
     )

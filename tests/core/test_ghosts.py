@@ -15,7 +15,7 @@ POSITIONS = st.lists(st.integers(0, len(POOL) - 1), unique=True, max_size=20)
 
 
 def buckets_of(table: GhostTable) -> list[int]:
-    """The bucket of each key of the pool."""
+    """Returns the bucket of each key of the pool."""
     high = (spread(POOL) >> np.uint64(32)).tolist()
     return [int(half) * len(table.tags) >> 32 for half in high]
 

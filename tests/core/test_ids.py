@@ -20,7 +20,7 @@ SLAB = 4 * SLOT_ALIGN
 
 
 def make_core(num_shards: int = 1, **config: int) -> tuple[CacheCore, int]:
-    """A core and the number of a session that declares a representation of group 0."""
+    """Returns a core and the number of a session that declares a representation of group 0."""
     core = CacheCore(
         CoreConfig(6 * SLAB, SLAB, 50, unadmitted_share=1.0, **config), make_table(50), LRU(50)
     )

@@ -13,7 +13,7 @@ from hotkv_client.arena import HUGE_PAGE_BYTES, map_file
 
 
 def file_of(content: bytes) -> int:
-    """A file in memory."""
+    """Returns a file in memory."""
     fd = os.memfd_create("mapped")
     os.write(fd, content)
     return fd

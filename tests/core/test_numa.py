@@ -19,7 +19,8 @@ from hotkv_server.memory.arena import NodeMemory
 def _machine(
     root: Path, nodes: dict[int, str], devices: dict[str, tuple[str, str, int]], memory: str = ""
 ) -> Path:
-    """A /sys with nodes (number -> processors) and PCI devices (id -> vendor, class, node)."""
+    """Returns a /sys with nodes (number -> processors) and PCI devices (id -> vendor, class,
+    node)."""
     folder = root / "devices/system/node"
     folder.mkdir(parents=True)
     (folder / "has_memory").write_text((memory or ",".join(map(str, nodes))) + "\n")

@@ -170,7 +170,7 @@ def test_a_block_comes_up_into_a_slot_of_its_group_whatever_its_place() -> None:
 
 
 def left() -> Node:
-    """A tier with blocks of both sizes in one group, and of another group."""
+    """Returns a tier with blocks of both sizes in one group, and of another group."""
     node = Node()
     node.store(0, [1, 2, 3, 4])
     again = node.write([0, 2])
@@ -183,7 +183,8 @@ def left() -> Node:
 
 
 def restored(records: Words, *, knows: bool = True) -> tuple[Space, Restored]:
-    """A space filled with what records say, by a server that knows of encoded blocks or not."""
+    """Returns a space filled with what records say, by a server that knows of encoded blocks or
+    not."""
     space = Space(make_table(CAPACITY), 8 * SLAB, SLAB, POLICIES["lru"](CAPACITY))
     catalog = Catalog(space.books)
     number, _ = catalog.register(KEY_SPACE, (), 0.0)

@@ -48,7 +48,7 @@ def store(core: CacheCore, number: int, numbers: list[int], name: str) -> None:
 
 
 def most(call: Callable[[int], object]) -> int:
-    """How many calls are granted until one is refused as too much."""
+    """Returns how many calls are granted until one is refused as too much."""
     for done in count():
         try:
             call(done)

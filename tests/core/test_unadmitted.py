@@ -29,7 +29,8 @@ class Place:
     def open(
         self, name: str, key_space: KeySpace | None = None, first: int = 0, count: int = 14
     ) -> int:
-        """A session under whose key space blocks from `first` on are stored in both groups."""
+        """Returns a session under whose key space blocks from `first` on are stored in both
+        groups."""
         session = self.core.open_session(
             name, "rank", key_space or make_key_space(name, SLOT_ALIGN, SLOT_ALIGN), 0.0
         ).number

@@ -183,8 +183,8 @@ def test_a_large_job_has_every_byte() -> None:
 
 @st.composite
 def blocks(draw: st.DrawFn) -> tuple[Recipe, list[int], list[int]]:
-    """A recipe whose runs may adjoin on either side or both, block ids, and places of slots: any
-    sizes, any alignment, nothing overlaps."""
+    """Returns a recipe whose runs may adjoin on either side or both, block ids, and places of
+    slots: any sizes, any alignment, nothing overlaps."""
     sizes = draw(
         st.lists(st.one_of(st.integers(0, 70), st.integers(900, 9000)), min_size=1, max_size=6)
     )

@@ -121,7 +121,7 @@ class Compose:
         raise SystemExit("\n".join([what, *logs]))
 
     def wait(self, what: str, limit_s: float, is_so: Callable[[], bool]) -> float:
-        """The seconds that it took. Raises SystemExit when the time is over."""
+        """Returns the seconds that it took. Raises SystemExit when the time is over."""
         begun_s = time.monotonic()
         while not is_so():
             if time.monotonic() > begun_s + limit_s:
@@ -142,7 +142,7 @@ class Compose:
         return {name: float(value) for name, value in status["counters"].items()}
 
     def is_healthy(self) -> bool:
-        """Whether a health check says so now, whatever the last one said."""
+        """Returns whether a health check says so now, whatever the last one said."""
         words = [*self.podman.command, "healthcheck", "run", HOTKV]
         return subprocess.run(words, capture_output=True).returncode == 0
 
@@ -175,7 +175,7 @@ def ask(prompt: str, max_tokens: int = 40) -> Answer:
 
 
 def metric(url: str, name: str) -> float:
-    """The sum of a metric's samples."""
+    """Returns the sum of a metric's samples."""
     lines = [line for line in get(url).splitlines() if line.startswith(name)]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
@@ -257,7 +257,7 @@ def check_files(compose: Compose) -> str:
 
 
 def check_rights(compose: Compose) -> str:
-    """The server's user, capabilities and root file system. Raises SystemExit."""
+    """Returns the server's user, capabilities and root file system. Raises SystemExit."""
     pid = compose.state(HOTKV)["Pid"]
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     status = {
@@ -325,7 +325,7 @@ def walk(compose: Compose, steps: Steps) -> None:
 
 
 def is_stored(compose: Compose, answer: Answer) -> bool:
-    """Whether all whole blocks of the prompt are in hotkv."""
+    """Returns whether all whole blocks of the prompt are in hotkv."""
     (info,) = (
         line
         for line in get("http://127.0.0.1:8000/metrics").splitlines()
@@ -338,7 +338,8 @@ def is_stored(compose: Compose, answer: Answer) -> bool:
 
 
 def again(compose: Compose, before: Answer) -> str:
-    """A new engine answers the long prompt with the same text, from hotkv. Raises SystemExit."""
+    """Returns a new engine answers the long prompt with the same text, from hotkv. Raises
+    SystemExit."""
     hits = "vllm:external_prefix_cache_hits_total"
     before_blocks = metric("http://127.0.0.1:9433/metrics", "hotkv_loaded_blocks_total")
     begun_s = time.monotonic()
@@ -396,7 +397,7 @@ def kill(compose: Compose, stored: float) -> list[str]:
 
 
 def down(compose: Compose) -> str:
-    """The statuses. Raises SystemExit."""
+    """Returns the statuses. Raises SystemExit."""
     waiting = {
         name: subprocess.Popen(
             [*compose.podman.command, "wait", name], stdout=subprocess.PIPE, text=True

@@ -20,13 +20,13 @@ class Stage:
     steps: list[tuple[str, str]] = field(default_factory=list)
 
     def last(self, instruction: str) -> str:
-        """The text that counts where an instruction may be given more than once. Raises IndexError
-        where it is missing."""
+        """Returns the text that counts where an instruction may be given more than once. Raises
+        IndexError where it is missing."""
         return [text for name, text in self.steps if name == instruction][-1]
 
 
 def parse(text: str) -> list[Stage]:
-    """The stages of a Dockerfile."""
+    """Returns the stages of a Dockerfile."""
     stages: list[Stage] = []
     lines = [
         line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")
@@ -42,7 +42,7 @@ def parse(text: str) -> list[Stage]:
 
 
 def is_sent(path: str, ignored: str) -> bool:
-    """Whether .dockerignore lets a file of the repository into the build."""
+    """Returns whether .dockerignore lets a file of the repository into the build."""
     sent = True
     parts = Path(path).parts
     heads = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]

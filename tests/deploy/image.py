@@ -170,7 +170,7 @@ class Pod:
         return self._server.wait(STOP_S), time.monotonic() - begun_s
 
     def logged(self, words: str) -> str:
-        """The last line of the log with these words. Raises SystemExit."""
+        """Returns the last line of the log with these words. Raises SystemExit."""
         lines = [line for line in self._log.read_text().splitlines() if words in line]
         if not lines:
             raise SystemExit(f"no {words!r} in the log:\n{self._log.read_text()}")

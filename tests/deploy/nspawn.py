@@ -120,7 +120,7 @@ class Machine:
         raise SystemExit(f"{what}\n{journal}")
 
     def show(self, name: str) -> str:
-        """A property of the unit."""
+        """Returns a property of the unit."""
         return self.run("systemctl", "show", "--value", "-p", name, UNIT)
 
     def journal_has(self, words: str) -> bool:

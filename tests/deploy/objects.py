@@ -37,7 +37,7 @@ class Objects:
         return Objects(tuple(item for item in yaml.safe_load_all(text) if item))
 
     def one(self, kind: str) -> dict[str, Any]:
-        """The only object of this kind."""
+        """Returns the only object of this kind."""
         (found,) = (item for item in self.all if item["kind"] == kind)
         return found
 

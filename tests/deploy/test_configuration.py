@@ -22,7 +22,8 @@ ALL = dict(leaves(Settings))
 
 
 def with_tables() -> str:
-    """The file with the tables in place that are shown in comments, up to an empty line each."""
+    """Returns the file with the tables in place that are shown in comments, up to an empty line
+    each."""
 
     def table(match: re.Match[str]) -> str:
         return "\n".join(line.removeprefix("# ") for line in match[0].splitlines())
@@ -31,7 +32,7 @@ def with_tables() -> str:
 
 
 def uncommented() -> str:
-    """The file with every setting in place: those that are shown in a comment, too."""
+    """Returns the file with every setting in place: those that are shown in a comment, too."""
     text = re.sub(r"^# (\w+ = )", r"\1", with_tables(), flags=re.MULTILINE)
     without_list = text.replace("tenants = []\n", "")
     lines = [re.sub(r"^#   ", "", line) for line in without_list.splitlines()]

@@ -149,7 +149,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 
 def shown(expr: str) -> str:
-    """A query of the dashboard as Grafana sends it."""
+    """Returns a query of the dashboard as Grafana sends it."""
     for variable, value in (
         ("$instance", ".*"),
         ("$__rate_interval", "5s"),

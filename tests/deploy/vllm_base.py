@@ -32,7 +32,7 @@ ENVIRONMENT = {
 
 
 def closure(name: str = ROOT_PACKAGE) -> dict[str, metadata.Distribution]:
-    """A package of this environment and all that it requires, by name; extras count.
+    """Returns a package of this environment and all that it requires, by name; extras count.
 
     A requirement that is not installed is left out: vLLM's CPU build runs without torchvision,
     torchaudio and torchcodec. Raises SystemExit if the package itself is not there.

@@ -168,8 +168,8 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 
 
 def _translated(folder: Path) -> Path:
-    """A copy of the folder's headers in which dynamic shared memory is spelled so that g++ takes
-    it."""
+    """Returns a copy of the folder's headers in which dynamic shared memory is spelled so that g++
+    takes it."""
     target = Path(tempfile.mkdtemp(dir=_scratch().name))
     for pattern in ("*.cuh", "*.h", "*.cu"):
         for header in folder.glob(pattern):

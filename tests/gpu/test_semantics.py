@@ -147,7 +147,7 @@ def engine(runtime: CupyRuntime) -> Iterator[Engine]:
 
 
 def works(runtime: CupyRuntime, stream: Stream) -> bool:
-    """Whether the device can still be had."""
+    """Returns whether the device can still be had."""
     event, pinned, memory = (
         runtime.new_event(0),
         runtime.allocate_pinned(4096),

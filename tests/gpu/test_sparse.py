@@ -196,7 +196,7 @@ class Layer:
         self.rng = np.random.default_rng(3)
 
     def ask(self) -> np.ndarray:
-        """A new query, float32 [Q, D], where a step reads it."""
+        """Returns a new query, float32 [Q, D], where a step reads it."""
         around = self.keys.reshape(-1, HEADS, SIZE)[self.rng.integers(0, self.num_tokens, 4)].sum(
             axis=0
         )

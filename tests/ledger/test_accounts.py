@@ -43,7 +43,7 @@ WHO = st.builds(
 
 
 def in_window(minute: int, now: int, seconds: float) -> bool:
-    """Whether what was counted in a minute belongs to a window that ends with `now`."""
+    """Returns whether what was counted in a minute belongs to a window that ends with `now`."""
     if not seconds:
         return True
     if (minutes := -(-seconds // 60)) <= NUM_MINUTES:

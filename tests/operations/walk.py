@@ -71,7 +71,8 @@ class Installed:
         subprocess.run([self.bin / "pip", "install", "-qq", *arguments], check=True)
 
     def hotkv(self, *arguments: str, status: int | None = 0) -> str:
-        """The output of the command. Raises WalkError for another exit status than `status`."""
+        """Returns the output of the command. Raises WalkError for another exit status than
+        `status`."""
         done = subprocess.run(
             [self.bin / "hotkv", *arguments], capture_output=True, text=True, timeout=180
         )
@@ -112,7 +113,7 @@ class Service:
         wait(lambda: self.asks("/readyz") == 200, "the server is ready")
 
     def ended(self, seconds: float = WAIT_S) -> int:
-        """The exit status."""
+        """Returns the exit status."""
         assert self._process is not None
         return self._process.wait(seconds)
 
@@ -122,7 +123,7 @@ class Service:
             self._process.wait(60)
 
     def asks(self, path: str) -> int:
-        """The status of a request; 0 if nobody answers."""
+        """Returns the status of a request; 0 if nobody answers."""
         url = f"http://127.0.0.1:{self.port}{path}"
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as reply:
             return int(reply.status)

@@ -120,7 +120,7 @@ class Tokens:
 
 
 def unpack_tokens(name: str, packed: U8, head_size: int) -> Tokens:
-    """A token format's bytes uint8 [B, H, N]; padding channels mean nothing."""
+    """Returns a token format's bytes uint8 [B, H, N]; padding channels mean nothing."""
     form = formats.format_named(name)
     if form.by_axes:
         return Tokens(*_unpack_axes(packed, head_size))
@@ -155,7 +155,7 @@ def unpack_parts(name: str, packed: U8, head_size: int) -> tuple[F32, npt.NDArra
 
 
 def approximate_keys(name: str, packed: U8, head_size: int) -> F32:
-    """The rotated keys as a token format holds them: float32 [B, H, R * 16, D]."""
+    """Returns the rotated keys as a token format holds them: float32 [B, H, R * 16, D]."""
     tokens = unpack_tokens(name, packed, head_size)
     scale = np.maximum(tokens.sigma, np.float32(0.0)) / np.float32(
         formats.format_named(name).level_unit
@@ -227,7 +227,7 @@ def _unpack_axes(packed_BHN: U8, head_size: int) -> tuple[I8, F32]:
 
 
 def approximate_channels(packed_BHN: U8, axes: Axes) -> F32:
-    """The channels that codes stand for, float32 [B, H, R * 16, C]."""
+    """Returns the channels that codes stand for, float32 [B, H, R * 16, C]."""
     levels, sigma = _unpack_axes(packed_BHN, axes.into.shape[1])
     return np.asarray(
         levels * half_steps(axes)[:, None] * np.maximum(sigma, np.float32(0.0))[..., None],
@@ -247,7 +247,7 @@ def pack_lines(codes: U8, width: int) -> U8:
 
 
 def unpack_lines(data: U8, width: int) -> U8:
-    """The inverse of `pack_lines`."""
+    """Returns the inverse of `pack_lines`."""
     lead, planes = data.shape[:-1], 8 // width
     num_lines = data.shape[-1] // LINE_BYTES
     lines = np.moveaxis(data.reshape(*lead, num_lines, RUN_TOKENS, 4), -2, -3)
@@ -380,7 +380,7 @@ def select(
     adaptive_p: float | None = None,
     floor_blocks: int = 0,
 ) -> Selection:
-    """The `budget_blocks` best blocks of a context, always kept ones first.
+    """Returns the `budget_blocks` best blocks of a context, always kept ones first.
 
     With `adaptive_p`, the fewest of the heaviest with always_mass + sum w >= p, but at least
     `floor_blocks`. A budget below the always kept blocks keeps just those.

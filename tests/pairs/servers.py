@@ -107,7 +107,7 @@ class Nodes:
         return noting(self._open(*arguments, **named), self.told)
 
     def of(self, number: int) -> Daemon:
-        """The daemon of an engine."""
+        """Returns the daemon of an engine."""
         return self.daemons[number % len(self.daemons)]
 
     @property
@@ -170,7 +170,7 @@ class Nodes:
 
 
 def noting(session: Any, told: list[RequestReport]) -> Any:
-    """The session, whose reports of requests are noted."""
+    """Returns the session, whose reports of requests are noted."""
     report = session.report_requests
 
     def noted(reports: Sequence[RequestReport], *arguments: Any, **named: Any) -> None:

@@ -158,12 +158,13 @@ def pairs() -> list[Pair]:
 
 
 def names_of(pair: Pair) -> str:
-    """A pair as tests are named by it: its features in the order of the page."""
+    """Returns a pair as tests are named by it: its features in the order of the page."""
     return "+".join(name for name in FEATURES if name in pair)
 
 
 def answer(pair: Pair) -> Answer:
-    """The pair's answer. Raises KeyError if it has none, and ValueError if it has several."""
+    """Returns the pair's answer. Raises KeyError if it has none, and ValueError if it has
+    several."""
     name = f"[{names_of(pair)}]"
     second = names_of(pair).rpartition("+")[2]
     found = []
@@ -190,12 +191,12 @@ def answer(pair: Pair) -> Answer:
 
 
 def of_kind(kind: Kind) -> list[Pair]:
-    """The pairs that are answered so."""
+    """Returns the pairs that are answered so."""
     return [pair for pair in pairs() if answer(pair).kind is kind]
 
 
 def meets(names: frozenset[str]) -> bool:
-    """Whether features may be together: no two of them are refused or cannot meet."""
+    """Returns whether features may be together: no two of them are refused or cannot meet."""
     apart = (REFUSALS, APART)
     return not any(
         _entry(some, frozenset(two)) for some in apart for two in itertools.combinations(names, 2)

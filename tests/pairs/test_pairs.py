@@ -37,7 +37,7 @@ EVERYDAY = everyday()
 
 
 def run(names: list[str], seed: int, folder: Path, turns: int = TURNS) -> World:
-    """A world of these features, from its start to its end."""
+    """Returns a world of these features, from its start to its end."""
     with pytest.MonkeyPatch.context() as patch:
         plays = {name: PLAYS[name]() for name in names}
         world = World(plays, Double(), seed, folder, patch)

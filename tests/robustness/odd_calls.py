@@ -30,7 +30,7 @@ UNARY: dict[str, type[Message]] = {
 
 
 def odd_envelope(chance: random.Random) -> str:
-    """An envelope of hints in JSON: most fields make sense, others are of any kind."""
+    """Returns an envelope of hints in JSON: most fields make sense, others are of any kind."""
 
     def odd(*good: Any) -> Any:
         anything = (None, True, -1, 1e308, "", "x" * 200, "\n", [], [1, 2], {}, {"a": [{}]}, 10**40)

@@ -406,13 +406,13 @@ def _closing(fd: int) -> Iterator[int]:
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """A frame of HTTP/2 (RFC 9113, 4.1)."""
+    """Returns a frame of HTTP/2 (RFC 9113, 4.1)."""
     return (
         len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
     )
 
 
 def _literal(name: str, value: str) -> bytes:
-    """A header field without index or Huffman code (RFC 7541, 6.2.2); both are shorter than 127
-    bytes."""
+    """Returns a header field without index or Huffman code (RFC 7541, 6.2.2); both are shorter than
+    127 bytes."""
     return b"\0" + bytes((len(name),)) + name.encode() + bytes((len(value),)) + value.encode()

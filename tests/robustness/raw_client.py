@@ -26,14 +26,15 @@ BAD_CODES = ("INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED")
 
 
 def name_of(error: errors_pb2.ErrorDetail) -> str:
-    """The reason in words. Raises AssertionError for INTERNAL."""
+    """Returns the reason in words. Raises AssertionError for INTERNAL."""
     reason = errors_pb2.ErrorReason.Name(error.reason).removeprefix("ERROR_REASON_")
     assert reason != "INTERNAL", error
     return reason
 
 
 def code_of(error: grpc.RpcError) -> str:
-    """The status code in words. Raises AssertionError for those that mean a defect or a hang."""
+    """Returns the status code in words. Raises AssertionError for those that mean a defect or a
+    hang."""
     code = str(error.code().name)
     assert code not in BAD_CODES, error
     return code

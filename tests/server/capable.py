@@ -12,7 +12,7 @@ from hotkv_server.sparse.capability import SparseCapability
 
 
 def capable(node: Node) -> Node:
-    """The node, which has them from now on."""
+    """Returns the node, which has them from now on."""
     node.capabilities += [
         EventsCapability(node, EventHub()),
         LedgerCapability(node, LiveLedger(node.core)),

@@ -311,7 +311,7 @@ def hashes(count: int) -> list[bytes]:
 
 
 def done(future: "object") -> TransferResult:
-    """The result of a transfer that must succeed."""
+    """Returns the result of a transfer that must succeed."""
     result: TransferResult = future.result(DEADLINE_S)  # type: ignore[attr-defined]
     assert result.status is TransferStatus.DONE, result
     return result

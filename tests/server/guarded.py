@@ -66,7 +66,7 @@ class Guarded:
         )
 
     def logged(self, *words: str) -> bool:
-        """Whether one line of the log has all of them, within a moment."""
+        """Returns whether one line of the log has all of them, within a moment."""
         until_s = time.monotonic() + 60
         while time.monotonic() < until_s:
             if any(

@@ -28,7 +28,7 @@ class Place:
         self.engine: PagedEngine | None = None
 
     def start(self, *flags: str, arena: str = "16MiB") -> Server:
-        """The next server; the engine, if there is one, has found it by itself."""
+        """Returns the next server; the engine, if there is one, has found it by itself."""
         self.server = Server(self.folder, arena, *FLAGS, *flags)
         self.server.wait_ready()
         if self.engine is not None:
@@ -45,7 +45,7 @@ class Place:
             wait_for(lambda: not self.engine.session.connected)  # type: ignore[union-attr]
 
     def connect(self, on_evicted: Callable[[Evicted], None] | None = None) -> PagedEngine:
-        """An engine with random pages."""
+        """Returns an engine with random pages."""
         assert self.server is not None
         settings = {
             "layers": LAYERS,

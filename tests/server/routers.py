@@ -72,7 +72,7 @@ class Router:
         return batch
 
     def events(self, count: int = 0) -> list[Any]:
-        """The next events: `count` of them, or all that come until it is quiet."""
+        """Returns the next events: `count` of them, or all that come until it is quiet."""
         found: list[Any] = []
         while (len(found) < count and self.sub.poll(10_000)) or (
             not count and self.sub.poll(QUIET_MS)

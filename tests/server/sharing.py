@@ -73,7 +73,7 @@ class SharingNode(Place):
         return bool(found[0].all())
 
     def leases_some(self, blocks: list[bytes]) -> bool:
-        """Whether a lease gets any of the blocks."""
+        """Returns whether a lease gets any of the blocks."""
         assert self.engine is not None
         name = os.urandom(8).hex()
         lease = self.engine.session.acquire(name, [GroupHashes(0, blocks)]).result(60)
@@ -81,7 +81,7 @@ class SharingNode(Place):
         return bool(lease.pinned[0].any())
 
     def loads(self, blocks: list[bytes], content: np.ndarray) -> bool:
-        """Whether the blocks are found and loaded with these bytes."""
+        """Returns whether the blocks are found and loaded with these bytes."""
         engine, count = self.engine, len(blocks)
         assert engine is not None
         engine.kv[:] = 0

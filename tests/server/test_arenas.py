@@ -46,7 +46,7 @@ class Folder:
         return server
 
     def leave(self, name: str) -> Path:
-        """An arena of 1 MiB without a server."""
+        """Returns an arena of 1 MiB without a server."""
         NodeMemory.open(self.path / name, MIB, 1 << 16, 64, 7).release()
         return self.path / name
 

@@ -475,7 +475,7 @@ def test_marks_that_the_session_has_not(mark: DeviceMark, word: str) -> None:
 
 
 def _is_at(word: int, value: int) -> bool:
-    """The driver's comparison: `(int32_t)(*addr - value) >= 0`."""
+    """Returns the driver's comparison: `(int32_t)(*addr - value) >= 0`."""
     return ctypes.c_int32(word - value).value >= 0
 
 

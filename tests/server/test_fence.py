@@ -56,7 +56,7 @@ class Place:
         return session
 
     async def store(self, session: LiveSession, fence_index: int) -> int:
-        """The result of one block's store."""
+        """Returns the result of one block's store."""
         name, run = os.urandom(4).hex(), Run(0, hash_words(os.urandom(32), 32))
         storing = await self.node.transfers.store(
             session, name, name, [run], [np.zeros(1, np.int64)], 5.0, fence_index=fence_index
@@ -65,7 +65,7 @@ class Place:
         return int(end.results[0][0])
 
     async def refused(self, session: LiveSession, fence_index: int) -> str:
-        """The words of a refusal that changed nothing."""
+        """Returns the words of a refusal that changed nothing."""
         with pytest.raises(HotKVError) as raised:
             await self.store(session, fence_index)
         assert raised.value.reason is Reason.INVALID_FIELD and session.jobs == {}

@@ -90,7 +90,7 @@ def short_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def connected(server: Server) -> socket.socket:
-    """A connection to the descriptor socket, that asks for nothing; or one that waits to be
+    """Returns a connection to the descriptor socket, that asks for nothing; or one that waits to be
     taken."""
     one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     one.settimeout(1.0)

@@ -67,7 +67,7 @@ class HungNode(SharingNode):
             sign.unlink()
 
     def loads_soon(self, blocks: list[bytes], content: np.ndarray) -> bool:
-        """Whether the blocks come from a tier, once the one that hangs is passed by."""
+        """Returns whether the blocks come from a tier, once the one that hangs is passed by."""
         engine = self.engine
         assert engine is not None
 

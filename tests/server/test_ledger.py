@@ -70,7 +70,7 @@ def report(one: GroupsEngine, *reports: RequestReport, loads: tuple[LoadEnd, ...
 
 
 def row_of(target: str, model: str, since_s: float = 0.0) -> dict[str, Any]:
-    """The row of a model's only engine."""
+    """Returns the row of a model's only engine."""
     with AdminClient(target) as admin:
         (row,) = [r for r in admin.savings(since_s)["rows"] if r["model"] == model]
     hits = {tier: count for tier, count in row["hits"].items() if count}

@@ -113,7 +113,7 @@ def test_a_killed_engine_leaves_nothing(own_server: Server) -> None:
 
 
 def restart(server: Server, folder: Path) -> Server:
-    """The same runtime directory, another process."""
+    """Returns the same runtime directory, another process."""
     return Server(folder, "16MiB", "--arena.slab-bytes", "64KiB")
 
 
@@ -212,7 +212,7 @@ def wait_at_random(
 
 
 def holds_only(reader: PagedEngine, name: str, blocks: list[bytes], value: int) -> bool:
-    """Whether some of the blocks are there; those hold nothing but `value`."""
+    """Returns whether some of the blocks are there; those hold nothing but `value`."""
     pinned = reader.session.acquire(name, [GroupHashes(0, blocks)]).result(60).pinned[0]
     at = np.flatnonzero(pinned).astype(np.int32)
     if len(at):

@@ -91,7 +91,7 @@ def registered(
     *handles: MemoryHandle,
     fds: dict[str, int] | None = None,
 ) -> Session:
-    """A connected session over the engine's memory with this order."""
+    """Returns a connected session over the engine's memory with this order."""
     layout = replace(engine.layout, handles=(*engine.layout.handles, *handles))
     config = replace(
         engine.session.config,

@@ -52,7 +52,7 @@ class Reader:
         )
 
     def wait_subscribed(self, publisher: ZmqPublisher) -> int:
-        """The last sequence number that came, once messages come through."""
+        """Returns the last sequence number that came, once messages come through."""
         for _ in range(200):
             publisher.publish(1.0, [KeySpaceCleared(1)])
             if self.sub.poll(50):

@@ -97,7 +97,7 @@ class Reloading:
         self.path.write_text("\n".join(toml({**self.top, "security": self.security})))
 
     def logged(self, *words: str) -> int:
-        """How many lines of the log have all of these."""
+        """Returns how many lines of the log have all of these."""
         lines = self.server.log.read_text().splitlines()
         return sum(all(word in line for word in words) for line in lines)
 

@@ -127,7 +127,7 @@ def store(
 
 
 def resident(place: Place, count: int = 40, name: str = "r") -> tuple[Reader, list[bytes]]:
-    """A reader of so many blocks, which were stored into its residency."""
+    """Returns a reader of so many blocks, which were stored into its residency."""
     engine = place.engine or place.connect()
     reader, blocks = Reader(engine.session, name, count), hashes(count)
     assert set(store(engine, blocks, 0, name)) == {BlockResult.STORED}

@@ -26,7 +26,7 @@ ARENA = ["--arena.bytes", "16MiB", "--arena.slab-bytes", "64KiB", "--http.port",
 def started(
     folder: Path, *flags: str, check: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """A server that should refuse to start; `--check` if asked for."""
+    """Returns a server that should refuse to start; `--check` if asked for."""
     command = [sys.executable, "-m", "hotkv_server", "run", "--runtime-dir", str(folder / "run")]
     command += ["--arena.dir", str(folder / "arena"), *ARENA, *flags]
     return subprocess.run(

@@ -224,7 +224,7 @@ class Terminal:
         os.write(self._fd, sent.encode())
 
     def shows(self, text: str) -> bool:
-        """Whether the text is on the screen, after what has come."""
+        """Returns whether the text is on the screen, after what has come."""
         while select.select([self._fd], [], [], 0.05)[0]:
             try:
                 self._stream.feed(os.read(self._fd, 1 << 16))
@@ -236,7 +236,7 @@ class Terminal:
         return "Traceback" not in "\n".join(self.screen.display)
 
     def takes_keys(self) -> bool:
-        """Whether it has the keys as they come: nothing is echoed any more."""
+        """Returns whether it has the keys as they come: nothing is echoed any more."""
         return not termios.tcgetattr(self._fd)[3] & termios.ECHO
 
     def end(self) -> int:

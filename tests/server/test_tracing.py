@@ -96,7 +96,7 @@ class Request:
         self.session.release(name)
 
     def spans(self, collector: OtlpReceiver, *names: str) -> dict[str, ReceivedSpan]:
-        """The trace's spans by name, once those of these names have come."""
+        """Returns the trace's spans by name, once those of these names have come."""
 
         def mine(spans: list[ReceivedSpan]) -> dict[str, ReceivedSpan]:
             return {one.name: one for one in spans if one.trace_id == self.trace_id}

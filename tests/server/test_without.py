@@ -24,7 +24,8 @@ LINES = re.compile(r"    (\w+),|from hotkv_server\.(\w+) import capability as \w
 
 
 def without(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
-    """A copy of the server without these capabilities; the environment in which it is imported."""
+    """Returns a copy of the server without these capabilities; the environment in which it is
+    imported."""
     server = folder / "hotkv_server"
     # With compiled kernels, which are valid as long as the files' times are the same.
     shutil.copytree(ROOT / "server" / "hotkv_server", server)

@@ -48,7 +48,7 @@ class Tiered(Place):
         return content
 
     def loads(self, blocks: list[bytes], content: np.ndarray) -> bool:
-        """Whether the blocks are found and loaded with these bytes."""
+        """Returns whether the blocks are found and loaded with these bytes."""
         engine, count = self.engine, len(blocks)
         assert engine is not None
         engine.kv[:] = 0

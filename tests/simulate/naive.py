@@ -89,8 +89,8 @@ def unbounded_hits(requests: Requests) -> int:
 
 
 def most_hits(requests: Requests, capacity: int) -> int:
-    """The most that any cache can hit, whatever it keeps after each request. For a handful of
-    blocks."""
+    """Returns the most that any cache can hit, whatever it keeps after each request. For a handful
+    of blocks."""
     best = {frozenset[int](): 0}
     for _, ids in sorted(requests, key=lambda request: request[0]):
         after: dict[frozenset[int], int] = {}

@@ -66,7 +66,7 @@ def test_an_endless_second_tier_loses_nothing(
 
 
 def holds_nothing(policy: Policy) -> bool:
-    """Whether it makes room for whatever comes."""
+    """Returns whether it makes room for whatever comes."""
     return not (isinstance(policy, Hotness) and policy.duel.winner.hold_s)
 
 

@@ -87,7 +87,8 @@ def agent_sessions(seed: int = 0, num_requests: int = 3000, pause_s: float = 20.
 
 
 def scans(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """A small popular set, while batch jobs read one long document after the other, each once."""
+    """Returns a small popular set, while batch jobs read one long document after the other, each
+    once."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     popular = _zipf(rng, 30, 0.8, num_requests)
@@ -103,8 +104,8 @@ def scans(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 
 def loops(seed: int = 0, num_requests: int = 3000, num_documents: int = 150) -> Requests:
-    """The same documents over and over in the same order, more than fit; behind each a question of
-    its own."""
+    """Returns the same documents over and over in the same order, more than fit; behind each a
+    question of its own."""
     chains = Chains()
     requests: Requests = []
     for number in range(num_requests):
@@ -257,7 +258,7 @@ MAKERS: dict[str, Callable[[int, int], Requests]] = {
 
 
 def write_trace(path: Path, requests: Requests) -> Path:
-    """A file in Mooncake's format."""
+    """Returns a file in Mooncake's format."""
     lines = (
         json.dumps(
             {

@@ -26,8 +26,8 @@ LAYOUTS = ("NHD", "HND", "pairs")
 def paged(
     keys_BTHD: np.ndarray, layout: str, dtype: str, order: np.ndarray
 ) -> tuple[Pages, np.ndarray]:
-    """The keys in an engine's cache, at the pages `order`, beside values of NaN; and the keys as
-    the cache holds them, float32."""
+    """Returns the keys in an engine's cache, at the pages `order`, beside values of NaN; and the
+    keys as the cache holds them, float32."""
     block_tokens, kv_heads, head_size = keys_BTHD.shape[1:]
     kind = {"float32": np.float32, "float16": np.float16, "bfloat16": np.float32}[dtype]
     held = keys_BTHD.astype(kind)
@@ -126,7 +126,7 @@ def test_rows_below_0_are_left_out() -> None:
 def selector_of(
     case: Case, name: str, rows: np.ndarray, packed: np.ndarray, seed: int
 ) -> CudaSelector:
-    """A layer over the given representations; every block but the last is a candidate."""
+    """Returns a layer over the given representations; every block but the last is a candidate."""
     num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
     device = CpuDevice(seed)
     config = SparseConfig(scorer=name, sink_tokens=0, recent_tokens=1, dense_layers=())

@@ -13,7 +13,7 @@ from tests.sparse.support import selection_of
 
 
 def full_set(capacity: int, num_blocks: int, policy: str = "lru", spare: int = 4) -> HotSet:
-    """A hot set over blocks in host memory: one sink block, two recent ones, seeded."""
+    """Returns a hot set over blocks in host memory: one sink block, two recent ones, seeded."""
     hot = HotSet(capacity, spare, policy)
     hot.extend(Span(1, num_blocks - 2, num_blocks), num_blocks, num_blocks)
     hot.seed(np.array([0, num_blocks - 2, num_blocks - 1], np.int32))

@@ -48,7 +48,7 @@ class ForkedServer:
         return f"ForkedServer(pid={self.pid}, returncode={self.returncode})"
 
     def poll(self) -> int | None:
-        """The exit status as `subprocess` has it; None while the server runs."""
+        """Returns the exit status as `subprocess` has it; None while the server runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.wait(0.0)
         return None
@@ -101,7 +101,7 @@ class ServerNursery:
         return ForkedServer(self, self._ask(order, [stdin, stdout, stderr])["pid"])
 
     def status_of(self, pid: int) -> int:
-        """The exit status of a server that has ended."""
+        """Returns the exit status of a server that has ended."""
         status: int = self._ask({"wait_for": pid}, [])["status"]
         return status
 
@@ -119,7 +119,7 @@ class ServerNursery:
 
 @functools.cache
 def nursery() -> ServerNursery:
-    """The one of this run; lives as long as the tests."""
+    """Returns the one of this run; lives as long as the tests."""
     return ServerNursery()
 
 

@@ -11,8 +11,8 @@ _held: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listens at. No other test gets it while this process runs,
-    and no connection that the kernel makes: it is below the kernel's own range.
+    """Returns a port of 127.0.0.1 that nothing listens at. No other test gets it while this process
+    runs, and no connection that the kernel makes: it is below the kernel's own range.
 
     A port that was bound for a moment would not do: until its server listens there, any outgoing
     connection may be given it.

@@ -108,7 +108,7 @@ class Cluster:
         return ",".join(f"127.0.0.1:{one.port}" for one in self.nodes)
 
     def is_well(self) -> bool:
-        """Whether all servers know that all slots are served, each by whom it should be."""
+        """Returns whether all servers know that all slots are served, each by whom it should be."""
         infos = [one.client.execute_command("CLUSTER", "INFO") for one in self.nodes]
         if not all(b"cluster_state:ok" in said for said in infos):
             return False
@@ -116,7 +116,7 @@ class Cluster:
         return slots == [NUM_NODES] * NUM_NODES
 
     def owner(self, key: bytes) -> Node:
-        """The server whose key this is."""
+        """Returns the server whose key this is."""
         slot = int(self.nodes[0].client.execute_command("CLUSTER", "KEYSLOT", key))
         return self.nodes[
             next(at for at in range(NUM_NODES) if slot < NUM_SLOTS * (at + 1) // NUM_NODES)

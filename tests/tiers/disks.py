@@ -33,7 +33,7 @@ def memory(num_bytes: int) -> NDArray[np.uint8]:
 
 
 def region(of: NDArray[np.uint8]) -> Region:
-    """The array as an arena."""
+    """Returns the array as an arena."""
     return Region(of.ctypes.data, len(of), "arena")
 
 

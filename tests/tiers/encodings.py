@@ -17,7 +17,7 @@ ODD = np.array(
 
 
 def keys_and_values(num_bytes: int, seed: int, odd_share: float = 0.0) -> Any:
-    """A block as models make them, of which a share are odd values and random bits."""
+    """Returns a block as models make them, of which a share are odd values and random bits."""
     rng = np.random.default_rng(seed)
     floats = rng.normal(size=num_bytes // 2).astype(np.float32) * np.float32(2.0 ** (seed % 40))
     values = (floats.view(np.uint32) >> 16).astype(np.uint16)
@@ -31,7 +31,7 @@ def keys_and_values(num_bytes: int, seed: int, odd_share: float = 0.0) -> Any:
 
 
 def codec_by(by: Any, block: Any, room: Any) -> Codec:
-    """A codec that calls the functions of a module: kernels, or their reference."""
+    """Returns a codec that calls the functions of a module: kernels, or their reference."""
     codec = Codec(block, room)
     codec._kernels = by
     return codec

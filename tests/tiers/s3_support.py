@@ -167,7 +167,7 @@ def running(folder: Path) -> Iterator[Server]:
 
 
 def new_prefix() -> str:
-    """A folder of the bucket that nobody has used."""
+    """Returns a folder of the bucket that nobody has used."""
     return f"test/{next(_prefixes)}"
 
 

@@ -26,7 +26,7 @@ def quickest_s(call: Callable[[], object], times: int) -> float:
 
 
 def content(number: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-    """A block's bytes."""
+    """Returns a block's bytes."""
     return np.random.default_rng(number).integers(0, 256, SLOT_ALIGN, np.uint8)
 
 

@@ -30,7 +30,7 @@ def decode(room: Any, num_bytes: int) -> tuple[int, Any]:
 
 
 def all_escapes(num_bytes: int) -> int:
-    """A room that holds the form of any block."""
+    """Returns a room that holds the form of any block."""
     return form.escapes_at(num_bytes // 2) + num_bytes // 2 * form.ESCAPE_BYTES
 
 

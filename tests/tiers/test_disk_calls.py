@@ -31,7 +31,8 @@ def call(num_blocks: int, block_bytes: int = MIN_PIECE_BYTES, *, is_write: bool 
 
 
 def call_queue(num_threads: int, **options: Any) -> CallQueue:
-    """A queue of one thread's tests: `take` raises AssertionError where it would wait for ever."""
+    """Returns a queue of one thread's tests: `take` raises AssertionError where it would wait for
+    ever."""
 
     def wait(timeout: float | None = None) -> bool:
         raise AssertionError("nothing to take")

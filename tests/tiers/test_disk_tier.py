@@ -50,7 +50,7 @@ def test_contract(tmp_path: Path, direct: bool, num_threads: int) -> None:
 
 
 def stored(made: Disk, numbers: list[int]) -> Bench:
-    """A bench with these blocks on disk, read from nowhere else."""
+    """Returns a bench with these blocks on disk, read from nowhere else."""
     bench = Bench(made.rig())
     bench.fill(numbers, numbers)
     assert bench.write(numbers, numbers).tolist() == [STORED] * len(numbers)

@@ -31,7 +31,7 @@ def mask(flags: list[bool] | str) -> "np.ndarray[Any, np.dtype[np.bool_]]":
 
 
 def naive(ready: list[bool], offers: list[Any], tokens_per_s: float) -> list[bool]:
-    """The same for one group of full attention, with sets of block numbers."""
+    """Returns the same for one group of full attention, with sets of block numbers."""
     here = {at for at, flag in enumerate(ready) if flag}
     lies = [{at for at, flag in enumerate(flags) if flag} for flags, _, _ in offers]
     taken = [True] * len(offers)

@@ -54,7 +54,7 @@ def proxy(server: Server) -> Iterator[FaultProxy]:
 
 
 def stored(bench: Bench) -> Bench:
-    """The bench, with blocks 1, 2, 3 in the store and connections that are open."""
+    """Returns the bench, with blocks 1, 2, 3 in the store and connections that are open."""
     bench.fill([1, 2, 3], [0, 1, 2])
     assert (bench.write([1, 2, 3], [0, 1, 2]) == Write.STORED).all()
     bench.check_read([1, 2, 3], [4, 5, 6])

@@ -14,7 +14,7 @@ LORA = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1}
 
 
 def write_adapter(folder: Path, seed: int) -> Path:
-    """An adapter of the tiny llama's attention, in PEFT's layout; files are replaced as
+    """Returns an adapter of the tiny llama's attention, in PEFT's layout; files are replaced as
     `save_pretrained` would."""
     folder.mkdir(exist_ok=True)
     generator = torch.Generator().manual_seed(seed)

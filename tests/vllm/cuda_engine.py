@@ -301,7 +301,8 @@ class Engine:
             self.after(one)
 
     def decide(self, rows: list[tuple[Request, int]]) -> SparseRows:
-        """The scheduler's part of a step: which rows attend sparsely, and what is exact then."""
+        """Returns the scheduler's part of a step: which rows attend sparsely, and what is exact
+        then."""
         is_here = {one.name: self.is_here(one) for one, _ in rows}
         tables = {
             one.name: ([p if is_here[one.name](i) else 0 for i, p in enumerate(one.table)],)

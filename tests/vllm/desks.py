@@ -104,7 +104,7 @@ class Desk:
         raise AssertionError("asked again and again")
 
     def load(self, name: str = "a") -> Any:
-        """A request whose load of four blocks is begun."""
+        """Returns a request whose load of four blocks is begun."""
         self.parts.put(name, range(4))
         one = request(name, LONG)
         self.arrive(one)
@@ -142,7 +142,7 @@ def ended(one: Desk, asks: Any, table: Sequence[int] = (1, 2, 3, 4, 5)) -> list[
 
 
 def granted(parts: Parts, name: str = "a", blocks: int = 4, computed: int = 0) -> Any:
-    """The state of a request whose hit of so many blocks is granted."""
+    """Returns the state of a request whose hit of so many blocks is granted."""
     parts.put(name, range(blocks))
     state = parts.state(request(name, LONG))
     assert parts.hit(state, computed) == blocks * TOKENS - computed

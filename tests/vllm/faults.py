@@ -78,8 +78,8 @@ def broken(function: FunctionType, *, only_once: bool = False) -> Iterator[_Faul
 
 
 def functions() -> dict[CodeType, FunctionType]:
-    """The connector's functions and methods, and those of the cache's double that a session has, by
-    their code."""
+    """Returns the connector's functions and methods, and those of the cache's double that a session
+    has, by their code."""
     found: dict[CodeType, FunctionType] = {}
     names = [module.name for module in pkgutil.walk_packages(hotkv_vllm.__path__, "hotkv_vllm.")]
     modules = [

@@ -14,7 +14,7 @@ import engine_driver
 
 
 def prompt(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """The request as vLLM wants it."""
+    """Returns the request as vLLM wants it."""
     if "embeds" in request:
         import torch
 

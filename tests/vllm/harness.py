@@ -202,8 +202,8 @@ class Engine:
         return [(self.tensors, self.salt)]
 
     def _naming(self, hasher: Callable[[Request], list[Any]]) -> Callable[[Request], list[Any]]:
-        """The hasher, which also writes down into `named` of which request's first tokens each hash
-        is."""
+        """Returns the hasher, which also writes down into `named` of which request's first tokens
+        each hash is."""
 
         def hashes_of(request: Request) -> list[Any]:
             known, new = len(request.block_hashes), hasher(request)
@@ -311,7 +311,8 @@ class Engine:
     # ---------------------------------------------------------------------------------------- model
 
     def _execute(self, scheduled: Any) -> tuple[ModelRunnerOutput, int]:
-        """The step's output, and when the device has come so far that it can be looked at."""
+        """Returns the step's output, and when the device has come so far that it can be looked
+        at."""
         self.metas.append(scheduled.kv_connector_metadata)
         return self._run(pickle.loads(pickle.dumps(scheduled)))
 
@@ -329,7 +330,7 @@ class Engine:
         return ModelRunnerOutput(names, index, [sampled[n] for n in names], kv_connector_output=kv)
 
     def _computed(self, scheduled: Any) -> tuple[dict[str, list[int]], int]:
-        """The step's samples, and where it ends in the device's queue."""
+        """Returns the step's samples, and where it ends in the device's queue."""
         if self.before_forward is not None:
             self.before_forward()
         self._take_tokens(scheduled)
@@ -425,7 +426,7 @@ class Engine:
         return sampled
 
     def _sample(self, name: str) -> list[int]:
-        """The request's next token, which its tokens have from now on."""
+        """Returns the request's next token, which its tokens have from now on."""
         self.tokens[name].append(next_token(self._values(name)))
         return self.tokens[name][-1:]
 
@@ -502,7 +503,7 @@ class Engine:
             self.device.give(work)
 
     def _cells(self, layer: str) -> Any:
-        """The layer's memory as it lies now, int16 [blocks, heads, tokens, cell]."""
+        """Returns the layer's memory as it lies now, int16 [blocks, heads, tokens, cell]."""
         return self.tensors[layer].view(torch.int16).numpy()
 
     def _places(self, name: str, group_id: int, first: int, end: int) -> tuple[Any, Any, Any]:
@@ -586,7 +587,7 @@ def _values(tokens: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def prompt(seed: int, length: int) -> list[int]:
-    """A prompt; prompts of one seed are prefixes of each other."""
+    """Returns a prompt; prompts of one seed are prefixes of each other."""
     state, tokens = seed * 7919 + 13, []
     for _ in range(length):
         state = (state * 1103515245 + 12345) & 0x7FFFFFFF

@@ -25,8 +25,8 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def readme_command(model: Path, target: str) -> list[str]:
-    """The command of README's chapter on vLLM, in the form for vLLM's CPU package: what stands
-    behind `python -m`, module first."""
+    """Returns the command of README's chapter on vLLM, in the form for vLLM's CPU package: what
+    stands behind `python -m`, module first."""
     chapter = README.read_text().partition("## Give it to vLLM")[2].partition("\n## ")[0]
     command = next(
         block for block in chapter.split("\n\n") if block.startswith("    vllm serve MODEL")
@@ -124,7 +124,7 @@ class HttpServer:
         return answer
 
     def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
-        """The events of a streamed answer; the last one holds the usage."""
+        """Returns the events of a streamed answer; the last one holds the usage."""
         text = self._post(
             path,
             {"model": "tiny", **body, "stream": True, "stream_options": {"include_usage": True}},
@@ -173,8 +173,8 @@ class HttpServer:
 
 
 def _family(pid: int) -> list[int]:
-    """A process and its descendants, but for Python's resource trackers: they unlink the shared
-    memory of those that were killed."""
+    """Returns a process and its descendants, but for Python's resource trackers: they unlink the
+    shared memory of those that were killed."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         is_tracker = b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -38,7 +38,7 @@ class Manager:
         return set(self.loaded)
 
     def add_adapter(self, request: LoRARequest) -> int:
-        """The content that is used for the adapter."""
+        """Returns the content that is used for the adapter."""
         if request.lora_int_id not in self.loaded or request.load_inplace:
             self.loaded[request.lora_int_id] = self._load_adapter(request)
         self.loaded.move_to_end(request.lora_int_id)

@@ -38,8 +38,8 @@ def audit(server: FakeServer, engines: Sequence[Engine]) -> Audit:
 def check_stored(
     server: FakeServer, engines: Sequence[Engine], weights: Sequence[int] = (0,)
 ) -> int:
-    """The server's blocks; representations are not looked at. `weights`: by what those that the
-    engines have had change values; a key space has blocks of one of them."""
+    """Returns the server's blocks; representations are not looked at. `weights`: by what those that
+    the engines have had change values; a key space has blocks of one of them."""
     named = {block_hash: what for one in engines for block_hash, what in one.named.items()}
     weights_of: dict[bytes, int] = {}
     spaces = {
@@ -86,7 +86,7 @@ def check_stored(
 
 
 def check_cached(one: Engine, weights: int = 0) -> int:
-    """The blocks that vLLM's own prefix cache of an engine offers."""
+    """Returns the blocks that vLLM's own prefix cache of an engine offers."""
     assert not one.queue and not one.scheduler.requests, "the oracle compares what is at rest"
     num_compared = 0
     for (
@@ -127,7 +127,7 @@ def _compare(rows: Any, expected: Any, layer: str, what: str, tints: Sequence[in
 
 
 def answer_of(prompt: Sequence[int], count: int) -> list[int]:
-    """The tokens that the model answers to a prompt."""
+    """Returns the tokens that the model answers to a prompt."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(_value(tokens)))

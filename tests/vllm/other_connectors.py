@@ -25,7 +25,7 @@ Within = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def beside(name: str, *, ours_first: bool) -> Within:
-    """A MultiConnector of hotkv and one of `other_connectors`."""
+    """Returns a MultiConnector of hotkv and one of `other_connectors`."""
     other = {
         "kv_connector": name,
         "kv_connector_module_path": "tests.vllm.other_connectors",
@@ -185,7 +185,8 @@ class LoadingConnector(_Connector):
 
 
 def loads_into(one: Any) -> Callable[[str, Sequence[list[int]], int], None]:
-    """A load of an engine of the harness, which writes what the model would have written."""
+    """Returns a load of an engine of the harness, which writes what the model would have
+    written."""
 
     def fill(name: str, tables: Sequence[list[int]], tokens: int) -> None:
         request = one.requests[name]

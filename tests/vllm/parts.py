@@ -36,7 +36,7 @@ def block_hash(name: str, number: int) -> bytes:
 
 
 def request(name: str, prompt_tokens: int, *, decoded: int = 0, computed: int = 0) -> Any:
-    """A request as vLLM's scheduler has it, with the hashes of its full blocks."""
+    """Returns a request as vLLM's scheduler has it, with the hashes of its full blocks."""
     num_tokens = prompt_tokens + decoded
     return SimpleNamespace(
         request_id=name,

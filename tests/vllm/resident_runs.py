@@ -39,7 +39,7 @@ def start(engines: Engines, tmp_path: Path) -> Start:
         connector_settings: dict[str, Any] | None = None,
         **settings: Any,
     ) -> EngineProcess:
-        """An engine with the connector; its server is absent unless `target` names one."""
+        """Returns an engine with the connector; its server is absent unless `target` names one."""
         layers = {"num_hidden_layers": 4, "max_position_embeddings": 2 * CONTEXT}
         settings = {
             "load_format": "random",

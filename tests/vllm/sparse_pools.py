@@ -24,7 +24,7 @@ FORMATS = {1: ("rot2u",), 2: ("rot2u", "mean"), 5: ("rot3u",)}
 
 
 def page_bytes(pages: Any, layer: int, block: int) -> bytes:
-    """A block's representations in one layer, built from its page."""
+    """Returns a block's representations in one layer, built from its page."""
     keys = pages[layer][[block]]
     return b"".join(build(name, keys).tobytes() for name in FORMATS[layer])
 
@@ -41,7 +41,7 @@ class Keys:
 def sparse_layer(
     name: str, index: int, group: int, shape: LayerShape, keys_of: Callable[[Any], Any]
 ) -> SparseLayer:
-    """A layer whose keys are those of `keys_of`."""
+    """Returns a layer whose keys are those of `keys_of`."""
     return SparseLayer(name, index, group, shape, 0.1, Keys(keys_of))  # type: ignore[arg-type]
 
 
@@ -106,8 +106,8 @@ def sparse_engine(
 
 
 def pairs(server: Any, one: Any) -> int:
-    """How many blocks the server has a representation of, after all were compared with what their
-    block's bytes give."""
+    """Returns how many blocks the server has a representation of, after all were compared with what
+    their block's bytes give."""
     session = one.worker._worker.rank.session
     space, groups = session.space, len(session.config.key_space.groups)
     found = 0

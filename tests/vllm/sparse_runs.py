@@ -39,7 +39,7 @@ def start(engines: Engines, tmp_path: Path) -> Start:
         target: str | None = None,
         **settings: Any,
     ) -> EngineProcess:
-        """An engine with the connector; its server is absent unless `target` names one."""
+        """Returns an engine with the connector; its server is absent unless `target` names one."""
         layers = {"hf_overrides": {"num_hidden_layers": 4}} if kind == "llama" else {}
         settings = {
             "load_format": "random",

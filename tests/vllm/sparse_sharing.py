@@ -21,8 +21,8 @@ def start(tmp_path: Path, daemon: Daemon, engines: Engines) -> Start:
     def make(
         sparse: dict[str, Any] | None, *, beside: bool = False, **connector: Any
     ) -> EngineProcess:
-        """The only engine that runs: the one before is stopped. `beside`: the server is that of a
-        second connector."""
+        """Returns the only engine that runs: the one before is stopped. `beside`: the server is
+        that of a second connector."""
         engines.stop()
         connector |= {
             "weights_identity": tmp_path.name,

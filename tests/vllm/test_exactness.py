@@ -142,7 +142,7 @@ def output(
     resumed: Any = (),
     copies: Any = (),
 ) -> Any:
-    """A step: (computed, scheduled) tokens of each request."""
+    """Returns a step: (computed, scheduled) tokens of each request."""
     kind = functools.partial(type, "Output", ())
     return kind(
         {

@@ -80,7 +80,7 @@ class Pair:
     sharing: EngineProcess
 
     def sample(self, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The answers of the engine that stores, and then of the one that loads."""
+        """Returns the answers of the engine that stores, and then of the one that loads."""
         cold = self.plain.ask("sample", **arguments)
         settled(self.plain)
         return cold, self.sharing.ask("sample", **arguments)
@@ -275,7 +275,7 @@ def test_vllm_itself_refuses_encoder_decoders(start: Starter, tmp_path: Path) ->
 
 
 def picture(tokens: list[int], seed: int) -> dict[str, Any]:
-    """A picture behind 40 tokens of text."""
+    """Returns a picture behind 40 tokens of text."""
     return {"tokens": [*tokens[:40], IMAGE_TOKEN, *tokens[40:]], "images": [seed]}
 
 

@@ -40,8 +40,8 @@ def free_blocks(one: Any) -> int:
 
 
 def hang(one: Any, server: Any, name: str = "a", max_tokens: int = 4) -> Any:
-    """A request whose load the server neither finishes nor ends; returns the load, and how it is
-    finished late."""
+    """Returns a request whose load the server neither finishes nor ends; returns the load, and how
+    it is finished late."""
     server.hold, server.ack_cancels = {"load"}, False
     one.add(name, PROMPT, max_tokens)
     while not server.held:

@@ -109,7 +109,7 @@ def test_broken_in_each_function_of_sparse_decode(
 
 
 def connector_over(layers: Layers) -> HotKVConnector:
-    """A worker's connector with sparse layers, and no server."""
+    """Returns a worker's connector with sparse layers, and no server."""
     one = HotKVConnector.__new__(HotKVConnector)
     one.clock = Clock()
     one.edge = HookEdge(one.clock, lambda _: None)

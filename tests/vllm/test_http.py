@@ -94,7 +94,7 @@ def cached(answer: dict[str, Any]) -> int:
 
 
 def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """A streamed completion as it would have come in one piece."""
+    """Returns a streamed completion as it would have come in one piece."""
     choices = [event["choices"][0] for event in events if event["choices"]]
     whole = {
         "text": "".join(choice["text"] for choice in choices),

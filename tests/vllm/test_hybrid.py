@@ -20,7 +20,7 @@ LENGTH = 420
 
 @st.composite
 def groups(draw: st.DrawFn) -> tuple[GroupSpec, int]:
-    """A group and a hit alignment."""
+    """Returns a group and a hit alignment."""
     kind = draw(st.sampled_from(list(GroupKind)))
     block = draw(st.sampled_from([4, 8, 16]))
     window = (

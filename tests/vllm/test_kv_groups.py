@@ -72,7 +72,7 @@ CROSS = CrossAttentionSpec(
 
 
 def one_group(*layers: Any) -> Any:
-    """The spec of a group whose layers differ."""
+    """Returns the spec of a group whose layers differ."""
     specs = {f"layer.{at}": one for at, one in enumerate(layers)}
     return UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=specs)
 

@@ -423,7 +423,7 @@ def test_a_trial_of_a_short_hit_has_its_share_of_that() -> None:
 
 
 def fallen(num_tokens: int) -> World:
-    """A world whose server was good, and has just become too slow."""
+    """Returns a world whose server was good, and has just become too slow."""
     world = World()
     for _ in range(5):
         world.request(num_tokens)
@@ -434,7 +434,7 @@ def fallen(num_tokens: int) -> World:
 
 
 def requests_until(world: World, num_tokens: int, happens: Any, most: int = 3000) -> int:
-    """How many requests it takes."""
+    """Returns how many requests it takes."""
     for number in range(most):
         if happens(world.request(num_tokens)):
             return number

@@ -22,7 +22,7 @@ def blocks_for_one(one: Engine) -> int:
 
 
 def stored(roomy: Engine, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
-    """The answers of an engine with room, which stores all that it computes."""
+    """Returns the answers of an engine with room, which stores all that it computes."""
     answers = {name: roomy.generate(name, tokens, 2)[0] for name, tokens in prompts.items()}
     roomy.generate("end", prompt(1000, 3), 2)
     return answers

@@ -57,7 +57,7 @@ def prompt(seed: int) -> list[int]:
 
 
 def ask(engine: EngineProcess, tokens: list[int], path: Path | None = None) -> dict[str, Any]:
-    """An answer to one prompt, with everything that it stored in the server."""
+    """Returns an answer to one prompt, with everything that it stored in the server."""
     answer = engine.ask(
         "generate", prompts=[tokens], max_tokens=8, adapter=None if path is None else adapter(path)
     )

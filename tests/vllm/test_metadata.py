@@ -153,7 +153,7 @@ SUMMED = {"stores", "counters", "settled_loads", "handshakes", "sparse"}
 
 
 def plain(value: Any) -> Any:
-    """The value in a form that `==` compares, arrays too."""
+    """Returns the value in a form that `==` compares, arrays too."""
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.tolist()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

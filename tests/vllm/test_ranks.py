@@ -42,8 +42,8 @@ def space(sizes: list[int], names: list[tuple[str, ...]], stage: int) -> KeySpac
 
 
 def notes_of(stages: list[list[int]], tp_size: int, replicas: int) -> list[RankNote]:
-    """A note of every rank. `stages`: layers of each group in each stage; a layer has 8 bytes in
-    each rank."""
+    """Returns a note of every rank. `stages`: layers of each group in each stage; a layer has 8
+    bytes in each rank."""
     notes = []
     for stage, layers in enumerate(stages):
         names = [

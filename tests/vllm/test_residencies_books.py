@@ -89,7 +89,7 @@ class Books:
         return state
 
     def run(self, name: str = "a") -> RequestState:
-        """A request that was admitted and runs."""
+        """Returns a request that was admitted and runs."""
         state = self.arrive(name)
         assert self.books.is_admitted(state, self.now_s)
         self.pool.running.add(name)
@@ -108,7 +108,7 @@ class Books:
         assert self.books.kept_tokens(name) == blocks * TOKENS
 
     def step(self, *names: str, preempted: Any = (), passed_s: float = 0.0) -> ResidentStep:
-        """A step of these requests, one token each."""
+        """Returns a step of these requests, one token each."""
         self.now_s += passed_s
         output = SimpleNamespace(
             preempted_req_ids=set(preempted),

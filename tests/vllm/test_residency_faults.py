@@ -30,14 +30,15 @@ SCHEDULING = pytest.mark.parametrize(
 
 
 def totals(engine: EngineProcess) -> dict[str, float]:
-    """The connector's counters, up to and with the last request."""
+    """Returns the connector's counters, up to and with the last request."""
     engine.ask("generate", prompts=[[7, 8, 9]], max_tokens=2)
     found: dict[str, float] = engine.ask("stats")["totals"]
     return found
 
 
 def begun(start: Start, daemon: Daemon, batch: list[list[int]], pace_s: float, **more: Any) -> Any:
-    """An engine that is in the middle of decoding `batch`, and what it is expected to answer."""
+    """Returns an engine that is in the middle of decoding `batch`, and what it is expected to
+    answer."""
     reference = start(SPARSE)
     one = start(RESIDENT, target=daemon.start().target, num_gpu_blocks_override=POOL_BLOCKS, **more)
     one.ask("wait", connected=True, timeout_s=60.0)

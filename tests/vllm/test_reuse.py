@@ -175,7 +175,7 @@ def test_a_user_who_turns_prefix_caching_off_is_served() -> None:
 
 
 def one_group(*layers: Any) -> Any:
-    """The spec of a group whose layers differ."""
+    """Returns the spec of a group whose layers differ."""
     specs = {f"layer.{at}": one for at, one in enumerate(layers)}
     return UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=specs)
 
@@ -252,7 +252,7 @@ def write_prefix_lm(folder: Path) -> Path:
 
 
 def answers_the_same_beside_a_known_prefix(engine: EngineProcess) -> bool:
-    """Whether two prompts are answered as alone after others began as they do."""
+    """Returns whether two prompts are answered as alone after others began as they do."""
     for seed in (51, 61):
         known = requests(seed, (300,))[0]["tokens"]
         asked = known[:260] + requests(seed + 1, (240,))[0]["tokens"]

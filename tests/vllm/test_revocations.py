@@ -348,7 +348,7 @@ def _blocks(store: Any) -> list[int]:
 
 
 def _gives_away(scheduled: Any, store: Any) -> Any:
-    """A step in which nothing is computed and the store's blocks are zeroed."""
+    """Returns a step in which nothing is computed and the store's blocks are zeroed."""
     empty = SimpleNamespace(
         req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set()
     )

@@ -44,7 +44,7 @@ def test_no_answer_and_no_part_is_of_nothing() -> None:
 
 
 def fits(answer: Any, wanted: Any) -> bool:
-    """Whether a type checker would take the answer for the annotation."""
+    """Returns whether a type checker would take the answer for the annotation."""
     origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is tuple:
         return isinstance(answer, tuple) and all(

@@ -20,7 +20,7 @@ HIT_TOKENS = 288
 
 
 def command(model: Path, target: str) -> list[str]:
-    """The API server over the tiny model, tokens in and out."""
+    """Returns the API server over the tiny model, tokens in and out."""
     given = engine_args(model, blocks=64, max_model_len=1024)
     given |= {
         "kv_transfer_config": transfer_config(
@@ -43,7 +43,7 @@ def command(model: Path, target: str) -> list[str]:
 
 
 def generate(engine: HttpServer) -> Any:
-    """The answer's tokens, and how many of the prompt's came out of a cache."""
+    """Returns the answer's tokens, and how many of the prompt's came out of a cache."""
     parameters = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
     status, answer = engine.call(
         "/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": parameters}

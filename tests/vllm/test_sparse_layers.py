@@ -154,7 +154,7 @@ def test_centres_of_another_model_are_refused(of: Centres, message: str) -> None
 
 
 def plain(**changes: Any) -> Any:
-    """A layer of vLLM's as `full_attention_layers` reads it."""
+    """Returns a layer of vLLM's as `full_attention_layers` reads it."""
     impl = {
         "attn_type": "decoder",
         "kv_sharing_target_layer_name": None,

@@ -28,7 +28,7 @@ ANSWER = 40
 def asked(
     engine: EngineProcess, prompt: list[int], max_tokens: int = ANSWER
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """A request's answer, and what was counted until its sequence had ended."""
+    """Returns a request's answer, and what was counted until its sequence had ended."""
     return growth(engine, lambda: engine.ask("generate", prompts=[prompt], max_tokens=max_tokens))
 
 

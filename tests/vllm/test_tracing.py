@@ -37,7 +37,7 @@ def collector() -> Iterator[OtlpReceiver]:
 
 
 def flushed(one: Any, collector: OtlpReceiver) -> dict[str, ReceivedSpan]:
-    """The last span of each name, once the engine has exported all."""
+    """Returns the last span of each name, once the engine has exported all."""
     one.connector._scheduler.requests._traces.flush()
     return {span.name: span for span in collector.spans}
 
@@ -276,7 +276,7 @@ CALLS = ("hotkv.lease", "hotkv.load", "hotkv.store")
 
 
 def is_whole(spans: list[ReceivedSpan]) -> bool:
-    """Whether two requests have all their spans, the second of which has hit."""
+    """Returns whether two requests have all their spans, the second of which has hit."""
     names = [span.name for span in spans]
     served = {span.name for span in spans if span.kind == "server"}
     return names.count("llm_request") == names.count("hotkv.request") == 2 and served > {*CALLS}

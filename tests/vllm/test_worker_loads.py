@@ -184,7 +184,7 @@ def test_a_cancelled_load_that_was_not_sent_is_not_sent_any_more(rig: Any) -> No
 
 
 def hung(rig: Any) -> Rig:
-    """A load that was cancelled and that the server does not end."""
+    """Returns a load that was cancelled and that the server does not end."""
     one: Rig = rig()
     one.session.ends_cancelled = False
     one.step(loads=(load(),), cancel_loads=("a",))

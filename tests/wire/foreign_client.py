@@ -66,11 +66,11 @@ class Table:
         return 0
 
     def is_ready(self, block_hash: bytes, salt: int) -> bool:
-        """Whether a load would find it, as a hint."""
+        """Returns whether a load would find it, as a hint."""
         return 0 < self.word(block_hash, salt) < RESERVED_FLAG
 
     def record(self, word: int) -> tuple[int, ...]:
-        """The 18 words of an entry's record."""
+        """Returns the 18 words of an entry's record."""
         at = self._records + RECORD_BYTES * (word & ~RESERVED_FLAG)
         return struct.unpack_from("<18I", self._map, at)
 
@@ -97,7 +97,7 @@ class Stream:
         )
 
     def ask(self, **body: Message) -> Any:
-        """The answer to one request. Raises Refused."""
+        """Returns the answer to one request. Raises Refused."""
         request = session_pb2.ConnectRequest(request_id=self._next_id, **body)
         self._next_id += 1
         self._outbox.put(request)
@@ -116,7 +116,7 @@ class Stream:
 
 
 def talk(path: Path) -> socket.socket:
-    """A connection to the descriptor socket."""
+    """Returns a connection to the descriptor socket."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(10)
     connection.connect(str(path))
@@ -124,7 +124,7 @@ def talk(path: Path) -> socket.socket:
 
 
 def ticket(path: Path) -> bytes:
-    """A proof of this process's user."""
+    """Returns a proof of this process's user."""
     with talk(path) as connection:
         connection.send(session_pb2.LinkRequest(wants_ticket=True).SerializeToString())
         answer = session_pb2.LinkResponse.FromString(connection.recv(PACKET_BYTES))

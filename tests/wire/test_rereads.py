@@ -93,8 +93,8 @@ def watched(array: Words, after: Callable[[], None]) -> Any:
 
 
 def as_python(name: str, scene: Scene) -> Callable[..., None]:
-    """A kernel's source, with the writer's steps after its first load of a sequence number and
-    before its reload."""
+    """Returns a kernel's source, with the writer's steps after its first load of a sequence number
+    and before its reload."""
     kernels: Any = native.load("hotkv_proto.kernels")
 
     def load32(array: Words, row: int, column: int) -> np.uint32:

@@ -16,7 +16,7 @@ HASH_BYTES = 4
 
 
 def watched(*blocks: int, at_s: float = 10.0, tokens: int = 100) -> WatchedRequest:
-    """A request whose blocks' hashes are numbers."""
+    """Returns a request whose blocks' hashes are numbers."""
     hashes = b"".join(block.to_bytes(HASH_BYTES, "little") for block in blocks)
     return WatchedRequest(
         key_space_id=1,

@@ -45,7 +45,7 @@ def request(body: str) -> Any:
 
 
 def answer(body: str, request_id: int, seed: int = 0, is_filled: bool = True) -> Any:
-    """An answer of this kind with random values in random fields; no body for ""."""
+    """Returns an answer of this kind with random values in random fields; no body for ""."""
     message = session_pb2.ConnectResponse(request_id=request_id)
     if body:
         getattr(message, body).SetInParent()
@@ -55,7 +55,7 @@ def answer(body: str, request_id: int, seed: int = 0, is_filled: bool = True) ->
 
 
 def spoiled(message: Any, cuts: list[tuple[int, int]]) -> Any:
-    """The message with some of its bytes changed; itself if that is no message any more."""
+    """Returns the message with some of its bytes changed; itself if that is no message any more."""
     packed = bytearray(message.SerializeToString())
     for place, value in cuts:
         if packed:
@@ -69,7 +69,7 @@ def spoiled(message: Any, cuts: list[tuple[int, int]]) -> Any:
 
 
 def call(made: Connection, body: str, name: str = "", **fields: Any) -> "Future[Any]":
-    """A call of this kind that waits for its answer. Returns its future."""
+    """Returns a call of this kind that waits for its answer. Returns its future."""
     future: Future[Any] = Future()
     waiting = Pending(future, transfer_id=name, is_load=body == "load", **fields)
     assert made.submit(request(body), waiting, None) is None
