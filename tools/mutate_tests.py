@@ -263,6 +263,10 @@ TESTS: dict[str, str] = {
         "tests/tiers/test_encoding.py tests/tiers/test_disk_encoded.py"
     ),
     "server/hotkv_server/wire/": CALLS,
+    "server/hotkv_server/node/order.py": (
+        "tests/server/test_order_wire.py tests/server/test_devices_order.py "
+        "tests/server/test_devices.py"
+    ),
     "server/hotkv_server/node/": NODE,
     "server/hotkv_server/told/": TOLD,
     "server/hotkv_server/memory/": (
