@@ -322,6 +322,9 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/residency/pages.py": (
         "tests/vllm/test_resident_parts.py tests/vllm/test_staging.py tests/vllm/test_residency.py"
     ),
+    "connector_vllm/hotkv_vllm/residency/worker.py": (
+        f"tests/vllm/test_resident_parts.py {RESIDENTS} tests/vllm/test_residency_hooks.py"
+    ),
     "connector_vllm/hotkv_vllm/residency/": (
         f"tests/vllm/test_resident_parts.py {RESIDENTS} tests/vllm/test_cuda_residency.py"
     ),
