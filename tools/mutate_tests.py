@@ -169,7 +169,9 @@ TESTS: dict[str, str] = {
         "tests/server/test_fence.py tests/vllm/test_revocations.py tests/server/test_life.py"
     ),
     "client/hotkv_client/session.py": LIFE,
-    "client/hotkv_client/connection.py": LIFE,
+    "client/hotkv_client/connection.py": (
+        f"tests/wire/test_connection.py tests/wire/test_unreadable_answers.py {LIFE}"
+    ),
     "client/hotkv_client/life.py": LIFE,
     "client/hotkv_client/link.py": (
         f"{LIFE} tests/server/test_arena.py tests/server/test_security.py"
