@@ -69,7 +69,7 @@ def spoiled(message: Any, cuts: list[tuple[int, int]]) -> Any:
 
 
 def call(made: Connection, body: str, name: str = "", **fields: Any) -> "Future[Any]":
-    """Returns a call of this kind that waits for its answer. Returns its future."""
+    """Makes a call of this kind, which waits for its answer. Returns its future."""
     future: Future[Any] = Future()
     waiting = Pending(future, transfer_id=name, is_load=body == "load", **fields)
     assert made.submit(request(body), waiting, None) is None
@@ -110,6 +110,23 @@ def test_any_answer_resolves_its_call(calls: list[tuple[str, str, int, list[Any]
     assert len(notices) == 1 and made.num_pending == 1 and not late.done()
     made.end()
     assert isinstance(late.exception(0), HotKVError)
+
+
+def test_an_answer_whose_reader_breaks_fails_its_call_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Connection(CONFIG, None, Fence())
+    broken, other = call(made, "lookup"), call(made, "ping")
+
+    def result(response: Any, waiting: str, lease_id: str) -> Any:
+        return 1 // 0 if waiting == "lookup" else None
+
+    monkeypatch.setattr(connection._answers, "result", result)
+    made.call = [answer("lookup", 1), answer("pong", 2)]
+    made.serve(lambda _: None)
+    error = broken.exception(0)
+    assert isinstance(error, HotKVError) and error.reason is Reason.INTERNAL
+    assert other.result(0) is None
 
 
 @pytest.mark.parametrize("body", TRANSFERS)
