@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from hotkv_server.startup import capabilities
+
 ROOT = Path(__file__).resolve().parents[2]
-CAPABILITIES = (
-    "events", "hints", "ledger", "residency", "sparse", "tiers", "tracing", "warm_start",
-)  # fmt: skip
+CAPABILITIES = tuple(module.__name__.split(".")[1] for module in capabilities.CAPABILITIES)
 REMAIN = tuple(
     f"tests/server/test_{name}.py"
     for name in ("life", "flush", "restart", "transfers", "tiers", "ranks", "fence")
