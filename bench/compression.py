@@ -47,8 +47,8 @@ FLOAT16_EXPONENTS = 8
 
 
 def keys_and_values(folder: Path) -> NDArray[np.float32]:
-    """Of all layers and tokens of the system's texts: [layer, keys or values, token, head,
-    channel]."""
+    """Returns keys and values of all layers and tokens of the system's texts: [layer, keys or
+    values, token, head, channel]."""
     model = Llama(folder)
     encode = Tokenizer.from_file(str(folder / "tokenizer.json")).encode
     found = texts([], lambda text: encode(text).ids, TEXT_TOKENS, 1)[:-1]
@@ -71,15 +71,15 @@ def keys_and_values(folder: Path) -> NDArray[np.float32]:
 
 
 def rounded(floats: NDArray[np.float32]) -> Codes:
-    """As bfloat16, in bytes."""
+    """Returns the values as bfloat16, in bytes."""
     halves = torch.from_numpy(np.ascontiguousarray(floats)).bfloat16().view(torch.int16)
     found: Codes = halves.numpy().reshape(-1).view(np.uint8)
     return found
 
 
 def blocks_of(floats: NDArray[np.float32]) -> tuple[Codes, int]:
-    """(bytes, bytes of a block) of blocks as slots have them: layer after layer, keys before
-    values."""
+    """Returns (bytes, bytes of a block) of blocks as slots have them: layer after layer, keys
+    before values."""
     num_layers, _, num_tokens, heads, channels = floats.shape
     shape = (num_layers, 2, num_tokens // BLOCK_TOKENS, BLOCK_TOKENS, heads, channels)
     found = rounded(floats.reshape(shape).transpose(2, 0, 1, 3, 4, 5))
@@ -103,7 +103,7 @@ class Run:
         return self.encoder.encode(*(column[rows] for column in columns))
 
     def decode(self, rows: slice = slice(None)) -> Int64s:
-        """1 for each block."""
+        """Decodes and returns 1 for each block."""
         columns = (self.begins, self.sizes, self.places, self.rooms)
         return self.decoder.decode(*(column[rows] for column in columns))
 
@@ -121,7 +121,7 @@ def used_bytes(content: Codes, size: int) -> Int64s:
 
 
 def ratios(floats: NDArray[np.float32]) -> dict[str, float]:
-    """What is saved, by key."""
+    """Returns the compression ratios by key."""
     content, size = blocks_of(floats)
     used = used_bytes(content, size)
     assert (used <= room_bytes(size)).all(), "a block does not fit its room"
@@ -143,7 +143,7 @@ def ratios(floats: NDArray[np.float32]) -> dict[str, float]:
 
 
 def float16_ratio(floats: NDArray[np.float32]) -> float:
-    """With 3 bits an exponent, tables and escapes as for bfloat16."""
+    """Returns the ratio of float16 with 3 bits an exponent, tables and escapes as for bfloat16."""
     exponents = (floats.astype(np.float16).view(np.uint16).reshape(-1) >> 10) & 31
     tiles = exponents[: len(exponents) // TILE_VALUES * TILE_VALUES].reshape(-1, TILE_VALUES)
     covered = [
@@ -174,14 +174,14 @@ def speeds(content: Codes, size: int) -> dict[str, float]:
 
 
 def measure() -> dict[str, Any]:
-    """All figures. Raises FileNotFoundError if SmolLM2 is not installed."""
+    """Returns all figures. Raises FileNotFoundError if SmolLM2 is not installed."""
     torch.set_num_threads(1)
     floats = keys_and_values(prepare())
     return ratios(floats) | speeds(*blocks_of(floats))
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     options = parser("Exact compression of keys and values.").parse_args()
     print_figures(measure(), BOUNDS, as_json=options.json)
     return 0

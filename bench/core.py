@@ -45,7 +45,7 @@ BOUNDS = {
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process."""
+    """Returns the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
 
@@ -82,7 +82,7 @@ class Bench:
         return self.random.integers(0, 1 << 32, (count, 8), np.uint32)
 
     def serve(self, hashes: Words, *, measure: bool = True) -> None:
-        """One prompt: looked up, reserved, committed, used."""
+        """Looks up, reserves, commits and uses one prompt."""
         core, session = self.core, self.session
         self.now_s += STEP_S
         times_s = [time.perf_counter()]
@@ -102,7 +102,7 @@ class Bench:
                 self.costs_s[part].append(cost_s)
 
     def prompt_ms(self, part: str = "") -> float:
-        """Median of a prompt's cost, or of one part of it."""
+        """Returns the median cost of a prompt, or of one part of it."""
         costs_s = (
             self.costs_s[part]
             if part
@@ -112,8 +112,8 @@ class Bench:
 
 
 def print_holds(bench: Bench) -> float:
-    """A table of how long operations hold the event loop; returns the longest hold, in
-    milliseconds. The cache is empty then."""
+    """Prints how long operations hold the event loop; returns the longest hold, in milliseconds.
+    The cache is empty then."""
     holds = operations(bench.core, bench.session, bench.now_s, bench.new_hashes)
     times_s = ((hold.longest_cpu_s, hold.longest_s, hold.total_s) for hold in holds)
     rows = [
@@ -132,7 +132,7 @@ def print_holds(bench: Bench) -> float:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     flags = parser("Cost of the core for a prompt, and of its index for a block.")
     flags.add_argument("--policy", default="hotness", choices=sorted(POLICIES))
     flags.add_argument("--rounds", type=int, default=200)

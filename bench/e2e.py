@@ -131,7 +131,7 @@ def measure(model: Path, num_rounds: int) -> tuple[list[Round], float]:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     flags = parser("vLLM with hotkv against vLLM without, end to end.")
     flags.add_argument("--rounds", type=int, default=7)
     options = flags.parse_args()

@@ -35,8 +35,8 @@ FILL_DEADLINE_S = 300.0
 
 
 def rss_beyond_arena_bytes(pid: int) -> int:
-    """Resident bytes of a process, from /proc, but for mappings of a file whose name starts with
-    `arena`."""
+    """Returns the resident bytes of a process, from /proc, but for mappings of a file whose name
+    starts with `arena`."""
     total_bytes = 0
     counts = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -78,7 +78,7 @@ def import_once() -> float:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     flags = parser("Cost of a server and a client before they do anything.")
     flags.add_argument("--repeats", type=int, default=5)
     options = flags.parse_args()

@@ -67,7 +67,7 @@ class Holds:
         self._num_stores = 0
 
     def once(self, name: str, call: Callable[[], object]) -> None:
-        """An operation without parts."""
+        """Makes an operation without parts."""
 
         def one() -> Iterator[None]:
             call()
@@ -76,7 +76,7 @@ class Holds:
         self.parts(name, one())
 
     def parts(self, name: str, steps: Iterator[object]) -> None:
-        """An operation in parts."""
+        """Makes an operation in parts."""
         times_s = [(time.thread_time(), time.perf_counter())]
         for _ in steps:
             times_s.append((time.thread_time(), time.perf_counter()))
@@ -102,7 +102,7 @@ class Holds:
         return record.number, record.key_space_id
 
     def store(self, name: str, session: int, hashes: Words, *, succeeds: bool = True) -> None:
-        """Room is made and slots are reserved, in parts; then what was written is published."""
+        """Makes room and reserves slots, in parts; then publishes the blocks."""
         runs, lease_id = [Run(0, hashes)], f"store {self._num_stores}"
         self._num_stores += 1
         self.now_s += 0.2
@@ -132,8 +132,8 @@ class Holds:
 def operations(
     core: CacheCore, session: int, now_s: float, new_hashes: Callable[[int], Words]
 ) -> list[Hold]:
-    """All operations, one after the other, over a core whose slots of SLOT_ALIGN bytes are all in
-    use; it is empty afterwards."""
+    """Runs all operations, one after the other, over a core whose slots of SLOT_ALIGN bytes are all
+    in use; it is empty afterwards."""
     holds = Holds(core, session, now_s, new_hashes)
     hashes = holds.fill(session, MAX_BLOCKS_PER_CALL)
     _reads(holds, hashes)

@@ -36,8 +36,8 @@ class ColdPicks:
         self._litter = np.zeros(96 << 20, np.uint8)
 
     def take(self, count: int) -> list[bytes]:
-        """`count` hashes; the caches hold them, as they do when vLLM has just hashed a prompt, but
-        not the table."""
+        """Returns `count` hashes; the caches hold them, as they do when vLLM has just hashed a
+        prompt, but not the table."""
         chosen = [self._pool[i] for i in self._random.integers(0, len(self._pool), count)]
         self._litter += 1
         b"".join(chosen)
@@ -45,7 +45,7 @@ class ColdPicks:
 
 
 def main() -> int:
-    """Entry point."""
+    """Runs the command."""
     options = parser("Time lookups.").parse_args()
     times: dict[tuple[str, int], list[float]] = {}
     with serving(4 * GIB, "--arena.max-blocks", str(BLOCKS + 1)) as server:

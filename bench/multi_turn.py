@@ -79,7 +79,7 @@ class Case:
     def arguments(
         self, model: Path, variant: str, server: Server, lmcache: LMCacheServer | None
     ) -> dict[str, Any]:
-        """Of `vllm.LLM`."""
+        """Returns the arguments of `vllm.LLM`."""
         own: dict[str, dict[str, Any]] = {
             "none": {"enable_prefix_caching": False},
             "offload": {"kv_offloading_size": float(ARENA_GIB)},
@@ -124,8 +124,8 @@ class Results:
 def measure(
     case: Case, model: Path, server: Server, num_rounds: int, python: str, left_out: dict[str, str]
 ) -> dict[str, Results]:
-    """By variant. What does not start is added to `left_out`, with its reason. `python`: has
-    LMCache; empty leaves that out."""
+    """Measures each variant. A variant that does not start is added to `left_out`, with its reason.
+    `python`: has LMCache; empty leaves that out."""
     with contextlib.ExitStack() as stack:
         below = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-bench-")))
         lmcache = stack.enter_context(LMCacheServer(python, below, ARENA_GIB)) if python else None
@@ -165,20 +165,21 @@ def measure(
 
 
 def first_error(log: Path) -> str:
-    """Why an engine did not start: vLLM names the cause first, and then what follows from it."""
+    """Returns why an engine did not start: vLLM names the cause first, and then what follows from
+    it."""
     found = re.search(r"\w*Error: .*", log.read_text(errors="replace"))
     return found[0] if found else "it ended"
 
 
 def hold(engine: Engine, case: Case, name: str, num_tokens: int) -> dict[str, Any]:
-    """One round. The same name has the same conversations; another has none of them, since one
-    server has all that were held."""
+    """Holds one round of conversations. The same name has the same conversations; another has none
+    of them, since one server has all that were held."""
     some = conversations(f"{case.name} {name}", num_tokens, case.shape)
     return engine.ask({"conversations": as_json(some), "clients": CLIENTS})
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     flags = parser("Conversations of several turns, with each cache that there is.")
     flags.add_argument("--rounds", type=int, default=3)
     flags.add_argument("--device-tokens", type=int, help="that the device holds")
@@ -234,7 +235,7 @@ def ratio(one: Results, other: Results) -> float:
 
 
 def row(case: str, variant: str, one: Results, figures: dict[str, Any]) -> tuple[str, ...]:
-    """Of the table; adds the figures."""
+    """Returns a row of the table and adds its figures."""
     values = {
         "turns_per_s": statistics.median(one.turns_per_s),
         "ttft_p50_s": percentile(one.first_s, 0.5),

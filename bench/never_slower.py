@@ -31,7 +31,7 @@ Pair = tuple[Answer, Answer]
 
 
 def measure(model: Path, num_well: int, num_slow: int, times: float) -> dict[str, list[Pair]]:
-    """By phase the answers with and without hotkv."""
+    """Returns the answers with and without hotkv, by phase."""
     with contextlib.ExitStack() as stack:
         below = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-bench-")))
         slow = below / "slow"
@@ -72,7 +72,7 @@ def first(pairs: list[Pair], *, hits: bool) -> int:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     flags = parser("Requests beside a server that becomes slow.")
     flags.add_argument("--well", type=int, default=8, help="requests while the server is well")
     flags.add_argument("--slow", type=int, default=25, help="requests while it is slow")

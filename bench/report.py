@@ -41,13 +41,13 @@ def print_report(
     *,
     as_json: bool,
 ) -> None:
-    """The table, then the figures if they are asked for."""
+    """Prints the table, then the figures if they are asked for."""
     print(table(headers, rows))
     print_json(figures, as_json)
 
 
 def print_json(figures: Mapping[str, object], as_json: bool) -> None:
-    """The figures on the last line, if they are asked for."""
+    """Prints the figures on the last line, if they are asked for."""
     if as_json:
         print(json.dumps(figures))
 
@@ -98,8 +98,8 @@ def print_figures(
     as_json: bool = False,
     beside: Mapping[str, object] | None = None,
 ) -> None:
-    """A row for each figure, with its bound and whether it misses that; then the figures and what
-    is `beside` them, if they are asked for."""
+    """Prints a row for each figure, with its bound and whether it misses that; then the figures and
+    what is `beside` them, if they are asked for."""
     rows = []
     for name, value in figures.items():
         bound, is_number = bounds.get(name), isinstance(value, int | float)

@@ -121,7 +121,7 @@ LONG_TOKENS, LONG_POOL = 131072, 6144
 
 
 def run(sizes: Sizes, chosen: Sequence[str], folder: Path) -> Found:
-    """All cases, one after the other."""
+    """Runs all cases, one after the other."""
     found = Found([], {}, [], [])
 
     def timed(shape: Shape, context: int, rounds: int) -> None:
@@ -189,17 +189,17 @@ def run(sizes: Sizes, chosen: Sequence[str], folder: Path) -> Found:
 
 
 def ratios(rounds: Sequence[Round], over: str, under: str, clock: int) -> float:
-    """Median of the ratios of two figures of a round."""
+    """Returns the median of the ratios of two figures of a round."""
     return median([getattr(one, over)[clock] / getattr(one, under)[clock] for one in rounds])
 
 
 def middle(rounds: Sequence[Round], name: str) -> float:
-    """Median of a figure's processor time."""
+    """Returns the median of a figure's processor time."""
     return median([getattr(one, name)[PROCESSOR] for one in rounds])
 
 
 def figures(found: Found) -> dict[str, float]:
-    """What was measured, by the names of the module."""
+    """Returns what was measured, by the names of the module."""
     named: dict[str, float] = {}
     if found.exact:
         named["tokens_equal"] = min(one.tokens_equal for one in found.exact)
@@ -238,7 +238,7 @@ OF_THE_LLAMA = ("step_over_dense_32k", "hit_")
 
 
 def suffixes(model: str, name: str, models: Sequence[str]) -> list[str]:
-    """What follows a figure's name: nothing for the model that stands for it."""
+    """Returns what follows a figure's name: nothing for the model that stands for it."""
     label = "_" + model.replace(" ", "_")
     wanted = "llama" if name.startswith(OF_THE_LLAMA) else "smollm2"
     stands = model.startswith(wanted) or not any(one.startswith(wanted) for one in models)
@@ -310,7 +310,7 @@ def options() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     chosen, begin_s = options(), time.monotonic()
     sizes = QUICK if chosen.quick else Sizes()
     if chosen.rounds:

@@ -51,7 +51,7 @@ class Model:
         return BLOCK_TOKENS * self.kv_token_bytes
 
     def prompt(self, seed: str, num_tokens: int) -> list[int]:
-        """Random tokens, the same for the same seed."""
+        """Returns random tokens, the same for the same seed."""
         return random.Random(seed).choices(self.words, k=num_tokens)
 
 
@@ -63,7 +63,7 @@ def llama(folder: Path, max_tokens: int) -> Model:
 
 
 def smollm() -> Model:
-    """SmolLM2-135M-Instruct: 30 layers of 3 KV heads of 64, in bfloat16."""
+    """Describes SmolLM2-135M-Instruct: 30 layers of 3 KV heads of 64, in bfloat16."""
     return Model(
         "smollm2", smollm2.prepare(), "bfloat16", 30, 30 * 2 * 3 * 64 * 2, range(20, 49000)
     )
@@ -83,7 +83,7 @@ class Shape:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def sparse(self, residency: str) -> dict[str, Any]:
-        """`hotkv.sparse`."""
+        """Returns the setting `hotkv.sparse`."""
         return SPARSE | {"sparse_topk": self.topk_tokens, "residency": residency}
 
     def settings(
@@ -127,7 +127,8 @@ class Shape:
         )
 
     def everything(self) -> EngineSettings:
-        """Sparse decode with the whole KV cache on the device, and no server."""
+        """Returns the settings of sparse decode with the whole KV cache on the device, and no
+        server."""
         room = self.max_seqs * (self.max_tokens + BLOCK_TOKENS)
         return self.settings(room, NO_SERVER, self.sparse("off"))
 
@@ -159,7 +160,7 @@ class Exact:
 
     @property
     def context_over_pool(self) -> float:
-        """How many times the pool the context is."""
+        """Returns how many times the pool the context is."""
         return self.context_tokens / self.pool_tokens
 
 
@@ -222,8 +223,8 @@ class Together:
 
 @contextlib.contextmanager
 def made(folder: Path) -> Iterator[None]:
-    """A folder for one case's server and logs. It goes with the case: arenas of several cases are
-    more memory than a benchmark should hold."""
+    """Makes a folder for one case's server and logs. It goes with the case: arenas of several cases
+    are more memory than a benchmark should hold."""
     folder.mkdir()
     try:
         yield
@@ -235,8 +236,8 @@ def made(folder: Path) -> Iterator[None]:
 def running(
     shape: Shape, folder: Path, arena: str, *resident: dict[str, object]
 ) -> Iterator[tuple[Server, Watched, list[Watched]]]:
-    """A server, an engine that holds everything, and one for each of `resident`: what they have
-    besides the shape's settings."""
+    """Runs a server, an engine that holds everything, and one for each of `resident`: what they
+    have besides the shape's settings."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))
         server = stack.enter_context(Server(folder, arena))
@@ -271,7 +272,7 @@ def compared(
 
 
 def largest_difference(found: Batch, wanted: Batch) -> float:
-    """Largest difference of logprobs, up to the first token that differs."""
+    """Returns the largest difference of logprobs, up to the first token that differs."""
     largest = 0.0
     for ours, theirs, mine, others in zip(
         found.tokens, wanted.tokens, found.logprobs, wanted.logprobs, strict=True
@@ -294,8 +295,8 @@ def exactness(
     arena: str,
     **more: object,
 ) -> list[Exact]:
-    """Each case's prompts together, in an engine with everything on the device and in one with the
-    small pool and further settings `more`."""
+    """Compares each case's prompts together, in an engine with everything on the device and in one
+    with the small pool and further settings `more`."""
     found = []
     with running(shape, folder, arena, more) as (_, whole, (small,)):
         for case, lengths in cases:
@@ -315,7 +316,7 @@ def exactness(
 
 
 def _pair(batch: Batch) -> tuple[float, float]:
-    """Wall and processor seconds to the first token."""
+    """Returns wall and processor seconds to the first token."""
     return batch.first_s[0][WALL], batch.prefill_cpu_s
 
 
@@ -428,7 +429,7 @@ def representation_bytes(model: Model, kv_heads: int, head_size: int) -> int:
 
 
 def held_by(small: Watched, shape: Shape, batch: Batch, num_tokens: int) -> Held:
-    """What a request held at most, against the arithmetic."""
+    """Compares what a request held at most, against the arithmetic."""
     model = shape.model
     heads = (3, 64) if model.name == "smollm2" else (2, 32)
     beside = small.memory()
@@ -448,7 +449,7 @@ def held_by(small: Watched, shape: Shape, batch: Batch, num_tokens: int) -> Held
 
 
 def memory(shape: Shape, contexts: Sequence[int], folder: Path, arena: str) -> list[Held]:
-    """One request of each length, in an engine of its own pool."""
+    """Measures one request of each length, in an engine of its own pool."""
     found = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))

@@ -65,7 +65,7 @@ def found(server: Server, stored: list[bytes]) -> int:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     flags = parser("Cost of a restart.")
     flags.add_argument("--repeats", type=int, default=5)
     options = flags.parse_args()

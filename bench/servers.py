@@ -18,8 +18,8 @@ STORED_BLOCKS = 50_000
 
 @contextmanager
 def serving(arena_bytes: int, *flags: str, command: Sequence[str] = ()) -> Iterator[Server]:
-    """A server that is ready. It and its folder, in shared memory, go at the end, also at that of
-    this process."""
+    """Yields a server that is ready. It and its folder, in shared memory, go at the end, also at
+    that of this process."""
     with (
         ends_cleanly(),
         runtime_folder(arena_bytes + ROOM_BYTES) as folder,

@@ -89,7 +89,7 @@ def quiet_lookups_ms(target: str, seconds: float = 0.0, pause_s: float = 0.001) 
 
 
 def beside(target: str, kind: str) -> float:
-    """p50 in ms of quiet lookups beside such a process."""
+    """Returns p50 in ms of quiet lookups beside such a process."""
     other = subprocess.Popen([*CLIENT, kind, target], stderr=subprocess.DEVNULL)
     try:
         time.sleep(SETTLE_S)
@@ -105,7 +105,7 @@ def descriptors(pid: int) -> int:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     flags = parser("Load: many sessions, overload, hostile clients.")
     flags.add_argument(
         "--seconds", type=float, default=600.0, help="how long at half of the saturation"

@@ -46,22 +46,22 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Engine over offline."""
+        """Returns engine over offline."""
         return None if self.offline_kl is None else self.engine_kl / self.offline_kl
 
 
 def mean_kl(dense_NW: torch.Tensor, other_NW: torch.Tensor) -> float:
-    """KL(dense || other), mean over tokens."""
+    """Returns KL(dense || other), mean over tokens."""
     return float((dense_NW.exp() * (dense_NW - other_NW)).sum(dim=-1).mean())
 
 
 def mean_loss(log_probs_NW: torch.Tensor, tokens: Sequence[int]) -> float:
-    """NLL of the tokens, mean."""
+    """Returns the mean NLL of the tokens."""
     return -float(log_probs_NW.gather(1, torch.tensor(tokens)[:, None]).mean())
 
 
 def in_engine(engine: Engine, text: Text, setups: Sequence[Setup]) -> list[Row]:
-    """Prefill, then dense and sparse decode of the same tokens."""
+    """Runs the prefill, then dense and sparse decode of the same tokens."""
     begin, last = time.monotonic(), text.tokens[-COMPARED_TOKENS:]
     engine.calibrate(text.tokens[: -COMPARED_TOKENS - 1])
     engine.use(None)
@@ -78,7 +78,8 @@ def in_engine(engine: Engine, text: Text, setups: Sequence[Setup]) -> list[Row]:
 def rows_of(
     folder: Path, found: Sequence[Text], setups: Sequence[Setup], *, offline: bool
 ) -> list[Row]:
-    """All texts, first in the engine, then offline: numba may not be loaded before vLLM."""
+    """Measures all texts, first in the engine, then offline: numba may not be loaded before
+    vLLM."""
     engine = Engine(folder, CONTEXT_TOKENS, setups[0])
     measured = [in_engine(engine, text, setups) for text in found]
     engine.close()
@@ -101,7 +102,7 @@ def rows_of(
 
 
 def missed(row: Row, setup: Setup) -> str:
-    """What bounds a row misses, in words."""
+    """Returns which bounds a row misses, in words."""
     found = []
     if row.ratio is not None and row.ratio > RATIO_BOUND:
         found.append(f"ratio > {RATIO_BOUND:g}")
@@ -147,7 +148,7 @@ def options() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     chosen, begin = options(), time.monotonic()
     folder = chosen.model or prepare()
     usual = Setup(

@@ -46,14 +46,14 @@ class Row:
 
     @property
     def total(self) -> int:
-        """Over all tasks."""
+        """Returns the total over all tasks."""
         return sum(self.num_right.values())
 
 
 def measure(
     engine: Engine, asked: Sequence[Prompt], setups: Sequence[Setup], tokenizer: AutoTokenizer
 ) -> list[Row]:
-    """All settings on each prompt in turn, dense first."""
+    """Measures all settings on each prompt in turn, dense first."""
     rows = [Row(setup, dict.fromkeys(TASKS, 0)) for setup in (None, *setups)]
     for number, prompt in enumerate(asked, 1):
         begin = time.monotonic()
@@ -102,7 +102,7 @@ def options() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     chosen, begin = options(), time.monotonic()
     folder = chosen.model or prepare()
     usual = Setup(

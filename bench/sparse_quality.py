@@ -73,7 +73,7 @@ class Target:
 
     @property
     def met(self) -> bool:
-        """True if the bound holds; False too if there is no figure."""
+        """Returns True if the bound holds; False too if there is no figure."""
         return self.value is not None and self.bound.is_met(self.value)
 
 
@@ -151,7 +151,7 @@ def seen(model: Llama, text: Text, first_layer: int, num_compared: int) -> Seen:
 def measure(
     model: Llama, seen: Seen, calibrated: Calibration, variants: Sequence[Variant]
 ) -> list[Row]:
-    """All variants on one text."""
+    """Measures all variants on one text."""
     begin, text = time.monotonic(), seen.text
     outcomes: list[Outcome] = []
     num_threads = torch.get_num_threads()
@@ -177,8 +177,8 @@ def all_rows(
     first_layer: int,
     num_compared: int,
 ) -> list[Row]:
-    """All texts. Calibrated on the first text, and for the first on the second (its copy text if
-    there is no other)."""
+    """Measures all texts. Centres are calibrated on the first text, and for the first on the second
+    (its copy text if there is no other)."""
     first, second = (seen(model, text, first_layer, num_compared) for text in found[:2])
     rows = measure(model, first, calibration(second.own, first.own, file, first_layer), variants)
     other, later = first.own, [second]
@@ -232,7 +232,7 @@ def options() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     chosen = options()
     if chosen.threads:
         torch.set_num_threads(chosen.threads)

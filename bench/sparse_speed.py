@@ -55,10 +55,9 @@ ARENA_BYTES = 512 * MIB
 
 
 def service_figures(num_blocks: int = 8192, rounds: int = 200) -> dict[str, float]:
-    """Median and least microseconds of a selection over so many blocks: `service_select_us`,
-    `service_select_min_us`, and, of the same in this process, `local_select_us`,
-    `local_select_min_us`. Takes seconds; starts a server and ends it.
-    """
+    """Returns median and least microseconds of a selection over so many blocks:
+    `service_select_us`, `service_select_min_us`, and, of the same in this process,
+    `local_select_us`, `local_select_min_us`. Takes seconds; starts a server and ends it."""
     with serving(ARENA_BYTES) as server:
         server.wait_filled()
         engine = _Engine(server.target, num_blocks)
@@ -122,7 +121,7 @@ class _Engine:
         self.log_mass = np.full(QUERY_HEADS, 5.0, np.float32)
 
     def measure(self, rounds: int) -> dict[str, float]:
-        """See `service_figures`."""
+        """Measures what `service_figures` returns."""
         tokens = len(self.rows) * BLOCK_TOKENS
         source = {CONFIG.scorer: Source(self.pool)}
         times_s: dict[str, list[float]] = {"service": [], "local": []}
@@ -210,7 +209,7 @@ class PagedAttention:
     def attend(
         self, table: torch.Tensor, lengths: torch.Tensor, schedule: torch.Tensor
     ) -> torch.Tensor:
-        """Attention over the pages of a table, int32 [1, n]."""
+        """Computes attention over the pages of a table, int32 [1, n]."""
         self._ops.cpu_attention_with_kv_cache(
             query=self._query,
             key_cache=self._keys,
@@ -303,7 +302,7 @@ class Layer:
         )
 
     def choose(self, scores: np.ndarray[tuple[int, int], np.dtype[np.float32]]) -> int:
-        """From scores to pages in the table to attend to: weights, choice, hot set, pulls,
+        """Goes from scores to pages in the table to attend to: weights, choice, hot set, pulls,
         table."""
         selection = choose(scores, self.always_log_mass, self.where, self.budget)
         step = self.hot.step(selection, MAX_CORRECTIONS)
@@ -325,7 +324,7 @@ class Layer:
         return result
 
     def round(self) -> None:
-        """Each variant once. The scores that are chosen from are those of the last scorer."""
+        """Runs each variant once. The scores that are chosen from are those of the last scorer."""
         query = next(self.queries)
         self.measure("dense", lambda: self.attention.attend(self.whole_table, *self.whole_plan))
         for name in SCORERS:
@@ -335,17 +334,17 @@ class Layer:
         self.measure("attend", lambda: self.attention.attend(self.table, *schedule))
 
     def ms(self, what: str) -> float:
-        """Median of what was timed; dense attention scaled to the whole context."""
+        """Returns the median of what was timed; dense attention scaled to the whole context."""
         value = median(self.times_s[what]) * 1e3
         return value * self.num_blocks / self.dense_blocks if what == "dense" else value
 
     def speedup(self, name: str) -> float:
-        """Dense attention over a sparse step with this scorer."""
+        """Returns dense attention over a sparse step with this scorer."""
         return self.ms("dense") / (self.ms(name) + self.ms("other") + self.ms("attend"))
 
 
 def bandwidth_gb_s() -> float:
-    """Memory read by one thread, GB/s."""
+    """Returns memory read by one thread, GB/s."""
     data = np.ones(1 << 26, np.float32)
     times_s = []
     for _ in range(5):
@@ -356,7 +355,7 @@ def bandwidth_gb_s() -> float:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     flags = parser("Cost of sparse decode for a layer, beside dense attention.")
     flags.add_argument("--rounds", type=int, default=30)
     options = flags.parse_args()

@@ -48,7 +48,7 @@ class NoCopies:
 
 
 def timed(call: Callable[[], T]) -> tuple[T, float]:
-    """What the call returns, and its processor time in milliseconds."""
+    """Returns what the call returns, and its processor time in milliseconds."""
     began_s = time.thread_time()
     result = call()
     return result, (time.thread_time() - began_s) * 1e3
@@ -107,7 +107,7 @@ def survey_steps_ms(node: Node) -> list[float]:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     flags = parser("Cost of the status page's API.")
     flags.add_argument("--blocks", type=int, default=SIZES[-1])
     flags.add_argument("--policy", default="hotness")

@@ -210,7 +210,7 @@ async def ratios(folder: Path, rounds: int) -> dict[str, float]:
 
 
 async def loop_lag(folder: Path) -> dict[str, float]:
-    """How late an otherwise idle loop is, without and with the tier reading."""
+    """Returns how late an otherwise idle loop is, without and with the tier reading."""
     disk = Disk(folder / "lag")
     try:
         size = SIZES["64k"]
@@ -232,7 +232,7 @@ async def loop_lag(folder: Path) -> dict[str, float]:
 
 
 def hashes(first: int, count: int) -> Words:
-    """Hash words [count, 8] that differ."""
+    """Returns hash words [count, 8] that differ."""
     return np.random.default_rng(first).integers(0, 1 << 32, (count, 8), np.uint32)
 
 
@@ -274,7 +274,7 @@ def _known(space: Space, key_space: KeySpace) -> Catalog:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     flags = parser("The disk tier beside fio, the restart over many records, and compression.")
     flags.add_argument("--rounds", type=int, default=3)
     flags.add_argument(

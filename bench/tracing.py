@@ -47,7 +47,7 @@ def collect(pipe: Connection) -> None:
 
 @contextmanager
 def collector() -> Iterator[Connection]:
-    """A collector in a process of its own: here it would take the time of the calls."""
+    """Starts a collector in a process of its own: here it would take the time of the calls."""
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("spawn").Process(target=collect, args=(theirs,))
     child.start()
@@ -59,7 +59,7 @@ def collector() -> Iterator[Connection]:
 
 
 def main() -> int:
-    """Entry point."""
+    """Runs the command."""
     options = parser("Time lookups with and without traces.")
     options.add_argument("--before", type=Path, help="a checkout from before there were traces")
     options.add_argument("--rounds", type=int, default=ROUNDS)

@@ -70,8 +70,8 @@ class Engine(PagedEngine):
         return taken_s
 
     def one_block(self, name: str) -> None:
-        """A store and a load of one block, not timed. The server is through with all of it at the
-        end: calls are answered in order."""
+        """Runs a store and a load of one block, not timed. The server is through with all of it at
+        the end: calls are answered in order."""
         block = new_hashes(1)
         self.session.store(name, name, [BlockRun(0, block, self.sources[:1])], 30).result(30)
         self.session.acquire(f"{name}-l", [GroupHashes(0, block)]).result(10)
@@ -128,8 +128,8 @@ def threaded_memcpy(dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> Callable[
 
 
 def wait_for_huge_pages(server: Server, timeout_s: float = 60.0) -> float:
-    """Until the server has stopped turning its arena into huge pages, some seconds after it is
-    ready; the share it got."""
+    """Waits until the server has stopped turning its arena into huge pages, some seconds after it
+    is ready; the share it got."""
     deadline_s, last = time.monotonic() + timeout_s, -1.0
     while time.monotonic() < deadline_s and last != (
         last := server.counter("arena_huge_page_bytes")
@@ -156,7 +156,7 @@ def measure(target: str, block_tokens: int, memcpy: Callable[[], float]) -> dict
 
 
 def main() -> int:
-    """Entry point."""
+    """Runs the command."""
     options = parser("Time stores and loads.").parse_args()
     rows, store_ratio, load_ratio, spread = [], {}, {}, {}
     source, target = np.ones(OPERATION_BYTES, np.uint8), np.ones(OPERATION_BYTES, np.uint8)

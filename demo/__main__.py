@@ -59,8 +59,8 @@ def table(cold: Answer, own: Answer, warm: Answer, stored_bytes: float, loaded_b
 
 @contextlib.contextmanager
 def engine(name: str, server: Server, model: Path, folder: Path, seed: int) -> Iterator[Engine]:
-    """An engine that has loaded the model and run a prompt of its own, so that what follows is not
-    a first time."""
+    """Yields an engine that has loaded the model and run a prompt of its own, so that what follows
+    is not a first time."""
     with Engine(name, EngineSettings(str(model), server.target), folder) as running:
         with step(f"{name}: loading vLLM and the model"):
             running.wait_ready()
@@ -109,7 +109,7 @@ def run(folder: Path) -> int:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     try:
         with ends_cleanly(), runtime_folder(2 * ARENA_BYTES) as folder:
             code = run(folder)

@@ -72,8 +72,8 @@ class Answer:
 
 
 def largest_logprob_difference(one: Answer, other: Answer) -> float:
-    """Over tokens both rank among their likeliest, up to the first position where the answers part,
-    that one included."""
+    """Returns the largest difference over tokens both rank among their likeliest, up to the first
+    position where the answers part, that one included."""
     largest = 0.0
     for position, (ours, theirs) in enumerate(zip(one.logprobs, other.logprobs, strict=True)):
         largest = max(
@@ -103,8 +103,8 @@ def ends_cleanly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def runtime_folder(needed_bytes: int) -> Iterator[Path]:
-    """A fresh folder in shared memory if that has room, else in the temporary folder; removed at
-    the end."""
+    """Yields a fresh folder in shared memory if that has room, else in the temporary folder;
+    removed at the end."""
     roomy = SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free > needed_bytes
     # By its tag whoever kills this process finds what is left of it.
     prefix = f"hotkv-{os.environ.get('HOTKV_FOLDER_TAG', '')}"
@@ -131,8 +131,8 @@ def prepare_model() -> Path:
 
 
 def group_members(group: int) -> list[int]:
-    """Living processes of a process group, but for Python's resource trackers: they clean up behind
-    the others, then end."""
+    """Returns living processes of a process group, but for Python's resource trackers: they clean
+    up behind the others, then end."""
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -246,7 +246,7 @@ class Engine:
 
     @property
     def log(self) -> Path:
-        """Everything vLLM and the connector printed."""
+        """Returns everything vLLM and the connector printed."""
         return self._child.log
 
     def wait_ready(self) -> None:
@@ -333,7 +333,7 @@ class Server:
 
     @property
     def log(self) -> Path:
-        """The server's log file."""
+        """Returns the server's log file."""
         return self._child.log
 
     def wait_ready(self, timeout_s: float = 60.0) -> float:
@@ -371,7 +371,7 @@ class Server:
             time.sleep(0.2)
 
     def cli(self, *arguments: str) -> str:
-        """Output of the `hotkv` command against this server; raises ChildError."""
+        """Returns the output of the `hotkv` command against this server; raises ChildError."""
         command = [
             sys.executable,
             "-m",
@@ -386,7 +386,7 @@ class Server:
         return done.stdout
 
     def status(self) -> dict[str, Any]:
-        """Output of `hotkv status --json`."""
+        """Returns the output of `hotkv status --json`."""
         status: dict[str, Any] = json.loads(self.cli("status", "--json"))
         return status
 

@@ -45,7 +45,7 @@ OPTION = '"hotkv.sparse": {"residency": "host", "sparse_topk": 512}'
 
 
 def settings(model: Path, server: Server | None) -> EngineSettings:
-    """Both engines have the same memory for keys and values."""
+    """Returns settings; both engines have the same memory for keys and values."""
     arguments = {
         "block_size": BLOCK_TOKENS,
         "dtype": "float32",
@@ -67,8 +67,8 @@ def settings(model: Path, server: Server | None) -> EngineSettings:
 
 
 def refusal(model: Path, folder: Path) -> str:
-    """What vLLM alone says to such a request with such a pool. Raises ChildError if it starts, or
-    ends for another reason."""
+    """Returns what vLLM alone says to such a request with such a pool. Raises ChildError if it
+    starts, or ends for another reason."""
     with Engine("vLLM alone", settings(model, None), folder) as engine:
         try:
             engine.wait_ready()
@@ -161,7 +161,7 @@ def run(folder: Path) -> int:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     try:
         with ends_cleanly(), runtime_folder(2 * ARENA_BYTES) as folder:
             code = run(folder)

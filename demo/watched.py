@@ -38,7 +38,7 @@ class Batch:
     pinned_bytes: float
 
     def step_s(self, clock: int) -> float:
-        """Median of the decode steps; `clock` 0: the wall's, 1: of processor time."""
+        """Returns the median of the decode steps; `clock` 0: the wall's, 1: of processor time."""
         ends = [step[clock] for step in self.steps[SETTLING_STEPS:]]
         return median([after - before for before, after in pairwise(ends)])
 
@@ -50,11 +50,12 @@ class Batch:
 
     @property
     def prefill_cpu_s(self) -> float:
-        """Processor seconds to the first token of a single request, the server's included."""
+        """Returns the processor seconds to the first token of a single request, the server's
+        included."""
         return self.first_s[0][1] + self.server_cpu_s
 
     def counter(self, name: str) -> float:
-        """Growth of one of the connector's counters."""
+        """Returns the growth of one of the connector's counters."""
         return self.counters.get(name, 0.0)
 
 
@@ -129,7 +130,7 @@ class _Pinned:
 
 
 def processor_s(pid: int) -> float:
-    """Processor seconds of a process so far."""
+    """Returns the processor seconds of a process so far."""
     # After the name in brackets: state, then ten numbers, user and system time.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * TICK_S

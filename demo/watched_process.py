@@ -42,7 +42,7 @@ class Engine:
         self._core: Any = getattr(core, "engine_core", None)
 
     def device_blocks(self, num_tokens: int) -> dict[str, Any]:
-        """What the arithmetic says that a request of so many tokens holds at most."""
+        """Returns what the arithmetic says that a request of so many tokens holds at most."""
         manager = self._core.scheduler.kv_cache_manager
         spec = manager.kv_cache_config.kv_cache_groups[0].kv_cache_spec
         return {"blocks": spec.device_blocks(num_tokens)}
@@ -148,7 +148,7 @@ def _worker() -> Any:
 
 
 def _everything(*_: Any) -> None:
-    """In place of `SparseWorker.attend`: nothing is left out."""
+    """Stands in place of `SparseWorker.attend`: nothing is left out."""
 
 
 def main() -> int:

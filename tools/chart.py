@@ -107,7 +107,7 @@ def manifest() -> str:
 
 
 def main() -> int:
-    """See the module."""
+    """Writes the schema."""
     parser = argparse.ArgumentParser(description="Writes the chart's schema and the manifest.")
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     options = parser.parse_args()

@@ -33,7 +33,7 @@ STOP_DEADLINE_S = 30.0
 
 
 def package_files() -> set[str]:
-    """Tracked files of the packages, by their paths in a wheel."""
+    """Returns tracked files of the packages, by their paths in a wheel."""
     listed = subprocess.run(
         ["git", "ls-files", "--", *FOLDERS], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -80,8 +80,8 @@ def environment() -> dict[str, str]:
 
 
 def run(program: Path, *arguments: str, quiet: bool = False) -> str:
-    """Output of an installed program, run away from the checkout. Raises CalledProcessError;
-    `quiet`: what it says then is not shown."""
+    """Returns the output of an installed program, run away from the checkout. Raises
+    CalledProcessError; `quiet`: what it says then is not shown."""
     return subprocess.run(
         [str(program), *arguments],
         cwd=program.parent,
@@ -154,7 +154,7 @@ def check_client(wheel: Path, folder: Path) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where to put both")
     flags = parser.parse_args(arguments)

@@ -60,7 +60,7 @@ class Nvrtc:
         self.architectures = tuple(arch for arch in ARCHITECTURES if arch in known)
 
     def compile(self, source: Path, architecture: int, instances: tuple[str, ...]) -> bytes:
-        """Machine code. Raises CompileError on an error or a warning."""
+        """Returns machine code. Raises CompileError on an error or a warning."""
         program = ctypes.c_void_p()
         create = self._library.nvrtcCreateProgram
         self._checked(
@@ -165,8 +165,8 @@ _SYMBOL_BYTES = 24
 
 
 def usages(cubin: bytes) -> list[Usage]:
-    """Of the kernels in an ELF file of NVIDIA's. Source of the format: what nvcc's own cuobjdump
-    --dump-elf shows."""
+    """Returns the usage of the kernels in an ELF file of NVIDIA's. Source of the format: what
+    nvcc's own cuobjdump --dump-elf shows."""
     sections = _sections(cubin)
     registers, stacks = (
         _attribute(cubin, sections, attribute) for attribute in (_REGISTERS, _STACK_BYTES)
@@ -176,7 +176,7 @@ def usages(cubin: bytes) -> list[Usage]:
 
 
 def _sections(elf: bytes) -> dict[str, tuple[int, int]]:
-    """Where each begins, and its bytes."""
+    """Yields where each section begins, and its bytes."""
     start, size, count, names_at = (
         _number(elf, 40, 8),
         _number(elf, 58, 2),
@@ -235,7 +235,7 @@ def check(compiler: Nvrtc | Nvcc, source: Path) -> list[str] | None:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     sources = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.cu"))
     compiler = find_compiler()
     if compiler is None:

@@ -82,7 +82,7 @@ covers its submodules."""
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and full name of everything imported from vLLM."""
+    """Returns line and full name of everything imported from vLLM."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -107,7 +107,7 @@ def internal_imports() -> list[str]:
 
 
 def supported() -> tuple[tuple[int, int], ...]:
-    """Release lines that `hotkv_vllm.versions` names."""
+    """Returns the release lines that `hotkv_vllm.versions` names."""
     values: dict[str, tuple[int, int]] = {}
     for node in ast.parse((PACKAGE / "versions.py").read_text()).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
@@ -118,7 +118,8 @@ def supported() -> tuple[tuple[int, int], ...]:
 
 
 def sources(lines: tuple[tuple[int, int], ...]) -> Iterator[tuple[Source, bool]]:
-    """The sources that can be had, and whether one is the newest line's; says which can't."""
+    """Returns the sources that can be had, and whether one is the newest line's; says which
+    can't."""
     yield installed(), False
     for line in lines:
         try:
@@ -185,7 +186,7 @@ def hook_problems(names: Names, *, is_newest: bool) -> list[str]:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     lines = supported()
     said = f"vLLM {lines[0][0]}.{lines[0][1]} to {lines[-1][0]}.{lines[-1][1]}"
     found = internal_imports()

@@ -191,7 +191,7 @@ def places(source: Source) -> Iterator[Place]:
 def _found(
     node: ast.AST, scope: tuple[str, ...], conditions: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(scope, text) of each place in a syntax tree."""
+    """Yields (scope, text) of each place in a syntax tree."""
     for text in _stores(node):
         yield scope, f"{text} if {' and '.join(conditions)}" if conditions else text
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -226,7 +226,7 @@ def _stores(node: ast.AST) -> Iterator[str]:
 
 
 def _stored(target: ast.expr) -> str:
-    """Name of what an assignment sets: an attribute, a key, or a field or variable."""
+    """Returns the name of what an assignment sets: an attribute, a key, or a field or variable."""
     if isinstance(target, ast.Subscript):
         return _text(target.slice)
     return getattr(target, "attr", getattr(target, "id", ""))
@@ -258,7 +258,7 @@ def compare(source: Source, *, all_places: bool = False) -> list[str]:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     found = [
         f"{source.name}: {problem}"
         for source, is_newest in sources(supported())

@@ -155,17 +155,17 @@ def metric(name: str, matchers: str = "") -> str:
 
 
 def rate(name: str, matchers: str = "") -> str:
-    """Growth of a counter in a second."""
+    """Returns the growth of a counter in a second."""
     return f"rate({metric(name, matchers)}[$__rate_interval])"
 
 
 def total(name: str, by: str = "") -> str:
-    """Growth of a counter in a second, over all chosen servers or by some labels."""
+    """Returns the growth of a counter in a second, over all chosen servers or by some labels."""
     return f"sum by ({by}) ({rate(name)})" if by else f"sum({rate(name)})"
 
 
 def share(part: str, whole: str, by: str = "") -> str:
-    """Growth of one counter over that of another."""
+    """Returns the growth of one counter over that of another."""
     return f"{total(part, by)} / {total(whole, by)}"
 
 
@@ -180,7 +180,7 @@ def most(name: str) -> str:
 
 
 def grown(name: str) -> str:
-    """Growth of a counter over the time that is shown."""
+    """Returns the growth of a counter over the time that is shown."""
     return f"sum(increase({metric(name)}[$__range]))"
 
 
@@ -191,7 +191,7 @@ def quantile(share: float, name: str, by: str = "") -> str:
 
 
 def times(title: str, text: str, name: str) -> Panel:
-    """Median and 99th percentile of a time."""
+    """Returns median and 99th percentile of a time."""
     queries = {"median": quantile(0.5, name), "99 %": quantile(0.99, name)}
     return Panel(title, text, queries, "s")
 
@@ -657,7 +657,7 @@ def text() -> str:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description="Write deploy/grafana/hotkv.json.")
     parser.add_argument(
         "--check", action="store_true", help="change nothing; fail if the file is out of date"

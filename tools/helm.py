@@ -23,7 +23,7 @@ class HelmError(Exception):
 
 
 def cached() -> Path:
-    """Where a fetched helm is kept."""
+    """Returns where a fetched helm is kept."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return folder / "hotkv" / f"helm-{VERSION}"
 

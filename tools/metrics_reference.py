@@ -84,8 +84,8 @@ async def _read(folder: Path, policy: str) -> list[Metric]:
 
 
 def families() -> dict[str, Metric]:
-    """All metrics of a node by their whole names, under whichever policy, and without samples of
-    tiers and devices."""
+    """Returns all metrics of a node by their whole names, under whichever policy, and without
+    samples of tiers and devices."""
     found: dict[str, Metric] = {}
     with tempfile.TemporaryDirectory() as folder:
         for policy in POLICIES:
@@ -131,7 +131,7 @@ def page() -> str:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description="Write docs/metrics.md.")
     parser.add_argument(
         "--check", action="store_true", help="change nothing; fail if the page is out of date"

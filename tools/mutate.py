@@ -49,13 +49,13 @@ class Tally:
 
     @property
     def score(self) -> float:
-        """Of mutants that are not known to be equivalent; 1 if none ran."""
+        """Returns the share of killed mutants, without known equivalents; 1 if no mutant ran."""
         counted = len(self.killed) + len(self.survivors)
         return len(self.killed) / counted if counted else 1.0
 
 
 def tests_of(path: str) -> list[str]:
-    """Test files of a source file."""
+    """Returns the test files of a source file."""
     entry = max((prefix for prefix in TESTS if path.startswith(prefix)), key=len)
     return list(dict.fromkeys(TESTS[entry].split()))
 

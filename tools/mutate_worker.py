@@ -102,7 +102,7 @@ class Worker:
 
     @contextlib.contextmanager
     def changed(self, mutant: Mutant) -> Iterator[Path]:
-        """The tree with the mutant in it; gives a folder for compiled kernels."""
+        """Puts the mutant into the tree; gives a folder for compiled kernels."""
         path = self.tree / mutant.path
         source, stat = path.read_bytes(), path.stat()
         self._num_changed += 1

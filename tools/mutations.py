@@ -152,8 +152,8 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _negate(self, test: ast.expr) -> None:
-        """Where the test is a comparison of equality or identity, its own mutant is the negation
-        already."""
+        """Negates a test. Where the test is a comparison of equality or identity, its own mutant is
+        the negation already."""
         if isinstance(test, ast.Compare) and isinstance(
             test.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot | ast.In | ast.NotIn
         ):
@@ -209,7 +209,7 @@ class _Finder(ast.NodeVisitor):
 
 
 def mutants_of(path: str, source: bytes) -> Iterator[Mutant]:
-    """All mutants of a file, each of them another program; none whose text does not parse."""
+    """Yields all mutants of a file. Each is another program, and parses."""
     finder = _Finder(path, source)
     finder.visit(ast.parse(source))
     seen: set[bytes] = set()

@@ -38,7 +38,7 @@ NUMBERS = {name: number for number, name in enumerate(FEATURES, 1)}
 
 
 def matrix() -> Iterator[str]:
-    """A row for each feature, with a letter for each feature before it."""
+    """Yields a row for each feature, with a letter for each feature before it."""
     yield "```"
     width = max(len(name) for name in FEATURES)
     for digits in ([n // 10 or " " for n in NUMBERS.values()], [n % 10 for n in NUMBERS.values()]):
@@ -56,7 +56,7 @@ def matrix() -> Iterator[str]:
 
 
 def lists(answers: dict[Pair, Answer]) -> Iterator[str]:
-    """What the letters alone do not say."""
+    """Yields the lists that explain the letters."""
     yield "\n| with real parts | test |\n|---|---|"
     yield from _rows(answers, Kind.REAL, lambda one: f"`{_plain(one.test)}`")
     yield "\n| refused | words | test |\n|---|---|---|"
@@ -114,7 +114,7 @@ def _tests_of(file: str) -> frozenset[str]:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description="Write the pairs of docs/deployments.md.")
     parser.add_argument(
         "--check", action="store_true", help="change nothing; fail if the page is out of date"

@@ -61,14 +61,14 @@ def read(path: Path) -> str:
 
 
 def stale(fresh: Path) -> list[Path]:
-    """Committed files that differ from what `fresh` holds, are missing, or have no source any
-    more."""
+    """Returns committed files that differ from what `fresh` holds, are missing, or have no source
+    any more."""
     names = sorted({*generated_files(fresh), *generated_files(SOURCE)})
     return [name for name in names if read(fresh / name) != read(SOURCE / name)]
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--check", action="store_true", help="change nothing; fail if committed code is out of date"

@@ -111,8 +111,8 @@ def links(root: Path, path: str, text: str) -> Iterator[tuple[re.Match[str], str
 
 
 def shown_files(root: Path, sections: list[Section]) -> list[str]:
-    """All files that have a page: those of docs/, of the table of contents, and those to which they
-    link."""
+    """Returns all files that have a page: those of docs/, of the table of contents, and those to
+    which they link."""
     waiting = [FRONT_PAGE, *(page for section in sections for page in section.pages)]
     found = set(waiting)
     while waiting:
@@ -195,7 +195,7 @@ def stage(root: Path, folder: Path, draw: Draw) -> int:
 
 
 def draw(diagram: str) -> str:
-    """SVG of a diagram in Mermaid's language."""
+    """Returns the SVG of a diagram in Mermaid's language."""
     # Only the environment of `make docs` has it.
     import mermaidx
 

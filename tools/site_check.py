@@ -69,7 +69,8 @@ def read_pages(site: Path) -> dict[Path, Page]:
 
 
 def broken_link(link: str, path: Path, site: Path, pages: dict[Path, Page]) -> str | None:
-    """What is wrong with a link of a page; None if nothing is, or if it leads to another host."""
+    """Returns what is wrong with a link of a page; None if it is sound, or if it leads to another
+    host."""
     parts = urlsplit(link)
     if parts.scheme or parts.netloc:
         return None
@@ -86,7 +87,7 @@ def broken_link(link: str, path: Path, site: Path, pages: dict[Path, Page]) -> s
 
 
 def check(site: Path) -> tuple[list[str], int, int]:
-    """(problems, pages, links) of a site."""
+    """Returns (problems, pages, links) of a site."""
     pages = read_pages(site)
     problems = []
     for path, page in pages.items():

@@ -19,7 +19,8 @@ MARKER = ".hotkv-complete"
 
 
 def cache_folder() -> Path:
-    """Where prepared models are kept: $XDG_CACHE_HOME/hotkv/models, by default below ~/.cache."""
+    """Returns where prepared models are kept: $XDG_CACHE_HOME/hotkv/models, by default below
+    ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotkv" / "models"
 
 
@@ -36,7 +37,7 @@ def gguf_file() -> Path:
 
 
 def complete(folder: Path) -> bool:
-    """True if this recipe made the folder and finished."""
+    """Returns True if this recipe made the folder and finished."""
     marker = folder / MARKER
     return marker.is_file() and marker.read_text() == RECIPE
 
@@ -82,7 +83,7 @@ def prepare() -> Path:
 
 
 def main() -> int:
-    """Command line: prints the folder."""
+    """Prints the folder."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None).parse_args()
     print(prepare())
     return 0

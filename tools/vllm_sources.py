@@ -95,7 +95,7 @@ def _fetch(url: str, folder: Path) -> None:
 
 
 def _newest(line: tuple[int, int]) -> tuple[str, str]:
-    """Version and address of a line's newest release. Raises OSError, Unreachable."""
+    """Returns version and address of a line's newest release. Raises OSError, Unreachable."""
     request = urllib.request.Request(f"{INDEX.rstrip('/')}/vllm/", headers={"Accept": "text/html"})
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as page:
         found = ARCHIVE.findall(page.read().decode())

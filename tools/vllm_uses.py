@@ -101,8 +101,8 @@ class Names:
         return self._trees[name]
 
     def find(self, name: str) -> Found | None:
-        """What a full name such as `vllm.config.VllmConfig` stands for; None if there is nothing,
-        or it comes from another package."""
+        """Returns what a full name such as `vllm.config.VllmConfig` stands for; None if there is
+        nothing, or it comes from another package."""
         module, _, last = name.rpartition(".")
         return self.lookup(module, last) or (
             Found(name, tree) if (tree := self.module(name)) is not None else None
@@ -189,8 +189,8 @@ class Names:
         return None
 
     def member_of_kin(self, cls: Found, name: str) -> Found | None:
-        """As `member`; also that of a subclass in the class's own module, for values whose
-        annotation names the base."""
+        """Returns what `member` does; also that of a subclass in the class's own module, for values
+        whose annotation names the base."""
         if (found := self.member(cls, name)) is not None:
             return found
         tree = self.module(cls.module)
@@ -320,7 +320,7 @@ def _typed(target: ast.Attribute, node: ast.AST, arguments: dict[str, ast.arg]) 
 
 
 def kind_of(function: FunctionDef) -> str:
-    """How a method is called: `method`, `property`, `classmethod` or `staticmethod`."""
+    """Returns how a method is called: `method`, `property`, `classmethod` or `staticmethod`."""
     names = {ast.unparse(decorator).rpartition(".")[2] for decorator in function.decorator_list}
     if names & {"property", "cached_property"}:
         return "property"
@@ -563,12 +563,12 @@ class Uses:
 
 
 def _last_name(node: ast.expr) -> str:
-    """`c` of `a.b.c`; empty for what is no name."""
+    """Returns `c` of `a.b.c`; empty for other expressions."""
     return getattr(node, "id", getattr(node, "attr", ""))
 
 
 def cannot_take(call: ast.Call, parameters: ast.arguments, *, has_self: bool) -> str:
-    """Why a function does not accept a call; empty if it does."""
+    """Returns why a function does not accept a call; empty if it does."""
     positional = [a.arg for a in (*parameters.posonlyargs, *parameters.args)][int(has_self) :]
     keywords = {*positional, *(a.arg for a in parameters.kwonlyargs)}
     required = (
@@ -596,7 +596,7 @@ def cannot_take(call: ast.Call, parameters: ast.arguments, *, has_self: bool) ->
 
 
 def refuses(ours: FunctionDef, theirs: FunctionDef) -> str:
-    """Which calls that a method of vLLM's accepts its override does not; empty for none."""
+    """Returns which calls a method of vLLM's accepts and its override does not; else empty."""
     if kind_of(ours) != kind_of(theirs):
         return f"is a {kind_of(theirs)} in vLLM"
     mine, base = ours.args, theirs.args
@@ -621,7 +621,8 @@ def refuses(ours: FunctionDef, theirs: FunctionDef) -> str:
 
 
 def pauses_by(names: Names) -> str:
-    """What `hotkv_vllm.compat.checks.is_pausing` builds on, where it is not so; empty if it is."""
+    """Returns what `hotkv_vllm.compat.checks.is_pausing` builds on, where it is not so; empty if it
+    is."""
     core = names.find("vllm.v1.engine.core.EngineCore")
     if core is None:
         return "vllm.v1.engine.core.EngineCore is not there"

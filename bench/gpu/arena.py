@@ -71,11 +71,11 @@ class Puller:
         self._targets = rng.permutation(count).astype(np.int32)
 
     def pull(self) -> None:
-        """All of them."""
+        """Pulls all slots."""
         self._kernels.device.launch("pull_blocks", (LOADS, 2, self._sequences), 256, self._given)
 
     def aim(self, address: int) -> None:
-        """Later pulls read the arena there."""
+        """Makes later pulls read the arena there."""
         xp, base = self._kernels.xp, self._kernels.address(self._pages)
         places = [
             Fragment(i * FRAGMENT_BYTES, base + i * FRAGMENT_BYTES, FRAGMENT_BYTES)
@@ -95,7 +95,7 @@ class Puller:
         )  # fmt: skip
 
     def copy(self) -> None:
-        """As many bytes by the plain call."""
+        """Copies as many bytes by the plain call."""
         self._kernels.copy_in(self._flat, self._pinned)
 
     def check(self, content: U8) -> None:
@@ -131,7 +131,7 @@ def pulled_share(puller: Puller, kernels: "CudaArrays | HostArrays", rounds: int
 
 
 def measure(kernels: "CudaArrays | HostArrays", rounds: int, sequences: int) -> list[Figure]:
-    """All ways that the device allows; those that an engine takes have a target."""
+    """Measures all ways that the device allows; those that an engine takes have a target."""
     puller = Puller(kernels, sequences)
     mapping = Mapping(2 * puller.num_bytes)
     registers, pageable = allowed()
@@ -159,7 +159,7 @@ def measure(kernels: "CudaArrays | HostArrays", rounds: int, sequences: int) -> 
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     options = gpu_parser("Ways and speeds of a GPU's reads of the arena.").parse_args()
     kernels = array_kernels(options.made_up)
     small = options.made_up or options.quick

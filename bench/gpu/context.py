@@ -41,13 +41,13 @@ U8 = npt.NDArray[np.uint8]
 
 
 def page_bytes_of(shape: ModelShape) -> int:
-    """Of a block in one layer."""
+    """Returns the bytes of a block in one layer."""
     return BLOCK_TOKENS * shape.kv_heads * 2 * shape.head_size * 2
 
 
 def random_pages(num_blocks: int, page_bytes: int) -> U8:
-    """Random keys and values in float16, of either sign and 0.5 to 1 in size, in memory that can be
-    registered: uint8 [blocks, bytes]."""
+    """Returns random keys and values in float16, of either sign and 0.5 to 1 in size, in memory
+    that can be registered: uint8 [blocks, bytes]."""
     memory = np.frombuffer(mmap.mmap(-1, num_blocks * page_bytes), np.uint8)
     rng, words = np.random.default_rng(1), memory.view(np.uint64)
     for start in range(0, len(words), 1 << 22):
@@ -89,7 +89,7 @@ class Context:
         is_away: bool = True,
         query_kind: str = "float32",
     ) -> None:
-        """`arena` uint8 [blocks, page bytes], which the device reads from `address` on."""
+        """Takes `arena` uint8 [blocks, page bytes], which the device reads from `address` on."""
         self.device, self.config, self.arena, self.shape = device, config, arena, shape
         self.num_tokens, self.num_rows, self._place = num_tokens, rows, place
         self.page_bytes, self._is_away, self._kind = page_bytes_of(shape), is_away, query_kind
@@ -178,7 +178,7 @@ class Context:
             content(layer, self._table[:, : len(self.arena)])
 
     def rename(self) -> None:
-        """The block that the coming step writes names its row."""
+        """Gives the block that the coming step writes its row."""
         blocks = (self._lengths - 1) // BLOCK_TOKENS
         self.residents.name_rows(
             {
@@ -202,7 +202,7 @@ class Context:
         self._start_rows()
 
     def advance(self, *, asks: bool = True) -> None:
-        """The host's part between two steps: another token, and other queries if it `asks`."""
+        """Does the host's part between two steps: another token, and other queries if it `asks`."""
         self._lengths += 1
         self.device.write(self.tokens, (0,), self._lengths)
         if asks:
@@ -212,17 +212,17 @@ class Context:
         self.rename()
 
     def step(self) -> None:
-        """What a decode step gives to the device: nothing of it needs the host."""
+        """Gives a decode step to the device; no part of it needs the host."""
         self.begin_step()
         for number in range(len(self.layers)):
             self.layer_step(number, self.query, self._kind)
 
     def begin_step(self) -> None:
-        """Before the first layer."""
+        """Begins a step, before the first layer."""
         self.work.begin_batch(self.batch)
 
     def layer_step(self, number: int, query: Array, kind: str) -> None:
-        """One layer, from its new keys on to the table for attention; `query` [R, Q, D]."""
+        """Runs one layer, from its new keys on to the table for attention; `query` [R, Q, D]."""
         layer, residents, rows = self.layers[number], self.residents, self.num_rows
         size = self.shape.head_size
         layer.build(
@@ -232,7 +232,7 @@ class Context:
         layer.step(Queries(query, kind, self.shape.heads * size, size))
 
     def stage(self, target: Array, count: int | None = None) -> None:
-        """A layer's whole context, or its first `count` blocks, side by side."""
+        """Copies a layer's whole context, or its first `count` blocks, side by side."""
         self.residents.stage(
             0,
             self.freed if count is None else count,

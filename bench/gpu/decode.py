@@ -104,7 +104,7 @@ def resident_rate(
 
 
 def rates(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> list[Figure]:
-    """As the batch grows, in the memory of `DENSE_ROWS` whole contexts."""
+    """Measures rates as the batch grows, in the memory of `DENSE_ROWS` whole contexts."""
     steps, config = (SMALL_STEPS, SMALL_CONFIG) if small else (STEPS, CONFIG)
     whole_bytes = host.num_tokens * model.shape.token_bytes
     figures, dense, resident = list[Figure](), list[float](), list[float]()
@@ -134,7 +134,7 @@ def rates(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> lis
 def prefill_overhead(
     kernels: Some, model: DummyModel, host: HostPages, small: bool
 ) -> list[Figure]:
-    """Of a whole prompt."""
+    """Measures the overhead in the prefill of a whole prompt."""
     config = SMALL_CONFIG if small else CONFIG
     kernels.clear()
     found = Prefill(kernels, model, host, config, chunk=128 if small else 8192).measured()
@@ -145,7 +145,7 @@ def prefill_overhead(
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     options = gpu_parser("Decode rates over contexts in host memory, beside dense.").parse_args()
     kernels, small = tensor_kernels(options.made_up), options.made_up
     model = DummyModel(TINY if small else LLAMA_8B, kernels.place)

@@ -106,20 +106,20 @@ class Cuda:
         self.name = str(torch.cuda.get_device_name(self.device))
 
     def server_command(self) -> list[str]:
-        """Of a server that has this device, without its flags."""
+        """Returns the command of a server that has this device, without its flags."""
         return [sys.executable, "-m", "hotkv_server.cli", "run", "--copy.cuda", "on"]
 
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, MemoryHandle]:
-        """uint8 [bytes] on the device, and what lets the server open it."""
+        """Returns uint8 [bytes] on the device, and what lets the server open it."""
         memory = self.scratch(num_bytes)
         return memory, cuda_handle("kv", memory.untyped_storage())
 
     def scratch(self, num_bytes: int) -> torch.Tensor:
-        """uint8 [bytes] on the device, for this process alone."""
+        """Returns uint8 [bytes] on the device, for this process alone."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """uint8 [bytes] of the host, which the device copies from and to by itself."""
+        """Returns uint8 [bytes] of the host, which the device copies from and to by itself."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def marks(self, wanted: str) -> Marks:
@@ -140,7 +140,7 @@ class Cuda:
         torch.cuda.current_stream(self.device).synchronize()
 
     def free_bytes(self) -> int:
-        """Of the device's memory, over all processes."""
+        """Returns the free bytes of the device's memory, over all processes."""
         return int(torch.cuda.mem_get_info(self.device)[0])
 
 
@@ -180,7 +180,7 @@ class MadeUp:
         pass
 
     def free_bytes(self) -> int:
-        """All addresses, less the allocations that some process has mapped."""
+        """Returns all addresses, less the allocations that some process has mapped."""
         held = {}
         for maps in Path("/proc").glob("[0-9]*/maps"):
             with contextlib.suppress(OSError):
@@ -234,7 +234,7 @@ Side = Cuda | MadeUp
 
 
 def about(side: Side) -> dict[str, object]:
-    """What a report says of the device."""
+    """Returns the fields of a report that describe the device."""
     return {"device": side.name, "made_up": side.is_made_up}
 
 
@@ -276,7 +276,7 @@ class GpuServer(Server):
         return {**answer.pop("devices")[0], **answer}
 
     def wait_settled(self, *, calibrated: bool, timeout_s: float = 90.0) -> dict[str, Any]:
-        """Until all of the arena is pinned and copies are measured; says what `devices` says.
+        """Waits until all of the arena is pinned and copies are measured; says what `devices` says.
         Raises ChildError."""
         self.wait_ready(timeout_s)
         deadline_s = time.monotonic() + timeout_s
@@ -292,7 +292,7 @@ class GpuServer(Server):
         raise self._child.error(f"not settled: {found}")
 
     def kill(self) -> None:
-        """As a crash would."""
+        """Kills the process, as a crash would."""
         self._child.process.kill()
         self._child.process.wait()
 
@@ -301,8 +301,8 @@ class GpuServer(Server):
 def settled(
     side: Side, arena_bytes: int, *flags: str, is_calibrated: bool = True
 ) -> Iterator[GpuServer]:
-    """A server whose arena is pinned and whose copies are measured, unless the device is made up or
-    `is_calibrated` is False. It and its folder go at the end."""
+    """Starts a server whose arena is pinned and whose copies are measured, unless the device is
+    made up or `is_calibrated` is False. It and its folder go at the end."""
     with (
         ends_cleanly(),
         runtime_folder(arena_bytes) as folder,
@@ -370,7 +370,7 @@ class Engine:
     # Bytes
 
     def fill(self) -> None:
-        """Random bytes everywhere."""
+        """Fills the memory with random bytes."""
         self.memory.random_(0, 256)
         self.side.synchronize()
 
@@ -387,7 +387,7 @@ class Engine:
         return all(torch.equal(view[a], view[b]) for view in self._views)
 
     def content(self, ids: Int32s) -> bytes:
-        """All bytes of these blocks, one tensor after the other."""
+        """Returns all bytes of these blocks, one tensor after the other."""
         at = self._at(ids)
         return b"".join(view[at].cpu().numpy().tobytes() for view in self._views)
 
@@ -403,7 +403,7 @@ class Engine:
         return self.session.store(name, name, [BlockRun(0, hashes, ids)], DEADLINE_S, after=after)
 
     def lease(self, hashes: Sequence[bytes]) -> str:
-        """Of blocks that must be there."""
+        """Leases blocks that must be there."""
         name = os.urandom(8).hex()
         grant = self.session.acquire(name, [GroupHashes(0, hashes)], LEASE_S).result(DEADLINE_S)
         if not grant.pinned[0].all():
@@ -413,7 +413,7 @@ class Engine:
         return name
 
     def load(self, lease: str, ids: Int32s, after: After | None = None) -> "Future[TransferResult]":
-        """Of the first blocks of the lease."""
+        """Loads the first blocks of the lease."""
         positions = np.arange(len(ids), dtype=np.int32)
         return self.session.load(
             os.urandom(8).hex(), lease, [LoadRun(0, positions, ids)], DEADLINE_S, after=after
@@ -432,9 +432,9 @@ def done(transfer: "Future[TransferResult]") -> TransferResult:
 def half_leased(
     side: Side, target: str, shape: Shape, *, order: str = "host", is_scattered: bool = False
 ) -> Iterator[tuple[Engine, Int32s, Int32s, str]]:
-    """An engine with random bytes, half of whose blocks are stored and leased: the engine, the ids
-    of that half and of the other, the lease. Raises AssertionError at the end unless loads have
-    made the halves equal; leaves nothing stored."""
+    """Yields an engine with random bytes, half of whose blocks are stored and leased: the engine,
+    the ids of that half and of the other, the lease. Raises AssertionError at the end unless loads
+    have made the halves equal; leaves nothing stored."""
     engine = Engine(side, target, shape, order=order).connected()
     try:
         engine.fill()
@@ -466,7 +466,7 @@ class PlainCopies:
         self._streams = [side.stream() for _ in range(2)]
 
     def seconds(self, *, load: bool, store: bool) -> float:
-        """Of one copy each way that is named, at once."""
+        """Returns the seconds of one copy in each named direction, at once."""
         self._side.synchronize()
         start_s = time.perf_counter()
         self.give(load=load, store=store)
@@ -474,7 +474,7 @@ class PlainCopies:
         return time.perf_counter() - start_s
 
     def give(self, *, load: bool, store: bool) -> None:
-        """Without waiting for the end."""
+        """Submits a copy without waiting for its end."""
         if load:
             with self._streams[0]:
                 self._device[0].copy_(self._host[0], non_blocking=True)
@@ -483,7 +483,7 @@ class PlainCopies:
                 self._host[1].copy_(self._device[1], non_blocking=True)
 
     def copy_in(self, stream: Any) -> None:
-        """One copy to the device on the stream; waits for it."""
+        """Copies to the device on the stream, and waits for it."""
         with stream:
             self._device[0].copy_(self._host[0], non_blocking=True)
             self._side.wait_stream()
@@ -515,8 +515,8 @@ def operation_bytes(wanted_bytes: int, arenas: int) -> int:
 
 
 def main() -> None:
-    """An engine to be killed: `python -m bench.gpu.engine TARGET BYTES [made-up]` allocates so
-    much, stores and loads without end."""
+    """Runs an engine that a test kills: `python -m bench.gpu.engine TARGET BYTES [made-up]`
+    allocates so much, stores and loads without end."""
     side = MadeUp() if "made-up" in sys.argv[3:] else Cuda()
     num_blocks = int(sys.argv[2]) >> 20
     engine = Engine(

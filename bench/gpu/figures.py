@@ -47,7 +47,7 @@ def gpu_parser(description: str) -> argparse.ArgumentParser:
 
 
 def print_figures(figures: Sequence[Figure], details: dict[str, object], *, as_json: bool) -> None:
-    """The table, and with `--json` one object as the last line."""
+    """Prints the table, and with `--json` one object as the last line."""
     print(
         table(("figure", "measured", "target", "met"), [_row(figure) for figure in figures]),
         flush=True,
@@ -69,7 +69,7 @@ def _row(figure: Figure) -> tuple[object, ...]:
 
 
 def read(path: Path) -> list[Figure]:
-    """Those of one benchmark; none if it did not come to its end."""
+    """Returns the figures of one benchmark; an empty list if it did not end."""
     lines = path.read_text().splitlines()
     try:
         found = json.loads(lines[-1]) if lines else {}
@@ -79,7 +79,7 @@ def read(path: Path) -> list[Figure]:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     folder = Path(sys.argv[1])
     rows: list[tuple[object, ...]] = []
     summary: dict[str, object] = {}

@@ -46,7 +46,7 @@ def copies(side: Side, target: str, op_bytes: int, rounds: int) -> list[Figure]:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     options = gpu_parser("Rates beside plain copies, first bytes, lost products.").parse_args()
     side, short = find_side(options.made_up), options.quick or options.made_up
     op_bytes = operation_bytes((16 if options.made_up else 256) * MIB, ARENA_OPERATIONS)

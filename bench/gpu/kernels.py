@@ -41,7 +41,7 @@ class CudaArrays:
         return address_of(array)
 
     def milliseconds(self, run: Callable[[], None]) -> float:
-        """Of what `run` gives to the stream, waited for."""
+        """Returns the milliseconds that the stream takes for `run`."""
         start, end = (self.xp.cuda.Event() for _ in range(2))
         start.record(self.stream)
         run()
@@ -50,22 +50,22 @@ class CudaArrays:
         return float(self.xp.cuda.get_elapsed_time(start, end))
 
     def captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        """`run` as one graph of the device, run again by each call."""
+        """Captures `run` as one graph of the device, which each call runs again."""
         self.stream.begin_capture()
         run()
         graph = self.stream.end_capture()
         return lambda: graph.launch(self.stream)
 
     def pinned(self, num_bytes: int) -> U8:
-        """Host memory that the device copies by itself."""
+        """Returns host memory that the device copies by itself."""
         return np.frombuffer(self.xp.cuda.alloc_pinned_memory(num_bytes), np.uint8, num_bytes)
 
     def copy_in(self, target: Any, source: U8) -> None:
-        """All of a pinned array to the device, by CUDA's plain call."""
+        """Copies all of a pinned array to the device, by CUDA's plain call."""
         target.data.copy_from_host_async(source.ctypes.data, source.nbytes, self.stream)
 
     def copy(self, target: Any, source: Any) -> None:
-        """Within the device."""
+        """Copies within the device."""
         target.data.copy_from_device_async(source.data, source.nbytes, self.stream)
 
 
@@ -202,7 +202,7 @@ def tensor_kernels(made_up: bool) -> "CudaTensors | HostTensors":
 
 
 def _made_up_cupy() -> ModuleType:
-    """What `MappedArena` asks of CuPy, of a device that can do all."""
+    """Returns what `MappedArena` uses of CuPy, for a device that can do all."""
 
     class Device:
         def __init__(self, number: int) -> None:

@@ -85,8 +85,8 @@ class FirstBytes:
 
 
 def first_byte_us(side: Side, target: str, rounds: int) -> float:
-    """Median microseconds from submission to the first byte of `HEADLINE`, in the order that the
-    server takes by itself."""
+    """Returns the median microseconds from submission to the first byte of `HEADLINE`, in the order
+    that the server takes by itself."""
     count = SIZES[HEADLINE]
     shape = Shape(PAGE_BYTES, LAYERS, 2 * count, "LBHNC")
     with half_leased(side, target, shape, order="auto") as (engine, ids, others, lease):
@@ -129,7 +129,7 @@ def steps_us(engine: Engine, lease: str, count: int) -> list[float]:
 
 
 def measure(side: Side, target: str, order: str, rounds: int) -> dict[str, Any]:
-    """One order; raises AssertionError if the server took another."""
+    """Measures one order; raises AssertionError if the server took another."""
     shape = Shape(PAGE_BYTES, LAYERS, 2 * max(SIZES.values()), "LBHNC")
     with half_leased(side, target, shape, order=order) as (engine, ids, others, lease):
         probe = FirstBytes(side, engine)
@@ -160,7 +160,7 @@ def measure(side: Side, target: str, order: str, rounds: int) -> dict[str, Any]:
 
 
 def report(side: Side, found: dict[str, dict[str, Any]], *, as_json: bool) -> None:
-    """What there is of it."""
+    """Reports the figures that were measured."""
     rows: list[tuple[object, ...]] = []
     figures = []
     for order, one in found.items():
@@ -201,7 +201,7 @@ def report(side: Side, found: dict[str, dict[str, Any]], *, as_json: bool) -> No
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     options = gpu_parser("Time first bytes, round trips and an engine thread's steps.").parse_args()
     # Naps of this thread end when they should, and not 50 us later.
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)

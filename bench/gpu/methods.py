@@ -57,7 +57,8 @@ class Products:
         self._stream = side.stream()
 
     def window_ms(self) -> float:
-        """Of one window of the loop, by events of the device if there is one."""
+        """Returns the milliseconds of one window of the loop, by events of the device if there is
+        one."""
         if self._side.is_made_up:
             torch.mm(self._a, self._b, out=self._out)
             return 1.0
@@ -80,11 +81,11 @@ class Loss:
     copies: int = 0
 
     def share(self) -> float:
-        """Of the loop's speed."""
+        """Returns the share of the loop's speed."""
         return 1 - median(self.alone_ms) / median(self.beside_ms)
 
     def rate(self, num_bytes: int) -> float:
-        """GB/s of copies beside the loop."""
+        """Returns GB/s of copies beside the loop."""
         return self.copies * num_bytes / sum(self.beside_ms) / 1e6
 
 
@@ -116,7 +117,7 @@ class Background:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """From when the first operation has ended. Raises what an operation raised."""
+        """Runs operations; enters when the first has ended. Raises what an operation raised."""
         threads = [threading.Thread(target=self._run) for _ in range(2)]
         for thread in threads:
             thread.start()
@@ -145,7 +146,8 @@ class Background:
 def loss_beside_loads(
     side: Side, target: str, products: Products, shape: Shape, rounds: int
 ) -> Loss:
-    """With the server loading operations of half the shape's blocks back to back."""
+    """Measures the loss with the server loading operations of half the shape's blocks back to
+    back."""
     with half_leased(side, target, shape) as (engine, _, others, lease):
 
         def load() -> None:
@@ -155,7 +157,7 @@ def loss_beside_loads(
 
 
 def loss_beside_plain(side: Side, products: Products, plain: PlainCopies, rounds: int) -> Loss:
-    """With plain copies to the device back to back."""
+    """Measures the loss with plain copies to the device back to back."""
     own = threading.local()
 
     def copy() -> None:
@@ -232,7 +234,7 @@ class Plan:
 def measure_method(
     found: Found, method: str, plan: Plan, plain: PlainCopies, products: Products
 ) -> None:
-    """With a server of its own."""
+    """Measures a method with a server of its own."""
     side, arena_bytes = found.side, ARENA_OPERATIONS * plan.op_bytes
     flags = ("--copy.method", method)
     with settled(side, arena_bytes, *flags, is_calibrated=method == "auto") as server:
@@ -246,7 +248,7 @@ def measure_method(
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     flags = gpu_parser("Time each method of copying, and what it costs an engine's kernels.")
     flags.add_argument(
         "--methods", nargs="+", choices=METHODS, default=METHODS, help="those, in this order"

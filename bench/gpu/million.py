@@ -47,7 +47,7 @@ def decode(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> li
 
 
 def prefill(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> list[Figure]:
-    """Computed for a whole prompt from chunks."""
+    """Computes the figures of a whole prompt from chunks."""
     config = SMALL_CONFIG if small else CONFIG
     found = Prefill(kernels, model, host, config, chunk=128 if small else 8192).measured()
     total_s = found.dense_s + found.added_s
@@ -58,7 +58,7 @@ def prefill(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> l
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     options = gpu_parser("A million tokens in host memory, 14B.").parse_args()
     kernels, small = tensor_kernels(options.made_up), options.made_up
     figures: list[Figure] = []

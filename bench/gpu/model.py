@@ -33,12 +33,12 @@ class ModelShape:
 
     @property
     def heads(self) -> int:
-        """Q."""
+        """Returns Q."""
         return self.kv_heads * self.group
 
     @property
     def token_bytes(self) -> int:
-        """KV of one token in all layers, two bytes a value."""
+        """Returns the KV bytes of one token in all layers, two bytes a value."""
         return self.layers * self.kv_heads * self.head_size * 4
 
 
@@ -81,7 +81,7 @@ class DummyModel:
     def heads_of(
         self, x: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [B, Q, D], k and v [B, H, D] of a layer's input [B, hidden]."""
+        """Returns q [B, Q, D], k and v [B, H, D] of a layer's input [B, hidden]."""
         shape = self.shape
         found = (self._norm(x) @ self._qkv).view(len(x), -1, shape.head_size)
         q, k, v = found.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
@@ -103,9 +103,9 @@ class DummyModel:
         return torch.cat([one * cos - other * sin, other * cos + one * sin], -1).to(self.kind)
 
     def chunk(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """One layer of a prefill: a chunk [C, hidden] behind a context `keys`, `values` [H, T, D].
-        Attention is the device's own over both, apart: the way to join them costs next to nothing
-        and is left out."""
+        """Computes one layer of a prefill: a chunk [C, hidden] behind a context `keys`, `values`
+        [H, T, D]. Attention is the device's own over both, apart: the way to join them costs next
+        to nothing and is left out."""
         shape = self.shape
         q, k, v = self.heads_of(x, torch.arange(len(x), device=self.device))
         wide_k, wide_v = (

@@ -34,7 +34,8 @@ SMALL_TOKENS, SMALL_STEPS = 768, 6
 def measure(
     kernels: "CudaArrays | HostArrays", num_tokens: int, *, small: bool = False
 ) -> list[Figure]:
-    """All figures of one length. `small`: a tiny model and few steps, for a made-up device."""
+    """Returns all figures of one length. `small`: a tiny model and few steps, for a made-up
+    device."""
     device, shape = kernels.device, TINY if small else LLAMA_8B
     count, steps = (SMALL_TOKENS, SMALL_STEPS) if small else (num_tokens, STEPS)
     config, page_bytes = SMALL_CONFIG if small else CONFIG, page_bytes_of(shape)
@@ -73,7 +74,7 @@ def measure(
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     options = gpu_parser(__doc__ or "").parse_args()
     kernels = array_kernels(options.made_up)
     num_tokens = 1 << 15 if options.quick else 1 << 17

@@ -95,7 +95,8 @@ class Resident:
         self.context.fill(copy)
 
     def advance(self) -> None:
-        """The host's part before a step: the token that it computes is one more of the context."""
+        """Does the host's part before a step: the token that it computes is one more of the
+        context."""
         self.context.advance(asks=False)
 
     def step(self) -> torch.Tensor:
@@ -105,7 +106,7 @@ class Resident:
         return self.model.step(self.tokens.ids, self.tokens.positions, self.attend)
 
     def go_on(self) -> None:
-        """A step; the next one is told its answers."""
+        """Runs a step, whose answers the next step gets."""
         self.tokens.ids.copy_(self.step())
         self.tokens.positions.add_(1)
 
@@ -147,7 +148,7 @@ class Resident:
 def dense_tokens(
     model: DummyModel, host: HostPages, ids: list[torch.Tensor], rows: int
 ) -> list[torch.Tensor]:
-    """What the model answers over whole contexts on the device, told the tokens `ids`."""
+    """Returns what the model answers over whole contexts on the device, told the tokens `ids`."""
     cache = DenseCache(model, rows, host.num_tokens + len(ids), model.shape.layers)
     keys, values = host.parts(model)
     cache.keys[:, :, :, : host.num_tokens] = keys
@@ -182,7 +183,7 @@ def resident_tokens(one: Resident, ids: list[torch.Tensor] | None, steps: int) -
 
 
 def equal_share(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
-    """Of the tokens of both."""
+    """Returns the share of equal tokens."""
     return float((torch.stack(one) == torch.stack(other)).double().mean())
 
 

@@ -39,7 +39,7 @@ brings."""
 
 
 def layers_of(page_bytes: int, operation_bytes: int) -> int:
-    """32, fewer if blocks would be too large for an operation to have 16 of them."""
+    """Returns 32 layers, fewer if blocks would be too large for an operation to have 16 of them."""
     return max(1, min(32, operation_bytes // 16 // page_bytes))
 
 
@@ -56,7 +56,7 @@ class Times:
         return median(self.seconds[what])
 
     def ratios(self) -> dict[str, float]:
-        """Of the ceiling, by what was done."""
+        """Returns shares of the ceiling by direction."""
         return {
             what: self.median(f"plain {what}") / self.median(what)
             for what in ("store", "load", "both")
@@ -64,8 +64,8 @@ class Times:
         }
 
     def of_the_sum(self) -> float:
-        """Rate of both directions at once, over the sum of plain copies' rates one way at a
-        time."""
+        """Returns the rate of both directions at once, over the sum of plain copies' rates one way
+        at a time."""
         alone = 1 / self.median("plain store") + 1 / self.median("plain load")
         return 2 / self.median("both") / alone
 
@@ -79,7 +79,7 @@ def measure(
     *,
     with_both: bool = True,
 ) -> Times:
-    """One layout and page size, in turns with the ceilings. `shape` has the blocks of two
+    """Measures one layout and page size, in turns with the ceilings. `shape` has the blocks of two
     operations."""
     times = Times()
     with half_leased(side, target, shape, is_scattered=True) as (engine, sources, others, lease):
@@ -131,7 +131,7 @@ def report(
     *,
     as_json: bool,
 ) -> None:
-    """What there is of it."""
+    """Reports the figures that were measured."""
     speeds = {
         (s["direction"], s["page_byte_count"], s["method"]): s["gb_per_s"]
         for s in devices.get("speeds", ())
@@ -154,7 +154,7 @@ def report(
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     options = gpu_parser("Time stores and loads of a GPU's memory.").parse_args()
     side = find_side(options.made_up)
     op_bytes = operation_bytes(16 * MIB if options.made_up else GIB, ARENA_OPERATIONS)

@@ -189,7 +189,7 @@ def flood(target: str) -> None:
 
 
 def garbage(target: str) -> None:
-    """Random bytes to a unary method and to the session's stream."""
+    """Sends random bytes to a unary method and to the session's stream."""
     with grpc.insecure_channel(target) as channel:
         unary = channel.unary_unary(LOOKUP, request_serializer=_as_is, response_deserializer=_as_is)
         stream = channel.stream_stream(
@@ -239,7 +239,7 @@ HOSTILE: dict[str, Callable[[str], None]] = {
 
 
 def main() -> None:
-    """Command line."""
+    """Runs the command."""
     kind, target, *options = sys.argv[1:]
     if kind == "traffic":
         traffic(target, *options)

@@ -24,7 +24,7 @@ class Conversation:
 
     @property
     def num_tokens(self) -> int:
-        """Of all that is said and answered."""
+        """Counts the tokens of all questions and answers."""
         said = sum(len(turn.tokens) + turn.answer_tokens for turn in self.turns)
         return len(self.prefix) + said
 
@@ -55,7 +55,8 @@ into 6,144 tokens with what follows them."""
 
 
 def conversations(seed: int | str, num_tokens: int, shape: Shape) -> list[Conversation]:
-    """So many that they have `num_tokens` at least; the same for the same seed."""
+    """Returns so many conversations that they have `num_tokens` at least; the same for the same
+    seed."""
     dice = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
@@ -74,5 +75,5 @@ def conversations(seed: int | str, num_tokens: int, shape: Shape) -> list[Conver
 
 
 def as_json(some: list[Conversation]) -> list[dict[str, Any]]:
-    """As `bench.load.chat_engine` takes them."""
+    """Returns the conversations as `bench.load.chat_engine` takes them."""
     return [asdict(one) for one in some]

@@ -52,7 +52,7 @@ class LMCacheServer:
 
     @property
     def log(self) -> Path:
-        """What it writes."""
+        """Returns what the server has written."""
         return self._child.log
 
     def wait_ready(self) -> None:

@@ -85,12 +85,12 @@ class Pages:
     def append(
         self, layer: int, step: int, keys_VHD: torch.Tensor, values_VHD: torch.Tensor
     ) -> None:
-        """Token `step` of every tail."""
+        """Appends token `step` of every tail."""
         self._tails(self._keys[layer])[:, :, step] = keys_VHD.transpose(0, 1)
         self._tails(self._values[layer])[:, :, step] = values_VHD.transpose(0, 1)
 
     def rows(self, variant: int, blocks: I32, block_tokens: int) -> torch.Tensor:
-        """Where blocks of a variant's context lie in a layer seen in blocks."""
+        """Returns where blocks of a variant's context lie in a layer seen in blocks."""
         beyond = variant * (self.num_tail // block_tokens)
         return torch.from_numpy(
             np.where(blocks < self.num_shared // block_tokens, blocks, blocks + beyond).astype(
@@ -123,8 +123,8 @@ class Pages:
         context_tokens: int,
         block_tokens: int,
     ) -> torch.Tensor:
-        """Exact attention [Q, D] over ascending blocks, the last block of the context among them;
-        one set for all KV heads or one each."""
+        """Computes exact attention [Q, D] over ascending blocks, the last block of the context
+        among them; one set for all KV heads or one each."""
         keys, values = self._keys[layer], self._values[layer]
         kv_heads, _, head_size = keys.shape
         per_set = kv_heads // len(blocks_of_set)
@@ -149,8 +149,8 @@ class Pages:
         context_tokens: int,
         block_tokens: int,
     ) -> F32:
-        """Exact log mass float32 [len(variants), Q, blocks] of every block; queries are of all
-        variants."""
+        """Computes the exact log mass float32 [len(variants), Q, blocks] of every block; queries
+        are of all variants."""
         keys_HSD = self._keys[layer]
         kv_heads, _, head_size = keys_HSD.shape
         query_HVGD = query_VQD[list(variants)].unflatten(1, (kv_heads, -1)).transpose(
@@ -184,7 +184,7 @@ class Scorer:
     centres_L: Sequence[LayerCentre | None]
 
     def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
-        """A block has just become complete."""
+        """Notes that a block has just become complete."""
         build(
             self.name,
             keys_THD[None],
@@ -194,14 +194,14 @@ class Scorer:
         )
 
     def scores(self, layer: int, query_QD: F32, candidates_S: I32) -> F32:
-        """Log mass [Q, S] of consecutive blocks."""
+        """Returns the log mass [Q, S] of consecutive blocks."""
         centre = self.centres_L[layer]
         bias = None if centre is None else centre.bias.get(self.name)
         query = prepare(self.name, query_QD, _mu(centre), bias=bias, axes=_axes(centre))
         return score(query, self.pools[layer], candidates_S)
 
     def copy(self) -> "Scorer":
-        """One for another variant over the same prompt."""
+        """Copies itself for another variant over the same prompt."""
         return Scorer(self.name, [pool.copy() for pool in self.pools], self.centres_L)
 
 
@@ -553,7 +553,7 @@ class Decode:
     def _block_mass(
         self, layer: int, step: int, query_VQD: torch.Tensor, context_tokens: int
     ) -> dict[int, F32]:
-        """Exact mass [Q, B] by variant, of those that need it at this step."""
+        """Computes the exact mass [Q, B] by variant, of those that need it at this step."""
         needed: dict[int, list[int]] = {}
         for index, chooser in enumerate(self.choosers):
             if step % RECALL_EVERY_STEPS == 0 or chooser.variant.scorer == ORACLE:
@@ -594,8 +594,8 @@ class Offline:
     def decoded(
         self, dense: Dense, tokens: Sequence[int], setups: Sequence[Setup]
     ) -> list[Outcome]:
-        """Sparse decode of a text's last tokens in each of the settings, which have the same dense
-        layers and file."""
+        """Runs sparse decode of a text's last tokens in each of the settings, which have the same
+        dense layers and file."""
         assert self._first is not None
         centres: Sequence[LayerCentre | None] = self._first
         if file := setups[0].centres:

@@ -53,8 +53,8 @@ class Setup:
         )
 
     def extra_config(self) -> dict[str, Any]:
-        """`kv_connector_extra_config`, in which all layers calibrate themselves; there is no
-        server."""
+        """Returns `kv_connector_extra_config`, in which all layers calibrate themselves; there is
+        no server."""
         sparse = {
             "sparse_topk": 0.5,
             "scorer": CALIBRATING,
@@ -74,13 +74,13 @@ class Forced:
     """Takes down what the model says and makes it say the given tokens. A vLLM logits processor."""
 
     def __init__(self, *_: Any) -> None:
-        """vLLM passes its config, a device and whether to pin memory."""
+        """Takes what vLLM passes: its config, a device and whether to pin memory."""
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def update_state(self, _: Any) -> None:
-        """One request at a time needs no bookkeeping."""
+        """Does nothing: one request at a time needs no bookkeeping."""
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         _taken.append(logits[0].float().log_softmax(dim=-1))
@@ -172,8 +172,8 @@ class Engine:
         self._generate(tokens, [0], 1, then_free=False)
 
     def run(self, tokens: Sequence[int], num_compared: int) -> torch.Tensor:
-        """Log probabilities [N, W] of the last N tokens of a text, each from a decode step; its
-        other tokens have been prefilled."""
+        """Returns the log probabilities [N, W] of the last N tokens of a text, each from a decode
+        step; its other tokens have been prefilled."""
         num_prompt = len(tokens) - num_compared - 1
         self._generate(tokens[:num_prompt], tokens[num_prompt:], num_compared + 1, then_free=False)
         # The first token comes from the prompt's last block, which is dense.

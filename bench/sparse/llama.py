@@ -91,7 +91,8 @@ class Llama:
 
     @property
     def frequencies(self) -> npt.NDArray[np.float64]:
-        """RoPE's, in radians a token: channel i is turned with channel i + D / 2."""
+        """Returns RoPE's frequencies in radians a token: channel i is turned with channel i + D /
+        2."""
         found: npt.NDArray[np.float64] = self._inverse_wavelength_D2.numpy()
         return found
 
@@ -106,14 +107,14 @@ class Llama:
         )
 
     def _rotated(self, x_SHD: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
-        """RoPE, channel i paired with channel i + D / 2."""
+        """Applies RoPE, channel i paired with channel i + D / 2."""
         angle_SD2 = positions_S.double()[:, None] * self._inverse_wavelength_D2
         cos, sin = angle_SD2.cos().float()[:, None], angle_SD2.sin().float()[:, None]
         low, high = x_SHD.chunk(2, dim=-1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
     def embed(self, tokens_S: torch.Tensor) -> torch.Tensor:
-        """Token ids to [S, E]."""
+        """Embeds token ids as [S, E]."""
         return self._embedding[tokens_S]
 
     def queries_keys_values(
@@ -143,7 +144,7 @@ class Llama:
         return x_SE + functional.linear(inner, self._weight(layer, "mlp.down_proj"))
 
     def log_probs(self, x_SE: torch.Tensor) -> torch.Tensor:
-        """Log probabilities [S, W] of the next token."""
+        """Returns the log probabilities [S, W] of the next token."""
         return functional.log_softmax(
             functional.linear(self._norm(x_SE, self._weights["model.norm.weight"]), self._head),
             dim=-1,
@@ -179,8 +180,8 @@ def _moments(
     num_tokens: int,
     frequencies: npt.NDArray[np.float64] | None = None,
 ) -> AxesEstimate:
-    """Of one layer's first `num_tokens` tokens but the very first ones; moved all over the text if
-    RoPE's frequencies are given."""
+    """Returns the moments of one layer's first `num_tokens` tokens but the very first ones; moved
+    all over the text if RoPE's frequencies are given."""
     kv_heads, context_tokens, head_size = keys_HSD.shape
     estimate = AxesEstimate(kv_heads, head_size)
     keys, queries = (
@@ -279,8 +280,8 @@ class Own:
 def _centres(
     dense: Dense, moments_L: Sequence[AxesEstimate], num_tokens: int, *, is_moved: bool = False
 ) -> tuple[LayerCentre, ...]:
-    """Of the first `num_tokens` tokens. An engine that calibrates itself (`is_moved`) measures no
-    biases."""
+    """Returns centres of the first `num_tokens` tokens. An engine that calibrates itself
+    (`is_moved`) measures no biases."""
     positions = [position for position in dense.sampled_N if position < num_tokens]
     found = []
     for keys_HSD, query_QND, moments in zip(
@@ -306,8 +307,8 @@ def _centres(
 
 
 def calibration(other: Own, own: Own, file: Centres | None, first_layer: int) -> Calibration:
-    """For a text that gives `own`, beside another that gives `other`; ValueError if a file is of
-    another model."""
+    """Calibrates for a text that gives `own`, beside another that gives `other`; ValueError if a
+    file is of another model."""
     centres: dict[str, Sequence[LayerCentre | None]] = {
         "mu": other.whole_L,
         "mu2k": other.short_L,

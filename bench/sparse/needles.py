@@ -45,12 +45,12 @@ class Prompt:
     depth_ratio: float
 
     def is_answered_by(self, said: str) -> bool:
-        """True if the number is the first that was said."""
+        """Returns True if the number is the first that was said."""
         return said.strip().startswith(self.number)
 
 
 def haystack() -> str:
-    """Python's licence, then its language reference; about 200,000 tokens."""
+    """Returns Python's licence, then its language reference; about 200,000 tokens."""
     from pydoc_data.topics import topics
 
     spec = importlib.util.find_spec("os")
@@ -63,8 +63,8 @@ def haystack() -> str:
 def prompts(
     task: str, count: int, num_tokens: int, encode: Encode, seed: int = 0, hay: str | None = None
 ) -> list[Prompt]:
-    """`count` prompts of at most `num_tokens` tokens and a few less. ValueError if the haystack is
-    too short for that many."""
+    """Returns `count` prompts of at most `num_tokens` tokens and a few less. ValueError if the
+    haystack is too short for that many."""
     dice = random.Random(f"{task} {seed}")
     lines = [" ".join(part.split()) for part in (hay or haystack()).split("\n\n")]
     parts = [line for line in lines if line]

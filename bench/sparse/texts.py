@@ -21,7 +21,7 @@ QUOTED_FROM_RATIO = 0.25
 
 
 def add_model(flags: argparse.ArgumentParser) -> None:
-    """The option `--model`."""
+    """Adds the option `--model`."""
     flags.add_argument(
         "--model",
         type=Path,
@@ -30,7 +30,7 @@ def add_model(flags: argparse.ArgumentParser) -> None:
 
 
 def add_texts(flags: argparse.ArgumentParser) -> None:
-    """The options `--texts` and `--centres`."""
+    """Adds the options `--texts` and `--centres`."""
     flags.add_argument(
         "--texts",
         type=Path,
@@ -48,7 +48,7 @@ def add_texts(flags: argparse.ArgumentParser) -> None:
 
 
 def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
-    """From a text to its token ids."""
+    """Returns a function from a text to its token ids."""
     return lambda text: list(tokenizer(text, verbose=False)["input_ids"])
 
 
@@ -62,7 +62,7 @@ class Text:
 
     @property
     def copy(self) -> bool:
-        """True for the copy text."""
+        """Returns True for the copy text."""
         return self.name == REPEAT
 
 
@@ -112,8 +112,8 @@ def copy_text(source: Text, num_quoted: int) -> Text:
 def texts(
     files: Sequence[Path], encode: Callable[[str], list[int]], num_tokens: int, num_quoted: int
 ) -> list[Text]:
-    """`files`, or what the system has, each of `num_tokens` tokens, then the copy text made of the
-    last one.
+    """Returns `files`, or what the system has, each of `num_tokens` tokens, then the copy text made
+    of the last one.
 
     ValueError if a file is too short, or the system has no text.
     """

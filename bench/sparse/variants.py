@@ -33,7 +33,7 @@ class Variant:
 
     @property
     def key(self) -> str:
-        """The name of its figures in JSON, such as `rot2u_10_32_shared_lru_2`."""
+        """Returns the name of its figures in JSON, such as `rot2u_10_32_shared_lru_2`."""
         freshness = f"{LRU}_{self.corrections}" if self.freshness == LRU else self.freshness
         sets = "shared" if self.shared else "per_head"
         budget = f"{self.budget * 100:g}" if isinstance(self.budget, float) else f"{self.budget}t"
@@ -68,8 +68,8 @@ RESIDENT_SCORERS = ("rot2u", "mix2+first")
 
 
 def default_variants(*, with_file: bool = False) -> list[Variant]:
-    """What the targets name, beside exact scores, summaries, codes on trial, and sinks and recent
-    window alone."""
+    """Returns what the targets name, beside exact scores, summaries, codes on trial, and sinks and
+    recent window alone."""
     more = FROM_FILE if with_file else ()
     tight = [Variant(scorer, *TIGHT) for scorer in (*TIGHT_SCORERS, *more)]
     served = [Variant(scorer, *SERVED, LRU, 2) for scorer in (*SERVED_SCORERS, *more)]
@@ -83,7 +83,7 @@ def default_variants(*, with_file: bool = False) -> list[Variant]:
 
 
 def resident_variants(*, with_file: bool = False) -> list[Variant]:
-    """What residency does: sparse in every layer, at shares of the context and at absolute
+    """Returns what residency does: sparse in every layer, at shares of the context and at absolute
     budgets."""
     more = FROM_FILE if with_file else ()
     rows = [
