@@ -1,6 +1,6 @@
 """A capability can be deleted: without its folder and its lines of registration the server starts,
-serves, and keeps every other promise. Each in turn by the daemon's tests that remain; all together
-by the demo with real vLLM."""
+serves, and keeps every other promise. Each in turn; all together also with restarts, and under the
+demo with real vLLM."""
 
 import os
 import re
@@ -15,11 +15,9 @@ from hotkv_server.startup import capabilities
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPABILITIES = tuple(module.__name__.split(".")[1] for module in capabilities.CAPABILITIES)
-REMAIN = tuple(
-    f"tests/server/test_{name}.py"
-    for name in ("life", "flush", "restart", "transfers", "tiers", "ranks", "fence")
-)
-"""Tests of a daemon that name no capability, but for those of tiers."""
+QUICK = tuple(f"tests/server/test_{name}.py" for name in ("transfers", "flush", "ranks", "fence"))
+SLOW = tuple(f"tests/server/test_{name}.py" for name in ("life", "restart"))
+"""Tests of a daemon that name no capability."""
 LINES = re.compile(r"    (\w+),|from hotkv_server\.(\w+) import capability as \w+")
 
 
@@ -56,15 +54,21 @@ def run(command: tuple[str, ...], environment: dict[str, str]) -> str:
     return ended.stdout
 
 
+def run_tests(files: tuple[str, ...], environment: dict[str, str]) -> None:
+    run(("pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", *files), environment)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", CAPABILITIES)
-def test_the_server_keeps_its_other_promises(name: str, tmp_path: Path) -> None:
-    environment = without(tmp_path, (name,))
-    remain = [file for file in REMAIN if file != f"tests/server/test_{name}.py"]
-    run(("pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", *remain), environment)
+def test_a_server_without_one_keeps_its_other_promises(name: str, tmp_path: Path) -> None:
+    run_tests(QUICK, without(tmp_path, (name,)))
 
 
 @pytest.mark.long
-def test_the_kernel_alone_serves_the_demo(tmp_path: Path) -> None:
-    environment = without(tmp_path, CAPABILITIES)
-    assert "tokens hit" in run(("demo",), environment)
+def test_a_server_without_any_keeps_its_other_promises(tmp_path: Path) -> None:
+    run_tests(QUICK + SLOW, without(tmp_path, CAPABILITIES))
+
+
+@pytest.mark.long
+def test_a_server_without_any_serves_the_demo(tmp_path: Path) -> None:
+    assert "tokens hit" in run(("demo",), without(tmp_path, CAPABILITIES))
