@@ -14,9 +14,8 @@ from tests.pairs.world import World
 from tests.tiers.valkey_support import running
 from tests.vllm.processes import Daemon, own_daemon
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 TURNS = 4
-EVERYDAY = ("lora",)
 
 
 class Places:
@@ -74,13 +73,7 @@ def run(
         world.close()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in EVERYDAY else pytest.mark.long)
-        for name in ("tiers", *(name for name in PLAYS if name not in TIERS))
-    ],
-)
+@pytest.mark.parametrize("name", ["tiers", *(name for name in PLAYS if name not in TIERS)])
 def test_a_feature_beside_every_tier(
     name: str, places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +82,6 @@ def test_a_feature_beside_every_tier(
     run(features, places(disk=True, shares=True), tmp_path, monkeypatch)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("names", [names_of(pair) for pair in of_kind(Kind.DAEMON)])
 def test_a_pair(
     names: str, places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -86,7 +86,7 @@ def test_wrong_kv_would_be_seen(start: Start) -> None:
 @pytest.mark.parametrize(
     ("kind", "settings", "alignment"),
     [
-        pytest.param("gemma3", {}, 32, id="gemma3"),
+        pytest.param("gemma3", {}, 32, id="gemma3", marks=LONG),
         pytest.param(
             "gemma3",
             {"max_num_batched_tokens": 96, "max_num_seqs": 4},

@@ -64,7 +64,10 @@ CHECKING = {
 }
 
 
-@pytest.mark.parametrize("ours_first", [True, False], ids=["first", "second"])
+@pytest.mark.parametrize(
+    "ours_first",
+    [pytest.param(True, id="first"), pytest.param(False, id="second", marks=pytest.mark.long)],
+)
 def test_beside_the_example_connector(start: Start, tmp_path: Path, ours_first: bool) -> None:
     """The one that comes first serves; the other's answers are the same, and hits are counted only
     where hotkv served."""

@@ -79,6 +79,7 @@ def test_a_server_is_killed_and_comes_back(
     assert "hook_errors" not in totals(one)
 
 
+@pytest.mark.long
 def test_a_server_is_gone_for_good(start: Start, daemon: Daemon) -> None:
     """Decoding goes on as far as the device has room for what can't be stored; then the request
     ends with an error, and the engine serves others."""

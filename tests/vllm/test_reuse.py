@@ -266,6 +266,7 @@ def answers_the_same_beside_a_known_prefix(engine: EngineProcess) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_a_prefix_lm_answers_the_same_whatever_others_have_asked(
     start: Starter, tmp_path: Path
 ) -> None:

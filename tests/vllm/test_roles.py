@@ -26,6 +26,7 @@ def start(engines: Engines, tmp_path: Path, daemon: Daemon, role: str) -> Engine
     return engines.start(model, None, kv_transfer_config=ours | {"kv_role": role}, **settings)
 
 
+@pytest.mark.long
 def test_prefill_engine_and_decode_engine(engines: Engines, tmp_path: Path, daemon: Daemon) -> None:
     """The consumer hits what the producer computed, decodes as the producer would, and stores
     nothing; the producer loads nothing."""

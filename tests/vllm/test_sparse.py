@@ -28,12 +28,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 # -------------------------------------------------------------------------------------------- exact
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "sparse",
-    [
-        pytest.param(COVERING, id="covering", marks=pytest.mark.long),
-        pytest.param(HALF, id="hot-set-covers"),
-    ],
+    "sparse", [pytest.param(COVERING, id="covering"), pytest.param(HALF, id="hot-set-covers")]
 )
 def test_a_covering_budget_is_exact_in_mixed_batches(start: Start, sparse: dict[str, Any]) -> None:
     """Prompts of six lengths in chunks of 128 tokens: some decode, some above and some below the

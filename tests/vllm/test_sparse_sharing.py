@@ -46,6 +46,7 @@ def kept(one: Daemon) -> tuple[int, int, int]:
     return row["block_count"], row["representation_count"], len(row["representations"])
 
 
+@pytest.mark.long
 def test_a_hit_brings_representations_and_nothing_is_built_again(
     start: Start, daemon: Daemon
 ) -> None:
