@@ -107,7 +107,7 @@ TOLD = (
 )
 SPARSE_SERVER = (
     "tests/sparse/test_sequences.py tests/sparse/test_server_selection.py "
-    "tests/server/test_sparse_refusals.py tests/server/test_sparse_service.py"
+    "tests/server/test_refusals.py tests/server/test_sparse_service.py"
 )
 SPARSE_ENGINE = (
     "tests/vllm/test_sparse_parts.py tests/vllm/test_sparse_worker.py "
@@ -187,7 +187,7 @@ TESTS: dict[str, str] = {
         "tests/server/test_record.py tests/server/test_health.py tests/server/test_flush.py"
     ),
     "client/hotkv_client/wire/sparse.py": (
-        "tests/server/test_sparse_service.py tests/server/test_sparse_refusals.py"
+        "tests/server/test_sparse_service.py tests/server/test_refusals.py"
     ),
     "client/hotkv_client/wire/answers.py": (
         f"tests/wire/test_packing.py {WIRE} tests/wire/test_errors.py tests/wire/test_versions.py"

@@ -105,9 +105,8 @@ class RepresentationEngine:
             )
             at += size
         handles = tuple(MemoryHandle(name, size) for name, size in sizes.items())
-        self.session = Session(
-            config, EngineMemory(Layout(0, NUM_BLOCKS, handles, tuple(tensors), "LBHNC"), self.fds)
-        )
+        self.layout = Layout(0, NUM_BLOCKS, handles, tuple(tensors), "LBHNC")
+        self.session = Session(config, EngineMemory(self.layout, self.fds))
         self.session.start()
         assert self.session.wait_connected(20), repr(self.session)
 

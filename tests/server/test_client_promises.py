@@ -5,27 +5,25 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv_client import BlockResult, BlockRun, Role, SelectConfig, SessionConfig
+from hotkv_client import BlockRun, Role, SelectConfig, SessionConfig
 from hotkv_client.wire import requests as _wire
 from hotkv_client.wire import sparse as _sparse_wire
-from hotkv_proto.blocks import NO_OPTIONS, NO_RETENTION
+from hotkv_proto.blocks import NO_OPTIONS
 from hotkv_proto.errors import Reason
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, Representation
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import NO_ORDER
-from hotkv_proto.v1 import cache_pb2, session_pb2
+from hotkv_proto.v1 import session_pb2
 from hotkv_server.testing.with_devices import FakeDevices
 from tests.robustness.raw_client import RawSession
 from tests.server.devices_support import DeviceServer, FakeAllocation
-from tests.server.refusals import open_with
 from tests.server.sparse_support import CONFIG, HEAD_SIZE, KV_HEADS, LAYERS
 from tests.server.support import FULL, NUM_BLOCKS, PAGE_BYTES, WINDOW, hashes
 
@@ -93,46 +91,6 @@ def test_memory_of_a_device_needs_the_link() -> None:
         memory.close()
 
 
-@pytest.mark.parametrize(
-    ("field", "change"),
-    [
-        (
-            "key_space.model",
-            lambda o: setattr(o.key_space, "model", "m\n2026-11-21 00:00:00,000 ERROR forged"),
-        ),
-        ("key_space.tenant", lambda o: setattr(o.key_space, "tenant", "\x1b[2J")),
-        ("key_space.weights_identity", lambda o: setattr(o.key_space, "weights_identity", "\x00")),
-        ("key_space.hash_seed", lambda o: setattr(o.key_space, "hash_seed", "\r")),
-        ("key_space.page_format", lambda o: setattr(o.key_space, "page_format", "\u202e")),
-        ("key_space.extra[1]", lambda o: o.key_space.extra.extend(["good", "\x07"])),
-        (
-            "key_space.groups[0].layer_names",
-            lambda o: o.key_space.groups[0].layer_names.append("l\n"),
-        ),
-        (
-            "representations[0].format",
-            lambda o: setattr(o.representations[0], "format", "mean\x1b"),
-        ),
-    ],
-)
-def test_names_that_could_be_taken_for_something_else(
-    server: Server, field: str, change: Callable[[Any], None]
-) -> None:
-    """They go into the log at a restart, into lists for operators, and into topics of events."""
-    config = SessionConfig(
-        server.target, "e", Role.TOOL, SPACE, (Representation(0, "mean", 0, (64,)),)
-    )
-    request = _wire.open_session(config)
-    change(request.open_session)
-    code, reason, details = open_with(server, request)
-    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, Reason.INVALID_FIELD)
-    assert (
-        details.startswith(f"{field} is ")
-        and details.endswith("only printable characters are allowed")
-        and details.isprintable()
-    )
-
-
 def test_a_transfers_id_is_no_line_of_the_log(server: Server, raw: Open) -> None:
     session, fd = raw(), os.memfd_create("kv")
     os.posix_fallocate(fd, 0, NUM_BLOCKS * PAGE_BYTES)
@@ -155,33 +113,6 @@ def test_a_transfers_id_is_no_line_of_the_log(server: Server, raw: Open) -> None
     assert not re.search(r"^ERROR forged", Path(server.log).read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("retention", "named"),
-    [
-        (cache_pb2.Retention(priority=9), "retention.priority is 9; allowed are -8 to 8"),
-        (cache_pb2.Retention(priority=-(1 << 31)), "retention.priority is -2147483648"),
-        (
-            cache_pb2.Retention(ttl_ms=86_400_001),
-            "retention.ttl_s is 86400.001; allowed are 0 to 86400",
-        ),
-        (cache_pb2.Retention(ttl_ms=-1), "retention.ttl_ms is -1"),
-        (cache_pb2.Retention(pin=True), "retention.pin needs retention.ttl_s"),
-    ],
-)
-def test_retention_out_of_bounds(raw: Open, retention: cache_pb2.Retention, named: str) -> None:
-    """The connector leaves such a hint out; a call that has one is refused, and reserves
-    nothing."""
-    session, blocks = raw(), hashes(1)
-    request = _wire.reserve("l", [BlockRun(0, blocks)], 0, NO_RETENTION, 32)
-    request.reserve_blocks.retention.CopyFrom(retention)
-    reason, message = refusal(session, request)
-    assert reason is Reason.INVALID_FIELD and named in message
-    word, answer = session.ask(_wire.reserve("other", [BlockRun(0, blocks)], 0, NO_RETENTION, 32))
-    assert word == "answered" and answer.reserve_blocks.runs[0].results == bytes(
-        [BlockResult.RESERVED]
-    )
-
-
 def test_handle_ids_are_no_longer_than_other_ids(raw: Open) -> None:
     """Messages repeat them."""
     session, long, fd = raw(), "k" * 257, os.memfd_create("kv")
@@ -189,26 +120,6 @@ def test_handle_ids_are_no_longer_than_other_ids(raw: Open) -> None:
     assert session.link({long: fd}) == "TOO_LARGE"
     assert session.link({long[1:]: fd}) == "answered"
     os.close(fd)
-    request = _wire.register_memory(LAYOUT, NO_ORDER)
-    request.register_memory.layout.handles[0].handle_id = long
-    assert refusal(session, request) == (
-        Reason.TOO_LARGE,
-        "layout.handles[0].handle_id is longer than 256 characters",
-    )
-
-
-def test_what_torch_gives_for_memory_is_no_handle_of_cuda(raw: Open) -> None:
-    """Since 2.5 two bytes come before CUDA's; of a segment that can grow there is nothing to
-    send."""
-    request = _wire.register_memory(LAYOUT, NO_ORDER)
-    for given in (b"\x01c" + bytes(64), b"\x01e" + bytes(20)):
-        request.register_memory.layout.handles[0].cuda_ipc.handle = given
-        reason, message = refusal(raw(), request)
-        assert reason is Reason.INVALID_LAYOUT
-        assert (
-            f"layout.handles[0].cuda_ipc.handle has {len(given)} bytes, not 64; send what "
-            "cudaIpcGetMemHandle gives"
-        ) in message
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import os
 import pkgutil
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import grpc
 import numpy as np
@@ -18,7 +18,7 @@ import hotkv_proto
 import hotkv_server
 import hotkv_sparse
 from demo.processes import Server
-from hotkv_client import BlockRun
+from hotkv_client import BlockRun, GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.testing import PagedEngine
@@ -29,9 +29,12 @@ from hotkv_proto.v1 import (
     session_pb2,
     session_pb2_grpc,
     sparse_pb2,
+    sparse_pb2_grpc,
 )
 from tests.robustness.raw_client import Footprint
 from tests.server.refusals import fill, reason_of
+from tests.server.sparse_support import HEAD_SIZE, LAYERS, RepresentationEngine, queries
+from tests.server.support import hashes
 
 Make = Callable[..., PagedEngine]
 INT32 = np.int32
@@ -58,6 +61,9 @@ def test_random_bytes_do_no_harm(server: Server, data: bytes) -> None:
             "CacheService/Lookup",
             "CacheService/Load",
             "CacheService/Store",
+            "SparseService/CreateSequence",
+            "SparseService/AppendBlocks",
+            "SparseService/DeleteSequence",
             "AdminService/Explain",
             "AdminService/Tell",
         ):
@@ -78,6 +84,14 @@ def test_random_bytes_do_no_harm(server: Server, data: bytes) -> None:
                 answers.cancel()
             except grpc.RpcError as error:
                 assert reason_of(error) in (Reason.INVALID_FIELD, Reason.UNKNOWN_KEY_SPACE), error
+        selects = channel.stream_stream(
+            "/hotkv.v1.SparseService/SelectBlocks",
+            request_serializer=bytes,
+            response_deserializer=sparse_pb2.SelectBlocksResponse.FromString,
+        )
+        first, second = selects(iter([data, data]), timeout=5)
+        assert first == second
+        assert first.error.reason in (Reason.INVALID_FIELD, Reason.UNKNOWN_SESSION)
         stream = channel.stream_stream(
             "/hotkv.v1.SessionService/Connect",
             request_serializer=bytes,
@@ -228,6 +242,39 @@ def test_messages_on_an_open_stream_may_be_anything(engine: Make) -> None:
         .results[0][0]
         == 1
     )
+
+
+def test_selections_with_random_fields_are_answered(
+    sparse_engine: Callable[..., RepresentationEngine],
+) -> None:
+    engine = sparse_engine()
+    blocks = hashes(60)
+    engine.store(blocks)
+    engine.session.create_sequence("s", 0, blocks, engine.select_config(hot_blocks=30)).result(60)
+    random = np.random.default_rng(11)
+    connection = engine.session._connection
+    assert connection is not None
+    own = connection.session_id
+    good = queries(1)[0].tobytes()
+
+    def requests() -> Iterator[sparse_pb2.SelectBlocksRequest]:
+        for _ in range(300):
+            request = sparse_pb2.SelectBlocksRequest()
+            fill(request, random, 0)
+            request.session_id, request.sequence_id = own, "s"
+            if random.random() < 0.7:
+                request.layer_index, request.shard_index = int(random.choice(LAYERS)), 0
+            if random.random() < 0.7:
+                request.query = good if random.random() < 0.5 else os.urandom(4 * HEAD_SIZE * 4)
+            if random.random() < 0.7:
+                request.context_token_count = int(random.integers(1, 1000))
+            yield request
+
+    answers = list(sparse_pb2_grpc.SparseServiceStub(connection.channel).SelectBlocks(requests()))
+    assert len(answers) == 300 and all(answer.error.reason != Reason.INTERNAL for answer in answers)
+    assert sum(not answer.HasField("error") for answer in answers) > 30
+    lists = [GroupHashes(0, blocks)]
+    assert engine.session.lookup(lists).result(60)[0].all()
 
 
 @pytest.mark.long

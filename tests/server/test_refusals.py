@@ -1,29 +1,27 @@
-"""Bad input, over the wire: a canonical code with a reason, and nothing changed."""
+"""Bad input, over the wire: one table of field, bad value, reason and words. Each row is a sound
+message with one field spoiled. The answer has the row's reason and words; nothing has changed, and
+the session goes on."""
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
 import pytest
+from google.protobuf.message import Message
 
 from demo.processes import Server
-from hotkv_client import (
-    BlockRun,
-    EngineMemory,
-    GroupHashes,
-    LinkState,
-    LoadRun,
-    Role,
-    Session,
-    SessionConfig,
-)
+from hotkv_client import EngineMemory, GroupHashes, LinkState, LoadRun, Role, Session, SessionConfig
 from hotkv_client.channels import admin_target
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
+from hotkv_client.wire.sparse import _select_message
 from hotkv_proto.blocks import BlockResult, TransferStatus
-from hotkv_proto.errors import Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind
 from hotkv_proto.order import NO_ORDER
 from hotkv_proto.v1 import (
@@ -33,385 +31,437 @@ from hotkv_proto.v1 import (
     cache_pb2_grpc,
     errors_pb2,
     layout_pb2,
+    residency_pb2,
     session_pb2,
+    sparse_pb2,
+    sparse_pb2_grpc,
 )
 from hotkv_server.wire.errors import CODES
-from tests.server.refusals import open_with, opening, reason_of, refused, state, stored
+from tests.server.refusals import open_with, reason_of, refused, state, stored
+from tests.server.sparse_support import HEAD_SIZE, KV_HEADS, LOG_MASS, RepresentationEngine, queries
+from tests.server.support import hashes
 
 __all__ = ["stored"]
 
 Make = Callable[..., PagedEngine]
-INT32 = np.int32
+Request = session_pb2.ConnectRequest
+FIELD, LARGE, HASH = Reason.INVALID_FIELD, Reason.TOO_LARGE, Reason.INVALID_HASH
+LAYOUT, TWICE = Reason.INVALID_LAYOUT, Reason.DUPLICATE_ID
+NUM_STORED = 8
+ZEROS = bytes(4 * KV_HEADS * HEAD_SIZE)
 
 
-def tell(topic: str, **filters: str) -> admin_pb2.TellRequest:
+def ints(*values: int) -> bytes:
+    return np.array(values, "<i4").tobytes()
+
+
+class Row(NamedTuple):
+    """`path`: of the field in `ConnectRequest`; a list of dicts is added to it. `words`: in the
+    answer's message."""
+
+    path: str
+    value: Any
+    reason: Reason
+    words: str
+
+
+# ----------------------------------------------------------------------------------- sound messages
+
+
+@dataclass
+class World:
+    """An engine with `blocks` stored and leased as "mine", and the sequences "s" and "plain"."""
+
+    server: Server
+    engine: RepresentationEngine
+    blocks: list[bytes]
+
+    def sound(self, kind: str) -> Request:
+        """Returns a message that the server would serve."""
+        packed, new = b"".join(self.blocks), os.urandom(32)
+        list_of = cache_pb2.GroupHashes(hashes=packed)
+        load = cache_pb2.LoadRun(lease_positions=ints(0), block_ids=ints(20))
+        run = cache_pb2.BlockRun(hashes=new, block_ids=ints(20))
+        select = _select_message(self.engine.select_config())
+        config = self.engine.session.config
+        layer = sparse_pb2.LayerCounters(layer_index=3, selects=1.0)
+        room = residency_pb2.ResidencyGroup(block_count=2)
+        sound: dict[str, Callable[[], Any]] = {
+            "lookup": lambda: cache_pb2.LookupRequest(groups=[list_of]),
+            "acquire_lease": lambda: cache_pb2.AcquireLeaseRequest(lease_id="x", groups=[list_of]),
+            "reserve_blocks": lambda: cache_pb2.ReserveBlocksRequest(lease_id="r", runs=[run]),
+            "load": lambda: cache_pb2.LoadRequest(
+                transfer_id="t", lease_id="mine", runs=[load], timeout_ms=5000
+            ),
+            "store": lambda: cache_pb2.StoreRequest(
+                transfer_id="t", lease_id="l", runs=[run], timeout_ms=5000
+            ),
+            "create_sequence": lambda: sparse_pb2.CreateSequenceRequest(
+                sequence_id="t", hashes=packed, select=select
+            ),
+            "append_blocks": lambda: sparse_pb2.AppendBlocksRequest(
+                sequence_id="s", first_position=NUM_STORED, hashes=new
+            ),
+            "report_sparse": lambda: sparse_pb2.ReportSparse(
+                sequences=[sparse_pb2.SequenceReport(sequence_id="s")], layers=[layer]
+            ),
+            "open_residency": lambda: residency_pb2.OpenResidencyRequest(
+                residency_id="a", groups=[room]
+            ),
+            "open_session": lambda: _wire.open_session(config).open_session,
+            "register_memory": lambda: (
+                _wire.register_memory(self.engine.layout, NO_ORDER).register_memory
+            ),
+        }
+        return Request(**{kind: sound[kind]()})
+
+    def ask(self, request: Request) -> HotKVError:
+        return refused(self.engine.session._call(lambda: request))
+
+
+def spoiled(request: Request, path: str, value: Any) -> Request:
+    """Sets one field: None clears it, a list takes the place of a list of numbers or texts, and a
+    list of dicts or messages is added."""
+    target: Any = request
+    *parents, name = re.findall(r"\w+", path)
+    for parent in parents:
+        target = target[int(parent)] if parent.isdecimal() else getattr(target, parent)
+    if value is None:
+        target.ClearField(name)
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for one in value:
+            getattr(target, name).add(**one)
+    elif isinstance(value, list):
+        del getattr(target, name)[:]
+        getattr(target, name).extend(value)
+    else:
+        setattr(target, name, value)
+    return request
+
+
+@pytest.fixture(scope="module")
+def world(server: Server) -> Iterator[World]:
+    with closing(RepresentationEngine(server.target, os.urandom(8).hex())) as engine:
+        one = World(server, engine, hashes(NUM_STORED))
+        engine.store(one.blocks)
+        session = engine.session
+        session.acquire("mine", [GroupHashes(0, one.blocks)], 600).result(60)
+        session.create_sequence("s", 0, one.blocks, engine.select_config()).result(60)
+        session.create_sequence("plain", 0, one.blocks).result(60)
+        yield one
+        assert session.lookup([GroupHashes(0, one.blocks)]).result(60)[0].all()
+
+
+# --------------------------------------------------------------------------------------- the table
+
+RUN, GROUP, SPACE = "store.runs[0]", "acquire_lease.groups", "open_session.key_space"
+SELECT, TENSOR, HANDLES = (
+    "create_sequence.select",
+    "register_memory.layout.tensors[0]",
+    "register_memory.layout.handles",
+)
+BOTH = [{"layer_index": 2, "mu": ZEROS}]
+ROWS = [
+    Row("load.lease_id", "nobody's", Reason.UNKNOWN_LEASE, "lease_id"),
+    Row("load.transfer_id", "", FIELD, "transfer_id"),
+    Row("load.runs[0].lease_positions", ints(NUM_STORED), FIELD, "lease_positions"),
+    Row("load.runs[0].lease_positions", ints(-1), FIELD, "lease_positions"),
+    Row("load.runs[0].lease_positions", bytes(4 << 18), LARGE, "blocks"),
+    Row(
+        "load.runs", [{"lease_positions": ints(0), "block_ids": ints(21)}], FIELD, "lease_positions"
+    ),
+    Row("load.runs[0].group_index", 7, FIELD, "group_index"),
+    Row("load.runs[0].block_ids", ints(128), FIELD, "block_ids"),
+    Row("load.runs[0].block_ids", ints(-1), FIELD, "block_ids"),
+    Row("load.runs[0].block_ids", ints(1, 2), FIELD, "block_ids"),
+    Row("load.timeout_ms", -5, FIELD, "timeout_ms"),
+    Row("store.lease_id", "", FIELD, "lease_id"),
+    Row("store.lease_id", "mine", TWICE, "lease_id"),
+    Row(f"{RUN}.block_ids", ints(128), FIELD, "block_ids"),
+    Row(f"{RUN}.block_ids", ints(1, 2), FIELD, "block_ids"),
+    Row(f"{RUN}.group_index", 7, FIELD, "group_index"),
+    Row(f"{RUN}.depth", -1, FIELD, "depth"),
+    Row(f"{RUN}.parent_hash", b"short", HASH, "parent_hash"),
+    Row(f"{RUN}.parent_hash", bytes(64), HASH, "runs.parent_hash has 64 bytes"),
+    Row(f"{RUN}.hashes", b"short", HASH, "hashes"),
+    Row("acquire_lease.lease_id", "", FIELD, "lease_id"),
+    Row("acquire_lease.ttl_ms", -1, FIELD, "ttl_ms"),
+    Row(GROUP, [{"hashes": bytes(32)}], FIELD, "groups"),
+    Row(f"{GROUP}[0].group_index", 3, FIELD, "group_index"),
+    Row("lookup.groups[0].group_index", -1, FIELD, "group_index"),
+    Row("reserve_blocks.retention.priority", 9, FIELD, "priority is 9; allowed are -8 to 8"),
+    Row("reserve_blocks.retention.priority", -(1 << 31), FIELD, "retention.priority"),
+    Row("reserve_blocks.retention.ttl_ms", 86_400_001, FIELD, "86400.001; allowed are 0 to 86400"),
+    Row("reserve_blocks.retention.ttl_ms", -1, FIELD, "retention.ttl_ms is -1"),
+    Row("reserve_blocks.retention.pin", True, FIELD, "retention.pin needs retention.ttl_s"),
+    Row("open_residency.groups[0].group_index", 7, FIELD, "group_index"),
+    Row("open_residency.groups[0].block_count", 0, FIELD, "block_count"),
+    Row("create_sequence.sequence_id", "", FIELD, "sequence_id is empty"),
+    Row("create_sequence.sequence_id", "plain", TWICE, "sequence_id"),
+    Row("create_sequence.group_index", 1, FIELD, "group_index is 1"),
+    Row("create_sequence.group_index", -1, FIELD, "group_index is -1"),
+    Row("append_blocks.sequence_id", "none", FIELD, "sequence_id 'none' is unknown"),
+    Row("append_blocks.first_position", 9, FIELD, "first_position is 9"),
+    Row("append_blocks.first_position", -1, FIELD, "first_position is -1"),
+    Row("append_blocks.first_position", 4, FIELD, "hashes differ"),
+    Row(f"{SELECT}.representation_group_index", 0, FIELD, "representation_group_index is 0"),
+    Row(f"{SELECT}.representation_group_index", 2, FIELD, "group_index is 2"),
+    Row(f"{SELECT}.representation_group_index", -1, FIELD, "representation_group_index is -1"),
+    Row(f"{SELECT}.layer_indices", [2], FIELD, "the representation is declared with"),
+    Row(f"{SELECT}.layer_indices", [5, 2], FIELD, "select.layer_indices"),
+    Row(f"{SELECT}.kv_head_count", 3, FIELD, "the representation is declared with"),
+    Row(f"{SELECT}.head_size", 1 << 30, FIELD, "select.head_size"),
+    Row(f"{SELECT}.hot_block_count", 1, FIELD, "select.hot_block_count is 1"),
+    Row(f"{SELECT}.scale", -3.0, FIELD, "select.scale is -3.0"),
+    Row(
+        f"{SELECT}.centres", [{"layer_index": 2, "mu": ZEROS[:-4]}], FIELD, "centres.mu of layer 2"
+    ),
+    Row(f"{SELECT}.centres", BOTH + BOTH, FIELD, "select.centres lists layer 2 twice"),
+    Row(f"{SELECT}.scorer", "oracle", FIELD, "select.scorer is 'oracle'"),
+    Row(f"{SELECT}.scorer", "mix2", FIELD, "is scored by mix2, whose axes only the engine has"),
+    Row(f"{SELECT}.sparse_topk_ratio", 1.5, FIELD, "select.sparse_topk is 1.5"),
+    Row(f"{SELECT}.sparse_topk_ratio", float("nan"), FIELD, "select.sparse_topk is nan"),
+    Row(f"{SELECT}.sparse_topk_ratio", None, FIELD, "select.sparse_topk is missing"),
+    Row(f"{SELECT}.sparse_topk_token_count", 3, FIELD, "select.sparse_topk is 3"),
+    Row(f"{SELECT}.adaptive_p", -1.0, FIELD, "select.adaptive_p is -1.0"),
+    Row(f"{SELECT}.cache_policy", "mru", FIELD, "select.cache_policy is 'mru'"),
+    Row(f"{SELECT}.sink_token_count", -1, FIELD, "select.sink_tokens is -1"),
+    Row(f"{SELECT}.recent_token_count", 0, FIELD, "select.recent_tokens is 0"),
+    Row(f"{SELECT}.max_correction_block_count", -2, FIELD, "max_correction_blocks is -2"),
+    Row(f"{SELECT}.fusion", [{"scorer": "mean", "exponent": 1}] * 2, FIELD, "lists a scorer twice"),
+    Row(f"{SELECT}.fusion", [{"scorer": "mean", "exponent": -1}], FIELD, "select.fusion"),
+    Row("report_sparse.sequences[0].positions", b"123", FIELD, "positions has 3 bytes"),
+    Row("report_sparse.sequences[0].positions", ints(-1), FIELD, "sequences.positions has -1"),
+    Row("report_sparse.layers", [{"layer_index": -1}], FIELD, "layers.layer_index is -1"),
+    Row("report_sparse.layers", [{"layer_index": 256}], FIELD, "layers.layer_index is 256"),
+    Row("report_sparse.layers[0].selects", -1.0, FIELD, "layers.selects is -1.0"),
+    Row("report_sparse.layers[0].recall", float("nan"), FIELD, "layers.recall is nan"),
+    Row("report_sparse.layers[0].swap_bytes", 1e300, FIELD, "layers.swap_bytes is 1e+300"),
+    Row("open_session", None, FIELD, "open_session"),
+    Row("open_session.protocol_version", 99, Reason.VERSION_MISMATCH, "protocol_version"),
+    Row("open_session.engine_id", "", FIELD, "engine_id"),
+    Row("open_session.engine_id", "e" * 1000, LARGE, "engine_id"),
+    Row("open_session.engine_id", "e\nINFO forged", FIELD, "engine_id"),
+    Row("open_session.client_name", "c\x1b[2J", FIELD, "client_name"),
+    Row("open_session.role", 0, FIELD, "role"),
+    Row("open_session.role", 42, FIELD, "role"),
+    Row(
+        "open_session.representations[0].format", "mean\x1b", FIELD, "representations[0].format is"
+    ),
+    Row(f"{SPACE}.model", "m" * (256 << 10), LARGE, "key_space"),
+    Row(f"{SPACE}.model", "m\n2026-11-21 00:00:00,000 ERROR forged", FIELD, "key_space.model is"),
+    Row(f"{SPACE}.tenant", "\x1b[2J", FIELD, "key_space.tenant is"),
+    Row(f"{SPACE}.weights_identity", "", FIELD, "weights_identity"),
+    Row(f"{SPACE}.weights_identity", "\x00", FIELD, "key_space.weights_identity is"),
+    Row(f"{SPACE}.hash_seed", "\r", FIELD, "key_space.hash_seed is"),
+    Row(f"{SPACE}.page_format", "\u202e", FIELD, "key_space.page_format is"),
+    Row(f"{SPACE}.extra", ["good", "\x07"], FIELD, "key_space.extra[1] is"),
+    Row(f"{SPACE}.hash_byte_count", 4, FIELD, "hash_bytes"),
+    Row(f"{SPACE}.hash_block_token_count", 0, FIELD, "hash_block_tokens"),
+    Row(f"{SPACE}.groups", [], FIELD, "groups"),
+    Row(f"{SPACE}.groups[0].block_token_count", 17, FIELD, "block_tokens"),
+    Row(f"{SPACE}.groups[0].kind", 0, FIELD, "kind"),
+    Row(f"{SPACE}.groups[0].kind", 3, FIELD, "window_tokens"),
+    Row(f"{SPACE}.groups[0].group_index", 5, FIELD, "group_index"),
+    Row(f"{SPACE}.groups[0].layer_names", ["l\n"], FIELD, "key_space.groups[0].layer_names is"),
+    Row(f"{SPACE}.groups[0].shard_byte_counts", [-5], FIELD, "shard_bytes"),
+    Row(f"{SPACE}.groups[0].shard_byte_counts", [1] * 200, FIELD, "shards"),
+    Row(f"{SPACE}.groups[0].shard_byte_counts", [1 << 40], FIELD, "does not fit"),
+    Row("register_memory.layout.shard_index", 3, LAYOUT, "shard_index"),
+    Row("register_memory.layout.name", "x\n", FIELD, "layout.name"),
+    Row("register_memory.layout.block_count", 0, LAYOUT, "block_count"),
+    Row("register_memory.layout.block_count", 1 << 40, LAYOUT, "block_count"),
+    Row("register_memory.layout.block_count", 129, LAYOUT, "beyond"),
+    Row(f"{TENSOR}.handle_id", "else", LAYOUT, "handle_id"),
+    Row(f"{TENSOR}.group_index", 9, LAYOUT, "group_index"),
+    Row(f"{TENSOR}.base_byte_offset", -4096, LAYOUT, "negative"),
+    Row(f"{TENSOR}.base_byte_offset", 1 << 62, LAYOUT, "large"),
+    Row(f"{TENSOR}.run_byte_count", 0, LAYOUT, "run_byte_count"),
+    Row(f"{TENSOR}.run_byte_count", 2048, LAYOUT, "fill"),
+    Row(f"{TENSOR}.shard_byte_offset", 4096, LAYOUT, "gap or overlap"),
+    Row(f"{TENSOR}.dims", [{"count": 1 << 40, "stride_byte_count": 1}], LAYOUT, "dims"),
+    Row(f"{TENSOR}.dims", [{"count": 2, "stride_byte_count": 8}], LAYOUT, "overlap"),
+    Row("register_memory.layout.tensors", [], LAYOUT, "fill"),
+    Row(f"{HANDLES}[0].handle_id", "k" * 257, LARGE, "layout.handles[0].handle_id is longer than"),
+    Row(HANDLES, [{"handle_id": "kv", "byte_count": 1, "file_mapping": {}}], LAYOUT, "handle_id"),
+    Row(HANDLES, [{"handle_id": "more", "byte_count": 8}], LAYOUT, "source"),
+    Row(f"{HANDLES}[0].cuda_ipc.handle", b"\x01e" + bytes(20), LAYOUT, "has 22 bytes, not 64"),
+    Row(f"{HANDLES}[0].cuda_ipc.handle", b"\x01c" + bytes(64), LAYOUT, "cudaIpcGetMemHandle"),
+]
+"""Values that contradict a limit of their own, or another field."""
+
+
+def of_limits() -> Iterator[Row]:
+    """Yields what the fields' types alone forbid: ids of 257 characters, hashes of 33 bytes, packed
+    numbers of 3 bytes, lists of hashes that are too long."""
+    for kind in ("acquire_lease", "reserve_blocks", "load", "store", "create_sequence"):
+        for field in Request.DESCRIPTOR.fields_by_name[kind].message_type.fields:
+            if field.name.endswith("_id") and field.name != "session_id":
+                yield Row(f"{kind}.{field.name}", "x" * 257, LARGE, field.name)
+    for path in ("lookup.groups[0]", "acquire_lease.groups[0]", "reserve_blocks.runs[0]", RUN):
+        yield Row(f"{path}.hashes", bytes(33), HASH, "hashes has 33 bytes")
+    for path in ("create_sequence", "append_blocks"):
+        yield Row(f"{path}.hashes", bytes(33), HASH, "hashes has 33 bytes")
+    for path in ("load.runs[0].lease_positions", "load.runs[0].block_ids", f"{RUN}.block_ids"):
+        yield Row(path, b"123", FIELD, f"{path.split('.')[-1]} has 3 bytes")
+
+
+def name_of(row: Row) -> str:
+    return f"{row.path}={row.value!r}"[:70]
+
+
+@pytest.mark.parametrize("row", [*ROWS, *of_limits()], ids=name_of)
+def test_a_spoiled_field_is_refused(world: World, row: Row) -> None:
+    before, kind = state(world.server), row.path.split(".")[0]
+    request = spoiled(world.sound(kind), row.path, row.value)
+    if kind == "open_session":
+        code, reason, message = open_with(world.server, request)
+        assert code == CODES[row.reason]
+    else:
+        error = world.ask(request)
+        reason, message = error.reason, error.message
+    assert (reason, row.words in message) == (row.reason, True), message
+    assert message.isprintable() and state(world.server) == before
+
+
+def test_a_list_that_is_too_long_is_refused(world: World) -> None:
+    session = world.engine.session
+    for future in (
+        session.acquire("x", [GroupHashes(0, [bytes(32)] * 300_000)]),
+        session.create_sequence("t", 0, [bytes(32)] * 131_073),
+    ):
+        error = refused(future)
+        assert error.reason is LARGE and "blocks" in error.message
+
+
+def test_a_lease_is_of_one_engine_and_an_id_of_one_call(world: World, engine: Make) -> None:
+    run = [LoadRun(0, np.zeros(1, np.int32), np.ones(1, np.int32))]
+    error = refused(engine().session.load("a", "mine", run, 5))
+    assert (error.reason, "lease_id" in error.message) == (Reason.FOREIGN_LEASE, True)
+    session, blocks = world.engine.session, world.blocks
+    for other in (blocks[:1], hashes(NUM_STORED)):
+        assert refused(session.acquire("mine", [GroupHashes(0, other)])).reason is TWICE
+    select = world.engine.select_config()
+    assert refused(session.create_sequence("s", 0, blocks)).reason is TWICE
+    assert refused(session.create_sequence("s", 0, blocks[:7], select)).reason is TWICE
+
+
+# ----------------------------------------------------------------------------------- selections
+
+TOKENS = NUM_STORED * 16
+QUERY = queries(1)[0]
+
+
+def with_nan(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    spoiled = values.copy()
+    spoiled.flat[0] = np.nan
+    return spoiled
+
+
+SELECTIONS: list[tuple[tuple[Any, ...], str]] = [
+    (("none", 2, QUERY, TOKENS), "sequence_id 'none' is unknown"),
+    (("plain", 2, QUERY, TOKENS), "sequence_id 'plain' was created without select"),
+    (("s", 3, QUERY, TOKENS), "layer_index is 3"),
+    (("s", 2, QUERY[:, :5], TOKENS), "query has 160 bytes"),
+    (("s", 2, QUERY[:0], TOKENS), "query has 0 heads"),
+    (("s", 2, QUERY[:3], TOKENS), "query has 3 heads"),
+    (("s", 2, with_nan(QUERY), TOKENS), "query has values that are not finite"),
+    (("s", 2, QUERY, 0), "context_token_count is 0"),
+    (("s", 2, QUERY, -5), "context_token_count is -5"),
+    (("s", 2, QUERY, 1 << 62), "context_token_count is 4611686018427387904"),
+    (("s", 2, QUERY, TOKENS + 160), f"only {NUM_STORED} leading blocks are covered"),
+    (("s", 2, QUERY, TOKENS, LOG_MASS[:3]), "always_log_mass has 3 values for 8 query heads"),
+    (("s", 2, QUERY, TOKENS, with_nan(LOG_MASS)), "always_log_mass has values"),
+]
+
+
+def test_refused_selections_do_not_end_their_stream(world: World) -> None:
+    with world.engine.session.selects() as stream:
+        for arguments, words in SELECTIONS:
+            with pytest.raises(HotKVError) as caught:
+                stream.select(*arguments)
+            assert caught.value.reason in (FIELD, LARGE) and words in caught.value.message
+            assert len(stream.select("s", 2, QUERY, TOKENS).positions)
+        for shard in (1, -1):
+            with pytest.raises(HotKVError, match=f"shard_index is {shard}"):
+                stream.select("s", 2, QUERY, TOKENS, shard_index=shard)
+
+
+# ---------------------------------------------------------------------------------- unary calls
+
+
+def tell(topic: str, **filters: str) -> Message:
     return admin_pb2.TellRequest(topic=topic, filters=filters)
 
 
-def test_every_reason_has_a_code_and_a_number() -> None:
-    assert set(CODES) == set(Reason)
-    assert {r.name: int(r) for r in Reason} == {
-        n.removeprefix("ERROR_REASON_"): v for n, v in errors_pb2.ErrorReason.items() if v
-    }
+NO_SESSION, NO_SPACE = Reason.UNKNOWN_SESSION, Reason.UNKNOWN_KEY_SPACE
+ODD = [cache_pb2.GroupHashes(hashes=b"x" * 33)]
+CALLS: list[tuple[str, Message, Reason]] = [
+    ("Lookup", cache_pb2.LookupRequest(), FIELD),
+    ("Lookup", cache_pb2.LookupRequest(session_id="guess"), NO_SESSION),
+    ("Lookup", cache_pb2.LookupRequest(key_space_id=999), NO_SPACE),
+    ("Lookup", cache_pb2.LookupRequest(key_space_id=-1), NO_SPACE),
+    ("Lookup", cache_pb2.LookupRequest(key_space_id=1, groups=ODD), HASH),
+    ("AcquireLease", cache_pb2.AcquireLeaseRequest(lease_id="x"), NO_SESSION),
+    ("ReserveBlocks", cache_pb2.ReserveBlocksRequest(session_id="y"), NO_SESSION),
+    ("ReleaseLease", cache_pb2.ReleaseLeaseRequest(session_id="y"), NO_SESSION),
+    ("Load", cache_pb2.LoadRequest(), NO_SESSION),
+    ("Store", cache_pb2.StoreRequest(), NO_SESSION),
+    ("CancelTransfer", cache_pb2.CancelTransferRequest(), NO_SESSION),
+    ("CreateSequence", sparse_pb2.CreateSequenceRequest(session_id="guess"), NO_SESSION),
+    ("AppendBlocks", sparse_pb2.AppendBlocksRequest(), NO_SESSION),
+    ("DeleteSequence", sparse_pb2.DeleteSequenceRequest(session_id="guess"), NO_SESSION),
+    ("Evict", admin_pb2.EvictRequest(), FIELD),
+    ("Evict", admin_pb2.EvictRequest(hashes=b"1" * 32, all=True), FIELD),
+    ("Evict", admin_pb2.EvictRequest(key_space_id=77, all=True), NO_SPACE),
+    ("Tell", tell("blocks", page_size=str(1 << 30)), FIELD),
+    ("Tell", tell("blocks", page_token="../.."), FIELD),
+    ("Tell", tell("blocks", key_space_id="-1"), FIELD),
+    ("Tell", tell("blocks", pages="1"), FIELD),
+    ("Tell", tell("secrets"), FIELD),
+    ("Tell", tell("savings", since_s="nan"), FIELD),
+    ("Tell", tell("blocks", key_space_id="77"), NO_SPACE),
+    ("Explain", admin_pb2.ExplainRequest(), FIELD),
+    ("Explain", admin_pb2.ExplainRequest(key_space_id=1, hashes=b"odd"), HASH),
+]
 
 
-def test_enums_have_the_numbers_of_the_wire() -> None:
-    def wire(enum: Any, prefix: str) -> dict[str, int]:
-        return {name.removeprefix(prefix): number for name, number in enum.items() if number}
-
-    assert {r.name: int(r) for r in BlockResult} == wire(cache_pb2.BlockResult, "BLOCK_RESULT_")
-    assert {s.name: int(s) for s in TransferStatus} == wire(
-        cache_pb2.TransferStatus, "TRANSFER_STATUS_"
-    )
-    assert {k.name: int(k) for k in GroupKind} == wire(layout_pb2.KvGroupKind, "KV_GROUP_KIND_")
-    assert {r.name: int(r) for r in Role} == wire(session_pb2.SessionRole, "SESSION_ROLE_")
-
-
-def test_refusals_on_the_stream(
-    server: Server, stored: tuple[PagedEngine, list[bytes]], engine: Make
+@pytest.mark.parametrize(("method", "request_", "reason"), CALLS)
+def test_a_unary_call_is_refused(
+    world: World, method: str, request_: Message, reason: Reason
 ) -> None:
-    one, blocks = stored
-    other = engine()
-    session = one.session
-    session.acquire("mine", [GroupHashes(0, blocks)], 60).result(60)
-    before = state(server)
-    at, to = np.arange(1, dtype=INT32), np.array([9], INT32)
-
-    def run(block_ids: Any, **more: Any) -> BlockRun:
-        return BlockRun(
-            more.pop("group", 0),
-            more.pop("hashes", [os.urandom(32)]),
-            np.array(block_ids, INT32),
-            **more,
+    before, target = state(world.server), world.server.target
+    with (
+        grpc.insecure_channel(target) as users,
+        grpc.insecure_channel(admin_target(target)) as admins,
+    ):
+        stubs = (
+            cache_pb2_grpc.CacheServiceStub(users),
+            sparse_pb2_grpc.SparseServiceStub(users),
+            admin_pb2_grpc.AdminServiceStub(admins),
         )
+        call = next(getattr(stub, method) for stub in stubs if hasattr(stub, method))
+        with pytest.raises(grpc.RpcError) as caught:
+            call(request_)
+    assert (caught.value.code(), reason_of(caught.value)) == (CODES[reason], int(reason))
+    assert state(world.server) == before
 
-    cases: list[tuple[Any, Reason, str]] = [
-        (session.load("a", "nobody's", [LoadRun(0, at, to)], 5), Reason.UNKNOWN_LEASE, "lease_id"),
-        (
-            other.session.load("a", "mine", [LoadRun(0, at, to)], 5),
-            Reason.FOREIGN_LEASE,
-            "lease_id",
-        ),
-        (session.load("", "mine", [LoadRun(0, at, to)], 5), Reason.INVALID_FIELD, "transfer_id"),
-        (
-            session.load("a", "mine", [LoadRun(0, np.array([4], INT32), to)], 5),
-            Reason.INVALID_FIELD,
-            "lease_positions",
-        ),
-        (
-            session.load("a", "mine", [LoadRun(0, np.array([-1], INT32), to)], 5),
-            Reason.INVALID_FIELD,
-            "lease_positions",
-        ),
-        (
-            session.load("a", "mine", [LoadRun(0, np.zeros(2, INT32), np.array([1, 2], INT32))], 5),
-            Reason.INVALID_FIELD,
-            "twice",
-        ),
-        (
-            session.load("a", "mine", [LoadRun(0, at, to), LoadRun(0, at, to + 1)], 5),
-            Reason.INVALID_FIELD,
-            "lease_positions",
-        ),
-        (
-            session.load(
-                "a", "mine", [LoadRun(0, np.zeros(1 << 18, INT32), np.zeros(1 << 18, INT32))], 5
-            ),
-            Reason.TOO_LARGE,
-            "blocks",
-        ),
-        (session.load("a", "mine", [LoadRun(1, at, to)], 5), Reason.INVALID_FIELD, "group_index"),
-        (
-            session.load("a", "mine", [LoadRun(0, at, np.array([64], INT32))], 5),
-            Reason.INVALID_FIELD,
-            "block_ids",
-        ),
-        (
-            session.load("a", "mine", [LoadRun(0, at, np.array([-1], INT32))], 5),
-            Reason.INVALID_FIELD,
-            "block_ids",
-        ),
-        (
-            session.load("a", "mine", [LoadRun(0, at, np.array([1, 2], INT32))], 5),
-            Reason.INVALID_FIELD,
-            "block_ids",
-        ),
-        (session.load("a", "mine", [LoadRun(0, at, to)], -5), Reason.INVALID_FIELD, "timeout_ms"),
-        (session.store("a", "l", [run([64])], 5), Reason.INVALID_FIELD, "block_ids"),
-        (session.store("a", "l", [run([1, 2])], 5), Reason.INVALID_FIELD, "block_ids"),
-        (session.store("a", "l", [run([1], group=7)], 5), Reason.INVALID_FIELD, "group_index"),
-        (session.store("a", "l", [run([1], depth=-1)], 5), Reason.INVALID_FIELD, "depth"),
-        (
-            session.store("a", "l", [run([1], parent_hash=b"short")], 5),
-            Reason.INVALID_HASH,
-            "parent_hash",
-        ),
-        (
-            session.store("a", "l", [run([1], parent_hash=bytes(64))], 5),
-            Reason.INVALID_HASH,
-            "runs.parent_hash has 64 bytes",
-        ),
-        (session.store("a", "l", [run([1], hashes=[b"short"])], 5), Reason.INVALID_HASH, "hashes"),
-        (session.store("a", "l" * 300, [run([1])], 5), Reason.TOO_LARGE, "lease_id"),
-        (session.store("a" * 300, "l", [run([1])], 5), Reason.TOO_LARGE, "transfer_id"),
-        (session.store("a", "", [run([1])], 5), Reason.INVALID_FIELD, "lease_id"),
-        (session.store("a", "mine", [run([1])], 5), Reason.DUPLICATE_ID, "lease_id"),
-        (session.acquire("mine", [GroupHashes(0, blocks[:1])]), Reason.DUPLICATE_ID, "lease_id"),
-        (
-            session.acquire("mine", [GroupHashes(0, [os.urandom(32) for _ in blocks])]),
-            Reason.DUPLICATE_ID,
-            "lease_id",
-        ),
-        (
-            session.acquire("x", [GroupHashes(0, blocks), GroupHashes(0, blocks)]),
-            Reason.INVALID_FIELD,
-            "groups",
-        ),
-        (session.acquire("x", [GroupHashes(3, blocks)]), Reason.INVALID_FIELD, "group_index"),
-        (session.acquire("x", [GroupHashes(0, blocks)], -1), Reason.INVALID_FIELD, "ttl_ms"),
-        (session.lookup([GroupHashes(-1, blocks)]), Reason.INVALID_FIELD, "group_index"),
-        (session.acquire("x", [GroupHashes(0, [bytes(32)] * 300_000)]), Reason.TOO_LARGE, "blocks"),
-    ]
-    for future, reason, field in cases:
-        error = refused(future)
-        assert (error.reason, field in error.message) == (reason, True), error
-    assert state(server) == before
-    session.release("mine")
+
+# --------------------------------------------------------------------------------------- memory
 
 
 def test_a_scheduler_without_memory_can_not_transfer(
     server: Server, stored: tuple[PagedEngine, list[bytes]]
 ) -> None:
-    from hotkv_client import Role
-
     one, blocks = stored
-    bare = Session(SessionConfig(server.target, "bare", Role.SCHEDULER, one.key_space))
-    bare.start()
-    assert bare.wait_connected(10)
-    bare.acquire("l", [GroupHashes(0, blocks)]).result(60)
-    assert (
-        refused(bare.load("t", "l", [LoadRun(0, np.zeros(1, INT32), np.zeros(1, INT32))], 5)).reason
-        is Reason.NO_MEMORY_REGISTERED
-    )
-    bare.close()
-
-
-def unary(server: Server, call: "Callable[[Channels], Any]") -> tuple[grpc.StatusCode, int]:
-    with (
-        grpc.insecure_channel(server.target) as users,
-        grpc.insecure_channel(admin_target(server.target)) as admins,
-        pytest.raises(grpc.RpcError) as caught,
-    ):
-        call(Channels(users, admins))
-    return caught.value.code(), reason_of(caught.value)
-
-
-class Channels(NamedTuple):
-    users: grpc.Channel
-    admins: grpc.Channel
-
-
-def test_refusals_of_unary_calls(server: Server, stored: tuple[PagedEngine, list[bytes]]) -> None:
-    before = state(server)
-    cache, admin = cache_pb2_grpc.CacheServiceStub, admin_pb2_grpc.AdminServiceStub
-    groups = [cache_pb2.GroupHashes(hashes=b"x" * 33)]
-    cases: list[tuple[Callable[[Channels], Any], Reason]] = [
-        (lambda c: cache(c.users).Lookup(cache_pb2.LookupRequest()), Reason.INVALID_FIELD),
-        (
-            lambda c: cache(c.users).Lookup(cache_pb2.LookupRequest(session_id="guess")),
-            Reason.UNKNOWN_SESSION,
-        ),
-        (
-            lambda c: cache(c.users).Lookup(cache_pb2.LookupRequest(key_space_id=999)),
-            Reason.UNKNOWN_KEY_SPACE,
-        ),
-        (
-            lambda c: cache(c.users).Lookup(cache_pb2.LookupRequest(key_space_id=-1)),
-            Reason.UNKNOWN_KEY_SPACE,
-        ),
-        (
-            lambda c: cache(c.users).Lookup(cache_pb2.LookupRequest(key_space_id=1, groups=groups)),
-            Reason.INVALID_HASH,
-        ),
-        (
-            lambda c: cache(c.users).AcquireLease(cache_pb2.AcquireLeaseRequest(lease_id="x")),
-            Reason.UNKNOWN_SESSION,
-        ),
-        (
-            lambda c: cache(c.users).ReserveBlocks(cache_pb2.ReserveBlocksRequest(session_id="y")),
-            Reason.UNKNOWN_SESSION,
-        ),
-        (
-            lambda c: cache(c.users).ReleaseLease(cache_pb2.ReleaseLeaseRequest(session_id="y")),
-            Reason.UNKNOWN_SESSION,
-        ),
-        (lambda c: cache(c.users).Load(cache_pb2.LoadRequest()), Reason.UNKNOWN_SESSION),
-        (lambda c: cache(c.users).Store(cache_pb2.StoreRequest()), Reason.UNKNOWN_SESSION),
-        (
-            lambda c: cache(c.users).CancelTransfer(cache_pb2.CancelTransferRequest()),
-            Reason.UNKNOWN_SESSION,
-        ),
-        (lambda c: admin(c.admins).Evict(admin_pb2.EvictRequest()), Reason.INVALID_FIELD),
-        (
-            lambda c: admin(c.admins).Evict(admin_pb2.EvictRequest(hashes=b"1" * 32, all=True)),
-            Reason.INVALID_FIELD,
-        ),
-        (
-            lambda c: admin(c.admins).Evict(admin_pb2.EvictRequest(key_space_id=77, all=True)),
-            Reason.UNKNOWN_KEY_SPACE,
-        ),
-        (
-            lambda c: admin(c.admins).Tell(tell("blocks", page_size=str(1 << 30))),
-            Reason.INVALID_FIELD,
-        ),
-        (
-            lambda c: admin(c.admins).Tell(tell("blocks", page_token="../..")),
-            Reason.INVALID_FIELD,
-        ),
-        (lambda c: admin(c.admins).Tell(tell("blocks", key_space_id="-1")), Reason.INVALID_FIELD),
-        (lambda c: admin(c.admins).Tell(tell("blocks", pages="1")), Reason.INVALID_FIELD),
-        (lambda c: admin(c.admins).Tell(tell("secrets")), Reason.INVALID_FIELD),
-        (lambda c: admin(c.admins).Tell(tell("savings", since_s="nan")), Reason.INVALID_FIELD),
-        (
-            lambda c: admin(c.admins).Tell(tell("blocks", key_space_id="77")),
-            Reason.UNKNOWN_KEY_SPACE,
-        ),
-        (lambda c: admin(c.admins).Explain(admin_pb2.ExplainRequest()), Reason.INVALID_FIELD),
-        (
-            lambda c: admin(c.admins).Explain(
-                admin_pb2.ExplainRequest(key_space_id=1, hashes=b"odd")
-            ),
-            Reason.INVALID_HASH,
-        ),
-    ]
-    for call, reason in cases:
-        assert unary(server, call) == (CODES[reason], int(reason))
-    assert state(server) == before
-
-
-def test_refusals_of_openings(server: Server, stored: tuple[PagedEngine, list[bytes]]) -> None:
-    one, _ = stored
-    before = state(server)
-    cases: list[tuple[session_pb2.ConnectRequest, Reason, str]] = [
-        (session_pb2.ConnectRequest(), Reason.INVALID_FIELD, "open_session"),
-        (session_pb2.ConnectRequest(ping=session_pb2.Ping()), Reason.INVALID_FIELD, "open_session"),
-        (opening(one, protocol_version=99), Reason.VERSION_MISMATCH, "protocol_version"),
-        (opening(one, engine_id=""), Reason.INVALID_FIELD, "engine_id"),
-        (opening(one, engine_id="e" * 1000), Reason.TOO_LARGE, "engine_id"),
-        (opening(one, engine_id="e\nINFO forged"), Reason.INVALID_FIELD, "engine_id"),
-        (opening(one, client_name="c\x1b[2J"), Reason.INVALID_FIELD, "client_name"),
-        (opening(one, key_space__model="m" * (256 << 10)), Reason.TOO_LARGE, "key_space"),
-        (opening(one, role=0), Reason.INVALID_FIELD, "role"),
-        (opening(one, role=42), Reason.INVALID_FIELD, "role"),
-        (opening(one, key_space__weights_identity=""), Reason.INVALID_FIELD, "weights_identity"),
-        (opening(one, key_space__hash_byte_count=4), Reason.INVALID_FIELD, "hash_bytes"),
-        (
-            opening(one, key_space__hash_block_token_count=0),
-            Reason.INVALID_FIELD,
-            "hash_block_tokens",
-        ),
-        (
-            opening(one, key_space__groups__0__block_token_count=17),
-            Reason.INVALID_FIELD,
-            "block_tokens",
-        ),
-        (opening(one, key_space__groups__0__kind=0), Reason.INVALID_FIELD, "kind"),
-        (opening(one, key_space__groups__0__kind=3), Reason.INVALID_FIELD, "window_tokens"),
-        (opening(one, key_space__groups__0__group_index=5), Reason.INVALID_FIELD, "group_index"),
-        (
-            opening(one, key_space__groups__0__shard_byte_counts=[-5]),
-            Reason.INVALID_FIELD,
-            "shard_bytes",
-        ),
-        (
-            opening(one, key_space__groups__0__shard_byte_counts=[1] * 200),
-            Reason.INVALID_FIELD,
-            "shards",
-        ),
-        (
-            opening(one, key_space__groups__0__shard_byte_counts=[1 << 40]),
-            Reason.INVALID_FIELD,
-            "does not fit",
-        ),
-        (opening(one, key_space__groups=[]), Reason.INVALID_FIELD, "groups"),
-    ]
-    for request, reason, field in cases:
-        code, number, details = open_with(server, request)
-        assert (code, number, field in details) == (CODES[reason], int(reason), True), (
-            details,
-            field,
-        )
-    assert state(server) == before
-
-
-def change_layout(
-    engine: PagedEngine, change: Callable[[layout_pb2.Layout], Any]
-) -> session_pb2.ConnectRequest:
-    request = _wire.register_memory(engine.layout, NO_ORDER)
-    change(request.register_memory.layout)
-    return request
-
-
-LAYOUT_CHANGES: list[tuple[Callable[[layout_pb2.Layout], Any], Reason, str]] = [
-    (lambda m: setattr(m, "shard_index", 3), Reason.INVALID_LAYOUT, "shard_index"),
-    (lambda m: setattr(m, "name", "x\n"), Reason.INVALID_FIELD, "layout.name"),
-    (lambda m: setattr(m, "block_count", 0), Reason.INVALID_LAYOUT, "block_count"),
-    (lambda m: setattr(m, "block_count", 1 << 40), Reason.INVALID_LAYOUT, "block_count"),
-    (lambda m: setattr(m, "block_count", 65), Reason.INVALID_LAYOUT, "beyond"),
-    (lambda m: setattr(m.tensors[0], "handle_id", "else"), Reason.INVALID_LAYOUT, "handle_id"),
-    (lambda m: setattr(m.tensors[0], "group_index", 9), Reason.INVALID_LAYOUT, "group_index"),
-    (lambda m: setattr(m.tensors[0], "base_byte_offset", -4096), Reason.INVALID_LAYOUT, "negative"),
-    (lambda m: setattr(m.tensors[1], "base_byte_offset", 1 << 62), Reason.INVALID_LAYOUT, "large"),
-    (lambda m: setattr(m.tensors[0], "run_byte_count", 0), Reason.INVALID_LAYOUT, "run_byte_count"),
-    (lambda m: setattr(m.tensors[0], "run_byte_count", 2048), Reason.INVALID_LAYOUT, "gap"),
-    (
-        lambda m: setattr(m.tensors[0], "shard_byte_offset", 4096),
-        Reason.INVALID_LAYOUT,
-        "gap or overlap",
-    ),
-    (
-        lambda m: m.tensors[0].dims.add(count=1 << 40, stride_byte_count=1),
-        Reason.INVALID_LAYOUT,
-        "dims",
-    ),
-    (
-        lambda m: m.tensors[0].dims.add(count=2, stride_byte_count=8),
-        Reason.INVALID_LAYOUT,
-        "overlap",
-    ),
-    (lambda m: m.tensors.pop(), Reason.INVALID_LAYOUT, "fill"),
-    (
-        lambda m: m.handles.add(
-            handle_id="kv", byte_count=1, file_mapping=layout_pb2.FileMapping()
-        ),
-        Reason.INVALID_LAYOUT,
-        "handle_id",
-    ),
-    (lambda m: m.handles.add(handle_id="more", byte_count=8), Reason.INVALID_LAYOUT, "source"),
-    (
-        lambda m: m.handles.add(
-            handle_id="g", byte_count=8, cuda_ipc=layout_pb2.CudaIpc(handle=b"short")
-        ),
-        Reason.INVALID_LAYOUT,
-        "64",
-    ),
-]
-
-
-@pytest.mark.parametrize("number", range(len(LAYOUT_CHANGES)))
-def test_refusals_of_layouts(engine: Make, number: int) -> None:
-    change, reason, field = LAYOUT_CHANGES[number]
-    one = engine()
-    blocks = [os.urandom(32)]
-    error = refused(one.session._call(lambda: change_layout(one, change)))
-    assert (error.reason, field in error.message) == (reason, True), error
-    # The memory registered before is still in use.
-    assert (
-        one.session.store("s", "s", [BlockRun(0, blocks, np.zeros(1, INT32))], 5)
-        .result(60)
-        .results[0][0]
-        == 1
-    )
+    with closing(
+        Session(SessionConfig(server.target, "bare", Role.SCHEDULER, one.key_space))
+    ) as bare:
+        bare.start()
+        assert bare.wait_connected(10)
+        bare.acquire("l", [GroupHashes(0, blocks)]).result(60)
+        load = bare.load("t", "l", [LoadRun(0, np.zeros(1, np.int32), np.zeros(1, np.int32))], 5)
+        assert refused(load).reason is Reason.NO_MEMORY_REGISTERED
 
 
 def test_memory_whose_descriptor_never_came_is_refused(server: Server) -> None:
@@ -428,15 +478,32 @@ def test_memory_whose_descriptor_never_came_is_refused(server: Server) -> None:
     one.close()
 
 
-def test_memory_is_registered_once(engine: Make) -> None:
-    one = engine()
-    assert (
-        refused(one.session._call(lambda: _wire.register_memory(one.layout, NO_ORDER))).reason
-        is Reason.DUPLICATE_ID
-    )
-    assert (
-        one.session.store("s", "s", [BlockRun(0, [os.urandom(32)], np.zeros(1, INT32))], 5)
-        .result(60)
-        .results[0][0]
-        == 1
-    )
+def test_memory_is_registered_once(world: World) -> None:
+    error = world.ask(_wire.register_memory(world.engine.layout, NO_ORDER))
+    assert error.reason is TWICE
+    world.engine.store(hashes(1), first=30)
+
+
+# ------------------------------------------------------------------------------ numbers of the wire
+
+
+def test_every_reason_has_a_code_and_a_number() -> None:
+    assert set(CODES) == set(Reason)
+    assert {r.name: int(r) for r in Reason} == {
+        n.removeprefix("ERROR_REASON_"): v for n, v in errors_pb2.ErrorReason.items() if v
+    }
+
+
+@pytest.mark.parametrize(
+    ("ours", "wire", "prefix"),
+    [
+        (BlockResult, cache_pb2.BlockResult, "BLOCK_RESULT_"),
+        (TransferStatus, cache_pb2.TransferStatus, "TRANSFER_STATUS_"),
+        (GroupKind, layout_pb2.KvGroupKind, "KV_GROUP_KIND_"),
+        (Role, session_pb2.SessionRole, "SESSION_ROLE_"),
+    ],
+)
+def test_enums_have_the_numbers_of_the_wire(ours: Any, wire: Any, prefix: str) -> None:
+    assert {one.name: int(one) for one in ours} == {
+        name.removeprefix(prefix): number for name, number in wire.items() if number
+    }

@@ -8,15 +8,19 @@ import time
 import urllib.request
 from dataclasses import replace
 
+import grpc
 import numpy as np
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv_client import LoadRun, Session, TransferStatus
+from hotkv_client import LoadRun, SelectConfig, Session, TransferStatus
 from hotkv_client.admin import AdminClient
+from hotkv_client.wire.sparse import _select_message
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.reports import SPARSE_COUNTERS
-from hotkv_proto.v1 import sparse_pb2
+from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
+from hotkv_server.sparse.calls import _config
+from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres, LayerCentre
 from hotkv_sparse.selection import select_layer
 from tests.server.places import Place, place, spoil
@@ -395,3 +399,40 @@ def test_sessions_may_end_while_selections_run(sparse_engine: Make, server: Serv
     assert set(outcomes) <= {None, Reason.UNKNOWN_SESSION}
     wait_for(lambda: server.counter("sparse_selects_in_flight") == 0)
     wait_for(lambda: server.counter("transfers_in_flight") == 0)
+
+
+def test_all_that_matters_to_a_selection_reaches_the_server() -> None:
+    config = SparseConfig(
+        sparse_topk=4096,
+        adaptive_p=0.9,
+        scorer="rot3u",
+        sink_tokens=16,
+        recent_tokens=40,
+        dense_layers=(),
+        max_correction_blocks=2,
+        cache_policy="none",
+        fusion={"rot2u": 0.5, "rot3u": 1.5},
+    )
+    assert _config(_select_message(SelectConfig(config, 1, (2, 5), 2, 64))) == config
+
+
+def test_sequences_by_unary_calls(sparse_engine: Make, server: Server) -> None:
+    connection = sparse_engine().session._connection
+    assert connection is not None
+    named = {"session_id": connection.session_id, "sequence_id": "u"}
+    packed = b"".join(hashes(12))
+    with grpc.insecure_channel(server.target) as channel:
+        stub = sparse_pb2_grpc.SparseServiceStub(channel)
+        created = stub.CreateSequence(sparse_pb2.CreateSequenceRequest(**named, hashes=packed))
+        assert created == sparse_pb2.CreateSequenceResponse()
+        more = sparse_pb2.AppendBlocksRequest(
+            **named, first_position=10, hashes=packed[320:] + bytes(32)
+        )
+        first, again = stub.AppendBlocks(more), stub.AppendBlocks(more)
+        assert first == again == sparse_pb2.AppendBlocksResponse(block_count=13)
+        assert stub.DeleteSequence(sparse_pb2.DeleteSequenceRequest(**named)).deleted
+
+
+def test_a_counter_that_is_not_known_is_not_sent(sparse_engine: Make) -> None:
+    error = refused(lambda: sparse_engine().session.report_sparse({}, {1: {"luck": 1.0}}))
+    assert error.reason is Reason.INVALID_FIELD
