@@ -12,6 +12,16 @@ import pytest
 from pydantic import ValidationError
 
 from hotkv_server.settings.tiers import ValkeySettings
+from hotkv_server.testing.flush_contract import (
+    NAME,
+    Store,
+    check_flushes,
+    epoch,
+    flush,
+    keys_of,
+    read,
+    write,
+)
 from hotkv_server.testing.tier_contract import Bench, Codes, Rig, check_tier, content, key
 from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
 from hotkv_server.tiers.valkey import epochs
@@ -19,7 +29,6 @@ from hotkv_server.tiers.valkey.cluster import ClusterPipe, slot_of
 from tests.support.waiting import wait_for
 from tests.tiers.cluster_support import Cluster, running
 from tests.tiers.support import quickest_s
-from tests.tiers.valkey_epochs import NAME, epoch, flush, keys_of, read, write
 from tests.tiers.valkey_support import bench_over, tier_over
 
 PASSWORD = "correct-horse-battery"
@@ -104,21 +113,25 @@ def test_blocks_of_a_key_space_lie_on_all_servers(cluster: Cluster) -> None:
             other.check_read(numbers, numbers)
 
 
-def test_a_flush_counts_whoever_has_the_epoch(
+def test_flushes_keep_their_contract(cluster: Cluster) -> None:
+    key_of_epoch = b"hotkv/1/%b/epoch" % NAME.encode()
+    owner = cluster.owner(key_of_epoch).client
+    store = Store(
+        lambda **options: over(cluster, **options),
+        lambda: owner.delete(key_of_epoch),
+        lambda value: owner.set(key_of_epoch, value),
+    )
+    check_flushes(store)
+
+
+def test_a_flush_counts_that_is_answered_after_the_blocks_have_come(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with over(cluster) as node_a, over(cluster) as node_b:
-        now = epoch(node_a.tier)  # type: ignore[arg-type]
-        assert now and epoch(node_b.tier) == now  # type: ignore[arg-type]
+        now = epoch(node_a.tier)
+        assert now
         keys = keys_of(now, 12)
-        write(node_a, keys, {NAME: now})
-        assert read(node_b.tier, keys, {NAME: now}) == [Read.FOUND] * 12  # type: ignore[arg-type]
-        raised = flush(node_a.tier)  # type: ignore[arg-type]
-        assert raised and raised > now
-        assert read(node_b.tier, keys, {NAME: now}) == [Read.ABSENT] * 12  # type: ignore[arg-type]
-        # Also one that is answered after the blocks have come.
-        keys = keys_of(raised, 12)
-        write(node_a, keys, {NAME: raised})
+        write(node_a, keys)
         asked, value = threading.Event(), ClusterPipe.value
 
         def flushed_after_the_last(self: ClusterPipe, *arguments: object) -> object:
@@ -130,7 +143,7 @@ def test_a_flush_counts_whoever_has_the_epoch(
             return reply
 
         monkeypatch.setattr(ClusterPipe, "value", flushed_after_the_last)
-        assert read(node_b.tier, keys, {NAME: raised}) == [Read.ABSENT] * 12  # type: ignore[arg-type]
+        assert read(node_b.tier, keys, {NAME: now}) == [Read.ABSENT] * 12
         assert asked.is_set()
 
 
@@ -147,7 +160,7 @@ def test_a_full_cluster_says_so_and_a_flush_counts(cluster: Cluster) -> None:
         now = epoch(bench.tier)  # type: ignore[arg-type]
         assert now
         keys = keys_of(now, 4)
-        write(bench, keys, {NAME: now})
+        write(bench, keys)
         for one in cluster.nodes:
             one.client.config_set("maxmemory", "1mb")
         try:

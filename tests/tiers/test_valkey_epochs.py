@@ -5,12 +5,23 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from hotkv_server.testing.fault_proxy import Dam, FaultProxy, cut_after, nothing
-from hotkv_server.testing.tier_contract import SLOT_BYTES, content
-from hotkv_server.tiers.protocol import NO_EPOCH, Epochs, Read, begun
+from hotkv_server.testing.flush_contract import (
+    NAME,
+    Store,
+    answer,
+    check_flushes,
+    epoch,
+    flush,
+    keys_of,
+    probe,
+    read,
+    write,
+)
+from hotkv_server.testing.tier_contract import SLOT_BYTES
+from hotkv_server.tiers.protocol import NO_EPOCH, Read, begun
 from hotkv_server.tiers.remote.calls import PART_KEYS
 from hotkv_server.tiers.valkey.epochs import (
     GRACE_S,
@@ -23,7 +34,6 @@ from hotkv_server.tiers.valkey.epochs import (
 from hotkv_server.tiers.valkey.resp import ErrorReply, command
 from hotkv_server.tiers.valkey.tier import ValkeyTier
 from tests.support.waiting import wait_for
-from tests.tiers.valkey_epochs import NAME, answer, epoch, flush, keys_of, read, write
 from tests.tiers.valkey_support import Server, bench_over, running, tier_over
 
 REPLY_BYTES = len(b"$%d\r\n\r\n" % (SLOT_BYTES + 24)) + SLOT_BYTES + 24
@@ -48,41 +58,18 @@ def node_a(server: Server) -> Iterator[ValkeyTier]:
         yield tier
 
 
-def test_an_epoch_begins_once_and_rises(server: Server, node_a: ValkeyTier) -> None:
-    before = begun(time.time_ns() // 1000)
-    first = epoch(node_a)
-    assert before <= first <= begun(time.time_ns() // 1000)
-    with tier_over(f"127.0.0.1:{server.port}") as (node_b, _):
-        assert epoch(node_b) == epoch(node_a) == first
-        second, third = flush(node_b), flush(node_a)
-        assert second and third and first < second < third
-        assert epoch(node_b) == third
-    assert server.client.ttl(epoch_key(NAME)) == -1
-
-
-def test_a_flush_begins_an_epoch_where_none_is(node_a: ValkeyTier) -> None:
-    before = begun(time.time_ns() // 1000)
-    raised = flush(node_a)
-    assert before < raised and epoch(node_a) == raised
-
-
-def test_a_read_of_the_right_epoch_finds_its_blocks(server: Server, node_a: ValkeyTier) -> None:
-    now = epoch(node_a)
-    with bench_over(f"unix:{server.path}") as bench:
-        keys = keys_of(now, 3)
-        write(bench, keys, {NAME: now})
-        assert read(bench.tier, [*keys, b"hotkv/1/none"], {NAME: now}) == [1, 1, 1, Read.ABSENT]
-        for at in range(3):
-            assert np.array_equal(bench.slot(8 + at), content(at))
-        assert probe(bench.tier, keys, {NAME: now}) == [Read.FOUND] * 3
-
-
-def probe(tier: ValkeyTier, keys: list[bytes], epochs: Epochs) -> list[int]:
-    return answer(
-        lambda on_done: tier.probe(
-            keys, time.monotonic() + 20, lambda codes: on_done(codes.tolist()), epochs
-        )
+@pytest.mark.parametrize("address", ["unix:{0.path}", "127.0.0.1:{0.port}"])
+def test_flushes_keep_their_contract(server: Server, address: str) -> None:
+    store = Store(
+        lambda **options: bench_over(address.format(server), **options),
+        lambda: server.client.delete(epoch_key(NAME)),
+        lambda value: server.client.set(epoch_key(NAME), value),
     )
+    check_flushes(store)
+
+
+def test_an_epoch_does_not_expire(server: Server, node_a: ValkeyTier) -> None:
+    assert epoch(node_a) and server.client.ttl(epoch_key(NAME)) == -1
 
 
 @pytest.mark.parametrize("ask", [read, probe])
@@ -96,7 +83,7 @@ def test_no_old_block_after_a_flush_was_answered(
     keys = keys_of(now, 4)
     on_epoch = lambda name, at: told.append((name, at))  # noqa: E731
     with bench_over(f"127.0.0.1:{proxy.port}", connections=1, on_epoch=on_epoch) as bench:
-        write(bench, keys, {NAME: now})
+        write(bench, keys)
         asked = command(b"GET" if ask is read else b"EXISTS", keys[0])
         dam = Dam(num_passed * len(asked))
         proxy.on_command = dam
@@ -143,35 +130,11 @@ def test_a_flush_between_two_parts_refuses_the_whole_call(
     proxy.close()
 
 
-def test_epochs_of_other_key_spaces_do_not_count(server: Server, node_a: ValkeyTier) -> None:
-    now = epoch(node_a)
-    keys = keys_of(now, 2)
-    with bench_over(f"unix:{server.path}") as bench:
-        write(bench, keys, {NAME: now})
-        answer(lambda on_done: node_a.raise_epoch("other", 0, on_done))
-        assert read(bench.tier, keys, {NAME: now}) == [Read.FOUND] * 2
-        assert read(bench.tier, keys, {NAME: now, "other": now}) == [Read.ABSENT] * 2
-
-
-def test_an_epoch_that_was_lost_lets_nothing_pass(server: Server, node_a: ValkeyTier) -> None:
-    now = epoch(node_a)
-    keys = keys_of(now, 2)
-    told = []
-    on_epoch = lambda name, at: told.append((name, at))  # noqa: E731
-    with bench_over(f"unix:{server.path}", on_epoch=on_epoch) as bench:
-        write(bench, keys, {NAME: now})
-        server.client.delete(epoch_key(NAME))
-        assert read(bench.tier, keys, {NAME: now}) == [Read.ABSENT] * 2
-        assert read(bench.tier, keys, {NAME: NO_EPOCH}) == [Read.ABSENT] * 2
-        assert told == [(NAME, NO_EPOCH)] * 2
-        assert epoch(node_a) > now
-
-
 def test_a_flush_of_a_full_server_counts(server: Server, node_a: ValkeyTier) -> None:
     now = epoch(node_a)
     keys = keys_of(now, 2)
     with bench_over(f"unix:{server.path}") as bench:
-        write(bench, keys, {NAME: now})
+        write(bench, keys)
         server.client.config_set("maxmemory", "1")
         try:
             assert flush(node_a) == NO_EPOCH
@@ -183,23 +146,13 @@ def test_a_flush_of_a_full_server_counts(server: Server, node_a: ValkeyTier) -> 
         assert epoch(node_a) > now
 
 
-@pytest.mark.parametrize("value", [b"x", b"-4", b"1.5", b"9" * 30])
-def test_an_epoch_that_is_no_number_lets_nothing_pass(
-    server: Server, node_a: ValkeyTier, value: bytes
-) -> None:
-    now = epoch(node_a)
-    keys = keys_of(now, 2)
+def test_an_epoch_of_another_type_lets_nothing_pass(server: Server, node_a: ValkeyTier) -> None:
+    keys = keys_of(1, 2)
     with bench_over(f"unix:{server.path}") as bench:
-        write(bench, keys, {NAME: now})
-        server.client.set(epoch_key(NAME), value)
-        assert read(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
-        assert epoch(node_a) is None
-        server.client.delete(epoch_key(NAME))
+        write(bench, keys)
         server.client.rpush(epoch_key(NAME), b"a")
-        assert read(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
-        assert flush(node_a) is None
-        # Other key spaces go on.
-        assert read(bench.tier, keys, {}) == [Read.FOUND] * 2
+        assert read(bench.tier, keys, {NAME: 1}) == [Read.FAILED] * 2
+        assert epoch(node_a) is None and flush(node_a) is None
 
 
 def test_a_read_that_loses_its_epoch_finds_nothing(
@@ -210,7 +163,7 @@ def test_a_read_that_loses_its_epoch_finds_nothing(
     now = epoch(node_a)
     keys = keys_of(now, 2)
     with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:
-        write(bench, keys, {NAME: now})
+        write(bench, keys)
         for lost in (0, 1, 5):
             proxy.on_reply = cut_after(2 * REPLY_BYTES + lost)
             assert read(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
@@ -222,8 +175,6 @@ def test_a_read_that_loses_its_epoch_finds_nothing(
 def test_nobody_answers_for_a_dead_server(tmp_path: Path) -> None:
     with tier_over(f"unix:{tmp_path}/none.sock") as (tier, _):
         assert epoch(tier) is None and flush(tier) is None
-        tier.close()
-        assert epoch(tier) is None and flush(tier) is None
 
 
 def test_a_flush_counts_although_the_connection_is_lost_right_after(
@@ -234,7 +185,7 @@ def test_a_flush_counts_although_the_connection_is_lost_right_after(
     now = epoch(node_a)
     keys = keys_of(now, 2)
     with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:
-        write(bench, keys, {NAME: now})
+        write(bench, keys)
         server.damage(keys[1])
         raised = flush(node_a)
         digits = len(str(raised))
@@ -248,7 +199,7 @@ def test_a_probe_that_loses_its_epoch_finds_nothing(server: Server, node_a: Valk
     now = epoch(node_a)
     keys = keys_of(now, 2)
     with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:
-        write(bench, keys, {NAME: now})
+        write(bench, keys)
         proxy.on_reply = cut_after(2 * len(b":1\r\n"))
         assert probe(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
     proxy.close()
@@ -260,7 +211,7 @@ def test_control_calls_overtake_reads(server: Server, node_a: ValkeyTier) -> Non
     now = epoch(node_a)
     keys = keys_of(now, 4)
     with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:
-        write(bench, keys, {NAME: now})
+        write(bench, keys)
         dam = Dam(0)
         proxy.on_command = dam
         done: list[list[int]] = []
@@ -277,13 +228,6 @@ def test_control_calls_overtake_reads(server: Server, node_a: ValkeyTier) -> Non
         reading.join(60)
         assert done == [[Read.ABSENT] * 4]
     proxy.close()
-
-
-def test_a_raise_is_above_what_the_caller_knows(server: Server, node_a: ValkeyTier) -> None:
-    now = epoch(node_a)
-    known = now + (1 << 40)
-    raised = answer(lambda on_done: node_a.raise_epoch(NAME, known, on_done))
-    assert raised == known + 1 and epoch(node_a) == raised
 
 
 def info(run_id: bytes, now_s: float, up_s: int) -> bytes:

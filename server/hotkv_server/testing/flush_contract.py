@@ -1,0 +1,226 @@
+"""The contract of shared tiers about flushes: a flush that a node has answered counts on every
+node.
+
+A `Store` gives nodes over one store. Checks use the key space NAME and expect no epoch of it at
+first. What happens while a read is under way depends on how a tier speaks to its store, and is
+tested there with `FaultProxy`.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hotkv_server.testing.tier_contract import SLOT_BYTES, WAIT_S, Bench, content
+from hotkv_server.tiers.protocol import NO_EPOCH, Blocks, Epochs, Read, Write, begun
+
+T = TypeVar("T")
+NAME = "00ff" * 8
+SPOILED = (b"x", b"-4", b"1.5", b"9" * 30)
+READ_AT = 32
+"""First slot that reads fill."""
+
+Node = Callable[..., "contextlib.AbstractContextManager[Bench]"]
+"""Makes a node of its own over the store. `on_epoch`: as in `RemoteTier`."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """node: makes nodes. lose: removes the epoch of NAME. spoil: puts bytes in the place of the
+    epoch; None where that can't be done."""
+
+    node: Node
+    lose: Callable[[], object]
+    spoil: Callable[[bytes], object] | None = None
+
+
+# ------------------------------------------------------------------------------------------- Calls
+
+
+def answer(call: Callable[[Callable[[T], None]], None]) -> T:
+    """Returns what a call answers."""
+    done, is_done = list[T](), threading.Event()
+
+    def on_done(value: T) -> None:
+        done.append(value)
+        is_done.set()
+
+    call(on_done)
+    assert is_done.wait(WAIT_S), "the call did not end"
+    return done[0]
+
+
+def epoch(tier: Any, name: str = NAME) -> int | None:
+    """Returns the epoch that the store shows; None if it does not answer."""
+    shown: Any = answer(lambda done: tier.epochs([name], time.monotonic() + WAIT_S, done))
+    return None if shown is None else shown.epochs.get(name)
+
+
+def flush(tier: Any, name: str = NAME, floor: int = 0) -> int | None:
+    """Returns the epoch that a flush has raised; None if the store does not answer."""
+    return answer(lambda done: tier.raise_epoch(name, floor, done))
+
+
+def keys_of(at: int, count: int) -> list[bytes]:
+    """Returns keys of NAME in an epoch."""
+    return [b"hotkv/1/%b/%d/0/%064x" % (NAME.encode(), at, number) for number in range(count)]
+
+
+def blocks_of(keys: Sequence[bytes], first_slot: int, epochs: Epochs) -> Blocks:
+    """Returns a call's blocks, in consecutive slots."""
+    slots = np.arange(first_slot, first_slot + len(keys), dtype=np.int64) * SLOT_BYTES
+    return Blocks(keys, slots, np.full(len(keys), SLOT_BYTES, np.int64), epochs=epochs)
+
+
+def write(bench: Bench, keys: Sequence[bytes]) -> None:
+    """Writes the contents 0, 1, … under the keys."""
+    bench.fill(range(len(keys)), range(len(keys)))
+    codes, _ = bench.answer(blocks_of(keys, 0, {}))
+    assert (codes == Write.STORED).all(), codes.tolist()
+
+
+def read(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
+    """Reads into the slots from READ_AT on."""
+    blocks, until_s = blocks_of(keys, READ_AT, epochs), time.monotonic() + WAIT_S
+    return answer(lambda done: tier.read(blocks, until_s, lambda codes: done(codes.tolist())))
+
+
+def probe(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
+    """Asks for blocks."""
+    until_s = time.monotonic() + WAIT_S
+    return answer(
+        lambda done: tier.probe(keys, until_s, lambda codes: done(codes.tolist()), epochs)
+    )
+
+
+# ------------------------------------------------------------------------------------------- Checks
+
+
+def check_epochs(store: Store) -> None:
+    """An epoch begins once, at the time that the store has, and rises with each flush."""
+    with store.node() as one, store.node() as other:
+        before = begun(time.time_ns() // 1000)
+        first = epoch(one.tier)
+        assert first and before <= first <= begun(time.time_ns() // 1000)
+        assert epoch(other.tier) == epoch(one.tier) == first
+        second, third = flush(other.tier), flush(one.tier)
+        assert second and third and first < second < third == epoch(other.tier)
+        known = third + (1 << 40)
+        assert flush(one.tier, floor=known) == known + 1 == epoch(other.tier)
+        # A flush begins an epoch where none is.
+        store.lose()
+        raised = flush(one.tier)
+        assert raised and raised > third and epoch(other.tier) == raised
+
+
+def check_races(store: Store) -> None:
+    """Epochs that begin at a time are one; flushes at a time all count."""
+    with store.node() as one, store.node() as other:
+        tiers: list[Any] = [one.tier, other.tier]
+        with _many() as (begin, shown):
+            for tier in tiers * 3:
+                tier.epochs([NAME], time.monotonic() + WAIT_S, begin())
+        (first,) = {answered.epochs[NAME] for answered in shown}
+        with _many() as (begin, raised):
+            for tier in tiers * 4:
+                tier.raise_epoch(NAME, 0, begin())
+        # Each flush made an epoch of its own, so none takes another's for its own.
+        assert len({first, *raised}) == 9
+        assert epoch(one.tier) == epoch(other.tier) == max(raised)
+
+
+def check_reads(store: Store) -> None:
+    """Blocks are found in their epoch, and in no other; a node learns of a flush with its next
+    call."""
+    told: list[tuple[str, int]] = []
+    with (
+        store.node() as one,
+        store.node(on_epoch=lambda name, at: told.append((name, at))) as other,
+    ):
+        now = epoch(one.tier)
+        assert now
+        keys = keys_of(now, 3)
+        write(other, keys)
+        found = read(other.tier, [*keys, b"hotkv/1/none"], {NAME: now})
+        assert found == [Read.FOUND] * 3 + [Read.ABSENT]
+        for at in range(3):
+            assert np.array_equal(other.slot(READ_AT + at), content(at))
+        assert probe(other.tier, keys, {NAME: now}) == [Read.FOUND] * 3
+        # Epochs of other key spaces do not count.
+        assert flush(one.tier, "ee" * 16)
+        assert read(other.tier, keys, {NAME: now}) == [Read.FOUND] * 3
+        assert read(other.tier, keys, {NAME: now, "ee" * 16: now}) == [Read.ABSENT] * 3
+        told.clear()
+        raised = flush(one.tier)
+        assert raised
+        for ask in (read, probe):
+            assert ask(other.tier, keys, {NAME: now}) == [Read.ABSENT] * 3
+        assert told == [(NAME, raised)] * 2
+        keys = keys_of(raised, 2)
+        write(other, keys)
+        for ask in (read, probe):
+            assert ask(other.tier, keys, {NAME: raised}) == [Read.FOUND] * 2
+
+
+def check_lost(store: Store) -> None:
+    """An epoch that was lost, or is no number, lets nothing pass."""
+    told: list[tuple[str, int]] = []
+    with (
+        store.node() as one,
+        store.node(on_epoch=lambda name, at: told.append((name, at))) as other,
+    ):
+        now = epoch(one.tier)
+        assert now
+        keys = keys_of(now, 2)
+        write(other, keys)
+        store.lose()
+        assert read(other.tier, keys, {NAME: now}) == [Read.ABSENT] * 2
+        assert read(other.tier, keys, {NAME: NO_EPOCH}) == [Read.ABSENT] * 2
+        assert told == [(NAME, NO_EPOCH)] * 2
+        again = epoch(one.tier)
+        assert again and again > now
+        for value in SPOILED if store.spoil else ():
+            store.spoil(value)  # type: ignore[misc]
+            assert read(other.tier, keys, {NAME: now}) == [Read.FAILED] * 2, value
+            assert epoch(one.tier) is None, value
+            # Other key spaces go on.
+            assert read(other.tier, keys, {}) == [Read.FOUND] * 2, value
+        store.lose()
+
+
+def check_closed(store: Store) -> None:
+    """A closed tier answers that it has no answer."""
+    with store.node() as one:
+        one.tier.close()
+        assert epoch(one.tier) is None and flush(one.tier) is None
+
+
+def check_flushes(store: Store) -> None:
+    """Runs all checks. Raises AssertionError if a tier breaks a rule."""
+    for check in (check_epochs, check_races, check_reads, check_lost, check_closed):
+        check(store)
+        store.lose()
+
+
+@contextlib.contextmanager
+def _many() -> "Any":
+    """Yields a function that makes callbacks, and the list of what they are given; ends when all
+    have been called."""
+    changed, answers, num_begun = threading.Condition(), list[Any](), [0]
+
+    def on_done(value: Any) -> None:
+        with changed:
+            answers.append(value)
+            changed.notify_all()
+
+    def begin() -> Callable[[Any], None]:
+        num_begun[0] += 1
+        return on_done
+
+    yield begin, answers
+    with changed:
+        assert changed.wait_for(lambda: len(answers) == num_begun[0], WAIT_S), "a call did not end"
