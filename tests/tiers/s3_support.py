@@ -21,12 +21,13 @@ from obstore.store import S3Store
 
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import S3Settings
-from hotkv_server.testing.fault_proxy import FaultProxy, nothing
+from hotkv_server.testing.fault_proxy import FaultProxy
 from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, Rig
 from hotkv_server.tiers.s3.packs import folder_of, list_bytes, space_of
 from hotkv_server.tiers.s3.tier import S3Tier
 from tests.support.ports import free_ports
 from tests.support.waiting import wait_for
+from tests.tiers.support import broken
 
 T = TypeVar("T")
 WAIT_S = 60.0
@@ -217,22 +218,6 @@ def proxied(server: Server) -> Iterator[tuple[FaultProxy, dict[str, object]]]:
         yield proxy, {"endpoint": f"http://127.0.0.1:{proxy.port}"}
     finally:
         proxy.close()
-
-
-@contextlib.contextmanager
-def broken(proxy: FaultProxy) -> Iterator[None]:
-    """All connections end, and new ones at their first request."""
-
-    def refuse(piece: bytes) -> Iterator[bytes]:
-        raise ConnectionAbortedError
-        yield piece
-
-    proxy.on_command = refuse
-    proxy.drop()
-    try:
-        yield
-    finally:
-        proxy.on_command = nothing
 
 
 class Gate:

@@ -1,7 +1,8 @@
-"""Blocks of tests in a core over plain memory."""
+"""Blocks of tests in a core over plain memory, and faults of stores."""
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,24 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.sums import add_sums
+from hotkv_server.testing.fault_proxy import FaultProxy, nothing
 from tests.core.support import begin_store, words_of
+
+
+@contextlib.contextmanager
+def broken(proxy: FaultProxy) -> Iterator[None]:
+    """All connections end, and new ones at their first request."""
+
+    def refuse(piece: bytes) -> Iterator[bytes]:
+        raise ConnectionAbortedError
+        yield piece
+
+    proxy.on_command = refuse
+    proxy.drop()
+    try:
+        yield
+    finally:
+        proxy.on_command = nothing
 
 
 def quickest_s(call: Callable[[], object], times: int) -> float:
