@@ -2,6 +2,7 @@
 real Valkey and a real S3 server, through a proxy."""
 
 import gc
+import logging
 import threading
 import time
 import weakref
@@ -143,7 +144,10 @@ def test_a_write_that_hangs_in_its_middle_is_not_believed(store: Store, hasty: B
     hasty.check_read([12, 3], [7, 8])
 
 
-def test_a_dead_store_is_named_and_comes_back_by_itself(store: Store, bench: Bench) -> None:
+def test_a_dead_store_is_named_and_comes_back_by_itself(
+    store: Store, bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     with broken(store.proxy):
         assert bench.read([3], [4]).tolist() == [Read.FAILED]
         assert bench.write([12], [1]).tolist() == [Write.FAILED]
@@ -157,6 +161,7 @@ def test_a_dead_store_is_named_and_comes_back_by_itself(store: Store, bench: Ben
     wait_for(lambda: not bench.tier.problem(), "the problem stays")
     bench.check_read(NUMBERS, [4, 5, 6])
     assert bench.tier.figures().failed_blocks == 202
+    assert caplog.text.count("can be used again") == 1
 
 
 def test_a_hung_store_is_given_up_after_its_time(store: Store, hasty: Bench) -> None:
