@@ -1,4 +1,4 @@
-"""The bounds: exact on small cases, and never below a policy."""
+"""The bounds: exact on small cases, and never below a policy (`test_policies` says so of traffic)."""
 
 import hypothesis.strategies as st
 import pytest
@@ -8,7 +8,7 @@ from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.simulate.replay import clairvoyant, replay, unbounded
 from hotkv_server.simulate.trace import make_trace
 from tests.simulate.naive import any_requests, chained_requests, most_hits, unbounded_hits
-from tests.simulate.traces import MAKERS, Requests
+from tests.simulate.traces import Requests
 
 
 @given(
@@ -41,17 +41,3 @@ def test_no_policy_beats_the_bounds(policy: str, requests: Requests, capacity: i
         <= best
         <= trace.hit_blocks(unbounded(trace))
     )
-
-
-@pytest.mark.parametrize("maker", MAKERS)
-def test_no_policy_beats_the_bounds_on_traffic(maker: str) -> None:
-    trace = make_trace(maker, MAKERS[maker](1, 400))
-    for percent in (1.0, 10.0, 50.0):
-        capacity = trace.capacity_blocks(percent)
-        best = trace.hit_blocks(clairvoyant(trace, capacity))
-        assert best <= trace.hit_blocks(unbounded(trace))
-        for policy in POLICIES:
-            assert trace.hit_blocks(replay(trace, capacity, POLICIES[policy]).prefix) <= best, (
-                policy,
-                percent,
-            )

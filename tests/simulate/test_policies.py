@@ -18,6 +18,8 @@ LEAST_OF_BEST = 0.4
 """Of what the clairvoyant hits: the least on loops larger than the cache."""
 MOST_LOST = 0.01
 """Of all accesses: how far hotness may be behind what it would be if it never held blocks."""
+LARGE = ("bursts", "drift", "loops", "scans")
+"""Traffic that takes five seconds and more."""
 REGULAR = ("regular_turns", "agent_sessions")
 """Sessions whose next turn mostly comes in a time that can be learnt."""
 
@@ -35,7 +37,10 @@ def best_hit_rate(trace: Trace, percent: float) -> float:
     "percent",
     [pytest.param(2.0, marks=pytest.mark.long), 5.0, pytest.param(10.0, marks=pytest.mark.long)],
 )
-@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize(
+    "maker",
+    [pytest.param(name, marks=pytest.mark.long) if name in LARGE else name for name in MAKERS],
+)
 def test_hotness_is_never_far_behind(maker: str, percent: float) -> None:
     trace = make_trace(maker, MAKERS[maker](2, NUM_REQUESTS))
     rates = {policy: hit_rate(trace, policy, percent) for policy in POLICIES}

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -54,18 +53,25 @@ class Store:
     name: str
 
 
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[valkey_support.Server]:
+    with valkey_support.running(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
 @pytest.fixture(params=["valkey", "s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     if request.param == "valkey":
-        with valkey_support.running(tmp_path / "server") as server:
-            proxy = FaultProxy(server.path)
-            address = f"127.0.0.1:{proxy.port}"
-            yield Store(
-                proxy,
-                lambda **options: valkey_support.bench_over(address, **options),
-                f"valkey at {address} ",
-            )
-            proxy.close()
+        valkey: valkey_support.Server = request.getfixturevalue("valkey")
+        valkey.client.flushall()
+        proxy = FaultProxy(valkey.path)
+        address = f"127.0.0.1:{proxy.port}"
+        yield Store(
+            proxy,
+            lambda **options: valkey_support.bench_over(address, **options),
+            f"valkey at {address} ",
+        )
+        proxy.close()
         return
     pytest.importorskip("obstore", reason="obstore speaks S3")
     from tests.tiers import s3_support
