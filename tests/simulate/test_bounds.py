@@ -1,4 +1,4 @@
-"""The bounds: exact on small cases, and never below a policy (`test_policies` says so of traffic)."""
+"""The bounds: exact on small cases, and never below a policy (of traffic see `test_policies`)."""
 
 import hypothesis.strategies as st
 import pytest
