@@ -261,7 +261,9 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/tiers/disk/": DISK,
     "server/hotkv_server/tiers/s3/": S3,
     "server/hotkv_server/tiers/valkey/": f"tests/tiers/test_resp.py {VALKEY}",
-    "server/hotkv_server/tiers/remote/": f"tests/tiers/test_resp.py {VALKEY} {S3}",
+    "server/hotkv_server/tiers/remote/": (
+        f"tests/tiers/test_resp.py {VALKEY} {S3} tests/tiers/test_encoding.py"
+    ),
     "server/hotkv_server/tiers/compression/": (
         "tests/tiers/test_compression.py tests/tiers/test_compression_staging.py "
         "tests/tiers/test_encoding.py tests/tiers/test_disk_encoded.py"

@@ -27,7 +27,7 @@ from hotkv_server.tiers.protocol import (
     Write,
 )
 from hotkv_server.tiers.remote.client import LostError, UnusableError
-from hotkv_server.tiers.remote.encoding import encoding
+from hotkv_server.tiers.remote.encoding import EncodingClient, encoding
 from hotkv_server.tiers.remote.tier import RemoteTier
 from hotkv_server.tiers.remote.workers import RemoteLimits, Workers
 from hotkv_server.tiers.seals import seal
@@ -487,3 +487,25 @@ def call(do: Callable[..., None], *arguments: Any) -> tuple[Any, ...]:
 
 def read(tier: RemoteTier, blocks: Blocks) -> Codes:
     return call(tier.read, blocks, time.monotonic() + 20)[0]
+
+
+def test_a_probe_asks_for_both_forms() -> None:
+    """What is found in one of them is there; what failed in one of them is not known."""
+
+    class Inner:
+        def probe(
+            self, keys: list[bytes], expected: Epochs, codes: Codes, until_s: float
+        ) -> Epochs:
+            assert [*keys[3:]] == [b"a", b"b", b"c"] and len({*keys}) == 6
+            codes[:] = [
+                *(Read.FAILED, Read.FOUND, Read.ABSENT),
+                *(Read.ABSENT, Read.FAILED, Read.ABSENT),
+            ]
+            return expected
+
+    inner: Any = Inner()
+    staged: Any = None
+    client, codes = EncodingClient(inner, staged), np.zeros(3, np.uint8)
+    assert not client.probe([b"a", b"b", b"c"], {}, codes, 0.0)
+    assert codes.tolist() == [Read.FAILED, Read.FOUND, Read.ABSENT]
+    assert client.probe([b"a", b"b", b"c"], {"f": 1}, codes, 0.0) == {"f": 1}
