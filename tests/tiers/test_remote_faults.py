@@ -207,9 +207,11 @@ def test_a_call_that_waits_for_the_store_shows(store: Store) -> None:
         store.proxy.on_reply = dam
         bench.tier.read(bench.blocks([3], [4]), time.monotonic() + 60, ended.append)
         wait_for(lambda: bench.tier.stalled_s(time.monotonic()) > 0.2, "it does not show")
+        # A probe asks for no bytes.
+        bench.tier.probe([b"hotkv/1/none"], time.monotonic() + 60, ended.append)
         assert bench.tier.figures().queued_bytes == SLOT_BYTES and not ended
         dam.opened.set()
-        wait_for(lambda: ended, "the read did not end")
+        wait_for(lambda: len(ended) == 2, "a call did not end")
         assert bench.tier.stalled_s(time.monotonic()) == 0
         assert bench.tier.figures().queued_bytes == 0
 
