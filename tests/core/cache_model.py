@@ -165,7 +165,7 @@ class CacheModel:
         )
 
     def slot(self, key: Key) -> int:
-        """Slot offset of a block that is in the index, ready or reserved."""
+        """Returns the slot offset of a block that is in the index, ready or reserved."""
         index = self.core.space.index
         word = index.find(key[0], key[1], words_of([key[2]]))
         return int(index.offsets(word & ~RESERVED_FLAG)[0])
@@ -184,7 +184,7 @@ class CacheModel:
         self.aborted.discard(key)
 
     def settle_write(self, lease: ModelLease, whole: int) -> None:
-        """The rule for a write lease after one of its copies has ended."""
+        """Applies the rule for a write lease after one of its copies has ended."""
         if lease.copies:
             return
         for key in [key for key in lease.keys if key in self.aborted]:
@@ -234,8 +234,8 @@ class CacheModel:
         return set(named)
 
     def settle(self) -> None:
-        """Everything the core shows equals the model: lookups, pins, reservations, leases, bytes in
-        slots."""
+        """Checks that everything the core shows equals the model: lookups, pins, reservations,
+        leases, bytes in slots."""
         core, index = self.core, self.core.space.index
         core.check_invariants()
         assert not core.space.removal.effects, "a call left effects that nobody took"
@@ -278,8 +278,8 @@ def reserve_allowed(
     results: list[int],
     fresh: set[Key],
 ) -> None:
-    """Each result of one run is one that the rules allow, given what was ready `before` the call
-    and the `fresh` reservations."""
+    """Checks that each result of one run is one that the rules allow, given what was ready `before`
+    the call and the `fresh` reservations."""
     seen: set[Key] = set()
     for key, result in zip(keys, results, strict=True):
         if result == BlockResult.PRESENT:
@@ -303,7 +303,7 @@ def reserve_allowed(
 
 
 def values(thing: object) -> object:
-    """What an object of ours holds, as values that compare."""
+    """Returns what an object of ours holds, as values that compare."""
     if isinstance(thing, np.ndarray):
         return thing.tobytes()
     if isinstance(thing, dict):
@@ -326,7 +326,7 @@ def vars_of(group: ResidentGroup) -> dict[str, object]:
 
 
 def snapshot(core: CacheCore) -> object:
-    """All that a call may change, as values that compare."""
+    """Returns all that a call may change, as values that compare."""
     space, index, pool = core.space, core.space.index, core.space.pool
     classes = {
         size: (c.num_slabs, c.free.all().tolist())

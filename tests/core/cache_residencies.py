@@ -26,7 +26,7 @@ BOUND = min(int(0.8 * NUM_SLABS * SLAB), most_pinned(NUM_SLABS * SLAB))
 
 
 def holds(arena_words: Uint64s, opened: ResidencyOpened) -> bool:
-    """As `hotkv_client.Arena.holds`."""
+    """Does what `hotkv_client.Arena.holds` does."""
     return bool(
         arena_words[words.GENERATION] <= opened.generation
         and arena_words[opened.word_index] == opened.word_value
@@ -47,7 +47,7 @@ class ResidencyRules(WriteRules):
     """Room is promised within the bound, and what is pinned stays where readers were told."""
 
     def taken_bytes(self) -> int:
-        """Promised and pinned, each slot once."""
+        """Returns the bytes that are promised and pinned, each slot once."""
         pinned: dict[int, int] = {}
         promised = 0
         for residency in self.model.residencies.values():
@@ -180,7 +180,8 @@ class ResidencyRules(WriteRules):
     @precondition(lambda self: self.sessions)
     @rule(data=st.data(), lists=st.tuples(NUMBERS, NUMBERS | st.just([])))
     def store_into_residency(self, data: st.DataObject, lists: tuple[list[int], list[int]]) -> None:
-        """All shards of a store, one after the other, into a residency that is told of it."""
+        """Stores all shards of a block, one after the other, into a residency that is told of
+        it."""
         session, engine, _, residency_id = self.named(data)
         if (engine, residency_id) not in self.model.residencies:
             self.opens(session, residency_id, {0: 5, 1: 2})
@@ -211,8 +212,9 @@ class ResidencyRules(WriteRules):
                 ]
 
     def is_sure(self, residency: ModelResidency, lists: tuple[list[int], list[int]]) -> bool:
-        """True if nothing can be in the way of what was promised: nobody else pins or writes, the
-        index has numbers, slots do not span slabs, and no more is stored than is left."""
+        """Returns True if nothing can be in the way of what was promised: nobody else pins or
+        writes, the index has numbers, slots do not span slabs, and no more is stored than is
+        left."""
         others = self.model.leases or self.model.transfers or self.model.kept
         if others or self.core.config.capacity < 60 or max(self.sizes) > SLAB:
             return False

@@ -282,7 +282,7 @@ class WriteRules(CacheWorld):
         return view
 
     def reasons_not_to_copy(self, key: Key, lease: ModelLease, shard: int) -> set[BlockResult]:
-        """Why a block of a lease need not be copied for this shard: aborted, written, being
+        """Returns why a block of a lease need not be copied for this shard: aborted, written, being
         written."""
         busy = any(
             t.lease is lease and t.shard_index == shard and any(k == key for _, _, k, _ in t.todo)

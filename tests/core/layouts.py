@@ -29,13 +29,13 @@ class Shape:
 
     @property
     def all_bytes(self) -> int:
-        """Of one block, all layers."""
+        """Returns all bytes of one block, over all layers."""
         return self.num_layers * self.num_kernel * self.num_heads * self.num_tokens * self.content
 
 
 def view_of(memory: Bytes, order: str, shape: Shape, num_blocks: int) -> Bytes:
-    """View [layer, block, kernel, head, token, content] of memory whose axes lie as in `order`;
-    rows of `memory` are its outermost axis."""
+    """Returns the view [layer, block, kernel, head, token, content] of memory whose axes lie as in
+    `order`; rows of `memory` are its outermost axis."""
     sizes = {
         "L": shape.num_layers,
         "B": num_blocks * shape.num_kernel,
@@ -77,7 +77,7 @@ class Rank:
     views: list[list[tuple[str, Bytes]]] = field(default_factory=list)
 
     def layer(self, group: int, layer: int) -> Bytes:
-        """View [1, block, ...] of one layer."""
+        """Returns the view [1, block, ...] of one layer."""
         views = [view[i : i + 1] for _, view in self.views[group] for i in range(view.shape[LAYER])]
         return views[layer]
 
@@ -108,9 +108,9 @@ class Rank:
 
 
 def make_rank(order: str, placing: str, shapes: Sequence[Shape], num_blocks: int) -> Rank:
-    """`placing` of the groups: `layers`, a memory for each layer; `apart`, one for each group;
-    `packed`, side by side in one memory; `overlaid`, on the same bytes of one. A group without
-    layers has neither memory nor views."""
+    """Makes a rank. `placing` of the groups: `layers`, a memory for each layer; `apart`, one for
+    each group; `packed`, side by side in one memory; `overlaid`, on the same bytes of one. A group
+    without layers has neither memory nor views."""
     rank = Rank(order, num_blocks)
     if placing in ("layers", "apart"):
         for group, shape in enumerate(shapes):
@@ -165,8 +165,8 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """One to three groups, on one or two pipeline stages (a stage may lack layers of a group) of
-    one or two tensor shards each."""
+    """Draws one to three groups, on one or two pipeline stages (a stage may lack layers of a group)
+    of one or two tensor shards each."""
     num_groups, num_kernel = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     pages = [
         Shape(1, num_kernel, *draw(st.tuples(*[st.integers(1, 4)] * 2)), draw(st.integers(1, 40)))
@@ -217,13 +217,13 @@ def ranks_of(case: Case, places: Sequence[tuple[str, str]], rng: np.random.Gener
 
 
 def dealt(case: Case, rng: np.random.Generator) -> list[NDArray[np.int64]]:
-    """Block ids for each group; no block belongs to two."""
+    """Deals block ids to each group; no block belongs to two."""
     ids = rng.permutation(case.num_blocks)
     return [ids[group :: len(case.groups)] for group in range(len(case.groups))]
 
 
 def shard_bytes(rank: Rank, group: int, num_layers: int, block: int) -> Bytes:
-    """What one block's slot holds of a rank, by its views."""
+    """Returns what one block's slot holds of a rank, by its views."""
     return np.concatenate(
         [
             np.empty(0, np.uint8),

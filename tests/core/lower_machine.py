@@ -119,7 +119,7 @@ class LowerMachine(RuleBasedStateMachine):
         self.moves.append((move, [self.slots[offset] for offset in offsets], offsets))
 
     def is_encoded(self, move: Move) -> BoolMask:
-        """Which blocks of a move are encoded below. Checks sizes of slots and places."""
+        """Returns which blocks of a move are encoded below. Checks sizes of slots and places."""
         groups = self.core.space.index.keys(move.entries)[1]
         slots = np.array(self.sizes, np.int64)[groups]
         places = self.lower.space.index.slot_bytes(move.places)

@@ -51,7 +51,7 @@ def empty() -> CacheCore:
 
 
 def damage(records: Words, data: st.DataObject) -> Words:
-    """Some words of some records are others: values that occur elsewhere in the table, or any."""
+    """Changes some words of some records: values that occur elsewhere in the table, or any."""
     for _ in range(data.draw(st.integers(1, 12))):
         row, word = (
             data.draw(st.integers(0, len(records) - 1)),

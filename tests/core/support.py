@@ -41,12 +41,13 @@ def hash_of(number: int, hash_bytes: int = 32) -> bytes:
 
 
 def words_of(numbers: Sequence[int], hash_bytes: int = 32) -> Words:
-    """Hash words [n, 8] of numbers."""
+    """Returns hash words [n, 8] of numbers."""
     return hash_words(b"".join(hash_of(number, hash_bytes) for number in numbers), hash_bytes)
 
 
 def make_key_space(name: str, full_bytes: int, window_bytes: int, num_shards: int = 1) -> KeySpace:
-    """Two groups, full attention and sliding window, of the given slot sizes."""
+    """Returns a key space of two groups, full attention and sliding window, of the given slot
+    sizes."""
     groups = (
         GroupSpec(GroupKind.FULL_ATTENTION, 16, _shards(full_bytes, num_shards)),
         GroupSpec(
@@ -64,8 +65,8 @@ def _shards(slot_bytes: int, num_shards: int) -> tuple[int, ...]:
 def taken_over(
     old: CacheCore, policy: str, last_used_s: float | None, now_s: float
 ) -> tuple[CacheCore, Restored]:
-    """Another core over what the old one would leave if it were killed now; every block was used at
-    the same time, if that is known."""
+    """Returns another core over what the old one would leave if it were killed now; every block was
+    used at the same time, if that is known."""
     capacity, old_marks = old.config.capacity, old.marks.copy()
     memory = ReaderMemory(old.words._words, np.zeros(capacity + 1, np.uint8))
     core = CacheCore(old.config, make_table(capacity), POLICIES[policy](capacity), memory)
@@ -99,7 +100,7 @@ def reserve(
     now_s: float,
     retention: Retention = NO_RETENTION,
 ) -> Reservation:
-    """All parts of `CacheCore.reserve`."""
+    """Runs all parts of `CacheCore.reserve`."""
     return finished(core.reserve(session, lease_id, runs, ttl_s, now_s, retention))
 
 
@@ -115,7 +116,7 @@ def begin_store(
     retention: Retention = NO_RETENTION,
     residency_id: str = "",
 ) -> list[SlotRun]:
-    """All parts of `CacheCore.begin_store`."""
+    """Runs all parts of `CacheCore.begin_store`."""
     options = StoreOptions(retention, residency_id)
     return finished(
         core.begin_store(session, transfer_id, lease_id, runs, shard_index, ttl_s, now_s, options)
@@ -123,7 +124,7 @@ def begin_store(
 
 
 def expire(core: CacheCore, now_s: float) -> int:
-    """All parts of `CacheCore.expire`; how many leases expired."""
+    """Runs all parts of `CacheCore.expire`; how many leases expired."""
     before = core.counters.expired_leases
     for _ in core.expire(now_s):
         pass
@@ -131,18 +132,18 @@ def expire(core: CacheCore, now_s: float) -> int:
 
 
 def flush(core: CacheCore, key_space_id: int) -> int:
-    """All parts of `CacheCore.flush`; how many blocks were ready."""
+    """Runs all parts of `CacheCore.flush`; how many blocks were ready."""
     return sum(core.flush(key_space_id))
 
 
 def evict(core: CacheCore, key_space_id: int, group_index: int, hashes: Words) -> tuple[int, int]:
-    """All parts of `CacheCore.evict`: (dropped, kept)."""
+    """Runs all parts of `CacheCore.evict`: (dropped, kept)."""
     counts = list(core.evict(key_space_id, group_index, hashes))
     return sum(dropped for dropped, _ in counts), sum(kept for _, kept in counts)
 
 
 def evict_all(core: CacheCore, key_space_id: int) -> tuple[int, int]:
-    """All parts of `CacheCore.evict_all`: (dropped, kept)."""
+    """Runs all parts of `CacheCore.evict_all`: (dropped, kept)."""
     counts = list(core.evict_all(key_space_id))
     return sum(dropped for dropped, _ in counts), sum(kept for _, kept in counts)
 

@@ -39,7 +39,7 @@ class Arena:
         self.address = map_pages(self.num_bytes)
 
     def grow(self) -> None:
-        """One more piece is pinned."""
+        """Pins one more piece."""
         if self.pinned_bytes < self.num_bytes:
             size = min(self.piece_bytes, self.num_bytes - self.pinned_bytes)
             self.runtime.register(self.address + self.pinned_bytes, size)
@@ -143,7 +143,7 @@ def cuda_rig(
 
 @contextlib.contextmanager
 def mixed_rig() -> Iterator[Rig]:
-    """Memory of two devices and of the host behind one engine."""
+    """Yields memory of two devices and of the host behind one engine."""
     runtime = FakeRuntime(7, num_devices=2, max_delay_s=20e-6)
     arena = Arena(runtime)
     arena.grow()

@@ -55,7 +55,7 @@ SMALL = {
 
 
 def override(model: Path) -> dict[str, Any]:
-    """What is changed of compose.yaml, and no more."""
+    """Returns what is changed of compose.yaml, and no more."""
     limits = podman.hard_limits()
     return {
         "services": {
@@ -71,7 +71,7 @@ def override(model: Path) -> dict[str, Any]:
 
 
 def left_out() -> list[str]:
-    """What this run does not show of compose.yaml."""
+    """Returns what this run does not show of compose.yaml."""
     found = list(podman.LEFT_OUT)
     memlock = podman.hard_limits()["memlock"]
     if memlock != resource.RLIM_INFINITY:
@@ -137,7 +137,7 @@ class Compose:
         return dict(self.podman.inspect(container)["State"])
 
     def counters(self) -> dict[str, float]:
-        """hotkv's, by the command in its container."""
+        """Returns hotkv's, by the command in its container."""
         status = json.loads(self("exec", "-T", "hotkv", "hotkv", "status", "--json"))
         return {name: float(value) for name, value in status["counters"].items()}
 
@@ -189,7 +189,7 @@ def vllm_answers() -> bool:
 
 
 def make_bases(machine: Podman, folder: Path, steps: Steps) -> None:
-    """The two images that no registry is asked for."""
+    """Makes the two images that no registry is asked for."""
     root = folder / "root"
     certificates = "ca-certificates.crt"
 
@@ -357,7 +357,7 @@ def again(compose: Compose, before: Answer) -> str:
 
 
 def kill(compose: Compose, stored: float) -> list[str]:
-    """What came of it. Raises SystemExit."""
+    """Kills the server and returns what came of it. Raises SystemExit."""
     ended = threading.Event()
     answered: list[str] = []
 
@@ -414,7 +414,7 @@ def down(compose: Compose) -> str:
 
 
 def inside(folder: Path) -> None:
-    """The whole run, in its namespaces."""
+    """Runs everything, in its namespaces."""
     machine, steps = Podman(folder), Steps()
     machine.forget()
     print("left out:", *(f"  {one}" for one in left_out()), sep="\n", flush=True)
@@ -439,7 +439,7 @@ def inside(folder: Path) -> None:
 
 
 def main() -> int:
-    """See the module."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description="Brings compose.yaml up.")
     parser.add_argument(
         "--folder", type=Path, default=Path(tempfile.gettempdir()) / "hotkv-compose"

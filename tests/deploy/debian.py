@@ -44,7 +44,7 @@ class Steps:
 
 
 def program(name: str) -> str:
-    """Where a program is. Raises SystemExit."""
+    """Returns where a program is. Raises SystemExit."""
     found = shutil.which(name)
     if found is None:
         sys.exit(f"no {name} here: make programs PROGRAMS={PACKAGES.get(name, name)}")

@@ -157,13 +157,13 @@ class Pod:
         raise SystemExit(f"there is no server:\n{self._log.read_text()}")
 
     def kill(self) -> None:
-        """As the kernel would: the server gets no chance to do anything."""
+        """Kills the server as the kernel would: the server gets no chance to do anything."""
         if self._server is not None and self._server.poll() is None:
             os.kill(self.pid(), signal.SIGKILL)
             self._server.wait(STOP_S)
 
     def stop(self) -> tuple[int, float]:
-        """SIGTERM; returns the status and the seconds that it took."""
+        """Sends SIGTERM; returns the status and the seconds that it took."""
         assert self._server is not None
         begun_s = time.monotonic()
         os.kill(self.pid(), signal.SIGTERM)
@@ -245,7 +245,7 @@ def walk(pod: Pod, steps: Steps) -> None:
 
 @contextlib.contextmanager
 def a_pod(buildah: Buildah, folder: Path) -> Iterator[Pod]:
-    """The chart's pod, on directories of this run alone."""
+    """Yields the chart's pod, on directories of this run alone."""
     tag = f"/dev/shm/hotkv-image-{os.getpid()}"
     port = free_port()
     places = (f"directories.arena={tag}/arena", f"directories.sockets={tag}/run")
@@ -260,7 +260,7 @@ def a_pod(buildah: Buildah, folder: Path) -> Iterator[Pod]:
 
 
 def main() -> int:
-    """See the module."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description="Builds the image and runs it.")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "hotkv-image")
     parser.add_argument("--built", action="store_true", help="run the image of the last run")

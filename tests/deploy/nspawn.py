@@ -241,7 +241,7 @@ def walk(machine: Machine, steps: Steps) -> None:
 
 
 def main() -> int:
-    """See the module."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description="Runs the systemd unit for real.")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "hotkv-nspawn")
     parser.add_argument("--arena", default="64MiB")

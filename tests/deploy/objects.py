@@ -47,19 +47,19 @@ class Objects:
 
     @property
     def pod(self) -> dict[str, Any]:
-        """Specification of the DaemonSet's pods."""
+        """Returns the specification of the DaemonSet's pods."""
         spec: dict[str, Any] = self.one("DaemonSet")["spec"]["template"]["spec"]
         return spec
 
     @property
     def server(self) -> dict[str, Any]:
-        """The container."""
+        """Returns the container."""
         (found,) = self.pod["containers"]
         return dict(found)
 
     @property
     def directories(self) -> dict[str, Any]:
-        """The init container."""
+        """Returns the init container."""
         (found,) = self.pod["initContainers"]
         return dict(found)
 
@@ -81,13 +81,13 @@ class Objects:
 
 
 def of_manifest(name: str = "hotkv.yaml") -> Objects:
-    """Those of a file of deploy/kubernetes."""
+    """Returns those of a file of deploy/kubernetes."""
     return Objects.read((KUBERNETES / name).read_text())
 
 
 @functools.cache
 def of_chart(*values: str, sets: tuple[str, ...] = ()) -> Objects:
-    """Those of the chart with values of its examples. Skips without helm."""
+    """Returns those of the chart with values of its examples. Skips without helm."""
     try:
         helm.find()
     except helm.HelmError as error:
@@ -107,14 +107,14 @@ def validate(item: dict[str, Any], version: str) -> None:
 
 
 def transfer_config(arguments: list[str]) -> dict[str, Any]:
-    """What vLLM is given as --kv-transfer-config."""
+    """Returns what vLLM is given as --kv-transfer-config."""
     read: dict[str, Any] = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
     return read
 
 
 def merged(into: Any, patch: Any) -> Any:
-    """As `kubectl patch` does it for what our patches have: maps are merged, lists of things with
-    names by name, others replaced."""
+    """Merges as `kubectl patch` does it for what our patches have: maps are merged, lists of things
+    with names by name, others replaced."""
     if isinstance(into, dict) and isinstance(patch, dict):
         return {
             **into,

@@ -131,7 +131,7 @@ crun = ["{runtime}"]
         return done.returncode == 0
 
     def inspect(self, container: str) -> dict[str, Any]:
-        """What podman knows of a container. Raises SystemExit if there is none."""
+        """Returns what podman knows of a container. Raises SystemExit if there is none."""
         (found,) = json.loads(self("container", "inspect", container))
         return dict(found)
 

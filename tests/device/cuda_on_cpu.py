@@ -124,8 +124,8 @@ class Module:
 def compile(
     source: Path | str, defines: Mapping[str, object] | None = None, names: Sequence[str] = ()
 ) -> Module:
-    """`source`: a file (its folder is searched for includes) or the text itself. `names`: instances
-    of templates, as `score<2, 64>`."""
+    """Compiles `source`: a file (its folder is searched for includes) or the text itself. `names`:
+    instances of templates, as `score<2, 64>`."""
     folder = source.parent if isinstance(source, Path) else Path()
     text = source.read_text() if isinstance(source, Path) else source
     return _compile(text, folder, tuple(sorted((defines or {}).items())), tuple(names))

@@ -76,8 +76,8 @@ class CUDARuntimeError(RuntimeError):
 
 
 def fake_cupy() -> ModuleType:
-    """What the runtime uses of CuPy 13 and 14. `module.log` says what was asked; `module.errors`
-    are raised by the next compilations."""
+    """Returns what the runtime uses of CuPy 13 and 14. `module.log` says what was asked;
+    `module.errors` are raised by the next compilations."""
     log: list[tuple[object, ...]] = []
     errors: list[Exception] = []
     at = [0]

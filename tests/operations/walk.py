@@ -191,7 +191,7 @@ class Traffic:
 
 
 def look(service: Service) -> None:
-    """What somebody looks at first."""
+    """Looks at what somebody looks at first."""
     findings = json.loads(service.hotkv("doctor", "--json", status=None))
     say("doctor", f"{len(findings)} findings")
     top = service.hotkv("top", "--count", "1", "--interval", "0.5")
@@ -218,7 +218,7 @@ def look(service: Service) -> None:
 
 
 def explain(service: Service, traffic: Traffic) -> None:
-    """Why a prompt misses: four kinds, beside one that hits."""
+    """Shows why a prompt misses: four kinds, beside one that hits."""
 
     def verdicts(tokens: list[int]) -> set[str]:
         spaces = json.loads(service.hotkv("explain", "--json", *map(str, tokens)))
@@ -251,7 +251,7 @@ def explain(service: Service, traffic: Traffic) -> None:
 
 @contextlib.contextmanager
 def watched(service: Service, folder: Path) -> Iterator[Prometheus | None]:
-    """A Prometheus with hotkv's rules, which wait for seconds instead of minutes."""
+    """Yields a Prometheus with hotkv's rules, which wait for seconds instead of minutes."""
     if shutil.which("prometheus") is None:
         say("prometheus", "left out: no prometheus here")
         yield None
@@ -311,7 +311,7 @@ def upgrade(service: Service, traffic: Traffic) -> None:
 
 
 def reload(service: Service) -> None:
-    """A setting that changes while it runs."""
+    """Reloads a setting that changes while it runs."""
     service.config.write_text('log_level = "debug"\n' + service.config.read_text())
     os.kill(service.pid, signal.SIGHUP)
     log = service.folder / "log"
@@ -320,7 +320,7 @@ def reload(service: Service) -> None:
 
 
 def walk(folder: Path, shared_memory: Path) -> None:
-    """All of it. Raises WalkError."""
+    """Walks all steps. Raises WalkError."""
     installed = Installed(folder)
     bench = json.loads(installed.hotkv("bench", "--seconds", "3", "--arena-mib", "256", "--json"))
     load = next(row for row in bench["rows"] if row["what"] == "load")
@@ -350,7 +350,7 @@ def walk(folder: Path, shared_memory: Path) -> None:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     with (
         ends_cleanly(),
         tempfile.TemporaryDirectory(prefix="hotkv-walk-") as folder,

@@ -26,7 +26,7 @@ def encode_many(
     blocks: Codes, begins: Int64s, sizes: Int64s, rooms: Codes, places: Int64s,
     room_sizes: Int64s, results: Int64s,
 ) -> None:  # fmt: skip
-    """Reference of `kernels.encode_many`."""
+    """Computes what `kernels.encode_many` does, the plain way."""
     for i, (begin, size, place, room_size) in enumerate(
         zip(begins.tolist(), sizes.tolist(), places.tolist(), room_sizes.tolist(), strict=True)
     ):
@@ -38,7 +38,7 @@ def decode_many(
     rooms: Codes, places: Int64s, room_sizes: Int64s, blocks: Codes, begins: Int64s,
     sizes: Int64s, results: Int64s,
 ) -> None:  # fmt: skip
-    """Reference of `kernels.decode_many`."""
+    """Computes what `kernels.decode_many` does, the plain way."""
     for i, (place, room_size, begin, size) in enumerate(
         zip(places.tolist(), room_sizes.tolist(), begins.tolist(), sizes.tolist(), strict=True)
     ):
@@ -133,6 +133,6 @@ def _table(exponents: Codes) -> Codes:
 
 
 def _listed(listed: Codes) -> tuple[Int64s, Codes]:
-    """(places in their tiles, exponents) of a list of escapes."""
+    """Yields (places in their tiles, exponents) of a list of escapes."""
     table = listed.reshape(-1, ESCAPE_BYTES)
     return table[:, 0] | table[:, 1].astype(np.int64) << 8, table[:, 2]

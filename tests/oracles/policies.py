@@ -29,7 +29,7 @@ def use(
     memory: float,
     depth_step: float,
 ) -> None:
-    """Reference of `kernels.use`; no entry is listed twice."""
+    """Computes what `kernels.use` does, the plain way; no entry is listed twice."""
     if weight_log2 == -np.inf:
         entries = entries[used[entries] != 0]
     before = used[entries]
@@ -53,7 +53,7 @@ def heat(
     kept_s: float,
     out: Any,
 ) -> None:
-    """Reference of `kernels.heat`."""
+    """Computes what `kernels.heat` does, the plain way."""
     count = uses[entries].astype(np.float64)
     out[:] = half_life_s * (np.minimum(count, most) + LEAK * count) + recency * tick_s * used[
         entries
@@ -62,7 +62,7 @@ def heat(
 
 
 def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any) -> int:
-    """Reference of `kernels.leave`; no entry is listed twice."""
+    """Computes what `kernels.leave` does, the plain way; no entry is listed twice."""
     known = states[entries] != 0
     count = int(known.sum())
     gone_keys[:count], gone_states[:count] = keys[known], states[entries[known]]
@@ -73,7 +73,7 @@ def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any
 def remember(
     tags: Any, values: Any, ages: Any, keys: Any, new_values: Any, next_age: int, gone: Any
 ) -> int:
-    """Reference of `kernels.remember`."""
+    """Computes what `kernels.remember` does, the plain way."""
     mixed = spread(keys)
     num_gone = 0
     for i, (bucket, tag) in enumerate(
@@ -89,7 +89,7 @@ def remember(
 
 
 def take(tags: Any, values: Any, ages: Any, keys: Any, oldest: int, found: Any, out: Any) -> None:
-    """Reference of `kernels.take`; no key is listed twice."""
+    """Computes what `kernels.take` does, the plain way; no key is listed twice."""
     mixed = spread(keys)
     buckets, wanted = _buckets(mixed, len(tags)), _tags(mixed)
     same = (tags[buckets] == wanted[:, None]) & (ages[buckets] >= oldest)
@@ -125,7 +125,7 @@ def observe(
     limit: int,
     now_s: float,
 ) -> None:
-    """Reference of `kernels.observe`."""
+    """Computes what `kernels.observe` does, the plain way."""
     asked = asked | np.uint64(1)
     mixed = spread(asked)
     buckets = _buckets(mixed, len(keys)).tolist()

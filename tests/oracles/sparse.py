@@ -37,7 +37,7 @@ def build(form: Format, keys_BTHD: F32, mu_HD: F32, num_tokens_B: I32) -> U8:
 
 
 def _thresholds(form: Format) -> F32:
-    """float32 [codes − 1]: halfway between neighbouring levels, in units of the rms."""
+    """Returns float32 [codes − 1]: halfway between neighbouring levels, in units of the rms."""
     levels = np.array(form.levels, np.float64)
     return ((levels[1:] + levels[:-1]) / 2.0 / form.level_unit).astype(np.float32)
 
@@ -82,8 +82,8 @@ def _pack_summary(form: Format, x_BHTD: F32, valid_BT: npt.NDArray[np.bool_]) ->
 
 
 def pack_parts(form: Format, parts_BHPD: F32, some_B: npt.NDArray[np.bool_]) -> U8:
-    """Summary bytes uint8 [B, H, N] of float parts [B, H, P, D]; `some_B` is False if a block is
-    empty.
+    """Returns summary bytes uint8 [B, H, N] of float parts [B, H, P, D]; `some_B` is False if a
+    block is empty.
 
     quest rounds its edges outwards, so that its score stays an upper bound; mean rounds to nearest.
     """
@@ -288,7 +288,7 @@ def prepare_axes(query_QD: F32, axes: Axes, codes_QC: I8) -> tuple[F32, I32]:
 
 
 def score_tokens(query: Query, tokens: Tokens) -> F32:
-    """Token scores in plain numpy, of all blocks of `tokens`."""
+    """Computes token scores in plain numpy, of all blocks of `tokens`."""
     levels, sigma = tokens.levels.astype(np.int32), tokens.sigma
     num_blocks, kv_heads, num_tokens, channels = levels.shape
     grouped = query.codes.astype(np.int32).reshape(kv_heads, len(query.codes) // kv_heads, channels)
@@ -308,7 +308,7 @@ def score_tokens(query: Query, tokens: Tokens) -> F32:
 
 
 def score_parts(query: Query, packed_BHN: U8) -> F32:
-    """Summary scores in plain numpy, of all blocks of `packed_BHN`."""
+    """Computes summary scores in plain numpy, of all blocks of `packed_BHN`."""
     form, packed = query.form, packed_BHN
     num_blocks, kv_heads = packed.shape[:2]
     channels = formats.padded_channels(form, query.head_size)
@@ -342,7 +342,7 @@ class Weights:
 
     @property
     def always_shared(self) -> float:
-        """The share of what is always kept, mean over the heads."""
+        """Returns the share of what is always kept, mean over the heads."""
         return float(self.always.mean())
 
 

@@ -18,7 +18,7 @@ _LINE_FACTOR, _FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(0xD6E8_FEB8_
 def add_sums(
     memory: Region, offsets: Int64s, num_bytes: int, shard: int, strides: Int64s, out: Sums
 ) -> None:
-    """Reference of `sums.add_sums`."""
+    """Computes what `sums.add_sums` does, the plain way."""
     if not num_bytes:
         return
     num_lines = -(-num_bytes // LINE_BYTES)
@@ -42,8 +42,8 @@ def add_sums(
 
 
 def _words(memory: Region, offsets: Int64s, lines: Int64s, num_bytes: int) -> NDArray[np.uint32]:
-    """uint32 [slots, lines, 16] of the slots at `offsets`; the last of `lines` is their last one,
-    filled up with zeros."""
+    """Returns uint32 [slots, lines, 16] of the slots at `offsets`; the last of `lines` is their
+    last one, filled up with zeros."""
     view, tail = memory.array(), num_bytes - int(lines[-1]) * LINE_BYTES
     found = np.zeros((len(offsets), len(lines), LINE_BYTES), np.uint8)
     if len(lines) > 1:

@@ -34,14 +34,14 @@ Mixed = NDArray[np.uint64]
 
 
 def _write(buckets: Words, bucket: int, column: int, value: int) -> None:
-    """One locked change of one bucket word."""
+    """Makes one locked change of one bucket word."""
     buckets[bucket, SEQ] += 1
     buckets[bucket, column] = value
     buckets[bucket, SEQ] += 1
 
 
 def mixed_keys(records: Words, salts: Mixed, entries: Words, out: Mixed) -> None:
-    """Reference of `kernels.mixed_keys`."""
+    """Computes what `kernels.mixed_keys` does, the plain way."""
     rows = records[entries]
     prefixes = rows[:, 0].astype(np.uint64) | (rows[:, 1].astype(np.uint64) << np.uint64(32))
     out[:] = mix_prefixes(
@@ -52,14 +52,14 @@ def mixed_keys(records: Words, salts: Mixed, entries: Words, out: Mixed) -> None
 def evictable(
     records: Words, pins: Words, entries: Words, size: int, out: NDArray[np.bool_]
 ) -> None:
-    """Reference of `kernels.evictable`."""
+    """Computes what `kernels.evictable` does, the plain way."""
     out[:] = (records[entries, W_GROUP_STATE] >> 16 == STATE_READY) & (pins[entries] == 0)
     if size:
         out &= records[entries, W_SIZE] == size
 
 
 def add_pins(pins: Words, entries: Words, change: int) -> bool:
-    """Reference of `kernels.add_pins`."""
+    """Computes what `kernels.add_pins` does, the plain way."""
     good = change > 0 or bool(np.all(pins[entries] > 0))
     if change > 0:
         np.add.at(pins, entries, np.uint32(change))
@@ -77,7 +77,7 @@ def count_slots(
     change: int,
     emptied: NDArray[np.int64],
 ) -> int:
-    """Reference of `kernels.count_slots`."""
+    """Computes what `kernels.count_slots` does, the plain way."""
     slabs = offsets // slab_bytes
     if np.any(owner[slabs] != slot_bytes):
         return -1
@@ -93,7 +93,7 @@ def count_slots(
 def lie_in(
     offsets: NDArray[np.int64], slab_bytes: int, slabs: NDArray[np.bool_], out: NDArray[np.bool_]
 ) -> None:
-    """Reference of `kernels.lie_in`."""
+    """Computes what `kernels.lie_in` does, the plain way."""
     out[:] = slabs[offsets // slab_bytes]
 
 
@@ -112,7 +112,7 @@ def insert(
     next_unused: int,
     entries: Words,
 ) -> tuple[int, int, int]:
-    """Reference of `kernels.insert`."""
+    """Computes what `kernels.insert` does, the plain way."""
     mixed = mix(hashes, int(salt))
     homes = home_buckets(mixed, len(buckets))
     for i in range(len(entries)):
@@ -145,8 +145,8 @@ def insert(
 
 
 def _locate(buckets: Words, home: int, entry: int) -> tuple[int, int, NDArray[np.int64]]:
-    """Bucket and way of a linked entry, and the buckets passed on the way; bucket -1 if it is not
-    linked."""
+    """Returns bucket and way of a linked entry, and the buckets passed on the way; bucket -1 if it
+    is not linked."""
     path = (home + np.arange(min(MAX_PROBE_BUCKETS, len(buckets)))) % len(buckets)
     hits = np.argwhere((buckets[path, ENTRIES : ENTRIES + WAYS] & ~RESERVED_FLAG) == entry)
     if not len(hits):
@@ -156,19 +156,19 @@ def _locate(buckets: Words, home: int, entry: int) -> tuple[int, int, NDArray[np
 
 
 def link(records: Words, entries: Words, first: int) -> None:
-    """Reference of `kernels.link`."""
+    """Computes what `kernels.link` does, the plain way."""
     before = np.concatenate((np.array([first], np.uint32), entries[:-1]))
     records[entries[entries != 0], W_PARENT] = before[: len(entries)][entries != 0]
 
 
 def mark_written(records: Words, entries: Words, mark: int, masks: Words) -> None:
-    """Reference of `kernels.mark_written`."""
+    """Computes what `kernels.mark_written` does, the plain way."""
     records[entries, W_CHECK + 1] |= np.uint32(mark)
     masks[:] = records[entries, W_CHECK + 1]
 
 
 def publish(buckets: Words, records: Words, mixed: Mixed, entries: Words, checks: Mixed) -> int:
-    """Reference of `kernels.publish`."""
+    """Computes what `kernels.publish` does, the plain way."""
     homes = home_buckets(mixed, len(buckets))
     done = 0
     for i, entry in enumerate(entries):
@@ -188,7 +188,7 @@ def publish(buckets: Words, records: Words, mixed: Mixed, entries: Words, checks
 def unlink(
     buckets: Words, records: Words, mixed: Mixed, entries: Words, rows: Words, state: int
 ) -> int:
-    """Reference of `kernels.unlink`."""
+    """Computes what `kernels.unlink` does, the plain way."""
     homes = home_buckets(mixed, len(buckets))
     done = 0
     for i, entry in enumerate(entries):
@@ -209,7 +209,7 @@ def unlink(
 
 
 def is_uniform(rows: Words) -> bool:
-    """Reference of `kernels.is_uniform`."""
+    """Computes what `kernels.is_uniform` does, the plain way."""
     owners = rows[:, [W_KEY_SPACE, W_GROUP_STATE, W_SIZE]] & np.array(
         [0xFFFF_FFFF, 0xFFFF, 0xFFFF_FFFF], np.uint32
     )
@@ -217,7 +217,7 @@ def is_uniform(rows: Words) -> bool:
 
 
 def release(records: Words, entries: Words, free_head: int) -> int:
-    """Reference of `kernels.release`."""
+    """Computes what `kernels.release` does, the plain way."""
     if not len(entries):
         return free_head
     records[entries, W_OFFSET] = np.concatenate(([free_head], entries[:-1]))

@@ -48,7 +48,7 @@ class Lora(Play):
         keys_of = adapters.keys
 
         def named(request: Any) -> Any:
-            """hotkv's names of a request's blocks, which the oracle is told."""
+            """Returns hotkv's names of a request's blocks, which the oracle is told."""
             keys = keys_of(request)
             if request.lora_request is not None:
                 # It may end before it runs, and never show the harness which adapter it has.

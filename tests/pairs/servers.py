@@ -57,7 +57,7 @@ class Double(FakeServer):
 
     @property
     def is_well(self) -> bool:
-        """Whether it answers a flush."""
+        """Returns whether it answers a flush."""
         return self.up
 
     def until_connected(self, one: Engine) -> None:

@@ -153,7 +153,7 @@ REAL: dict[tuple[str, str], Answer] = {
 
 
 def pairs() -> list[Pair]:
-    """All pairs, in the order of the page."""
+    """Returns all pairs, in the order of the page."""
     return [frozenset(pair) for pair in itertools.combinations(FEATURES, 2)]
 
 

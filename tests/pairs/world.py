@@ -120,7 +120,7 @@ class World:
         return feature in self.plays
 
     def make(self, number: int) -> Engine:
-        """One more engine, as all features want it."""
+        """Makes one more engine, as all features want it."""
         kinds = dict.fromkeys(
             kind for play in self.plays.values() for kind in play.models_of(number)
         )
@@ -271,7 +271,7 @@ class World:
         assert not self.missing(), f"has not shown itself: {self.missing()}"
 
     def missing(self) -> list[str]:
-        """What this world must show and has not yet: a feature, or a load at all."""
+        """Returns what this world must show and has not yet: a feature, or a load at all."""
         missing = [feature for feature, play in self.plays.items() if not play.met(self)]
         # The first engine only stores and the second only loads, in key spaces of their own.
         strangers = {"producer", "consumer"} <= self.plays.keys() and (
@@ -292,7 +292,7 @@ class World:
 
 
 def ours(one: Engine) -> HotKVConnector:
-    """hotkv's connector on an engine's scheduler side."""
+    """Returns hotkv's connector on an engine's scheduler side."""
     return our_connector(one.connector)
 
 

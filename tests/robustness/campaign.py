@@ -429,7 +429,7 @@ def campaign(
     has_disk: bool = False,
     has_valkey: bool = False,
 ) -> Iterator[Campaign]:
-    """A campaign in folders of its own, of which that of the disk is not in memory."""
+    """Makes a campaign in folders of its own, of which that of the disk is not in memory."""
     with (
         runtime_folder(256 << 20) as folder,
         tempfile.TemporaryDirectory(prefix="hotkv-disk-") as below,
@@ -456,7 +456,7 @@ def valkey_of(folder: Path, is_wanted: bool) -> "contextlib.AbstractContextManag
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     options = argparse.ArgumentParser(
         description="Kills servers and engines, and checks every byte that is loaded."
     )

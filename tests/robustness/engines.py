@@ -49,7 +49,7 @@ ENGINE_KILL_EVERY = 7
 
 
 def prompts(seed: int) -> list[list[int]]:
-    """Token ids; some share their first 512."""
+    """Returns token ids; some share their first 512."""
     chance = random.Random(seed)
     shared = [chance.randrange(1000, 20_000) for _ in range(512)]
     return [
@@ -86,7 +86,7 @@ class EngineCampaign:
         return self.engine
 
     def ask(self, number: int) -> None:
-        """One prompt; raises AssertionError where the answer is another than expected."""
+        """Asks one prompt; raises AssertionError where the answer is another than expected."""
         assert self.engine is not None
         self.engine.reset_prefix_cache()
         answer = self.engine.generate(self.prompts[number], MAX_TOKENS)
@@ -166,7 +166,7 @@ class EngineCampaign:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     options = argparse.ArgumentParser(
         description="Kills servers and real vLLM engines, and compares every answer."
     )

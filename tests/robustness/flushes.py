@@ -152,7 +152,7 @@ class Node(Place):
 
     @property
     def reaches(self) -> bool:
-        """Whether it can reach the store, as far as the campaign's links say."""
+        """Returns whether it can reach the store, as far as the campaign's links say."""
         return not self.link.is_cut and time.monotonic() >= self.unreached_until_s
 
 
@@ -379,7 +379,7 @@ class Campaign:
         self.findings.done[what] = self.findings.done.get(what, 0) + 1
 
     def all_well(self) -> None:
-        """All nodes run and reach the store, and know what it shows."""
+        """Checks that all nodes run and reach the store, and know what it shows."""
         for node in self.nodes:
             if node.is_stopped:
                 node.resume()

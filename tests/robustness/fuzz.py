@@ -108,7 +108,7 @@ class Tally:
         return self.sent.total()
 
     def note(self, name: str, answer: str) -> None:
-        """One input and its answer."""
+        """Notes one input and its answer."""
         self.sent[name] += 1
         self.answers[name][answer] += 1
 
@@ -568,7 +568,7 @@ def fuzz(inputs: int, seed: int, *, say: Callable[[str], None] = lambda _: None)
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     options = argparse.ArgumentParser(description="Fuzzes every call and every file.")
     options.add_argument("--inputs", type=int, default=1_000_000)
     options.add_argument("--seed", type=int, default=int(time.time()))

@@ -75,7 +75,7 @@ def write_longrope(folder: Path) -> Path:
 
 
 def variants(model: Path) -> Iterator[tuple[str, Any]]:
-    """Every field of every config object that this engine has, with other values for it."""
+    """Yields every field of every config object that this engine has, with other values for it."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = engine_args(model, **SETTINGS)
@@ -127,7 +127,7 @@ class Restarts:
         return self.outcome("", None).hit_tokens
 
     def outcome(self, path: str, value: Any) -> Outcome:
-        """What an engine with another value for one field does."""
+        """Returns what an engine with another value for one field does."""
         engine = self.engine(config_overrides={path: value} if path else {})
         patience = threading.Timer(PATIENCE_S, engine.process.kill)
         patience.start()
@@ -156,7 +156,7 @@ class Restarts:
 
 
 def main() -> int:
-    """Command line."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--only", nargs="*", default=[], help="paths, such as model_config.max_model_len"

@@ -48,8 +48,8 @@ class Authority:
     def issue(
         self, name: str, *names: str, file: str = "", lifetime: datetime.timedelta = DAY
     ) -> tuple[Path, Path]:
-        """(certificate, key) files for a common name and alternative names: `spiffe://…` or host
-        names; localhost is among them."""
+        """Returns (certificate, key) files for a common name and alternative names: `spiffe://…` or
+        host names; localhost is among them."""
         key = ec.generate_private_key(ec.SECP256R1())
         alternatives: list[x509.GeneralName] = [
             x509.DNSName("localhost"),

@@ -25,7 +25,7 @@ def _servers_are_forked() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """A server with 64 MiB that the module's tests share."""
+    """Yields a server with 64 MiB that the module's tests share."""
     with runtime_folder(256 << 20) as folder, Server(folder, "64MiB", *SHARED_FLAGS) as running:
         running.wait_ready()
         yield running
@@ -33,7 +33,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[Server]:
-    """A server with 16 MiB for one test."""
+    """Yields a server with 16 MiB for one test."""
     with (
         runtime_folder(64 << 20) as folder,
         Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as running,

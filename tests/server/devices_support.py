@@ -84,7 +84,7 @@ class DeviceServer(Server):
         return len({line.split()[4] for line in maps.splitlines() if "memfd:hotkv-device" in line})
 
     def kill(self) -> None:
-        """As a crash would."""
+        """Kills the server, as a crash would."""
         self._child.process.kill()
         self._child.process.wait()
 
@@ -248,13 +248,13 @@ class DeviceEngine:
                     yield view[at : at + tensor.run_bytes], tensor.run_bytes
 
     def fill(self, ids: Int32s, seed: int) -> None:
-        """Random bytes in these blocks."""
+        """Puts random bytes in these blocks."""
         random = np.random.default_rng(seed)
         for view, count in self._places(ids):
             view[:] = random.integers(0, 256, count, np.uint8)
 
     def content(self, ids: Int32s) -> bytes:
-        """All bytes of these blocks."""
+        """Returns all bytes of these blocks."""
         return b"".join(view.tobytes() for view, _ in self._places(ids))
 
     def after(self, index: int, value: int = 0) -> After:
@@ -318,7 +318,7 @@ def done(future: "object") -> TransferResult:
 
 
 def main() -> None:
-    """An engine that copies for ever."""
+    """Runs an engine that copies for ever."""
     engine = DeviceEngine(sys.argv[1], offers=json.loads(sys.argv[2])).connected()
     names, ids = hashes(8), np.arange(8, dtype=np.int32)
     engine.fill(ids, 1)

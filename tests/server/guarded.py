@@ -179,7 +179,7 @@ def store(engine: PagedEngine, count: int = 4) -> list[bytes]:
 def why_absent(
     target: str, tenant: str, credentials: Credentials | None = None, *, ticket: bytes | None = None
 ) -> str:
-    """Why a session of this process is refused."""
+    """Returns why a session of this process is refused."""
     states: queue.Queue[tuple[LinkState, str]] = queue.Queue()
     engine = PagedEngine(target, tenant=tenant)
     more = {} if credentials is None else {"credentials": credentials}

@@ -37,8 +37,8 @@ class HalfSender:
             return sum(len(head) + count for head, count in self._left.values())
 
     def call(self, path: str, message_bytes: int, before: bytes = b"") -> None:
-        """A call whose first message may be whole (`before`); the next one has `message_bytes`, of
-        which the last is never sent."""
+        """Makes a call whose first message may be whole (`before`); the next one has
+        `message_bytes`, of which the last is never sent."""
         with self._lock:
             stream = self._http.get_next_available_stream_id()
             headers = {

@@ -23,7 +23,7 @@ from tests.server.support import FULL, NUM_BLOCKS, PAGE_BYTES
 
 @contextlib.contextmanager
 def marked_engine(target: str) -> Iterator[Session]:
-    """A session whose transfers may lie behind marks."""
+    """Returns a session whose transfers may lie behind marks."""
     memory, flags = os.memfd_create("engine"), os.memfd_create("flags")
     os.posix_fallocate(memory, 0, NUM_BLOCKS * PAGE_BYTES)
     os.posix_fallocate(flags, 0, 4096)

@@ -48,7 +48,7 @@ def get(port: int, path: str = "/", *, method: str = "GET", **headers: str) -> A
 
 
 def status_of(server: Server, **headers: str) -> dict[str, Any]:
-    """What /api/v1/status says."""
+    """Returns what /api/v1/status says."""
     answer = get(http_port(server), "/api/v1/status", **headers)
     assert answer.status == 200, answer.body
     return answer.figures
@@ -87,6 +87,6 @@ class Traffic:
 
 
 def listed(server: Server) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
-    """What the admin API says of the server: info, tiers, sessions."""
+    """Returns what the admin API says of the server: info, tiers, sessions."""
     with AdminClient(server.target) as admin:
         return admin.info(), admin.tiers(), admin.sessions()

@@ -29,7 +29,7 @@ VOLATILE = ("uptime_s", "age_s", "idle_s", "counters")
 
 
 def state(server: Server) -> dict[str, Any]:
-    """Everything that a refused call must leave as it was."""
+    """Returns everything that a refused call must leave as it was."""
     with AdminClient(server.target) as admin:
         answer = {
             "tiers": admin.tiers(),
@@ -55,7 +55,7 @@ def refused(future: Any) -> HotKVError:
 
 @pytest.fixture
 def stored(engine: Make) -> Iterator[tuple[PagedEngine, list[bytes]]]:
-    """An engine with four stored blocks."""
+    """Yields an engine with four stored blocks."""
     one = engine()
     blocks = [os.urandom(32) for _ in range(4)]
     one.session.store("s", "s", [BlockRun(0, blocks, np.arange(4, dtype=INT32))], 10).result(60)
@@ -63,7 +63,7 @@ def stored(engine: Make) -> Iterator[tuple[PagedEngine, list[bytes]]]:
 
 
 def fill(message: Any, random: np.random.Generator, level: int) -> None:
-    """Random values in random fields, edges of the types among them."""
+    """Puts random values in random fields, edges of the types among them."""
     message.SetInParent()
     for field in message.DESCRIPTOR.fields:
         if random.random() < 0.3:

@@ -47,7 +47,7 @@ class Router:
         self.next_sequence = -1
 
     def wait_subscribed(self, engine: GroupsEngine) -> None:
-        """Until the first event comes through; the engine's key space is empty then."""
+        """Waits until the first event comes through; the engine's key space is empty then."""
         deadline_s = time.monotonic() + 60
         while not self.sub.poll(100):
             assert time.monotonic() < deadline_s, "no event came"
@@ -82,7 +82,7 @@ class Router:
         return found
 
     def replay(self, *request: bytes) -> list[tuple[str, int, bytes]]:
-        """What the replay socket answers, without the end mark."""
+        """Returns what the replay socket answers, without the end mark."""
         with self.context.socket(zmq.DEALER) as dealer:
             dealer.connect(f"ipc://{self.folder}/replay")
             dealer.send_multipart([b"", *request])
@@ -103,7 +103,7 @@ class Router:
 
 @pytest.fixture(scope="module")
 def published() -> Iterator[tuple[Server, Path]]:
-    """A server of 16 MiB that publishes on Unix sockets in the folder."""
+    """Yields a server of 16 MiB that publishes on Unix sockets in the folder."""
     with runtime_folder(64 << 20) as folder:
         flags = [
             "--events.endpoint",

@@ -32,7 +32,7 @@ class SharingNode(Place):
         return self
 
     def start_engine(self) -> None:
-        """An engine comes to the server that runs."""
+        """Makes an engine come to the server that runs."""
         assert self.server is not None
         self.engine = PagedEngine(
             self.server.target, layers=LAYERS, num_blocks=NUM_BLOCKS, page_bytes=PAGE_BYTES
@@ -105,7 +105,7 @@ def node(kind: type[SharingNode] = SharingNode) -> Iterator[SharingNode]:
 
 
 def check_sharing(a: SharingNode, b: SharingNode) -> None:
-    """What one node stores the other one loads, and a flush on one counts on both."""
+    """Checks that what one node stores the other one loads, and a flush on one counts on both."""
     chain, kept = hashes(CHAIN), hashes(CHAIN)
     content = a.fill(chain)
     # Until it has connected it knows of nothing.

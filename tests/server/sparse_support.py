@@ -142,12 +142,12 @@ Make = Callable[..., RepresentationEngine]
 
 
 def queries(count: int) -> F32:
-    """[count, Q, D]."""
+    """Returns queries [count, Q, D]."""
     return np.random.default_rng(count).standard_normal((count, QUERY_HEADS, HEAD_SIZE), np.float32)
 
 
 def refused(call: Callable[[], Any]) -> HotKVError:
-    """What the call is refused with."""
+    """Returns what the call is refused with."""
     with pytest.raises(HotKVError) as caught:
         call()
     return caught.value

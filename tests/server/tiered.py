@@ -60,7 +60,7 @@ class Tiered(Place):
 
 @contextlib.contextmanager
 def tiered() -> Iterator[Tiered]:
-    """A place of its own, whose engine and server are ended."""
+    """Yields a place of its own, whose engine and server are ended."""
     with runtime_folder(256 << 20) as folder:
         made = Tiered(folder)
         yield made

@@ -113,7 +113,7 @@ def _subsets(blocks: list[int], capacity: int) -> list[frozenset[int]]:
 def chained_requests(
     draw: st.DrawFn, max_requests: int = 40, max_blocks: int = 6, branches: int = 2
 ) -> Requests:
-    """Few branches and short chains, so that prefixes are shared and blocks come back."""
+    """Draws few branches and short chains, so that prefixes are shared and blocks come back."""
     chains = Chains()
     contents = st.lists(st.integers(0, branches), min_size=1, max_size=max_blocks)
     times_s = st.sampled_from([0.0, 1.0, 60.0, 1000.0])

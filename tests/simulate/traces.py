@@ -115,8 +115,8 @@ def loops(seed: int = 0, num_requests: int = 3000, num_documents: int = 150) -> 
 
 
 def bursts(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Short bursts of requests with one long system prompt and tails of their own, some at once;
-    prompts come back after long silences."""
+    """Makes short bursts of requests with one long system prompt and tails of their own, some at
+    once; prompts come back after long silences."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     start_s = 0.0

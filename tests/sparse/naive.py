@@ -49,7 +49,7 @@ class NaiveHotSet:
     def extend(
         self, first: int, last: int, count: int, num_complete: int, num_host: int
     ) -> tuple[list[int], list[int], list[int]] | None:
-        """(new blocks, victims, swap out), or None where there is no room."""
+        """Returns (new blocks, victims, swap out), or None where there is no room."""
         fresh = list(range(max(self.count, num_host), count))
         before = (self.first, self.last)
         self.first, self.last = first, last
@@ -107,7 +107,7 @@ class NaiveHotSet:
     def step(
         self, weights: dict[int, float], max_loads: int
     ) -> tuple[list[int], list[int], list[int]]:
-        """(loaded, prefetch, victims); weights are inf where always kept."""
+        """Returns (loaded, prefetch, victims); weights are inf where always kept."""
         self.clock += 1
         victims = []
         mapped = [b for b in weights if b in self.used_at]
@@ -142,7 +142,7 @@ class NaiveHotSet:
             self.ready[slot] = block
 
     def adopt(self) -> tuple[list[int], list[int]]:
-        """(adopted, victims)"""
+        """Returns (adopted, victims)"""
         excess = len(self.used_at) + len(self.ready) - self.capacity if self.ready else 0
         victims = self.victims(excess, protected=False)
         slots = sorted(self.ready)

@@ -29,7 +29,7 @@ class Case:
         return self.keys.shape[2]
 
     def token_scores(self) -> F32:
-        """q . k / sqrt(D), [Q, B, T], -inf where there is no token."""
+        """Computes q . k / sqrt(D), [Q, B, T], -inf where there is no token."""
         num_blocks, block_tokens, kv_heads, head_size = self.keys.shape
         grouped = self.query.reshape(kv_heads, len(self.query) // kv_heads, head_size)
         exact = np.einsum("bthd,hgd->hgbt", self.keys, grouped).reshape(
@@ -38,7 +38,7 @@ class Case:
         return np.where(np.arange(block_tokens) < self.num_tokens[:, None], exact, -np.inf)
 
     def log_mass(self) -> F32:
-        """Exact logsumexp over each block's tokens, [Q, B]."""
+        """Computes the exact logsumexp over each block's tokens, [Q, B]."""
         with np.errstate(divide="ignore"):
             return np.log(np.exp(self.token_scores()).sum(axis=-1))
 

@@ -178,8 +178,8 @@ def quick_servers() -> Iterator[None]:
 
 
 def start_server(*arguments: str) -> "ForkedServer | subprocess.Popen[bytes]":
-    """`python -m hotkv_server run` with these arguments, in the tests' process group and with their
-    standard streams."""
+    """Starts `python -m hotkv_server run` with these arguments, in the tests' process group and
+    with their standard streams."""
     command = [sys.executable, "-m", "hotkv_server", "run", *arguments]
     if not can_fork(command, {}):
         return subprocess.Popen(command)

@@ -35,5 +35,5 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports, each as `free_port` gives it."""
+    """Returns different ports, each as `free_port` gives it."""
     return [free_port() for _ in range(count)]

@@ -20,7 +20,7 @@ PACKAGES = {
 
 
 def program(name: str) -> Path:
-    """Where it is; skips the test if it is not installed."""
+    """Returns where it is; skips the test if it is not installed."""
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"no {name} here: `make programs` installs Debian's package {PACKAGES[name]}")
