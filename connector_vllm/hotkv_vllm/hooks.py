@@ -115,6 +115,27 @@ FALLBACKS: dict[str, str] = {
         "succeeded."
     ),
     "get_kv_connector_stats": "Counters go out with a later step.",
+    # ----------------------------------------------------------- the tier of vLLM's own offloading
+    "tier.on_new_request": "The request is unknown: nothing of it is looked up or stored.",
+    "tier.lookup": "A miss.",
+    "tier.submit_load": "The load has failed, and the request computes.",
+    "tier.submit_store": "The store has failed; vLLM frees the rows.",
+    "tier._note_end": "The job is reported all the same.",
+    "tier.on_schedule_end": "Promotions count as under way for longer, which costs room only.",
+    "tier.on_request_finished": "The server does not hear which chunks the request used.",
+    "tier.shutdown": "What is left ends with the process, and the server notices.",
+    # ------------------------------------------------------------- the connector beside that tier
+    "door.register": "The rank says that it is off, so no session is opened.",
+    "door.before_step": "The rank does not answer about its weights, and nothing is shared.",
+    "door.report": "The scheduler asks again.",
+    "door.connect": "There is no session, so every lookup misses.",
+    "door.arrived": "The tier does not know the request: nothing of it is looked up or stored.",
+    "door.matched": "The request's report says less.",
+    "door.allocated": "The request is not reported.",
+    "door.finished": "The request's end is not reported.",
+    "door.begin_step": "Nothing is looked up or stored until a later step has settled it.",
+    "door.update": "Nothing is looked up or stored until the ranks have named their weights.",
+    "door.reset": "The caller hears that it failed, and nothing is looked up or stored.",
     # ---------------------------------------------------------------------------- both, and neither
     "shutdown": "What is left ends with the process, and the server notices.",
     "supports_sleep_mode": "vLLM starts, and hotkv is off if the memory can't be shared.",
@@ -170,18 +191,19 @@ class HookEdge:
 
 
 def hook(
-    otherwise: Callable[..., Any], *, last: Any = None, is_part: bool = False
+    otherwise: Callable[..., Any], *, last: Any = None, is_part: bool = False, of: str = ""
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Decorates a hook: records its time and keeps its exceptions from vLLM. The decorated method's
     object must have an attribute `edge`, a HookEdge.
 
+    of: whose hook it is, if not the connector's own; part of its name.
     otherwise: the fallback, called with the object and the hook's arguments if the hook raises.
     last: the answer if the fallback raises too.
     is_part: the method is part of another hook. It is not timed, and the hook goes on if it raises.
     """
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:
-        name = method.__name__
+        name = f"{of}.{method.__name__}" if of else method.__name__
         _add(name, method)
 
         @functools.wraps(method)

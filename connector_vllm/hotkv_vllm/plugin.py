@@ -9,7 +9,10 @@ Never raises: an exception here would keep vLLM from starting.
 
 import logging
 
-CONNECTOR = ("HotKVConnector", "hotkv_vllm.connector")
+CONNECTORS = (
+    ("HotKVConnector", "hotkv_vllm.connector"),
+    ("HotKVOffloadingConnector", "hotkv_vllm.offloading.connector"),
+)
 BACKEND = "hotkv_vllm.sparse.backend.HotAttentionBackend"
 CUDA_BACKEND = "hotkv_vllm.residency.cuda_backend.HotFlashBackend"
 
@@ -20,7 +23,8 @@ def register() -> None:
     try:
         from hotkv_vllm.compat import checks, sparse_layers
 
-        checks.name_connector(*CONNECTOR)
+        for name, module in CONNECTORS:
+            checks.name_connector(name, module)
         sparse_layers.override_cpu_attention(BACKEND)
         sparse_layers.override_cuda_attention(CUDA_BACKEND)
     except Exception:

@@ -86,6 +86,16 @@ def is_pausing() -> bool:
     return False
 
 
+def is_device_empty(kv_cache_manager: Any) -> bool:
+    """Returns True if no block of the device is in use and none is known by a hash. A reset of
+    vLLM's prefix cache leaves it so if it succeeds. Returns False if that can't be told.
+
+    Source: `BlockPool.reset_prefix_cache`, for which only the null block may be in use.
+    """
+    pool = getattr(kv_cache_manager, "block_pool", None)
+    return pool is not None and pool.num_gpu_blocks - pool.get_num_free_blocks() == 1
+
+
 def preferred_layout() -> str | None:
     """Returns the KV cache layout to ask vLLM for: blocks outermost on CUDA, so that a block of all
     layers is one run; elsewhere none."""

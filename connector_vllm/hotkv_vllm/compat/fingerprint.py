@@ -190,11 +190,30 @@ def key_space_factors(vllm_config: Any, layer_specs: Mapping[str, Any]) -> tuple
     objects, so that two engines that don't share can be compared part by part. `layer_specs`: KV
     cache spec by layer name.
     """
+    return _factors(_parts(vllm_config, layer_specs))
+
+
+def portable_factors(vllm_config: Any, layer_specs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns `key_space_factors` without the tensor-parallel size, for KV that is kept in a form
+    that is the same for all sizes."""
+    heads = vllm_config.model_config.get_total_num_kv_heads()
+    whole = {
+        name: dataclasses.replace(spec, num_kv_heads=heads) for name, spec in layer_specs.items()
+    }
+    parts = _parts(vllm_config, whole)
+    parallel = _fields(vllm_config.parallel_config)
+    parallel.pop("tensor_parallel_size", None)
+    return _factors(parts | {"parallel_config": parallel})
+
+
+def _parts(vllm_config: Any, layer_specs: Mapping[str, Any]) -> dict[str, Any]:
     parts = {name: value for name, value in _fields(vllm_config).items() if value is not None}
     if draft_model(vllm_config) is not None:
         parts["speculative_config"] = vllm_config.speculative_config
-    parts["layers"] = dict(layer_specs)
-    parts["environment"] = environment()
+    return parts | {"layers": dict(layer_specs), "environment": environment()}
+
+
+def _factors(parts: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         f"vllm={versions.VERSION}",
         *(f"{name}={digest(value)}" for name, value in sorted(parts.items())),

@@ -9,20 +9,33 @@ one engine is not such a reset (`checks.is_pausing`).
 
 import time
 from concurrent.futures import Future, wait
+from typing import Protocol
 
 from hotkv_client import Flushed
 from hotkv_vllm.link import CacheSession, logger
-from hotkv_vllm.scheduler.stores import StorePlanner
 
 RETRY_S = 1.0
+
+
+class Stores(Protocol):
+    """The engine's stores.
+
+    in_flight: true while stores are under way.
+    is_held: set while nothing may be stored.
+    """
+
+    is_held: bool
+
+    @property
+    def in_flight(self) -> object: ...
 
 
 class CacheReset:
     """The reset that is under way, if any. Scheduler thread only."""
 
-    def __init__(self, session: CacheSession, planner: StorePlanner) -> None:
+    def __init__(self, session: CacheSession, stores: Stores) -> None:
         self._session = session
-        self._planner = planner
+        self._stores = stores
         self._answer: Future[Flushed] | None = None
         self._retry_at_s = 0.0
         self.under_way = False
@@ -37,7 +50,7 @@ class CacheReset:
         Returns True without a server: nothing can be loaded, and the flush is sent when the server
         is back.
         """
-        self.under_way = self._planner.is_held = True
+        self.under_way = self._stores.is_held = True
         answer = self._session.flush()
         wait([answer], timeout_s)
         accepted = _is_good(answer)
@@ -57,7 +70,7 @@ class CacheReset:
             )
         # Stores of old blocks that reach the server after this flush would bring the blocks back.
         # They need another flush.
-        if accepted and not self._planner.in_flight:
+        if accepted and not self._stores.in_flight:
             _warn_of_pending(answer)
             self._done()
         else:
@@ -67,13 +80,13 @@ class CacheReset:
 
     def hold(self) -> None:
         """Schedules a reset that could not be begun: the next steps do it."""
-        self.under_way = self._planner.is_held = True
+        self.under_way = self._stores.is_held = True
         self._answer = None
         self._retry_at_s = 0.0
 
     def step(self, now_s: float) -> None:
         """Advances the reset. Does not wait."""
-        if not self.under_way or self._planner.in_flight:
+        if not self.under_way or self._stores.in_flight:
             return
         if self._answer is None:
             if now_s >= self._retry_at_s and self._session.connected:
@@ -87,7 +100,7 @@ class CacheReset:
                 self._retry_at_s = now_s + RETRY_S
 
     def _done(self) -> None:
-        self.under_way = self._planner.is_held = False
+        self.under_way = self._stores.is_held = False
         self._answer = None
 
 

@@ -1,0 +1,230 @@
+"""`HotKVOffloadingConnector`: vLLM's OffloadingConnector with hotkv below its CPU tier.
+
+It completes the settings, so that the connector's name and `cpu_bytes_to_use` are enough, and tells
+hotkv's tier what only a connector sees. Everything else is vLLM's. Exceptions of vLLM's own code
+pass; those of hotkv are kept from vLLM (`hooks`).
+
+If hotkv is off with this version of vLLM, the tier is left out, and vLLM's offloading runs alone.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from hotkv_vllm import versions
+from hotkv_vllm.config import SPARSE, ConfigError, ConnectorConfig
+from hotkv_vllm.link import logger
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+        KVConnectorRole,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+        OffloadingWorkerMetadata,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
+    )
+
+    from hotkv_vllm.compat import checks
+    from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
+    from hotkv_vllm.offloading.scheduler import DoorScheduler
+    from hotkv_vllm.offloading.tier import BY_CONNECTOR, HotKVTier
+    from hotkv_vllm.offloading.worker import DoorWorker
+except ImportError as error:
+    raise ImportError(versions.why_not_imported(error)) from error
+
+from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.stats import HookClock, HotKVStats
+
+SPEC = "TieringOffloadingSpec"
+
+
+class HotKVOffloadingConnector(OffloadingConnector):
+    """vLLM's OffloadingConnector beside hotkv's two sides. vLLM calls the constructor, which raises
+    ConfigError if the configuration is wrong."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        transfer = vllm_config.kv_transfer_config
+        settings = complete(transfer.kv_connector_extra_config)
+        is_child = bool(checks.outer_configs())
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._door: DoorScheduler | None = None
+        self._door_worker: DoorWorker | None = None
+        if settings is None:
+            if role is KVConnectorRole.SCHEDULER:
+                logger.warning("hotkv is off: %s; vLLM's offloading runs without it", why_off({}))
+            return
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        who = "scheduler" if is_scheduler else f"worker-{vllm_config.parallel_config.rank}"
+        edge = HookEdge(HookClock(who, str(transfer.engine_id)), HotKVStats().add)
+        if not is_scheduler:
+            self._door_worker = DoorWorker(vllm_config, kv_cache_config, settings, edge, is_child)
+        elif tiers := self._tiers():
+            self._door = DoorScheduler(vllm_config, kv_cache_config, settings, tiers[0], edge)
+
+    def _tiers(self) -> list[HotKVTier]:
+        tiers = getattr(self.scheduler.manager, "secondary_tiers", ())
+        return [tier for tier in tiers if isinstance(tier, HotKVTier)]
+
+    # --------------------------------------------------------------------------------- worker hooks
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        if self._door_worker is not None:
+            self._door_worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Returns the rank's page format. In a MultiConnector returns None, because vLLM would hand
+        it to other connectors; the scheduler then asks for it in a step."""
+        return None if self._door_worker is None else self._door_worker.handshake()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        self._before_step(kv_connector_metadata)
+        super().handle_preemptions(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._before_step(self._connector_metadata)
+        super().start_load_kv(forward_context, **kwargs)
+
+    def _before_step(self, meta: KVConnectorMetadata | None) -> None:
+        if self._door_worker is not None and isinstance(meta, DoorMetadata):
+            self._door_worker.before_step(meta)
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        theirs = super().build_connector_worker_meta()
+        if self._door_worker is None:
+            return theirs
+        meta = self._connector_metadata
+        ours = self._door_worker.report(meta if isinstance(meta, DoorMetadata) else None)
+        return theirs if not ours.says_something else ours.beside(theirs)
+
+    # ------------------------------------------------------------------------------ scheduler hooks
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self._connect(metadata.values())
+
+    def set_xfer_handshake_metadata(
+        self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        self._connect(metadata.values())
+
+    def _connect(self, handshakes: Collection[KVConnectorHandshakeMetadata]) -> None:
+        if self._door is not None:
+            self._door.connect([one for one in handshakes if isinstance(one, PageFormat)])
+
+    def on_new_request(self, request: Any) -> None:
+        if self._door is not None:
+            self._door.arrived(request)
+        super().on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if self._door is not None:
+            self._door.matched(request, num_computed_tokens, answer[0])
+        return answer
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if self._door is not None:
+            self._door.allocated(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        timed_step = 0 if self._door is None else self._door.begin_step(scheduler_output)
+        theirs = super().build_connector_meta(scheduler_output)
+        if self._door is None:
+            return theirs
+        return DoorMetadata.beside(theirs, self._door.order, self._door.wants_formats, timed_step)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if self._door is not None:
+            ours = meta if isinstance(meta, DoorReport) else DoorReport()
+            self._door.update(ours, connector_output.finished_recving or ())
+        super().update_connector_output(connector_output)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._door is not None:
+            self._door.finished(request)
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._door is not None:
+            self._door.finished(request)
+        return super().request_finished_all_groups(request, block_ids)
+
+    def reset_cache(self) -> bool | None:
+        """Empties the primary tier, and the server's cache of this engine's key space unless the
+        engine only pauses."""
+        done = super().reset_cache()
+        if self._door is None:
+            return done
+        return self._door.reset(checks.is_device_empty(self._kv_cache_manager)) and done
+
+    # ----------------------------------------------------------------------------------------- both
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        # Runs in the front end too, where no connector has completed the settings.
+        complete(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        return super().build_prom_metrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues
+        )
+
+
+def why_off(extra: Mapping[str, Any]) -> str:
+    """Returns why hotkv is off with this version of vLLM; empty if it is on."""
+    return versions.why_off(bool(extra.get("hotkv.allow_untested_vllm")))
+
+
+def complete(extra: dict[str, Any]) -> ConnectorConfig | None:
+    """Adds what the user left out of `kv_connector_extra_config`: vLLM's tiering, hotkv's tier with
+    the settings `hotkv.…`, and answers beside prompts. May be called again. Returns the settings;
+    None if hotkv is off with this version of vLLM.
+
+    Raises ConfigError for a setting that is wrong, or that this door can't serve.
+    """
+    config = ConnectorConfig.from_extra_config(extra)
+    if config.sparse is not None:
+        raise ConfigError(
+            f"{SPARSE}: vLLM's offloading keeps whole contexts on the device; sparse decode and "
+            "residency need kv_connector HotKVConnector"
+        )
+    extra.setdefault("spec_name", SPEC)
+    # vLLM's own default leaves answers out; a later turn of a conversation would miss them.
+    extra.setdefault("offload_prompt_only", False)
+    tiers = extra.setdefault("secondary_tiers", [])
+    if why_off(extra):
+        return None
+    if not any(tier.get("type") == HotKVTier.__name__ for tier in tiers):
+        own = {key: value for key, value in extra.items() if key.startswith("hotkv.")}
+        tiers.append(
+            {
+                "type": HotKVTier.__name__,
+                "module_path": HotKVTier.__module__,
+                BY_CONNECTOR: True,
+                **own,
+            }
+        )
+    return config
+
+
+# MultiConnector finds the class of each connector's statistics by name, also in the frontend's
+# process.
+checks.name_connector(HotKVOffloadingConnector.__name__, __name__)

@@ -1,0 +1,117 @@
+"""The key space of rows of vLLM's primary tier.
+
+vLLM's `OffloadKey` names tokens and a KV cache group, and nothing of the model. So the key space
+states all else that decides the bytes of a row: the factors of hotkv's own connector
+(`compat.key_space`), and the place of each part in a row.
+
+With vLLM's canonical layout (`canonical_layout` in the connector's settings) rows have the same
+bytes for all tensor-parallel sizes. The key space then leaves the size out, so engines of
+different sizes share.
+
+Reads `OffloadingConfig` and its parts (`vllm.v1.kv_offload.config`).
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_vllm import versions
+from hotkv_vllm.compat import Unsupported, fingerprint
+from hotkv_vllm.compat.key_space import key_space as own_key_space
+from hotkv_vllm.compat.kv_groups import cache_groups, layer_specs
+from hotkv_vllm.config import ConnectorConfig
+
+FORM = "vllm-offload-rows-1"
+"""Version of the row format as described here. Must change if rows of the same engine change."""
+
+
+def is_portable(config: Any) -> bool:
+    """Returns True if rows of this engine have the same bytes for all tensor-parallel sizes.
+
+    Source: `OffloadingConfig.canonical_layout` and `is_parallelism_agnostic`. vLLM's worker refuses
+    to start if a layer can't keep the promise. Without the canonical layout each rank's pages
+    follow each other, so rows depend on the size.
+    """
+    return bool(config.canonical_layout and config.parallel.is_parallelism_agnostic)
+
+
+def full_key_space(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    config: Any,
+    row_bytes: int,
+    page_format: str,
+    settings: ConnectorConfig,
+) -> KeySpace:
+    """Returns the key space of an engine whose whole configuration is known.
+
+    config: vLLM's `OffloadingConfig`.
+    row_bytes: bytes of a row, padding included.
+    page_format: how the ranks pack K and V in a page (`messages.PageFormat`).
+
+    Raises Unsupported if an identity can't be determined, OSError if the weights can't be read.
+    """
+    per_chunk = config.cache.blocks_per_chunk
+    groups = tuple(
+        replace(group, block_tokens=group.block_tokens * per_chunk)
+        for group in cache_groups(vllm_config, kv_cache_config)
+    )
+    if [group.vllm_group for group in groups] != [group.group_id for group in config.groups]:
+        raise Unsupported("vLLM's offloading keeps other KV cache groups than hotkv would")
+    sizes = (row_bytes,) * len(groups)
+    space = own_key_space(vllm_config, kv_cache_config, settings, groups, sizes, 1, page_format)
+    extra = space.extra
+    if is_portable(config):
+        space = replace(space, parallel_shape="any tensor-parallel size")
+        extra = fingerprint.portable_factors(vllm_config, layer_specs(kv_cache_config))
+    return replace(
+        space,
+        hash_block_tokens=config.cache.tokens_per_hash,
+        extra=(*extra, *_row_factors(config)),
+    )
+
+
+def stated_key_space(config: Any, row_bytes: int, settings: ConnectorConfig) -> KeySpace:
+    """Returns the key space of an engine of which only vLLM's `OffloadingConfig` is known.
+
+    The user answers for everything else with `hotkv.weights_identity`, which must not be empty.
+    """
+    per_chunk = config.cache.blocks_per_chunk
+    groups = tuple(
+        GroupSpec(
+            GroupKind.FULL_ATTENTION,
+            group.tokens_per_block * per_chunk,
+            (row_bytes,),
+            layer_names=tuple(group.layer_names),
+        )
+        for group in config.groups
+    )
+    return KeySpace(
+        model=config.model.name,
+        weights_identity=settings.weights_identity,
+        dtype=str(config.model.dtype),
+        groups=groups,
+        hash_block_tokens=config.cache.tokens_per_hash,
+        tenant=settings.tenant,
+        page_format="stated by the user",
+        extra=(f"vllm={versions.VERSION}", *_row_factors(config)),
+    )
+
+
+def _row_factors(config: Any) -> tuple[str, ...]:
+    """Returns what decides where bytes lie in a row."""
+    parallel = config.parallel
+    if is_portable(config):
+        shape = "any"
+    else:
+        sizes = (parallel.world_size, parallel.tp_size, parallel.pp_size, parallel.pcp_size)
+        shape = "/".join(str(size) for size in (*sizes, config.worker_kv_bytes_per_block))
+    return (
+        FORM,
+        f"blocks_per_chunk={config.cache.blocks_per_chunk}",
+        f"ranks={shape}",
+        f"replicated={config.replicated_layout}",
+        f"canonical={config.canonical_layout}",
+        f"layout={config.kv_cache_layout}",
+    )

@@ -1,0 +1,99 @@
+"""Messages between the two sides of this door. vLLM carries them beside its own offloading's.
+
+Scheduler to worker: `DoorMetadata`. Worker to scheduler: `DoorReport`, joined over all ranks, and
+at the start `PageFormat`. In a MultiConnector vLLM forwards no handshake, so the scheduler asks for
+it and a report carries it.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+
+from hotkv_vllm.identity.rekeying import WeightsOrder, WeightsReport
+
+
+@dataclass(slots=True)
+class PageFormat(KVConnectorHandshakeMetadata):
+    """What a rank found when vLLM registered its KV caches.
+
+    text: how the rank packs K and V inside a page; empty if hotkv has to be off.
+    why_off: why hotkv has to be off; empty if it may be on.
+    weights_in_doubt: True if the rank's weights may differ from those that the files name.
+    """
+
+    rank: int
+    text: str = ""
+    why_off: str = ""
+    weights_in_doubt: bool = False
+
+
+@dataclass
+class DoorMetadata(OffloadingConnectorMetadata):
+    """A step's orders: vLLM's own, and hotkv's.
+
+    weights: the order to check weights that may have changed.
+    wants_formats: True while the scheduler does not know the ranks' page formats.
+    timed_step: a number that the ranks report with this step's output; 0 for none.
+    """
+
+    weights: WeightsOrder | None = None
+    wants_formats: bool = False
+    timed_step: int = 0
+
+    @staticmethod
+    def beside(
+        theirs: OffloadingConnectorMetadata,
+        weights: WeightsOrder | None,
+        wants_formats: bool,
+        timed_step: int,
+    ) -> "DoorMetadata":
+        """Returns vLLM's orders with hotkv's."""
+        hotkv = {"weights": weights, "wants_formats": wants_formats, "timed_step": timed_step}
+        return DoorMetadata(**_values(theirs) | hotkv)
+
+
+@dataclass
+class DoorReport(OffloadingWorkerMetadata):
+    """What the ranks report with a step: vLLM's own report, and hotkv's.
+
+    weights, formats: by rank.
+    timed_step: the step's number; 0 for none.
+    """
+
+    weights: dict[int, WeightsReport] = field(default_factory=dict)
+    formats: dict[int, PageFormat] = field(default_factory=dict)
+    timed_step: int = 0
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "DoorReport":
+        """Returns the reports of two ranks joined. Changes neither."""
+        theirs = super().aggregate(other)
+        joined = DoorReport(
+            weights=dict(self.weights), formats=dict(self.formats), timed_step=self.timed_step
+        )
+        if isinstance(other, DoorReport):
+            joined.weights |= other.weights
+            joined.formats |= other.formats
+            joined.timed_step = max(joined.timed_step, other.timed_step)
+        return joined.beside(theirs)
+
+    def beside(self, theirs: KVConnectorWorkerMetadata | None) -> "DoorReport":
+        """Returns this report with vLLM's own values."""
+        ours = {"weights": self.weights, "formats": self.formats, "timed_step": self.timed_step}
+        return DoorReport(**({} if theirs is None else _values(theirs)) | ours)
+
+    @property
+    def says_something(self) -> bool:
+        """Returns True if hotkv has something to report."""
+        return bool(self.weights or self.formats or self.timed_step)
+
+
+def _values(message: Any) -> dict[str, Any]:
+    return {one.name: getattr(message, one.name) for one in fields(message)}

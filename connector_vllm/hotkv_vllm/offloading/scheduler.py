@@ -1,0 +1,272 @@
+"""The scheduler's side of this door: what vLLM does not tell a tier.
+
+Opens the tier's session under the engine's whole key space, follows the weights and the resets of
+the caches, and reports requests to the server.
+
+Always true:
+- The tier has a session only while every rank has described its pages, and none has a reason
+  against.
+- From the moment the weights may have changed, nothing is looked up or stored until all ranks have
+  reported their weights.
+- If weights were written, nothing is looked up or stored until vLLM has emptied the device and the
+  primary tier: blocks of before are there under the same names.
+
+Scheduler's thread only. Blocks for the server at the start, after a change of weights, and in a
+reset.
+"""
+
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from hotkv_proto.keys import KeySpace
+from hotkv_vllm.compat import Unsupported, checks, steps
+from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.costs.prefill_speed import LEAST_STEP_TOKENS, PrefillSpeed
+from hotkv_vllm.hints.requests import HintReader
+from hotkv_vllm.hooks import HookEdge, hook, nothing
+from hotkv_vllm.identity.rekeying import RECONNECT_S, Rekeying, WeightsOrder
+from hotkv_vllm.link import logger
+from hotkv_vllm.offloading.key_space import full_key_space
+from hotkv_vllm.offloading.messages import DoorReport, PageFormat
+from hotkv_vllm.offloading.tier import HotKVTier
+from hotkv_vllm.scheduler.reports import UseReports
+from hotkv_vllm.scheduler.request import RequestState, StoreState
+from hotkv_vllm.scheduler.reset import CacheReset
+
+
+class DoorScheduler:
+    """The scheduler's side, beside one `HotKVTier`. Idle until `connect`."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        config: ConnectorConfig,
+        tier: HotKVTier,
+        edge: HookEdge,
+    ) -> None:
+        self.edge = edge
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._tier = tier
+        self._num_ranks = vllm_config.parallel_config.world_size
+        self._counts_media = checks.counts_media(vllm_config)
+        self._hints = HintReader(tier.stats)
+        self._prefill = PrefillSpeed(tier.stats)
+        self._space: KeySpace | None = None
+        self._reports: UseReports | None = None
+        self._reset: CacheReset | None = None
+        self._states: dict[str, RequestState] = {}
+        self._weights = Rekeying(self._num_ranks, "")
+        self._is_clean = True
+        self._said_unclean = False
+        self.wants_formats = True
+        tier.makes_wait = self._makes_wait
+        transfer = vllm_config.kv_transfer_config
+        tier.may_load, tier.may_store = transfer.is_kv_consumer, transfer.is_kv_producer
+
+    def __repr__(self) -> str:
+        clean = "" if self._is_clean else ", blocks of other weights"
+        return f"DoorScheduler({self._tier}, {self._weights}{clean})"
+
+    def _makes_wait(self) -> bool:
+        """Returns True while the ranks are about to answer about their weights."""
+        return self._space is not None and self._weights.waits(time.monotonic())
+
+    # ---------------------------------------------------------------------------------------- start
+
+    @hook(nothing, of="door")
+    def connect(self, formats: Collection[PageFormat]) -> None:
+        """Opens the session once every rank has described its pages. Waits a moment for the
+        server."""
+        if not self.wants_formats or len(formats) < self._num_ranks:
+            return
+        self.wants_formats = False
+        try:
+            why = next((one.why_off for one in formats if one.why_off), "")
+            if why:
+                raise Unsupported(why)
+            space = full_key_space(
+                self._vllm_config,
+                self._kv_cache_config,
+                self._tier.config,
+                self._tier.row_bytes,
+                "|".join(sorted({one.text for one in formats})),
+                self._config,
+            )
+        except (Unsupported, OSError, ValueError) as error:
+            logger.warning("hotkv is off: %s; vLLM's offloading runs without it", error)
+            return
+        in_doubt = any(one.weights_in_doubt for one in formats)
+        self._weights = Rekeying(self._num_ranks, space.weights_identity, in_doubt)
+        self._open(space, self._config.startup_wait_s)
+        if self._counts_media:
+            logger.warning(
+                "hotkv: requests with images or other media do not use the shared cache: vLLM "
+                "names media by a counter where mm_processor_cache_gb is 0 and prefix caching is "
+                "off; turn one of them on"
+            )
+
+    def _open(self, space: KeySpace, wait_s: float) -> None:
+        self._space, self._reports, self._reset = space, None, None
+        session = self._tier.open(space, wait_s)
+        if session is None or self._tier.transfers is None:
+            self._space = None
+            return
+        self._reset = CacheReset(session, self._tier.transfers)
+        self._reports = UseReports(
+            session, space.hash_block_tokens, self._tier.stats, self._keys, self._prefill
+        )
+
+    # ------------------------------------------------------------------------------------- requests
+
+    def _is_excluded(self, request: Any) -> bool:
+        """Returns True if vLLM's hashes do not cover all that decides the request's KV: adapters
+        are named by path, and media may be named by a counter."""
+        counts_media = self._counts_media and request.mm_features
+        return request.lora_request is not None or bool(counts_media)
+
+    def _keys(self, request: Any) -> Any:
+        return () if self._is_excluded(request) else request.block_hashes
+
+    @hook(nothing, of="door")
+    def arrived(self, request: Any) -> None:
+        """Tells the tier of a new request."""
+        now_s = time.monotonic()
+        state = RequestState(request, StoreState([], 0), arrived_s=now_s)
+        state.ask(self._hints.asked(request, now_s))
+        self._states[request.request_id] = state
+        self._tier.tell(request, state.retention, is_excluded=self._is_excluded(request))
+
+    @hook(nothing, of="door")
+    def matched(self, request: Any, device_hit_tokens: int, answer: int | None) -> None:
+        """Notes vLLM's own hit and the answer that vLLM's offloading gave."""
+        state = self._states.get(request.request_id)
+        if state is None or self._reports is None:
+            return
+        self._reports.matched(state, device_hit_tokens)
+        may_read = not request.skip_reading_prefix_cache and self._tier.may_load
+        may_read = may_read and not self._is_excluded(request)
+        self._reports.answered(state, answer is None, may_read)
+        state.hit.miss = self._tier.miss_of(request.request_id)
+
+    @hook(nothing, of="door")
+    def allocated(self, request: Any, external_tokens: int) -> None:
+        """Reports a request that the engine has admitted."""
+        state = self._states.get(request.request_id)
+        if state is not None and self._reports is not None:
+            self._reports.admitted(state, external_tokens)
+
+    @hook(nothing, of="door")
+    def finished(self, request: Any) -> None:
+        """Ends a request that has finished or was aborted."""
+        state = self._states.pop(request.request_id, None)
+        if state is not None and self._reports is not None:
+            self._reports.ended(state)
+
+    # ---------------------------------------------------------------------------------------- steps
+
+    @property
+    def order(self) -> WeightsOrder | None:
+        """The order to the ranks in this step."""
+        return self._weights.order() if self._space is not None else None
+
+    def _hold(self, *_: Any) -> int:
+        """Holds the tier until the ranks have answered."""
+        self._weights.suspect()
+        self._tier.is_held = True
+        return 0
+
+    @hook(_hold, of="door", last=0)
+    def begin_step(self, scheduler_output: Any) -> int:
+        """Advances the work that spans steps. Returns a number that the ranks report with the
+        step's output, so that the speed of prefill can be measured; 0 for none."""
+        if self._space is None or self._reports is None or self._reset is None:
+            return 0
+        now_s, num_tokens = time.monotonic(), scheduler_output.total_num_scheduled_tokens
+        identity = self._weights.step(num_tokens > 0, now_s)
+        transfers = self._tier.transfers
+        if identity is not None and transfers is not None and transfers.is_idle:
+            self._adopt(identity)
+        self._reset.step(now_s)
+        self._reports.send(now_s)
+        self._tier.is_held = self._weights.under_way or not self._is_clean
+        if num_tokens < LEAST_STEP_TOKENS:
+            return 0
+        return self._prefill.begin_step(steps.scheduled_rows(scheduler_output), now_s)
+
+    def _adopt(self, identity: str) -> None:
+        """Adopts the weights that all ranks have reported."""
+        assert self._space is not None
+        is_other = identity != self._weights.identity
+        self._weights.adopt(identity)
+        if not is_other:
+            return
+        logger.info(
+            "hotkv: the engine's weights have changed; from now on it shares KV with engines "
+            "that have the same (%s)",
+            identity,
+        )
+        is_connected = self._tier.session is not None and self._tier.session.connected
+        wait_s = min(self._config.startup_wait_s, RECONNECT_S) if is_connected else 0.0
+        self._open(replace(self._space, weights_identity=identity), wait_s)
+
+    @hook(_hold, of="door")
+    def update(self, report: DoorReport, finished_loads: Collection[str]) -> None:
+        """Takes in what the ranks report with a step. Runs before vLLM's offloading stores what the
+        step has computed."""
+        now_s = time.monotonic()
+        if self.wants_formats:
+            self.connect(list(report.formats.values()))
+        if self._space is None:
+            return
+        self._weights.reported(report.weights, now_s)
+        if any(not one.question for one in report.weights.values()):
+            # A rank has noticed a write that nobody had asked about.
+            self._is_clean = False
+            if not self._said_unclean:
+                self._said_unclean = True
+                logger.warning(
+                    "hotkv: weights were written while blocks of before are cached; this engine "
+                    "shares nothing until its caches are emptied (reset_prefix_cache with "
+                    "reset_connector)"
+                )
+        self._tier.is_held |= self._weights.under_way
+        if report.timed_step:
+            self._prefill.end_step(report.timed_step, now_s)
+        self._prefill.last_end_s = now_s
+        for request_id in finished_loads:
+            state = self._states.get(request_id)
+            if state is not None and self._reports is not None:
+                self._reports.load_ended(state, failed=False)
+
+    # ---------------------------------------------------------------------------------------- reset
+
+    def _reset_broke(self, *_: Any) -> bool:
+        self._hold()
+        if self._reset is not None:
+            self._reset.hold()
+        return False
+
+    @hook(_reset_broke, of="door", last=False)
+    def reset(self, is_device_empty: bool) -> bool:
+        """Follows a reset of vLLM's offloading: the primary tier is empty, and no job is under way.
+
+        Empties the server's cache of this key space too, unless the engine only pauses. Returns
+        False if a connected server did not do so.
+        """
+        self._weights.suspect()
+        self._tier.is_held = self._space is not None
+        if is_device_empty:
+            self._is_clean, self._said_unclean = True, False
+        # Blocks on the device are from before the reset.
+        self._tier.may_repeat = is_device_empty
+        if not is_device_empty:
+            self._tier.exclude(self._states)
+        if self._reset is None or checks.is_pausing():
+            return True
+        self._tier.stats.add("resets")
+        return self._reset.begin(self._config.reset_timeout_s)

@@ -1,0 +1,577 @@
+"""hotkv-server as a secondary tier of vLLM's offloading.
+
+Runs in the scheduler's process, in one thread of vLLM's. Blocks only in `drain_jobs`, `shutdown`
+and `open`.
+
+Always true:
+- Without a server, while the weights may have changed, and while a reset is under way, every lookup
+  misses and nothing is stored.
+- Every job of vLLM's is reported once, when the server does not touch its rows any more.
+- No exception of hotkv reaches vLLM. A call that raises is logged once and answered as a miss.
+
+`HotKVOffloadingConnector` makes the tier and tells it what vLLM does not tell tiers: the key space,
+the requests, the state of the weights. A tier that a user names in `secondary_tiers` has none of
+these. Its key space is what the user states in `hotkv.weights_identity`, and it can't tell requests
+of LoRA adapters from others.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from hotkv_client.types import BlockRun, GroupHashes, Role, SessionConfig, StoreOptions
+from hotkv_proto import native
+from hotkv_proto.blocks import NO_RETENTION, Retention
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
+from hotkv_proto.reports import Miss
+from hotkv_vllm import link, versions
+from hotkv_vllm.compat import steps
+from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.hints.requests import HintReader
+from hotkv_vllm.hooks import HookEdge, hook, nothing
+from hotkv_vllm.link import CacheSession, logger
+from hotkv_vllm.offloading.key_space import stated_key_space
+from hotkv_vllm.offloading.region import NoRegion, Region, region_of
+from hotkv_vllm.offloading.requests import Promotions, Room
+from hotkv_vllm.offloading.transfers import Ended, GroupRows, Transfers
+from hotkv_vllm.stats import HookClock, HotKVStats
+
+CLIENT_NAME = "hotkv-offloading"
+BY_CONNECTOR = "opened_by_connector"
+"""Setting of a tier whose session the connector opens."""
+HANDLE = "primary"
+PROBE_AGAIN_S = 0.25
+"""How long the answer of the block table is remembered for a request. A lease decides later."""
+ROOM_PATIENCE_S = 2.0
+"""How long a request waits until other promotions make room in the primary tier."""
+HELD_STEPS = 3
+"""Steps after a reset without promotions. The workers may still copy into rows that the reset has
+freed; vLLM 0.33 holds promotions for the same reason."""
+OWED_S = 600.0
+"""How long after a failed store requests offer all their chunks again. vLLM offers a chunk to its
+tiers only once, so otherwise the server would never get chunks stored while it was away."""
+
+
+@dataclass(slots=True)
+class RequestInTier:
+    """What the tier knows of a request.
+
+    request: vLLM's `Request`; None if the tier was not told.
+    is_excluded: its hashes do not cover all that decides its KV.
+    ready: by key, whether the server has the chunk, as of `probed_s`.
+    answer: the server's answer about chunks that the block table does not show; None before it was
+        asked.
+    asked_keys: the keys of that question, by group; empty once the answer was taken in.
+    answer_until_s, room_until_s: how long the request waits for the answer, and for room.
+    miss: why the last lookup missed.
+    """
+
+    promotions: Promotions = field(default_factory=Promotions)
+    request: Any = None
+    is_excluded: bool = False
+    retention: Retention = NO_RETENTION
+    ready: dict[OffloadKey, bool] = field(default_factory=dict)
+    probed_s: float = -math.inf
+    probed_wave: int = -1
+    answer: "Future[Any] | None" = None
+    asked_keys: list[list[OffloadKey]] = field(default_factory=list)
+    answer_until_s: float = 0.0
+    room_until_s: float = 0.0
+    miss: Miss = Miss.ABSENT
+
+
+class HotKVTier(SecondaryTierManager):
+    """The calls of vLLM's `TieringOffloadingManager`.
+
+    settings: the connector's settings, `hotkv.target` and so on (`config.ConnectorConfig`). Raises
+        ConfigError if one is wrong.
+
+    may_load, may_store: what the engine's role allows.
+    may_repeat: whether chunks that are on the device already may be stored.
+    is_held: True while nothing may be looked up or stored.
+    makes_wait: returns True while lookups are to be asked again.
+    """
+
+    medium = Medium.CPU
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.config = offloading_spec.config
+        self.settings = ConnectorConfig.from_extra_config(settings)
+        self.row_bytes = self.block_size_bytes
+        self.stats = HotKVStats()
+        self.edge = HookEdge(HookClock("tier", str(self.config.engine_id)), self.stats.add)
+        self.may_load = self.may_store = self.may_repeat = True
+        self.is_held = False
+        self.makes_wait: Callable[[], bool] = lambda: False
+        self._view = primary_kv_view
+        self._room = Room(len(primary_kv_view))
+        self._group_of = {group.group_id: i for i, group in enumerate(self.config.groups)}
+        self._chunk_tokens = [
+            group.tokens_per_block * self.config.cache.blocks_per_chunk
+            for group in self.config.groups
+        ]
+        self._hints = HintReader(self.stats)
+        self._told: dict[str, RequestInTier] = {}
+        self._region: Region | None = None
+        self._session: CacheSession | None = None
+        self._transfers: Transfers | None = None
+        self._left: list[Ended] = []
+        self._step = 0
+        self._held_until_step = 0
+        self._owed_until_s = 0.0
+        if not settings.get(BY_CONNECTOR):
+            self._open_stated()
+
+    def __repr__(self) -> str:
+        return f"HotKVTier({self._session}, {self._transfers}, {self._room})"
+
+    # ---------------------------------------------------------------------------------- the session
+
+    @property
+    def session(self) -> CacheSession | None:
+        """Returns the session; None while hotkv is off."""
+        return self._session
+
+    @property
+    def transfers(self) -> Transfers | None:
+        """Returns the jobs over the session; None while hotkv is off."""
+        return self._transfers
+
+    def _open_stated(self) -> None:
+        """Opens the session of a tier that no connector has made."""
+        why = versions.why_off(self.settings.allow_untested_vllm)
+        if not why and not self.settings.weights_identity:
+            why = (
+                "a tier in secondary_tiers does not see the model, so it needs "
+                "hotkv.weights_identity, a name that stands for the weights and all settings that "
+                "decide KV; or use kv_connector HotKVOffloadingConnector, which needs none"
+            )
+        if why:
+            logger.warning("hotkv is off: %s; vLLM's offloading runs without it", why)
+            return
+        self.open(
+            stated_key_space(self.config, self.row_bytes, self.settings),
+            self.settings.startup_wait_s,
+        )
+
+    def open(self, space: KeySpace, wait_s: float) -> CacheSession | None:
+        """Opens the session for a key space, in place of the session before. Waits up to `wait_s`
+        for the server. Returns None if hotkv is off; the log says why.
+
+        No job may be under way.
+        """
+        self._leave()
+        try:
+            if not self.settings.target.startswith("unix:"):
+                raise NoRegion("hotkv.target must be a unix: socket, which passes descriptors")
+            self._region = self._region or region_of(self._view)
+        except (NoRegion, OSError) as error:
+            logger.warning("hotkv is off: %s; vLLM's offloading runs without it", error)
+            return None
+        native.load("hotkv_proto.kernels")
+        region = self._region
+        handle = MemoryHandle(HANDLE, region.num_bytes, region.offset)
+        rows = tuple(
+            PageTensor(group, HANDLE, 0, self.row_bytes, self.row_bytes, 0)
+            for group in range(len(space.groups))
+        )
+        self._session = link.open_session(
+            SessionConfig(
+                target=self.settings.target,
+                engine_id=str(self.config.engine_id),
+                role=Role.WORKER,
+                key_space=space,
+                client_name=CLIENT_NAME,
+                use_table=self.settings.use_table,
+                credentials=self.settings.credentials,
+                on_state=link.log_state("offloading", logging.INFO),
+            ),
+            Layout(0, region.num_rows, (handle,), rows, "rows"),
+            {HANDLE: region.fd},
+        )
+        self._transfers = Transfers(self._session, self.settings)
+        if self._session.wait_connected(wait_s):
+            # Touches the mapped table once, so that the first request need not.
+            for group in range(len(space.groups)):
+                self._session.probe(group, [bytes(space.hash_bytes)])
+        logger.info(
+            "hotkv: key space %s, %d rows of %d bytes",
+            space.fingerprint.hex()[:12],
+            region.num_rows,
+            region.row_bytes,
+        )
+        return self._session
+
+    def _leave(self) -> None:
+        """Closes the session in the background. Its jobs have ended."""
+        session, self._session = self._session, None
+        transfers, self._transfers = self._transfers, None
+        if transfers is not None:
+            self._left += transfers.take_ended()
+        if session is not None:
+            threading.Thread(target=session.close, name="hotkv-close", daemon=True).start()
+
+    @property
+    def _is_usable(self) -> bool:
+        return (
+            self._session is not None
+            and self._session.connected
+            and self._transfers is not None
+            and not self._transfers.is_hung
+            and not self._transfers.is_held
+            and not self.is_held
+        )
+
+    # ---------------------------------------------------------------------- what a connector says
+
+    def tell(self, request: Any, retention: Retention, *, is_excluded: bool) -> None:
+        """Tells the tier of a request of vLLM's, before `on_new_request`.
+
+        is_excluded: the request's hashes do not cover all that decides its KV. Nothing of it is
+            looked up or stored.
+        """
+        self._told[request.request_id] = RequestInTier(
+            request=request, retention=retention, is_excluded=is_excluded
+        )
+
+    def exclude(self, request_ids: Iterable[str]) -> None:
+        """Excludes requests from now on."""
+        for request_id in request_ids:
+            if request_id in self._told:
+                self._told[request_id].is_excluded = True
+
+    def miss_of(self, request_id: str) -> Miss:
+        """Returns why the request's last lookup missed."""
+        known = self._told.get(request_id)
+        return Miss.ABSENT if known is None else known.miss
+
+    # -------------------------------------------------------------------------------------- lookups
+
+    @hook(lambda *_: RequestOffloadingContext(), of="tier")
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        known = self._told.get(req_context.req_id)
+        if known is None:
+            now_s = time.monotonic()
+            retention = self._hints.read(req_context.kv_transfer_params, now_s)
+            known = self._told[req_context.req_id] = RequestInTier(retention=retention)
+        is_owed = self.may_repeat and time.monotonic() < self._owed_until_s
+        if is_owed and self.may_store and not known.is_excluded:
+            return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
+        return RequestOffloadingContext()
+
+    @hook(lambda *_: LookupResult.MISS, of="tier")
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        known = self._told.get(req_context.req_id)
+        if known is None or known.is_excluded or not self.may_load:
+            return _missed(known, Miss.NOT_ASKED)
+        if self.makes_wait():
+            return LookupResult.RETRY
+        if not self._is_usable or self._step < self._held_until_step:
+            return _missed(known, Miss.NO_SERVER)
+        end_tokens = req_context.get_offload_key_position(key) or 0
+        if not known.promotions.may_promote(key, end_tokens):
+            is_failed = key in known.promotions.failed
+            return _missed(known, Miss.REFUSED if is_failed else Miss.NOT_ASKED)
+        is_ready = self._is_ready(key, req_context, known)
+        if is_ready is None:
+            return LookupResult.RETRY
+        if not is_ready:
+            return LookupResult.MISS
+        if not self._room.offer(req_context.req_id):
+            return self._without_room(known)
+        return LookupResult.HIT
+
+    def _is_ready(
+        self, key: OffloadKey, req_context: ReqContext, known: RequestInTier
+    ) -> bool | None:
+        """Returns whether the server has the chunk, as a hint; None if the answer is to come. All
+        chunks of the request are looked up at once: one by one takes ten times as long."""
+        assert self._session is not None
+        now_s, wave = time.monotonic(), known.promotions.waves
+        is_old = known.probed_wave != wave or now_s > known.probed_s + PROBE_AGAIN_S
+        if key not in known.ready or (is_old and known.answer is None):
+            known.probed_s, known.probed_wave = now_s, wave
+            known.answer = None
+            self._probe(self._session, key, req_context, known)
+        if known.ready.get(key):
+            return True
+        return self._is_answered(key, known, now_s)
+
+    def _probe(
+        self, session: CacheSession, key: OffloadKey, req_context: ReqContext, known: RequestInTier
+    ) -> None:
+        """Asks the block table. Asks the server too if there is no table, or if the server has
+        tiers below host memory; these are asked once for a request."""
+        ends = _ends_of(req_context)
+        keys = [one for one, end in ends.items() if known.promotions.may_promote(one, end)]
+        by_group = self._by_group(keys if key in ends else [*keys, key])
+        known.ready = {}
+        has_table = True
+        for group, own in by_group.items():
+            mask = session.probe(group, [get_offload_block_hash(one) for one in own])
+            has_table &= mask is not None
+            found = [False] * len(own) if mask is None else mask.tolist()
+            known.ready.update(zip(own, found, strict=True))
+        if has_table and (not session.has_tiers or known.promotions.waves):
+            return
+        known.asked_keys = list(by_group.values())
+        known.answer = session.lookup(self._named(by_group))
+        known.answer_until_s = time.monotonic() + self.settings.lookup_timeout_s
+
+    def _is_answered(self, key: OffloadKey, known: RequestInTier, now_s: float) -> bool | None:
+        """Returns whether the server's answer has the chunk; None while the answer is to come."""
+        known.miss = Miss.ABSENT
+        answer = known.answer
+        if answer is None:
+            return False
+        if not answer.done():
+            if now_s <= known.answer_until_s:
+                return None
+            known.miss = Miss.LATE
+            return False
+        if known.asked_keys and answer.exception() is None:
+            for keys, mask in zip(known.asked_keys, answer.result(), strict=True):
+                found = [one for one, is_there in zip(keys, mask, strict=True) if is_there]
+                known.ready.update(dict.fromkeys(found, True))
+        known.asked_keys = []
+        return known.ready.get(key, False)
+
+    def _without_room(self, known: RequestInTier) -> LookupResult:
+        """Answers a hit for which the primary tier has no room. The request waits a while for its
+        first promotion, because vLLM takes a miss as final."""
+        now_s = time.monotonic()
+        known.room_until_s = known.room_until_s or now_s + ROOM_PATIENCE_S
+        if now_s < known.room_until_s and not known.promotions.waves:
+            return LookupResult.RETRY
+        return _missed(known, Miss.NOT_ASKED)
+
+    # ----------------------------------------------------------------------------------------- jobs
+
+    @hook(lambda self, job_metadata: self._end_unbegun(job_metadata), of="tier")
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        job, context = job_metadata, job_metadata.req_context
+        known = self._told.get(context.req_id)
+        self._room.begin(context.req_id, len(job.keys))
+        ends = {key: context.get_offload_key_position(key) or 0 for key in job.keys}
+        if known is not None:
+            known.promotions.submitted(ends)
+        if known is None or not self._is_usable or self._transfers is None:
+            self._end_unbegun(job)
+            return
+        rows = dict(zip(job.keys, job.chunk_ids.tolist(), strict=True))
+        groups = [
+            GroupRows(
+                group,
+                keys,
+                [get_offload_block_hash(key) for key in keys],
+                np.array([rows[key] for key in keys], np.int32),
+            )
+            for group, keys in self._by_group(rows).items()
+        ]
+        self._transfers.load(job, groups)
+
+    @hook(lambda self, job_metadata: self._end_unbegun(job_metadata), of="tier")
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        job, context = job_metadata, job_metadata.req_context
+        known = self._told.get(context.req_id)
+        if known is None or known.is_excluded or not self.may_store:
+            self._end_unbegun(job, is_complete=True)
+            return
+        if not self._is_usable or self._session is None or self._transfers is None:
+            self._end_unbegun(job)
+            return
+        rows = dict(zip(job.keys, job.chunk_ids.tolist(), strict=True))
+        runs = self._runs(self._session, rows, context, known)
+        if runs:
+            self._transfers.store(job, runs, StoreOptions(retention=known.retention))
+        else:
+            self._end_unbegun(job, is_complete=True)
+
+    def _end_unbegun(self, job: TransferJob, is_complete: bool = False) -> None:
+        self._left.append(Ended(job, (), is_complete))
+
+    def _runs(
+        self,
+        session: CacheSession,
+        rows: Mapping[OffloadKey, int],
+        context: ReqContext,
+        known: RequestInTier,
+    ) -> list[BlockRun]:
+        """Returns chains of the chunks that the server lacks. vLLM gives keys in any order; their
+        positions in the prompt say which follow each other."""
+        ends = _ends_of(context)
+        at = {(get_offload_group_idx(key), end): key for key, end in ends.items()}
+        runs: list[BlockRun] = []
+        for group, keys in self._by_group(sorted(rows, key=lambda key: ends.get(key, 0))).items():
+            mask = session.probe(group, [get_offload_block_hash(key) for key in keys])
+            if mask is not None:
+                keys = [key for key, is_there in zip(keys, mask, strict=True) if not is_there]
+            size = self._chunk_tokens[group]
+            chain: list[OffloadKey] = []
+            for number, key in enumerate(keys):
+                chain.append(key)
+                following = keys[number + 1] if number + 1 < len(keys) else None
+                if following is not None and ends.get(following, 0) == ends.get(key, 0) + size:
+                    continue
+                runs.append(self._run(session, group, chain, rows, ends, at, known))
+                chain = []
+        return runs
+
+    def _run(
+        self,
+        session: CacheSession,
+        group: int,
+        chain: list[OffloadKey],
+        rows: Mapping[OffloadKey, int],
+        ends: Mapping[OffloadKey, int],
+        at: Mapping[tuple[int, int], OffloadKey],
+        known: RequestInTier,
+    ) -> BlockRun:
+        """Returns one chain of neighbours as a run to store."""
+        size = self._chunk_tokens[group]
+        start_tokens = max(0, ends.get(chain[0], 0) - size)
+        parent = at.get((get_offload_group_idx(chain[0]), start_tokens))
+        first = start_tokens // size
+        run = BlockRun(
+            group,
+            [get_offload_block_hash(key) for key in chain],
+            np.array([rows[key] for key in chain], np.int32),
+            get_offload_block_hash(parent) if parent is not None else b"",
+            first,
+        )
+        # A boundary inside a chunk (a recurrent state) has no tokens of its own.
+        if not session.wants_token_ids or known.request is None or start_tokens % size:
+            return run
+        stop = first + len(chain)
+        return BlockRun(
+            run.group_index,
+            run.hashes,
+            run.block_ids,
+            run.parent_hash,
+            first,
+            known.request.all_token_ids[first * size : stop * size],
+            extra_keys=steps.event_extra_keys(known.request, range(first, stop), size),
+        )
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Returns the jobs that have ended since the last call."""
+        ended, self._left = self._left, []
+        if self._transfers is not None:
+            ended += self._transfers.take_ended()
+        for one in ended:
+            self._note_end(one)
+        return [self._result(one) for one in ended]
+
+    @hook(nothing, of="tier", is_part=True)
+    def _note_end(self, one: Ended) -> None:
+        request_id = one.job.req_context.req_id
+        if one.job.is_promotion:
+            self._room.end(request_id, len(one.job.keys))
+            if known := self._told.get(request_id):
+                known.promotions.ended(one.job.keys, one.loaded)
+        elif not one.is_complete:
+            self._owed_until_s = time.monotonic() + OWED_S
+
+    def _result(self, one: Ended) -> JobResult:
+        is_load = one.job.is_promotion
+        num_moved = len(one.loaded) if is_load else len(one.job.keys) * one.is_complete
+        return JobResult(
+            one.job.job_id,
+            one.is_complete,
+            one.loaded if is_load and not one.is_complete else None,
+            time.monotonic() - one.job.submit_time,
+            num_moved * self.row_bytes,
+        )
+
+    def drain_jobs(self) -> None:
+        """Waits until the server touches no row. Holds promotions for the next steps."""
+        self._held_until_step = self._step + HELD_STEPS
+        if self._transfers is not None:
+            self._transfers.drain()
+
+    # ----------------------------------------------------------------------------- steps and ends
+
+    @hook(nothing, of="tier")
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._step += 1
+        self._room.end_step()
+
+    @hook(nothing, of="tier")
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Reports the chunks that the request used and did not get from the server. Otherwise
+        chunks that hit on the device would go cold in the server."""
+        known = self._told.pop(req_context.req_id, None)
+        if known is None or known.is_excluded or known.request is not None:
+            # A connector reports whole requests.
+            return
+        if self._session is None or not self._session.connected:
+            return
+        used = [key for key in _ends_of(req_context) if key not in known.promotions.promoted]
+        if used:
+            self._session.report_use(self._named(self._by_group(used)))
+
+    @hook(nothing, of="tier")
+    def shutdown(self) -> None:
+        """Ends the session. The server settles its transfers."""
+        session, self._session, self._transfers = self._session, None, None
+        try:
+            if session is not None:
+                session.close()
+        finally:
+            region, self._region = self._region, None
+            if region is not None:
+                region.close()
+
+    # ---------------------------------------------------------------------------------------- names
+
+    def _by_group(self, keys: Iterable[OffloadKey]) -> dict[int, list[OffloadKey]]:
+        """Returns keys by hotkv's index of their group, each in the order given."""
+        found: dict[int, list[OffloadKey]] = {}
+        for key in keys:
+            found.setdefault(self._group_of[get_offload_group_idx(key)], []).append(key)
+        return found
+
+    def _named(self, by_group: Mapping[int, Collection[OffloadKey]]) -> list[GroupHashes]:
+        return [
+            GroupHashes(group, [get_offload_block_hash(key) for key in keys])
+            for group, keys in by_group.items()
+        ]
+
+
+def _missed(known: RequestInTier | None, why: Miss) -> LookupResult:
+    if known is not None:
+        known.miss = why
+    return LookupResult.MISS
+
+
+def _ends_of(req_context: ReqContext) -> Mapping[OffloadKey, int]:
+    """Returns the end of each of the request's chunks in its prompt, in tokens."""
+    return req_context._offload_key_positions

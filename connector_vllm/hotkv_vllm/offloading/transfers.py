@@ -1,0 +1,280 @@
+"""Loads and stores between the primary tier and the server, each a job of vLLM's tiering.
+
+Always true:
+- Each job ends once. When it has ended, the server does not touch its rows any more.
+- A load whose lease is not answered in time ends without having begun.
+- A store that is not answered in time is revoked, by a word in shared memory that needs no answer.
+- A load that the server has begun ends only with the server's answer or death: nobody else knows
+  when it stops writing.
+
+The scheduler's thread begins jobs and takes their ends. Answers come in the client's threads, which
+only send the load of a granted lease and add to `_ended`.
+"""
+
+import itertools
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hotkv_client.types import (
+    BlockResult,
+    BlockRun,
+    GroupHashes,
+    LeaseGrant,
+    LoadRun,
+    StoreOptions,
+    TransferResult,
+    TransferStatus,
+)
+from hotkv_proto.blocks import NO_OPTIONS
+from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.link import CacheSession, logger
+from hotkv_vllm.offloading.requests import Key
+
+LEASE_PATIENCE_S = 1.0
+"""How long a load waits for its lease if the server has no tiers. With tiers below host memory the
+limit is `hotkv.load_timeout_s`, because the server may have to read a disk."""
+WARN_AFTER_S = 30.0
+SETTLED = (BlockResult.STORED, BlockResult.PRESENT, BlockResult.IN_FLIGHT)
+"""Results after which a block need not be offered again: the server has it, or another engine is
+storing it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRows:
+    """Chunks of one group and their rows in the primary tier.
+
+    group_index: hotkv's index of the group.
+    keys: vLLM's keys, in any order.
+    hashes: the names of the chunks in the server, in the order of `keys`.
+    rows: int32 [n].
+    """
+
+    group_index: int
+    keys: Sequence[Key]
+    hashes: Sequence[bytes]
+    rows: "np.ndarray[Any, np.dtype[np.int32]]"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of a job.
+
+    job: vLLM's `TransferJob`.
+    loaded: of a load, the keys whose rows are filled.
+    is_complete: everything was moved, or need not be moved.
+    """
+
+    job: Any
+    loaded: Collection[Key]
+    is_complete: bool
+
+
+class Transfers:
+    """The jobs over one session.
+
+    is_hung: True while the server has left a call unanswered for too long.
+    is_held: True while nothing may be stored, because a reset is under way.
+    """
+
+    def __init__(self, session: CacheSession, settings: ConnectorConfig) -> None:
+        self._session = session
+        self._settings = settings
+        self._names = (f"{uuid.uuid4().hex[:12]}-{number}" for number in itertools.count())
+        self._settled = threading.Condition()
+        self._ended: list[Ended] = []
+        self._num_loads = 0
+        self._num_stores = 0
+        self._waiting: dict[str, tuple[float, Callable[[], None]]] = {}
+        self.is_hung = False
+        self.is_held = False
+
+    def __repr__(self) -> str:
+        hung = ", hung" if self.is_hung else ""
+        return f"Transfers({self._num_loads} loads, {self._num_stores} stores{hung})"
+
+    @property
+    def in_flight(self) -> int:
+        """Number of stores under way."""
+        return self._num_stores
+
+    @property
+    def is_idle(self) -> bool:
+        """Returns True if no job is under way."""
+        return not self._num_loads and not self._num_stores
+
+    # ---------------------------------------------------------------------------------------- loads
+
+    def load(self, job: Any, groups: Sequence[GroupRows]) -> None:
+        """Acquires a lease over the chunks, then loads those that it pins. Does not wait."""
+        with self._settled:
+            self._num_loads += 1
+        name, session, settings = next(self._names), self._session, self._settings
+        begun, over = _Once(), _Once()
+
+        def finish(loaded: Collection[Key] = ()) -> None:
+            if over.first():
+                session.release(name)
+                self._end(Ended(job, loaded, len(loaded) == len(job.keys)), is_load=True)
+
+        def acquired(grant: LeaseGrant) -> None:
+            self._answered(name)
+            if not begun.first():
+                session.release(name)
+                return
+            pinned = [np.flatnonzero(mask).astype(np.int32) for mask in grant.pinned]
+            loaded = [
+                group.keys[at] for group, ats in zip(groups, pinned, strict=True) for at in ats
+            ]
+            runs = [
+                LoadRun(group.group_index, at, group.rows[at])
+                for group, at in zip(groups, pinned, strict=True)
+                if len(at)
+            ]
+            if not runs:
+                finish()
+                return
+            _then(
+                session.load(next(self._names), name, runs, settings.load_timeout_s),
+                lambda end: finish(loaded if end.status is TransferStatus.DONE else ()),
+                finish,
+            )
+
+        def failed() -> None:
+            self._answered(name)
+            begun.first()
+            finish()
+
+        def give_up() -> None:
+            if begun.first():
+                self.is_hung = True
+                finish()
+
+        patience_s = settings.load_timeout_s if session.has_tiers else LEASE_PATIENCE_S
+        self._wait(name, patience_s, give_up)
+        hashes = [GroupHashes(group.group_index, group.hashes) for group in groups]
+        _then(session.acquire(name, hashes, settings.lease_ttl_s), acquired, failed)
+
+    # --------------------------------------------------------------------------------------- stores
+
+    def store(self, job: Any, runs: Sequence[BlockRun], options: StoreOptions = NO_OPTIONS) -> None:
+        """Stores chains of chunks. Does not wait."""
+        with self._settled:
+            self._num_stores += 1
+        name, session, settings = next(self._names), self._session, self._settings
+
+        def stored(end: TransferResult) -> None:
+            # A cancelled store resolves at once, whatever the server does.
+            self._answered(name, is_alive=end.status is not TransferStatus.CANCELLED)
+            settled = sum(int(np.isin(codes, SETTLED).sum()) for codes in end.results)
+            is_done = end.status is TransferStatus.DONE
+            is_complete = is_done and settled == sum(len(run.hashes) for run in runs)
+            self._end(Ended(job, (), is_complete), is_load=False)
+
+        def failed() -> None:
+            self._answered(name)
+            self._end(Ended(job, (), False), is_load=False)
+
+        def give_up() -> None:
+            self.is_hung = True
+            session.cancel(name)
+
+        # The server gives up by itself before.
+        self._wait(name, 2 * settings.store_timeout_s, give_up)
+        _then(
+            session.store(name, next(self._names), runs, settings.store_timeout_s, options),
+            stored,
+            failed,
+        )
+
+    def end_now(self, job: Any, is_complete: bool) -> None:
+        """Ends a job that was not begun."""
+        with self._settled:
+            self._ended.append(Ended(job, (), is_complete))
+
+    # ----------------------------------------------------------------------------------------- ends
+
+    def take_ended(self) -> list[Ended]:
+        """Returns the jobs that have ended since the last call. Gives up what waits for too
+        long."""
+        self._check_patience()
+        with self._settled:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def drain(self) -> None:
+        """Waits until no job is under way. Warns if that takes long."""
+        warn_at_s = time.monotonic() + WARN_AFTER_S
+        while not self._wait_idle(0.05):
+            self._check_patience()
+            if time.monotonic() > warn_at_s:
+                warn_at_s += WARN_AFTER_S
+                logger.warning(
+                    "hotkv: a reset waits for %d loads and %d stores, which the server has not "
+                    "ended; it must not write into rows that are used again",
+                    self._num_loads,
+                    self._num_stores,
+                )
+
+    def _wait_idle(self, timeout_s: float) -> bool:
+        with self._settled:
+            return self._settled.wait_for(lambda: self.is_idle, timeout_s)
+
+    def _end(self, ended: Ended, *, is_load: bool) -> None:
+        with self._settled:
+            self._num_loads -= is_load
+            self._num_stores -= not is_load
+            self._ended.append(ended)
+            self._settled.notify_all()
+
+    # ------------------------------------------------------------------------------------- patience
+
+    def _wait(self, name: str, patience_s: float, give_up: Callable[[], None]) -> None:
+        with self._settled:
+            self._waiting[name] = (time.monotonic() + patience_s, give_up)
+
+    def _answered(self, name: str, is_alive: bool = True) -> None:
+        with self._settled:
+            self._waiting.pop(name, None)
+        if is_alive:
+            self.is_hung = False
+
+    def _check_patience(self) -> None:
+        now_s = time.monotonic()
+        with self._settled:
+            late = [name for name, (until_s, _) in self._waiting.items() if now_s > until_s]
+            given_up = [self._waiting.pop(name)[1] for name in late]
+        for give_up in given_up:
+            give_up()
+
+
+class _Once:
+    """Tells the first of several threads that it is the first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def first(self) -> bool:
+        return self._lock.acquire(blocking=False)
+
+
+def _then(future: "Future[Any]", done: Callable[[Any], None], failed: Callable[[], None]) -> None:
+    """Calls `done` with the future's result, or `failed` if it has none. If `done` raises, calls
+    `failed`."""
+
+    def ended(future: "Future[Any]") -> None:
+        try:
+            if future.exception() is None:
+                done(future.result())
+                return
+        except Exception:  # noqa: BLE001 - the edge of answers: a job must end whatever they hold
+            logger.exception("hotkv: an answer of the server could not be handled")
+        failed()
+
+    future.add_done_callback(ended)

@@ -1,0 +1,90 @@
+"""The worker's side of this door: how the rank packs pages, and whether its weights have changed.
+
+vLLM's own worker moves the bytes. This side only reports, so it never touches KV.
+"""
+
+from typing import Any
+
+from hotkv_vllm.compat import Unsupported, model_weights
+from hotkv_vllm.compat.key_space import packing
+from hotkv_vllm.compat.kv_groups import cache_groups
+from hotkv_vllm.compat.reuse import check_reuse
+from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.hooks import HookEdge, hook, nothing
+from hotkv_vllm.identity.rekeying import RankWeights
+from hotkv_vllm.identity.weights_watch import watch_callers
+from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
+
+
+class DoorWorker:
+    """One rank's side.
+
+    is_child: vLLM forwards no handshake, because the connector is in a MultiConnector.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        config: ConnectorConfig,
+        edge: HookEdge,
+        is_child: bool,
+    ) -> None:
+        self.edge = edge
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._is_child = is_child
+        self._rank = int(vllm_config.parallel_config.rank)
+        self._weights: RankWeights | None = None
+        self._format = PageFormat(self._rank, why_off="the worker registered no KV cache")
+
+    def __repr__(self) -> str:
+        return f"DoorWorker({self._format}, {self._weights})"
+
+    def _register_broke(self, *_: Any) -> None:
+        self._format = PageFormat(
+            self._rank, why_off="its KV caches could not be described; see the engine's log"
+        )
+
+    @hook(_register_broke, of="door")
+    def register(self, kv_caches: dict[str, Any]) -> None:
+        """Describes the rank's pages. Called while vLLM registers its KV caches, whose caller's
+        models are then watched."""
+        device_type = next(iter(kv_caches.values())).device.type
+        try:
+            check_reuse(self._vllm_config, self._kv_cache_config)
+            groups = cache_groups(self._vllm_config, self._kv_cache_config)
+            packed = packing(self._vllm_config, self._kv_cache_config, groups, device_type)
+        except Unsupported as why:
+            self._format = PageFormat(self._rank, why_off=str(why))
+            return
+        is_named = bool(self._config.weights_identity)
+        in_doubt = not is_named and model_weights.weights_may_be_older(self._vllm_config)
+        if self._weights is None:
+            self._weights = RankWeights(watch_callers(in_doubt), "")
+        self._format = PageFormat(
+            self._rank, f"{device_type}/{packed}", weights_in_doubt=self._weights.held
+        )
+
+    def handshake(self) -> PageFormat | None:
+        """Returns the rank's page format for vLLM to forward; None in a MultiConnector."""
+        return None if self._is_child else self._format
+
+    @hook(nothing, of="door")
+    def before_step(self, meta: DoorMetadata) -> None:
+        """Answers a question about the weights, before the step computes anything."""
+        if self._weights is not None:
+            self._weights.obey(meta.weights)
+
+    @hook(lambda *_: DoorReport(), of="door")
+    def report(self, meta: DoorMetadata | None) -> DoorReport:
+        """Returns what the rank reports with the step: on its weights, and its page format if the
+        scheduler asks for it."""
+        said = None if self._weights is None else self._weights.take_report()
+        report = DoorReport(weights={} if said is None else {self._rank: said})
+        if meta is not None:
+            report.timed_step = meta.timed_step
+            if meta.wants_formats:
+                report.formats = {self._rank: self._format}
+        return report

@@ -1,0 +1,169 @@
+"""Stands in for the device copy, so that vLLM's offloading runs in CPU engines.
+
+`HostTieringSpec` is vLLM's TieringOffloadingSpec. Only the copy between the engine's KV and the
+primary tier is replaced; torch does it here. Name the class in `kv_connector_extra_config`:
+`spec_name` HostTieringSpec, `spec_module_path` this module.
+"""
+
+from typing import Any
+
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+Fragments = list[tuple[int, int, int]]
+"""Parts of a page: (offset in the engine's page, offset in the row's page, bytes)."""
+
+
+class HostTieringSpec(TieringOffloadingSpec):
+    """vLLM's tiering with a worker that copies in host memory."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if not self._worker:
+            region = SharedOffloadRegion(
+                engine_id=self.config.engine_id,
+                num_chunks=self.num_chunks,
+                rank=0 if self.replicated_layout else self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
+            if self.config.canonical_layout:
+                self._validate_canonical_refs(kv_caches)
+            self._worker = HostCopies(
+                kv_caches, region, self.blocks_per_chunk, self.config.canonical_layout
+            )
+        return self._worker
+
+
+class HostCopies(OffloadingWorker):
+    """Copies at once. The place of each page in a row is the place that vLLM's CPUOffloadingWorker
+    gives it."""
+
+    def __init__(
+        self,
+        kv_caches: CanonicalKVCaches,
+        region: SharedOffloadRegion,
+        blocks_per_chunk: int,
+        is_canonical: bool,
+    ) -> None:
+        self._region = region
+        self._per_chunk = blocks_per_chunk
+        self._refs = kv_caches.group_data_refs
+        self._pages: list[torch.Tensor] = []
+        self._rows: list[torch.Tensor] = []
+        """Per tensor, int8 [rows, blocks of a chunk, bytes of a page in a row]."""
+        self._is_canonical = is_canonical
+        for number, tensor in enumerate(kv_caches.tensors):
+            page_bytes = tensor.page_size_bytes
+            self._pages.append(tensor.tensor.view(torch.int8).view(-1, page_bytes))
+            row_bytes = self._row_bytes(number) if is_canonical else page_bytes
+            make = (
+                region.create_next_canonical_view
+                if is_canonical
+                else region.create_next_worker_view
+            )
+            row = make(row_bytes * blocks_per_chunk)
+            shape = (row.shape[0], blocks_per_chunk, row_bytes)
+            self._rows.append(
+                row.as_strided(shape, (row.stride(0), row_bytes, 1), row.storage_offset())
+            )
+        self._done: list[TransferResult] = []
+
+    def _row_bytes(self, tensor: int) -> int:
+        """Returns the bytes of a tensor's canonical page."""
+        return max(
+            ref.mapping.canonical_page_size_bytes
+            for refs in self._refs
+            for ref in refs
+            if ref.tensor_idx == tensor and ref.mapping is not None
+        )
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        return self._copy(job_id, src_spec, dst_spec, to_row=True)
+
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
+        return self._copy(job_id, dst_spec, src_spec, to_row=False)
+
+    def _copy(self, job_id: int, device: GPULoadStoreSpec, host: Any, to_row: bool) -> bool:
+        blocks = torch.from_numpy(device.block_ids).long()
+        chunks = torch.from_numpy(host.chunk_ids).long()
+        at = at_chunk = num_bytes = 0
+        for refs, size, first in zip(
+            self._refs, device.group_sizes, device.block_indices, strict=True
+        ):
+            if not size:
+                continue
+            inside = first % self._per_chunk + torch.arange(size)
+            count = int(inside[-1]) // self._per_chunk + 1
+            ids, rows = blocks[at : at + size], chunks[at_chunk : at_chunk + count]
+            rows, inside = rows[inside // self._per_chunk], inside % self._per_chunk
+            for ref in refs:
+                num_bytes += self._copy_ref(ref, ids, rows, inside, to_row)
+            at, at_chunk = at + size, at_chunk + count
+        assert at == len(blocks) and at_chunk == len(chunks)
+        self._done.append(TransferResult(job_id, True, num_bytes, 1e-6))
+        return True
+
+    def _copy_ref(
+        self,
+        ref: CanonicalKVCacheRef,
+        ids: torch.Tensor,
+        rows: torch.Tensor,
+        inside: torch.Tensor,
+        to_row: bool,
+    ) -> int:
+        page, row = self._pages[ref.tensor_idx], self._rows[ref.tensor_idx]
+        mapping = ref.mapping
+        if self._is_canonical and to_row and mapping is not None and mapping.num_writers > 1:
+            # Ranks that hold the same bytes take turns.
+            pages = rows * self._per_chunk + inside
+            mine = pages % mapping.num_writers == mapping.writer_index
+            ids, rows, inside = ids[mine], rows[mine], inside[mine]
+        num_bytes = 0
+        for local, there, size in self._fragments(ref):
+            if to_row:
+                row[rows, inside, there : there + size] = page[ids, local : local + size]
+            else:
+                page[ids, local : local + size] = row[rows, inside, there : there + size]
+            num_bytes += len(ids) * size
+        return num_bytes
+
+    def _fragments(self, ref: CanonicalKVCacheRef) -> Fragments:
+        if not self._is_canonical or ref.mapping is None:
+            return [(0, 0, ref.page_size_bytes)]
+        return [
+            (
+                run.local_offset + i * run.local_stride,
+                run.canonical_offset + i * run.canonical_stride,
+                run.fragment_size,
+            )
+            for run in ref.mapping.runs
+            for i in range(run.num_fragments)
+        ]
+
+    def get_finished(self) -> list[TransferResult]:
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Does nothing: every copy has ended when it was submitted."""
+
+    def shutdown(self) -> None:
+        self._pages, self._rows = [], []
+        self._region.cleanup()

@@ -1,0 +1,30 @@
+"""Real vLLM engines behind whose offloading hotkv is."""
+
+from typing import Any
+
+from tests.vllm.tiny import transfer_config
+
+HOST_COPIES = {
+    "spec_name": "HostTieringSpec",
+    "spec_module_path": "hotkv_vllm.testing.host_copies",
+}
+"""vLLM refuses its offloading in CPU engines; here only the copy is another one."""
+
+
+def door_config(target: str, primary_mib: int = 16, **extra: Any) -> dict[str, Any]:
+    """`kv_transfer_config` of an engine with HotKVOffloadingConnector. `extra`: further keys of
+    `kv_connector_extra_config`."""
+    own = transfer_config(target=target)["kv_connector_extra_config"]
+    del own["hotkv.load"]
+    return {
+        "kv_connector": "HotKVOffloadingConnector",
+        "kv_connector_module_path": "hotkv_vllm.offloading.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "cpu_bytes_to_use": primary_mib << 20,
+            "hotkv.lookup_timeout_s": 3.0,
+            **HOST_COPIES,
+            **own,
+            **extra,
+        },
+    }

@@ -1,0 +1,178 @@
+"""vLLM's real TieringOffloadingManager over hotkv's tier and a real server, without an engine.
+
+A `Rig` stands for an engine's scheduler: it asks for keys step by step, as
+`OffloadingConnectorScheduler` does, and plays the copies between the device and the primary tier.
+The bytes of a row follow from its key, so wrong rows are seen.
+"""
+
+import hashlib
+import time
+import uuid
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.manager import (
+    CPUPrimaryTierOffloadingManager,
+    TieringOffloadingManager,
+)
+
+from hotkv_vllm.offloading.tier import HotKVTier
+from tests.support.waiting import wait_for
+
+ROW_BYTES = 4096
+CHUNK_TOKENS = 16
+END_OF_STEP = ScheduleEndContext((), ())
+
+
+def keys_of(name: str, count: int, group: int = 0) -> list[OffloadKey]:
+    """Returns the keys of a prompt's chunks."""
+    return [
+        make_offload_key(hashlib.sha256(f"{name}/{number}".encode()).digest(), group)
+        for number in range(count)
+    ]
+
+
+def row_of(key: OffloadKey) -> Any:
+    """Returns the bytes that the row of a key must have, uint8 [ROW_BYTES]."""
+    return np.frombuffer(hashlib.sha256(key).digest() * (ROW_BYTES // 32), np.uint8)
+
+
+class Rig:
+    """An engine's scheduler side over `num_rows` rows of a primary tier.
+
+    longest_lookup_s: the longest time of all lookups of a request in one step.
+    """
+
+    def __init__(
+        self, target: str, num_rows: int = 64, num_groups: int = 1, **settings: Any
+    ) -> None:
+        self.config = OffloadingConfig(
+            groups=tuple(
+                OffloadingGroupConfig(CHUNK_TOKENS, (f"layer {number}",), number)
+                for number in range(num_groups)
+            ),
+            worker_kv_bytes_per_block=ROW_BYTES,
+            enable_kv_cache_events=False,
+            extra_config={},
+            engine_id=f"rig-{uuid.uuid4().hex[:8]}",
+            model=OffloadingModelConfig("model", "bfloat16"),
+            cache=OffloadingCacheConfig(CHUNK_TOKENS, 1),
+            parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False),
+        )
+        self.region = SharedOffloadRegion(
+            self.config.engine_id, num_rows, None, ROW_BYTES, ROW_BYTES
+        )
+        self.primary = CPUPrimaryTierOffloadingManager(num_rows, self.region)
+        view = self.primary.get_kv_memoryview()
+        self.rows = np.asarray(view).view(np.uint8)
+        settings = {"hotkv.target": target, "hotkv.weights_identity": "w", **settings}
+        self.tier = HotKVTier(SimpleNamespace(config=self.config), view, "HotKVTier", **settings)
+        self.manager = TieringOffloadingManager(self.primary, [self.tier])
+        self.longest_lookup_s = 0.0
+        self._number = 0
+
+    def connected(self, timeout_s: float = 20.0) -> "Rig":
+        session = self.tier.session
+        assert session is not None
+        assert session.wait_connected(timeout_s)
+        return self
+
+    def request(self, keys: Sequence[OffloadKey], **more: Any) -> ReqContext:
+        """Begins a request whose prompt has these chunks."""
+        self._number += 1
+        context = ReqContext(f"request {self._number}", **more)
+        for number, key in enumerate(keys):
+            context.set_offload_key_position(key, CHUNK_TOKENS * (number + 1))
+        self.manager.on_new_request(context)
+        return context
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(END_OF_STEP)
+
+    def settle(self) -> None:
+        """Makes steps until no job is under way."""
+        wait_for(self._steps_until_idle, "the end of all jobs")
+
+    def _steps_until_idle(self) -> bool:
+        self.step()
+        return not self.manager.has_pending_work()
+
+    def offer(self, context: ReqContext, keys: Sequence[OffloadKey]) -> None:
+        """Copies computed chunks from the device into the primary tier."""
+        out = self.manager.prepare_store(keys, context)
+        if out is None:
+            return
+        for key, row in zip(out.keys_to_store, out.store_spec.chunk_ids, strict=True):
+            self.rows[row] = row_of(key)
+        if out.keys_to_store:
+            self.manager.complete_store(set(out.keys_to_store), context)
+
+    def store(self, keys: Sequence[OffloadKey]) -> None:
+        """A request that computes all its chunks."""
+        context = self.request(keys)
+        self.offer(context, keys)
+        self.settle()
+        self.manager.on_request_finished(context)
+
+    def lookup_once(self, context: ReqContext, keys: Sequence[OffloadKey]) -> int | None:
+        """Looks up a prefix, as vLLM's scheduler does in one step. Returns None if it is
+        deferred."""
+        hits, is_deferred = 0, False
+        began_s = time.perf_counter()
+        for key in keys:
+            answer = self.manager.lookup(key, context)
+            if answer is LookupResult.MISS:
+                break
+            is_deferred |= answer is not LookupResult.HIT
+            hits += answer is not LookupResult.RETRY
+        self.longest_lookup_s = max(self.longest_lookup_s, time.perf_counter() - began_s)
+        return None if is_deferred else hits
+
+    def lookup(
+        self, context: ReqContext, keys: Sequence[OffloadKey], patience_s: float = 30.0
+    ) -> int:
+        """Looks up a prefix step by step until vLLM is not deferred. Returns the number of hits."""
+        until_s = time.monotonic() + patience_s
+        while (hits := self.lookup_once(context, keys)) is None:
+            assert time.monotonic() < until_s, f"{context.req_id} is still deferred"
+            self.step()
+            time.sleep(0.0005)
+        return hits
+
+    def load(self, context: ReqContext, keys: Sequence[OffloadKey]) -> None:
+        """Loads rows onto the device, and compares their bytes."""
+        if keys:
+            spec = self.manager.prepare_load(keys, context)
+            for key, row in zip(keys, spec.chunk_ids, strict=True):
+                assert np.array_equal(self.rows[row], row_of(key)), "a row has wrong bytes"
+            self.manager.complete_load(keys, context)
+        self.manager.on_request_finished(context)
+
+    def hits(self, keys: Sequence[OffloadKey], patience_s: float = 30.0) -> int:
+        """A request from its arrival to its end. Returns the chunks that it loaded."""
+        context = self.request(keys)
+        hits = self.lookup(context, keys, patience_s)
+        self.load(context, keys[:hits])
+        return hits
+
+    def close(self) -> None:
+        self.rows = None
+        self.settle()
+        self.manager.shutdown()

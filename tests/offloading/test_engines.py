@@ -1,0 +1,247 @@
+"""Real engines behind whose offloading hotkv is: answers equal with and without, whatever happens
+to the server, the weights and the caches.
+
+In float32 with random weights a wrong row would be seen (`tests/vllm/test_models.py` has the
+control).
+"""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.offloading.engines import door_config
+from tests.support.waiting import wait_for
+from tests.vllm.adapters import LORA, adapter, write_adapter
+from tests.vllm.checkpoint import write_weights
+from tests.vllm.processes import Daemon, EngineProcess, Engines
+from tests.vllm.runs import NOISE, difference, prompts, usable
+from tests.vllm.tiny import transfer_config, write_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+LENGTHS = (33, 100, 257, 500)
+MLA: dict[str, Any] = {"block_size": 16, "enable_prefix_caching": True}
+if torch.cpu._is_amx_tile_supported():
+    MLA |= {"block_size": 32, "dtype": "bfloat16"}
+else:
+    MLA |= {"despite_vllm": True}
+
+Start = Callable[..., EngineProcess]
+
+
+@pytest.fixture
+def engines(tmp_path: Path):
+    made = Engines(tmp_path)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def start(engines: Engines, tmp_path: Path) -> Start:
+    """Starts engines of one model. `door`: further settings of the connector."""
+
+    def make(
+        daemon: Daemon,
+        kind: str = "llama",
+        *,
+        has_weights: bool = False,
+        door: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> EngineProcess:
+        folder = tmp_path / kind
+        if not folder.exists():
+            write_model(folder, kind)
+            if has_weights:
+                write_weights(folder)
+        identity = {} if has_weights else {"hotkv.weights_identity": tmp_path.name}
+        settings = {
+            "load_format": "auto" if has_weights else "random",
+            "dtype": "float32",
+            "max_model_len": 1024,
+            "kv_cache_memory_bytes": 64 << 20,
+            "kv_transfer_config": door_config(daemon.target, **identity, **(door or {})),
+        } | settings
+        return engines.start(folder, None, **settings)
+
+    return make
+
+
+def stored(daemon: Daemon) -> float:
+    return float(daemon.admin("info")["counters"]["stored_blocks_total"])
+
+
+def ask_until_stored(daemon: Daemon, engine: EngineProcess, batch: list[list[int]]) -> Any:
+    """Asks an engine for prompts that are new to it. Waits until the server has their blocks."""
+    before = stored(daemon)
+    answers = engine.ask_each(batch, 6)
+    num_blocks = sum((len(prompt) + 5) // 32 for prompt in batch)
+    wait_for(lambda: stored(daemon) >= before + num_blocks, "the store of all blocks")
+    return answers
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return bool(one["tokens"] == other["tokens"]) and difference(one, other) <= NOISE
+
+
+def test_engines_share_answers_too_and_outlive_the_server(own_daemon, start):
+    first, second = start(own_daemon), start(own_daemon)
+    batch = prompts(1, LENGTHS)
+    cold = ask_until_stored(own_daemon, first, batch)
+    warm = second.ask_each(batch, 6)
+    assert warm["cached"] == [usable(prompt) for prompt in batch]
+    assert same(cold, warm)
+    turns = [prompt + answer for prompt, answer in zip(batch, cold["tokens"], strict=True)]
+    third = start(own_daemon)
+    assert third.ask_each(turns, 2)["cached"] == [usable(turn[:-1]) for turn in turns]
+    own_daemon.kill()
+    alone = start(own_daemon, door={"hotkv.startup_wait_s": 0.1})
+    assert same(cold, alone.ask_each(batch, 6)), "without a server"
+    own_daemon.start()
+    fourth = start(own_daemon)
+    kept = fourth.ask_each(batch, 6)
+    assert kept["cached"] == [usable(prompt) for prompt in batch], "after kill -9 and restart"
+    assert same(cold, kept)
+
+
+def test_a_reset_empties_the_server_and_a_weights_update_waits_for_one(daemon, start, tmp_path):
+    """After new weights are loaded nothing is shared until the caches were emptied, because the
+    primary tier and the device still have blocks of the old ones under the same names."""
+    engine, batch = start(daemon, has_weights=True), prompts(2, LENGTHS)
+    ask_until_stored(daemon, engine, batch)
+    assert engine.ask("reset", connector=True)["done"]
+    other = start(daemon, has_weights=True)
+    assert other.ask_each(batch, 6)["cached"] == [0] * len(batch), "the server was emptied"
+    old = ask_until_stored(daemon, engine, prompts(3, LENGTHS))
+    newer = shutil.copytree(tmp_path / "llama", tmp_path / "newer")
+    write_weights(newer, seed=7)
+    engine.ask("reload", path=str(newer))
+    before = stored(daemon)
+    engine.ask_each(prompts(4, (300, 301)), 6)
+    assert stored(daemon) == before, "nothing of an unclean cache is stored"
+    assert engine.ask("reset", connector=True)["done"]
+    changed = ask_until_stored(daemon, engine, prompts(3, LENGTHS))
+    assert changed["tokens"] != old["tokens"]
+    fresh = start(daemon, has_weights=True)
+    again = fresh.ask_each(prompts(3, LENGTHS), 6)
+    assert same(old, again), "an engine of the old weights is given none of the new ones' blocks"
+
+
+def test_adapters_are_left_out(daemon, start, tmp_path):
+    lora = dict(LORA)
+    one, other = (start(daemon, **lora) for _ in range(2))
+    folder = write_adapter(tmp_path / "adapter", seed=3)
+    (prompt,) = prompts(5, (300,))
+    before = stored(daemon)
+    asked = {"prompts": [prompt], "max_tokens": 4, "adapter": adapter(folder)}
+    cold = one.ask("generate", **asked)
+    assert other.ask("generate", **asked)["cached"] == [0]
+    assert stored(daemon) == before
+    plain = ask_until_stored(daemon, one, [prompt])
+    assert other.ask_each([prompt], 6)["cached"] == [usable(prompt)]
+    assert plain["tokens"][0][:4] != cold["tokens"][0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "door", "settings"),
+    [
+        pytest.param("gemma3", {}, {}, id="windows beside full attention"),
+        pytest.param("llama", {"blocks_per_chunk": 2}, {}, id="chunks of two blocks"),
+        pytest.param("gemma4", {}, {}, id="blocks of two sizes", marks=pytest.mark.long),
+        pytest.param(
+            "lfm2",
+            {},
+            {"enable_prefix_caching": True, "mamba_cache_mode": "align"},
+            id="states beside attention",
+            marks=pytest.mark.long,
+        ),
+        pytest.param("deepseek", {}, MLA, id="latent attention", marks=pytest.mark.long),
+        pytest.param(
+            "llama",
+            {},
+            {"tensor_parallel_size": 2, "driver": "parallel_driver.py"},
+            id="two ranks",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "llama",
+            {"blocks_per_chunk": 2},
+            {"pipeline_parallel_size": 2, "driver": "parallel_driver.py"},
+            id="two stages",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_every_shape_that_vllms_offloading_takes_hits(daemon, start, kind, door, settings):
+    batch = prompts(6, LENGTHS)
+    one, other = (start(daemon, kind, door=door, **settings) for _ in range(2))
+    cold = one.ask_each(batch, 6)
+    one.ask_each(prompts(60, (40, 41)), 2)
+
+    def settled(last: list[float] = [-1.0]) -> bool:  # noqa: B006 - remembers between calls
+        was, last[0] = last[0], stored(daemon)
+        return was == last[0] > 0
+
+    wait_for(settled)
+    warm = other.ask_each(batch, 6)
+    assert sum(warm["cached"]) > 0.7 * sum(map(usable, batch)), warm["cached"]
+    assert same(cold, warm)
+
+
+@pytest.mark.long
+def test_engines_of_two_tensor_parallel_sizes_share_canonical_rows(daemon, start):
+    """vLLM writes rows in a form that is the same for all sizes if it is asked to."""
+    batch, door = prompts(7, LENGTHS), {"canonical_layout": True}
+    one = start(daemon, has_weights=True, door=door)
+    cold = ask_until_stored(daemon, one, batch)
+    two = start(
+        daemon,
+        has_weights=True,
+        door=door,
+        tensor_parallel_size=2,
+        driver="parallel_driver.py",
+    )
+    warm = two.ask_each(batch, 6)
+    assert warm["cached"] == [usable(prompt) for prompt in batch]
+    assert difference(cold, warm) <= 1e-3
+
+
+@pytest.mark.long
+def test_both_doors_in_one_multiconnector(daemon, start, tmp_path):
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "connectors": [
+                transfer_config(target=daemon.target, weights_identity=tmp_path.name),
+                door_config(daemon.target, **{"hotkv.weights_identity": tmp_path.name}),
+            ]
+        },
+    }
+    batch = prompts(8, LENGTHS)
+    one, other = (start(daemon, kv_transfer_config=both) for _ in range(2))
+    cold = one.ask_each(batch, 6)
+    one.ask_each(prompts(80, (40, 41)), 2)
+    warm = other.ask_each(batch, 6)
+    assert same(cold, warm)
+    assert sum(warm["cached"]) > 0
+
+
+@pytest.mark.long
+def test_a_killed_engine_leaves_no_half_written_block(own_daemon, start):
+    """The server's copy of a dead engine's rows ends, and nothing of it is ready."""
+    engine = start(own_daemon)
+    batch = prompts(9, (900,) * 6)
+    cold = start(own_daemon, door={"hotkv.target": "unix:/nowhere/grpc.sock"}).ask_each(batch, 6)
+    os.kill(own_daemon.pid, signal.SIGSTOP)
+    engine.ask_each(batch, 6)
+    engine.kill()
+    os.kill(own_daemon.pid, signal.SIGCONT)
+    wait_for(lambda: not own_daemon.admin("sessions"), "the end of the dead engine's session")
+    other = start(own_daemon)
+    assert same(cold, other.ask_each(batch, 6))

@@ -1,0 +1,134 @@
+"""Engines, a server and its faults in any order, over vLLM's real tiering: a row that is loaded has
+the right bytes, every job ends, and no request waits for ever.
+
+The server is a real one. It is stopped, continued, killed with SIGKILL, restarted and flushed
+between the steps of two engines that store, look up, load and reset.
+"""
+
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.offloading.rig import Rig, keys_of
+from tests.vllm.processes import Daemon
+
+PROMPTS = {name: keys_of(name, count) for name, count in (("a", 6), ("b", 30), ("c", 90))}
+NUM_ROWS = 40
+QUICK = {
+    "hotkv.store_timeout_s": 0.2,
+    "hotkv.load_timeout_s": 2.0,
+    "hotkv.startup_wait_s": 0.2,
+    "hotkv.lookup_timeout_s": 0.2,
+}
+
+
+class Machine(RuleBasedStateMachine):
+    """Two engines and a server."""
+
+    def __init__(self):
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory(prefix="hotkv-door-")
+        self.server = Daemon(Path(self.folder.name)).start()
+        self.is_stopped = False
+        self.is_dead = False
+        self.engines = [Rig(self.server.target, num_rows=NUM_ROWS, **QUICK) for _ in range(2)]
+        self.asking = [{} for _ in self.engines]
+        """By engine: the requests that look up, with their chunks."""
+
+    engines_of = st.integers(0, 1)
+    prompts = st.sampled_from(sorted(PROMPTS))
+
+    @rule(engine=engines_of, prompt=prompts)
+    def compute(self, engine, prompt):
+        """A request computes its prompt. Its copies into the primary tier may find no row."""
+        rig = self.engines[engine]
+        context = rig.request(PROMPTS[prompt])
+        rig.offer(context, PROMPTS[prompt][: NUM_ROWS // 2])
+        rig.manager.on_request_finished(context)
+
+    @rule(engine=engines_of, prompt=prompts)
+    def ask(self, engine, prompt):
+        context = self.engines[engine].request(PROMPTS[prompt])
+        self.asking[engine][context.req_id] = (context, PROMPTS[prompt])
+
+    @rule(engine=engines_of, count=st.integers(1, 5))
+    def steps(self, engine, count):
+        """Steps of an engine: each request that asks is answered, or deferred."""
+        rig = self.engines[engine]
+        for _ in range(count):
+            for name, (context, keys) in list(self.asking[engine].items()):
+                hits = rig.lookup_once(context, keys)
+                if hits is not None:
+                    rig.load(context, keys[:hits])
+                    del self.asking[engine][name]
+            rig.step()
+
+    @rule(engine=engines_of)
+    def abort(self, engine):
+        for context, _ in self.asking[engine].values():
+            self.engines[engine].manager.on_request_finished(context)
+        self.asking[engine].clear()
+
+    @precondition(lambda self: not self.is_stopped)
+    @rule(engine=engines_of)
+    def reset(self, engine):
+        """vLLM empties its tiers of one engine."""
+        self.engines[engine].manager.reset_cache()
+
+    @precondition(lambda self: not (self.is_stopped or self.is_dead))
+    @rule(engine=engines_of)
+    def flush(self, engine):
+        session = self.engines[engine].tier.session
+        if session is not None and session.connected:
+            session.flush()
+
+    @precondition(lambda self: not (self.is_stopped or self.is_dead))
+    @rule()
+    def stop(self):
+        os.kill(self.server.pid, signal.SIGSTOP)
+        self.is_stopped = True
+
+    @precondition(lambda self: self.is_stopped)
+    @rule()
+    def go_on(self):
+        os.kill(self.server.pid, signal.SIGCONT)
+        self.is_stopped = False
+
+    @precondition(lambda self: not self.is_dead)
+    @rule()
+    def kill(self):
+        self.server.kill()
+        self.is_dead, self.is_stopped = True, False
+
+    @precondition(lambda self: self.is_dead)
+    @rule()
+    def restart(self):
+        self.server.start()
+        self.is_dead = False
+
+    @invariant()
+    def rooms_agree(self):
+        for rig in self.engines:
+            rig.tier._room.check_invariants()
+
+    def teardown(self):
+        """With the server back, every request is answered and every job ends."""
+        if self.is_stopped:
+            self.go_on()
+        if self.is_dead:
+            self.restart()
+        for place, rig in enumerate(self.engines):
+            for context, keys in self.asking[place].values():
+                rig.load(context, keys[: rig.lookup(context, keys)])
+            rig.close()
+        self.server.stop()
+        self.folder.cleanup()
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=8, stateful_step_count=25)

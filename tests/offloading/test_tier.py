@@ -1,0 +1,330 @@
+"""hotkv's tier below vLLM's real tiering: hits with the right bytes, and no request that waits for
+ever, in the cases in which vLLM's tiering by itself would let it."""
+
+import os
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy, get_offload_block_hash
+from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
+
+from hotkv_proto.blocks import Retention
+from hotkv_vllm.config import ConfigError
+from hotkv_vllm.offloading.requests import SHARE_ALONE, SHARE_TOGETHER
+from hotkv_vllm.offloading.tier import HELD_STEPS
+from tests.offloading.rig import Rig, keys_of
+from tests.support.waiting import wait_for
+
+
+@pytest.fixture
+def rigs(daemon):
+    """Makes rigs of the file's server, and closes them."""
+    made = []
+
+    def make(**settings):
+        made.append(Rig(daemon.target, **settings).connected())
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.close()
+
+
+def counter(daemon, name):
+    return daemon.admin("info")["counters"][name]
+
+
+def test_another_engine_hits_what_one_has_stored(rigs):
+    keys = keys_of("shared", 40)
+    rigs().store(keys)
+    other = rigs()
+    assert other.hits(keys) == 40
+    assert other.hits(keys) == 40, "from its primary tier"
+    assert rigs(**{"hotkv.weights_identity": "other"}).hits(keys) == 0
+
+
+def test_groups_of_a_hybrid_model_are_kept_apart(rigs):
+    keys = [*keys_of("hybrid", 10), *keys_of("hybrid", 10, group=1)]
+    rigs(num_groups=2).store(keys[5:])
+    other = rigs(num_groups=2)
+    context = other.request(keys)
+    assert other.lookup(context, keys[10:]) == 10
+    other.load(context, keys[10:])
+    assert other.hits(keys[:10]) == 0
+
+
+@pytest.mark.parametrize("count", [63, 64, 65, 100, 200])
+def test_a_prompt_larger_than_the_primary_tier_gets_what_fits(rigs, count):
+    """vLLM by itself defers such a request for ever."""
+    keys = keys_of(f"large {count}", count)
+    rigs(num_rows=256).store(keys)
+    assert rigs(num_rows=64).hits(keys) == min(count, int(SHARE_ALONE * 64))
+
+
+def test_two_requests_at_once_share_the_room(rigs):
+    first, second = keys_of("first", 50), keys_of("second", 50)
+    writer = rigs(num_rows=128)
+    writer.store(first)
+    writer.store(second)
+    reader = rigs(num_rows=64)
+    contexts = [reader.request(first), reader.request(second)]
+    hits: list[int | None] = [None, None]
+    while None in hits:
+        for place, keys in enumerate((first, second)):
+            if hits[place] is None:
+                hits[place] = reader.lookup_once(contexts[place], keys)
+        reader.step()
+    for context, keys, count in zip(contexts, (first, second), hits, strict=True):
+        reader.load(context, keys[:0] if count is None else [])
+    assert max(hits) >= int(SHARE_TOGETHER * 64)
+
+
+def test_promotions_that_evict_rows_of_their_own_request_end(rigs):
+    reader, keys = rigs(num_rows=64), keys_of("evicted", 40)
+    reader.store(keys_of("others", 40))
+    reader.store(keys)
+    reader.store(keys_of("more", 40))
+    assert reader.hits(keys) > 0
+
+
+def test_a_lease_that_refuses_what_the_table_has_shown_is_a_miss(rigs, monkeypatch):
+    reader, keys = rigs(), keys_of("never stored", 30)
+    monkeypatch.setattr(reader.tier.session, "probe", lambda _, hashes: np.ones(len(hashes), bool))
+    assert reader.hits(keys) == 0
+
+
+def test_without_a_table_the_server_is_asked(rigs):
+    keys = keys_of("asked", 20)
+    rigs().store(keys)
+    assert rigs(**{"hotkv.use_table": False}).hits(keys) == 20
+
+
+def test_a_reset_ends_promotions_and_holds_new_ones(rigs):
+    keys = keys_of("reset", 40)
+    rigs().store(keys)
+    reader = rigs()
+    context = reader.request(keys)
+    assert reader.lookup_once(context, keys) is None
+    reader.step()
+    reader.manager.reset_cache()
+    for _ in range(HELD_STEPS):
+        assert reader.manager.lookup(keys[0], context) is LookupResult.MISS
+        reader.step()
+    reader.manager.on_request_finished(context)
+    assert reader.hits(keys) == 40
+
+
+def test_a_request_that_is_excluded_neither_hits_nor_stores(rigs):
+    keys, engine = keys_of("adapter", 10), rigs()
+    told = SimpleNamespace(request_id="request 1")
+    engine.tier.tell(told, Retention(), is_excluded=True)
+    engine.store(keys)
+    assert rigs().hits(keys) == 0
+    engine.tier.tell(SimpleNamespace(request_id="request 2"), Retention(), is_excluded=True)
+    rigs().store(keys_of("plain", 10))
+    assert engine.hits(keys_of("plain", 10)) == 0
+
+
+def test_a_request_may_ask_for_retention(rigs, daemon):
+    engine, keys = rigs(), keys_of("kept", 4)
+    asked = {"hotkv.pin": True, "hotkv.ttl_s": 600}
+    context = engine.request(keys, kv_transfer_params=asked)
+    engine.offer(context, keys)
+    engine.settle()
+    engine.manager.on_request_finished(context)
+    assert counter(daemon, "held_blocks_total") >= 4
+
+
+def test_chunks_used_from_the_primary_tier_stay_hot_in_the_server(rigs, daemon):
+    """The server sees nothing of hits in the primary tier unless it is told."""
+    engine, keys = rigs(), keys_of("hot", 8)
+    engine.store(keys)
+    names = {get_offload_block_hash(key).hex() for key in keys}
+
+    def idle_s():
+        blocks = daemon.admin("blocks", page_size=1000)["blocks"]
+        return [block["idle_s"] for block in blocks if block["block_hash"] in names]
+
+    wait_for(lambda: min(idle_s()) > 1.0)
+    assert engine.hits(keys) == 8
+    wait_for(lambda: max(idle_s()) < 1.0)
+
+
+def test_vllms_tier_on_disk_and_hotkv_serve_together(rigs, tmp_path):
+    """A chunk that either has is a hit."""
+    engine, keys = rigs(), keys_of("both", 20)
+    rigs().store(keys[:10])
+    disk = FileSystemTierManager(
+        SimpleNamespace(config=engine.config, blocks_per_chunk=1),
+        engine.primary.get_kv_memoryview(),
+        "fs",
+        root_dir=str(tmp_path),
+    )
+    both = TieringOffloadingManager(engine.primary, [disk, engine.tier])
+    engine.manager = both
+    assert engine.hits(keys) == 10
+    engine.store(keys[10:])
+    engine.manager.reset_cache()
+    for _ in range(HELD_STEPS):
+        engine.step()
+    assert engine.hits(keys) == 20
+
+
+# ---------------------------------------------------------------------------- faults of the server
+
+
+def test_without_a_server_everything_misses_and_nothing_waits(tmp_path):
+    engine, keys = (
+        Rig(f"unix:{tmp_path}/grpc.sock", **{"hotkv.startup_wait_s": 0.0}),
+        keys_of("n", 9),
+    )
+    engine.store(keys)
+    engine.manager.reset_cache()
+    assert engine.hits(keys) == 0
+    engine.close()
+
+
+def test_a_server_that_hangs_costs_a_request_its_patience_only(own_daemon):
+    keys = keys_of("hang", 40)
+    writer = Rig(own_daemon.target).connected()
+    writer.store(keys)
+    reader = Rig(own_daemon.target).connected()
+    os.kill(own_daemon.pid, signal.SIGSTOP)
+    assert reader.hits(keys, patience_s=20.0) == 0
+    assert reader.hits(keys, patience_s=1.0) == 0, "the next request does not wait"
+    os.kill(own_daemon.pid, signal.SIGCONT)
+    wait_for(lambda: not reader.tier.transfers.is_hung)
+    assert reader.hits(keys) == 40
+    writer.close()
+    reader.close()
+
+
+def test_rows_of_a_store_are_free_again_although_the_server_hangs(own_daemon):
+    keys = keys_of("hung store", 10)
+    writer = Rig(own_daemon.target, **{"hotkv.store_timeout_s": 0.2}).connected()
+    os.kill(own_daemon.pid, signal.SIGSTOP)
+    writer.store(keys)
+    # The rows get other bytes before the server reads them.
+    writer.rows[:] = 7
+    os.kill(own_daemon.pid, signal.SIGCONT)
+    reader = Rig(own_daemon.target).connected()
+    assert reader.hits(keys) == 0
+    writer.close()
+    reader.close()
+
+
+def test_a_reset_does_not_wait_for_a_lease_that_is_never_answered(own_daemon):
+    keys = keys_of("drain", 10)
+    writer = Rig(own_daemon.target).connected()
+    writer.store(keys)
+    reader = Rig(own_daemon.target).connected()
+    context = reader.request(keys)
+    os.kill(own_daemon.pid, signal.SIGSTOP)
+    assert reader.lookup_once(context, keys) is None
+    reader.step()
+    resetting = threading.Thread(target=reader.manager.reset_cache)
+    resetting.start()
+    resetting.join(20.0)
+    assert not resetting.is_alive()
+    os.kill(own_daemon.pid, signal.SIGCONT)
+    writer.close()
+    reader.close()
+
+
+def test_a_server_killed_under_a_load_costs_a_miss_and_is_offered_again_what_it_missed(own_daemon):
+    keys, later = keys_of("killed", 40), keys_of("stored without a server", 10)
+    writer = Rig(own_daemon.target).connected()
+    writer.store(keys)
+    reader = Rig(own_daemon.target).connected()
+    os.kill(own_daemon.pid, signal.SIGSTOP)
+    context = reader.request(keys)
+    assert reader.lookup_once(context, keys) is None
+    reader.step()
+    own_daemon.kill()
+    assert reader.lookup(context, keys) == 0
+    reader.load(context, [])
+    reader.store(later)
+    assert reader.manager.on_new_request(reader.request([])).policy is OffloadPolicy.REQUEST_LEVEL
+    own_daemon.start()
+    reader.connected()
+    assert reader.hits(keys) == 40, "what was ready before is still there"
+    reader.store(later)
+    other = Rig(own_daemon.target).connected()
+    assert other.hits(later) == 10
+    for rig in (writer, reader, other):
+        rig.close()
+
+
+def test_a_full_server_serves_right_bytes_or_misses(tmp_path):
+    from tests.vllm.processes import Daemon
+
+    server = Daemon(tmp_path, arena="16MiB").start()
+    try:
+        engine = Rig(server.target, num_rows=512).connected()
+        prompts = [keys_of(f"full {number}", 400) for number in range(16)]
+        for keys in prompts:
+            engine.store(keys)
+        reader = Rig(server.target, num_rows=512).connected()
+        hits = [reader.hits(keys) for keys in prompts]
+        assert 0 < sum(hits) < 6400
+        engine.close()
+        reader.close()
+    finally:
+        server.stop()
+
+
+# ------------------------------------------------------------------------------- faults of hotkv's
+
+
+@pytest.mark.parametrize(
+    "broken",
+    ["tier._is_ready", "tier._runs", "tier._by_group", "room.offer", "room.end", "told.get"],
+)
+def test_an_exception_of_hotkv_never_reaches_vllm(rigs, monkeypatch, broken):
+    keys, engine = keys_of(f"broken {broken}", 10), rigs()
+    rigs().store(keys)
+
+    def breaks(*_, **__):
+        raise RuntimeError("broken on purpose")
+
+    owner, name = broken.split(".")
+    parts = {"tier": engine.tier, "room": engine.tier._room}
+    if owner == "told":
+        monkeypatch.setattr(engine.tier, "_told", SimpleNamespace(get=breaks, pop=breaks))
+    else:
+        monkeypatch.setattr(parts[owner], name, breaks)
+    engine.store(keys_of(f"stored while broken {broken}", 5))
+    engine.hits(keys, patience_s=10.0)
+    engine.manager.reset_cache()
+    assert engine.tier.stats.data["hook_errors"] > 0
+
+
+def test_wrong_settings_stop_the_start(daemon):
+    with pytest.raises(ConfigError, match=r"hotkv\.lease = 1: there is no such setting"):
+        Rig(daemon.target, **{"hotkv.lease": 1})
+
+
+def test_a_tier_without_a_stated_identity_is_off(daemon):
+    engine = Rig(daemon.target, **{"hotkv.weights_identity": ""})
+    assert engine.tier.session is None
+    engine.store(keys_of("off", 5))
+    engine.close()
+
+
+def test_lookups_of_a_long_prompt_cost_one_probe(rigs, monkeypatch):
+    reader, keys, probes = rigs(num_rows=16), keys_of("long", 3000), []
+    probe = reader.tier.session.probe
+    monkeypatch.setattr(
+        reader.tier.session, "probe", lambda group, hashes: probes.append(1) or probe(group, hashes)
+    )
+    context = reader.request(keys)
+    for _ in range(20):
+        assert reader.lookup_once(context, keys) == 0
+        reader.step()
+    assert len(probes) < 20, time.monotonic()
+    reader.manager.on_request_finished(context)
