@@ -12,13 +12,12 @@ HOST_COPIES = {
 
 
 def door_config(target: str, primary_mib: int = 16, **extra: Any) -> dict[str, Any]:
-    """`kv_transfer_config` of an engine with HotKVOffloadingConnector. `extra`: further keys of
-    `kv_connector_extra_config`."""
+    """Returns `kv_transfer_config` of an engine with HotKVOffloadingConnector, by its name alone.
+    `extra`: further keys of `kv_connector_extra_config`."""
     own = transfer_config(target=target)["kv_connector_extra_config"]
     del own["hotkv.load"]
     return {
         "kv_connector": "HotKVOffloadingConnector",
-        "kv_connector_module_path": "hotkv_vllm.offloading.connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "cpu_bytes_to_use": primary_mib << 20,

@@ -190,6 +190,9 @@ def test_every_shape_that_vllms_offloading_takes_hits(daemon, start, kind, door,
     wait_for(settled)
     warm = other.ask_each(batch, 6)
     assert sum(warm["cached"]) > 0.7 * sum(map(usable, batch)), warm["cached"]
+    if settings.get("despite_vllm"):
+        # These kernels of vLLM's answer otherwise after any hit; two hits must be alike.
+        cold = start(daemon, kind, door=door, **settings).ask_each(batch, 6)
     assert same(cold, warm)
 
 

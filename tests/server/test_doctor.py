@@ -164,3 +164,20 @@ def test_the_command(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
 def test_its_versions_of_vllm_are_the_connectors() -> None:
     versions = pytest.importorskip("hotkv_vllm.versions")
     assert (versions.FIRST, versions.LAST) == doctor.VLLM_LINES
+
+
+def test_memory_of_killed_engines_that_offloaded_is_found(made: Made) -> None:
+    """A file that a process maps is in use; another one is left over."""
+    made.write("dev/shm/vllm_offload_alive.mmap", "x" * 8192)
+    made.write("proc/77/maps", "7f00-7f01 rw-s 0 00:19 5   /dev/shm/vllm_offload_alive.mmap")
+    assert made.findings()["offloading"].state == GOOD
+    made.write("dev/shm/vllm_offload_dead.mmap", "x" * 8192)
+    found = made.findings()["offloading"]
+    assert found.state == WARN
+    assert found.mend == "rm /dev/shm/vllm_offload_dead.mmap"
+
+
+def test_the_connector_that_fits_the_host_is_named(made: Made) -> None:
+    assert "HotKVOffloadingConnector" in made.findings()["connector"].says
+    made.remove("dev/nvidia0")
+    assert "HotKVOffloadingConnector" not in made.findings()["connector"].says

@@ -194,6 +194,47 @@ def stale_arenas(host: Host) -> Finding:
     )
 
 
+def offload_regions(host: Host) -> Finding:
+    """Checks for memory of vLLM's offloading whose engine was killed. vLLM removes the file only
+    when an engine stops by itself."""
+    regions = {one.name: one for one in (host.root / "dev/shm").glob("vllm_offload_*.mmap")}
+    if not regions:
+        return Finding("offloading", GOOD, "no memory of vLLM's offloading without an engine")
+    in_use: set[str] = set()
+    for maps in (host.root / "proc").glob("[0-9]*/maps"):
+        try:
+            text = maps.read_text(errors="replace")
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return Finding(
+                "offloading", UNKNOWN, "maps of other users' processes can't be read; ask as root"
+            )
+        in_use |= {name for name in regions if name in text}
+    left = sorted(regions.keys() - in_use)
+    if not left:
+        return Finding("offloading", GOOD, f"{len(regions)} engines offload into shared memory")
+    num_bytes = sum(regions[name].stat().st_blocks * 512 for name in left)
+    return Finding(
+        "offloading",
+        WARN,
+        f"{len(left)} files of killed engines hold {human_bytes(num_bytes)} of shared memory",
+        "rm " + " ".join(f"/dev/shm/{name}" for name in left),
+    )
+
+
+def door(host: Host) -> Finding:
+    """Names the connector that fits the host (docs/doors.md)."""
+    if host.has_gpu:
+        return Finding(
+            "connector",
+            GOOD,
+            "for engines on GPUs: HotKVOffloadingConnector, over vLLM's own copies; "
+            "HotKVConnector's copies have not run on a GPU yet",
+        )
+    return Finding("connector", GOOD, "for engines on the CPU: HotKVConnector")
+
+
 def sockets(host: Host) -> Finding:
     directory = host.root / "run/hotkv"
     if not directory.is_dir():
@@ -271,7 +312,9 @@ CHECKS: tuple[Callable[[Host], Finding], ...] = (
     numa,
     iommu,
     stale_arenas,
+    offload_regions,
     sockets,
+    door,
     versions,
     vllm,
     vllm_settings,

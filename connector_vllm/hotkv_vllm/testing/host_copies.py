@@ -26,6 +26,8 @@ Fragments = list[tuple[int, int, int]]
 class HostTieringSpec(TieringOffloadingSpec):
     """vLLM's tiering with a worker that copies in host memory."""
 
+    _worker: OffloadingWorker | None
+
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if not self._worker:
             region = SharedOffloadRegion(

@@ -225,6 +225,10 @@ def busiest(node: Node) -> list[LiveSession]:
     return heapq.nlargest(MAX_ROWS, node.sessions, lambda one: one.loaded_bytes + one.stored_bytes)
 
 
+DOORS = {"hotkv-vllm": "own", "hotkv-offloading": "offloading"}
+"""By the name of a client: the connector through which an engine came (docs/doors.md)."""
+
+
 def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> list[Figures]:
     """Returns a row for each of these sessions, in the order of opening."""
     held = inspect.leases_of_engines(node.core)
@@ -239,6 +243,7 @@ def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> l
             "model": one.key_space.model,
             "key_space_id": one.record.key_space_id,
             "client_name": one.client_name,
+            "door": DOORS.get(one.client_name.partition(" ")[0], ""),
             "age_s": now_s - one.record.opened_s,
             "lease_count": held.get(one.record.engine_id, 0),
             "transfer_count": len(one.jobs),
