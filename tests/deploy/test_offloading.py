@@ -1,0 +1,65 @@
+"""Engines on GPUs through the second door (docs/doors.md): compose file, manifest and values name
+the connector by its name alone, and neither container gets namespaces of the host."""
+
+import copy
+import json
+import subprocess
+from typing import Any
+
+import pytest
+
+from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.plugin import CONNECTORS
+from tests.deploy import objects
+from tests.deploy.dockerfile import ROOT
+from tests.support.programs import program
+
+yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (extra dev)")
+
+HOST_NAMESPACES = {"pid", "ipc", "hostPID", "hostIPC"}
+
+
+def check_connector(arguments: list[str], shm_bytes: int) -> None:
+    """The primary tier fits into the container's shared memory, which nobody shares."""
+    config = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    assert config["kv_connector"] in dict(CONNECTORS)
+    assert "kv_connector_module_path" not in config
+    extra = config["kv_connector_extra_config"]
+    assert ConnectorConfig.from_extra_config(extra).target == "unix:/run/hotkv/grpc.sock"
+    assert extra["cpu_bytes_to_use"] < shm_bytes
+
+
+def test_compose_gives_gpus_to_the_engine_only() -> None:
+    files = ("compose.yaml", "compose.offloading.yaml")
+    done = subprocess.run(
+        [program("docker-compose"), *(w for f in files for w in ("-f", str(ROOT / f))), "config"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    services = yaml.safe_load(done.stdout)["services"]
+    added = yaml.safe_load((ROOT / files[1]).read_text())["services"]
+    assert set(added) == {"vllm"} and "devices" in json.dumps(added)
+    assert not HOST_NAMESPACES & (services["vllm"].keys() | services["hotkv"].keys())
+    check_connector(services["vllm"]["command"], int(added["vllm"]["shm_size"][:-2]) << 30)
+
+
+def test_the_manifest_of_an_engine_needs_no_namespace_of_the_host() -> None:
+    before = objects.of_manifest("vllm.yaml").one("Deployment")
+    patch = objects.of_manifest("vllm-offloading.yaml").one("Deployment")
+    after = objects.merged(copy.deepcopy(before), patch)
+    for version in ("1.28", "1.34"):
+        objects.validate(after, version)
+    pod: dict[str, Any] = after["spec"]["template"]["spec"]
+    assert not HOST_NAMESPACES & pod.keys() and pod["runtimeClassName"] == "nvidia"
+    (engine,) = pod["containers"]
+    (shm,) = (one for one in pod["volumes"] if one["name"] == "shm")
+    check_connector(engine["args"], objects.num_bytes(shm["emptyDir"]["sizeLimit"]))
+
+
+def test_the_chart_needs_no_gpu_for_it() -> None:
+    found = objects.of_chart("gpu-offloading")
+    assert not HOST_NAMESPACES & found.pod.keys() and "runtimeClassName" not in found.pod
+    assert found.pod["tolerations"] and found.pod["nodeSelector"]
