@@ -42,6 +42,10 @@ LIFE = (
     "tests/server/test_settling.py tests/server/test_service.py tests/server/test_life.py "
     "tests/server/test_transfers.py"
 )
+DOOR = (
+    "tests/offloading/test_tier.py tests/offloading/test_machine.py "
+    "tests/offloading/test_engines.py"
+)
 ENGINE = (
     "tests/vllm/test_traps.py tests/vllm/test_traps_transfers.py tests/vllm/test_reports.py "
     "tests/vllm/test_scenarios.py "
@@ -248,6 +252,13 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/compat/checks.py": "tests/vllm/test_multi_connector.py",
     "connector_vllm/hotkv_vllm/scheduler/loads.py": (
         "tests/vllm/test_load_books.py tests/vllm/test_multi_connector.py"
+    ),
+    "connector_vllm/hotkv_vllm/offloading/": DOOR,
+    "connector_vllm/hotkv_vllm/offloading/requests.py": (
+        f"tests/offloading/test_requests.py {DOOR}"
+    ),
+    "connector_vllm/hotkv_vllm/offloading/scheduler.py": (
+        f"tests/offloading/test_weights.py {DOOR}"
     ),
     "connector_vllm/hotkv_vllm/connector.py": f"tests/vllm/test_sides.py {ENGINE}",
     "connector_vllm/hotkv_vllm/": ENGINE,

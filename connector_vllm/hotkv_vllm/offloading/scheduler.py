@@ -62,6 +62,7 @@ class DoorScheduler:
         self._states: dict[str, RequestState] = {}
         self._weights = Rekeying(self._num_ranks, "")
         self._is_clean = True
+        self._was_emptied = True
         self._said_unclean = False
         self.wants_formats = True
         tier.makes_wait = self._makes_wait
@@ -201,6 +202,9 @@ class DoorScheduler:
     def _adopt(self, identity: str) -> None:
         """Adopts the weights that all ranks have reported."""
         assert self._space is not None
+        if self._weights.were_written and not self._was_emptied:
+            # The ranks were asked because of a reset that left blocks on the device.
+            self._become_unclean()
         is_other = identity != self._weights.identity
         self._weights.adopt(identity)
         if not is_other:
@@ -226,14 +230,7 @@ class DoorScheduler:
         self._weights.reported(report.weights, now_s)
         if any(not one.question for one in report.weights.values()):
             # A rank has noticed a write that nobody had asked about.
-            self._is_clean = False
-            if not self._said_unclean:
-                self._said_unclean = True
-                logger.warning(
-                    "hotkv: weights were written while blocks of before are cached; this engine "
-                    "shares nothing until its caches are emptied (reset_prefix_cache with "
-                    "reset_connector)"
-                )
+            self._become_unclean()
         self._tier.is_held |= self._weights.under_way
         if report.timed_step:
             self._prefill.end_step(report.timed_step, now_s)
@@ -242,6 +239,17 @@ class DoorScheduler:
             state = self._states.get(request_id)
             if state is not None and self._reports is not None:
                 self._reports.load_ended(state, failed=False)
+
+    def _become_unclean(self) -> None:
+        """Notes that blocks of other weights are cached. Logs it once until the next reset."""
+        self._is_clean = False
+        if not self._said_unclean:
+            self._said_unclean = True
+            logger.warning(
+                "hotkv: weights were written while blocks of before are cached; this engine "
+                "shares nothing until its caches are emptied (reset_prefix_cache with "
+                "reset_connector)"
+            )
 
     # ---------------------------------------------------------------------------------------- reset
 
@@ -260,6 +268,7 @@ class DoorScheduler:
         """
         self._weights.suspect()
         self._tier.is_held = self._space is not None
+        self._was_emptied = is_device_empty
         if is_device_empty:
             self._is_clean, self._said_unclean = True, False
         # Blocks on the device are from before the reset.

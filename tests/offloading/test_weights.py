@@ -1,0 +1,223 @@
+"""Weights that change in place, resets and steps in any order: blocks are only stored and looked up
+under the weights that computed them.
+
+The scheduler's side and the sides of two ranks are hotkv's; the tier and its session are doubles.
+The model beside them remembers which weights computed the blocks that vLLM caches.
+"""
+
+import hashlib
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from hotkv_client import Flushed
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.identity.rekeying import RankWeights
+from hotkv_vllm.offloading import scheduler
+from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
+from hotkv_vllm.offloading.scheduler import DoorScheduler
+from hotkv_vllm.stats import HookClock, HotKVStats
+
+NUM_RANKS = 2
+NAMES = ("first", "second", "third")
+
+
+def _identity(name):
+    """Returns the identity of weights whose digest is `name` in every rank."""
+    digests = "\0".join([name] * NUM_RANKS)
+    return f"updated:{hashlib.sha256(digests.encode()).hexdigest()}"
+
+
+class Session:
+    """A session whose server flushes, or does not."""
+
+    connected = True
+    can_flush = True
+
+    def flush(self):
+        answer: Future[Flushed] = Future()
+        if self.can_flush:
+            answer.set_result(Flushed(0))
+        else:
+            answer.set_exception(RuntimeError("no"))
+        return answer
+
+    def report_requests(self, *_):
+        """Nobody listens."""
+
+
+class Tier:
+    """What `DoorScheduler` uses of a tier."""
+
+    def __init__(self):
+        self.stats, self.config, self.row_bytes = HotKVStats(), None, 4096
+        self.session, self.transfers = None, None
+        self.is_held, self.may_repeat, self.space = False, True, None
+        self.makes_wait = lambda: False
+        self.told: dict[str, bool] = {}
+
+    def open(self, space, _):
+        self.space, self.session = space, Session()
+        self.transfers = SimpleNamespace(is_idle=True, in_flight=0, is_held=False)
+        return self.session
+
+    def tell(self, request, _, *, is_excluded):
+        self.told[request.request_id] = is_excluded
+
+    def exclude(self, request_ids):
+        self.told.update(dict.fromkeys(request_ids, True))
+
+    def miss_of(self, _):
+        return 0
+
+    @property
+    def serves(self):
+        return self.space and not (self.is_held or self.transfers.is_held or self.makes_wait())
+
+
+class Watch:
+    """A rank's weights: `digest` names those in memory."""
+
+    def __init__(self):
+        self.touched, self.now, self.original = False, "first", "first"
+
+    def digest(self):
+        self.touched = False
+        return self.now
+
+
+def space_of(identity="files"):
+    group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,))
+    return KeySpace("m", identity, "bfloat16", (group,), 16)
+
+
+def made(patch):
+    """Returns a scheduler's side that has opened its session, and its tier."""
+    patch.setattr(scheduler, "full_key_space", lambda *_: space_of())
+    patch.setattr(scheduler.checks, "counts_media", lambda _: False)
+    patch.setattr(scheduler.checks, "is_pausing", lambda: False)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(world_size=NUM_RANKS),
+        kv_transfer_config=SimpleNamespace(is_kv_consumer=True, is_kv_producer=True),
+    )
+    tier = Tier()
+    edge = HookEdge(HookClock("test", "engine"), HotKVStats().add)
+    side = DoorScheduler(config, None, ConnectorConfig(), tier, edge)
+    side.connect([PageFormat(rank, "page") for rank in range(NUM_RANKS)])
+    return side, tier
+
+
+class WeightsMachine(RuleBasedStateMachine):
+    """An engine whose weights are written, whose caches are reset, and that steps.
+
+    cached: names of the weights that computed blocks on the device or in the primary tier.
+    computed: the weights of blocks that wait to be stored.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.side, self.tier = made(self.patch)
+        self.watches = [Watch() for _ in range(NUM_RANKS)]
+        self.ranks = [RankWeights(watch, "") for watch in self.watches]
+        self.cached: set[str] = set()
+        self.computed: str | None = None
+        self.identities = {"files": "first"} | {_identity(name): name for name in NAMES}
+        """By identity of a key space: the weights that it stands for."""
+
+    def teardown(self):
+        self.patch.undo()
+
+    @rule(name=st.sampled_from(NAMES))
+    def write(self, name):
+        for watch in self.watches:
+            watch.now, watch.touched = name, True
+
+    def step(self, num_tokens):
+        now = self.watches[0].now
+        self.side.begin_step(SimpleNamespace(total_num_scheduled_tokens=num_tokens))
+        self.check()
+        orders = DoorMetadata({}, {}, weights=self.side.order)
+        report = DoorReport()
+        for rank in self.ranks:
+            rank.obey(orders.weights)
+        if num_tokens:
+            self.cached.add(now)
+        for number, rank in enumerate(self.ranks):
+            if (said := rank.take_report()) is not None:
+                report.weights[number] = said
+        self.side.update(report, ())
+        # Blocks of the step before have arrived in the primary tier.
+        if self.computed is not None and self.tier.serves:
+            assert self.weights_of_space() == self.computed, "stored under other weights"
+        self.computed = now if num_tokens else None
+
+    @rule()
+    def run(self):
+        self.step(100)
+
+    @rule()
+    def run_nothing(self):
+        self.step(0)
+
+    @rule(is_device_empty=st.booleans(), can_flush=st.booleans())
+    def reset(self, is_device_empty, can_flush):
+        self.tier.session.can_flush = can_flush
+        self.side.reset(is_device_empty)
+        # vLLM empties the primary tier in any case, and drops what waits to be stored.
+        self.computed = None
+        if is_device_empty:
+            self.cached.clear()
+        assert not self.tier.serves or can_flush
+
+    @rule()
+    def server_flushes_again(self):
+        self.tier.session.can_flush = True
+
+    @precondition(lambda self: not any(watch.touched for watch in self.watches))
+    @rule()
+    def looks_up(self):
+        self.check()
+
+    def check(self):
+        """A tier that serves does so for the weights of the engine, over caches of these alone. A
+        write that no step has followed yet can't be known."""
+        if not self.tier.serves or any(watch.touched for watch in self.watches):
+            return
+        now = self.watches[0].now
+        assert self.weights_of_space() == now, "loaded under other weights"
+        assert self.cached <= {now}, "blocks of other weights are cached"
+
+    def weights_of_space(self):
+        return self.identities[self.tier.space.weights_identity]
+
+
+TestWeights = WeightsMachine.TestCase
+
+
+def test_a_reset_over_a_device_in_use_leaves_live_requests_out(monkeypatch):
+    side, tier = made(monkeypatch)
+    request = SimpleNamespace(
+        request_id="r", lora_request=None, kv_transfer_params=None, mm_features=()
+    )
+    side.arrived(request)
+    assert tier.told == {"r": False}
+    side.reset(is_device_empty=False)
+    assert tier.told == {"r": True} and not tier.may_repeat
+    side.reset(is_device_empty=True)
+    assert tier.may_repeat
+
+
+@pytest.mark.parametrize("formats", [1, 3])
+def test_ranks_that_are_missing_or_off_keep_the_engine_off(monkeypatch, formats):
+    side, tier = made(monkeypatch)
+    tier.space, side.wants_formats = None, True
+    said = [PageFormat(rank, "page", why_off="no" * (rank == 2)) for rank in range(formats)]
+    side.connect(said)
+    assert tier.space is None
