@@ -40,11 +40,11 @@ class FaultyDisk:
     _num_released: int = 0
 
     def read_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """See `BlockIO`."""
+        """Implements `BlockIO`."""
         return self._move_many(False, addresses, offsets, sizes)
 
     def write_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """See `BlockIO`."""
+        """Implements `BlockIO`."""
         return self._move_many(True, addresses, offsets, sizes)
 
     def heal(self) -> None:

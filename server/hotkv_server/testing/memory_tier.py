@@ -111,11 +111,11 @@ class MemoryTier:
         return f"MemoryTier({self._facts.name!r}, {len(self._calls)} calls)"
 
     def facts(self) -> TierFacts:
-        """See `Tier`."""
+        """Implements `Tier`."""
         return self._facts
 
     def probe(self, keys: Sequence[bytes], deadline_s: float, on_done: OnProbe) -> None:
-        """See `Tier`."""
+        """Implements `Tier`."""
 
         def do() -> None:
             is_late = time.monotonic() > deadline_s
@@ -125,7 +125,7 @@ class MemoryTier:
         self._add(do, lambda: on_done(_all(Read.FAILED, len(keys))), 0)
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
-        """See `Tier`."""
+        """Implements `Tier`."""
 
         def do() -> None:
             codes = _all(Read.FAILED, len(blocks))
@@ -138,7 +138,7 @@ class MemoryTier:
         self._add(do, lambda: on_done(_all(Read.FAILED, len(blocks))), blocks.total_bytes)
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
-        """See `Tier`."""
+        """Implements `Tier`."""
 
         def do() -> None:
             codes, seals = _all(Write.FAILED, len(blocks)), np.zeros(len(blocks), np.uint64)
@@ -155,7 +155,7 @@ class MemoryTier:
         self._add(do, lambda: on_done(*failed), blocks.total_bytes)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """See `Tier`."""
+        """Implements `Tier`."""
 
         def do() -> None:
             for key in keys:
@@ -164,30 +164,30 @@ class MemoryTier:
         self._add(do, lambda: None, 0)
 
     def problem(self) -> str:
-        """See `Tier`."""
+        """Implements `Tier`."""
         return self.faults.problem
 
     def stalled_s(self, now_s: float) -> float:
-        """See `Tier`."""
+        """Implements `Tier`."""
         begun_s = self._begun_s
         return max(0.0, now_s - begun_s) if begun_s else 0.0
 
     def is_alive(self) -> bool:
-        """See `Tier`."""
+        """Implements `Tier`."""
         return self._is_closed or self._thread is None or self._thread.is_alive()
 
     def memory(self) -> TierMemory:
-        """See `Tier`."""
+        """Implements `Tier`."""
         held_bytes = sum(len(content) for content, _ in self._store.content.values())
         return TierMemory(held_bytes, self._store.capacity_bytes)
 
     def figures(self) -> TierFigures:
-        """See `Tier`."""
+        """Implements `Tier`."""
         with self._changed:
             return TierFigures(**self._sums, queued_bytes=sum(size for *_, size in self._calls))
 
     def close(self) -> None:
-        """See `Tier`."""
+        """Implements `Tier`."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -318,15 +318,15 @@ class SharedMemoryTier(MemoryTier):
         on_done: OnProbe,
         epochs: Epochs = NO_EPOCHS,
     ) -> None:
-        """See `SharedTier`."""
+        """Implements `SharedTier`."""
         super().probe(keys, deadline_s, self._checked(epochs, on_done))
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
-        """See `Tier`."""
+        """Implements `Tier`."""
         super().read(blocks, deadline_s, self._checked(blocks.epochs, on_done))
 
     def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
-        """See `SharedTier`."""
+        """Implements `SharedTier`."""
 
         def do() -> None:
             if self.faults.problem:
@@ -341,7 +341,7 @@ class SharedMemoryTier(MemoryTier):
         self._add(do, lambda: on_done(None), 0)
 
     def raise_epoch(self, fingerprint: str, floor: int, on_done: OnEpoch) -> None:
-        """See `SharedTier`."""
+        """Implements `SharedTier`."""
 
         def do() -> None:
             if self.faults.problem:

@@ -69,13 +69,13 @@ class MooncakeClient:
         return f"MooncakeClient(pid={self._process.pid})"
 
     def is_fresh(self) -> bool:
-        """See `Client`."""
+        """Implements `Client`."""
         return self._process.poll() is None
 
     def probe(
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
-        """See `Client`."""
+        """Implements `Client`."""
         reply = self._ask(
             {"do": "probe", "names": [*map(quoted, keys)], "epochs": [*expected]}, until_s
         )
@@ -89,7 +89,7 @@ class MooncakeClient:
         codes: Codes,
         until_s: float,
     ) -> Epochs:
-        """See `Client`."""
+        """Implements `Client`."""
         reply = self._ask({"do": "read", **self._rows(keys, slots), "epochs": [*expected]}, until_s)
         return _settle(reply, expected, codes)
 
@@ -102,28 +102,28 @@ class MooncakeClient:
         seals: Seals,
         until_s: float,
     ) -> None:
-        """See `Client`. Mooncake evicts by itself."""
+        """Implements `Client`. Mooncake evicts by itself."""
         reply = self._ask({"do": "write", **self._rows(keys, slots)}, until_s)
         codes[:] = reply["codes"]
         seals[:] = np.array(reply["seals"], np.uint64)
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
-        """See `Client`."""
+        """Implements `Client`."""
         self._ask({"do": "forget", "names": [*map(quoted, keys)]}, until_s)
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """See `Client`."""
+        """Implements `Client`."""
         return Shown(
             self._ask({"do": "epochs", "fingerprints": [*fingerprints]}, until_s)["epochs"]
         )
 
     def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
-        """See `Client`."""
+        """Implements `Client`."""
         asked = {"do": "raise", "fingerprint": fingerprint, "floor": floor}
         return int(self._ask(asked, until_s)["epoch"])
 
     def close(self) -> None:
-        """See `Client`. Kills the child, and waits until it is gone."""
+        """Implements `Client`. Kills the child, and waits until it is gone."""
         self._line.close()
         self._process.kill()
         self._process.wait()
