@@ -1,7 +1,7 @@
-"""A tier in this process's memory whose faults are chosen: it fails, lags, loses, damages blocks.
+"""A tier in this process's memory with chosen faults: it fails, lags, loses or damages blocks.
 
-What is kept outlives it in `MemoryStore`, as a disk's bytes outlive a daemon; several tiers over
-one store are the nodes of a shared tier.
+The blocks are in a `MemoryStore`, which outlives the tier as a disk outlives a daemon. Several
+tiers over the same store act as the nodes of a shared tier.
 """
 
 import itertools
@@ -43,9 +43,14 @@ from hotkv_server.tiers.seals import seal
 
 @dataclass
 class Faults:
-    """What goes wrong from now on. `problem`: as `Tier.problem`. `is_hung`: calls are taken and
-    none ends. `fails`: of a key, whether its read or write fails; `fails_writes`: all writes fail.
-    `is_full`: nothing more is stored."""
+    """The present faults.
+
+    `problem`: returned by `Tier.problem`.
+    `is_hung`: calls are accepted and don't end.
+    `is_full`: writes are refused.
+    `fails_writes`: all writes fail.
+    `fails`: whether the read or write of a key fails.
+    """
 
     problem: str = ""
     is_hung: bool = False
@@ -56,8 +61,12 @@ class Faults:
 
 @dataclass
 class MemoryStore:
-    """What tiers over it have stored: (bytes, seal) by key, or by place where `places`; and epochs
-    by fingerprint. `restored_below`: as of `Shown`."""
+    """The state of a store.
+
+    `content`: (bytes, seal) by key, or by place if `places`.
+    `epochs`: by fingerprint.
+    `restored_below`: as in `Shown`.
+    """
 
     places: bool
     capacity_bytes: int = 1 << 40
@@ -79,8 +88,8 @@ class MemoryStore:
 
 
 class MemoryTier:
-    """See the module. A thread does the calls in their order; `step` does the next one where
-    `is_manual`."""
+    """The tier; see the module. A thread executes the calls in order; with `is_manual` the test
+    does, with `step`."""
 
     def __init__(
         self,
@@ -197,7 +206,7 @@ class MemoryTier:
             self._calls.popleft()[1]()
 
     def step(self) -> bool:
-        """Does the next call, if the tier is not hung. Returns whether there was one."""
+        """Executes the next call, unless the tier is hung. Returns whether it did."""
         with self._changed:
             if not self._calls or self.faults.is_hung:
                 return False
@@ -297,7 +306,8 @@ _fresh = itertools.count(begun(1 << 51), RAISES)
 
 
 class SharedMemoryTier(MemoryTier):
-    """See above and `SharedTier`. `on_epoch`: as of `ValkeyTier`."""
+    """A shared tier over a `MemoryStore`; see the module and `SharedTier`. `on_epoch`: as in
+    `RemoteTier`."""
 
     def __init__(
         self,
@@ -354,7 +364,7 @@ class SharedMemoryTier(MemoryTier):
         self._add(do, lambda: on_done(None), 0)
 
     def _checked(self, epochs: Epochs, on_done: OnRead) -> OnRead:
-        """Looks at the epochs once all blocks have been read."""
+        """Wraps `on_done` to check the epochs once all blocks have been read."""
 
         def done(codes: Codes) -> None:
             stored = self._store.epochs
