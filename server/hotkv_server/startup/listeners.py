@@ -1,6 +1,6 @@
-"""Everything that listens: gRPC, the descriptor socket, HTTP.
+"""Opens all listeners: gRPC, the descriptor socket, HTTP.
 
-Always true: a listener that cannot have its address keeps the server from starting, with the
+Always true: if a listener can't bind its address, the server does not start; the error names the
 setting to change.
 """
 
@@ -25,7 +25,7 @@ from hotkv_server.wire.server import Endpoints, RpcServer
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """All of them; `http` is None if it is switched off."""
+    """All listeners; `http` is None if it is switched off."""
 
     rpc: RpcServer
     descriptors: DescriptorServer
