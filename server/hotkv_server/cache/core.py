@@ -80,7 +80,7 @@ class CacheCore(CacheBooks):
 
     @property
     def draining(self) -> bool:
-        """True while nothing new may begin."""
+        """Whether new work is refused."""
         return self.sessions.draining
 
     @draining.setter
@@ -124,7 +124,8 @@ class CacheCore(CacheBooks):
     # Lookup and uses
 
     def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns which blocks are ready, one mask per list. A hint: pins and touches nothing."""
+        """Returns which blocks are ready, one mask per list. Only a hint: it neither pins nor
+        touches blocks."""
         return self._uses.lookup(key_space_id, groups)
 
     def touch(
@@ -291,7 +292,7 @@ class CacheCore(CacheBooks):
             yield
 
     def end_pins(self, session_number: int) -> Iterator[None]:
-        """Releases the pins of a session that is about to be closed and starts nothing new."""
+        """Releases the pins of a session that is about to be closed and starts no new work."""
         for pinner in self.pinners:
             yield from pinner.end(self.sessions.record(session_number))
 
@@ -342,7 +343,7 @@ class CacheCore(CacheBooks):
         """Forgets all blocks of a key space that exist at the first step. Yields how many of them
         were ready, for each part.
 
-        After the last step, a lookup finds none of these blocks. A block that is reserved at the
+        After the last step, a lookup no longer finds these blocks. A block that is reserved at the
         first step never becomes ready, except before its lease is aborted: then it is forgotten
         with the other blocks. A block that is stored while this runs may be forgotten too.
         """
@@ -464,7 +465,8 @@ def _check_copies(core: CacheCore) -> None:
 
 
 def _other_pins(core: CacheCore) -> Int64s:
-    """Returns the pins by entry number that neither leases nor retention pins have."""
+    """Returns the pins by entry number that belong to other holders than leases and retention
+    pins."""
     pins = np.zeros(core.space.index.capacity + 1, np.int64)
     np.add.at(pins, core.grace.entries, 1)
     for pinner in core.pinners:

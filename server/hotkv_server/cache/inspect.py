@@ -150,7 +150,7 @@ class BlockFigures:
     hash_words: uint32 [8].
     state: as in `hotkv_proto.table`.
     last_used_s: in seconds of the core's `now_s`; 0 if never used.
-    representation_bytes: slot of its representation; 0 if it has none.
+    representation_bytes: slot of its representation; 0 without a representation.
     parent_words: the hash before it in its chain. None at the root, and if that block is not in the
         index.
     """
@@ -394,8 +394,8 @@ class ArenaMap:
     """Cells [n] from the arena's start.
 
     slabs_per_cell: slabs in each cell; the last cell may have fewer.
-    slot_bytes: slot size of the cell's first lent slab; FREE if none is lent, ABSENT if no slab has
-        memory.
+    slot_bytes: slot size of the cell's first lent slab; FREE if no slab is lent, ABSENT if no slab
+        has memory.
     used_ratios: share of the cell's bytes in slots that are in use.
     idle_s: time since the last use of its ready blocks, as the mean of log(1 + seconds) by bytes;
         NaN if it has no ready block.

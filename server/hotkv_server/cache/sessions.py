@@ -371,7 +371,7 @@ def check_named(
 
 
 class SessionBook:
-    """Live sessions by number. `draining`: True while nothing new may begin."""
+    """Live sessions by number. `draining`: True while new work is refused."""
 
     def __init__(self, catalog: Catalog, tenants: TenantBook) -> None:
         self.records: dict[int, SessionRecord] = {}

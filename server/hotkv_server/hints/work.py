@@ -30,7 +30,7 @@ PREFETCH_BLOCKS = 256
 """Hash blocks of a chain that are fetched together, in chain order."""
 PREFETCH_PAUSE_S = 0.05
 BLOCKS_PER_ACTION = 4096
-"""This many hash blocks of an action count as one more action in the tenant's budget."""
+"""For each so many hash blocks, an action counts as another action in the tenant's budget."""
 MAX_PREFETCHES = 64
 """Prefetches that one tenant may run at the same time."""
 Spawn = Callable[[Coroutine[Any, Any, None]], None]

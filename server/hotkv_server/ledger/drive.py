@@ -308,7 +308,7 @@ def _block_bytes(core: CacheCore, key_space_id: int, block_tokens: int) -> int:
 
 
 def _read(directory: Path | None) -> pack.Kept | None:
-    """Returns an earlier server's ledger; None if there is none that can be used."""
+    """Returns an earlier server's ledger; None if it is missing or unusable."""
     try:
         content = None if directory is None else read_ledger(directory, pack.MAX_BYTES)
         return None if content is None else pack.unpack(content)

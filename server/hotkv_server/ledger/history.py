@@ -42,7 +42,7 @@ class History:
         totals: Values,
         number: int,
     ) -> None:
-        """`totals` [counters]: values at the end of interval `number`."""
+        """Starts at the end of interval `number`, when the counters are `totals` [counters]."""
         self.counters, self.levels = tuple(counters), tuple(levels)
         self.number = number
         self._first = number + 1

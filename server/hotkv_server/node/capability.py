@@ -169,7 +169,7 @@ class Lookups(Protocol):
         ready: Sequence[BoolMask],
         tokens_per_s: float = 0.0,
     ) -> list[BoolMask]:
-        """Returns which blocks lie in a tier below or are being promoted, one mask a list.
+        """Returns which blocks lie in a tier below or are being promoted, a mask per list.
 
         ready: for each list, the blocks that are in host memory.
         tokens_per_s: prefill speed of the engine. Blocks that would arrive later than the engine

@@ -1,8 +1,8 @@
 """The node: the core, its memory and its copy engine, driven by one event loop.
 
-Connects the parts, and owns the timer and the drain. Every method runs on the event loop. None
-blocks it, except `save_use`: the copy engine's threads move bytes (`transfers`), and threads make
-mappings (`sessions`).
+Connects the parts, and owns the timer and the drain. Every method runs on the event loop. Only
+`save_use` blocks it: the copy engine's threads move bytes (`transfers`), and threads make mappings
+(`sessions`).
 """
 
 import asyncio
@@ -242,8 +242,8 @@ class Node:
             session.notify(Drain(timeout_s))
 
     def abandon(self) -> None:
-        """Grants and keeps nothing from this call on, because an invariant has broken. The process
-        then ends without closing anything."""
+        """Stops granting and keeping blocks, because an invariant is broken. The process then ends
+        without closing anything."""
         self.core.draining = True
         for session in self.sessions:
             session.cancel_transfers()

@@ -269,7 +269,8 @@ def unbounded(trace: Trace) -> Int64s:
 
 
 def next_uses(blocks: Int64s) -> Int64s:
-    """Returns for each access [B] the next access to the same block; B if there is none."""
+    """Returns for each access [B] the next access to the same block; B if there is no later
+    access."""
     order = np.argsort(blocks, kind="stable")
     following = np.full(len(blocks), len(blocks), np.int64)
     same = blocks[order[1:]] == blocks[order[:-1]]

@@ -237,7 +237,8 @@ def _summary(
 def watch_requests(
     node: Node, request: admin_pb2.WatchRequestsRequest, context: Any
 ) -> AsyncIterator[admin_pb2.WatchRequestsResponse]:
-    """Streams reports of a key space, or of all key spaces if the request names none."""
+    """Streams reports of a key space, or of all key spaces if the request does not name a key
+    space."""
 
     def message(value: WatchedReport) -> admin_pb2.WatchedRequest | None:
         if request.key_space_id not in (0, value.key_space_id):

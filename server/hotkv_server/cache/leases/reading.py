@@ -176,7 +176,7 @@ class ReadLeases:
     def check_invariants(self, others: NDArray[np.int64]) -> None:
         """Raises AssertionError if pins or budgets disagree with the leases. Linear in capacity.
 
-        others: pins by entry number [capacity + 1] that neither leases nor holds have.
+        others: pins by entry number [capacity + 1] of other holders than leases and retention pins.
         """
         index, tenants = self._books.space.index, self._books.space.tenants
         pins = others.copy()

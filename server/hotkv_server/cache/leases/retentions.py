@@ -21,7 +21,7 @@ PART_ENTRIES = 1 << 18
 
 class RetentionPins:
     """Holds on entries. `_until_s`: end of each entry's hold by entry number, float64 seconds of
-    `now_s`; 0 for none. No hold ends before `_next_end_s`."""
+    `now_s`; 0 without a hold. No hold ends before `_next_end_s`."""
 
     def __init__(
         self, index: BlockIndex, tenants: TenantBook, share: float, budget: PinBudget | None = None

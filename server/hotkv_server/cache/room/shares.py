@@ -1,5 +1,5 @@
-"""Shares: what owners hold of a bounded resource, what tenants hold of the arena, and what may be
-pinned for long."""
+"""Shares: counts how much of a bounded resource each owner holds, how much of the arena each tenant
+holds, and how much is pinned for long."""
 
 import enum
 from collections.abc import Iterable, Mapping

@@ -474,7 +474,7 @@ class SlabPool:
 
     def _lend(self, c: _SlabClass, want_slots: int) -> bool:
         """Lends enough free slabs for `want_slots`, or as many as the floors of other sizes allow.
-        Returns False if it lends none."""
+        Returns False if it lends no slab."""
         free = np.flatnonzero(self._owner == FREE)
         usable = max(0, len(free) - self.floors.kept_for_others(c.slot_bytes))
         if usable < c.slabs_per_slot:

@@ -395,7 +395,7 @@ class Space:
         While the arena grows, fewer slots are reserved: see `grow`. The caller passes the remaining
         keys to `decline`.
 
-        has_promise: the room was reserved for a residency; growth refuses none of it.
+        has_promise: the room was reserved for a residency; it is not refused while the arena grows.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:

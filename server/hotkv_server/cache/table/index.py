@@ -212,7 +212,7 @@ class BlockIndex:
         return depths
 
     def checks(self, entries: Entries) -> NDArray[np.uint64]:
-        """Returns the check values of ready entries; 0 if an entry has none."""
+        """Returns the check values of ready entries; 0 without a check value."""
         words = np.ascontiguousarray(self.table.records[entries, table.W_CHECK : table.W_CHECK + 2])
         return words.view(np.uint64)[:, 0]
 
@@ -347,7 +347,7 @@ class Chains:
         return f"Chains({self._index!r})"
 
     def set_parents(self, entries: Entries, parents: Entries) -> None:
-        """Sets the entry before each of `entries`; 0 for none."""
+        """Sets the entry before each of `entries`; 0: no entry."""
         self._records[entries, table.W_PARENT] = parents
 
     def link(
@@ -439,7 +439,7 @@ class Representations:
         return entries[self.among(entries)]
 
     def of(self, entries: Entries) -> Entries:
-        """Returns the representation of each ready block [n]; 0 if it has none."""
+        """Returns the representation of each ready block [n]; 0 without a representation."""
         linked: Entries = self._records[entries, table.W_REPRESENTATION]
         return linked
 

@@ -107,8 +107,8 @@ class TenantHints:
     num_prefetches: int = 0
 
     def may_act(self, now_s: float, count: float = 1.0) -> bool:
-        """Subtracts `count` actions from the tenant's budget. Returns False, and subtracts none, if
-        fewer are left."""
+        """Subtracts `count` actions from the tenant's budget. Returns False, and leaves the budget
+        unchanged, if fewer are left."""
         limits = self.limits
         grown = max(0.0, now_s - self.filled_s) * limits.actions_per_s
         self.tokens = min(limits.burst_actions, self.tokens + grown)
@@ -254,7 +254,7 @@ class HintBook:
         )
 
     def known(self, name: str) -> TenantHints | None:
-        """Returns the hints of a tenant; None if it has none."""
+        """Returns the hints of a tenant; None if the tenant has no hints."""
         return self._tenants.get(name)
 
     def all(self) -> Iterator[tuple[str, TenantHints]]:

@@ -40,8 +40,8 @@ class ResidencyPins:
         """Returns the slot offsets of the representations that a residency pins with its blocks,
         from `first_position` on; -1 for none.
 
-        Representations of an earlier server count as none until they have been compared with their
-        check values.
+        Representations of an earlier server count as missing until they have been compared with
+        their check values.
         """
         group, index = residency.groups[group_index], self._space.index
         linked = group.linked_at(first_position + np.arange(block_count, dtype=np.int64))

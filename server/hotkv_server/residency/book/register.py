@@ -83,7 +83,7 @@ class ResidentGroup:
         self.linked = np.insert(self.linked, rows, np.uint32(0))
 
     def link(self, rows: Int64s, linked: Entries) -> None:
-        """Records representations [n] for rows that have none."""
+        """Records representations [n] for rows without a representation."""
         self.linked[rows] = linked
         self.num_linked += len(rows)
 
@@ -234,7 +234,7 @@ class ResidencyBook:
         return residency
 
     def get(self, engine_id: str, residency_id: str) -> Residency | None:
-        """Returns the engine's open residency with this id; None if there is none."""
+        """Returns the engine's open residency with this id; None if the id is unknown."""
         return self._by_id.get((engine_id, residency_id))
 
     def named(self, session: SessionRecord, residency_id: str) -> Residency | None:

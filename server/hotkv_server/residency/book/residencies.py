@@ -205,7 +205,7 @@ class Residencies:
     def end(self, session: SessionRecord) -> Iterator[None]:
         """Ends the residencies of a session in parts, after notifying its readers.
 
-        If the server drains, ends none: the next server keeps them for their readers.
+        If the server drains, they stay: the next server keeps them for their readers.
         """
         for residency in self._begin_ending(session):
             yield from self.closing(residency)
