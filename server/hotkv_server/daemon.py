@@ -65,7 +65,8 @@ class OpenedNode:
         Raises StartError."""
         looking = look_in_background(settings.copy_)
         memory = open_memory(settings, reset=reset)
-        # What is there of an earlier server stays; what this one has made goes.
+        # If the start fails, files of an earlier server stay; files that this server made are
+        # removed.
         is_new = memory.leftover is None
         with contextlib.ExitStack() as undo:
             undo.callback(memory.remove if is_new else memory.release)

@@ -190,8 +190,8 @@ def stored_events(
         for first, end in zip(
             np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True
         ):
-            # Copies: a view would keep the whole message in memory, and count as the view's bytes
-            # only.
+            # Copy: a view would keep the whole message in memory, but count only as the view's
+            # bytes.
             tokens = content.token_ids[first * block_tokens : end * block_tokens].copy()
             part = RunContent(tokens, content.lora_name, content.extra_keys[first:end])
             parent = run.hashes[first - 1].copy() if first else run.parent

@@ -113,14 +113,13 @@ class ZmqPublisher:
         self._translator = Translator(self._key_spaces, as_ints=int_hashes)
         self._encoder = msgspec.msgpack.Encoder()
         self._queue: queue.SimpleQueue[_Item | _Ended | None] = queue.SimpleQueue()
-        # Each counter is written by one thread only.
+        # Each counter has a single thread that writes it.
         self._put_bytes = 0
         self._taken_bytes = 0
         self._sent_bytes = 0
         # Topics of which messages are kept for replay.
         self._kept: dict[_Topic, None] = {}
-        # Sequence numbers of new topics begin here: a topic that comes again must not seem to go
-        # back.
+        # First sequence number of new topics: a topic that returns must not seem to go back.
         self._first_number = 0
         self._context = zmq.Context()
         try:

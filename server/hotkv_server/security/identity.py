@@ -163,10 +163,11 @@ class AccessControl:
 
 
 # ------------------------------------------------------------------------------------------ Tickets
-# They tie a session on the Unix socket to the user whose process fetched them.
+# Tickets tie a session on the Unix socket to the user whose process fetched them.
 #
-# Always true: a ticket is good once, for TTL_S seconds, and for the peer that it was given to; the
-# number outstanding is bounded, for each user and in all, so that no user can use up another's.
+# Always true: a ticket is valid once, for TTL_S seconds, and for its peer. The number of
+# outstanding tickets is bounded, for each user and in all, so a user can't use up the tickets of
+# others.
 
 TTL_S = 10.0
 TICKET_BYTES = 16

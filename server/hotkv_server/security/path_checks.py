@@ -13,8 +13,8 @@ from typing import Final
 from hotkv_proto.errors import HotKVError, Reason
 
 # -------------------------------------------------------------------------------------------- Paths
-# No other user may be able to put something in the place of the server's directories and files.
-# What another user has made is not repaired; a missing directory is made.
+# Other users must not be able to replace the server's directories and files. Files of another user
+# are refused, not repaired; a missing directory is made.
 
 OTHERS_WRITE = stat.S_IWOTH | stat.S_IWGRP
 
@@ -127,9 +127,9 @@ def _mode(status: os.stat_result) -> str:
 
 
 # ---------------------------------------------------------------------- Descriptors that peers send
-# They are checked before they are mapped: they must be memory whose pages nobody can withhold. A
-# file on disk, on the network or in user space (FUSE) could hang a copy thread; a pipe, a socket
-# or a device is no memory at all.
+# Checked before they are mapped: they must be memory whose pages are always available. A file on
+# disk, on the network or in user space (FUSE) could hang a copy thread; a pipe, a socket or a
+# device is no memory at all.
 
 MEMORY_FILE_SYSTEMS: Final = {0x01021994: "tmpfs", 0x958458F6: "hugetlbfs"}
 """File systems in memory, by their magic numbers in statfs(2)."""

@@ -28,7 +28,7 @@ Compress: TypeAlias = Annotated[
 
 
 # ------------------------------------------------------------------------------------------- Valkey
-# Where the server is, who hotkv is there, and how long it waits. The password is read at each
+# The address of the server, the credentials, and the time limits. The password is read at each
 # connect.
 
 UNIX = "unix:"
@@ -153,7 +153,7 @@ class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
 
 # ----------------------------------------------------------------------------------------------- S3
-# Where the bucket is, who hotkv is there, and how long it waits.
+# The address of the bucket, the credentials, and the time limits.
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z._-]*(/[0-9A-Za-z_-][0-9A-Za-z._-]*)*")

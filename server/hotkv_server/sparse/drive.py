@@ -176,7 +176,7 @@ class SparseDecode:
                 sequence.lease_id, sequence.entries = lease_id, lease.groups[0][1]
                 sequence.slots = self.core.space.index.offsets(sequence.entries)
                 return
-            # More than requests without loads may pin: try fewer blocks.
+            # The lease exceeds the share for requests without loads: try fewer blocks.
             self.core.release(number, lease_id)
             count = _leading(grant.pinned)
 
@@ -283,7 +283,7 @@ class Selections:
             )
         spec = spec_of(sequence)
         began_s = time.perf_counter()
-        # Shielded: what reads the arena runs to its end even if the client leaves.
+        # Shielded: the code that reads the arena runs to its end even if the client leaves.
         task = asyncio.create_task(self._select(session, sequence, spec, request))
         self._running[task] = time.monotonic()
         session.num_reads += 1

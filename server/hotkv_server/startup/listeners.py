@@ -38,7 +38,7 @@ class Listeners:
         access, tickets = make_access_control(settings.security), Tickets()
         endpoints = make_endpoints(settings)
         uids = linking_users(settings.security)
-        # A socket that was made has its path until somebody removes it.
+        # A socket's path stays until it is removed.
         paths = (settings.grpc_socket, settings.admin_socket, settings.descriptor_socket)
         with contextlib.ExitStack() as undo:
             for path in paths:

@@ -199,7 +199,7 @@ def check_audit(settings: Settings) -> None:
     except OSError:
         can_be = False
     else:
-        # Its mode is set to 0600, which its owner may do.
+        # A start sets the mode to 0600, which only the owner may do.
         is_own = os.geteuid() in (0, status.st_uid)
         can_be = stat.S_ISREG(status.st_mode) and is_own and os.access(path, os.W_OK)
     if not can_be:

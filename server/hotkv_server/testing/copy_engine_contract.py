@@ -209,8 +209,8 @@ def check_cancel(make_rig: MakeRig, *, seed: int) -> None:
         rig.engine.submit(job)
         ends.wait()
         assert ends["never begun"] is Outcome.CANCELLED and np.array_equal(rig.read(memory), before)
-        # What is written over the target at a job's end must still be there when all others, which
-        # only read it, have ended.
+        # Bytes that are written over the target at a job's end must still be there when all others,
+        # which only read it, have ended.
         share = memory.num_bytes // 8
         marks: list[tuple[Region, Bytes]] = []
         jobs = []

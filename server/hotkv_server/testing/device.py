@@ -42,10 +42,10 @@ from hotkv_server.testing.device_memory import (
 )
 
 # ------------------------------------------------------------------------------------------- Copies
-# Checked when they are given, done step by step when their turn comes.
+# Checks copies when they are submitted, and executes them in steps when their turn comes.
 #
-# Always true: a copy looks at its ranges again when it runs, since memory may have gone meanwhile:
-# a real device does not survive that, and neither does this one.
+# Always true: a copy resolves its ranges again when it runs. If memory has gone in the meantime,
+# the device is lost, as a real device would be.
 
 Work = Iterator[bool]
 """The steps of a stream's work. Yields True after a step, False if it can't go on yet."""
@@ -130,7 +130,7 @@ class DeviceCopies:
         )
 
     def _resolve(self, device: int, copy: Copy, what: str, *, pageable: bool) -> Copy:
-        """Returns the copy between the places where its bytes really lie."""
+        """Returns the copy with the addresses at which its bytes really lie."""
         dst, src, count = copy
         (to, to_memory), (from_, from_memory) = (
             self._ranges.copy_range(device, dst, count, what),
@@ -142,10 +142,10 @@ class DeviceCopies:
 
 
 # ------------------------------------------------------------------------------- Streams and events
-# Streams run late, in an order that dice choose, and fail on demand.
+# Streams run late, in a random order, and fail on demand.
 #
-# Always true: between streams there is no order; a lost device does nothing any more, and every
-# later call on it raises. `changed` is the runtime's one lock, which notifies of every change.
+# Always true: streams are unordered among each other. A lost device does no more work, and every
+# later call on it raises. `changed` is the runtime's only lock, and notifies of every change.
 
 POLL_S = 50e-6
 COPIES = "copies"

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from hotkv_server.device.runtime import HOST, DeviceError, Extent
 
 # -------------------------------------------------------------------------------- Between processes
-# An allocation is a memfd: whoever has its handle of 64 bytes maps it through /proc/<pid>/fd, so a
-# dead engine's memory is seen in /proc/<pid>/maps of those that still hold it, as
-# `memfd:hotkv-device`. An event is a memfd with two counters: recorded and passed.
+# An allocation is a memfd. A process with its handle of 64 bytes maps it through /proc/<pid>/fd. So
+# a dead engine's memory is visible as `memfd:hotkv-device` in /proc/<pid>/maps of the processes
+# that still map it. An event is a memfd with two counters: recorded and passed.
 
 MEMORY_NAME, EVENT_NAME = "hotkv-device", "hotkv-device-event"
 EVENT_BYTES = 16
@@ -188,12 +188,12 @@ class FakeIpcEvent:
 
 
 # -------------------------------------------------------------------------------- What streams know
-# Which addresses streams may copy, and where their bytes lie.
+# The addresses that streams may copy, and the places of their bytes.
 #
-# Always true: device memory has addresses and no pages behind them, so the host can't touch it; a
-# range that leaves its allocation, crosses registrations, was freed or closed, or is another
-# device's is refused as CUDA refuses it, or loses the device as a kernel would. Addresses that
-# were freed stay reserved. The caller holds the runtime's lock.
+# Always true: device memory has addresses without pages, so the host can't touch it. A range is
+# refused as CUDA refuses it, or loses the device as a kernel would, if it leaves its allocation,
+# crosses registrations, was freed or closed, or belongs to another device. Freed addresses stay
+# reserved. The caller holds the runtime's lock.
 
 
 @dataclass(slots=True, eq=False)
@@ -241,7 +241,7 @@ class Ranges:
             if kind in kinds
         }
 
-    # What comes and goes
+    # Allocating and freeing
 
     def allocate(self, device: int, num_bytes: int) -> int:
         """Returns the address of new device memory."""
@@ -305,7 +305,7 @@ class Ranges:
         self._memories.remove(memory)
         if memory.device != HOST:
             unmap_pages(memory.shadow, memory.mapped_bytes)
-            # Its addresses stay reserved, so that nothing else is taken for it.
+            # Its addresses stay reserved, so that they are not reused.
             self._graves.append((memory.start, memory.end))
         elif memory.mapped_bytes:
             unmap_pages(memory.shadow, memory.mapped_bytes)
@@ -334,7 +334,7 @@ class Ranges:
         bisect.insort(self._memories, memory, key=lambda other: other.start)
         return memory.start
 
-    # Where bytes lie
+    # Resolving addresses
 
     def extent(self, device: int, address: int) -> Extent:
         """Returns the device allocation in which the address lies. Raises DeviceError."""
@@ -382,7 +382,7 @@ class Ranges:
         """Returns the address at which the bytes of a range really lie. If a kernel could not
         access it, loses the device and raises DeviceError."""
         found, end = self._overlapping(start, start + num_bytes), start + num_bytes
-        # Registrations that adjoin are one range to a kernel: each has the host's own addresses.
+        # A kernel sees adjoining registrations as a single range: they have the host's addresses.
         covered = (
             found
             and found[0].start <= start

@@ -133,7 +133,7 @@ def check_races(store: Store) -> None:
         with _many() as (begin, raised):
             for tier in tiers * 4:
                 tier.raise_epoch(NAME, 0, begin())
-        # Each flush made an epoch of its own, so none takes another's for its own.
+        # Each flush made another epoch, so all epochs differ.
         assert len({first, *raised}) == 9
         assert epoch(one.tier) == epoch(other.tier) == max(raised)
 

@@ -229,7 +229,7 @@ class MemoryTier:
     def _work(self) -> None:
         while True:
             with self._changed:
-                # A hung tier looks again: nobody tells it that it is well.
+                # A hung tier polls, because healing it sends no notice.
                 while not self._is_closed and (not self._calls or self.faults.is_hung):
                     self._changed.wait(0.01 if self._calls else None)
                 if self._is_closed and (not self._calls or self.faults.is_hung):
@@ -254,7 +254,7 @@ class MemoryTier:
             return Read.FAILED
         found = self._store.content.get(self._name(blocks, at))
         if found is None:
-            # Where the core chooses places, something was said to be here.
+            # If the core chooses places, it expects a block here.
             return Read.CORRUPT if self._store.places else Read.ABSENT
         content, sealed = found
         expected = int(blocks.seals[at]) if self._store.places else sealed
@@ -300,7 +300,7 @@ def _all(code: int, count: int) -> Codes:
 
 
 # ----------------------------------------------------------------------------- One that nodes share
-# Several over one `MemoryStore` are those of several nodes.
+# Several tiers over the same `MemoryStore` act as several nodes.
 
 _fresh = itertools.count(begun(1 << 51), RAISES)
 

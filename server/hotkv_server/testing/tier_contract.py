@@ -214,7 +214,7 @@ def check_round_trip(make_rig: MakeRig, *, seed: int) -> None:
             slots = rng.permutation(SLOTS)[: len(numbers)].tolist()
             bench.fill(numbers, slots)
             assert (bench.write(numbers, slots) == Write.STORED).all()
-            # What was given may change now.
+            # The written memory may change now.
             bench.arena[:] = 0
             stored += numbers
             some = rng.permutation(stored)[: int(rng.integers(1, 9))].tolist()
@@ -278,7 +278,7 @@ def check_places(make_rig: MakeRig) -> None:
         assert (bench.write([1 + SLOTS], [1]) == Write.STORED).all()
         bench.check_read([1 + SLOTS], [2])
         assert bench.read([1], [3]).tolist() == [Read.CORRUPT]
-        # The bytes are those of another key: with its seal they are still not this block's.
+        # The bytes belong to another key: even with their seal they are not this block's.
         bench.seals[1] = bench.seals[1 + SLOTS]
         assert bench.read([1], [3]).tolist() == [Read.CORRUPT]
 
@@ -338,7 +338,7 @@ def check_many(make_rig: MakeRig, *, seed: int) -> None:
         problems: list[str] = []
 
         def work(worker: int) -> None:
-            # Each thread has eight slots of its own.
+            # Each thread has eight slots.
             mine = list(range(half + 8 * worker, half + 8 * worker + 8))
             for _ in range(20):
                 numbers = choices[worker].permutation(half)[:8].tolist()

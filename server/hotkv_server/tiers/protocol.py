@@ -31,11 +31,11 @@ NO_EPOCHS: Epochs = MappingProxyType({})
 
 # ------------------------------------------------------------------------------------------- Epochs
 
-# Epochs of key spaces as numbers: each says when it began or was raised.
+# Epochs of key spaces as numbers: an epoch tells when it began or was raised.
 #
-# Always true: of two epochs of a key space in one store, the later one is greater. An epoch has
-# the wall clock's time, but is above all that are known to whoever makes it. So an epoch that a
-# store has lost does not come again, neither after a restart nor from an old copy of its data.
+# Always true: of two epochs of a key space in a store, the later is greater. An epoch is the wall
+# clock's time, but above all epochs known to the node that makes it. So an epoch that a store has
+# lost does not return, neither after a restart nor from an old copy of its data.
 
 RAISES = 1 << 16
 """The distance between an epoch and the one that may begin next, unless both begin within

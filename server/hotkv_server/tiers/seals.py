@@ -34,6 +34,6 @@ def seal(key: bytes, content: "bytes | memoryview") -> int:
 def secrets(keys: Sequence[bytes]) -> Seals:
     """Returns XXH3's secrets, uint64 [n, 24], for the seeds that the keys give."""
     seeds = np.array([xxhash.xxh3_64_intdigest(key) for key in keys], np.uint64)
-    # Even words plus the seed, odd ones less: in arithmetic modulo 2**64.
+    # Even words plus the seed, odd words minus the seed: in arithmetic modulo 2**64.
     signs = np.where(np.arange(len(SECRET)) % 2 == 0, 1, -1).astype(np.int64).view(np.uint64)
     return SECRET + signs * seeds[:, None]

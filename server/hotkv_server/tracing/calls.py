@@ -115,7 +115,7 @@ def _num_blocks(runs: Iterable[cache_pb2.LoadRun] | Iterable[cache_pb2.BlockRun]
 
 
 def _found(span: "Span", groups: Iterable[cache_pb2.GroupFlags]) -> None:
-    # By the answer: to read the hashes would copy them.
+    # Computed from the answer: reading the hashes would copy them.
     flags = b"".join(one.flags for one in groups)
     span.attributes["hotkv.blocks"] = len(flags)
     span.attributes["hotkv.found_blocks"] = flags.count(1)

@@ -38,8 +38,8 @@ class Tracing:
 
     def __init__(self, traces: "Traces") -> None:
         self.traces = traces
-        # By name of a block: the store that brought it, and until when it is of interest.
-        # Ordered: a dict takes ever longer to give up its first key.
+        # By name of a block: the store that brought it, and when it is forgotten. Ordered, because
+        # removing the first key of a plain dict becomes slower and slower.
         self._stored: OrderedDict[int, tuple[Span, float]] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -69,7 +69,7 @@ class Tracing:
         span = _current.get()
         return None if span is None else span.child(PREFIX + name)
 
-    # Ways into tiers
+    # Writes to tiers
 
     def stored(self, span: "Span", runs: Iterable[Words]) -> None:
         """Remembers the first blocks of a traced store, by the hashes [n, words] of its runs."""
@@ -78,7 +78,7 @@ class Tracing:
         for hashes in runs:
             for name in _names(hashes[:room]):
                 stored[name] = value
-                # Behind the others, as it is the last to be of interest.
+                # Move it behind the others: it is forgotten last.
                 stored.move_to_end(name)
             room -= len(hashes)
             if room <= 0:

@@ -62,7 +62,8 @@ class Arrivals:
             at = at[first_occurrences(rows(one.hashes, at))] if len(at) else at
             if len(at):
                 size = slot_bytes(one.group_index)
-                # Lists begin with a sequence, but for those of windows: what is later is a leaf.
+                # Depths are positions in the list. Lists begin at the root, except lists of
+                # windows, in which later blocks still count as deeper.
                 entries.append(self.reserve(key_space_id, one, at, size, at, number))
         coming = joined(entries)
         none = np.empty(0, np.uint32)

@@ -26,7 +26,7 @@ class Copies:
         self._host = moves.host
         self._host.room.may_keep = False
         index = moves.host.index
-        # What has not been compared since a restart is compared before it is copied.
+        # Blocks that were not compared since a restart are compared before they are copied.
         old = [WaitingBlocks(index, takes_unverified=True) for _ in range(1 + MAX_TRIES)]
         self.lanes = (WaitingBlocks(index), *old)
         self._under_way: dict[int, int] = {}

@@ -82,7 +82,8 @@ class EpochStanding:
 
     @property
     def is_settled(self) -> bool:
-        """Whether this epoch may be confirmed by the store's answers."""
+        """Whether the epoch is settled: no flush or raise is pending, so the store's answers can
+        confirm it."""
         return self.target is None and not self.is_untold and (self.is_vouched or self.is_none)
 
 
@@ -158,7 +159,7 @@ class EpochBook:
         self.base = base
         self.last = max([base, last, *(one.local for one in self.records.values())])
         self.revision = self.saved = self._sealed_at = 0
-        # Key spaces that are in use, or of which something is to be done.
+        # Key spaces that are in use, or for which something is still to be done.
         self._active = dict.fromkeys(name for name, one in self.records.items() if one.is_waiting)
 
     def __repr__(self) -> str:
@@ -262,7 +263,7 @@ class EpochBook:
             elif now_s < (told_s := standing.told_s + CONFIRMED_S):
                 return None
             elif standing.confirmed_s < told_s - CONFIRMED_S / 2:
-                # It may have started again without what it was told.
+                # The store may have restarted from a copy without the raise.
                 if now_s < max(told_s, record.ended_s) + SPARE_S:
                     return None
                 pending.append(name)
@@ -278,7 +279,7 @@ class EpochBook:
         not read the blocks."""
         return self.saved >= self._sealed_at
 
-    # What stores are asked and told
+    # Questions and raises
 
     def due(self, store: str, idle: Iterable[str], now_s: float) -> list[str]:
         """Returns the key spaces to ask the store for now, and counts them as asked: those in use,
@@ -318,7 +319,7 @@ class EpochBook:
             record = self._record(fingerprint)
             standing = record.stores[store]
             if standing.is_untold or standing.is_raising or sent_s < standing.raise_s:
-                # Of before a raise, whose answer says more.
+                # The question is older than a raise, whose answer is newer.
                 continue
             if NO_EPOCH < epoch < standing.epoch:
                 standing.is_untold, standing.raise_s = True, NEVER_S
@@ -369,13 +370,13 @@ class EpochBook:
         if epoch is None:
             standing.has_failed, standing.raise_s = True, now_s + RETRY_S
             return
-        # A flush that was asked for since is told by another raise.
+        # A later flush is told by another raise.
         standing.is_untold = standing.raise_for < record.asked
         standing.told, standing.told_s = standing.raise_for, now_s
         standing.has_failed = False
         self._aim(fingerprint, standing, epoch)
 
-    # Who may be served
+    # Permission to serve
 
     def use(self, fingerprint: str, now_s: float) -> None:
         """Notes that blocks of the key space are requested."""
@@ -422,7 +423,7 @@ class EpochBook:
             if fingerprint not in known and fingerprint not in self._active:
                 record = self.records[fingerprint]
                 del self.records[fingerprint]
-                # Blocks that a power loss brings back must not be those of a new record.
+                # Blocks that a power loss brings back must not match a new record.
                 self.base = max(self.base, record.local)
                 self.revision += 1
 

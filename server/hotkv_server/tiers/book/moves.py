@@ -20,11 +20,11 @@ class Move:
     """Blocks of one key space on their way, one row each.
 
     `entries`: in host memory.
-    `places`: in the space below; empty for a tier that places blocks itself.
-    `is_void` [n]: whether the block was flushed during the move.
+    `places`: in the space below; empty for a tier that places blocks itself. `is_void` [n]: whether
+        the block was flushed during the move.
     `kept`: entries that came up and are pinned.
-    `forsaken`: entries whose tier hangs, and which callers no longer wait for. The tier keeps their
-        slots until it answers.
+    `forsaken`: entries that were given up because the tier hangs. The tier keeps their slots until
+        it answers.
     """
 
     number: int

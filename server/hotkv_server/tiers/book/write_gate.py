@@ -76,7 +76,7 @@ class WriteGate:
 
     def __init__(self, bytes_per_day: int | None, capacity: int) -> None:
         self._written = _Day()
-        # Bytes that were offered and left to chance, and bytes that were taken without.
+        # Bytes whose admission was random, and bytes that were admitted without chance.
         self._sampled, self._sure = _Rate(), _Rate()
         self._num_remembered = min(MAX_REMEMBERED, 1 << max(10, (2 * capacity - 1).bit_length()))
         self.set_budget(bytes_per_day)

@@ -180,7 +180,7 @@ def _choose(values: Any, begin: Any, end: Any, counts: Any, table: Any) -> None:
             if counts[exponent] > most:
                 best, most = exponent, counts[exponent]
         if not most:
-            # The lowest that are not in the table.
+            # The lowest exponents that are not in the table.
             while counts[unused] < 0:
                 unused += 1
             best = unused

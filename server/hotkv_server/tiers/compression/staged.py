@@ -120,7 +120,7 @@ class Staged:
         if num_bytes > self.num_bytes:
             return None
         self.open()
-        # A block that is larger than half waits until no other is being written.
+        # A block larger than half of the memory waits until no other block is being written.
         most_writing = max(self.num_bytes // 2, num_bytes)
         with self._changed:
             while not self._is_closed:

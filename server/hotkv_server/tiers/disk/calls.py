@@ -147,7 +147,7 @@ class CallQueue:
             while not self._is_closed:
                 if (piece := self._next(time.monotonic())) is not None:
                     if self._reads or self._writes:
-                        # Whoever is woken wakes the next one.
+                        # Each thread that is woken wakes the next.
                         self._changed.notify()
                     return piece
                 self._changed.wait()

@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------------------------------- Block I/O
 
-# Block I/O: the seam between the disk tier and the file; the tests put a disk with faults here.
+# Block I/O: the seam between the disk tier and the file; tests replace it by a disk with faults.
 #
-# Always true: nothing here decides what a result means; that is the tier's.
+# Always true: results are only passed on; the tier decides what they mean.
 
 
 class BlockIO(Protocol):
@@ -182,7 +182,7 @@ def _resize(fd: int, path: Path, num_bytes: int) -> None:
         log.info("%s has %d bytes now, it had %d", path, num_bytes, found.st_size)
     missing_bytes = num_bytes - os.fstat(fd).st_blocks * 512
     if missing_bytes > (free_bytes := _free_bytes(fd)):
-        # Allocating until it fails would fill the file system, if only for a moment.
+        # Allocating without this check could fill the file system for a moment.
         raise SlabFileError(
             errno.ENOSPC,
             f"{path} needs {missing_bytes >> 20} MiB more and its file system has "
@@ -202,7 +202,7 @@ def _allocate(fd: int, path: Path, num_bytes: int) -> None:
     try:
         os.posix_fallocate(fd, 0, num_bytes)
     except OSError as error:
-        # It keeps what it got before it failed.
+        # A failed allocation keeps the bytes that it got.
         os.ftruncate(fd, before_bytes)
         raise SlabFileError(
             error.errno,

@@ -91,7 +91,7 @@ class DiskTier:
         self._num_failed_calls, self._code = 0, 0
         self._num_alive = num_threads
         self._closing = threading.Event()
-        # When each thread began its piece; 0 while it waits for one.
+        # When each thread began its piece; 0 while it waits for a piece.
         self._begun_s = [0.0] * num_threads
         self._threads = [
             threading.Thread(target=self._work, args=(i,), name=f"hotkv-{name}-{i}", daemon=True)

@@ -89,9 +89,9 @@ class TierCopies:
         books.copies.append(self._copies)
         self._most_bytes = min(MAX_OUT_BYTES, moving_bytes)
         self._out_bytes = 0
-        # When other blocks than those that were stored here have their turn.
+        # When old blocks have their next turn.
         self._old_at_s = 0.0
-        # Key spaces that an earlier server has left, and where its entries end.
+        # Key spaces of an earlier server, and the end of its entries.
         self._left = deque(core.key_spaces)
         self._num_left = core.space.index.num_numbers
 
@@ -187,7 +187,7 @@ class TierCopies:
                 codes[:] = await self._probed(move)
             at = np.flatnonzero(codes == 0)
             at = at[await agreeing(self._core, self._verifier, move.entries[at], tell)]
-            # Last: a flush may have begun meanwhile.
+            # Check the epoch last: a flush may have begun during the probe.
             until_s = time.monotonic() + LEARN_S
             if not await self._epochs.confirm(self._name, move.key_space_id, until_s):
                 codes[at] = Write.FAILED

@@ -52,7 +52,7 @@ class EpochNotes:
         """Returns the book of an earlier server, for stores of these names. Blocks."""
         read = [(one, _read(one.path / EPOCHS_FILE)) for one in self._folders]
         contents = [content for _, content in read if content is not None]
-        # Blocks without a file are those of a server that wrote none.
+        # A folder with blocks and without a file was left by a server that kept no notes.
         is_complete = all(content is not None or not one.has_blocks for one, content in read)
         names = {name for content in contents for name in content.records}
         records = {name: _merged(name, contents, is_complete=is_complete) for name in names}

@@ -78,7 +78,7 @@ class _Store:
         self.relay = relay
         self.name = tier.facts().name
         self.is_away = self.is_raising = False
-        # The tick at which the question was sent that is under way.
+        # The tick at which the present question was sent.
         self.asked_tick: int | None = None
 
 
@@ -179,7 +179,7 @@ class Epochs:
         if not caller.done.done():
             caller.done.set_result(Flushed(caller.num_blocks, pending))
 
-    # Who may be served
+    # Permission to serve
 
     def get(self, store: str, key_space_id: int) -> int:
         """Returns the epoch of blocks in the store; NO_EPOCH if they may not be read or written
@@ -199,7 +199,7 @@ class Epochs:
         """Returns the prefix of keys in the seals of the key space's blocks on the disk."""
         fingerprint = self.fingerprint(key_space_id)
         local = self.book.local(fingerprint)
-        # As servers have sealed that knew no flushes of their own.
+        # Without a number: the seals of earlier servers, which did not number flushes.
         return b"hotkv/1/" + fingerprint.encode() + (b"/%d" % local if local else b"")
 
     @property
@@ -233,7 +233,7 @@ class Epochs:
         )
 
     def must_ask(self, key_space_id: int) -> bool:
-        """Returns whether a store that answers must confirm something first."""
+        """Returns whether a reachable store must still confirm the epoch of the key space."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return any(
             not store.is_away and not self.book.is_fresh(fingerprint, name, at_s)
@@ -366,7 +366,7 @@ class Epochs:
         (shown,) = await ended
         store.asked_tick = None
         if shown is not None:
-            # One that has just started from an old copy is not reached yet.
+            # A store that has just started from an old copy still counts as away.
             store.is_away = any(0 < one < shown.restored_below for one in shown.epochs.values())
             has_blocks = {name for name in shown.epochs if self._has_blocks(self._number(name))}
             self.book.shown(store.name, shown.epochs, shown.restored_below, sent_s, has_blocks)

@@ -33,7 +33,7 @@ EXPLAIN_WAIT_S = 2.0
 
 # ------------------------------------------------------------------------------- A source of blocks
 
-# A tier as the runtime reads it, whoever chooses the places of its blocks.
+# A tier as the runtime reads it, whether the core or the tier chooses places.
 
 
 class TierSource(Protocol):
@@ -149,7 +149,7 @@ class TierLookups:
         """
         if all(mask.all() for mask in ready):
             return [np.zeros(len(mask), np.bool_) for mask in ready]
-        # Of a tier that hangs nobody knows when it comes.
+        # If a tier hangs, its moves may never end.
         is_well = any(move.is_up for move in self._books.moves) and all(
             one.breaker.lets_pass for one in self._sources
         )

@@ -27,7 +27,7 @@ TRIED_S = 5.0
 
 # --------------------------------------------------------------------------------------- The choice
 
-# Which tiers a lookup answers from: those whose blocks come sooner than the engine computes them.
+# Chooses the tiers that a lookup uses: their blocks must come sooner than the engine computes them.
 #
 # Pure: values in, values out.
 

@@ -113,7 +113,7 @@ class LowerMemory:
             slab_bytes = slab_bytes if state is None else state.slab_bytes
             num_bytes = num_bytes // slab_bytes * slab_bytes
             geometry = TableGeometry.for_capacity(capacity, 1, num_bytes)
-            # Made now, so that a folder that can't be written keeps the server from starting.
+            # Make the file now: if the folder can't be written, the server must not start.
             _new_file(folder / NEW_TABLE_FILE, geometry.file_bytes)
         except BaseException:
             os.close(lock_fd)
@@ -205,7 +205,7 @@ class LowerMemory:
             self._asked.clear()
             began_s = self._begun_s = time.monotonic()
             walks = is_last or bool(self._waiting) or began_s >= walk_at_s
-            # What comes later has to wait for the next turn.
+            # Later requests wait for the next turn.
             waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
             changed = [self._changed.popleft() for _ in range(len(self._changed))]
             try:

@@ -130,7 +130,7 @@ class Tiers:
         async def flush_here(key_space_id: int) -> int:
             num_blocks = await flush(key_space_id)
             if self.below is not None and self.below.memory is not None:
-                # Else a kill brings records back whose blocks are misses. A disk may hang.
+                # Otherwise a kill could bring back records of flushed blocks. A disk may hang.
                 written = asyncio.wrap_future(self.below.memory.written())
                 await asyncio.wait([written], timeout=RECORDS_WAIT_S)
             return num_blocks
@@ -246,7 +246,7 @@ class Tiers:
         held, key_space_id = Held(), session.record.key_space_id
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):
-            # What is known does not wait for a tier that is slow to say what it has.
+            # Begin with the known blocks: a tier may be slow to say which others it has.
             await self._begin_up(key_space_id, groups, tries=False)
             await self._look(key_space_id, groups, until_s)
             await self._begin_up(key_space_id, groups)

@@ -76,7 +76,7 @@ class Child:
                 zip(names, asked["keys"], slots, sizes, got, strict=True)
             )
         ]
-        # Behind the blocks: see `epochs` of the tier in Valkey.
+        # Read the epochs after the blocks: see `epochs` of the tier in Valkey.
         epochs = self._epochs(asked)
         if corrupt := [
             name for name, code in zip(names, codes, strict=True) if code == Read.CORRUPT
@@ -89,7 +89,7 @@ class Child:
             return Read.ABSENT
         if code < 0:
             _check(code)
-            # Mooncake says that it failed if the value has another size than the buffers.
+            # The error may only mean that the value has another size than the buffers.
             value_bytes = _check(self._store.get_size(name))
             is_other = 0 <= value_bytes != size + values.HEAD_BYTES
             return Read.CORRUPT if is_other else Read.FAILED
@@ -102,7 +102,7 @@ class Child:
     def _write(self, asked: dict[str, Any]) -> dict[str, Any]:
         names, slots, sizes = asked["names"], asked["slots"], asked["sizes"]
         codes, seals = [int(Write.PRESENT)] * len(names), [0] * len(names)
-        # To put what is there counts as done, so it must be known before.
+        # Putting under an existing key counts as done, so find existing keys first.
         rows = [row for row, code in enumerate(self._exist(names)) if code != 1]
         for at, row in enumerate(rows):
             content = self._slot(slots[row], sizes[row])
@@ -113,7 +113,7 @@ class Child:
             return {"codes": codes, "seals": seals}
         buffers = self._buffers([slots[row] for row in rows], [sizes[row] for row in rows])
         put = self._store.batch_put_from_multi_buffers(new, *buffers)
-        # A full store says that it has put blocks which it evicts at once.
+        # A full store reports blocks as put that it evicts at once.
         for row, code, there in zip(rows, put, self._exist(new), strict=True):
             if _check(code) == 0:
                 codes[row] = Write.STORED if there == 1 else Write.FULL
@@ -137,7 +137,7 @@ class Child:
             raise MasterLostError(f"keeps an old epoch: {code}")
         epoch = self._begun(name, *known)
         if NO_EPOCH < epoch <= max(known):
-            # Somebody who knows less was faster.
+            # Another node that knew less was faster.
             raise MasterLostError("was given an old epoch meanwhile")
         return {"epoch": epoch}
 
@@ -161,7 +161,7 @@ class Child:
         """Returns an epoch; NO_EPOCH if there is none."""
         found = bytes(self._store.get(name))
         if not found:
-            # It says so too if the master does not answer.
+            # The value is also empty if the master does not answer.
             _check(self._store.get_size(name))
         return int(found) if found.isdigit() else NO_EPOCH
 

@@ -128,7 +128,7 @@ class PartQueue:
             if self._is_closed or len(self) + len(parts) > MAX_QUEUED_PARTS:
                 return False
             (self._reads if is_read else self._writes).extend(parts)
-            # All: a thread that takes no writes may be the one that wakes.
+            # Wake all: a single woken thread might be a thread that does no writes.
             self._ready.notify_all()
             return True
 

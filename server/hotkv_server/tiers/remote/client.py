@@ -12,7 +12,7 @@ from hotkv_server.tiers.protocol import Codes, Epochs, Seals, Shown
 
 # ------------------------------------------------------------------------------------------- Errors
 
-# What can go wrong with a server, in words that people can act on. No message has a secret in it.
+# Errors of a server, as messages that people can act on. Messages have no secrets.
 
 MAX_WORDS = 200
 

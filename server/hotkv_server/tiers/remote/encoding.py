@@ -129,7 +129,7 @@ class EncodingClient:
         try:
             yield _Part(self._staged, place, keys, slots)
         except BaseException:
-            # First of all: bytes that are on their way must not reach the next part.
+            # Close first: bytes on their way must not reach the next part.
             self._inner.close()
             raise
         finally:

@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------------------------------- Health
 
-# What is known against a server, and when to try it again.
+# The known problem of a server, and when to try it again.
 #
-# Always true: while there is a problem, no call goes to the server. Threads claim the next try to
-# connect, so they do not all try at once. Tries come later after each failure in a row; the first
-# that succeeds ends the problem.
+# Always true: while there is a problem, no call goes to the server. A thread claims the next try to
+# connect, so threads do not all try at once. Tries come later after each failure in a row; the
+# first that succeeds ends the problem.
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
 
@@ -37,7 +37,7 @@ class RemoteHealth:
         self._lock = threading.Lock()
         self._problem = ""
         self._failures = 0
-        # Due at once: a server that is away is known before the first call.
+        # Due at once, so that a problem is known before the first call.
         self._retry_at_s = 0.0
 
     def __repr__(self) -> str:
@@ -83,9 +83,9 @@ class RemoteHealth:
             is_known = bool(self._problem) and self._retry_at_s < float("inf")
             self._problem = problem
             if is_known:
-                # Another thread has met the same: no failure of a try.
+                # Another thread has met the same problem: this is not a failed try.
                 return
-            # Nodes that lost the server together do not come back together.
+            # Random: nodes that lost the server together must not come back together.
             wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(self._failures, 20))
             self._retry_at_s = time.monotonic() + wait_s * random.uniform(0.75, 1.25)
             self._failures += 1
@@ -125,7 +125,7 @@ class Workers:
         self._health = RemoteHealth(name)
         self._queue, self._control = PartQueue(), PartQueue()
         queues = [self._queue] * limits.connections + [self._control]
-        # When each thread began to wait for the server; 0 while it does not.
+        # When each thread began to wait for the server; 0 if it does not wait.
         self._begun_s = [0.0] * len(queues)
         kind = name.partition(" ")[0]
         self._threads = [
@@ -225,7 +225,7 @@ class Workers:
             self._health.worked()
             return client
         except StoreError as error:
-            # First of all: what is still on its way must not reach a slot.
+            # Close first: bytes on their way must not reach a slot.
             client.close()
             self._judge(error, part)
         except (

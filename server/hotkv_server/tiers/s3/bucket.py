@@ -40,7 +40,7 @@ GAP_BYTES = 128 << 10
 
 # ----------------------------------------------------------------------------------- The access key
 
-# The access key, read from a file. Always true: no error repeats what the file has.
+# The access key, read from a file. Always true: errors never quote the file.
 
 MAX_FILE_BYTES = 1 << 16
 SECTION = "default"
@@ -85,10 +85,10 @@ def read_access_key(path: Path) -> AccessKey:
 
 # -------------------------------------------------------------------------------- What a store says
 
-# What an S3 store says when it can't be used, in words that people can act on.
+# Turns the errors of an unusable S3 store into messages that people can act on.
 #
-# Always true: a message has no secret in it, and nothing of an answer but its code: stores repeat
-# the access key, and what they have signed, in their errors.
+# Always true: a message has no secrets, and of an answer only its code: stores repeat the access
+# key, and the text that they have signed, in their errors.
 
 
 class FullError(StoreError):
@@ -244,7 +244,7 @@ class Bucket:
             self._store = self._obstore.store.S3Store(
                 settings.bucket,
                 prefix=settings.prefix,
-                # All that AWS_* variables would change otherwise, but for who hotkv is.
+                # All options that AWS_* variables would change otherwise, except the credentials.
                 endpoint=settings.url,
                 aws_endpoint_url_s3=settings.url,
                 region=settings.region,
@@ -318,7 +318,7 @@ class Bucket:
         try:
             return self._ask(request(), until_s)
         except FileNotFoundError:
-            # To replace what is gone.
+            # The object to replace is gone.
             return False
 
     def delete(self, path: str, until_s: float) -> None:
@@ -393,7 +393,7 @@ class Bucket:
             return self._loop.run(request, until_s)
         except (FileNotFoundError, self._obstore.exceptions.BaseError) as error:
             judged = self._judged(error)
-        # Outside of the handler: the cause would be logged with all that the store has said.
+        # Outside of the handler: otherwise the cause would be logged with the store's text.
         if judged is None:
             raise FileNotFoundError
         raise judged
@@ -431,7 +431,7 @@ def check_installed() -> None:
 
 
 async def _end_others() -> None:
-    # Requests that were given up may not have heard of it yet.
+    # Cancelled requests may not have noticed yet.
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
@@ -448,7 +448,7 @@ def _piece(
 
 
 def _library() -> ModuleType:
-    # Here and not above: only servers that have this tier need it, and it takes a while to load.
+    # Imported here, because only servers with this tier need it, and it loads slowly.
     try:
         return importlib.import_module("obstore")
     except ImportError as missing:

@@ -62,7 +62,7 @@ class Shared:
     def connect(self, until_s: float) -> "S3Client":
         """Returns a client whose bucket has answered. Raises StoreError."""
         bucket = self.bucket()
-        # A folder that has nothing: this asks whether the bucket answers, and may be listed.
+        # An empty folder: the listing shows whether the bucket answers and permits listing.
         bucket.names(epochs.CHECK, 1, lambda name: True, until_s)
         if not self._is_checked:
             epochs.check_conditions(bucket, until_s)
@@ -128,7 +128,7 @@ class S3Client:
             else:
                 rows_of.setdefault(place.pack, []).append((at, place.row))
         first_error = self._fill(rows_of, keys, slots, settled, until_s)
-        # The order is what makes a flush count: see `epochs`.
+        # Read the epochs after the blocks: see `epochs`.
         changed = self._changed(expected, until_s)
         if changed:
             return changed
@@ -162,7 +162,7 @@ class S3Client:
             if pack is not None:
                 seals[rows] = pack.seals
         for at, key in enumerate(keys):
-            # A key that was given twice is there once.
+            # A key that was given twice is stored once.
             first = first_of.get(key, at)
             if first != at:
                 codes[at] = max(Write.PRESENT, codes[first])
@@ -244,7 +244,7 @@ class S3Client:
 
     def _changed(self, expected: Epochs, until_s: float) -> Epochs:
         now = {name: epochs.read_epoch(self._bucket, name, until_s) for name in expected}
-        # NO_EPOCH is nobody's, also if it was expected.
+        # NO_EPOCH never matches, even if it was expected.
         changed = {name: at for name, at in now.items() if at != expected[name] or at == NO_EPOCH}
         for name, at in changed.items():
             self._forget_others(name, at)

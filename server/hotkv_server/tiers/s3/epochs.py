@@ -85,7 +85,7 @@ def raise_epoch(bucket: Bucket, fingerprint: str, floor: int, now_us: int, until
     for it: then blocks don't pass until an epoch begins. Raises StoreError."""
     for _ in range(TRIES):
         epoch, version = _read(bucket, fingerprint, until_s)
-        # Without a version what was there is gone, and the next one must not be one that begins.
+        # Without a version the epoch was lost; the next must differ from an epoch that begins now.
         wanted = raised(now_us, epoch, floor) if version else raised(now_us, begun(now_us), floor)
         try:
             if bucket.put(epoch_path(fingerprint), b"%d" % wanted, until_s, version):

@@ -98,7 +98,7 @@ class PackIndex:
             packs = list(self._packs.values())
         for pack in packs:
             if pack.space.partition("/")[0] == fingerprint and pack.space != space:
-                # One at a time: others look blocks up in between.
+                # Drop packs singly, so that other threads can look up blocks in between.
                 self.drop(pack.path)
 
     def check_invariants(self) -> None:

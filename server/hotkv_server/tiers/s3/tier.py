@@ -48,7 +48,7 @@ class S3Tier(RemoteTier):
 
         facts = TierFacts(name, Medium.REMOTE, False, 0, True, settings.pack_bytes)
         self._shared = Shared(settings)
-        # A pack takes long: reads must not wait until all threads have written theirs.
+        # Writing a pack takes long: reads must not wait until all threads have written.
         workers = Workers(
             f"{name} at {settings.place}",
             RemoteLimits(settings.connections, settings.connect_timeout_s, settings.timeout_s),

@@ -43,7 +43,7 @@ class ClusterPipe:
         self._servers: dict[Address, ValkeyConnection] = {}
         self._detours: dict[Address, ValkeyConnection] = {}
         self._owners: list[Address] = []
-        # By slot, the place of its server in `_owners`; -1 if none has it.
+        # By slot, the place of its server in `_owners`; -1 without a server.
         self._owner_of = np.full(NUM_SLOTS, -1, np.int16)
         self._is_outdated = False
         # Commands whose replies were not read, and the connections they went to.

@@ -18,10 +18,10 @@ from hotkv_server.tiers.valkey.stream import ValkeyStream, connect
 
 # ------------------------------------------------------------------------------------- The greeting
 
-# The first words on a connection: who hotkv is, and whether the server can be used at all.
+# The first commands on a connection: they log in and check that the server is usable.
 #
-# Always true: nothing here repeats the password, nor what the server says to HELLO and AUTH:
-# servers quote the arguments of commands that they do not know.
+# Always true: the password, and replies to HELLO and AUTH, are never quoted: servers repeat the
+# arguments of unknown commands.
 
 MAX_SECRET_BYTES = 4096
 DEFAULT_USER = "default"

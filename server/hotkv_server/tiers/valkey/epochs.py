@@ -62,7 +62,7 @@ class StoreClock:
         run_id, now_us, up_s = _said(reply)
         if not run_id or not now_us:
             return 0
-        # Its start is known to a second, which the next reply may narrow.
+        # The start is known to a second. Later replies may narrow it.
         started_us = now_us - up_s * 1_000_000
         with self._lock:
             if run_id != self._run_id:

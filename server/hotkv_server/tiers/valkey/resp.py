@@ -91,7 +91,7 @@ class Replies:
         self._source = source
         self._bytes = bytearray(BUFFER_BYTES)
         self._buffer = memoryview(self._bytes)
-        # What has come and is not read yet.
+        # Bytes that have come and are not read yet.
         self._begin = self._end = 0
 
     def __repr__(self) -> str:
@@ -107,7 +107,7 @@ class Replies:
         while True:
             kind, rest = self._line(until_s, BUFFER_BYTES)
             reply = self._reply(kind, rest, until_s, 0)
-            # A push answers no command, nor does what only describes the reply that follows it.
+            # A push answers no command. Attributes only describe the reply that follows.
             if kind not in b">|":
                 return reply
 

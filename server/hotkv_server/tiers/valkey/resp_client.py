@@ -17,7 +17,7 @@ from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Reply
 
 # ------------------------------------------------------------------------------------- Time to live
 
-# How long a block's value lives, by its depth.
+# The lifetime of a block's value, by its depth.
 
 HALFWAY_BLOCKS = 64
 """The depth at which half of the fall in `ttl_ms` has happened."""
@@ -92,7 +92,7 @@ class RespClient:
         """Implements `Client`."""
         self._send_before_epochs([Command.of(key, b"GET") for key in keys], expected, until_s)
         errors = Errors()
-        # Nothing counts before the epochs have been seen.
+        # Results count only after the epochs have been seen.
         settled = codes.copy() if expected else codes
         for at, (key, slot) in enumerate(zip(keys, slots, strict=True)):
             settled[at] = self._value(key, slot, errors, until_s)
@@ -100,7 +100,7 @@ class RespClient:
         if changed:
             return changed
         codes[:] = settled
-        # Now, and not with other work: the block may be written again as soon as this has ended.
+        # Forget at once: the block may be written again as soon as this call has ended.
         self.forget([keys[at] for at in (settled == Read.CORRUPT).nonzero()[0].tolist()], until_s)
         return changed
 
@@ -153,7 +153,7 @@ class RespClient:
         """Implements `Client`."""
         info = self._info(until_s)
         replies = self._ask([epochs.get(name) for name in fingerprints], until_s)
-        # One that is no number is left out: other key spaces go on.
+        # Leave out an epoch that is no number: other key spaces go on.
         found = dict(zip(fingerprints, map(epochs.parsed_or_none, replies), strict=True))
         missing = [name for name, epoch in found.items() if epoch == NO_EPOCH]
         begins = [epochs.begin(name, epochs.now_us(info)) for name in missing]
@@ -187,7 +187,7 @@ class RespClient:
                 if not removed:
                     raise LostError("is full: it has no room for the epoch of a key space")
                 return NO_EPOCH
-            # Less: it was lost after it was read, and began again at 0.
+            # If it is less, the epoch was lost after it was read, and began again at 0.
             if (epoch := epochs.parsed(reply)) >= wanted:
                 return epoch
         raise LostError("loses an epoch again and again")
@@ -240,7 +240,7 @@ class RespClient:
         replies = {name: self._pipe.next(until_s) for name in expected}
         errors.check()
         now = {name: epochs.parsed(reply) for name, reply in replies.items()}
-        # NO_EPOCH is nobody's, also if it was expected.
+        # NO_EPOCH never matches, even if it was expected.
         return {name: at for name, at in now.items() if at != expected[name] or at == NO_EPOCH}
 
 

@@ -88,7 +88,7 @@ def connect(
     """Connects as the settings say. Raises LostError, LateError, or UnusableError if files of the
     settings can't be used. `address`: host and port; None for the Unix socket."""
     left_s = max(until_s - time.monotonic(), 1e-3)
-    # The context first: what is wrong with files on this side is no matter of the server's.
+    # Make the context first: bad files on this side are no fault of the server.
     context = _tls_context(settings) if settings.tls else None
     try:
         if address is None:
@@ -124,7 +124,7 @@ def _tls_context(settings: ValkeySettings) -> ssl.SSLContext:
         if settings.cert_file is not None and settings.key_file is not None:
             named = f"cert_file {settings.cert_file} and key_file {settings.key_file}"
             check_private_key(settings.key_file)
-            # No password: a key that needs one would make OpenSSL ask for it on the terminal.
+            # No password: otherwise OpenSSL would ask for it on the terminal if a key needs it.
             context.load_cert_chain(settings.cert_file, settings.key_file, password=lambda: "")
     except (OSError, UnsafeError) as error:
         reason = str(error) if isinstance(error, UnsafeError) else _reason(error)
@@ -145,7 +145,7 @@ def _words(error: OSError) -> LostError | LateError:
 def _reason(error: OSError) -> str:
     if isinstance(error, ssl.SSLError):
         return error.reason or "TLS error"
-    # A resolver's codes are not those of the system.
+    # A resolver's codes are no errno.
     if isinstance(error, socket.gaierror) or not error.errno:
         return error.strerror or type(error).__name__
     return os.strerror(error.errno)
