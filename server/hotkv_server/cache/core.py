@@ -124,7 +124,7 @@ class CacheCore(CacheBooks):
     # Lookup and uses
 
     def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns which blocks are ready, one mask per list. Only a hint: it neither pins nor
+        """Returns which blocks are ready, a mask per list. Only a hint: it neither pins nor
         touches blocks."""
         return self._uses.lookup(key_space_id, groups)
 
@@ -151,7 +151,7 @@ class CacheCore(CacheBooks):
 
     def slot_offsets(self, session_number: int, lease_id: str) -> tuple[Int64s, ...]:
         """Returns the slot offsets of the blocks of a read lease, which stay valid while it lasts.
-        One array per group in the order of the call; -1 for a block that is not pinned or not
+        An array per group in the order of the call; -1 for a block that is not pinned or not
         verified."""
         return self._read_leases.slot_offsets(self.sessions.record(session_number), lease_id)
 
@@ -259,16 +259,16 @@ class CacheCore(CacheBooks):
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
         """Ends a store after its copy has finished. Publishes the blocks that have every shard
-        written. Returns BlockResult values, one array per run.
+        written. Returns BlockResult values, an array per run.
 
         A representation whose block is not ready by now is dropped: ABORTED.
 
-        sums: sums of the copied bytes, for check values; one array per run in the order of
+        sums: sums of the copied bytes, for check values; an array per run in the order of
             `begin_store`. May be empty.
         """
         return self._stores.end(session_number, transfer_id, succeeded, now_s, sums)
 
-    # Long work in parts. Each generator does one part per step; any other method may be called
+    # Long work in parts. Each generator does a part per step; any other method may be called
     # between two steps. A part runs for milliseconds, however large the cache is. Entries and
     # leases that have changed since the first step are skipped, unless the generator says
     # otherwise.

@@ -53,7 +53,11 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks were removed. `hashes`: words [n, 8], in no order. `tier`: as in `BlocksStored`."""
+    """Blocks were removed.
+
+    `hashes`: words [n, 8], in no order.
+    `tier`: as in `BlocksStored`.
+    """
 
     key_space_id: int
     group_index: int

@@ -133,8 +133,11 @@ class HintedBlocks:
 
 
 class HintWork:
-    """See the module. `below`: None without a tier below. `spawn`: runs work until the desk is
-    closed."""
+    """Performs actions; see the module.
+
+    `below`: None without a tier below.
+    `spawn`: runs work until the desk is closed.
+    """
 
     def __init__(
         self, core: CacheCore, below: BlocksBelow | None, effects: Effects, spawn: Spawn

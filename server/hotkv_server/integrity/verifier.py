@@ -1,7 +1,7 @@
 """Compares blocks with their check values: as many as time allows at the start, the rest at their
 first use, and all of them again in the background.
 
-Always true: a block of an earlier server is compared before it is loaded, or before clients learn
+Always true: a block of an earlier server is compared before it is loaded and before clients learn
 its place. A block that disagrees is condemned: it is no longer found, and each load of it fails,
 also under an older lease. Bytes are read on other threads. A block that is not pinned may be
 evicted while it is read, so a disagreement counts only if the entry is still the same afterwards.

@@ -336,7 +336,7 @@ class Capability:
     ) -> None:
         """Called when a store has ended.
 
-        results: BlockResult values, one array a run.
+        results: BlockResult values, an array per run.
         contents: one a run, or empty.
         """
 

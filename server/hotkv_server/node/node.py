@@ -184,7 +184,7 @@ class Node:
         """Reserves slots as `CacheCore.reserve`, and reports the evictions. Other tasks run between
         its parts.
 
-        Returns the results, one array a run, and the lease's time to live in seconds.
+        Returns the results, an array per run, and the lease's time to live in seconds.
         """
         reserving = self.core.reserve(
             session.record.number, lease_id, runs, ttl_s, time.monotonic(), retention

@@ -157,9 +157,9 @@ class Deadline:
 
 
 BlockIds = Sequence[NDArray[np.int64]]
-"""Block ids in the engine's memory, one array a run."""
+"""Block ids in the engine's memory, an array per run."""
 Finish = Callable[[Outcome, int], list[NDArray[np.uint8]]]
-"""Ends a transfer in the core, given its outcome and the bytes moved. Returns results, one array a
+"""Ends a transfer in the core, given its outcome and the bytes moved. Returns results, an array a
 run."""
 
 

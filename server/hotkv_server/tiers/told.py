@@ -16,13 +16,15 @@ from hotkv_server.tiers.protocol import TierFigures, TierMemory
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """The present state of one tier below host memory.
+    """The present state of a tier below host memory.
 
     `used_bytes`, `capacity_bytes`: 0 if the tier does not report them.
-    `is_up`: whether no problem is known. `problem` describes it if the tier can.
+    `is_up`: whether no problem is known.
+    `problem`: describes the problem, if the tier can.
     `lost_blocks`: blocks that the tier returned damaged.
     `waiting_blocks`: blocks that wait to be written.
-    `budget_bytes`: most bytes to write in 24 hours, 0 for no limit. `left_bytes`: the rest of it.
+    `budget_bytes`: most bytes to write in 24 hours, 0 for no limit.
+    `left_bytes`: the rest of the budget.
     """
 
     name: str

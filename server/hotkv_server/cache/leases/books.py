@@ -82,7 +82,7 @@ class Uses:
         self._books = books
 
     def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns which blocks are ready, one mask per list. A hint: it comes from the table as
+        """Returns which blocks are ready, a mask per list. A hint: it comes from the table as
         readers see it."""
         books = self._books
         check_named(

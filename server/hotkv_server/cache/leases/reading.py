@@ -103,7 +103,7 @@ class ReadLeases:
     def _within_budget(
         self, key_space_id: int, groups: list[HashList]
     ) -> tuple[list[tuple[int, Entries]], int]:
-        """Returns the entries to pin, one array per list, and their bytes. An entry is 0 if the
+        """Returns the entries to pin, an array per list, and their bytes. An entry is 0 if the
         block is not ready or exceeds the tenant's budget."""
         index, tenants = self._books.space.index, self._books.space.tenants
         tenant = tenants.number(key_space_id)
@@ -136,7 +136,7 @@ class ReadLeases:
             counters.missed_representations += len(entries) - len(found)
 
     def slot_offsets(self, session: SessionRecord, lease_id: str) -> tuple[Int64s, ...]:
-        """Returns the slot offsets of the blocks of a read lease, one array per group in the order
+        """Returns the slot offsets of the blocks of a read lease, an array per group in the order
         of the call; -1 for a block that is not pinned or not verified."""
         lease = self._books.leases.live(session, lease_id)
         if not isinstance(lease, ReadLease):

@@ -539,7 +539,7 @@ class Stores:
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
         """Ends a store after its copy has finished. Publishes the blocks that have every shard
-        written, then their representations. Returns BlockResult values, one array per run."""
+        written, then their representations. Returns BlockResult values, an array per run."""
         transfer = self._books.transfers.pop(session_number, transfer_id)
         assert isinstance(transfer, StoreTransfer), "a load ended as a store"
         lease = transfer.lease

@@ -283,8 +283,8 @@ class SlabPool:
     """
 
     def __init__(self, arena_bytes: int, slab_bytes: int, *, is_backed: bool = True) -> None:
-        """`is_backed`: True if all slabs have memory. If False, slabs get memory through `back` and
-        `claim`."""
+        """Makes a pool. `is_backed`: whether all slabs have memory; otherwise they get memory
+        through `back` and `claim`."""
         if slab_bytes <= 0 or slab_bytes % SLOT_ALIGN:
             raise ValueError(
                 f"slab_bytes is {slab_bytes}; it must be a positive multiple of {SLOT_ALIGN}"
@@ -329,7 +329,7 @@ class SlabPool:
         self.num_free_slabs += len(fresh)
 
     def stats(self) -> list[SlabClassStats]:
-        """Returns one row for each slot size that has slabs."""
+        """Returns a row for each slot size that has slabs."""
         return [c.stats() for _, c in sorted(self._classes.items()) if c.num_slabs]
 
     def figures(self) -> PoolFigures:

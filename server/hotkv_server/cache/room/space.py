@@ -462,8 +462,8 @@ class Space:
         now_s: float,
         retention: Retention = NO_RETENTION,
     ) -> None:
-        """Reports blocks, in chain order, for which `insert` found no room, to the policy. `depth`:
-        blocks of the chain before them."""
+        """Reports to the policy the blocks for which `insert` found no room, in chain order.
+        `depth`: blocks of the chain before them."""
         if len(hashes):
             keys = self.index.mixed_hashes(key_space_id, group_index, hashes)
             self.policy.decline(keys, depth, now_s, retention)

@@ -1,4 +1,4 @@
-"""Performs actions of hints on blocks, in parts: each generator does one part per step.
+"""Performs actions of hints on blocks, in parts: each generator does a part per step.
 
 Owns no state. A part takes milliseconds. Any other method may be called between two steps; blocks
 that are removed then are skipped.

@@ -230,8 +230,11 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Identity of an account. `tenant`: empty without tenants. `key_space`: the fingerprint's first
-    digits."""
+    """Identity of an account.
+
+    `tenant`: empty without tenants.
+    `key_space`: the fingerprint's first digits.
+    """
 
     tenant: str
     model: str

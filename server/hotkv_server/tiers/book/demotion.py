@@ -30,7 +30,8 @@ already."""
 class Demotion:
     """Begins and ends moves down.
 
-    `gate`: admits the blocks. `sizes`: chooses the sizes of their places.
+    `gate`: admits the blocks.
+    `sizes`: chooses the sizes of their places.
     `waiting`: blocks that were stored or used and may not be below.
     """
 

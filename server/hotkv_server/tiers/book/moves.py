@@ -99,8 +99,8 @@ class Moves:
 
     @contextmanager
     def stopped(self, key_space_id: int) -> Iterator[None]:
-        """Keeps blocks of this key space from moving while the context is open. Blocks that are
-        already moving become void."""
+        """Prevents new moves of this key space while the context is open. Blocks that are already
+        moving become void."""
         self.void(key_space_id)
         self._stopped[key_space_id] += 1
         try:

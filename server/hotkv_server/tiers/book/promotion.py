@@ -35,7 +35,7 @@ class Promotion:
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
         """Returns the positions of blocks that are ready below and neither ready nor reserved in
-        host memory, one array per list."""
+        host memory, an array per list."""
         absent = self._arrivals.absent(key_space_id, groups)
         return [
             at[self.find(key_space_id, one, at) != 0] if len(at) else at

@@ -174,7 +174,7 @@ class TierBelow:
         return any(map(len, self.lower.up.wanted(key_space_id, groups)))
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns the positions of the blocks to load, one array per list; empty if they may not be
+        """Returns the positions of the blocks to load, an array per list; empty if they may not be
         loaded."""
         if not self._epochs.are_all_confirmed(key_space_id):
             return [np.empty(0, np.int64) for _ in groups]

@@ -43,7 +43,7 @@ _ROW = np.dtype([("tag", "<u8"), ("num_bytes", "<i8"), ("seal", "<u8")])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
-    """A pack as its list describes it, one row per block. `begins`: offsets in the object."""
+    """A pack as its list describes it, a row per block. `begins`: offsets in the object."""
 
     space: Space
     name: str

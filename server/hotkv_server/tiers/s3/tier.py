@@ -24,9 +24,9 @@ class S3Tier(RemoteTier):
     """A tier in an S3 bucket. See `RemoteTier`. Raises MissingError if its library is not
     installed.
 
-    `write`: the blocks of a call are stored in one object, so calls should have `batch_bytes`;
-        smaller calls cost a request all the same. Other nodes find the blocks after `refresh_s`.
-        `forget`: this node forgets the blocks until it starts again.
+    The blocks of a `write` are stored in one object, so calls should have `batch_bytes`; smaller
+    calls cost a request all the same. Other nodes find the blocks after `refresh_s`. After
+    `forget`, only this node forgets the blocks, until it starts again.
     """
 
     def __init__(
