@@ -1,4 +1,4 @@
-"""The core: sessions, key spaces, leases and transfers over one space of slots.
+"""The core: sessions, key spaces, leases and transfers over a space of slots.
 
 Every method is a decision: it checks its arguments, changes the books and returns a result. Notices
 for other parties wait in `take_effects`. A call that raises has changed nothing. No clock, no I/O,
@@ -299,8 +299,7 @@ class CacheCore(CacheBooks):
     def use(
         self, session_number: int, hash_list: HashList, now_s: float, retention: Retention
     ) -> Iterator[None]:
-        """Records uses as `touch` does, for one list. Pins the blocks to retain in separate
-        parts."""
+        """Records uses as `touch` does, for a list. Pins the blocks to retain in separate parts."""
         self.touch(session_number, [hash_list], now_s, replace(retention, pin=False))
         for start in range(0, len(hash_list.hashes) if retention.pin else 0, BLOCKS):
             yield

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class StorePins(Protocol):
-    """Pins the blocks of one store as they become ready. Positions rise; blocks that the pinner
-    does not want are skipped."""
+    """Pins the blocks of a store as they become ready. Positions rise; blocks that the pinner does
+    not want are skipped."""
 
     def pin(self, group_index: int, positions: Int64s, entries: Entries) -> None:
         """Pins blocks that are ready and verified. `positions` [n] count from the start of the

@@ -1,7 +1,7 @@
 """Copy engine `host`: memcpy on worker threads, without the GIL.
 
-Jobs are split into pieces that all threads share. Owners take turns; jobs of one owner are served
-in order. A job may be cancelled between pieces.
+Jobs are split into pieces that all threads share. Owners take turns; jobs of an owner are served in
+order. A job may be cancelled between pieces.
 """
 
 import threading

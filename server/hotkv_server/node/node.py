@@ -1,4 +1,4 @@
-"""The node: the core, its memory and its copy engine, driven by one event loop.
+"""The node: the core, its memory and its copy engine, driven by an event loop.
 
 Connects the parts, and owns the timer and the drain. Every method runs on the event loop. Only
 `save_use` blocks it: the copy engine's threads move bytes (`transfers`), and threads make mappings
@@ -249,8 +249,8 @@ class Node:
             session.cancel_transfers()
 
     async def _tick(self) -> None:
-        """Runs the timer. A turn waits for no file and no tier: if one hung, leases would not
-        expire and Health would end the server."""
+        """Runs the timer. A turn waits for no file and no tier: if it hung, leases would not expire
+        and Health would end the server."""
         async for _ in self.health.turns("timer", TIMER_S, STALLED_TIMER_S):
             self.last_tick_s = time.monotonic()
             async for _ in slices(self.core.expire(self.last_tick_s)):

@@ -222,7 +222,7 @@ class SessionOrder:
 
 
 class MarkGate:
-    """Holds one transfer until its mark has passed; asked by copy engines.
+    """Holds a transfer until its mark has passed; asked by copy engines.
 
     on_released: called from any thread when the copy engine stops asking.
     """

@@ -217,7 +217,7 @@ class Transfer:
     after_copy: called in a copy thread when all bytes are copied; if it raises, the transfer fails.
 
     Always true: the answer comes after the last access to the transfer's memory. A load copies only
-    blocks that have been compared, and fails if one of them is condemned before it ends.
+    blocks that have been compared, and fails if any of them is condemned before it ends.
     """
 
     def __init__(

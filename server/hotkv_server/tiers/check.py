@@ -46,7 +46,7 @@ REMOVE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Times for blocks of one size, moved one at a time. Each time is the median over the
+    """Times for blocks of the same size, moved one at a time. Each time is the median over the
     blocks."""
 
     tier: str

@@ -38,8 +38,7 @@ NO_EPOCHS: Epochs = MappingProxyType({})
 # lost does not return, neither after a restart nor from an old copy of its data.
 
 RAISES = 1 << 16
-"""The distance between an epoch and the one that may begin next, unless both begin within
-TICK_US."""
+"""The distance between an epoch and the next that may begin, unless both begin within TICK_US."""
 TICK_US = 64
 
 
@@ -81,7 +80,7 @@ class Write(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of one call, one row each.
+    """The blocks of a call, a row each.
 
     `keys`: the block's key, the same on all nodes that share a tier; at most MAX_KEY_BYTES.
     `slots`: offsets in the arena, multiples of SLOT_ALIGN.
@@ -158,7 +157,7 @@ class TierFacts:
     `places`: whether the core chooses the places of blocks and evicts them; else the tier does.
     `capacity_bytes`: 0 if unknown.
     `is_shared`: whether other nodes write to the tier too.
-    `batch_bytes`: the best size of one call.
+    `batch_bytes`: the best size of a call.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """All books of the core, and how a use of ready blocks changes them.
 
-`ReadLeases`, `Loads`, `Reservations` and `Stores` each change the books for one kind of call.
+`ReadLeases`, `Loads`, `Reservations` and `Stores` each change the books for a single kind of call.
 `CacheCore` checks that the books agree.
 """
 
@@ -27,7 +27,7 @@ from hotkv_server.cache.values import (
 
 
 class CacheBooks:
-    """The books of one node's cache, which starts empty.
+    """The books of a node's cache, which starts empty.
 
     client_memory: bounds the memory of clients' books.
     words, marks, grace: state for readers of the arena, of this server and an earlier one.

@@ -123,7 +123,7 @@ class ReadLeases:
         return pinned, total
 
     def _note_use(self, group_index: int, entries: Entries, now_s: float) -> None:
-        """Counts hits and misses of one list. Records a use of the pinned blocks."""
+        """Counts hits and misses of a list. Records a use of the pinned blocks."""
         counters, found = self._books.counters, entries[entries != 0]
         if group_index < MAX_GROUPS:
             self._books.space.touch(found, now_s)

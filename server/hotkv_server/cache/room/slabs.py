@@ -93,7 +93,7 @@ class SlabFloors:
     lent: returns the number of slabs that a size has.
     num_free: returns the number of free slabs.
 
-    A promise in bytes alone is weak: one pinned slot blocks its slab for every other slot size.
+    A promise in bytes alone is weak: a pinned slot blocks its slab for every other slot size.
     Always true between two calls of the core: as many slabs are free as the sizes with a floor are
     short of. A size gets free slabs only if enough stay free for other floors. It gives slabs to
     another size only down to its own floor. So a size has room for all promised slots, once its
@@ -165,7 +165,7 @@ class SlabFloors:
 
 @dataclass(frozen=True, slots=True)
 class SlabClassStats:
-    """Figures of one slot size: slabs lent to it, slots in them, and slots in use."""
+    """Figures of a slot size: slabs lent to it, slots in them, and slots in use."""
 
     slot_bytes: int
     num_slabs: int
@@ -233,7 +233,7 @@ def aligned(num_bytes: int) -> int:
 
 
 class _SlabClass:
-    """Slots of one size."""
+    """Slots of the same size."""
 
     __slots__ = (
         "_slab_bytes",
@@ -275,7 +275,7 @@ class _SlabClass:
 
 
 class SlabPool:
-    """Slots of any size in one arena. Offsets are in bytes from its start, multiples of SLOT_ALIGN.
+    """Slots of any size in an arena. Offsets are in bytes from its start, multiples of SLOT_ALIGN.
 
     num_slabs: slabs of the whole arena.
     num_backed: slabs that have memory.

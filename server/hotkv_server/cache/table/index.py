@@ -407,7 +407,7 @@ def blocks_first(groups: list[int]) -> list[int]:
 
 
 class Representations:
-    """Representations in one index. `declared`: False until a kind is declared, so that a server
+    """Representations in an index. `declared`: False until a kind is declared, so that a server
     without representations skips their cost."""
 
     def __init__(self, index: BlockIndex, free_slots: FreeSlots) -> None:
@@ -468,7 +468,7 @@ class Representations:
 
     def publish(self, entries: Entries, blocks: Entries, checks: Keys | None = None) -> None:
         """Makes reserved representations ready, each for a ready block, and removes the former
-        ones. `checks`: as in `Space.publish`."""
+        representations. `checks`: as in `Space.publish`."""
         former = self.of(blocks)
         self._remove(former[former != 0])
         self._index.publish(

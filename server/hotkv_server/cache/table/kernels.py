@@ -118,7 +118,7 @@ def count_slots(
 
 @numba.njit("void(int64[:], int64, boolean[::1], boolean[::1])", nogil=True, cache=True)
 def lie_in(offsets: Any, slab_bytes: Any, slabs: Any, out: Any) -> None:
-    """Sets `out` to True for offsets that lie in one of these slabs."""
+    """Sets `out` to True for offsets that lie in any of these slabs."""
     shift = 0
     while slab_bytes >> shift > 1:
         shift += 1

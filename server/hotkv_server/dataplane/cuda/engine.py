@@ -416,7 +416,7 @@ class CudaCopyEngine:
 
     @property
     def num_lanes(self) -> int:
-        """Number of lanes: one per direction."""
+        """Number of lanes: a lane per direction."""
         return len(self._lanes)
 
     def is_alive(self) -> bool:

@@ -99,7 +99,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class CudaCopyFigures:
-    """Figures of one device.
+    """Figures of a device.
 
     num_queued: estimated number of pieces that are not in the device's queue yet.
     num_in_flight: pieces in the device's queue.

@@ -67,7 +67,7 @@ class ResidencyPins:
 
     def pin_linked(self, residency: Residency, group_index: int, positions: Int64s) -> None:
         """Pins the representation of each block at `positions` whose kind the session declared; at
-        most one a position."""
+        most one per position."""
         group = residency.groups.get(group_index)
         if group is None or residency.is_closing or not group.kinds:
             return
@@ -95,7 +95,7 @@ class ResidencyPins:
         self._bound.pin(residency.tenant, np.full(len(fresh), slot_bytes))
 
     def unpin(self, tenant: int, entries: Entries) -> None:
-        """Removes one pin from each entry of a tenant's residency, and frees entries that were
+        """Removes a pin from each entry of a tenant's residency, and frees entries that were
         flushed while pinned."""
         index, distinct = self._space.index, np.unique(entries)
         np.subtract.at(self.counts, entries, np.uint32(1))
@@ -114,7 +114,7 @@ class ResidencyPins:
         return entries
 
     def let_go(self, entries: Entries) -> None:
-        """Releases the pins of one `hold`."""
+        """Releases the pins of a `hold`."""
         self._held = [held for held in self._held if held is not entries]
         self._space.index.pin(entries, -1)
         self._space.removal.reap(entries)

@@ -28,7 +28,7 @@ class Arrivals:
         return f"Arrivals({self._moves!r})"
 
     def absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns the positions of blocks that are neither ready nor reserved in host memory, one
+        """Returns the positions of blocks that are neither ready nor reserved in host memory, an
         array per list. Empty for lists of representations."""
         found = []
         for one in groups:
@@ -78,8 +78,8 @@ class Arrivals:
         depths: Int64s,
         number: int,
     ) -> Entries:
-        """Reserves slots of one size for a move and links them to the blocks of their list. Returns
-        the entries, in order, as many as found room."""
+        """Reserves slots of the same size for a move and links them to the blocks of their list.
+        Returns the entries, in order, as many as found room."""
         index, group = self._host.index, listed.group_index
         words = index.find(key_space_id, group, listed.hashes)
         staying = words[table.is_ready(words)]

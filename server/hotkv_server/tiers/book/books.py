@@ -19,7 +19,7 @@ class TierBooks:
     """Records the blocks below host memory and the moves under way.
 
     `lower`: the tier in whose `space` the core chooses places; None without a disk.
-    `copies`: one `Copies` for each tier that places blocks itself.
+    `copies`: a `Copies` for each tier that places blocks itself.
 
     The other arguments are those of `LowerTier`.
     """

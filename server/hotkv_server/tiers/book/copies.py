@@ -19,7 +19,7 @@ MAX_TRIES = 4
 
 
 class Copies:
-    """Begins and ends the copies for one tier."""
+    """Begins and ends the copies for a tier."""
 
     def __init__(self, moves: Moves) -> None:
         self._moves = moves

@@ -170,7 +170,7 @@ class Demotion:
     def _reserve_places(
         self, key_space_id: int, group: int, entries: Entries, size: int, number: int
     ) -> tuple[Entries, Entries]:
-        """Reserves places for blocks of one group. Returns the blocks that found a place, and the
+        """Reserves places for blocks of a group. Returns the blocks that found a place, and the
         places."""
         if not self._below.pool.capacity_slots(size):
             return entries[:0], entries[:0]

@@ -46,7 +46,7 @@ NEVER_S = float("-inf")
 
 @dataclass(slots=True)
 class EpochStanding:
-    """The state of one key space in one store.
+    """The state of a key space in a store.
 
     Written down:
     `epoch`: the highest epoch ever known.
@@ -89,7 +89,7 @@ class EpochStanding:
 
 @dataclass(slots=True)
 class Record:
-    """The record of one key space.
+    """The record of a key space.
 
     `local`: number of the flush under which its blocks are sealed on this node's disk; written
         down.

@@ -17,7 +17,7 @@ from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Entries, Int64s
 
 @dataclass(slots=True)
 class Move:
-    """Blocks of one key space on their way, one row each.
+    """Blocks of a key space on their way, a row each.
 
     `entries`: in host memory.
     `places`: in the space below; empty for a tier that places blocks itself. `is_void` [n]: whether

@@ -45,7 +45,7 @@ MAX_REMEMBERED = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Blocks that are offered to the gate, one row each. The blocks of a chain follow each other.
+    """Blocks that are offered to the gate, a row each. The blocks of a chain follow each other.
 
     `keys` uint64 [n]: keys of the index, mixed with the group.
     `hashes` [n, 8]: words of the block hashes.
@@ -54,6 +54,7 @@ class Offered:
     `begins` [n]: whether the row is the first of its part of a chain.
 
     Only for rows with `begins`:
+
     `follows` [n]: whether the predecessor is below.
     `has_gap` [n]: whether the predecessor is known and not below.
     """
@@ -149,8 +150,8 @@ class WriteGate:
         return admitted
 
     def _num_taken(self, offered: Offered, rows: slice, is_again: BoolMask, now_s: float) -> int:
-        """Returns how many blocks to take of one part of a chain, from its first on: those that
-        come again, or all."""
+        """Returns how many blocks to take of a part of a chain, from its first on: those that come
+        again, or all."""
         ends, sizes = offered.ends_tokens[rows], offered.num_bytes[rows]
         num_rows, num_again = len(ends), 0
         if self._sure.per_s(now_s) <= self._wanted_per_s(now_s):

@@ -37,7 +37,7 @@ MAX_DOWN_BYTES = 64 << 20
 
 
 class TierBelow:
-    """Drives one tier; see the module.
+    """Drives a tier; see the module.
 
     `tier`: holds the bytes of the blocks that `tiers.book.lower` records.
     `epochs`: of flushes here and of shared tiers.

@@ -21,7 +21,7 @@ StalledS = Callable[[float], float]
 
 
 class Breaker:
-    """The breaker of one tier; see the module. `stalls`: for its calls that move no blocks."""
+    """The breaker of a tier; see the module. `stalls`: for its calls that move no blocks."""
 
     def __init__(self, tier: Tier, *stalls: StalledS) -> None:
         self._tier = tier
@@ -58,7 +58,7 @@ class Breaker:
         return not self._tier.problem() or time.monotonic() >= self._next_try_s
 
     def take_turn(self) -> bool:
-        """Returns `lets_pass`, and uses up the trial if one was due."""
+        """Returns `lets_pass`, and uses up a trial that was due."""
         passes = self.lets_pass
         if passes and self._tier.problem():
             self._next_try_s = time.monotonic() + RETRY_S

@@ -51,7 +51,7 @@ PROBE_S = 2.0
 OLD_BYTES_PER_S = 64 << 20
 """Limit on the mean rate at which old blocks are written: many nodes may start together."""
 MIN_OLD_BYTES = 8 << 20
-"""Least bytes of blocks in one probe."""
+"""Least bytes of blocks in a probe."""
 AGAIN_S = 1.0
 """Wait after a copy that failed. It doubles with each further failure."""
 WALKED_ENTRIES = 1 << 16
@@ -59,7 +59,7 @@ WALKED_ENTRIES = 1 << 16
 
 
 class TierCopies:
-    """Copies blocks to one tier; see the module.
+    """Copies blocks to a tier; see the module.
 
     `moving_bytes`: most bytes on their way.
     `num_copied`: blocks that the tier has now, because it was given them or had them already.

@@ -61,8 +61,8 @@ class EpochNotes:
         return EpochBook(stores, records, base, last)
 
     def write(self, text: str) -> None:
-        """Replaces the files. Thread-safe only for one call at a time; blocks. Raises OSError, but
-        tries all folders first."""
+        """Replaces the files. Callable from any thread, a call at a time; blocks. Raises OSError,
+        but tries all folders first."""
         failed: OSError | None = None
         for one in self._folders:
             try:

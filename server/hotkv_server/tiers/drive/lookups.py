@@ -55,7 +55,7 @@ class TierSource(Protocol):
         """Returns whether a block may lie there and not in host memory."""
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns the positions of blocks that are known to lie there and not in host memory, one
+        """Returns the positions of blocks that are known to lie there and not in host memory, an
         array per list."""
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:

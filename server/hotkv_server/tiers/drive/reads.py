@@ -135,7 +135,7 @@ def _seconds(
 
 
 class TierReads:
-    """Figures of one tier. A read is a call for the blocks of one or more leases.
+    """Figures of a tier. A read is a call for the blocks of some leases.
 
     `asked_blocks`: blocks that lookups asked for and that faster tiers lacked.
     `hit_blocks`: those that the tier had.

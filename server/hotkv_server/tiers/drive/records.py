@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LowerMemory:
-    """The records of one tier. `table` is empty until the core fills it.
+    """The records of a tier. `table` is empty until the core fills it.
 
     `old`: the table of an earlier server, with its `state`; None if unusable.
     `why_empty`: why there is no old table; empty on a fresh folder.
@@ -134,8 +134,8 @@ class LowerMemory:
         self._thread.start()
 
     def keep(self, revision: int, state: ServerState) -> None:
-        """Requests that these key spaces are written down in place of the last ones. Does not wait
-        for the disk."""
+        """Requests that these key spaces are written down in place of the previous key spaces. Does
+        not wait for the disk."""
         self._wanted = (revision, state)
         self._asked.set()
 
@@ -257,7 +257,7 @@ class LowerMemory:
             self._noted = admitted
 
     def _adopt(self) -> None:
-        """Writes the whole table and replaces the old one. In between the file of key spaces is
+        """Writes the whole table and replaces the old table. In between the file of key spaces is
         absent, so blocks are not found under a wrong key space."""
         scratch = self.folder / NEW_TABLE_FILE
         _new_file(scratch, self.table.geometry.file_bytes)

@@ -42,14 +42,14 @@ from hotkv_server.tiers.protocol import (
 log = logging.getLogger(__name__)
 
 MAX_PROBED = 1 << 13
-"""Most blocks of one lookup to ask the store for."""
+"""Most blocks of a lookup to ask the store for."""
 MAX_FOUND = 1 << 16
 """Most found blocks to remember until they are read."""
 FOUND_S = 10.0
 
 
 class TierShared:
-    """Drives one shared tier; see the module.
+    """Drives a shared tier; see the module.
 
     `epochs`: of all shared tiers.
     `moving_bytes`: most bytes on their way there.
@@ -118,7 +118,7 @@ class TierShared:
         return any(map(len, self._absent(key_space_id, groups)))
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns the positions of blocks that were found there and are not in host memory, one
+        """Returns the positions of blocks that were found there and are not in host memory, an
         array per list."""
         absent, now_s = self._absent(key_space_id, groups), time.monotonic()
         if not self._epochs.is_confirmed(self.name, key_space_id):
@@ -160,7 +160,7 @@ class TierShared:
         return int((codes == Read.CORRUPT).sum())
 
     def _absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns the positions of blocks that are neither in host memory nor in the disk tier, one
+        """Returns the positions of blocks that are neither in host memory nor in the disk tier, an
         array per list. The disk tier is ignored while lookups skip it."""
         absent = self._books.arrivals.absent(key_space_id, groups)
         lower = self._books.lower

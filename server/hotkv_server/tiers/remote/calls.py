@@ -70,7 +70,7 @@ class RemoteCall:
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """Work for one connection.
+    """Work for a connection.
 
     `do`: given a client and a time limit, sets the results of its blocks in the call.
     `deadline_s`: of time.monotonic; after it the part need not begin.

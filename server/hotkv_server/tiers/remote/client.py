@@ -89,11 +89,11 @@ class Client(Protocol):
         """Returns the epochs of key spaces. Begins an epoch for each that has none."""
 
     def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
-        """Ends the epoch of a key space. Returns the next one, which is above `floor`.
+        """Ends the epoch of a key space. Returns the next epoch, which is above `floor`.
 
         If a full server has no room for it, the epoch is removed and NO_EPOCH returned: blocks
-        don't pass until `epochs` begins a new one. Raises LostError if the server is full and there
-        was no epoch to remove, because other nodes would not notice the flush.
+        don't pass until `epochs` begins a new epoch. Raises LostError if the server is full and
+        there was no epoch to remove, because other nodes would not notice the flush.
         """
 
     def close(self) -> None:

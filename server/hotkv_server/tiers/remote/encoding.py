@@ -160,8 +160,8 @@ class EncodingClient:
 
 
 class _Part:
-    """Blocks [n] of one request. In the staging memory, from `place` on, each has as much room as
-    in its slot, so either form fits."""
+    """Blocks [n] of a request. In the staging memory, from `place` on, each has as much room as in
+    its slot, so either form fits."""
 
     def __init__(
         self, staged: Staged, place: int, keys: Sequence[bytes], slots: Sequence[memoryview]

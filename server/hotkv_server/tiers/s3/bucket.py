@@ -35,7 +35,7 @@ REQUESTS_AT_ONCE = 8
 CLOSE_S = 1.0
 """Longest wait for cancelled requests."""
 GAP_BYTES = 128 << 10
-"""Ranges of an object with at most this gap become one request."""
+"""Ranges of an object with at most this gap become a single request."""
 
 
 # ----------------------------------------------------------------------------------- The access key

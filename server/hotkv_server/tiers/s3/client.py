@@ -51,7 +51,7 @@ class Shared:
         return f"Shared({self.index!r}, {self.lister!r})"
 
     def bucket(self) -> Bucket:
-        """Returns the shared bucket. After it was refused, returns a new one that has read its
+        """Returns the shared bucket. After it was refused, returns a new bucket that has read its
         files again. Raises UnusableError."""
         with self._lock:
             if self._bucket is None or self._bucket.is_refused:
@@ -147,7 +147,7 @@ class S3Client:
         seals: Seals,
         until_s: float,
     ) -> None:
-        """Implements `Client`. The blocks of each key space become one pack."""
+        """Implements `Client`. The blocks of each key space become a pack."""
         rows_of: dict[Space, list[int]] = {}
         first_of: dict[bytes, int] = {}
         for at, (key, place) in enumerate(zip(keys, self._places(keys, until_s), strict=True)):

@@ -81,7 +81,7 @@ def begin_epochs(
 
 
 def raise_epoch(bucket: Bucket, fingerprint: str, floor: int, now_us: int, until_s: float) -> int:
-    """Ends the epoch, and returns the next one, above `floor`. NO_EPOCH if the store has no room
+    """Ends the epoch, and returns the next epoch, above `floor`. NO_EPOCH if the store has no room
     for it: then blocks don't pass until an epoch begins. Raises StoreError."""
     for _ in range(TRIES):
         epoch, version = _read(bucket, fingerprint, until_s)

@@ -94,7 +94,7 @@ class Lister:
         return f"Lister({len(self._folders)} key spaces, {len(self._queue)} to look at)"
 
     def ask(self, space: Space, until_s: float) -> None:
-        """Requests a listing of a key space if one is due. Waits if the key space was never listed.
+        """Requests a listing of a key space if it is due. Waits if the key space was never listed.
         Raises StoreError if it is still unknown."""
         with self._changed:
             folder = self._folder(space)

@@ -153,8 +153,11 @@ class Pipe(Protocol):
 
 
 class ValkeyConnection:
-    """A connection to one server; see the module and `Pipe`. Connects and logs in when it is made.
-    `address`: host and port; None for a Unix socket."""
+    """A connection to a single server; see the module and `Pipe`. Connects and logs in when it is
+    made.
+
+    `address`: host and port; None for a Unix socket.
+    """
 
     keeps_order = True
     has_one_clock = True

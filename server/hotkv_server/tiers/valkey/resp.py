@@ -73,7 +73,7 @@ def command(*words: bytes) -> bytes:
 
 
 class Command(NamedTuple):
-    """A command for one key. `pieces`: its bytes, in order."""
+    """A command for a key. `pieces`: its bytes, in order."""
 
     key: bytes
     pieces: tuple[bytes | memoryview, ...]

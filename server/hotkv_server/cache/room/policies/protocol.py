@@ -1,7 +1,7 @@
 """The interface of an eviction policy: an order of coldness over ready entries.
 
 Always true: a policy never decides whether an entry may be evicted (pins do) and never accesses the
-index. Entries of one call are in chain order, each at most once. The head of a chain is hotter, so
+index. Entries of a call are in chain order, each at most once. The head of a chain is hotter, so
 that leaves are evicted first. Keys are 64-bit and outlive entry numbers: a policy recognizes a
 returning block by its key. No clock: `now_s` is passed in and never goes back.
 """
