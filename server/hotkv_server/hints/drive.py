@@ -59,7 +59,7 @@ class HintDesk:
         tokens_per_s: float,
         hints: Hints = NO_HINTS,
     ) -> None:
-        """Records the prompt of a scheduled request, and which earlier actions its hit confirms.
+        """Records the prompt of a scheduled request, and the earlier actions whose blocks it hit.
         Ignores tenants that have never named a session or sent hints."""
         if origin.hashes is None or not len(origin.hashes):
             return

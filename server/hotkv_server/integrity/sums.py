@@ -51,7 +51,8 @@ class SumThreads:
     faster than a single thread computes its sums."""
 
     def __init__(self, num_threads: int = 0) -> None:
-        """Starts the threads. `num_threads`: 0: half the processors, 1 to MAX_SUM_THREADS."""
+        """Starts the threads. `num_threads`: 0 uses half of the processors, at least 1 and at most
+        MAX_SUM_THREADS."""
         self._num_threads = num_threads or min(
             MAX_SUM_THREADS, max(1, len(os.sched_getaffinity(0)) // 2)
         )

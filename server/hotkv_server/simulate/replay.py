@@ -46,7 +46,7 @@ class ReplayHints:
 
     def cold_from(self, request: int) -> int | None:
         """Returns the place of the request's first block that is not expected to be used soon; None
-        if all blocks are."""
+        if all its blocks are expected to be used soon."""
         is_long = self.pauses_s[request] >= LONG_PAUSE_S
         return int(self.own_from[request]) if is_long else None
 

@@ -125,7 +125,7 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
 
 
 async def _first(requests: AsyncIterator[Any], deadline_s: float) -> Any:
-    """Returns the next request of a stream without a session. Raises StopAsyncIteration,
+    """Returns the next request of a stream that has no session yet. Raises StopAsyncIteration,
     HotKVError."""
     try:
         return await asyncio.wait_for(anext(requests), max(0.0, deadline_s - time.monotonic()))

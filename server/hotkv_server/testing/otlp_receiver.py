@@ -74,7 +74,7 @@ class OtlpReceiver:
                 self.wfile.write(receiver.answer)
 
             def log_message(self, *_: object) -> None:
-                """Logs nothing to standard error."""
+                """Keeps requests out of the standard error output."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)

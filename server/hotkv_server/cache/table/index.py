@@ -402,7 +402,7 @@ FreeSlots = Callable[[list[Words]], None]
 
 
 def blocks_first(groups: list[int]) -> list[int]:
-    """Returns the places of groups, with blocks before representations."""
+    """Returns the positions in `groups`: first groups of blocks, then representations."""
     return sorted(range(len(groups)), key=lambda at: groups[at] >= MAX_GROUPS)
 
 

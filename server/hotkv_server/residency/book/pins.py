@@ -38,7 +38,7 @@ class ResidencyPins:
         self, residency: Residency, group_index: int, first_position: int, block_count: int
     ) -> Int64s:
         """Returns the slot offsets of the representations that a residency pins with its blocks,
-        from `first_position` on; -1 for none.
+        from `first_position` on; -1 without a representation.
 
         Representations of an earlier server count as missing until they have been compared with
         their check values.

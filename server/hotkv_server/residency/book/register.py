@@ -35,11 +35,11 @@ class ResidentGroup:
 
     most: positions that the group may have.
     block_bytes, kind_bytes: slot sizes of a block, and of a representation; all `kinds` have the
-        same size, 0 if there are none.
+        same size, 0 without kinds.
     kinds: kinds of representations to pin.
     positions: rising, int64 [n].
     entries: of the blocks, uint32 [n].
-    linked: of their representations, uint32 [n]; 0 for none.
+    linked: of their representations, uint32 [n]; 0 without a representation.
     """
 
     most: int

@@ -145,8 +145,8 @@ class Child:
         """Returns the epoch of a key space; if it has none, begins an epoch above all that are
         `known`.
 
-        Putting under an existing key changes nothing. Two nodes that begin at the same time choose
-        different random parts.
+        Putting under an existing key changes nothing. If two nodes begin an epoch at the same time,
+        both get the epoch that was put first.
         """
         epoch = raised(time.time_ns() // 1000, 0, *known) + secrets.randbelow(RAISES // 2)
         pinned = self._native.ReplicateConfig()

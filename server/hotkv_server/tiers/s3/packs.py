@@ -67,8 +67,8 @@ class Pack:
 
 
 def tag(key: bytes) -> int:
-    """Returns 64 bits that stand for a key in a list. If two keys have the same tag, the wrong
-    block is CORRUPT under the other's seal: a miss, never wrong bytes."""
+    """Returns 64 bits that stand for a key in a list. If two keys have the same tag, a read of the
+    wrong block fails its seal and is CORRUPT: a miss, never wrong bytes."""
     return xxhash.xxh3_64_intdigest(key)
 
 
@@ -100,7 +100,7 @@ def age_of(name: str) -> int:
 
 
 def age_at(time_us: int) -> int:
-    """Returns the `age_of` a pack of this time."""
+    """Returns the age, as in `age_of`, of a pack made at this time."""
     return _LAST_US - time_us
 
 

@@ -44,8 +44,8 @@ class Policy(Protocol):
         before them."""
 
     def allow_keeping(self, allowed: bool) -> None:
-        """Sets whether `victims` may return fewer entries than can be evicted; at first it may. A
-        policy that may not switches at once to its best rule without holding."""
+        """Sets whether `victims` may return fewer entries than can be evicted; at first it may. If
+        `allowed` is False, the policy switches at once to its best rule without holding."""
 
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
         """Marks entries as not expected to be used again. They are evicted before all others until
