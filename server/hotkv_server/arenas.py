@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the command."""
+    """Adds the flags of the command."""
     parser.add_argument(
         "--folder",
         type=Path,
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def show(found: list[ArenaLeft], *, as_json: bool) -> None:
-    """Prints the arenas."""
+    """Prints the arenas as a table or as JSON."""
     if as_json:
         rows = [
             {**asdict(arena), "path": str(arena.path), "is_stale": arena.is_stale}

@@ -20,15 +20,16 @@ SHARED_KERNELS = ("hotkv_proto.kernels", "hotkv_sparse.kernels")
 
 
 def kernels() -> list[str]:
-    """Names of all modules with kernels that a server loads: its own are called `kernels`."""
+    """Returns the names of all modules with kernels that a server loads. The server's modules are
+    called `kernels`."""
     top = Path(__file__).parent
     own = sorted(file.relative_to(top.parent) for file in top.rglob("kernels.py"))
     return [*SHARED_KERNELS, *(".".join(file.with_suffix("").parts) for file in own)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit status: 0; 1 if the server could not start; 2 for bad settings
-    or input. A broken invariant ends the process with 70."""
+    """Runs the command. Returns the exit status: 0; 1 if the server could not start; 2 for bad
+    settings or input. A broken invariant ends the process with 70."""
     parser = Parser(prog="hotkv-server", description="KV cache server for vLLM.")
     parser.add_argument(
         "--version", action="version", version=f"hotkv-server {hotkv_proto.__version__}"

@@ -1,7 +1,7 @@
 """The daemon: bind, map, prefault a first part, then ready; on SIGTERM drain, then stop.
 
-Owns the order of start and stop; `startup` has the steps. If the core's books turn out to be wrong
-it closes nothing and saves nothing, but ends like a server that was killed, with BROKEN_STATUS.
+Owns the order of start and stop; `startup` has the steps. If an invariant of the core is broken, it
+closes and saves nothing, and ends as if it were killed, with BROKEN_STATUS.
 """
 
 import asyncio
@@ -40,32 +40,33 @@ log = logging.getLogger(__name__)
 BROKEN_STATUS = 70
 """Exit status after a broken invariant (EX_SOFTWARE); a service manager starts the server again."""
 LAST_WORDS_S = 0.5
-"""How long a server whose invariant broke stays up, to tell health checks and systemd."""
+"""A server with a broken invariant stays up for so long, to notify health checks and systemd."""
 STOP_S = 40.0
-"""Longest time that a stop takes beside draining: transfers in flight, sessions, files."""
+"""Longest time of a stop in addition to draining: transfers in flight, sessions, files."""
 SAVE_WAIT_S = 5.0
 STOP_CALLS_S = 0.5
-"""Longest wait for calls that are still being answered when the server has drained."""
+"""Longest wait for calls that are still being answered after the drain."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedNode:
-    """The node and what it was made of."""
+    """The node and the parts that it was made of."""
 
     node: Node
     memory: NodeMemory
     cuda: CudaPart
     below: OpenedBelow | None
     is_new: bool = True
-    """Nothing came back from an earlier server."""
+    """Whether it began without blocks of an earlier server."""
 
     @staticmethod
     def open(settings: Settings, *, reset: bool) -> "OpenedNode":
-        """Maps memory, looks for devices, takes over what an earlier server has left. Blocks.
+        """Maps memory, looks for devices, and restores the blocks of an earlier server. Blocks.
         Raises StartError."""
         looking = look_in_background(settings.copy_)
         memory = open_memory(settings, reset=reset)
-        # What is there of an earlier server stays; what this one has made goes.
+        # If the start fails, files of an earlier server stay; files that this server made are
+        # removed.
         is_new = memory.leftover is None
         with contextlib.ExitStack() as undo:
             undo.callback(memory.remove if is_new else memory.release)
@@ -102,7 +103,8 @@ class OpenedNode:
         memory.filling.start(on_filled, settles=self.cuda.pinner is None, first=backed())
 
     def close(self, *, keep: bool) -> None:
-        """Closes all, after the node. `keep`: leave the blocks to the next server. Blocks."""
+        """Closes all parts, after the node. `keep`: leaves the blocks to the next server.
+        Blocks."""
         self.memory.filling.close()
         self.cuda.close()
         if self.below is not None:
@@ -127,7 +129,7 @@ class OpenedNode:
 
 
 def watch_all(opened: OpenedNode, settings: Settings, listeners: Listeners) -> None:
-    """Has everything watched that must be alive besides what the node watches itself."""
+    """Makes health watch the parts that the node does not watch itself."""
     health, copies, cuda = opened.node.health, opened.node.copy_engine, opened.cuda
     health.watch("a copy thread", copies.is_alive, copies.stalled_s, STALLED_WORK_S)
     health.watch_fault("the devices", cuda.fault)
@@ -141,7 +143,7 @@ def watch_all(opened: OpenedNode, settings: Settings, listeners: Listeners) -> N
 
 
 class Herald:
-    """Tells gRPC's health service and systemd how the server is."""
+    """Reports the state of the server to gRPC's health service and systemd."""
 
     def __init__(self, node: Node, rpc: RpcServer, cuda: CudaPart) -> None:
         self._node = node
@@ -150,7 +152,7 @@ class Herald:
         self._told = ""
 
     async def tell(self) -> None:
-        """Tells both the present state; feeds the watchdog if all is well."""
+        """Reports the present state to both. Feeds the watchdog if the server is well."""
         node, problems = self._node, self._node.health.problems(time.monotonic())
         draining = node.core.draining
         self._rpc.set_health(is_ready=not problems and not draining, is_alive=not problems)
@@ -170,7 +172,7 @@ class Herald:
 
 
 async def end_broken(node: Node, herald: Herald) -> NoReturn:
-    """Tells that the books are wrong, and ends the process as a kill would."""
+    """Reports that an invariant is broken, and ends the process as a kill would."""
     node.abandon()
     await herald.tell()
     await asyncio.sleep(LAST_WORDS_S)
@@ -188,7 +190,7 @@ async def wait_for_end(node: Node) -> None:
 
 
 def reload(reloader: Reloader) -> None:
-    """Reads the settings again, and tells systemd that this is so."""
+    """Reads the settings again, and notifies systemd before and after."""
     now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
     systemd.notify("RELOADING=1", f"MONOTONIC_USEC={now_us}")
     try:
@@ -200,7 +202,7 @@ def reload(reloader: Reloader) -> None:
 def say_ready(
     settings: Settings, opened: OpenedNode, listeners: Listeners, started_s: float
 ) -> None:
-    """Logs it and tells systemd."""
+    """Logs that the server is ready, and notifies systemd."""
     log.info(
         "ready version=%s socket=%s arena_bytes=%d filled_bytes=%d huge_bytes=%d copy_threads=%d "
         "http_port=%s tcp_port=%s start_s=%.2f",
@@ -223,8 +225,8 @@ async def serve(
     """Runs the server until SIGTERM, SIGINT or a drain by an operator has ended it. Raises
     StartError.
 
-    `reset`: drop what an earlier server has left. `load`: reads the settings anew at SIGHUP; raises
-    ValueError if they are wrong.
+    `reset`: drops the blocks that an earlier server left.
+    `load`: reads the settings again at SIGHUP; raises ValueError if they are wrong.
     """
     started_s = time.monotonic()
     # By itself it would end the process. What is asked before there is something to reload is done

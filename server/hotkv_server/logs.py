@@ -1,5 +1,4 @@
-"""The server's log: lines of text or of JSON, each with the id of the call that it is about, if it
-is about one."""
+"""The server's log: lines of text or of JSON. A line about a call has the id of the call."""
 
 import contextvars
 import json
@@ -9,11 +8,11 @@ import time
 
 TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s%(call)s"
 REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
-"""The id of the call that this task serves; empty in others."""
+"""The id of the call that this task serves; empty in other tasks."""
 
 
 def set_up(level: str, form: str) -> None:
-    """Logs to standard error from now on. `form`: text or json."""
+    """Starts to log to standard error. `form`: text or json."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_add_request_id)
     handler.setFormatter(JsonLines() if form == "json" else logging.Formatter(TEXT))
@@ -33,9 +32,9 @@ def _add_request_id(record: logging.LogRecord) -> bool:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: `time` (RFC 3339, UTC), `level`, `logger`, `message`, and where there
-    is one `request_id` and `exception`. ASCII: no locale spoils it, and nothing in it
-    ends a line."""
+    """Formats a record as a JSON object on a line: `time` (RFC 3339, UTC), `level`, `logger`,
+    `message`, and if there are any, `request_id` and `exception`. It is ASCII, so any locale can
+    print it, and contains no line breaks."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
@@ -52,6 +51,6 @@ class JsonLines(logging.Formatter):
 
 
 def utc(unix_s: float) -> str:
-    """2026-11-22T04:05:06.789Z."""
+    """Returns a time as 2026-11-22T04:05:06.789Z."""
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(unix_s))
     return f"{whole}.{int(unix_s % 1 * 1000):03d}Z"

@@ -1,4 +1,4 @@
-"""Notifies systemd (sd_notify), if it listens. A notice that can't be sent is logged, no more."""
+"""Notifies systemd (sd_notify), if it listens. A notice that can't be sent is only logged."""
 
 import contextlib
 import logging
@@ -29,14 +29,14 @@ def notify(*lines: str) -> None:
 
 
 def extension(seconds: float) -> str:
-    """Returns the assignment that asks for so much more time, from now on, to start or to stop."""
+    """Returns the assignment that asks for so many more seconds to start or to stop."""
     return f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}"
 
 
 @contextlib.contextmanager
 def patience(what: str, progress: Callable[[], int]) -> Iterator[None]:
-    """Asks for more time for as long as `progress` grows while the block runs. From a thread, since
-    the block may hold its own."""
+    """Asks for more time for as long as `progress` grows while the block runs. Works on a thread,
+    because the block may occupy its thread."""
     over = threading.Event()
 
     def beat() -> None:

@@ -1,4 +1,4 @@
-"""The core: sessions, key spaces, leases and transfers over one space of slots.
+"""The core: sessions, key spaces, leases and transfers over a space of slots.
 
 Every method is a decision: it checks its arguments, changes the books and returns a result. Notices
 for other parties wait in `take_effects`. A call that raises has changed nothing. No clock, no I/O,
@@ -80,7 +80,7 @@ class CacheCore(CacheBooks):
 
     @property
     def draining(self) -> bool:
-        """True while nothing new may begin."""
+        """Whether new work is refused."""
         return self.sessions.draining
 
     @draining.setter
@@ -124,7 +124,8 @@ class CacheCore(CacheBooks):
     # Lookup and uses
 
     def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns which blocks are ready, one mask per list. A hint: pins and touches nothing."""
+        """Returns which blocks are ready, a mask per list. Only a hint: it neither pins nor
+        touches blocks."""
         return self._uses.lookup(key_space_id, groups)
 
     def touch(
@@ -150,7 +151,7 @@ class CacheCore(CacheBooks):
 
     def slot_offsets(self, session_number: int, lease_id: str) -> tuple[Int64s, ...]:
         """Returns the slot offsets of the blocks of a read lease, which stay valid while it lasts.
-        One array per group in the order of the call; -1 for a block that is not pinned or not
+        An array per group in the order of the call; -1 for a block that is not pinned or not
         verified."""
         return self._read_leases.slot_offsets(self.sessions.record(session_number), lease_id)
 
@@ -258,16 +259,16 @@ class CacheCore(CacheBooks):
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
         """Ends a store after its copy has finished. Publishes the blocks that have every shard
-        written. Returns BlockResult values, one array per run.
+        written. Returns BlockResult values, an array per run.
 
         A representation whose block is not ready by now is dropped: ABORTED.
 
-        sums: sums of the copied bytes, for check values; one array per run in the order of
+        sums: sums of the copied bytes, for check values; an array per run in the order of
             `begin_store`. May be empty.
         """
         return self._stores.end(session_number, transfer_id, succeeded, now_s, sums)
 
-    # Long work in parts. Each generator does one part per step; any other method may be called
+    # Long work in parts. Each generator does a part per step; any other method may be called
     # between two steps. A part runs for milliseconds, however large the cache is. Entries and
     # leases that have changed since the first step are skipped, unless the generator says
     # otherwise.
@@ -291,15 +292,14 @@ class CacheCore(CacheBooks):
             yield
 
     def end_pins(self, session_number: int) -> Iterator[None]:
-        """Releases the pins of a session that is about to be closed and starts nothing new."""
+        """Releases the pins of a session that is about to be closed and starts no new work."""
         for pinner in self.pinners:
             yield from pinner.end(self.sessions.record(session_number))
 
     def use(
         self, session_number: int, hash_list: HashList, now_s: float, retention: Retention
     ) -> Iterator[None]:
-        """Records uses as `touch` does, for one list. Pins the blocks to retain in separate
-        parts."""
+        """Records uses as `touch` does, for a list. Pins the blocks to retain in separate parts."""
         self.touch(session_number, [hash_list], now_s, replace(retention, pin=False))
         for start in range(0, len(hash_list.hashes) if retention.pin else 0, BLOCKS):
             yield
@@ -342,7 +342,7 @@ class CacheCore(CacheBooks):
         """Forgets all blocks of a key space that exist at the first step. Yields how many of them
         were ready, for each part.
 
-        After the last step, a lookup finds none of these blocks. A block that is reserved at the
+        After the last step, a lookup no longer finds these blocks. A block that is reserved at the
         first step never becomes ready, except before its lease is aborted: then it is forgotten
         with the other blocks. A block that is stored while this runs may be forgotten too.
         """
@@ -464,7 +464,8 @@ def _check_copies(core: CacheCore) -> None:
 
 
 def _other_pins(core: CacheCore) -> Int64s:
-    """Returns the pins by entry number that neither leases nor retention pins have."""
+    """Returns the pins by entry number that belong to other holders than leases and retention
+    pins."""
     pins = np.zeros(core.space.index.capacity + 1, np.int64)
     np.add.at(pins, core.grace.entries, 1)
     for pinner in core.pinners:

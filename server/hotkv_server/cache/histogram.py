@@ -1,7 +1,7 @@
 """Histograms for values that are too frequent to store each: counts by upper bound, and the sum.
 
 Always true: counts and sum never fall. A value equal to a bound counts under that bound, as in
-Prometheus. Adding a value costs one search among few bounds and two additions. Not thread-safe: a
+Prometheus. Adding a value costs a search among few bounds and two additions. Not thread-safe: a
 single thread adds values.
 """
 
@@ -38,7 +38,7 @@ class Histogram:
         return f"Histogram({self.count} values, mean {self.sum / max(1, self.count):.4g})"
 
     def add(self, value: float) -> None:
-        """Counts one value."""
+        """Counts a value."""
         self.sum += value
         self.counts[bisect.bisect_left(self.bounds, value)] += 1
 

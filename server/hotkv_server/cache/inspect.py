@@ -26,7 +26,7 @@ from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Entries, HashLis
 
 
 PART_ENTRIES = 1 << 17
-"""Entries that one part counts: a millisecond or two."""
+"""Entries that each part counts: a millisecond or two."""
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class RoomFigures:
-    """Figures of one tier, in bytes, blocks and slabs.
+    """Figures of a tier, in bytes, blocks and slabs.
 
     capacity_bytes: bytes of the arena that have memory.
     full_capacity_bytes: bytes of the arena once all of it has memory.
@@ -150,7 +150,7 @@ class BlockFigures:
     hash_words: uint32 [8].
     state: as in `hotkv_proto.table`.
     last_used_s: in seconds of the core's `now_s`; 0 if never used.
-    representation_bytes: slot of its representation; 0 if it has none.
+    representation_bytes: slot of its representation; 0 without a representation.
     parent_words: the hash before it in its chain. None at the root, and if that block is not in the
         index.
     """
@@ -169,7 +169,7 @@ class BlockFigures:
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """The blocks of a prompt in one group.
+    """The blocks of a prompt in a group.
 
     hashes: hash words [n, 8].
     words: entry words [n], as in `BlockTable`.
@@ -346,7 +346,7 @@ def _block(core: CacheCore, entry: int, last_used_s: float) -> BlockFigures:
 def prompt_blocks(
     core: CacheCore, key_space_id: int, group_index: int, hashes: Words
 ) -> PromptBlocks:
-    """Returns the state of a prompt's blocks in one group."""
+    """Returns the state of a prompt's blocks in a group."""
     below = np.zeros(len(hashes), np.bool_)
     for one in core.below:
         below |= one.find(key_space_id, HashList(group_index, hashes))
@@ -359,7 +359,7 @@ def prompt_blocks(
 
 
 def story(index: BlockIndex, entry: int) -> str:
-    """Returns one line about the current state of an entry number, even if it is free or out of
+    """Returns a line about the current state of an entry number, even if it is free or out of
     range."""
     if not 0 < entry <= index.capacity:
         return f"entry={entry} is none of the {index.capacity}"
@@ -385,7 +385,7 @@ def story(index: BlockIndex, entry: int) -> str:
 
 MAX_CELLS = 2048
 MAP_PART_ENTRIES = 1 << 16
-"""Entries that one part examines: about a millisecond."""
+"""Entries that each part examines: about a millisecond."""
 F64s = NDArray[np.float64]
 
 
@@ -394,8 +394,8 @@ class ArenaMap:
     """Cells [n] from the arena's start.
 
     slabs_per_cell: slabs in each cell; the last cell may have fewer.
-    slot_bytes: slot size of the cell's first lent slab; FREE if none is lent, ABSENT if no slab has
-        memory.
+    slot_bytes: slot size of the cell's first lent slab; FREE if no slab is lent, ABSENT if no slab
+        has memory.
     used_ratios: share of the cell's bytes in slots that are in use.
     idle_s: time since the last use of its ready blocks, as the mean of log(1 + seconds) by bytes;
         NaN if it has no ready block.

@@ -74,7 +74,7 @@ class ReaderWords:
         return bool(len(self._earlier))
 
     def check_room(self, session_number: int) -> None:
-        """Raises OVERLOADED if the session has no word and none is free."""
+        """Raises OVERLOADED if the session has no word and all words are in use."""
         if session_number not in self._of_session and not self._free:
             raise HotKVError(
                 Reason.OVERLOADED,
@@ -83,8 +83,7 @@ class ReaderWords:
             )
 
     def of_session(self, session_number: int) -> tuple[int, int]:
-        """Returns the index and value of a session's word. Assigns a word if the session has
-        none."""
+        """Returns the index and value of a session's word. Assigns a word first if necessary."""
         if session_number not in self._of_session:
             index = self._of_session[session_number] = self._free.pop()
             self._words[index] += np.uint64(1)

@@ -72,9 +72,9 @@ def link_detached(
 
 
 def keep_for_readers(core: CacheCore, entries: Entries) -> tuple[int, bool]:
-    """Retains the restored entries of the kept records (0 for a record that was dropped): all or
-    none. If none, revokes the readers' words. Returns how many entries are retained, and whether
-    readers lost entries."""
+    """Retains the restored entries of the kept records (0 for a record that was dropped). If it
+    can't retain all, it retains no entry and revokes the readers' words. Returns how many entries
+    are retained, and whether readers lost entries."""
     grace, index = core.grace, core.space.index
     is_whole = bool(np.all(entries != 0)) and bool(index.can_be_read(entries).all())
     # A tenant above its bound must give up blocks at once.
@@ -135,8 +135,8 @@ class Restored:
     """Numbers of blocks and representations that returned, and of dropped records by reason.
 
     kept: retained entries that the old server's residencies had pinned.
-    lost_readers: True if such an entry could not be retained, so that none is and the readers'
-        words were revoked.
+    lost_readers: True if such an entry could not be retained. Then no entry is retained, and the
+        readers' words were revoked.
     encoded: blocks in places that are smaller than their slots.
     """
 

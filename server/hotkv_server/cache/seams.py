@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class StorePins(Protocol):
-    """Pins the blocks of one store as they become ready. Positions rise; blocks that the pinner
-    does not want are skipped."""
+    """Pins the blocks of a store as they become ready. Positions rise; blocks that the pinner does
+    not want are skipped."""
 
     def pin(self, group_index: int, positions: Int64s, entries: Entries) -> None:
         """Pins blocks that are ready and verified. `positions` [n] count from the start of the
@@ -44,12 +44,12 @@ class Pinner(Protocol):
     """Pins entries in the arena, for example for residencies."""
 
     def of_store(self, session: SessionRecord, residency_id: str) -> StorePins | None:
-        """Returns an object that pins the blocks of a store of this session; None if there is
-        nothing to pin. Raises HotKVError if the session may not use this id."""
+        """Returns an object that pins the blocks of a store of this session; None if the store
+        needs no pins. Raises HotKVError if the session may not use this id."""
 
     def end(self, session: SessionRecord) -> Iterator[None]:
         """Releases, in parts, all pins of a session that is about to be closed. The session starts
-        nothing new."""
+        no new work."""
 
     def condemned(self, entries: Entries) -> None:
         """Receives blocks that contradict their check values and are about to be dropped."""

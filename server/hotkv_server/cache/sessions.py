@@ -82,8 +82,8 @@ class Catalog:
 
     def share_out(self, num_tenants: int) -> None:
         """Gives each of `num_tenants` tenants an equal share of the catalog. 0: without tenants,
-        all is one share. A tenant over its share keeps its key spaces; it can register more after
-        enough of them are forgotten."""
+        there is a single share. A tenant over its share keeps its key spaces; it can register more
+        after enough of them are forgotten."""
         self.max_of_tenant = MAX_KEY_SPACES
         if num_tenants:
             self.max_of_tenant = min(MAX_KEY_SPACES_OF_TENANT, MAX_KEY_SPACES // num_tenants)
@@ -371,7 +371,7 @@ def check_named(
 
 
 class SessionBook:
-    """Live sessions by number. `draining`: True while nothing new may begin."""
+    """Live sessions by number. `draining`: True while new work is refused."""
 
     def __init__(self, catalog: Catalog, tenants: TenantBook) -> None:
         self.records: dict[int, SessionRecord] = {}

@@ -23,14 +23,14 @@ number is below this, a move's is this or higher."""
 MAX_TRANSFERS = 1 << 14
 """Most transfers in flight, over all sessions."""
 MAX_REPRESENTATIONS = 256
-"""Most kinds of representations of one key space."""
+"""Most kinds of representations of a key space."""
 HOST_TIER, DISK_TIER = "host", "disk"
 """Names of the host-memory tier and of the disk tier below it."""
 
 
 class Medium(enum.Enum):
-    """Where a block lies. CPU is host memory, which is not one of the tiers below. `events.wire`
-    maps these to vLLM's names."""
+    """Where a block lies. CPU is host memory; the others are tiers below it. `events.wire` maps
+    these to vLLM's names."""
 
     CPU = "CPU"
     DISK = "DISK"
@@ -83,7 +83,7 @@ class CoreConfig:
 
 @dataclass(frozen=True, slots=True)
 class HashList:
-    """Block hashes of one group in chain order, as words [n, 8]."""
+    """Block hashes of a group in chain order, as words [n, 8]."""
 
     group_index: int
     hashes: Words
@@ -91,7 +91,7 @@ class HashList:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A chain of consecutive blocks of one group.
+    """A chain of consecutive blocks of a group.
 
     hashes: words [n, 8].
     parent: hash words [8] of the block before the first; None at the root.
@@ -114,7 +114,7 @@ class LoadPositions:
 
 @dataclass(frozen=True, slots=True)
 class SlotRun:
-    """The blocks that a transfer copies for one run.
+    """The blocks that a transfer copies for a run.
 
     positions: positions of the blocks in the run, int64 [m].
     offsets: their slot offsets, int64 [m].

@@ -39,11 +39,11 @@ class Gate(Protocol):
 
 
 class CopyJob:
-    """The copies of one transfer. `cancel` may be called from any thread and takes effect between
+    """The copies of a transfer. `cancel` may be called from any thread and takes effect between
     pieces.
 
-    gate: used by `CopyEngines`; a single engine assumes that it has passed.
-    owner: engines serve owners in turn.
+    `gate`: used by `CopyEngines`; a single engine assumes that it has passed.
+    `owner`: engines serve owners in turn.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class CopyJob:
         self._cancelled.set()
 
     def parts(self, groups: Sequence[Sequence[Plan]]) -> "list[CopyJob]":
-        """Splits the job into one part per group of plans. Cancelling the job cancels the parts;
-        the last part to end ends the job. Replaces `expect`."""
+        """Splits the job into a part per group of plans. Cancelling the job cancels the parts; the
+        last part to end ends the job. Replaces `expect`."""
         self.expect(len(groups))
         parts = [CopyJob(plans, self._part_done, owner=self.owner) for plans in groups]
         for part in parts:
@@ -143,17 +143,17 @@ class CopyEngine(Protocol):
 
     @property
     def busy_s(self) -> float:
-        """Seconds that lanes were busy with pieces that have ended, summed over all lanes."""
+        """Busy seconds, summed over all lanes. A piece counts when it ends."""
 
     @property
     def num_lanes(self) -> int:
         """Number of lanes that copy in parallel: threads, or directions of a device."""
 
     def is_alive(self) -> bool:
-        """Returns False if one of its threads has died."""
+        """Returns False if any of its threads has died."""
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns how long the slowest thread or device has worked on one piece; 0 if all are
+        """Returns how long the slowest thread or device has worked on its piece; 0 if all are
         idle."""
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class CopyEngines:
 
     @property
     def num_queued(self) -> int:
-        """Pieces that have not begun, and jobs that wait for their gates."""
+        """Number of pieces that have not begun, plus jobs that wait for their gates."""
         return self.num_waiting + sum(engine.num_queued for engine in self._engines.values())
 
     @property

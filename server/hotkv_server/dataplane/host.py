@@ -1,7 +1,7 @@
 """Copy engine `host`: memcpy on worker threads, without the GIL.
 
-Jobs are split into pieces that all threads share. Owners take turns; jobs of one owner are served
-in order. A job may be cancelled between pieces.
+Jobs are split into pieces that all threads share. Owners take turns; jobs of an owner are served in
+order. A job may be cancelled between pieces.
 """
 
 import threading
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """A queue with a first-in-first-out list for each owner. Owners take turns, one item each.
+    """A queue with a first-in-first-out list for each owner. Owners take turns, an item each.
     Thread-safe."""
 
     def __init__(self) -> None:
@@ -78,15 +78,15 @@ class FairQueue(Generic[T]):
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 4 << 20, 16 << 20
 """Large enough that the overhead of a piece is negligible, small enough that a cancel takes effect
-within one or two milliseconds."""
+within 1 or 2 milliseconds."""
 STREAMED_JOB_BYTES = 8 << 20
 """Jobs of at least this size bypass the caches: they do not fit into the caches, and plain stores
 would read every line that they overwrite."""
 
 
 class HostCopyEngine:
-    """Copies in host memory. `num_threads` workers share one queue, which is bounded by the
-    transfers that the core admits."""
+    """Copies in host memory. `num_threads` workers share a queue; the core bounds it by the
+    transfers that it admits."""
 
     def __init__(self, num_threads: int) -> None:
         self._kernels = native.require("hotkv_proto.kernels")
@@ -134,7 +134,7 @@ class HostCopyEngine:
 
     @property
     def busy_s(self) -> float:
-        """Seconds that workers have spent on pieces that have ended, summed over all workers."""
+        """Busy seconds, summed over all workers. A piece counts when it ends."""
         return sum(self._busy_s)
 
     def is_alive(self) -> bool:

@@ -77,7 +77,7 @@ class CopyPlan:
 
     @property
     def device(self) -> int:
-        """The device that one side lies on; HOST if both sides are host memory."""
+        """The device of the side that lies on a device; HOST if both sides are host memory."""
         return max(self.dst.device, self.src.device)
 
     @property
@@ -118,10 +118,10 @@ class CopyPlan:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Copies of whole blocks by one recipe, between an engine's memory and the arena.
+    """Copies of whole blocks by a recipe, between an engine's memory and the arena.
 
-    block_ids: the blocks in the engine's memory, int64 [blocks].
-    slot_offsets: where their slots start in the arena, int64 [blocks].
+    `block_ids`: the blocks in the engine's memory, int64 [blocks].
+    `slot_offsets`: where their slots start in the arena, int64 [blocks].
     """
 
     recipe: Recipe
@@ -146,7 +146,7 @@ class BlockCopies:
 
     @property
     def device(self) -> int:
-        """The device that one side lies on; HOST if both sides are host memory."""
+        """The device of the side that lies on a device; HOST if both sides are host memory."""
         return max(self.engine.device, self.arena.device)
 
     @property
@@ -195,9 +195,9 @@ def block_copies(
     *,
     to_engine: bool,
 ) -> list[BlockCopies]:
-    """Returns the plans that copy blocks in one direction, one per recipe.
+    """Returns the plans that copy blocks in a direction, a plan per recipe.
 
-    engine: the engine's memory by handle.
+    `engine`: the engine's memory by handle.
     """
     ids, offsets = np.ascontiguousarray(block_ids), np.ascontiguousarray(slot_offsets)
     return [

@@ -59,7 +59,7 @@ class _Opened:
     """An open allocation.
 
     tenant: its owner.
-    num_users: handles of sessions that lie in it.
+    num_users: number of sessions' handles that point into it.
     """
 
     allocation: Allocation
@@ -154,8 +154,8 @@ class Devices:
             self._idle.setdefault(queue.stream.device, []).append(queue)
 
     def open_memory(self, device: int, handle: bytes, tenant: str = "") -> Allocation:
-        """Opens an engine's allocation; it stays open until `close_memory` was called as often.
-        Blocks.
+        """Opens an engine's allocation; it stays open until `close_memory` is called as often as
+        `open_memory`. Blocks.
 
         Raises DeviceError, also if another tenant has it open: a handle alone gives no access to
         another tenant's memory. Raises ValueError if the memory belongs to another device, which

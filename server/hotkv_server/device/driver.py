@@ -238,8 +238,8 @@ class Driver:
     def copy_batch(
         self, where: str, stream: int, dst: Int64s, src: Int64s, num_bytes: Int64s
     ) -> bool:
-        """Copies in one call. Returns False, and copies nothing, if the driver lacks the call (it
-        is new in CUDA 12.8).
+        """Copies in a single call. Returns False, and copies nothing, if the driver lacks the call
+        (it is new in CUDA 12.8).
 
         dst, src, num_bytes: int64 [copies], contiguous, no size 0.
         """

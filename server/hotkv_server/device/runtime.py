@@ -114,7 +114,7 @@ class DeviceRuntime(Protocol):
         for the copy, which is slow."""
 
     def copy_batch(self, stream: Stream, dst: Int64s, src: Int64s, num_bytes: Int64s) -> None:
-        """Starts many copies in one call, in any order.
+        """Starts many copies in a single call, in any order.
 
         dst, src, num_bytes: addresses and sizes, int64 [copies]. Either all copies go between the
             stream's device and registered host memory, or all stay on the device.

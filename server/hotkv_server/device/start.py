@@ -197,7 +197,7 @@ def _new_engine(
 
 
 def read_calibration(path: Path, info: DeviceInfo) -> Calibration | None:
-    """Returns the calibration of an earlier server; None if there is none that is valid for this
+    """Returns the calibration of an earlier server; None if it is missing or not valid for this
     device and driver."""
     try:
         if path.stat().st_uid != os.geteuid():

@@ -1,2 +1,2 @@
-"""Publishes events for routers over ZMQ, as vLLM's own publisher does. Needs msgspec and pyzmq: the
+"""Publishes events for routers over ZMQ, as vLLM's publisher does. Needs msgspec and pyzmq: the
 extra `events`."""

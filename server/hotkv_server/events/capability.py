@@ -35,7 +35,7 @@ def check(settings: Settings) -> None:
 
 
 def attach(settings: Settings, node: Node) -> "EventsCapability":
-    """Events of this node. Raises StartError."""
+    """Returns the events of this node. Raises StartError."""
     return EventsCapability(node, EventHub(_publisher(settings.events)))
 
 

@@ -1,11 +1,13 @@
-"""Events for routers and tools: blocks that became ready, and blocks that were removed, each in one
+"""Events for routers and tools: blocks that became ready, and blocks that were removed, each in a
 medium.
 
-Always true: a block's `BlocksStored` comes after it is ready, `BlocksRemoved` after it can't be
-found any more in that medium; those of one block and medium come in the order in which it was
-stored and removed; the blocks of one `BlocksStored` are one unbroken run of a chain, so that its
-token ids are exactly theirs. Publishing never waits: a reader that is too slow loses events and is
-told so.
+Always true:
+
+- `BlocksStored` comes after the block is ready, `BlocksRemoved` after it can no longer be found in
+  that medium. Events of the same block and medium come in the order of stores and removals;
+- the blocks of a `BlocksStored` are an unbroken run of a chain, so its token ids belong exactly to
+  them;
+- publishing never waits: a reader that is too slow loses events and is notified.
 """
 
 import time
@@ -28,8 +30,12 @@ NO_CONTENT = RunContent(np.empty(0, np.int32))
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """An unbroken run of blocks became ready. `parent` [8] words or None at the root and after a
-    move between tiers; `depth` of the first block. `tier`: its name, empty for host memory."""
+    """An unbroken run of blocks became ready.
+
+    `parent`: hash words [8]; None at the root and after a move between tiers.
+    `depth`: of the first block.
+    `tier`: its name; empty for host memory.
+    """
 
     key_space_id: int
     group_index: int
@@ -47,7 +53,11 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks were removed. `hashes`: words [n, 8], in no order. `tier`: as in `BlocksStored`."""
+    """Blocks were removed.
+
+    `hashes`: words [n, 8], in no order.
+    `tier`: as in `BlocksStored`.
+    """
 
     key_space_id: int
     group_index: int
@@ -62,8 +72,8 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceCleared:
-    """All blocks of the key space were removed, in every medium. `removed`: those that were in host
-    memory or below it until now."""
+    """All blocks of the key space were removed, in every medium. `removed`: the blocks that were in
+    host memory or below it."""
 
     key_space_id: int
     removed: tuple[BlocksRemoved, ...] = ()
@@ -91,12 +101,13 @@ class TimedEvent:
 
 
 class EventPublisher(Protocol):
-    """Takes events out of the node. Called on the event loop; nothing here blocks."""
+    """Publishes the events of a node. Called on the event loop; its methods, except `close`, don't
+    block."""
 
     published_events: int
     """Events sent since the start."""
     lost_events: int
-    """Events that found no room since the start."""
+    """Events dropped since the start, because the queue was full."""
 
     @property
     def queued_bytes(self) -> int:
@@ -106,26 +117,26 @@ class EventPublisher(Protocol):
         """Declares a key space, before its first event."""
 
     def forget_key_space(self, number: int) -> None:
-        """Ends a key space, after its last event; it may be declared anew under another number."""
+        """Ends a key space, after its last event. It may be declared again under another number."""
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
-        """Queues events, in order; drops them if there is no room."""
+        """Queues events, in order. Drops them if the queue is full."""
 
     def settle(self) -> None:
-        """Tells readers of losses that they have not been told of. Called now and then."""
+        """Notifies readers of losses that they don't know of yet. Called from time to time."""
 
     def is_alive(self) -> bool:
         """Returns whether its thread lives."""
 
     def stalled_s(self, now_s: float) -> float:
-        """How long its thread has been stuck; 0 if it works."""
+        """Returns how long its thread has been stuck; 0 if it works."""
 
     def close(self) -> None:
-        """Sends what it can and ends. Blocks."""
+        """Sends queued events for a short time and ends. Blocks."""
 
 
 class EventHub:
-    """Sends events to the publisher, if there is one, and to feeds."""
+    """Sends events to feeds, and to the publisher if the server has a publisher."""
 
     def __init__(self, publisher: EventPublisher | None = None) -> None:
         self.publisher = publisher
@@ -137,7 +148,7 @@ class EventHub:
 
     @property
     def is_heard(self) -> bool:
-        """True if anybody would see an event."""
+        """Whether anybody would receive an event."""
         return self.publisher is not None or len(self.feeds) > 0
 
     def add_key_space(self, number: int, key_space: KeySpace) -> None:
@@ -149,8 +160,8 @@ class EventHub:
         self.publish([KeySpaceCleared(number)])
 
     def forget_key_space(self, number: int) -> None:
-        """Ends a key space that the server has forgotten; it has no blocks. Passes over one that
-        nobody was told of."""
+        """Ends a key space that the server has forgotten; it has no blocks. Does nothing if the key
+        space was never announced."""
         if self._key_spaces.pop(number, None) is not None and self.publisher is not None:
             self.publisher.forget_key_space(number)
 
@@ -172,7 +183,7 @@ def stored_events(
     contents: Sequence[RunContent],
     results: Sequence[NDArray[np.uint8]],
 ) -> list[Event]:
-    """Returns an event for each unbroken run of blocks that a store has made ready; none for
+    """Returns an event for each unbroken run of blocks that a store has made ready, except
     representations."""
     events: list[Event] = []
     for run, content, values in zip(runs, contents, results, strict=True):
@@ -183,8 +194,8 @@ def stored_events(
         for first, end in zip(
             np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True
         ):
-            # Copies: a view would keep the whole message in memory, and count as the view's bytes
-            # only.
+            # Copy: a view would keep the whole message in memory, but count only as the view's
+            # bytes.
             tokens = content.token_ids[first * block_tokens : end * block_tokens].copy()
             part = RunContent(tokens, content.lora_name, content.extra_keys[first:end])
             parent = run.hashes[first - 1].copy() if first else run.parent
@@ -204,12 +215,12 @@ def stored_events(
 def moved_events(
     index: BlockIndex, entries: Entries, medium: Medium, tier: str
 ) -> Iterator[BlocksStored]:
-    """An event for each of these entries of the index, which a tier has moved, those before others
-    in a chain first.
+    """Yields an event for each of these entries, which a tier has moved. Of a chain, earlier blocks
+    come first.
 
-    An event has one block: its hash, group and depth are known. Its token ids are not kept, and its
-    link to the block before is a hint (`cache.table.index`), which is too little to tell others:
-    the event has neither.
+    An event has a single block: its hash, group and depth are known. It has no token ids, because
+    they are not kept; and no parent, because the link to the block before is only a hint
+    (`cache.table.index`).
     """
     entries = entries[np.argsort(index.depths(entries), kind="stable")]
     key_spaces, groups, hashes = index.keys(entries)
@@ -224,8 +235,8 @@ def removed_events(
     flushed_key_space_id: int,
     below: Sequence[EvictionNotice] = (),
 ) -> list[Event]:
-    """Events of evictions from host memory and from the tier below; for a flushed key space one
-    event."""
+    """Returns the events of evictions from host memory and from the disk tier; a single event for a
+    flushed key space."""
     removed = [BlocksRemoved(one.key_space_id, one.group_index, one.hashes) for one in notices]
     removed += [
         BlocksRemoved(one.key_space_id, one.group_index, one.hashes, Medium.DISK, DISK_TIER)

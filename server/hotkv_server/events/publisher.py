@@ -1,11 +1,13 @@
 """Publishes events over ZMQ in vLLM's frames (topic, sequence number, payload), and replays
 messages that a reader has missed.
 
-Always true: each topic looks like an engine's own publisher, with its own unbroken sequence
-numbers; the event loop only queues, a thread translates, encodes and sends; what waits to be sent
-and what is kept for replay is bounded in bytes. If the queue is full, new events are lost; if one
-of them said that blocks were removed, the topic's next message begins with AllBlocksCleared, so
-that no reader counts on blocks that are not there.
+Always true:
+
+- each topic looks like an engine's publisher, with an unbroken sequence of numbers;
+- the event loop only queues; a thread translates, encodes and sends;
+- the queue and the messages kept for replay are bounded in bytes;
+- if the queue is full, new events are lost. If a lost event was a removal, the topic's next message
+  begins with AllBlocksCleared, so that readers don't count on blocks that are gone.
 """
 
 import itertools
@@ -32,24 +34,26 @@ POLL_S = 0.05
 STOP_TIMEOUT_S = 2.0
 LINGER_MS = 200
 HIGH_WATER_MESSAGES = 100_000
-"""Messages that ZMQ keeps for a reader that does not read; it drops more of them for that reader,
-as in vLLM's publisher."""
+"""Messages that ZMQ keeps for a reader that does not read. Beyond that it drops new messages for
+this reader, as in vLLM's publisher."""
 EVENT_BYTES = 64
 """Added for each event to the bytes of its arrays."""
 
 
 def binds(endpoint: str) -> bool:
-    """True if an endpoint is bound, False if it is connected to. As vLLM: bound with a wildcard, or
-    ipc."""
+    """Returns True if an endpoint is bound, False if it is connected to. The rule is vLLM's: bound
+    with a wildcard, or ipc."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
 @dataclass(slots=True, eq=False)
 class _Topic:
-    """A topic's state. `must_clear`: readers have not been told of a loss. `sequence`: None before
-    its first message.
+    """A topic's state.
 
-    `must_clear` and `num_key_spaces` belong to the event loop, the rest to the thread.
+    `must_clear`: a loss must still be announced to readers.
+    `sequence`: None before its first message.
+
+    `must_clear` and `num_key_spaces` belong to the event loop, the other fields to the thread.
     """
 
     name: bytes
@@ -62,7 +66,7 @@ class _Topic:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """Events of one message."""
+    """The events of a message."""
 
     topic: _Topic
     unix_time_s: float
@@ -74,7 +78,7 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """Ends a key space, after all that was queued before. `is_last`: of its topic."""
+    """Ends a key space, after all events queued before. `is_last`: it was the last of its topic."""
 
     number: int
     topic: _Topic
@@ -82,8 +86,11 @@ class _Ended:
 
 
 class ZmqPublisher:
-    """See the module. `topic_of`: topic of a key space. Raises zmq.ZMQError if an endpoint can't be
-    bound or connected to. Must be closed."""
+    """Publishes events; see the module. Raises zmq.ZMQError if an endpoint can't be bound or
+    connected to. Must be closed.
+
+    `topic_of`: returns the topic of a key space.
+    """
 
     def __init__(
         self,
@@ -106,14 +113,13 @@ class ZmqPublisher:
         self._translator = Translator(self._key_spaces, as_ints=int_hashes)
         self._encoder = msgspec.msgpack.Encoder()
         self._queue: queue.SimpleQueue[_Item | _Ended | None] = queue.SimpleQueue()
-        # Each counter is written by one thread only.
+        # Each counter has a single thread that writes it.
         self._put_bytes = 0
         self._taken_bytes = 0
         self._sent_bytes = 0
         # Topics of which messages are kept for replay.
         self._kept: dict[_Topic, None] = {}
-        # Sequence numbers of new topics begin here: a topic that comes again must not seem to go
-        # back.
+        # First sequence number of new topics: a topic that returns must not seem to go back.
         self._first_number = 0
         self._context = zmq.Context()
         try:
@@ -161,8 +167,8 @@ class ZmqPublisher:
         log.info("events of key space %d have topic %s", number, name)
 
     def forget_key_space(self, number: int) -> None:
-        """Ends a key space, after its last event. The last key space of a topic ends the topic, and
-        its replay."""
+        """Ends a key space, after its last event. The topic and its replay end with its last key
+        space."""
         topic = self._by_key_space.pop(number)
         topic.num_key_spaces -= 1
         if not topic.num_key_spaces:
@@ -170,7 +176,7 @@ class ZmqPublisher:
         self._queue.put(_Ended(number, topic, is_last=not topic.num_key_spaces))
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
-        """Queues events, in order, a message for each topic; drops them if there is no room."""
+        """Queues events, in order, in a message per topic. Drops them if the queue is full."""
         for topic, part in itertools.groupby(
             events, lambda event: self._by_key_space[event.key_space_id]
         ):
@@ -202,11 +208,11 @@ class ZmqPublisher:
         topic.must_clear = False
 
     def is_alive(self) -> bool:
-        """False if the thread has died."""
+        """Returns False if the thread has died."""
         return self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:
-        """How long ago the thread last took up work or an idle turn."""
+        """Returns how long ago the thread last began work or an idle turn."""
         return now_s - self._last_turn_s
 
     def close(self) -> None:
@@ -270,8 +276,8 @@ class ZmqPublisher:
                 self._first_number = max(self._first_number, next(ended.topic.sequence))
 
     def _keep(self, topic: _Topic, number: int, payload: bytes) -> None:
-        """Keeps a message for replay. If all topics together have too much, the topic with most
-        drops its oldest: clients name models, and so topics."""
+        """Keeps a message for replay. If all topics together exceed the limit, the topic with the
+        most bytes drops its oldest. Clients choose the names of models, and so of topics."""
         self._kept[topic] = None
         topic.sent.append((number, payload))
         topic.sent_bytes += len(payload)
@@ -290,8 +296,8 @@ class ZmqPublisher:
         self._sent_bytes -= num_bytes
 
     def _serve_replay(self, socket: "zmq.Socket[bytes]") -> None:
-        """Answers a request: an empty frame, the first sequence number wanted, and, if only one
-        topic is wanted, its name."""
+        """Answers a request. Its frames: an empty frame, the first sequence number wanted, and
+        optionally the name of a single topic."""
         client, *frames = socket.recv_multipart()
         if len(frames) not in (2, 3) or frames[0] or len(frames[1]) > SEQUENCE_BYTES:
             log.warning(

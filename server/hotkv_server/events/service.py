@@ -53,7 +53,7 @@ class EventService(events_pb2_grpc.EventServiceServicer):
 
 
 def _message(item: TimedEvent) -> events_pb2.Event:
-    """One change on the wire."""
+    """Converts an event to its message."""
     value, key_space = item.event, item.key_space
     message = events_pb2.Event(
         key_space_id=value.key_space_id, unix_time_ms=int(item.unix_time_s * 1000)
@@ -89,6 +89,6 @@ def _message(item: TimedEvent) -> events_pb2.Event:
 
 
 def _is_of_host(item: TimedEvent) -> bool:
-    """Returns whether the event is of blocks in host memory, and so also for those that know no
-    tiers."""
+    """Returns whether the event is about blocks in host memory, and so also for subscribers that
+    don't know tiers."""
     return isinstance(item.event, KeySpaceCleared) or item.event.medium is Medium.CPU

@@ -1,12 +1,12 @@
-"""vLLM's event classes as they are on the wire, and the conversion of ours into them.
+"""vLLM's event classes as they are on the wire, and the conversion of our events.
 
-The structs mirror `vllm.distributed.kv_events` of vLLM 0.32 field by field, so that what is encoded
-here is byte for byte what an engine would send; the server does not import vLLM, a test compares
-them. Host memory is the medium that vLLM names "CPU". A tier has the medium "STORAGE"; its locality
-is "LOCAL" for a disk and "REMOTE" for a store that nodes share, and `ownership` is its name.
+The structs mirror `vllm.distributed.kv_events` of vLLM 0.32 field by field, so the encoded bytes
+are the same as an engine's. The server does not import vLLM; a test compares them. Host memory is
+the medium that vLLM names "CPU". A tier has the medium "STORAGE"; its locality is "LOCAL" for a
+disk and "REMOTE" for a store that nodes share, and `ownership` is its name.
 
-A run without token ids is published as vLLM publishes one that it can't describe: no tokens and
-block size 0. A router that matches prompts by tokens skips it; one that goes by hashes can use it.
+A run without token ids has no tokens and block size 0, as when vLLM publishes a run that it can't
+describe. A router that matches prompts by tokens skips it; a router that uses hashes can use it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,9 +25,9 @@ MEDIA = {
     Medium.DISK: ("STORAGE", "LOCAL"),
     Medium.REMOTE: ("STORAGE", "REMOTE"),
 }
-"""vLLM's medium and locality of each of ours."""
+"""vLLM's medium and locality for each of our media."""
 RANK = 0
-"""Data parallel rank of the publisher: the server has none."""
+"""Data parallel rank of the publisher: the server has no rank."""
 KINDS = {
     GroupKind.FULL_ATTENTION: "full_attention",
     GroupKind.MLA: "mla_attention",
@@ -86,15 +86,15 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 def external_hashes(words: NDArray[Any], hash_bytes: int, *, as_ints: bool) -> list[ExternalHash]:
-    """Hashes as vLLM's events carry them: the last 8 bytes as a number, or whole. Source:
-    `maybe_convert_block_hash` in vLLM 0.32."""
+    """Returns hashes as vLLM's events have them: the last 8 bytes as a number, or all bytes.
+    Source: `maybe_convert_block_hash` in vLLM 0.32."""
     packed = words.tobytes()
     rows = (packed[start : start + hash_bytes] for start in range(0, len(packed), 32))
     return [int.from_bytes(row[-8:], "big") for row in rows] if as_ints else list(rows)
 
 
 class Translator:
-    """Our events in vLLM's classes. `as_ints`: hashes as numbers."""
+    """Converts our events to vLLM's classes. `as_ints`: hashes are numbers."""
 
     def __init__(self, key_spaces: Mapping[int, KeySpace], *, as_ints: bool) -> None:
         self._key_spaces = key_spaces
@@ -103,8 +103,8 @@ class Translator:
     def translate(
         self, events: Iterable[Event], *, is_alone: bool
     ) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-        """Converts events of one topic. `is_alone`: no other key space shares the topic; only then
-        may a cleared key space clear it."""
+        """Converts events of a topic. `is_alone`: no other key space shares the topic, so clearing
+        the key space may clear the topic."""
         translated: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         for event in events:
             match event:

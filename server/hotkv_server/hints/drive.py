@@ -59,8 +59,8 @@ class HintDesk:
         tokens_per_s: float,
         hints: Hints = NO_HINTS,
     ) -> None:
-        """Records the prompt of a scheduled request, and which earlier actions its hit confirms.
-        Records nothing for a tenant that has named no session and sent no hints."""
+        """Records the prompt of a scheduled request, and the earlier actions whose blocks it hit.
+        Ignores tenants that have never named a session or sent hints."""
         if origin.hashes is None or not len(origin.hashes):
             return
         now_s = time.monotonic()
@@ -197,8 +197,8 @@ class HintDesk:
 
 
 def _session_of(action: Action, origin: Origin) -> str:
-    """Returns the session that an action names. A release that names none refers to the session of
-    its request."""
+    """Returns the session that an action names. A release without a session refers to the session
+    of its request."""
     if action.kind is ActionType.RELEASE:
         return action.target.session_id or origin.session_id
     return action.target.session_id

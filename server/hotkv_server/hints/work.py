@@ -25,21 +25,21 @@ from hotkv_server.node.event_loop import Breaks, slices
 from hotkv_server.node.removals import Effects
 
 PREFETCH_SHARE = 1 / 16
-"""Share of the arena that one tenant's prefetches may fill at the same time."""
+"""Share of the arena that a tenant's prefetches may fill at the same time."""
 PREFETCH_BLOCKS = 256
 """Hash blocks of a chain that are fetched together, in chain order."""
 PREFETCH_PAUSE_S = 0.05
 BLOCKS_PER_ACTION = 4096
-"""This many hash blocks of an action count as one more action in the tenant's budget."""
+"""For each so many hash blocks, an action counts as another action in the tenant's budget."""
 MAX_PREFETCHES = 64
-"""Prefetches that one tenant may run at the same time."""
+"""Prefetches that a tenant may run at the same time."""
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 """Runs work in the background."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A chain of hash blocks, words [n, 8], in one key space. The action applies to the hash blocks
+    """A chain of hash blocks, words [n, 8], in a key space. The action applies to the hash blocks
     [start, stop) of it."""
 
     key_space_id: int
@@ -133,8 +133,11 @@ class HintedBlocks:
 
 
 class HintWork:
-    """See the module. `below`: None without a tier below. `spawn`: runs work until the desk is
-    closed."""
+    """Performs actions; see the module.
+
+    `below`: None without a tier below.
+    `spawn`: runs work until the desk is closed.
+    """
 
     def __init__(
         self, core: CacheCore, below: BlocksBelow | None, effects: Effects, spawn: Spawn

@@ -1,5 +1,6 @@
-"""Integrity: whether a slot still holds the bytes that were stored, and what follows if not.
+"""Integrity: checks whether a slot still holds the bytes that were stored, and drops damaged
+blocks.
 
-`check_values` says what a check value is and lies below the core, which keeps them; `evidence`
-names what is to be compared and condemns blocks; `sums` reads bytes; `verifier` decides when.
+`check_values` defines check values; it lies below the core, which keeps them. `evidence` describes
+the blocks to compare and condemns blocks. `sums` reads bytes. `verifier` decides when to compare.
 """

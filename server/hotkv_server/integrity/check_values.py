@@ -1,11 +1,11 @@
-"""Check values: 64 bits in a block's record that its bytes must reproduce.
+"""Check values: 64 bits in a block's record that must match its bytes.
 
-A check value covers one line of 64 bytes in every `stride`, at a place that shifts from stride to
-stride, and the last line of every shard; a stride of 1 covers all bytes. It is bound to the block's
-key, so another block's bytes never pass. Its low 4 bits hold the stride, so values of different
-strides may lie in one table; 0 stands for no check value. It is no defence against an adversary:
-whoever can write the arena can write the table. Sums over lines and shards are added up, so each
-shard's sum may be taken by the copy that wrote it (`sums`).
+A check value covers 1 line of 64 bytes in every `stride`, at a place that shifts from stride to
+stride, and the last line of every shard. A stride of 1 covers all bytes. It is bound to the block's
+key, so another block's bytes never pass. Its low 4 bits hold the stride, so a table may have values
+of different strides; 0 stands for no check value. It does not protect against an adversary: a
+process that can write to the arena can also write to the table. The sums of lines and shards are
+added up, so the copy that writes a shard can compute the shard's sum (`sums`).
 
 Pure: arrays in, arrays out. It imports nothing of the server.
 """
@@ -20,8 +20,8 @@ _KEY_FACTOR, _TAG = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(15)
 
 
 def sealed(sums: Sums, keys: Sums, stride: int) -> Sums:
-    """Check values [n] of blocks, from the sums over all their shards and their mixed keys [n];
-    zeros if `stride` is 0."""
+    """Returns the check values [n] of blocks, from the sums over all their shards and their mixed
+    keys [n]; zeros if `stride` is 0."""
     if not stride:
         return np.zeros(len(sums), np.uint64)
     values: Sums = _bound(sums, keys) | np.uint64(stride.bit_length())
@@ -29,14 +29,14 @@ def sealed(sums: Sums, keys: Sums, stride: int) -> Sums:
 
 
 def strides_of(checks: Sums) -> Int64s:
-    """Stride of each check value [n]; 0 for none."""
+    """Returns the stride of each check value [n]; 0 for a missing check value."""
     tags = (checks & _TAG).astype(np.int64)
     return np.where(tags > 0, np.left_shift(1, np.maximum(tags - 1, 0)), 0)
 
 
 def agree(sums: Sums, keys: Sums, checks: Sums) -> NDArray[np.bool_]:
-    """True for each block [n] whose sum and mixed key give its check value; False if it has
-    none."""
+    """Returns a mask [n] of the blocks whose sum and mixed key match their check value; False for a
+    missing check value."""
     tags = checks & _TAG
     agreeing: NDArray[np.bool_] = (tags > 0) & (_bound(sums, keys) | tags == checks)
     return agreeing

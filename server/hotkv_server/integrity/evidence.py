@@ -1,7 +1,7 @@
-"""What is to be compared with check values, and what becomes of blocks that do not agree.
+"""Describes the blocks to compare with check values, and condemns blocks that disagree.
 
-Always true: this module decides and reads no bytes; from the call of `condemn` on nobody finds a
-condemned block, and as long as a lease keeps its slot, it stays marked as not verified.
+Always true: this module decides and reads no bytes. After `condemn`, a block is no longer found. As
+long as a lease keeps its slot, the slot stays marked as unverified.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,13 @@ from hotkv_server.integrity.check_values import Int64s, Sums
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Blocks of one shape whose bytes are to be compared with their check values.
+    """Blocks of the same shape whose bytes are to be compared with their check values.
 
-    `entries` [n] of the index, slot `offsets` [n] in the arena, mixed `keys` [n], check values [n];
+    `entries` [n]: of the index.
+    `offsets` [n]: of slots in the arena.
     `shard_bytes`: the shape.
+    `keys` [n]: mixed keys.
+    `checks` [n]: check values.
     """
 
     entries: NDArray[np.uint32]
@@ -31,8 +34,8 @@ class Evidence:
 
 
 def evidence(core: CacheCore, entries: Entries) -> list[Evidence]:
-    """Slots, shapes and check values of entries that are ready or detached, in parts of one
-    shape."""
+    """Returns slots, shapes and check values of entries that are ready or detached, in parts of the
+    same shape."""
     index, parts = core.space.index, []
     key_spaces, groups, _ = index.keys(entries)
     for number, group in np.unique(np.stack((key_spaces, groups), axis=1), axis=0).tolist():
@@ -47,8 +50,8 @@ def evidence(core: CacheCore, entries: Entries) -> list[Evidence]:
 
 
 def condemn(core: CacheCore, entries: Entries) -> None:
-    """Drops ready entries whose bytes are not those that were stored, blocks with a notice. A
-    pinned entry keeps its slot until its pins end."""
+    """Drops ready entries whose bytes have changed. Announces the removal of blocks. A pinned entry
+    keeps its slot until it is unpinned."""
     core.space.index.unverified[entries] = True
     alone = core.space.representations.among(entries)
     core.space.representations.drop(entries[alone])

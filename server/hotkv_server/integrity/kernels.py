@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
 """Numba kernel of `sums`. Load it by `hotkv_proto.native.require`, never at import time.
-`tests/oracles/sums.py` has the same in numpy."""
+`tests/oracles/sums.py` has the same function in numpy."""
 
 from typing import Any
 
@@ -22,10 +22,10 @@ _U64 = np.uint64
 
 @intrinsic
 def _products(typingctx: Any, line: Any, salts: Any) -> Any:
-    """Sum of products of neighbours among the 16 words at address `line`, each with its salt of
-    those at address `salts` added first.
+    """Multiplies neighbours among the 16 words at address `line`, after adding their salts at
+    address `salts`, and sums up the products.
 
-    All words at once: one after the other they would take as long as reading the line does.
+    Uses vectors: word by word this would take as long as reading the line.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -53,7 +53,7 @@ def _products(typingctx: Any, line: Any, salts: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _mixed(address: Any, salts: Any, line: Any, seed: Any) -> Any:
-    """Sum of products of neighbours, then mixed with the line's number."""
+    """Returns the sum of products of neighbours, mixed with the line's number."""
     total = _products(address, salts.ctypes.data)
     total = (total ^ ((_U64(line) + _U64(1)) * _U64(0x9E37_79B9_7F4A_7C15)) ^ seed) * _U64(
         0xD6E8_FEB8_6659_FD93

@@ -1,6 +1,6 @@
 """Sums over the bytes of slots, from which check values are made.
 
-Bytes are read without the GIL, and only read.
+Reads bytes without the GIL, and writes only its results.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from hotkv_server.integrity.evidence import Evidence
 
 MAX_SUM_THREADS = 8
 PART_BYTES = 32 << 20
-"""Slots of fewer than two such parts are read by one thread."""
+"""Slots with fewer than 2 parts of this size are read by a single thread."""
 _SALTS = np.array(
     [(0x2545_F491 * (2 * i + 1) + 0x9E37_79B9 * i * i) & 0xFFFF_FFFF for i in range(16)], np.uint32
 )
@@ -28,11 +28,11 @@ _SEED_FACTOR = 0xA076_1D64_78BD_642F
 def add_sums(
     memory: Region, offsets: Int64s, num_bytes: int, shard: int, strides: Int64s, sums: Sums
 ) -> None:
-    """Adds to `sums` [n] those of one shard's `num_bytes` bytes at `offsets` [n] of the memory, one
+    """Adds to `sums` [n] the sums of a shard: `num_bytes` bytes at `offsets` [n] of the memory, 1
     line in every `strides[i]`.
 
-    Gives up the GIL; the bytes must not change meanwhile. Raises ValueError if a range leaves the
-    memory.
+    Releases the GIL; the bytes must not change until it returns. Raises ValueError if a range
+    leaves the memory.
     """
     if len(offsets) and (
         int(offsets.min()) < 0 or int(offsets.max()) + num_bytes > memory.num_bytes
@@ -47,11 +47,12 @@ def add_sums(
 
 
 class SumThreads:
-    """Runs `add_sums` on several threads if there is much to read: a store from a GPU is copied
-    faster than one thread takes its sums."""
+    """Runs `add_sums` on several threads if there are many bytes: a store from a GPU is copied
+    faster than a single thread computes its sums."""
 
     def __init__(self, num_threads: int = 0) -> None:
-        """`num_threads`: 0 for half the processors, 1 to MAX_SUM_THREADS."""
+        """Starts the threads. `num_threads`: 0 uses half of the processors, at least 1 and at most
+        MAX_SUM_THREADS."""
         self._num_threads = num_threads or min(
             MAX_SUM_THREADS, max(1, len(os.sched_getaffinity(0)) // 2)
         )
@@ -69,7 +70,7 @@ class SumThreads:
         strides: Int64s,
         sums: Sums,
     ) -> None:
-        """As the function `add_sums`. Blocks; from any thread."""
+        """Runs the function `add_sums` in parts. Blocks; from any thread."""
         num_parts = min(self._num_threads, len(offsets) * num_bytes // PART_BYTES)
         if num_parts < 2:
             add_sums(memory, offsets, num_bytes, shard, strides, sums)
@@ -96,16 +97,16 @@ def _seed(shard: int) -> np.uint64:
 
 
 def holds(memory: Region, evidence: Evidence) -> NDArray[np.bool_]:
-    """True for each block [n] whose bytes give its check value; False if it has none. Blocks for as
-    long as reading takes."""
+    """Returns a mask [n] of the blocks whose bytes match their check value; False for a missing
+    check value. Blocks for as long as reading takes."""
     strides = np.maximum(strides_of(evidence.checks), 1)
     sums = sums_of(memory, evidence.offsets, evidence.shard_bytes, strides)
     return agree(sums, evidence.keys, evidence.checks)
 
 
 def sums_of(memory: Region, offsets: Int64s, shard_bytes: Sequence[int], strides: Int64s) -> Sums:
-    """Sums [n] over all shards of the blocks in slots at `offsets` [n], of one shape. As
-    `add_sums`."""
+    """Returns the sums [n] over all shards of blocks of the same shape, in slots at `offsets` [n].
+    See `add_sums`."""
     sums, begin = np.zeros(len(offsets), np.uint64), 0
     for shard, num_bytes in enumerate(shard_bytes):
         add_sums(memory, offsets + begin, num_bytes, shard, strides, sums)

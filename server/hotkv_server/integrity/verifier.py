@@ -1,11 +1,10 @@
-"""Compares blocks with their check values: as many as time allows at start, the rest at their first
-use, and all of them again in the background.
+"""Compares blocks with their check values: as many as time allows at the start, the rest at their
+first use, and all of them again in the background.
 
-Always true: a block that came back from an old server is loaded by nobody, and nobody is told where
-it lies, before its bytes have been compared once; a block whose bytes do not give its check value
-is condemned: nobody finds it from then on, and each load of it fails, also under a lease that was
-granted before. Bytes are read on other threads. A block that is not pinned may be evicted while it
-is read, so a disagreement counts only if the entry is still the same afterwards.
+Always true: a block of an earlier server is compared before it is loaded and before clients learn
+its place. A block that disagrees is condemned: it is no longer found, and each load of it fails,
+also under an older lease. Bytes are read on other threads. A block that is not pinned may be
+evicted while it is read, so a disagreement counts only if the entry is still the same afterwards.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 64 << 20
 """Most bytes of slots that are compared at a time."""
 SCANNED_ENTRIES = 1 << 17
-"""Entries that a scrub looks at in one turn of the event loop: a millisecond."""
+"""Entries that a scrub looks at per turn of the event loop; this takes a millisecond."""
 MIN_PAUSE_S = 0.05
 PASS_PAUSE_S = 1.0
 
@@ -43,7 +42,8 @@ class Case:
 
 
 class Verifier:
-    """See the module. All methods but `judge` belong to the event loop's thread."""
+    """Verifies blocks; see the module. All methods but `judge` belong to the event loop's
+    thread."""
 
     def __init__(self, core: CacheCore, arena: Region) -> None:
         self._core = core
@@ -61,7 +61,7 @@ class Verifier:
         )
 
     def cases(self, entries: Entries) -> list[Case]:
-        """Returns the cases of entries that are ready or detached, in parts of one shape."""
+        """Returns the cases of entries that are ready or detached, in parts of the same shape."""
         records = self._core.space.index.table.records
         return [
             Case(found, records[found.entries, table.W_GENERATION].copy())
@@ -69,7 +69,7 @@ class Verifier:
         ]
 
     def unverified(self, slots: Sequence[SlotRun]) -> list[Case]:
-        """Returns the cases that a load must compare before it copies; as a rule there are none."""
+        """Returns the cases that a load must compare before it copies; usually empty."""
         index = self._core.space.index
         waiting = [run.entries[index.unverified[run.entries]] for run in slots]
         return [
@@ -77,17 +77,17 @@ class Verifier:
         ]
 
     def is_doubtful(self, slots: Sequence[SlotRun]) -> bool:
-        """True if a block of the load has been condemned since it was compared."""
+        """Returns whether a block of the load has been condemned since it was compared."""
         return any(self._core.space.index.unverified[run.entries].any() for run in slots)
 
     def judge(self, cases: Sequence[Case]) -> list[NDArray[np.bool_]]:
-        """Which blocks agree, one mask a case. Blocks for as long as reading takes; from any
-        thread, without the GIL."""
+        """Compares blocks; returns a mask per case of those that agree. Blocks for as long as
+        reading takes. From any thread, without the GIL."""
         return [holds(self._arena, case.evidence) for case in cases]
 
     def settle(self, cases: Sequence[Case], verdicts: Sequence[NDArray[np.bool_]]) -> Entries:
-        """Marks the blocks that agree as verified and condemns the others. Returns the others, each
-        once, also those that somebody else has condemned meanwhile."""
+        """Marks blocks that agree as verified and condemns the others. Returns the others, without
+        duplicates, including blocks that were condemned elsewhere during the comparison."""
         records, index = self._core.space.index.table.records, self._core.space.index
         disagreeing = [np.empty(0, np.uint32)]
         for case, good in zip(cases, verdicts, strict=True):
@@ -113,8 +113,8 @@ class Verifier:
         return bad
 
     async def compare(self, entries: Entries) -> Entries:
-        """Compares those of the entries that are not verified; returns those that do not agree,
-        each once. A lease must pin all of them."""
+        """Compares the unverified entries. Returns the entries that disagree, without duplicates. A
+        lease must pin all of them."""
         waiting = np.unique(entries[self._core.space.index.unverified[entries]])
         if not len(waiting):
             return waiting
@@ -130,8 +130,8 @@ class Verifier:
     # At start
 
     def verify_for(self, budget_s: float) -> int:
-        """Compares blocks that came back, in random order, for `budget_s` at most. Returns how many
-        are left for their first load. Blocks."""
+        """Compares blocks of an earlier server, in random order, for at most `budget_s`. Returns
+        the number of unverified blocks that are left. Blocks."""
         deadline_s = time.monotonic() + budget_s
         index = self._core.space.index
         waiting = np.random.default_rng().permutation(
@@ -147,7 +147,7 @@ class Verifier:
         return int(index.unverified.sum())
 
     def _batch_length(self, entries: Entries) -> int:
-        """Returns how many of the first entries have BATCH_BYTES together; 1 at least."""
+        """Returns how many of the first entries take BATCH_BYTES together; at least 1."""
         upto = np.cumsum(
             self._core.space.index.slot_bytes(entries[: BATCH_BYTES // table.SLOT_ALIGN])
         )
@@ -157,7 +157,7 @@ class Verifier:
 
     def next_batch(self) -> Entries | None:
         """Returns the ready entries that a scrub compares next, by number; None at the end of a
-        pass, after which it starts over. Looks at SCANNED_ENTRIES at most, so a batch may be
+        pass, after which it starts again. Looks at most at SCANNED_ENTRIES, so a batch may be
         empty."""
         index, first = self._core.space.index, self._next_entry
         if first >= index.num_numbers:
@@ -173,11 +173,11 @@ class Verifier:
         return batch
 
     def stalled_s(self, now_s: float) -> float:
-        """How long the scrub has been reading one batch; 0 between batches."""
+        """Returns how long the scrub has been reading the present batch; 0 between batches."""
         return now_s - self._reading_since_s if self._reading_since_s else 0.0
 
     async def scrub(self, bytes_per_s: float, tell: Callable[[], None]) -> None:
-        """Compares all blocks again and again, `bytes_per_s` of slots in a second; calls `tell`
+        """Compares all blocks again and again, `bytes_per_s` of slots per second. Calls `tell`
         after each batch. Runs until it is cancelled."""
         while True:
             batch = self.next_batch()

@@ -210,8 +210,8 @@ class LiveLedger:
             yield
 
     async def turn(self, clerk: Clerk) -> None:
-        """Runs one turn of the timer: feeds the forecast and, if it is time, has the clerk write
-        the file."""
+        """Runs a turn of the timer: feeds the forecast and, if it is time, has the clerk write the
+        file."""
         async for _ in slices(self.follow()):
             pass
         now_s = time.monotonic()
@@ -249,7 +249,9 @@ class LiveLedger:
 
     def savings(self, since_s: float = 0.0, *, has_rows: bool = True) -> Savings:
         """Returns the usage of the last `since_s` seconds, as `Buckets.since`; 0 for all.
-        `has_rows`: False returns only sums, which is faster."""
+
+        `has_rows`: False returns only sums, which is faster.
+        """
         minute, columns = _minute(), self.accounts.columns
         rows = self.accounts.since(since_s, minute) if has_rows else []
         return Savings(
@@ -308,7 +310,7 @@ def _block_bytes(core: CacheCore, key_space_id: int, block_tokens: int) -> int:
 
 
 def _read(directory: Path | None) -> pack.Kept | None:
-    """Returns an earlier server's ledger; None if there is none that can be used."""
+    """Returns an earlier server's ledger; None if it is missing or unusable."""
     try:
         content = None if directory is None else read_ledger(directory, pack.MAX_BYTES)
         return None if content is None else pack.unpack(content)

@@ -29,8 +29,8 @@ FROM_LEDGER = ("prompt_tokens", "device_hit_tokens", "loaded_bytes", "stored_byt
 
 
 class History:
-    """The latest intervals, one sample each. The caller numbers the intervals, and numbers do not
-    go back. `number`: the latest noted."""
+    """The latest intervals, a sample each. The caller numbers the intervals, and numbers do not go
+    back. `number`: the latest noted."""
 
     __slots__ = ("_cells", "_first", "_totals", "counters", "levels", "number")
 
@@ -42,7 +42,7 @@ class History:
         totals: Values,
         number: int,
     ) -> None:
-        """`totals` [counters]: values at the end of interval `number`."""
+        """Starts at the end of interval `number`, when the counters are `totals` [counters]."""
         self.counters, self.levels = tuple(counters), tuple(levels)
         self.number = number
         self._first = number + 1
@@ -96,7 +96,8 @@ class LiveHistory:
         return f"LiveHistory({self.history!r})"
 
     def turn(self, now_s: float) -> None:
-        """Ends the interval before the current one (at `now_s`), unless it has ended already."""
+        """Ends the interval before the current interval (at `now_s`), unless it has ended
+        already."""
         # After a loop that stood still, the first turn notes all growth until then.
         number = _number(now_s) - 1
         if number > self.history.number:

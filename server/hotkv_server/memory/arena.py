@@ -76,7 +76,7 @@ class RecordsMemory:
 
     def back_rest(self) -> Iterator[int]:
         """Prefaults the remaining records; yields `num_entries` after each piece. Each step blocks
-        for one piece. Raises OSError if memory is short."""
+        for a piece. Raises OSError if memory is short."""
         while not self.is_done:
             self.back(self.num_entries + PIECE_ENTRIES)
             yield self.num_entries
@@ -177,7 +177,7 @@ class Leftover:
 
 @dataclass(slots=True)
 class NodeMemory:
-    """Arena and table of one server.
+    """Arena and table of a server.
 
     arena: its `huge_bytes` counts the bytes in huge pages.
     filling: prefaults the arena and says how much of it has memory.

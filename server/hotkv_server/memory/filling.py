@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 RESERVE_BYTES = 64 << 20
 HUGE_PAGE_BUDGET_S = 0.5
-"""Longest time for one piece as huge pages. If the kernel takes longer or refuses, the rest is
-filled with pages of any size, and collapsed into huge pages afterwards."""
+"""Longest time for a piece as huge pages. If the kernel takes longer or refuses, the rest is filled
+with pages of any size, and collapsed into huge pages afterwards."""
 HUGE_LOOK_S = 0.05
 """How long the start counts huge pages of an earlier server's arena: enough for some hundred
 MiB."""
@@ -224,7 +224,7 @@ class Filling:
             )
 
     def _fill_next(self) -> None:
-        """Fills one piece. Blocks. Raises OSError if memory is short."""
+        """Fills a piece. Blocks. Raises OSError if memory is short."""
         # A caller of `wait` before `start` fills by itself, possibly still when the thread begins.
         with self._turn:
             start = self._filled_bytes

@@ -20,13 +20,13 @@ def memlock_bytes() -> int:
 
 def cgroup_bytes() -> int:
     """Returns the smallest memory limit of this process's control group and its ancestors; NO_LIMIT
-    if none can be read."""
+    if they can't be read."""
     return min((_number(directory / "memory.max") for directory in _cgroups()), default=NO_LIMIT)
 
 
 def _cgroups() -> list[Path]:
     """Returns the directories of this process's control group and its ancestors (version 2); empty
-    if it has none."""
+    without a control group."""
     try:
         own = next(
             line[3:] for line in OWN_CGROUP.read_text().splitlines() if line.startswith("0::")
@@ -38,7 +38,7 @@ def _cgroups() -> list[Path]:
 
 
 def _number(path: Path) -> int:
-    """Returns the number in a file; NO_LIMIT if there is none."""
+    """Returns the number in a file; NO_LIMIT if the file has no number."""
     try:
         text = path.read_text().strip()
     except OSError:

@@ -134,7 +134,7 @@ def place(address: int, num_bytes: int, nodes: Sequence[int]) -> str:
 @contextlib.contextmanager
 def on_processors(wanted: frozenset[int]) -> Iterator[None]:
     """Runs threads that are started inside on the given processors, as far as this process may use
-    them; on any processor if it may use none of them."""
+    them; on any processor if it may not use them."""
     before = os.sched_getaffinity(0)
     usable = wanted & before
     if not usable or usable == before:

@@ -1,1 +1,1 @@
-"""Turns the core's decisions into I/O; owns the core; timers."""
+"""Turns the core's decisions into I/O. Owns the core and the timers."""

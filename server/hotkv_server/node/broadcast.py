@@ -30,7 +30,7 @@ T = TypeVar("T", bound=Measured)
 
 
 class Feed(Generic[T]):
-    """Holds the items for one reader, in order. On the event loop only."""
+    """Holds the items for a reader, in order. On the event loop only."""
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
@@ -72,7 +72,7 @@ class Feed(Generic[T]):
 
 
 class Feeds(Generic[T]):
-    """Holds the feeds of all readers of one kind of item."""
+    """Holds the feeds of all readers of a kind of item."""
 
     def __init__(self) -> None:
         self._open: set[Feed[T]] = set()

@@ -4,7 +4,7 @@ The node holds a tuple of capabilities. It calls each capability when something 
 each for its figures and for the calls that it serves. Capabilities do not know each other: if a
 capability needs another, a protocol in this module describes the need and the node connects the
 two. Every method of `Capability` has a default that adds nothing. All methods run on the event
-loop. They wait neither for files nor for other machines, unless their docstring says so.
+loop. They wait neither for files nor for other machines, unless their docstring says otherwise.
 """
 
 import math
@@ -86,7 +86,7 @@ NO_FILTERS = Filters({})
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """Answers questions about one subject.
+    """Answers questions about a subject.
 
     tell: computes the answer.
     filters: names of the filters that `tell` uses.
@@ -124,7 +124,7 @@ async def tell(topics: Mapping[str, Topic], name: str, given: Mapping[str, str])
 
 @dataclass(frozen=True, slots=True)
 class Lying:
-    """Locations of listed blocks in one tier.
+    """Locations of listed blocks in a tier.
 
     masks: for each list, the blocks that lie in the tier.
     is_up: whether the tier can be read.
@@ -169,7 +169,7 @@ class Lookups(Protocol):
         ready: Sequence[BoolMask],
         tokens_per_s: float = 0.0,
     ) -> list[BoolMask]:
-        """Returns which blocks lie in a tier below or are being promoted, one mask a list.
+        """Returns which blocks lie in a tier below or are being promoted, a mask per list.
 
         ready: for each list, the blocks that are in host memory.
         tokens_per_s: prefill speed of the engine. Blocks that would arrive later than the engine
@@ -265,7 +265,7 @@ def nobody(entries: Entries, medium: Medium, tier: str) -> None:
 Report = RequestReport[Words]
 Ended = EndedRequest[Words]
 SessionCall = Callable[[LiveSession, Any], Any]
-"""Serves one kind of message of a session's stream. Returns the answer's message, a task or
+"""Handles messages of one kind from a session's stream. Returns the answer's message, a task or
 awaitable of it, or None if the message has no answer."""
 
 
@@ -336,8 +336,8 @@ class Capability:
     ) -> None:
         """Called when a store has ended.
 
-        results: BlockResult values, one array a run.
-        contents: one a run, or empty.
+        results: BlockResult values, an array per run.
+        contents: an item per run, or empty.
         """
 
     def blocks_moved(self, entries: Entries, medium: Medium, tier: str) -> None:

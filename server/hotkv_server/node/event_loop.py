@@ -98,7 +98,8 @@ ARM_S = 1.0
 class Lag:
     """Delays in the last WINDOW_S, in seconds.
 
-    held_by: function that held the loop in the longest delay that the thread saw; empty if none.
+    held_by: function that held the loop in the longest delay that the thread saw; empty if it saw
+        no delay.
     """
 
     p50_s: float

@@ -173,7 +173,7 @@ class Health:
         self._problems, self._stalled, self._checked_s = found, frozenset(stalled), now_s
 
     def problems(self, now_s: float) -> tuple[str, ...]:
-        """Returns the problems that keep the server from serving, one sentence each."""
+        """Returns the problems that keep the server from serving, a sentence each."""
         return tuple(said for said in self.by_component(now_s).values() if said)
 
     def by_component(self, now_s: float) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""The node: the core, its memory and its copy engine, driven by one event loop.
+"""The node: the core, its memory and its copy engine, driven by an event loop.
 
-Connects the parts, and owns the timer and the drain. Every method runs on the event loop. None
-blocks it, except `save_use`: the copy engine's threads move bytes (`transfers`), and threads make
-mappings (`sessions`).
+Connects the parts, and owns the timer and the drain. Every method runs on the event loop. Only
+`save_use` blocks it: the copy engine's threads move bytes (`transfers`), and threads make mappings
+(`sessions`).
 """
 
 import asyncio
@@ -184,7 +184,7 @@ class Node:
         """Reserves slots as `CacheCore.reserve`, and reports the evictions. Other tasks run between
         its parts.
 
-        Returns the results, one array a run, and the lease's time to live in seconds.
+        Returns the results, an array per run, and the lease's time to live in seconds.
         """
         reserving = self.core.reserve(
             session.record.number, lease_id, runs, ttl_s, time.monotonic(), retention
@@ -242,15 +242,15 @@ class Node:
             session.notify(Drain(timeout_s))
 
     def abandon(self) -> None:
-        """Grants and keeps nothing from this call on, because an invariant has broken. The process
-        then ends without closing anything."""
+        """Stops granting and keeping blocks, because an invariant is broken. The process then ends
+        without closing anything."""
         self.core.draining = True
         for session in self.sessions:
             session.cancel_transfers()
 
     async def _tick(self) -> None:
-        """Runs the timer. A turn waits for no file and no tier: if one hung, leases would not
-        expire and Health would end the server."""
+        """Runs the timer. A turn waits for no file and no tier: if it hung, leases would not expire
+        and Health would end the server."""
         async for _ in self.health.turns("timer", TIMER_S, STALLED_TIMER_S):
             self.last_tick_s = time.monotonic()
             async for _ in slices(self.core.expire(self.last_tick_s)):

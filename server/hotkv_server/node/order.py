@@ -6,7 +6,7 @@ process (closing memory, loading kernels) behind all of its streams. So a stream
 stuck engine would block every other session. The server polls marks instead. It queries events,
 reads words in a file, and copies words from device memory to the host. A copy takes all words (at
 most 4 KiB), one copy runs at a time, and only while a transfer asks. A mark that is never reached
-delays only its own transfer. The server writes nothing into an engine's memory.
+delays only its own transfer. The server never writes to an engine's memory for this.
 """
 
 import ctypes
@@ -222,7 +222,7 @@ class SessionOrder:
 
 
 class MarkGate:
-    """Holds one transfer until its mark has passed; asked by copy engines.
+    """Holds a transfer until its mark has passed; asked by copy engines.
 
     on_released: called from any thread when the copy engine stops asking.
     """
@@ -287,7 +287,8 @@ def open_order(
     mappings: dict[str, FileMapping],
     regions: dict[str, Region],
 ) -> SessionOrder:
-    """Opens the best marks of a checked offer: words, else events, else none. Blocks.
+    """Opens the best marks of a checked offer: words, else events; without either, no marks.
+    Blocks.
 
     `message` names the marks that failed. Words come first, because only the engine's queue writes
     them: CUDA does not document the state of an event whose engine has died.

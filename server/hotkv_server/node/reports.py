@@ -1,4 +1,5 @@
-"""Engines' reports of the requests that they have scheduled, and of the blocks these used.
+"""Engines' reports of the requests that they have scheduled, and of the blocks that these requests
+used.
 
 A report names the prompt by its hashes, never by its tokens. The hit rule gives the blocks that a
 device hit used, so engines need not send hashes per group. A message of reports is accepted or

@@ -73,7 +73,7 @@ class SessionMemory:
     ) -> None:
         """Raises HotKVError if a transfer can't use these blocks or representations.
 
-        block_ids: block ids in the engine's memory, one array a run.
+        block_ids: block ids in the engine's memory, an array per run.
         representations: group indexes as the layout numbers them.
         """
         for ids in block_ids:

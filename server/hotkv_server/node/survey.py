@@ -50,8 +50,8 @@ class LiveSurvey:
         )
 
     def latest(self, now_s: float) -> Survey | None:
-        """Returns the latest survey; None until the first one is complete. Starts another survey if
-        the latest is old."""
+        """Returns the latest survey; None until the first survey is complete. Starts another survey
+        if the latest is old."""
         latest = self._latest
         if not self._is_idle:
             return latest

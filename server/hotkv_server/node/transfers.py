@@ -157,9 +157,9 @@ class Deadline:
 
 
 BlockIds = Sequence[NDArray[np.int64]]
-"""Block ids in the engine's memory, one array a run."""
+"""Block ids in the engine's memory, an array per run."""
 Finish = Callable[[Outcome, int], list[NDArray[np.uint8]]]
-"""Ends a transfer in the core, given its outcome and the bytes moved. Returns results, one array a
+"""Ends a transfer in the core, given its outcome and the bytes moved. Returns results, an array a
 run."""
 
 
@@ -197,7 +197,7 @@ class Means:
 class TransferCall:
     """The checked arguments of a transfer call.
 
-    gate: nothing moves before it has passed; None for no gate.
+    gate: bytes move only after it has passed; None: at once.
     kept_bytes: estimated memory that the transfer uses until it ends.
     """
 
@@ -217,7 +217,7 @@ class Transfer:
     after_copy: called in a copy thread when all bytes are copied; if it raises, the transfer fails.
 
     Always true: the answer comes after the last access to the transfer's memory. A load copies only
-    blocks that have been compared, and fails if one of them is condemned before it ends.
+    blocks that have been compared, and fails if any of them is condemned before it ends.
     """
 
     def __init__(
@@ -419,7 +419,7 @@ class Transfers:
     ) -> "asyncio.Future[TransferEnd]":
         """Starts a load. The future is done after the last write to the engine's memory.
 
-        after: nothing is written before this mark has passed.
+        after: writes begin only after this mark has passed.
         message_bytes: size of the request's message.
         """
         groups = [run.group_index for run in runs]
@@ -453,7 +453,7 @@ class Transfers:
         """Makes room for a store, then starts it. The future is done when the blocks are committed
         or refused, after the last read of the engine's memory.
 
-        contents: one a run, for events; or empty.
+        contents: an item per run, for events; or empty.
         after: nothing is read before this mark has passed.
         message_bytes: size of the request's message.
         """
@@ -505,7 +505,7 @@ class Transfers:
         after: DeviceMark | None,
         message_bytes: int,
     ) -> TransferCall:
-        """Checks a call and its bounds, and makes its deadline and gate. Reserves nothing. Raises
+        """Checks a call and its bounds, and makes its deadline and gate. Reserves no slots. Raises
         HotKVError."""
         kept_bytes = message_bytes + _plan_bytes(block_ids)
         self._check_room(session, kept_bytes)
@@ -563,7 +563,7 @@ def _check_lengths(runs: Sequence[Run], block_ids: BlockIds) -> None:
 
 
 def _plan_bytes(block_ids: BlockIds) -> int:
-    """Estimates the memory that a transfer uses besides its message."""
+    """Estimates the memory that a transfer uses in addition to its message."""
     return (
         TRANSFER_BYTES
         + RUN_BYTES * len(block_ids)

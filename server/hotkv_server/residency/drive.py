@@ -91,7 +91,7 @@ class ResidencyDesk:
             session.settled.set()
 
     async def close(self, session: LiveSession, residency_id: str) -> bool:
-        """Closes a residency. Returns False if there is none."""
+        """Closes a residency. Returns False if it is not open."""
         residency = self.residencies.book.named(session.record, residency_id)
         if residency is None:
             return False

@@ -15,8 +15,8 @@ def residencies(core: CacheCore, residencies: Residencies, filters: Filters) -> 
     """Returns the largest residencies, the engines that wait for room (most refusals first), and
     totals.
 
-    `pinned_byte_count`: each block once. `pinned_byte_count` and `promised_byte_count` together are
-    at most `bound_byte_count`; they count slots with their part of the slabs' unused ends.
+    `pinned_byte_count`: each block once. Together with `promised_byte_count` it is at most
+        `bound_byte_count`. They count slots with their part of the slabs' unused ends.
     `grace_byte_count`: slots kept for readers of the previous server, for another `grace_s`.
     """
     most, now_s = filters.page_size(DEFAULT_PAGE, MAX_PAGE), time.monotonic()

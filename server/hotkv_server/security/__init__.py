@@ -1,2 +1,2 @@
-"""Access control: peers and their proofs, tenants, one-time tickets, and checks of files and paths
-before a server starts."""
+"""Access control: peers and their proofs, tenants, single-use tickets, and checks of files and
+paths before a server starts."""

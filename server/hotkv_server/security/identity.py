@@ -1,9 +1,10 @@
-"""Decides which tenant a peer may act for, by what it has proven, and keeps the one-time tickets
-with which users on the Unix socket prove who they are.
+"""Decides which tenant a peer may act for, from its proofs. Keeps the single-use tickets with which
+users on the Unix socket prove their identity.
 
-Pure: no I/O and no clock. Always true: with tenants, a peer acts for one only with a proof that the
-tenant lists; without tenants, every peer may name any tenant. A refusal is the same whether or not
-there is such a tenant. The server keeps only the SHA-256 of secrets, and compares in constant time.
+Pure: no I/O and no clock. Always true: with tenants, a peer acts for a tenant only with a proof
+that the tenant lists; without tenants, every peer may name any tenant. A refusal is the same for
+existing and missing tenants. The server keeps only the SHA-256 of secrets, and compares in constant
+time.
 """
 
 import hashlib
@@ -23,11 +24,13 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9@*/:._+-]+")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What a peer has proven; nothing by default. `where`: its address, for people.
+    """A peer with its proofs; by default without proofs.
 
-    `uid`: of its process, -1 if not known. `gids`: all its groups. `token_digest`: SHA-256 of the
-    bearer token it sent, empty for none. `certificate_names`: of the client certificate that the
-    TLS handshake has verified.
+    `where`: its address, for people.
+    `uid`: of its process; -1 if unknown.
+    `gids`: all its groups.
+    `token_digest`: SHA-256 of the bearer token that it sent; empty without a token.
+    `certificate_names`: of the client certificate that the TLS handshake has verified.
     """
 
     where: str = "nobody"
@@ -38,7 +41,7 @@ class Peer:
 
     @property
     def has_proof(self) -> bool:
-        """True if it has shown any proof."""
+        """Whether the peer has shown any proof."""
         return self.uid >= 0 or bool(self.token_digest) or bool(self.certificate_names)
 
     def __str__(self) -> str:
@@ -51,20 +54,20 @@ class Peer:
 
 
 def _shown(name: str) -> str:
-    """Returns a name that an authority has signed; in quotes if it could pass for something
-    else."""
+    """Returns a name from a certificate. Quotes it if it could be confused with another kind of
+    name."""
     return name if _PLAIN_NAME.fullmatch(name) else repr(name)
 
 
 def digest_of(token: str) -> bytes:
-    """SHA-256 of a token; empty for none."""
+    """Returns the SHA-256 of a token; empty for an empty token."""
     return hashlib.sha256(token.encode()).digest() if token else b""
 
 
 @dataclass(frozen=True, slots=True)
 class Proofs:
-    """Proofs of a tenant or of admins; any one of them is enough. `token_digests`: SHA-256, 32
-    bytes each."""
+    """Proofs of a tenant or of admins. A single proof is enough. `token_digests`: SHA-256, 32 bytes
+    each."""
 
     uids: frozenset[int] = frozenset()
     gids: frozenset[int] = frozenset()
@@ -72,7 +75,7 @@ class Proofs:
     certificate_names: frozenset[str] = frozenset()
 
     def match(self, peer: Peer) -> bool:
-        """True if the peer has one of them."""
+        """Returns whether the peer has at least one of these proofs."""
         is_known_user = peer.uid >= 0 and (
             peer.uid in self.uids or not self.gids.isdisjoint(peer.gids)
         )
@@ -89,8 +92,11 @@ class Proofs:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant. `sees_table`: its sessions may map the block table. `max_sessions`: 0 for no bound
-    of its own."""
+    """A tenant.
+
+    `sees_table`: whether its sessions may map the block table.
+    `max_sessions`: 0: no limit for this tenant.
+    """
 
     name: str
     proofs: Proofs
@@ -100,15 +106,19 @@ class Tenant:
 
 @dataclass(slots=True)
 class AccessControl:
-    """See the module. Without tenants access is open. `admins`: proofs of admins over TCP. Both may
-    be replaced; whether there are tenants stays."""
+    """Access control; see the module. Without tenants access is open.
+
+    `admins`: proofs of admins over TCP.
+
+    Tenants and admins may be replaced, but not from some tenants to none or back.
+    """
 
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     admins: Proofs = Proofs()
 
     @property
     def is_open(self) -> bool:
-        """True if a peer may act for any tenant without proof."""
+        """Whether a peer may act for any tenant without proof."""
         return not self.tenants
 
     def admit(self, peer: Peer, tenant_name: str) -> Tenant | None:
@@ -148,15 +158,16 @@ class AccessControl:
             )
 
     def may_link(self, peer: Peer) -> bool:
-        """True if a tenant lists the user."""
+        """Returns whether a tenant lists the user."""
         return any(tenant.proofs.match(peer) for tenant in self.tenants.values())
 
 
 # ------------------------------------------------------------------------------------------ Tickets
-# They tie a session on the Unix socket to the user whose process fetched them.
+# Tickets tie a session on the Unix socket to the user whose process fetched them.
 #
-# Always true: a ticket is good once, for TTL_S seconds, and for the peer that it was given to; the
-# number outstanding is bounded, for each user and in all, so that no user can use up another's.
+# Always true: a ticket is valid once, for TTL_S seconds, and for its peer. The number of
+# outstanding tickets is bounded, for each user and in all, so a user can't use up the tickets of
+# others.
 
 TTL_S = 10.0
 TICKET_BYTES = 16
@@ -165,7 +176,7 @@ MAX_TICKETS_OF_USER = 512
 
 
 class Tickets:
-    """Issues tickets, and redeems each once. `fresh`: makes the bytes of one."""
+    """Issues tickets, and redeems each once. `fresh`: returns the bytes of a new ticket."""
 
     def __init__(
         self, fresh: Callable[[], bytes] = lambda: secrets.token_bytes(TICKET_BYTES)
@@ -199,8 +210,8 @@ class Tickets:
         return ticket
 
     def redeem(self, ticket: bytes, now_s: float) -> Peer | None:
-        """Uses a ticket up and returns the peer that it was given to; None if it was never given
-        out, was used before or is too old."""
+        """Uses a ticket up and returns its peer. Returns None if the ticket is unknown, used or too
+        old."""
         self._expire(now_s)
         if ticket not in self._issued:
             return None
@@ -220,7 +231,7 @@ class Tickets:
         return peer
 
     def check_invariants(self) -> None:
-        """For tests."""
+        """Raises AssertionError if the counts disagree or a limit is exceeded."""
         counts: dict[int, int] = {}
         for peer, _ in self._issued.values():
             counts[peer.uid] = counts.get(peer.uid, 0) + 1

@@ -1,10 +1,10 @@
-"""Decides who sees the status page and the API behind it, and whether with names.
+"""Decides who sees the status page and its API, and whether with names.
 
-Pure but for the token's file, which is read at each request that needs it. Always true: nobody sees
-figures beyond this machine without a token; where there are tenants, only an admin's token shows
-what names them. Without a token, a request must have been sent to this machine under a name that
-only this machine has: a page of somebody else's could otherwise have its own name resolve to this
-address, and read the answer (DNS rebinding).
+Pure except for the token's file, which is read at each request that needs it. Always true: beyond
+this machine, figures are shown only with a token. If there are tenants, the names of tenants are
+shown only with an admin's token. Without a token, the request must name a host that only this
+machine has. Otherwise a foreign page could resolve its host name to this address and read the
+answer (DNS rebinding).
 """
 
 import enum
@@ -22,15 +22,15 @@ BEARER = "bearer "
 
 
 class Sight(enum.Enum):
-    """What somebody sees: sums over all, or also what names tenants, models and engines."""
+    """The details to show: only sums, or also the names of tenants, models and engines."""
 
     SUMS = enum.auto()
     NAMES = enum.auto()
 
 
 class PageRefusal(Exception):
-    """A request that is not answered; the message says what to do. `needs_token`: another token
-    would help."""
+    """A refused request; the message says how to succeed. `needs_token`: another token would
+    help."""
 
     def __init__(self, message: str, *, needs_token: bool) -> None:
         super().__init__(message)
@@ -38,8 +38,8 @@ class PageRefusal(Exception):
 
 
 def read_token(path: Path) -> str:
-    """Returns the token in a file. Raises OSError, UnsafeError if everybody may read it, or
-    ValueError if it is none."""
+    """Returns the token in a file. Raises OSError, UnsafeError if everybody may read the file, or
+    ValueError if it contains no token."""
     check_private_key(path)
     token = path.read_text().strip()
     if not (MIN_TOKEN_LENGTH <= len(token) <= MAX_TOKEN_LENGTH and token.isascii()):
@@ -52,10 +52,13 @@ def read_token(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PageAccess:
-    """See the module. `is_local`: the server listens to this machine alone. `read`: gives the token
-    that lets people in, None if there is none; may raise what `read_token` does.
-    `control`: knows whether there are tenants, and admins, whose tokens do as well; it may change.
-    `own_name`: that the server listens under by its settings.
+    """Access to the page; see the module.
+
+    `is_local`: whether the server listens only for this machine.
+    `read`: returns the token that gives access, and raises as `read_token` does; None: no token is
+        set.
+    `control`: knows the tenants and the admins, whose tokens give access too; may change.
+    `own_name`: the host name in the settings under which the server listens.
     """
 
     is_local: bool = True
@@ -65,12 +68,12 @@ class PageAccess:
 
     @property
     def asks_for_token(self) -> bool:
-        """True if nobody is let in without one."""
+        """Whether all requests need a token."""
         return not self.is_local or self.read is not None
 
     def judge(self, host: str, authorization: str) -> Sight:
-        """What a request with these headers is shown; both may be empty. Raises PageRefusal, or
-        what `read_token` raises."""
+        """Returns the details to show for a request with these headers, which may be empty. Raises
+        PageRefusal, or any error of `read_token`."""
         peer = Peer(token_digest=digest_of(_bearer(authorization)))
         is_admin = self.control.admins.match(peer)
         if self.asks_for_token:
@@ -108,7 +111,7 @@ class PageAccess:
 
 
 def is_address(name: str) -> bool:
-    """True if this is an IP address rather than a name."""
+    """Returns whether this is an IP address."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -124,7 +127,7 @@ def _name_of(host: str) -> str:
 
 
 def _bearer(authorization: str) -> str:
-    """Returns the token of an Authorization header; empty for none."""
+    """Returns the token of an Authorization header; empty without a token."""
     kind, token = authorization[: len(BEARER)], authorization[len(BEARER) :]
     return token.strip() if kind.lower() == BEARER else ""
 

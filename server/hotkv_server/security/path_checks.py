@@ -13,8 +13,8 @@ from typing import Final
 from hotkv_proto.errors import HotKVError, Reason
 
 # -------------------------------------------------------------------------------------------- Paths
-# No other user may be able to put something in the place of the server's directories and files.
-# What another user has made is not repaired; a missing directory is made.
+# Other users must not be able to replace the server's directories and files. Files of another user
+# are refused, not repaired; a missing directory is made.
 
 OTHERS_WRITE = stat.S_IWOTH | stat.S_IWGRP
 
@@ -24,8 +24,8 @@ class UnsafeError(Exception):
 
 
 def check_runtime_dir(path: Path) -> None:
-    """Makes the directory of the sockets if it is missing. Its owner must be this user or root, and
-    nobody else may write it."""
+    """Makes the directory of the sockets if it is missing. Raises UnsafeError unless its owner is
+    this user or root, and other users can't write to it."""
     _make(path, 0o755)
     status = _directory(path)
     if status.st_uid not in (os.geteuid(), 0):
@@ -40,11 +40,11 @@ def check_runtime_dir(path: Path) -> None:
 
 
 def check_arena_dir(path: Path, *, is_private: bool) -> None:
-    """Makes the directory of the arena if it is missing. It must be this user's own, and others may
-    not read it.
+    """Makes the directory of the arena if it is missing. Raises UnsafeError unless this user owns
+    it, and others can't read it.
 
-    `is_private`: its group may not read it either; tenants in that group would read each other's
-    blocks.
+    `is_private`: its group can't read it either. Otherwise tenants in the group could read each
+        other's blocks.
     """
     _make(path, 0o700)
     status = _directory(path)
@@ -63,8 +63,8 @@ def check_arena_dir(path: Path, *, is_private: bool) -> None:
 
 
 def check_sockets(paths: Iterable[Path]) -> None:
-    """Raises UnsafeError unless files in the place of the sockets are sockets of this user or root,
-    from an earlier server."""
+    """Raises UnsafeError if a path of a socket has another file, or a socket of another user.
+    Sockets of an earlier server by this user or root are accepted."""
     for path in paths:
         _check_place(path, stat.S_ISSOCK, "socket")
 
@@ -76,7 +76,8 @@ def check_files(paths: Iterable[Path]) -> None:
 
 
 def check_private_key(path: Path) -> None:
-    """Raises UnsafeError if everybody may read the private key, OSError if this process can't."""
+    """Raises UnsafeError if everybody may read the private key; OSError if this process can't read
+    it."""
     status = path.stat()
     if status.st_mode & stat.S_IRWXO:
         raise UnsafeError(
@@ -126,9 +127,9 @@ def _mode(status: os.stat_result) -> str:
 
 
 # ---------------------------------------------------------------------- Descriptors that peers send
-# They are checked before they are mapped: they must be memory whose pages nobody can withhold. A
-# file on disk, on the network or in user space (FUSE) could hang a copy thread; a pipe, a socket
-# or a device is no memory at all.
+# Checked before they are mapped: they must be memory whose pages are always available. A file on
+# disk, on the network or in user space (FUSE) could hang a copy thread; a pipe, a socket or a
+# device is no memory at all.
 
 MEMORY_FILE_SYSTEMS: Final = {0x01021994: "tmpfs", 0x958458F6: "hugetlbfs"}
 """File systems in memory, by their magic numbers in statfs(2)."""
@@ -139,8 +140,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check_memory(fd: int, name: str) -> None:
-    """Raises INVALID_LAYOUT unless the descriptor is a regular file in memory: a memfd, or one of
-    /dev/shm or of hugetlbfs."""
+    """Raises INVALID_LAYOUT unless the descriptor is a regular file in memory: a memfd, or a file
+    in /dev/shm or hugetlbfs."""
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         raise HotKVError(

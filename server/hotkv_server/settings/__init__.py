@@ -1,8 +1,8 @@
 """Settings of the server: a TOML file, `HOTKV_` environment variables and flags, in rising
 precedence.
 
-Every setting has a unit and a default here; `deploy/hotkv.toml` shows them all. An error names the
-field, its value and what is allowed. The sections have modules of their own.
+Each setting has a unit and a default here; `deploy/hotkv.toml` shows them all. An error names the
+field, its value and the allowed values. The sections have separate modules.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ class Settings(BaseSettings):
         env_prefix="HOTKV_", env_nested_delimiter="__", extra="forbid", cli_kebab_case=True
     )
     from_file: ClassVar[Mapping[str, Any]] = {}
-    """What the TOML file says; `load_settings` sets it."""
+    """The content of the TOML file; set by `load_settings`."""
 
     runtime_dir: Path = Field(
         Path("/run/hotkv"),
@@ -167,7 +167,7 @@ class Settings(BaseSettings):
 
 
 def load_settings(config: Path | None, flags: Sequence[str], program: str) -> Settings:
-    """Reads the settings from all sources. Raises ValueError with one line a mistake."""
+    """Reads the settings from all sources. Raises ValueError with a line per mistake."""
     if wrong := sources.wrong_variables(Settings, os.environ):
         raise ValueError("\n".join(wrong))
     model = type(
@@ -199,8 +199,7 @@ def load_settings(config: Path | None, flags: Sequence[str], program: str) -> Se
 
 
 def _read(config: Path) -> dict[str, Any]:
-    """Reads the file once. Raises ValueError, with the file's name, unless it is there and is
-    TOML."""
+    """Reads the file once. Raises ValueError, with the file's name, if it is missing or no TOML."""
     try:
         return tomllib.loads(config.read_text())
     except (FileNotFoundError, IsADirectoryError) as error:
@@ -216,6 +215,6 @@ def _line(location: tuple[int | str, ...], value: object, message: str) -> str:
 
 
 def print_error(message: str) -> None:
-    """Prints one mistake a line on standard error."""
+    """Prints a message to standard error, a line per mistake."""
     for line in message.splitlines():
         print(f"hotkv-server: {line}", file=sys.stderr)

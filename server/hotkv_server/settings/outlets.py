@@ -158,7 +158,7 @@ class TracingSettings(BaseModel, extra="forbid"):
     def _keeps_headers_secret(self) -> "TracingSettings":
         url = urlsplit(self.endpoint)
         if url.username is not None:
-            # Not with the field, whose value would be shown.
+            # Not raised for the field, whose value would be shown.
             raise ValueError(
                 "endpoint must have no user and password, since logs name it: put `authorization: "
                 "Basic …` into headers_file"

@@ -12,7 +12,7 @@ TokenDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class TenantSettings(BaseModel, extra="forbid"):
-    """A tenant: its proofs, of which any one is enough, and its share."""
+    """A tenant: its proofs and its share. A single proof is enough."""
 
     name: Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9._-]*$")] = Field(
         description="Name that engines give in hotkv.tenant. Empty: engines that name none."

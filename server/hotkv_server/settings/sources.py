@@ -1,8 +1,9 @@
-"""Where settings come from: names of flags and variables, what was meant by a wrong one, and the
-list of all.
+"""Sources of settings: names of flags and variables, suggestions for wrong names, and the list of
+all settings.
 
-Always true: a flag that is no setting is refused. So is a variable that is all but one; others with
-the prefix belong to somebody else (Kubernetes sets some for a service called hotkv).
+Always true: an unknown flag is refused. An unknown variable is refused only if it is similar to a
+setting; others with the prefix may belong to other programs (Kubernetes sets some for a service
+called hotkv).
 """
 
 import difflib
@@ -17,7 +18,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 CLOSE_RATIO = 0.85
-"""How alike a wrong name and the one that was meant are; HOTKV_VENV is not HOTKV_EVENTS."""
+"""Least similarity between a wrong name and a suggestion. HOTKV_VENV is not similar to
+HOTKV_EVENTS."""
 PREFIX = "HOTKV_"
 OTHERS = frozenset({"HOTKV_TARGET"})
 """Variables of the command `hotkv`."""
@@ -26,7 +28,8 @@ BINARY_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Settings with their dotted names; a table that need not be there is that of its model."""
+    """Yields settings with their dotted names. An optional table yields the settings of its
+    model."""
     for name, info in model.model_fields.items():
         inner, *others = [one for one in get_args(info.annotation) if one is not NoneType] or [None]
         if others or NoneType not in get_args(info.annotation):
@@ -39,30 +42,30 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 
 def flag_of(name: str) -> str:
-    """`--arena.slab-bytes` of `arena.slab_bytes`."""
+    """Returns the flag of a setting: `--arena.slab-bytes` for `arena.slab_bytes`."""
     return f"--{name.replace('_', '-')}"
 
 
 def variable_of(name: str) -> str:
-    """`HOTKV_ARENA__SLAB_BYTES` of `arena.slab_bytes`."""
+    """Returns the variable of a setting: `HOTKV_ARENA__SLAB_BYTES` for `arena.slab_bytes`."""
     return PREFIX + name.replace(".", "__").upper()
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` if one is all but equal, else nothing."""
+    """Returns `; did you mean X?` if a known name is similar to the word; else an empty string."""
     bare = {_bare(one): one for one in known}
     found = difflib.get_close_matches(_bare(word), bare, 1, CLOSE_RATIO)
     return f"; did you mean {bare[found[0]]}?" if found else ""
 
 
 def _bare(name: str) -> str:
-    """Letters alone, without the prefix of variables."""
+    """Returns the letters of a name, without the prefix of variables."""
     return re.sub(r"[^a-z0-9]", "", name.removeprefix(PREFIX).lower())
 
 
 def wrong_flags(model: type[BaseModel], message: str) -> str:
-    """argparse's message of flags that are none, with what was meant by each; any other as it
-    is."""
+    """Rewrites argparse's message about unknown flags, with suggestions. Returns other messages
+    unchanged."""
     _, found, flags = message.partition("unrecognized arguments: ")
     if not found:
         return message.removeprefix("error parsing CLI: ")
@@ -75,8 +78,8 @@ def wrong_flags(model: type[BaseModel], message: str) -> str:
 
 
 def wrong_variables(model: type[BaseModel], environment: Mapping[str, str]) -> list[str]:
-    """Variables that were meant to be settings and are none, a sentence each. Those in a section
-    are refused by the section."""
+    """Returns a sentence for each variable that is similar to a setting but unknown. Unknown
+    variables of a section are refused by the section."""
     sections = {variable_of(info.alias or name) for name, info in model.model_fields.items()}
     known = {variable_of(name) for name, _ in leaves(model)} | sections
     wrong = []
@@ -91,7 +94,7 @@ def wrong_variables(model: type[BaseModel], environment: Mapping[str, str]) -> l
 
 
 def listing(model: type[BaseModel]) -> str:
-    """All settings for people: flag, meaning, default, variable."""
+    """Returns the list of all settings for people: flag, meaning, default, variable."""
     lines = ["Settings: flags, HOTKV_ variables, or a TOML file (--config); the first counts.", ""]
     for name, info in leaves(model):
         lines += [
@@ -103,7 +106,7 @@ def listing(model: type[BaseModel]) -> str:
 
 
 def shown_default(info: FieldInfo) -> str:
-    """Returns a default as one would write it."""
+    """Returns a default in the form in which people write it."""
     value: Any = info.get_default(call_default_factory=True, validated_data={})
     if value is PydanticUndefined:
         return "none, it must be set"

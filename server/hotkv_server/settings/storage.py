@@ -1,5 +1,4 @@
-"""Settings of the arena and of what concerns its blocks: check values, leases, residencies,
-copies."""
+"""Settings of the arena and its blocks: check values, leases, residencies, copies."""
 
 import os
 from pathlib import Path
@@ -117,7 +116,7 @@ class IntegritySettings(BaseModel, extra="forbid"):
 
     @property
     def stride(self) -> int:
-        """Lines of which one is covered; 0 for no check values."""
+        """Number of lines per covered line; 0: no check values."""
         return {"sampled": 64, "full": 1, "off": 0}[self.check]
 
 
@@ -207,5 +206,5 @@ class CopySettings(BaseModel, extra="forbid"):
 
     @property
     def num_threads(self) -> int:
-        """Copy threads."""
+        """Number of copy threads."""
         return self.threads or min(8, max(1, len(os.sched_getaffinity(0)) // 2))

@@ -1,7 +1,7 @@
 """Settings of the tiers below host memory.
 
-Always true: no secret stands in them. Passwords and access keys are read from files when they are
-needed, and errors do not repeat what was given.
+Always true: the settings contain no secrets. Passwords and access keys are read from files when
+they are needed, and errors don't quote the given values.
 """
 
 import re
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, mo
 # -------------------------------------------------------------------------------------- Compression
 
 STAGING_BYTES = 64 << 20
-"""Memory of a tier that compresses, through which its blocks go."""
+"""Staging memory of a tier that compresses."""
 Compress: TypeAlias = Annotated[
     Literal["off", "auto"],
     Field(
@@ -28,12 +28,12 @@ Compress: TypeAlias = Annotated[
 
 
 # ------------------------------------------------------------------------------------------- Valkey
-# Where the server is, who hotkv is there, and how long it waits. The password is read at each
+# The address of the server, the credentials, and the time limits. The password is read at each
 # connect.
 
 UNIX = "unix:"
 MAX_UNIX_PATH_BYTES = 107
-"""Of sun_path in struct sockaddr_un, without its final zero."""
+"""Size of sun_path in struct sockaddr_un, without its final zero."""
 
 
 class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
@@ -134,17 +134,17 @@ class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
     @property
     def unix_path(self) -> str:
-        """Path of the server's Unix socket; empty if it is reached over TCP."""
+        """Path of the server's Unix socket; empty for a server over TCP."""
         return self.address[len(UNIX) :] if self.address.startswith(UNIX) else ""
 
     @property
     def host_and_port(self) -> tuple[str, int]:
-        """Of a server that is reached over TCP."""
+        """Host and port of a server over TCP."""
         return self.hosts_and_ports[0]
 
     @property
     def hosts_and_ports(self) -> list[tuple[str, int]]:
-        """Of servers that are reached over TCP."""
+        """Hosts and ports of servers over TCP."""
         found = []
         for address in self.address.split(","):
             host, _, port = address.strip().rpartition(":")
@@ -153,7 +153,7 @@ class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
 
 # ----------------------------------------------------------------------------------------------- S3
-# Where the bucket is, who hotkv is there, and how long it waits.
+# The address of the bucket, the credentials, and the time limits.
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z._-]*(/[0-9A-Za-z_-][0-9A-Za-z._-]*)*")
@@ -270,17 +270,17 @@ class S3Settings(BaseModel):
 
     @property
     def url(self) -> str:
-        """Of the store."""
+        """The URL of the store."""
         return self.endpoint or f"https://s3.{self.region}.amazonaws.com"
 
     @property
     def is_tls(self) -> bool:
-        """False for http:// endpoints: everybody on the way sees the blocks then."""
+        """Whether the endpoint is encrypted. With http:// everybody on the way sees the blocks."""
         return self.url.startswith("https:")
 
     @property
     def place(self) -> str:
-        """Of the objects, for people."""
+        """The place of the objects, for people."""
         return f"{self.url}/{self.bucket}/{self.prefix}"
 
 
@@ -290,8 +290,8 @@ PEER_TO_PEER = "P2PHANDSHAKE"
 
 
 class MooncakeSettings(BaseModel, extra="forbid"):
-    """A Mooncake Store that keeps blocks for many nodes. Its memory is given by clients of its own
-    (`mooncake_client`); hotkv's children give none, so killing one loses nothing."""
+    """A Mooncake Store that keeps blocks for many nodes. Separate clients (`mooncake_client`)
+    provide its memory. hotkv's children provide no memory, so killing a child loses no blocks."""
 
     master: str = Field(description="host:port of its master.")
     metadata_server: str = Field(
@@ -320,7 +320,7 @@ class MooncakeSettings(BaseModel, extra="forbid"):
 MIB, GIB = 1 << 20, 1 << 30
 MIN_SLAB_BYTES, MAX_SLAB_BYTES = 4 * MIB, 256 * MIB
 MIN_SLABS = 512
-"""So many slabs at least, if they are larger than the smallest."""
+"""Least number of slabs, unless they already have the smallest size."""
 
 
 class DiskSettings(BaseModel, extra="forbid"):
@@ -350,7 +350,7 @@ class DiskSettings(BaseModel, extra="forbid"):
 
 
 class TierSettings(BaseModel, extra="forbid", hide_input_in_errors=True):
-    """What lies below host memory, and how long a hit waits for it."""
+    """The tiers below host memory, and how long a hit waits for them."""
 
     disk: DiskSettings = Field(default_factory=lambda: DiskSettings())  # type: ignore[call-arg]
     valkey: ValkeySettings | None = Field(
@@ -375,14 +375,15 @@ class TierSettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
     @property
     def write_bytes_per_day(self) -> int | None:
-        """The disk's budget."""
+        """The disk's budget in bytes per day; None: no limit."""
         gb_per_day = self.disk.write_gb_per_day
         return None if gb_per_day is None else int(gb_per_day * 1e9)
 
     @property
     def slab_bytes(self) -> int:
-        """Size of a slab of a new disk. Large, since what is left of a slab behind its last place
-        is lost: of 4 MiB two places of 1.5 MiB, for encoded blocks of 2 MiB, leave a quarter."""
+        """Size of a slab on a new disk. Large slabs waste less, because the rest of a slab behind
+        its last place is lost: 2 places of 1.5 MiB, for encoded blocks of 2 MiB, leave a quarter of
+        4 MiB."""
         slab_bytes = MIN_SLAB_BYTES
         while slab_bytes < MAX_SLAB_BYTES and 2 * slab_bytes * MIN_SLABS <= self.disk.bytes:
             slab_bytes *= 2
@@ -390,5 +391,5 @@ class TierSettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
     @property
     def capacity(self) -> int:
-        """Most blocks below: one per 16 KiB."""
+        """Most blocks below: 1 per 16 KiB."""
         return max(1 << 12, self.disk.bytes // (16 << 10))

@@ -46,7 +46,7 @@ class ReplayHints:
 
     def cold_from(self, request: int) -> int | None:
         """Returns the place of the request's first block that is not expected to be used soon; None
-        if all blocks are."""
+        if all its blocks are expected to be used soon."""
         is_long = self.pauses_s[request] >= LONG_PAUSE_S
         return int(self.own_from[request]) if is_long else None
 
@@ -115,7 +115,7 @@ class Replayed:
 
 
 class SimulatedTier:
-    """A space of the core for blocks of one slot each, with a separate table and arena."""
+    """A space of the core for blocks of a single slot each, with a separate table and arena."""
 
     def __init__(self, capacity_blocks: int, make_policy: MakePolicy) -> None:
         arena_bytes = capacity_blocks * SLOT_ALIGN
@@ -178,7 +178,7 @@ class SimulatedTier:
 
 
 class OneTier:
-    """A cache of one tier."""
+    """A cache with a single tier."""
 
     def __init__(self, tier: SimulatedTier) -> None:
         self.tier = tier
@@ -206,8 +206,8 @@ def replay(
     progress: Progress | None = None,
     hints: ReplayHints | None = None,
 ) -> Replayed:
-    """Replays a trace over one tier. `hints`: of its sessions; each is applied when its request is
-    done."""
+    """Replays a trace over a single tier. `hints`: of its sessions; each is applied when its
+    request is done."""
     warm_up(trace, make_policy)
     tier = SimulatedTier(capacity_blocks, make_policy)
 
@@ -228,7 +228,9 @@ def timed(
     tell: Callable[[int, Words, float], None] | None = None,
 ) -> tuple[Int64s, float]:
     """Serves all requests of a trace. Returns prefix lengths [R] and the wall time in seconds.
-    `tell`: called after each request."""
+
+    `tell`: called after each request.
+    """
     prefix = np.zeros(trace.num_requests, np.int64)
     starts, times_s = trace.starts.tolist(), trace.times_s.tolist()
     started_s = time.perf_counter()
@@ -269,7 +271,8 @@ def unbounded(trace: Trace) -> Int64s:
 
 
 def next_uses(blocks: Int64s) -> Int64s:
-    """Returns for each access [B] the next access to the same block; B if there is none."""
+    """Returns for each access [B] the next access to the same block; B if there is no later
+    access."""
     order = np.argsort(blocks, kind="stable")
     following = np.full(len(blocks), len(blocks), np.int64)
     same = blocks[order[1:]] == blocks[order[:-1]]

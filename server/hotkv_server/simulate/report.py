@@ -46,8 +46,8 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """One policy or bound over one trace at one capacity. `hit_rate`: share of accesses in the
-    contiguous prefix, first tier only."""
+    """The result of a policy or bound for a trace and a capacity. `hit_rate`: share of accesses in
+    the contiguous prefix, first tier only."""
 
     trace: str
     policy: str

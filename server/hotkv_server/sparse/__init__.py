@@ -1,1 +1,1 @@
-"""Sparse decode in the server: sequences, selections on behalf of clients, figures per layer."""
+"""Sparse decode in the server: sequences, selections for clients, figures per layer."""

@@ -1,10 +1,9 @@
-"""Selections by the server: the same functions as in engines, straight from representations in the
-arena.
+"""Selections by the server: the same functions as in engines, on representations in the arena.
 
-A `SelectSpec` says where in a slot a layer's representations lie; one that contradicts itself is
-refused when it is made, with the field of `hotkv.v1.SelectConfig`. Nothing is copied: a pool is a
-view of the arena whose rows are `SLOT_ALIGN` bytes apart, shifted to the layer's place in a slot,
-so that a slot's row is its offset over `SLOT_ALIGN`. The caller pins the slots. Runs on worker
+A `SelectSpec` tells where in a slot a layer's representations lie. A contradictory spec is refused
+when it is made; the error names the field of `hotkv.v1.SelectConfig`. Nothing is copied: a pool is
+a view of the arena whose rows are `SLOT_ALIGN` bytes apart, shifted to the layer's place in a slot.
+So a slot's row is its offset divided by `SLOT_ALIGN`. The caller pins the slots. Runs on worker
 threads.
 
 Shapes: Q query heads, H KV heads, D channels, C covered blocks.
@@ -34,12 +33,12 @@ MAX_HEAD_SIZE = 4096
 MAX_KV_HEADS = 4096
 MAX_CONTEXT_BLOCKS = 1 << 18
 MAX_SCORES = 1 << 25
-"""Most scores of one selection, query heads times blocks: 128 MiB."""
+"""Most scores of a selection, query heads times blocks: 128 MiB."""
 MAX_HOT_SLOTS = 1 << 22
-"""Most slots of one sequence's hot sets, over all layers and shards."""
+"""Most slots of a sequence's hot sets, over all layers and shards."""
 MAX_CENTRE_BYTES = 4 << 20
-"""Of one sequence's centres, over all layers: 128 layers with 8 KV heads of 128 channels have 512
-KiB."""
+"""Most bytes of a sequence's centres, over all layers: 128 layers with 8 KV heads of 128 channels
+have 512 KiB."""
 
 
 def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
@@ -48,8 +47,8 @@ def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
 
 @dataclass(frozen=True, slots=True)
 class PackedCentre:
-    """A layer's `hotkv_sparse.centre.LayerCentre` that compares by value: `mu` little-endian
-    float32 [H of all shards, D]."""
+    """A layer's `hotkv_sparse.centre.LayerCentre`, compared by value. `mu`: little-endian float32
+    [H of all shards, D]."""
 
     mu: bytes
     bias: Mapping[str, float]
@@ -57,11 +56,13 @@ class PackedCentre:
 
 @dataclass(frozen=True)
 class SelectSpec:
-    """How to select for a sequence. `layer_indices` ascending; `hot_blocks` 0: no hot sets are
-    kept; `scale` None: 1 / sqrt(D).
+    """The way to select for a sequence.
 
-    `centres` by layer: those that the representations were made with. Nobody can check that here: a
-    kind's version is a hash.
+    `layer_indices`: ascending.
+    `hot_blocks`: 0: no hot sets are kept.
+    `scale`: None: 1 / sqrt(D).
+    `centres`: by layer; must be the centres with which the representations were made. The server
+        can't check this: a kind's version is only a hash.
     """
 
     config: SparseConfig
@@ -163,7 +164,8 @@ class SelectSpec:
         return sum(len(centre.mu) for centre in self.centres.values())
 
     def mu(self, layer: int, shard: int) -> F32 | None:
-        """Returns the centre float32 [H, D] of a layer's keys in one shard; None: 0."""
+        """Returns the centre of a layer's keys in a shard, float32 [H, D]; None if the centre is
+        0."""
         centre = self.centres.get(layer)
         if centre is None:
             return None
@@ -175,8 +177,7 @@ class SelectSpec:
 
     @cached_property
     def places(self) -> dict[int, dict[str, int]]:
-        """Where in a shard's part of a slot the representations of a layer begin, in bytes, by
-        layer and format."""
+        """Offsets in bytes of representations in a shard's part of a slot, by layer and format."""
         places: dict[int, dict[str, int]] = {}
         at = 0
         for layer in self.layer_indices:
@@ -188,7 +189,7 @@ class SelectSpec:
 
     @cached_property
     def shard_bytes(self) -> int:
-        """Bytes of one shard's part of a slot."""
+        """Bytes of a shard's part of a slot."""
         names = [name for layer in self.layer_indices for name in self.config.scorers_of(layer)]
         return sum(
             bytes_per_block(name, self.block_tokens, self.kv_heads, self.head_size)
@@ -196,7 +197,7 @@ class SelectSpec:
         )
 
     def check_slots(self, shard_bytes: tuple[int, ...]) -> None:
-        """Raises INVALID_FIELD if a representation has another size than this spec says."""
+        """Raises INVALID_FIELD if a representation has another size than this spec requires."""
         if any(size != self.shard_bytes for size in shard_bytes):
             raise _invalid(
                 "select: layer_indices, scorers, kv_head_count and head_size make "
@@ -205,7 +206,7 @@ class SelectSpec:
             )
 
     def sources(self, arena: U8, layer: int, shard: int) -> dict[str, Source]:
-        """Views of the arena, by format; row r is the slot at r * SLOT_ALIGN."""
+        """Returns views of the arena, by format. Row r is the slot at r * SLOT_ALIGN."""
         sources = {}
         mu, bias = self.mu(layer, shard), self.centres[layer].bias if layer in self.centres else {}
         for name, place in self.places[layer].items():
@@ -220,8 +221,7 @@ class SelectSpec:
 
 @dataclass(frozen=True, slots=True)
 class SelectRequest:
-    """One layer's query, float32 [Q, D]. `always_log_mass` float32 [Q], or None to have it
-    estimated."""
+    """The query of a layer, float32 [Q, D]. `always_log_mass`: float32 [Q]; None to estimate it."""
 
     layer: int
     shard: int
@@ -237,8 +237,8 @@ NO_MOVES = SlotMoves(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """The blocks to attend to. If the server keeps the hot set: `evicted` blocks lose their slots,
-    then `load` is carried out."""
+    """The blocks to attend to. If the server keeps the hot set, `evicted` blocks first lose their
+    slots, then the client carries out `load`."""
 
     selection: Selection
     map: HotMap = NO_MAP
@@ -247,10 +247,10 @@ class Selected:
 
 
 class KeptHotSet:
-    """A hot set that a client carries out. One thread at a time.
+    """A hot set that the server keeps and a client carries out. For a thread at a time.
 
-    A block that is loaded may be one that the client has just filled: the recent ones are in host
-    memory only once they are stored.
+    A block to load may be a block that the client has just filled: recent blocks are in host memory
+    only after they are stored.
     """
 
     def __init__(self, config: SparseConfig, num_blocks: int) -> None:
@@ -260,8 +260,8 @@ class KeptHotSet:
         self._num_complete = 0
 
     def follow(self, where: Span, num_complete: int) -> I32:
-        """Follows the context to this span and so many complete blocks; the partial block gets a
-        slot. Returns the blocks that lose their slot for that."""
+        """Follows the context to this span and number of complete blocks. The partial block gets a
+        slot. Returns the blocks that lose their slots for it."""
         if (where, num_complete) == (self._hot.span, self._num_complete):
             return NO_BLOCKS
         growth = self._hot.extend(where, num_complete, num_complete)
@@ -270,8 +270,8 @@ class KeptHotSet:
         return growth.new.victims
 
     def step(self, selection: Selection) -> Step:
-        """Takes a selection in: whole the first time, at most `max_correction_blocks` more blocks
-        later."""
+        """Steps the hot set to a selection: completely the first time, later by at most
+        `max_correction_blocks` more blocks."""
         step = self._hot.step(
             selection, self._max_loads if self._has_begun else len(selection.blocks)
         )
@@ -336,8 +336,8 @@ def select(
     where: Span,
     hot: KeptHotSet | None,
 ) -> Selected:
-    """Selects for a request that was checked, and steps the hot set, if there is one. Blocks;
-    mostly without the GIL."""
+    """Selects for a checked request, and steps the hot set unless it is None. Blocks; mostly
+    without the GIL."""
     rows_C = (slots_C // SLOT_ALIGN).astype(np.int32)
     sources = spec.sources(arena, request.layer, request.shard)
     log_mass = request.always_log_mass
@@ -369,7 +369,8 @@ def select(
 def _estimated_log_mass(
     spec: SelectSpec, sources: Mapping[str, Source], query_QD: F32, rows: I32
 ) -> F32:
-    """Log mass float32 [Q] of these blocks by the first scorer; -inf if there are none."""
+    """Returns the log mass of these blocks by the first scorer, float32 [Q]; -inf without
+    blocks."""
     name, source = next(iter(sources.items()))
     scores = score(prepare(name, query_QD, source.mu, spec.scale, source.bias), source.pool, rows)
     log_mass: F32 = np.logaddexp.reduce(scores, axis=1, initial=-np.inf).astype(np.float32)

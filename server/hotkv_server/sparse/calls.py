@@ -1,4 +1,4 @@
-"""Calls of sparse decode, and its messages as values. Every refusal names its field."""
+"""Calls of sparse decode, and conversion of its messages. Every refusal names its field."""
 
 import math
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ from hotkv_sparse.config import SparseConfig
 
 I32 = NDArray[np.int32]
 MAX_COUNT = 1e18
-"""Largest growth of a counter: sums of it stay exact enough."""
+"""Most growth of a counter in a report: sums stay exact enough."""
 
 
 def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
@@ -92,7 +92,7 @@ def append_blocks(
 async def delete_sequence(
     sparse: SparseDecode, session: LiveSession, request: sparse_pb2.DeleteSequenceRequest
 ) -> sparse_pb2.DeleteSequenceResponse:
-    """Ends a sequence; answers when no selection for it runs any more."""
+    """Ends a sequence. Answers after all its selections have ended."""
     return sparse_pb2.DeleteSequenceResponse(
         deleted=await sparse.delete(session, fields.identifier("sequence_id", request.sequence_id))
     )
@@ -101,7 +101,7 @@ async def delete_sequence(
 def report_sparse(
     sparse: SparseDecode, session: LiveSession, request: sparse_pb2.ReportSparse
 ) -> None:
-    """Notes an engine's report of its sparse decode."""
+    """Records an engine's report of its sparse decode."""
     used = _used(request.sequences, inspect.limits(sparse.core).max_blocks_per_call)
     sparse.report(session, used, _layer_growth(request.layers))
 
@@ -110,8 +110,8 @@ def report_sparse(
 
 
 def _positions(field: str, packed: bytes, most: int) -> I32:
-    """Positions of blocks in a context, int32 [n]. Raises INVALID_FIELD for negative ones,
-    TOO_LARGE for more than `most`."""
+    """Returns positions of blocks in a context, int32 [n]. Raises INVALID_FIELD for negative
+    positions, TOO_LARGE for more than `most`."""
     values = fields.int32s(field, packed).astype(np.int32)
     if len(values) > most:
         raise _invalid(
@@ -130,8 +130,8 @@ def _check_layer(field: str, layer: int) -> None:
 def _select_spec(
     message: sparse_pb2.SelectConfig, session: LiveSession, group_index: int
 ) -> SelectSpec:
-    """Settings of a selection from blocks of a group. `check_slots` checks them against the
-    representation."""
+    """Returns the settings of selections from blocks of a group. `check_slots` compares them with
+    the representation."""
     return SelectSpec(
         _config(message),
         session.group_index(message.representation_group_index),
@@ -192,7 +192,7 @@ def _config(message: sparse_pb2.SelectConfig) -> SparseConfig:
 
 
 def select_request(message: sparse_pb2.SelectBlocksRequest, spec: SelectSpec) -> SelectRequest:
-    """One layer's query; what the sequence makes of it is for `check_request`."""
+    """Returns the query of a layer. `check_request` compares it with the sequence."""
     query = fields.float32s("query", message.query)
     if len(query) % spec.head_size:
         raise _invalid(
@@ -212,7 +212,7 @@ def select_request(message: sparse_pb2.SelectBlocksRequest, spec: SelectSpec) ->
 
 
 def select_response(selected: Selected) -> sparse_pb2.SelectBlocksResponse:
-    """Blocks to attend to."""
+    """Returns the message with the blocks to attend to."""
 
     def packed(values: I32) -> bytes:
         return values.astype("<i4").tobytes()
@@ -230,7 +230,7 @@ def select_response(selected: Selected) -> sparse_pb2.SelectBlocksResponse:
 
 
 def _used(messages: Iterable[sparse_pb2.SequenceReport], most: int) -> dict[str, I32]:
-    """Positions by sequence, `most` in all."""
+    """Returns positions by sequence; at most `most` in all."""
     result: dict[str, I32] = {}
     for m in messages:
         values = _positions("sequences.positions", m.positions, most)
@@ -241,7 +241,7 @@ def _used(messages: Iterable[sparse_pb2.SequenceReport], most: int) -> dict[str,
 
 
 def _layer_growth(messages: Iterable[sparse_pb2.LayerCounters]) -> list[LayerGrowth]:
-    """Growth of counters by layer."""
+    """Returns the growth of counters by layer."""
     growth = []
     for m in messages:
         _check_layer("layers.layer_index", m.layer_index)

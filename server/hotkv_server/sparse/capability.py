@@ -17,7 +17,7 @@ from hotkv_server.wire.edge import Edge, full_name
 
 
 def attach(settings: Settings, node: Node) -> "SparseCapability":
-    """Sparse decode for this node."""
+    """Returns the sparse decode of this node."""
     return SparseCapability(node)
 
 

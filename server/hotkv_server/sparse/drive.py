@@ -1,8 +1,8 @@
-"""The sequences that engines decode sparsely: what they report, and what the server selects for
-them.
+"""The sequences that engines decode sparsely: records the engines' reports, and selects blocks for
+engines.
 
-Always true: reports of unknown sequences are ignored and counted; a sequence for which the server
-selects has its blocks leased. On the event loop only, but for the scoring itself.
+Always true: reports of unknown sequences are ignored and counted. If the server selects for a
+sequence, its blocks are leased. On the event loop only, except for the scoring.
 """
 
 import asyncio
@@ -31,9 +31,9 @@ from hotkv_server.sparse.told import LayerFigures, LayerGrowth
 
 I32 = NDArray[np.int32]
 MAX_SEQUENCES = 4096
-"""Of one session."""
+"""Most sequences of a session."""
 MAX_SELECTS = 256
-"""Selections that wait or run."""
+"""Most selections that wait or run."""
 NUM_THREADS = 2
 LATENCY_BOUNDS_S = (
     0.0001,
@@ -49,7 +49,7 @@ LATENCY_BOUNDS_S = (
     0.25,
     1.0,
 )
-"""Upper bounds for the time of a selection by the server."""
+"""Upper bounds of the histogram of the server's selections."""
 
 
 # ---------------------------------------------------------------------------- sequences and reports
@@ -65,7 +65,7 @@ class SparseCounters:
 
 
 class SparseDecode:
-    """See the module. Owned by the node."""
+    """Sparse decode of a node; see the module. Owned by the node."""
 
     def __init__(self, core: CacheCore, arena: NDArray[np.uint8], verifier: Verifier) -> None:
         self.core = core
@@ -95,7 +95,7 @@ class SparseDecode:
         hashes: Words,
         spec: SelectSpec | None,
     ) -> LiveSequence:
-        """Creates a sequence over these blocks. The same call again finds the same sequence."""
+        """Creates a sequence over these blocks. A repeated call returns the same sequence."""
         owner = self.core.sessions.owner(session.record)
         sequence, is_new = self.sequences.create(
             session.record.number, sequence_id, group_index, hashes, spec, owner
@@ -112,9 +112,10 @@ class SparseDecode:
     def append(
         self, session: LiveSession, sequence_id: str, first_position: int, hashes: Words
     ) -> LiveSequence:
-        """Appends blocks to a sequence. If the server selects for it, leases all that is ready now.
+        """Appends blocks to a sequence. If the server selects for it, leases all blocks that are
+        ready now.
 
-        A server that drains grants no new lease, so the old one stays.
+        A draining server grants no new leases, so the old lease stays.
         """
         sequence = self.sequences.append(session.record.number, sequence_id, first_position, hashes)
         if sequence.spec is not None and not self.core.draining:
@@ -122,8 +123,8 @@ class SparseDecode:
         return sequence
 
     async def delete(self, session: LiveSession, sequence_id: str) -> bool:
-        """Ends a sequence; returns when no selection for it runs any more. False if there is no
-        such sequence."""
+        """Ends a sequence. Returns after all its selections have ended; False if the sequence is
+        unknown."""
         sequence = self.sequences.pop(session.record.number, sequence_id)
         if sequence is None:
             return False
@@ -144,7 +145,7 @@ class SparseDecode:
 
     def _cover(self, session: LiveSession, sequence: LiveSequence) -> None:
         """Leases the leading blocks that are ready with their representations, and releases the
-        lease before."""
+        previous lease."""
         assert sequence.spec is not None, "the engine selects by itself: nothing is leased"
         number, key_space_id = session.record.number, session.record.key_space_id
         if sequence.lease_id:
@@ -175,7 +176,7 @@ class SparseDecode:
                 sequence.lease_id, sequence.entries = lease_id, lease.groups[0][1]
                 sequence.slots = self.core.space.index.offsets(sequence.entries)
                 return
-            # More than requests without loads may pin: try fewer blocks.
+            # The lease exceeds the share for requests without loads: try fewer blocks.
             self.core.release(number, lease_id)
             count = _leading(grant.pinned)
 
@@ -184,7 +185,7 @@ class SparseDecode:
     def report(
         self, session: LiveSession, used: Mapping[str, I32], layers: Sequence[LayerGrowth]
     ) -> None:
-        """Notes what an engine's step did: positions of blocks by sequence, and growth of
+        """Records an engine's step: positions of used blocks by sequence, and growth of
         counters."""
         now_s = time.monotonic()
         self.counters.reports += 1
@@ -198,8 +199,8 @@ class SparseDecode:
                 self._count_used(session, sequence, sequence.use(positions, now_s))
 
     def _count_used(self, session: LiveSession, sequence: LiveSequence, positions: I32) -> None:
-        """Counts the blocks at these positions for hotness: the sequence is likely to want them
-        again."""
+        """Counts the blocks at these positions for hotness, because the sequence is likely to use
+        them again."""
         if len(positions):
             self.counters.used_blocks += len(positions)
             self.core.touch(
@@ -210,7 +211,7 @@ class SparseDecode:
 
 
 def _leading(masks: Sequence[BoolMask]) -> int:
-    """Returns how many leading places are true in all masks."""
+    """Returns the number of leading places that are true in all masks."""
     everywhere = np.logical_and.reduce(masks)
     return len(everywhere) if everywhere.all() else int(np.argmin(everywhere))
 
@@ -225,9 +226,9 @@ CountUsed = Callable[[LiveSession, LiveSequence, NDArray[np.int32]], None]
 class Selections:
     """Selections for sequences whose engines can't map the arena.
 
-    A selection's blocks are pinned until it has ended, as for a load, and representations that came
-    back from an old server are compared before they are read. Selections run on threads of their
-    own, those of one sequence one after the other. `latency`: seconds of those that were answered.
+    The blocks of a selection are pinned until it has ended, as for a load. Representations of an
+    earlier server are verified before they are read. Selections run on separate threads; selections
+    of the same sequence run in order. `latency`: seconds of the answered selections.
     """
 
     def __init__(
@@ -251,15 +252,16 @@ class Selections:
         return f"Selections({len(self._running)} waiting or running, {self.num_served} served)"
 
     def __len__(self) -> int:
-        """Selections that wait or run."""
+        """Returns the number of selections that wait or run."""
         return len(self._running)
 
     def stalled_s(self, now_s: float) -> float:
-        """How long the oldest selection has been waiting or running; 0 if there is none."""
+        """Returns how long the oldest selection has been waiting or running; 0 without
+        selections."""
         return now_s - min(self._running.values(), default=now_s)
 
     def warm_up(self) -> None:
-        """Loads the kernels on a selection thread: it takes a moment, too long for the event
+        """Loads the kernels on a selection thread, because this takes too long for the event
         loop."""
         self._threads.submit(native.require, "hotkv_sparse.kernels")
 
@@ -270,7 +272,7 @@ class Selections:
     async def select(
         self, session: LiveSession, sequence: LiveSequence, request: SelectRequest
     ) -> Selected:
-        """Selects for one layer of a sequence. Answers when nothing is read any more.
+        """Selects for a layer of a sequence. Answers only after it has stopped reading the arena.
 
         Raises INVALID_FIELD if the sequence was created without `select`, OVERLOADED,
         UNKNOWN_LEASE.
@@ -281,7 +283,7 @@ class Selections:
             )
         spec = spec_of(sequence)
         began_s = time.perf_counter()
-        # Shielded: what reads the arena runs to its end even if the client leaves.
+        # Shielded: the code that reads the arena runs to its end even if the client leaves.
         task = asyncio.create_task(self._select(session, sequence, spec, request))
         self._running[task] = time.monotonic()
         session.num_reads += 1
@@ -321,8 +323,8 @@ class Selections:
         return selected
 
     def _begin(self, session: LiveSession, sequence: LiveSequence) -> str:
-        """Begins a transfer that keeps the blocks of the sequence's lease, and returns its id;
-        returns an empty id if nothing is leased."""
+        """Begins a transfer that pins the blocks of the sequence's lease, and returns its id;
+        returns an empty id if the sequence has no lease."""
         if session.closing:
             raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
         if not sequence.lease_id:
@@ -340,8 +342,8 @@ class Selections:
         return transfer_id
 
     async def _verify(self, sequence: LiveSequence) -> None:
-        """Compares representations that came back from an old server, as a load does; as a rule
-        there are none."""
+        """Verifies the representations of an earlier server, as a load does. Usually all are
+        verified already."""
         if len(await self._verifier.compare(sequence.entries)):
             raise HotKVError(
                 Reason.UNKNOWN_LEASE,
@@ -351,7 +353,8 @@ class Selections:
 
 
 def spec_of(sequence: LiveSequence) -> SelectSpec:
-    """How the server selects for a sequence. Raises INVALID_FIELD if it does not."""
+    """Returns how the server selects for a sequence. Raises INVALID_FIELD if the sequence was
+    created without `select`."""
     if sequence.spec is None:
         raise HotKVError(
             Reason.INVALID_FIELD,

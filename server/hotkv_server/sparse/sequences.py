@@ -1,10 +1,10 @@
 """The sequences of sessions: contexts that are being decoded, by the hashes of their complete
 blocks.
 
-Always true: a sequence belongs to one session and ends with it; the caller chooses its id, and
-creating or appending the same again changes nothing; numbers of sequences and of blocks are
-bounded, the latter for each owner too (`cache.room.shares`). This module keeps the books;
-`sparse.drive` acts on them.
+Always true: a sequence belongs to a session and ends with it. The caller chooses its id; repeating
+a call of create or append changes nothing. The number of sequences is bounded, and so is the number
+of blocks, also for each owner (`cache.room.shares`). This module keeps the books; `sparse.drive`
+acts on them.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from hotkv_server.sparse.book import KeptHotSet, SelectSpec
 I32 = NDArray[np.int32]
 HASH_BYTES = 32
 SEQUENCE_BLOCKS = 32
-"""Blocks that a sequence without any counts as: it takes a KiB."""
+"""An empty sequence counts as so many blocks: it takes a KiB."""
 TOUCH_INTERVAL_S = 1.0
 """A block that a sequence keeps using counts as used once in this time."""
 
@@ -33,11 +33,17 @@ def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
-    """One context. `hashes` [n, 8] words; `created_blocks`: how many of them it was created with.
+    """A context.
 
-    If the server selects (`spec`): `lease_id` pins the leading blocks; their representations are
-    `entries` and lie at `slots` int64, bytes in the arena; `lock` is held during a selection.
+    `hashes` [n, 8]: words.
+    `created_blocks`: how many of them it was created with.
     `used` bool [n]: blocks whose use has not been counted yet.
+
+    Only if the server selects (`spec`):
+    `lease_id`: pins the leading blocks.
+    `entries`: their representations.
+    `slots` int64: offsets of these in the arena, in bytes.
+    `lock`: held during a selection.
     """
 
     sequence_id: str
@@ -61,11 +67,11 @@ class LiveSequence:
         )
 
     def weight(self, num_blocks: int) -> int:
-        """What it counts against the bound with so many blocks: these, and the rest of its memory
-        as blocks whose hashes take as much.
+        """Returns its weight against the bound if it had so many blocks. It includes the rest of
+        its memory, in blocks whose hashes take as much.
 
-        The entry, place and use of a block's representation take 13; a hot set takes 14 bytes a
-        slot and 6 a block of the context.
+        The entry, place and use of a block's representation take 13 bytes. A hot set takes 14 bytes
+        per slot and 6 bytes per block of the context.
         """
         if self.spec is None:
             return SEQUENCE_BLOCKS + num_blocks
@@ -80,7 +86,8 @@ class LiveSequence:
         return SEQUENCE_BLOCKS + num_blocks + -(-other_bytes // HASH_BYTES)
 
     def hot_set(self, spec: SelectSpec, layer: int, shard: int) -> KeptHotSet | None:
-        """Returns the hot set that the server keeps for a layer and shard, if it is to keep any."""
+        """Returns the hot set that the server keeps for a layer and shard; None if it keeps no hot
+        sets."""
         if not spec.hot_blocks:
             return None
         if (layer, shard) not in self.hot_sets:
@@ -88,8 +95,8 @@ class LiveSequence:
         return self.hot_sets[layer, shard]
 
     def use(self, positions: I32, now_s: float) -> I32:
-        """Notes that blocks were used; returns, in chain order, those whose use is due to be
-        counted: all since the last time."""
+        """Records that blocks were used. Returns, in chain order, the blocks whose use must be
+        counted now: all since the last time."""
         if len(self.used) < len(self.hashes):
             self.used = np.concatenate(
                 [self.used, np.zeros(len(self.hashes) - len(self.used), np.bool_)]
@@ -102,7 +109,7 @@ class LiveSequence:
         )
 
     def take_used(self, now_s: float) -> I32:
-        """Blocks whose use has not been counted yet, in chain order."""
+        """Returns the blocks whose use has not been counted yet, in chain order, and counts it."""
         self.noted_s = now_s
         positions = np.flatnonzero(self.used).astype(np.int32)
         self.used[:] = False
@@ -114,10 +121,10 @@ class SequenceBook:
 
     def __init__(self, max_sequences: int, max_sequence_blocks: int, bound: FairBound) -> None:
         self.max_sequences = max_sequences
-        """Of one session."""
+        """Most sequences of a session."""
         self.max_sequence_blocks = max_sequence_blocks
         self.bound = bound
-        """Over all sequences, as they weigh: `LiveSequence.weight`."""
+        """Bound on the weights of all sequences: see `LiveSequence.weight`."""
         self.num_blocks = 0
         self._sessions: dict[int, dict[str, LiveSequence]] = {}
 
@@ -132,7 +139,7 @@ class SequenceBook:
         return self._sessions.get(session_number, {}).get(sequence_id)
 
     def get(self, session_number: int, sequence_id: str) -> LiveSequence:
-        """Returns the session's sequence with this id. Raises INVALID_FIELD if there is none."""
+        """Returns the session's sequence with this id. Raises INVALID_FIELD if it is unknown."""
         sequence = self.find(session_number, sequence_id)
         if sequence is None:
             raise _invalid(
@@ -149,8 +156,8 @@ class SequenceBook:
         spec: SelectSpec | None,
         owner: str,
     ) -> tuple[LiveSequence, bool]:
-        """Creates a sequence that counts for `owner`; returns it and True, or the one that the same
-        call made before and False."""
+        """Creates a sequence that counts for `owner`. Returns it and True; for a repeated call, the
+        existing sequence and False."""
         if not sequence_id:
             raise _invalid("sequence_id is empty; choose an id that is unique in the session")
         existing = self.find(session_number, sequence_id)
@@ -223,7 +230,7 @@ class SequenceBook:
             )
 
     def pop(self, session_number: int, sequence_id: str) -> LiveSequence | None:
-        """Ends a sequence; None if there is none."""
+        """Ends a sequence and returns it; None if it is unknown."""
         sequences = self._sessions.get(session_number, {})
         sequence = sequences.pop(sequence_id, None)
         if sequence is not None:

@@ -1,8 +1,8 @@
 """SparseService: the unary calls, and the stream of selections.
 
-Selections of one stream are made one after the other, and the next request is read when the answer
-has been sent: a client that does not read is not served. A refused request is answered, and the
-stream goes on. A stream belongs to a session: it ends if it names none within seconds, or when the
+A stream makes its selections in order, and reads the next request after it has sent the answer: a
+client that does not read is not served. A refused request is answered, and the stream goes on. A
+stream belongs to a session. It ends if it does not name a session within seconds, or when the
 session has ended.
 """
 
@@ -125,7 +125,7 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
 
 
 async def _first(requests: AsyncIterator[Any], deadline_s: float) -> Any:
-    """Returns the next request of a stream without a session. Raises StopAsyncIteration,
+    """Returns the next request of a stream that has no session yet. Raises StopAsyncIteration,
     HotKVError."""
     try:
         return await asyncio.wait_for(anext(requests), max(0.0, deadline_s - time.monotonic()))
@@ -140,7 +140,7 @@ async def _first(requests: AsyncIterator[Any], deadline_s: float) -> Any:
 async def _while_open(
     first: Any, requests: AsyncIterator[Any], session: LiveSession
 ) -> AsyncIterator[Any]:
-    """Requests until the client or the session ends."""
+    """Yields requests until the client or the session ends."""
     yield first
     while True:
         request = asyncio.ensure_future(anext(requests))

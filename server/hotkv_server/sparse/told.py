@@ -1,6 +1,6 @@
-"""What engines report of sparse decode per layer, and how it is told.
+"""The engines' reports of sparse decode per layer, and the figures made from them.
 
-Always true: memory is bounded by engines and `MAX_LAYERS`; totals over engines never fall, even
+Always true: memory is bounded by engines and `MAX_LAYERS`. Totals over engines never fall, even
 when an engine is dropped.
 """
 
@@ -19,14 +19,14 @@ F64 = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class LayerGrowth:
-    """Growth of one layer's counters, float64 in the order of SPARSE_COUNTERS."""
+    """Growth of a layer's counters, float64 in the order of SPARSE_COUNTERS."""
 
     layer_index: int
     values: F64
 
 
 class LayerFigures:
-    """Counters per engine and layer, and their sums over all engines there ever were."""
+    """Counters per engine and layer, and their sums over all engines since the start."""
 
     def __init__(self) -> None:
         self._engines: dict[str, F64] = {}
@@ -36,24 +36,24 @@ class LayerFigures:
         return f"LayerFigures({len(self._engines)} engines, {len(self._totals)} layers)"
 
     def add(self, engine_id: str, growth: LayerGrowth) -> None:
-        """Counts what an engine reports of a layer below MAX_LAYERS."""
+        """Adds an engine's report of a layer below MAX_LAYERS."""
         assert 0 <= growth.layer_index < MAX_LAYERS, "the layer was not checked"
         self._engines[engine_id] = _added(self._engines.get(engine_id, self._totals[:0]), growth)
         self._totals = _added(self._totals, growth)
 
     def drop(self, engine_id: str) -> None:
-        """Forgets an engine that is not there any more; totals keep what it has counted."""
+        """Forgets an engine without sessions. The totals keep its counts."""
         self._engines.pop(engine_id, None)
 
     def rows(self) -> Iterator[tuple[str, LayerGrowth]]:
-        """Engine and its counters, by engine and layer; layers without selections or
-        representations are left out."""
+        """Yields engines and their counters, by engine and layer. Leaves out layers without
+        selections or representations."""
         for engine_id in sorted(self._engines):
             for growth in _rows(self._engines[engine_id]):
                 yield engine_id, growth
 
     def totals(self) -> Iterator[LayerGrowth]:
-        """Per layer, over all engines since the start."""
+        """Yields the counters of each layer, over all engines since the start."""
         return _rows(self._totals)
 
 
@@ -90,7 +90,7 @@ def _row(growth: LayerGrowth) -> Figures:
 
 
 def samples(figures: LayerFigures) -> list[Samples]:
-    """Each counter, by layer."""
+    """Returns each counter, by layer."""
     rows = list(figures.totals())
     return [
         Samples(

@@ -24,21 +24,21 @@ def tenant_shares(security: SecuritySettings) -> dict[str, TenantShare]:
 
 
 def linking_users(security: SecuritySettings) -> frozenset[int]:
-    """Users that may link though no tenant lists them."""
+    """Returns the users that may link although tenants don't list them."""
     return frozenset({os.getuid(), 0, *security.allowed_uids})
 
 
 def proofs(
     uids: Iterable[int], gids: Iterable[int], digests: Iterable[str], names: Iterable[str]
 ) -> Proofs:
-    """`digests`: SHA-256 of tokens, hexadecimal."""
+    """Returns the proofs. `digests`: SHA-256 of tokens, hexadecimal."""
     return Proofs(
         frozenset(uids), frozenset(gids), frozenset(map(bytes.fromhex, digests)), frozenset(names)
     )
 
 
 def make_access_control(security: SecuritySettings) -> AccessControl:
-    """Decides who may act for which tenant, and who is an admin over TCP."""
+    """Returns the access control for tenants, and for admins over TCP."""
     tenants = {
         t.name: Tenant(
             t.name,
@@ -54,7 +54,8 @@ def make_access_control(security: SecuritySettings) -> AccessControl:
 
 
 def make_page_access(settings: Settings, access: AccessControl) -> PageAccess:
-    """Decides who sees the status page. Raises StartError if its token can't be read."""
+    """Returns the access control of the status page. Raises StartError if its token can't be
+    read."""
     path = settings.http.token_file
     read = None if path is None else functools.partial(read_token, path)
     if read is not None:
@@ -66,7 +67,7 @@ def make_page_access(settings: Settings, access: AccessControl) -> PageAccess:
 
 
 def tls_files(tls: TlsSettings) -> TlsFiles | None:
-    """Returns the files of TLS; None without."""
+    """Returns the files of TLS; None without TLS."""
     if tls.certificate is None or tls.key is None:
         return None
     return TlsFiles(tls.certificate, tls.key, tls.client_ca)

@@ -1,4 +1,4 @@
-"""Makes the core from the settings and fills it with what an earlier server has left."""
+"""Makes the core from the settings and fills it with the blocks that an earlier server left."""
 
 from hotkv_proto import native
 from hotkv_server.cache.core import CacheCore
@@ -15,12 +15,12 @@ from hotkv_server.startup.access import tenant_shares
 from hotkv_server.startup.capabilities import OpenedBelow
 
 MAX_BLOCKS_PER_CALL = 1 << 17
-"""The event loop serves nobody else during a call: some 20 ms to find so many."""
+"""The event loop serves no other calls during a call; to find so many blocks takes some 20 ms."""
 
 
 def load_kernels(settings: Settings) -> None:
-    """Loads kernels, and compiles those that are in no cache: else the first store would wait for
-    seconds."""
+    """Loads kernels, and compiles those that are not cached. Otherwise the first store would wait
+    for seconds."""
     native.require("hotkv_proto.kernels")
     if settings.integrity.stride:
         native.require("hotkv_server.integrity.kernels")
@@ -29,8 +29,8 @@ def load_kernels(settings: Settings) -> None:
 def open_cache(
     settings: Settings, memory: NodeMemory, below: OpenedBelow | None = None
 ) -> tuple[CacheCore, Verifier]:
-    """Returns the core with the blocks that came back, compared for as long as the settings allow.
-    Blocks. Raises StartError."""
+    """Returns the core with the blocks of an earlier server, and the verifier. Verifies blocks for
+    as long as the settings allow. Blocks. Raises StartError."""
     config = CoreConfig(
         settings.arena.bytes,
         settings.arena.slab_bytes,

@@ -1,5 +1,5 @@
-"""The capabilities of a server: a folder each, and its lines here. Without them a server starts and
-serves as before, but for what that capability promises."""
+"""The capabilities of a server: each has a folder, and its lines here. Without them a server starts
+and serves as before, except for the features of the capability."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -22,32 +22,32 @@ from hotkv_server.warm_start import capability as warm_start
 
 
 class OpenedBelow(Protocol):
-    """What keeps blocks below host memory, as a start goes on: opened, known to the cache, filled,
-    driven."""
+    """The parts that keep blocks below host memory, during a start. Its steps: open, add to the
+    core, restore, drive."""
 
     def add_books(self, core: CacheCore) -> None:
-        """Gives the core the books of what lies below it."""
+        """Gives the core the books of the blocks below it."""
 
     def take_over(self, core: CacheCore) -> bool:
-        """Fills them with what an earlier server has left. Returns whether the core may know more
-        key spaces now. Blocks. Raises StartError."""
+        """Fills the books with the blocks that an earlier server left. Returns whether the core may
+        know more key spaces now. Blocks. Raises StartError."""
 
     def drive(self, core: CacheCore, verifier: Verifier, memory: NodeMemory) -> BlocksBelow:
-        """What the node drives. Raises StartError."""
+        """Returns the object that the node drives. Raises StartError."""
 
     def close(self) -> None:
-        """Lets another server have its places. Called after the node has ended."""
+        """Releases its places for another server. Called after the node has ended."""
 
     def discard(self) -> None:
-        """Called when no block stays in the arena: drops what was noted beside them. Blocks."""
+        """Drops the notes beside the blocks. Called when the arena keeps no blocks. Blocks."""
 
 
 class Attaches(Protocol):
-    """The module `capability` of a capability's folder. It may have two functions more:
+    """The module `capability` of a capability's folder. It may have two more functions:
 
     - `check(settings)` raises StartError for settings that this machine can't serve.
-    - `open_below(settings, arena, reset=)` returns an OpenedBelow, or None if the settings ask for
-      nothing below host memory. One capability has it at most. Blocks. Raises StartError.
+    - `open_below(settings, arena, reset=)` returns an OpenedBelow; None if the settings ask for no
+      tiers. At most one capability has it. Blocks. Raises StartError.
     """
 
     def attach(self, settings: Settings, node: Node) -> Capability:
@@ -64,7 +64,7 @@ CAPABILITIES: tuple[Attaches, ...] = (
     tracing,
     warm_start,
 )
-"""In the order in which they are told of what happens."""
+"""In the order in which they are notified of events."""
 
 
 def attach_all(settings: Settings, node: Node) -> None:
@@ -74,8 +74,10 @@ def attach_all(settings: Settings, node: Node) -> None:
 
 
 def open_below(settings: Settings, arena: Region, *, reset: bool) -> OpenedBelow | None:
-    """Opens what lies below host memory, if anything does. `reset`: drops what an earlier server
-    has left there. Blocks. Raises StartError."""
+    """Opens the tiers below host memory; None without tiers. Blocks. Raises StartError.
+
+    `reset`: drops the blocks that an earlier server left there.
+    """
     for module in CAPABILITIES:
         opens = getattr(module, "open_below", None)
         if opens is not None and (below := opens(settings, arena, reset=reset)) is not None:
@@ -85,6 +87,7 @@ def open_below(settings: Settings, arena: Region, *, reset: bool) -> OpenedBelow
 
 
 def checks_of_capabilities() -> list[Callable[[Settings], None]]:
-    """Each raises StartError if its capability can't be had as the settings ask for it."""
+    """Returns a check for each capability. It raises StartError if the machine can't serve the
+    capability's settings."""
     checks = [getattr(module, "check", None) for module in CAPABILITIES]
     return [check for check in checks if check is not None]

@@ -1,6 +1,6 @@
-"""Everything that listens: gRPC, the descriptor socket, HTTP.
+"""Opens all listeners: gRPC, the descriptor socket, HTTP.
 
-Always true: a listener that cannot have its address keeps the server from starting, with the
+Always true: if a listener can't bind its address, the server does not start; the error names the
 setting to change.
 """
 
@@ -25,7 +25,7 @@ from hotkv_server.wire.server import Endpoints, RpcServer
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """All of them; `http` is None if it is switched off."""
+    """All listeners; `http` is None if it is switched off."""
 
     rpc: RpcServer
     descriptors: DescriptorServer
@@ -38,7 +38,7 @@ class Listeners:
         access, tickets = make_access_control(settings.security), Tickets()
         endpoints = make_endpoints(settings)
         uids = linking_users(settings.security)
-        # A socket that was made has its path until somebody removes it.
+        # A socket's path stays until it is removed.
         paths = (settings.grpc_socket, settings.admin_socket, settings.descriptor_socket)
         with contextlib.ExitStack() as undo:
             for path in paths:

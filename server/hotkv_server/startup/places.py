@@ -1,6 +1,6 @@
 """Directories and files of a server: checked against other users, and locked.
 
-Always true: the second server on one runtime directory refuses.
+Always true: a second server on the same runtime directory refuses to start.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ from hotkv_server.startup import StartError
 
 def lock_runtime_dir(directory: Path) -> int:
     """Locks the directory and returns its descriptor. Raises StartError, with the other server's
-    pid if one holds the lock."""
+    pid if the directory is locked."""
     try:
         check_runtime_dir(directory)
         check_files([directory / LOCK_FILE])
@@ -36,8 +36,7 @@ def lock_runtime_dir(directory: Path) -> int:
 
 
 def check_places(settings: Settings) -> None:
-    """Raises StartError if another user could have put something in the place of arena, sockets or
-    keys."""
+    """Raises StartError if another user could have replaced the arena, the sockets or the keys."""
     security = settings.security
     try:
         check_runtime_dir(settings.admin_socket.parent)

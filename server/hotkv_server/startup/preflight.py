@@ -1,7 +1,7 @@
-"""What can be known to keep a server from starting before it has made anything.
+"""Finds problems that would keep a server from starting, before it has made any files.
 
-Always true: nothing is left behind, and nothing of a server that runs is touched. A start does the
-same checks first; later steps may still fail, for what has changed meanwhile.
+Always true: the checks leave no files behind and don't disturb a running server. A start does the
+same checks first. Later steps may still fail if the machine has changed since.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ from hotkv_server.wire.server import MAX_SOCKET_PATH_BYTES
 
 
 def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
-    """What would keep a server with these settings from starting, a sentence each; empty if
-    nothing is known. Takes seconds if `copy.cuda` is on.
+    """Returns the problems that would keep a server with these settings from starting, a sentence
+    each; empty if no problem is found. Takes seconds if `copy.cuda` is on.
 
     `is_running`: a server with this runtime directory runs, and has its addresses.
     """
@@ -58,8 +58,9 @@ def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
 
 
 def check_settings(settings: Settings) -> list[str]:
-    """Returns the checks of `check_start` that only read: names of sockets, access with the files
-    of TLS, and the audit file. They take milliseconds, and a server that runs passes them."""
+    """Does only the checks of `check_start` that read: names of sockets, access with the files of
+    TLS, and the audit file. They take milliseconds and pass while a server runs. Returns the
+    problems."""
     problems = []
     for check in (check_sockets, check_access, check_audit):
         try:
@@ -70,8 +71,8 @@ def check_settings(settings: Settings) -> list[str]:
 
 
 def check_and_clean(settings: Settings) -> tuple[list[str], str]:
-    """`check_start` for whoever starts no server: removes the directories that checks have made.
-    Also says whose server runs there, if one does."""
+    """Calls `check_start` without starting a server, and removes the directories that the checks
+    made. Returns the problems, and which server runs there; empty if the directory is free."""
     running = ""
     made = _missing(settings.runtime_dir, settings.admin_socket.parent, settings.arena_dir)
     lock = settings.runtime_dir / LOCK_FILE
@@ -91,8 +92,8 @@ def check_and_clean(settings: Settings) -> tuple[list[str], str]:
 
 
 def become_owner(settings: Settings) -> None:
-    """Has root check as the user whose server it is: the owner of the arena, else of the directory
-    of the sockets. For a process that only checks."""
+    """Makes a root process check as the server's user: the owner of the arena, else of the
+    directory of the sockets. For a process that only checks."""
     for directory in (settings.arena_dir, settings.runtime_dir):
         if os.geteuid() == 0 and directory.is_dir() and (owner := directory.stat().st_uid):
             with contextlib.suppress(KeyError):
@@ -103,7 +104,7 @@ def become_owner(settings: Settings) -> None:
 
 
 def _missing(*directories: Path) -> set[Path]:
-    """Those that are not there, with what is missing above them."""
+    """Returns the missing directories, with their missing parents."""
     return {
         folder
         for path in directories
@@ -119,7 +120,7 @@ def _remove_empty(directories: Iterable[Path]) -> None:
 
 
 def check_sockets(settings: Settings) -> None:
-    """Raises StartError if the kernel takes no socket of such a name."""
+    """Raises StartError if the name of a socket is too long for the kernel."""
     for path in (settings.grpc_socket, settings.descriptor_socket, settings.admin_socket):
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             raise StartError(
@@ -157,12 +158,12 @@ def check_arena_room(settings: Settings) -> None:
 
 
 def check_nodes(settings: Settings) -> None:
-    """Raises StartError if `arena.numa` names a node that is not there."""
+    """Raises StartError if `arena.numa` names a missing node."""
     placer(settings.arena.numa)
 
 
 def check_access(settings: Settings) -> None:
-    """Raises StartError for tenants, modes and certificates that can't be used."""
+    """Raises StartError if tenants, modes or certificates are unusable."""
     try:
         make_access_control(settings.security)
         endpoints = make_endpoints(settings)
@@ -198,7 +199,7 @@ def check_audit(settings: Settings) -> None:
     except OSError:
         can_be = False
     else:
-        # Its mode is set to 0600, which its owner may do.
+        # A start sets the mode to 0600, which only the owner may do.
         is_own = os.geteuid() in (0, status.st_uid)
         can_be = stat.S_ISREG(status.st_mode) and is_own and os.access(path, os.W_OK)
     if not can_be:
@@ -209,7 +210,7 @@ def check_audit(settings: Settings) -> None:
 
 
 def check_devices(settings: Settings) -> None:
-    """Raises StartError if there must be a GPU and is none."""
+    """Raises StartError if the settings require a GPU and there is no GPU."""
     if settings.copy_.cuda == "on":
         found = device_start.look(settings.copy_)
         if found.runtime is None:
@@ -217,13 +218,13 @@ def check_devices(settings: Settings) -> None:
 
 
 def check_http(settings: Settings) -> None:
-    """Raises StartError if HTTP can't have its address."""
+    """Raises StartError if HTTP can't bind its address."""
     if settings.http.port > 0:
         _bind("http.port", settings.http.host, settings.http.port)
 
 
 def check_tcp(settings: Settings) -> None:
-    """Raises StartError if gRPC can't have its TCP address."""
+    """Raises StartError if gRPC can't bind its TCP address."""
     host, colon, port = settings.tcp_address.rpartition(":")
     if not settings.tcp_address:
         return

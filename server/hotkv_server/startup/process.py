@@ -1,4 +1,5 @@
-"""The process: limits, malloc, signals of memory, and memory that only the start needed."""
+"""Prepares the process: limits, malloc, signals of memory, and memory that only the start
+needed."""
 
 import ctypes
 import gc
@@ -14,25 +15,25 @@ import numpy as np
 from hotkv_server.memory import mapping
 
 PRIVATE_UMASK = 0o077
-"""Nothing that the server makes is open to others, unless it says so itself."""
+"""Files of the server are private, unless it sets another mode."""
 UNUSED_LIBRARIES = ("libllvmlite", "openblas")
 """The compiler behind numba's cached kernels, and numpy's linear algebra."""
 M_MMAP_THRESHOLD = -3
 LARGE_BLOCK_BYTES = 1 << 20
 SWITCH_INTERVAL_S = 0.0005
-"""How long the event loop may hold the GIL while a copy thread that has ended its piece waits for
-it."""
+"""How long the event loop may hold the GIL while a copy thread waits for it."""
 
 
 def hear_sigterm() -> None:
-    """Has SIGTERM end the first process of a container, until the server drains by it: the kernel
-    keeps from that process what it does not ask for."""
+    """Makes SIGTERM end the process, until the server handles it by draining. Without a handler,
+    the kernel ignores SIGTERM for the first process of a container."""
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 
 def prepare() -> None:
-    """First of all: private files, SIGBUS, malloc's threshold, the limit of descriptors."""
+    """Prepares the process before all other steps: private files, SIGBUS, malloc's threshold, the
+    limit of descriptors."""
     os.umask(PRIVATE_UMASK)
     mapping.install_guard()
     return_large_blocks()
@@ -40,7 +41,8 @@ def prepare() -> None:
 
 
 def settle() -> None:
-    """Before ready: shorter turns of the GIL, and no garbage or pages of the start."""
+    """Prepares the process before it is ready: shorter turns of the GIL; frees garbage and pages of
+    the start."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()
@@ -48,19 +50,21 @@ def settle() -> None:
 
 
 def raise_file_limit() -> None:
-    """Raises the soft limit of descriptors, often 1024, to the hard one: sessions hold some."""
+    """Raises the soft limit of descriptors, often 1024, to the hard limit: sessions hold
+    descriptors."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def return_large_blocks() -> None:
-    """Makes malloc give large blocks back when they are freed; it would keep some as large as the
-    largest messages."""
+    """Makes malloc return large blocks to the kernel when they are freed; by default it would keep
+    blocks as large as the largest messages."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 def trim_memory() -> None:
-    """Gives back free heap, and the file pages of libraries that a running server does not use."""
+    """Returns unused heap to the kernel, and the file pages of libraries that a running server does
+    not use."""
     libc = ctypes.CDLL(None)
     libc.malloc_trim(0)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -71,8 +75,8 @@ def trim_memory() -> None:
 
 
 def unused_library_pages(maps: str) -> list[tuple[int, int]]:
-    """Address ranges of read-only mappings of UNUSED_LIBRARIES. The kernel reads them again if they
-    are used again."""
+    """Returns the address ranges of read-only mappings of UNUSED_LIBRARIES. The kernel reads them
+    again at the next use."""
     ranges = []
     for line in maps.splitlines():
         addresses, mode, *_, name = line.split(maxsplit=5)
@@ -83,8 +87,8 @@ def unused_library_pages(maps: str) -> list[tuple[int, int]]:
 
 
 def has_own_pages(start: int, end: int) -> bool:
-    """True if some pages of the range are not those of its file (relocated data): no file has a
-    copy of them."""
+    """Returns whether some pages of the range differ from its file (relocated data): these pages
+    can't be read again."""
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         entries = np.frombuffer(
             os.pread(

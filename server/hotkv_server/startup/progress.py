@@ -1,4 +1,4 @@
-"""Says what a start is at while it lasts: a line for each part that takes longer than a moment."""
+"""Logs the progress of a start: a line for each step that takes longer than a moment."""
 
 import logging
 import threading
@@ -19,8 +19,8 @@ def _nothing() -> str:
 
 
 class Progress:
-    """Logs from a thread, as the start holds its own. Use in a `with` block; `at` names the part
-    that begins."""
+    """Logs from a thread, because the start blocks its thread. Use in a `with` block; `at` names
+    the step that begins."""
 
     def __init__(self, beat_s: float = BEAT_S) -> None:
         self._beat_s = beat_s
@@ -42,7 +42,7 @@ class Progress:
         self._thread.join()
 
     def at(self, what: str, shown: Callable[[], str] = _nothing) -> None:
-        """The start begins `what`; `shown` says how far it is, from the thread."""
+        """Sets the step that begins. `shown` returns its progress; called on the thread."""
         self._part = (what, shown, time.monotonic())
 
     def _work(self) -> None:

@@ -1,8 +1,8 @@
-"""Reading the settings again while the server runs: at SIGHUP.
+"""Reads the settings again while the server runs: at SIGHUP.
 
-Always true: settings that can't be used change nothing; what can't change without a restart is
-named in the log and stays as it was; a session that may no longer act for its tenant, or map what
-it maps, is ended. All is checked, without effects, before the first change.
+Always true: unusable settings change nothing. Settings that need a restart are logged and keep
+their values. A session ends if it may no longer act for its tenant, or map the table that it maps.
+All checks come before the first change.
 """
 
 import logging
@@ -43,14 +43,15 @@ LIVE = (
     "security.tls.client_ca",
     "tiers.disk.write_gb_per_day",
 )
-"""Settings that change without a restart."""
+"""Settings that can change without a restart."""
 EXPECTED = (ValueError, OSError, UnsafeError, StartError, HotKVError)
-"""What settings that can't be used raise; all else is a defect, and logged as one."""
+"""Errors of unusable settings. Other exceptions are defects, and logged as such."""
 _ABSENT = object()
 
 
 class Reloader:
-    """See the module. `load` reads the settings anew, and raises ValueError if they are wrong."""
+    """Reloads settings; see the module. `load` reads the settings again, and raises ValueError if
+    they are wrong."""
 
     def __init__(
         self, load: Callable[[], Settings], settings: Settings, node: Node, listeners: Listeners
@@ -60,14 +61,14 @@ class Reloader:
         self._node = node
         self._listeners = listeners
         self.drain_timeout_s = settings.drain_timeout_s
-        """How long a signal lets the server drain."""
+        """Longest time that a signal lets the server drain."""
 
     def __repr__(self) -> str:
         return f"Reloader({len(self._running)} settings)"
 
     def __call__(self) -> bool:
-        """Reads the settings and takes up what has changed. Returns False, and has logged why, if
-        they can't be used. Never raises. On the event loop."""
+        """Reads the settings and applies the changes. If they are unusable, logs why and returns
+        False. Never raises. On the event loop."""
         try:
             return self._reload()
         except Exception as error:
@@ -96,9 +97,9 @@ class Reloader:
         return True
 
     def _can(self, name: str, settings: Settings) -> bool:
-        """Returns whether this setting of LIVE can change from the running value to the new one
-        without a restart: not the first tenant, the last one, nor TLS that comes, goes, or begins
-        or ceases to ask clients for certificates."""
+        """Returns whether this setting of LIVE can change from the running value to the new value
+        without a restart. These changes can't: the first or the last tenant; TLS on or off; whether
+        TLS asks clients for certificates."""
         if name == "security.tenants":
             return bool(settings.security.tenants) == bool(self._running[name])
         if name.startswith("security.tls."):
@@ -107,8 +108,8 @@ class Reloader:
         return name in self._running
 
     def _check(self, settings: Settings, live: list[str]) -> AccessControl:
-        """Raises StartError or HotKVError for what the server would not start with, or can't take
-        up. Returns who has access from now on."""
+        """Raises StartError or HotKVError if the server could not start with the settings or can't
+        apply them. Returns the new access control."""
         if problems := check_settings(settings):
             raise StartError("\n".join(problems))
         if "security.tenants" in live:
@@ -120,7 +121,7 @@ class Reloader:
         return self._listeners.rpc
 
     def _apply(self, settings: Settings, live: list[str], new: AccessControl) -> None:
-        """Takes up what `_check` has let through; raises nothing."""
+        """Applies the settings that `_check` has accepted. Never raises."""
         security, node = settings.security, self._node
         logs.set_level(settings.log_level)
         self.drain_timeout_s = settings.drain_timeout_s
@@ -144,7 +145,8 @@ class Reloader:
             node.tiers.set_write_budget(settings.tiers.write_bytes_per_day)
 
     def _end_sessions(self) -> None:
-        """Ends sessions whose peers may no longer act for their tenants, or map the block table."""
+        """Ends the sessions whose peers may no longer act for their tenants, or map the block
+        table."""
         for session in list(self._node.sessions):
             if session.peer is None:
                 continue
@@ -161,14 +163,14 @@ class Reloader:
 
 
 def differing(running: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Names of settings that are not the same in both, or in one alone: those of a tier that comes
-    or goes."""
+    """Returns the names of settings that differ, or that only one side has: the settings of a tier
+    that comes or goes."""
     names = {**running, **wanted}
     return [name for name in names if running.get(name, _ABSENT) != wanted.get(name, _ABSENT)]
 
 
 def flat(settings: Settings) -> dict[str, Any]:
-    """Settings by their names, as `security.tls.key`; a list is one value."""
+    """Returns the settings by name, such as `security.tls.key`. A list counts as a single value."""
 
     def walk(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""The contract of copy engines: checks that every one of them must pass.
+"""The contract of copy engines: checks that each engine must pass.
 
-A `Rig` is an engine with an arena and an engine's memory to copy between; each check makes its own
-and compares with plain numpy arrays.
+A `Rig` is an engine with an arena and engine memories to copy between. Each check makes a rig and
+compares with numpy arrays.
 """
 
 import contextlib
@@ -18,13 +18,16 @@ from hotkv_server.dataplane.plan import CopyPlan, Region
 
 Bytes = NDArray[np.uint8]
 WAIT_S = 60.0
-"""Longest wait for jobs that must end; only an engine that hangs reaches it."""
+"""Longest wait for jobs that must end. Only an engine that hangs reaches it."""
 
 
 @dataclass(frozen=True)
 class Rig:
-    """`memories`: an engine's. `read` and `write`: all bytes of a region, whatever it lies on.
-    `break_next`: makes the next copying fail, in one job.
+    """A copy engine with memories.
+
+    `memories`: of an engine.
+    `read`, `write`: read or write all bytes of a region, on any device.
+    `break_next`: makes the next copy of a job fail.
     """
 
     engine: CopyEngine
@@ -36,12 +39,12 @@ class Rig:
 
 
 MakeRig = Callable[[], "contextlib.AbstractContextManager[Rig]"]
-"""Makes a rig, and checks and closes it; the engine may be closed already."""
+"""Makes a rig, checks it and closes it. The engine may be closed already."""
 
 
 @dataclass
 class Ends:
-    """Notes how jobs end, by name."""
+    """Records how jobs end, by name."""
 
     outcomes: dict[str, list[tuple[Outcome, str]]] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -53,7 +56,7 @@ class Ends:
         gate: Gate | None = None,
         then: Callable[[], None] = lambda: None,
     ) -> CopyJob:
-        """Returns a job that calls `then` at its end and has its end noted."""
+        """Returns a job whose end is recorded, and which then calls `then`."""
         assert name not in self.outcomes
         self.outcomes[name] = []
 
@@ -66,7 +69,7 @@ class Ends:
         return CopyJob(plans, on_done, gate)
 
     def wait(self, *names: str) -> None:
-        """Waits until those jobs, or all, have ended. Raises AssertionError if one has not."""
+        """Waits until these jobs, or all, have ended. Raises AssertionError if a job has not."""
         with self._changed:
             wanted = names or tuple(self.outcomes)
             ended = self._changed.wait_for(
@@ -89,15 +92,17 @@ class Ends:
 
 
 def random_bytes(rng: np.random.Generator, region: Region) -> Bytes:
-    """As many as the region has."""
+    """Returns random bytes for the whole region."""
     return rng.integers(0, 256, region.num_bytes, dtype=np.uint8)
 
 
 def random_runs(
     rng: np.random.Generator, spaces: tuple[int, ...], num_runs: int, page_bytes: int
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """Disjoint runs in spaces of those sizes: offsets in each, int64 [runs], and sizes; of
-    `page_bytes` (with aligned offsets) or, where that is 0, of any.
+    """Returns disjoint runs: their offsets in each space, int64 [runs], and their sizes.
+
+    `spaces`: sizes of the spaces.
+    `page_bytes`: size of all runs, with aligned offsets; 0: sizes are random.
     """
     room = min(spaces)
     if page_bytes:
@@ -123,8 +128,7 @@ def random_runs(
 
 
 def check_bytes(make_rig: MakeRig, *, seed: int, num_jobs: int = 12) -> None:
-    """Random jobs, one after the other, in both directions, move exactly what plain arrays
-    would."""
+    """Checks that random jobs in both directions move the same bytes as numpy arrays would."""
     rng = np.random.default_rng(seed)
     with make_rig() as rig:
         regions = (rig.arena, *rig.memories)
@@ -163,7 +167,7 @@ def check_bytes(make_rig: MakeRig, *, seed: int, num_jobs: int = 12) -> None:
 
 
 def check_nothing_to_do(make_rig: MakeRig) -> None:
-    """Jobs without plans, runs or bytes are done."""
+    """Checks that jobs without plans, runs or bytes are done."""
     with make_rig() as rig:
         nothing, zero = np.empty(0, np.int64), np.zeros(3, np.int64)
         ends = Ends()
@@ -185,15 +189,15 @@ def check_nothing_to_do(make_rig: MakeRig) -> None:
 
 
 def whole_plan(dst: Region, src: Region, page_bytes: int = 4096) -> CopyPlan:
-    """As much as there is on both sides, in pages whose order is turned round, so that none are
-    merged."""
+    """Returns a plan for all bytes that both sides have, in pages in reversed order, so that runs
+    are not merged."""
     pages = np.arange(min(dst.num_bytes, src.num_bytes) // page_bytes, dtype=np.int64) * page_bytes
     return CopyPlan(dst, src, pages, pages[::-1].copy(), np.full(len(pages), page_bytes, np.int64))
 
 
 def check_cancel(make_rig: MakeRig, *, seed: int) -> None:
-    """A job that is cancelled before it begins moves nothing; of others at any time, each ends
-    once, and touches nothing after its end."""
+    """Checks that a job that is cancelled before it begins moves no bytes; and that jobs cancelled
+    later end once and leave memory alone after their end."""
     rng = np.random.default_rng(seed)
     with make_rig() as rig:
         ends = Ends()
@@ -205,8 +209,8 @@ def check_cancel(make_rig: MakeRig, *, seed: int) -> None:
         rig.engine.submit(job)
         ends.wait()
         assert ends["never begun"] is Outcome.CANCELLED and np.array_equal(rig.read(memory), before)
-        # What is written over the target at a job's end must still be there when all others, which
-        # only read it, have ended.
+        # Bytes that are written over the target at a job's end must still be there when all others,
+        # which only read it, have ended.
         share = memory.num_bytes // 8
         marks: list[tuple[Region, Bytes]] = []
         jobs = []
@@ -237,7 +241,7 @@ def check_cancel(make_rig: MakeRig, *, seed: int) -> None:
 
 
 def check_failure(make_rig: MakeRig) -> None:
-    """A copy that fails fails its job, says why, and no other."""
+    """Checks that a failed copy fails only its job, with a message."""
     with make_rig() as rig:
         ends = Ends()
         memory = rig.memories[0]
@@ -253,7 +257,7 @@ def check_failure(make_rig: MakeRig) -> None:
 
 
 def check_close(make_rig: MakeRig) -> None:
-    """Closing waits for all jobs; none is left without an end."""
+    """Checks that closing waits for all jobs."""
     with make_rig() as rig:
         ends = Ends()
         for number in range(20):
@@ -265,7 +269,7 @@ def check_close(make_rig: MakeRig) -> None:
 
 
 def check_idle(make_rig: MakeRig) -> None:
-    """An engine without work is alive and stalls nowhere."""
+    """Checks that an engine without work is alive and does not count as stalled."""
     with make_rig() as rig:
         ends = Ends()
         rig.engine.submit(ends.job("some", [whole_plan(rig.arena, rig.memories[0])]))
@@ -278,8 +282,8 @@ def check_idle(make_rig: MakeRig) -> None:
 
 
 def check_times(make_rig: MakeRig) -> None:
-    """A job says how long it waited, one that was never begun does not; an engine is busy while it
-    copies, and at no other time."""
+    """Checks that jobs report their wait, except jobs that never began, and that an engine counts
+    as busy only while it copies."""
     with make_rig() as rig:
         ends, plans = Ends(), [whole_plan(rig.arena, memory) for memory in rig.memories]
         assert rig.engine.busy_s == 0.0 and rig.engine.num_lanes >= 1

@@ -1,13 +1,14 @@
 """Servers that kill themselves at chosen instructions and start in milliseconds, for the kill
 campaign.
 
-`python -m hotkv_server.testing.crashing` loads a server once and forks one for each line that it
-reads from standard input: a JSON object `{"flags": [...], "point": "publish", "when": "during",
+`python -m hotkv_server.testing.crashing` loads a server once and forks a child for each line that
+it reads from standard input: a JSON object `{"flags": [...], "point": "publish", "when": "during",
 "pass": 3, "delay_us": 120, "log": "/path"}`; `point` may be null. It answers `started PID`, and
-`ended PID STATUS` when a child has ended. Children die with it. A point is a function of the server
-(`POINTS`): the child is killed (SIGKILL, by itself) before or after its n-th call, or so many
-microseconds after it began, wherever it then is: kernels give the GIL up, so also in the middle of
-one.
+`ended PID STATUS` when a child has ended. Children die with it.
+
+A point is a function of the server (`POINTS`). The child kills itself (SIGKILL) before or after the
+function's n-th call, or `delay_us` after the call began. This may be in the middle of a kernel,
+because kernels release the GIL.
 """
 
 import contextlib
@@ -56,7 +57,7 @@ MOMENTS = ("before", "during", "after")
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """Kill at the `nth` call of a point, `when` it is `before`, `after`, or `during`: `delay_us`
+    """A kill at the `nth` call of a point: `before` or `after` it, or `during` it: `delay_us`
     microseconds after it began."""
 
     point: str
@@ -127,7 +128,7 @@ def _run_child(order: dict[str, Any]) -> None:
 
 
 def _preload() -> None:
-    """Loads what a start would spend its time on."""
+    """Loads the modules and kernels that take most time at a start."""
     from hotkv_proto import native
 
     for name in (
@@ -144,7 +145,7 @@ def _preload() -> None:
 
 
 def main() -> int:
-    """Reads orders until standard input ends; then its children are killed."""
+    """Reads orders until standard input ends, then kills its children."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     _preload()
     children: set[int] = set()

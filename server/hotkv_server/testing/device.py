@@ -1,13 +1,13 @@
 """A device runtime without a device: streams that run late and in any order, memory that only
 streams may touch, and errors on demand.
 
-Always true: bytes are read and written when a copy's turn comes, never when it is given; between
-streams there is no order; the host can't touch device memory; what CUDA refuses or dies of is
-refused or loses the device here.
+Always true: bytes are read and written when a copy runs, never when it is submitted. Streams are
+unordered among each other. The host can't touch device memory. Calls that CUDA refuses are refused;
+accesses that crash CUDA lose the device.
 
 Order, delays and the parts in which copies move come from a seed. A thread runs the streams, or the
-test does, with `run`. Then calls that wait for the device run them too if the thread that made the
-runtime makes them; other threads wait for that one.
+test does, with `run`. Without a thread, calls that wait for the device run the streams too if they
+come from the thread that made the runtime; other threads wait for it.
 """
 
 import contextlib
@@ -42,19 +42,20 @@ from hotkv_server.testing.device_memory import (
 )
 
 # ------------------------------------------------------------------------------------------- Copies
-# Checked when they are given, done step by step when their turn comes.
+# Checks copies when they are submitted, and executes them in steps when their turn comes.
 #
-# Always true: a copy looks at its ranges again when it runs, since memory may have gone meanwhile:
-# a real device does not survive that, and neither does this one.
+# Always true: a copy resolves its ranges again when it runs. If memory has gone in the meantime,
+# the device is lost, as a real device would be.
 
 Work = Iterator[bool]
-"""What a stream does, step by step: yields True after a step, False if it can't go on yet."""
+"""The steps of a stream's work. Yields True after a step, False if it can't go on yet."""
 Copy = tuple[int, int, int]
 """Destination, source, number of bytes."""
 
 
 class DeviceCopies:
-    """See above. The caller holds the runtime's lock, also when work runs."""
+    """Copies of the made-up device; see the module. The caller holds the runtime's lock, also when
+    work runs."""
 
     def __init__(self, ranges: Ranges, dice: random.Random) -> None:
         self._ranges = ranges
@@ -91,7 +92,7 @@ class DeviceCopies:
         by_kernel: bool = False,
         pageable: bool = False,
     ) -> Work:
-        """Moves bytes, in one to three steps."""
+        """Moves bytes, in 1 to 3 steps."""
         num_steps, version, real = self._dice.randint(1, 3), -1, copies
         for step in range(num_steps):
             if version != self._ranges.version:
@@ -129,7 +130,7 @@ class DeviceCopies:
         )
 
     def _resolve(self, device: int, copy: Copy, what: str, *, pageable: bool) -> Copy:
-        """Returns the copy between the places where its bytes lie."""
+        """Returns the copy with the addresses at which its bytes really lie."""
         dst, src, count = copy
         (to, to_memory), (from_, from_memory) = (
             self._ranges.copy_range(device, dst, count, what),
@@ -141,10 +142,10 @@ class DeviceCopies:
 
 
 # ------------------------------------------------------------------------------- Streams and events
-# Streams run late, in an order that dice choose, and fail on demand.
+# Streams run late, in a random order, and fail on demand.
 #
-# Always true: between streams there is no order; a lost device does nothing any more, and every
-# later call on it raises. `changed` is the runtime's one lock, which notifies of every change.
+# Always true: streams are unordered among each other. A lost device does no more work, and every
+# later call on it raises. `changed` is the runtime's only lock, and notifies of every change.
 
 POLL_S = 50e-6
 COPIES = "copies"
@@ -152,7 +153,7 @@ COPIES = "copies"
 
 
 class FakeStream:
-    """See `Stream`."""
+    """Implements `Stream`."""
 
     def __init__(self, device: int, priority: Priority) -> None:
         self.priority = priority
@@ -168,9 +169,10 @@ class FakeStream:
 
 
 class FakeEvent:
-    """See `Event`. An event of another process is `opened`: its counters lie in shared memory.
+    """Implements `Event`. An event from another process is `opened`: its counters lie in shared
+    memory.
 
-    `counters`: how often it was recorded, and the highest record that has passed.
+    `counters`: number of records, and the highest record that has passed.
     """
 
     def __init__(self, device: int, address: int = 0) -> None:
@@ -189,19 +191,20 @@ class FakeEvent:
         return self.address != 0
 
     def reach(self, number: np.uint64) -> Work:
-        """Work that passes the event, as recorded under this number."""
+        """Returns work that passes the event's record of this number."""
         self.counters[1] = max(self.counters[1], number)
         yield from ()
 
 
 def fake(event: Event) -> FakeEvent:
-    """Returns the event as one of this runtime's."""
+    """Casts an event to `FakeEvent`."""
     assert isinstance(event, FakeEvent)
     return event
 
 
 class Streams:
-    """See above. A thread runs them; without one the test does, with `run`."""
+    """The streams of all devices; see the module. A thread runs them; without a thread the test
+    does, with `run`."""
 
     def __init__(
         self, dice: random.Random, num_devices: int, *, threaded: bool, max_delay_s: float
@@ -240,12 +243,12 @@ class Streams:
         self.changed.notify_all()
 
     def is_idle(self, device: int) -> bool:
-        """True if no stream of the device has work."""
+        """Returns True if the device's streams are empty."""
         return not any(stream.work for stream in self._streams if stream.device == device)
 
     def wait_for(self, device: int, reached: Callable[[], bool]) -> None:
-        """Waits until `reached`, or until the device is lost. In a runtime without a thread the
-        thread that made it runs the streams meanwhile; other threads wait for that one."""
+        """Waits until `reached`, or until the device is lost. In a runtime without a thread, the
+        thread that made it runs the streams while it waits; other threads wait for it."""
         runs_itself = self._thread is None and threading.get_ident() == self._maker
         with self.changed:
             while not reached() and device not in self.lost and not self._closed:
@@ -253,7 +256,7 @@ class Streams:
                     self.changed.wait(POLL_S * 10)
 
     def close(self) -> None:
-        """Stops the thread and drops what streams were given."""
+        """Stops the thread and drops all work of streams."""
         with self.changed:
             self._closed = True
             for stream in self._streams:
@@ -265,7 +268,7 @@ class Streams:
     # Running
 
     def run(self, num_steps: int) -> int:
-        """Does so many steps, and returns how many could be done."""
+        """Does up to `num_steps` steps. Returns how many could be done."""
         done = 0
         with self.changed:
             while done < num_steps and self._step():
@@ -286,7 +289,7 @@ class Streams:
                 time.sleep(self._dice.random() * self._max_delay_s)
 
     def _step(self) -> bool:
-        """Does one step of one stream; False if none can go on."""
+        """Does a step of a random stream. Returns False if no stream can go on."""
         return any(
             stream.work and self._advance(stream)
             for stream in self._dice.sample(self._streams, len(self._streams))
@@ -316,7 +319,7 @@ class Streams:
     # Faults on demand
 
     def lose(self, device: int, why: str = "an illegal memory access was encountered") -> None:
-        """Loses the device: nothing that its streams were given goes on."""
+        """Loses the device: the work of its streams stops."""
         with self.changed:
             self.lost.setdefault(device, why)
             for stream in self._streams:
@@ -325,12 +328,12 @@ class Streams:
             self.changed.notify_all()
 
     def lose_after(self, device: int, num_steps: int) -> None:
-        """Loses the device in the middle of the `num_steps`-th step of its streams from now on."""
+        """Loses the device in the middle of the `num_steps`-th following step of its streams."""
         with self.changed:
             self._steps_to_loss[device] = num_steps
 
     def fail_call(self, method: str, nth: int) -> None:
-        """Has the nth call from now on of that method, or of any that copies (COPIES), fail."""
+        """Makes the nth following call of the method fail. COPIES: of all methods that copy."""
         with self.changed:
             self._failing.setdefault(method, []).append(nth)
 
@@ -354,8 +357,8 @@ __all__ = ["COPIES", "FakeEvent", "FakeRuntime", "FakeStream"]
 
 
 class FakeRuntime:
-    """`DeviceRuntime`; see the module. `max_delay_s`: longest pause between two steps of the
-    thread."""
+    """Implements `DeviceRuntime`; see the module. `max_delay_s`: longest pause between two steps of
+    the thread."""
 
     def __init__(
         self,
@@ -379,26 +382,25 @@ class FakeRuntime:
     # For tests
 
     def run(self, num_steps: int) -> int:
-        """Does so many steps of streams chosen at random, and returns how many could be done. For
+        """Does up to `num_steps` steps of random streams. Returns how many could be done. For
         runtimes without a thread."""
         return self._streams.run(num_steps)
 
     def lose(self, device: int, why: str = "an illegal memory access was encountered") -> None:
-        """Loses the device: nothing that its streams were given goes on."""
+        """Loses the device: the work of its streams stops."""
         self._streams.lose(device, why)
 
     def lose_after(self, device: int, num_steps: int) -> None:
-        """Loses the device in the middle of the `num_steps`-th step of its streams from now on."""
+        """Loses the device in the middle of the `num_steps`-th following step of its streams."""
         self._streams.lose_after(device, num_steps)
 
     def fail_call(self, method: str, nth: int = 1) -> None:
-        """Has the nth call from now on of that method, or of any that copies (COPIES), fail,
-        without loss. A batch that fails has copied some of what it was given.
-        """
+        """Makes the nth following call of the method fail without losing the device. COPIES: of all
+        methods that copy. A batch that fails has copied some of its bytes."""
         self._streams.fail_call(method, nth)
 
     def peek(self, address: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Copy of device memory, as it is."""
+        """Returns a copy of device memory, without waiting for streams."""
         with self._changed:
             return bytes_at(self._ranges.shadow_of(address, num_bytes), num_bytes).copy()
 
@@ -409,20 +411,19 @@ class FakeRuntime:
             target[:] = data.reshape(-1).view(np.uint8)
 
     def held(self) -> dict[str, int]:
-        """Numbers of allocations, pinned, registered and opened memories that have not been given
-        back."""
+        """Returns how many allocated, pinned, registered and opened memories are not freed."""
         with self._changed:
             return self._ranges.held()
 
     def close(self) -> None:
-        """Stops the thread, drops what streams were given, and frees all memory."""
+        """Stops the thread, drops all work of streams, and frees all memory."""
         self._streams.close()
         with self._changed:
             self._ranges.drop_all()
 
     @contextlib.contextmanager
     def _call(self, method: str, device: int = HOST) -> Iterator[None]:
-        """One call, under the lock. Raises DeviceError if it must fail."""
+        """Makes a call under the lock. Raises DeviceError if the call must fail."""
         with self._changed:
             self._streams.enter(method, device)
             yield

@@ -1,6 +1,5 @@
-"""Memory of a made-up device: what two processes can share, events included, and what the device's
-streams may copy.
-"""
+"""Memory of a made-up device: the parts that two processes share, events included, and the ranges
+that streams may copy."""
 
 import bisect
 import ctypes
@@ -17,9 +16,9 @@ from numpy.typing import NDArray
 from hotkv_server.device.runtime import HOST, DeviceError, Extent
 
 # -------------------------------------------------------------------------------- Between processes
-# An allocation is a memfd: whoever has its handle of 64 bytes maps it through /proc/<pid>/fd, so a
-# dead engine's memory is seen in /proc/<pid>/maps of those that still hold it, as
-# `memfd:hotkv-device`. An event is a memfd with two counters: recorded and passed.
+# An allocation is a memfd. A process with its handle of 64 bytes maps it through /proc/<pid>/fd. So
+# a dead engine's memory is visible as `memfd:hotkv-device` in /proc/<pid>/maps of the processes
+# that still map it. An event is a memfd with two counters: recorded and passed.
 
 MEMORY_NAME, EVENT_NAME = "hotkv-device", "hotkv-device-event"
 EVENT_BYTES = 16
@@ -42,18 +41,18 @@ PAGE_BYTES = mmap.PAGESIZE
 
 
 def uuid_of(device: int) -> bytes:
-    """UUID of the made-up device of that number; 16 bytes."""
+    """Returns the UUID of the made-up device with this number; 16 bytes."""
     return b"hotkv-fake-gpu" + device.to_bytes(2, "big")
 
 
 def map_pages(num_bytes: int, fd: int = -1) -> int:
-    """Address of a new mapping: of the file, or of zeros. Raises DeviceError."""
+    """Returns the address of a new mapping: of the file, or of zeros. Raises DeviceError."""
     flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return _map(num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd)
 
 
 def reserve_pages(num_bytes: int) -> int:
-    """Reserves addresses that nothing else gets and the host can't touch."""
+    """Reserves an address range that is used only here and that the host can't touch."""
     return _map(num_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE, -1)
 
 
@@ -69,7 +68,7 @@ def _map(num_bytes: int, protection: int, flags: int, fd: int) -> int:
 
 
 def unmap_pages(address: int, num_bytes: int) -> None:
-    """Unmaps or frees them."""
+    """Unmaps or frees a range."""
     _libc.munmap(address, num_bytes)
 
 
@@ -136,7 +135,7 @@ class _Shared:
         ).pack()
 
     def close(self) -> None:
-        """Frees it; others that hold it keep its bytes."""
+        """Closes it; other processes that map it keep its bytes."""
         if self._fd >= 0:
             unmap_pages(self.address, self.num_bytes)
             os.close(self._fd)
@@ -144,7 +143,7 @@ class _Shared:
 
 
 class FakeAllocation:
-    """Device memory of an engine. `handle`: to send to the server, with `device_uuid`."""
+    """Device memory of an engine. `handle`: sent to the server with `device_uuid`."""
 
     def __init__(self, num_bytes: int, device: int = 0) -> None:
         self.num_bytes, self.device, self.device_uuid = num_bytes, device, uuid_of(device)
@@ -155,11 +154,12 @@ class FakeAllocation:
         return f"FakeAllocation({self.num_bytes} bytes, device {self.device})"
 
     def array(self) -> NDArray[np.uint8]:
-        """Its bytes, as the engine's kernels see them; not to be used after `close`."""
+        """Returns its bytes, as the engine's kernels see them. Don't use the array after
+        `close`."""
         return bytes_at(self._memory.address, self.num_bytes)
 
     def words(self) -> NDArray[np.uint32]:
-        """Returns the same as flag words."""
+        """Returns its bytes as flag words."""
         return self.array()[: self.num_bytes // 4 * 4].view(np.uint32)
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class FakeAllocation:
 
 
 class FakeIpcEvent:
-    """An interprocess event of an engine, whose device passes it when told to."""
+    """An interprocess event of an engine. The test decides when the device passes it."""
 
     def __init__(self, device: int = 0) -> None:
         self.device = device
@@ -176,11 +176,11 @@ class FakeIpcEvent:
         self.handle = self._memory.handle
 
     def record(self) -> None:
-        """The engine's queue ends with it."""
+        """Records the event at the end of the engine's queue."""
         self._counters[0] += np.uint64(1)
 
     def reach(self) -> None:
-        """The engine's device has come to it, as last recorded."""
+        """Passes the event's last record, as if the engine's device had reached it."""
         self._counters[1] = self._counters[0]
 
     def close(self) -> None:
@@ -188,18 +188,21 @@ class FakeIpcEvent:
 
 
 # -------------------------------------------------------------------------------- What streams know
-# Which addresses streams may copy, and where their bytes lie.
+# The addresses that streams may copy, and the places of their bytes.
 #
-# Always true: device memory has addresses and no pages behind them, so the host can't touch it; a
-# range that leaves its allocation, crosses registrations, was freed or closed, or is another
-# device's is refused as CUDA refuses it, or loses the device as a kernel would. Addresses that
-# were freed stay reserved. The caller holds the runtime's lock.
+# Always true: device memory has addresses without pages, so the host can't touch it. A range is
+# refused as CUDA refuses it, or loses the device as a kernel would, if it leaves its allocation,
+# crosses registrations, was freed or closed, or belongs to another device. Freed addresses stay
+# reserved. The caller holds the runtime's lock.
 
 
 @dataclass(slots=True, eq=False)
 class KnownMemory:
-    """Memory that streams know. `shadow`: where the bytes of [start, end) really lie. `device`:
-    HOST for registered memory."""
+    """Memory that streams know.
+
+    `shadow`: address at which the bytes of [start, end) really lie.
+    `device`: HOST for registered memory.
+    """
 
     start: int
     end: int
@@ -212,14 +215,14 @@ class KnownMemory:
 
     @property
     def kind(self) -> str:
-        """How it came: allocated, opened, pinned or registered."""
+        """How it was made: allocated, opened, pinned or registered."""
         if self.device != HOST:
             return "opened" if self.handle else "allocated"
         return "pinned" if self.mapped_bytes else "registered"
 
 
 class Ranges:
-    """See above. `version` changes with every change."""
+    """All memories that streams know. `version` increases with every change."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -230,7 +233,7 @@ class Ranges:
         return f"Ranges({len(self._memories)} memories, {len(self._graves)} given back)"
 
     def held(self) -> dict[str, int]:
-        """Numbers of memories that have not been given back, by kind."""
+        """Returns the number of memories that are not freed, by kind."""
         kinds = [memory.kind for memory in self._memories]
         return {
             kind: kinds.count(kind)
@@ -238,22 +241,22 @@ class Ranges:
             if kind in kinds
         }
 
-    # What comes and goes
+    # Allocating and freeing
 
     def allocate(self, device: int, num_bytes: int) -> int:
-        """Address of new device memory."""
+        """Returns the address of new device memory."""
         return self._keep_device(device, num_bytes, map_pages(num_bytes), b"")
 
     def allocate_pinned(self, num_bytes: int) -> int:
-        """Address of new registered host memory."""
+        """Returns the address of new registered host memory."""
         start = map_pages(num_bytes)
         return self._keep(
             KnownMemory(start, start + num_bytes, start, HOST, mapped_bytes=num_bytes)
         )
 
     def register(self, address: int, num_bytes: int, *, read_only: bool) -> None:
-        """Registers host memory. Raises DeviceError unless it is whole pages, none of them
-        registered."""
+        """Registers host memory. Raises DeviceError unless it is whole pages that are not
+        registered yet."""
         if address % PAGE_BYTES or num_bytes % PAGE_BYTES or num_bytes <= 0:
             raise DeviceError(
                 f"fake device: register: invalid argument: {address:#x} and {num_bytes} bytes are "
@@ -266,7 +269,8 @@ class Ranges:
         self._keep(KnownMemory(address, address + num_bytes, address, HOST, read_only))
 
     def open(self, device: int, handle: bytes) -> int:
-        """Address of another process's allocation; opened again, the same one."""
+        """Returns the address of another process's allocation. Opening again returns the same
+        address."""
         for memory in self._memories:
             if memory.handle == handle and memory.device == device:
                 memory.num_opened += 1
@@ -301,13 +305,13 @@ class Ranges:
         self._memories.remove(memory)
         if memory.device != HOST:
             unmap_pages(memory.shadow, memory.mapped_bytes)
-            # Its addresses stay reserved, so that nothing else is taken for it.
+            # Its addresses stay reserved, so that they are not reused.
             self._graves.append((memory.start, memory.end))
         elif memory.mapped_bytes:
             unmap_pages(memory.shadow, memory.mapped_bytes)
 
     def drop_all(self) -> None:
-        """Gives everything back."""
+        """Frees all memories."""
         for memory in list(self._memories):
             self.drop(memory)
 
@@ -330,7 +334,7 @@ class Ranges:
         bisect.insort(self._memories, memory, key=lambda other: other.start)
         return memory.start
 
-    # Where bytes lie
+    # Resolving addresses
 
     def extent(self, device: int, address: int) -> Extent:
         """Returns the device allocation in which the address lies. Raises DeviceError."""
@@ -342,7 +346,8 @@ class Ranges:
         )
 
     def shadow_of(self, address: int, num_bytes: int) -> int:
-        """Where the bytes of a range lie. Raises ValueError unless one memory covers it."""
+        """Returns the address at which the bytes of a range really lie. Raises ValueError unless a
+        single memory covers the range."""
         found = self._overlapping(address, address + num_bytes)
         if not found or not (found[0].start <= address and address + num_bytes <= found[0].end):
             raise ValueError(f"no memory of a device at {address:#x}")
@@ -351,8 +356,8 @@ class Ranges:
     def copy_range(
         self, device: int, start: int, num_bytes: int, what: str
     ) -> tuple[int, KnownMemory | None]:
-        """Where the bytes of a range lie, and in what memory; None for memory that is not
-        registered. Raises DeviceError as a copy would."""
+        """Returns the address at which the bytes of a range really lie, and their memory; None for
+        memory that is not registered. Raises DeviceError as a copy would."""
         end = start + num_bytes
         found = self._overlapping(start, end)
         problem = ""
@@ -374,10 +379,10 @@ class Ranges:
         return (start, None) if not found else (start - found[0].start + found[0].shadow, found[0])
 
     def kernel_range(self, device: int, start: int, num_bytes: int, *, writes: bool) -> int:
-        """Resolves a range to where its bytes lie. Raises DeviceError, with the device lost, if a
-        kernel could not access it."""
+        """Returns the address at which the bytes of a range really lie. If a kernel could not
+        access it, loses the device and raises DeviceError."""
         found, end = self._overlapping(start, start + num_bytes), start + num_bytes
-        # Registrations that adjoin are one range to a kernel: each has the host's own addresses.
+        # A kernel sees adjoining registrations as a single range: they have the host's addresses.
         covered = (
             found
             and found[0].start <= start

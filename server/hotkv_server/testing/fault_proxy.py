@@ -1,7 +1,7 @@
-"""A proxy in front of a server that delays, holds, cuts and changes what passes.
+"""A proxy in front of a server that delays, holds, cuts and changes bytes.
 
-Always true: bytes pass in their order, through `on_command` and `on_reply`, which a test sets as it
-likes. A function that returns None ends the connection.
+Always true: bytes pass in order, through `on_command` and `on_reply`, which the test may replace at
+any time. The connection ends if they raise OSError.
 """
 
 import contextlib
@@ -14,17 +14,17 @@ from collections.abc import Callable, Iterator
 
 PIECE_BYTES = 1 << 16
 Fault = Callable[[bytes], Iterator[bytes]]
-"""Given bytes that have come: gives the bytes that pass, and may wait in between. Raises OSError to
-end the connection."""
+"""Given received bytes, yields the bytes to pass on, and may wait in between. Raises OSError to end
+the connection."""
 
 
 def nothing(piece: bytes) -> Iterator[bytes]:
-    """No fault."""
+    """Passes bytes unchanged."""
     yield piece
 
 
 def delayed(delay_s: float) -> Fault:
-    """Each piece passes `delay_s` later."""
+    """Returns a fault that passes each piece `delay_s` later."""
 
     def fault(piece: bytes) -> Iterator[bytes]:
         time.sleep(delay_s)
@@ -34,7 +34,7 @@ def delayed(delay_s: float) -> Fault:
 
 
 def throttled(bytes_per_s: float) -> Fault:
-    """All connections that share the fault pass so many bytes a second together."""
+    """Returns a fault that limits the rate of all connections that share it."""
     lock = threading.Lock()
 
     def fault(piece: bytes) -> Iterator[bytes]:
@@ -49,7 +49,7 @@ def throttled(bytes_per_s: float) -> Fault:
 
 
 def cut_after(num_bytes: int) -> Fault:
-    """`num_bytes` pass; then the connection ends."""
+    """Returns a fault that passes `num_bytes` and then ends the connection."""
     left = num_bytes
 
     def fault(piece: bytes) -> Iterator[bytes]:
@@ -63,7 +63,7 @@ def cut_after(num_bytes: int) -> Fault:
 
 
 def changed_at(at: int, garbage: bytes) -> Fault:
-    """The bytes from `at` on are `garbage` instead, as many as it has."""
+    """Returns a fault that replaces the bytes from `at` on with `garbage`."""
     passed = 0
 
     def fault(piece: bytes) -> Iterator[bytes]:
@@ -79,8 +79,8 @@ def changed_at(at: int, garbage: bytes) -> Fault:
 
 
 class Dam:
-    """A fault that holds everything behind the first `num_bytes` until `opened` is set. `is_full`
-    is set once those have passed and something is held."""
+    """A fault that holds all bytes after the first `num_bytes` until `opened` is set. Sets
+    `is_full` once it holds bytes."""
 
     def __init__(self, num_bytes: int) -> None:
         self.is_full, self.opened = threading.Event(), threading.Event()
@@ -97,8 +97,11 @@ class Dam:
 
 
 class FaultProxy:
-    """See the module. Listens on a free port of 127.0.0.1. `target`: (host, port) or the path of a
-    Unix socket. `tls`: what it speaks TLS with, towards clients only."""
+    """The proxy; see the module. Listens on a free port of 127.0.0.1.
+
+    `target`: (host, port), or the path of a Unix socket.
+    `tls`: context for TLS, towards clients only.
+    """
 
     def __init__(self, target: tuple[str, int] | str, tls: ssl.SSLContext | None = None) -> None:
         self.on_command: Fault = nothing
@@ -115,7 +118,7 @@ class FaultProxy:
 
     @property
     def num_connections(self) -> int:
-        """Connections that it has taken."""
+        """Number of accepted connections."""
         return len(self._pairs)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Servers in which one thing goes wrong, or is told, on demand; all else is the real server.
+"""Servers with a single fault on demand; the rest is the real server.
 
-`python -m hotkv_server.testing.faults KIND ARGUMENTS... run FLAGS...` is `hotkv-server run
-FLAGS...` after the function that KINDS has under that name was called with the arguments. Most
-look for a file while the server runs, so that a test says when.
+`python -m hotkv_server.testing.faults KIND ARGUMENTS... run FLAGS...` calls the function of KINDS
+with this name and the arguments, then does the same as `hotkv-server run FLAGS...`. Most functions
+wait for a file to appear, so that the test chooses the time.
 """
 
 import asyncio
@@ -46,14 +46,16 @@ HANG_S = 3600.0
 
 
 class Death(BaseException):
-    """Ends a thread or task: nothing is meant to catch it."""
+    """Ends a thread or task: handlers in the server don't catch it."""
 
 
 def break_function(point: str, how: str, file: str) -> None:
-    """The function at `point` does `how` from the moment that the file exists: `assert` (an
-    invariant breaks), `die` (its thread or task ends), `hang` (it never returns). A point is
-    `module:Class.name`, or the name of one in `crashing.POINTS`. Raises ValueError for another
-    `how`."""
+    """Breaks the function at `point` once the file exists.
+
+    `point`: `module:Class.name`, or a name in `crashing.POINTS`.
+    `how`: `assert` (an invariant breaks), `die` (its thread or task ends), `hang` (it never
+        returns). Raises ValueError for another value.
+    """
     if how not in ("assert", "die", "hang"):
         raise ValueError(f"HOW is {how!r}; allowed are assert, die and hang")
     module_name, _, path = POINTS.get(point, point).partition(":")
@@ -90,15 +92,15 @@ CALLS = {
     "stat": ("stat", "lstat", "fstat", "statvfs", "fstatvfs"),
     "unlink": ("unlink", "remove"),
 }
-"""Functions of `os` by the name of their call."""
+"""Functions of `os` by name of the call."""
 
 
 def hang_disk(folder: str, signs: str) -> None:
-    """While a file `signs`/CALL exists, each such call on a file below `folder` hangs, whatever
-    thread makes it; a file `signs`/CALL.met says that one has. CALLS has their names.
+    """While a file `signs`/CALL exists, makes each such call on a file below `folder` hang, on any
+    thread. A file `signs`/CALL.met shows that a call hangs. CALLS has the names.
 
-    So that a hang shows within seconds, the timer writes notes every second, Health calls a part
-    stuck after STALLED_S, and a stop waits CLOSE_WAIT_S for the disk.
+    To show a hang within seconds, the timer writes notes every second, Health calls a part stuck
+    after STALLED_S, and a stop waits CLOSE_WAIT_S for the disk.
     """
     persistence.USE_PARTS = 5
     lower.CLOSE_WAIT_S = CLOSE_WAIT_S
@@ -131,7 +133,7 @@ def hang_disk(folder: str, signs: str) -> None:
         return called
 
     def hanging_blocks(call: str, move: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the kernels that move blocks call the C library, past `os`."""
+        """Wraps a kernel that moves blocks: kernels call the C library, not `os`."""
 
         def moved(self: FileIO, *arguments: Any) -> Any:
             hang(call, self._fd)
@@ -152,8 +154,8 @@ def hang_disk(folder: str, signs: str) -> None:
 
 
 def slow_down(file: str, times: str, wait_s: str) -> None:
-    """While the file exists, each copy takes `times` as long, and each lookup and lease `wait_s`
-    more."""
+    """While the file exists, makes each copy take `times` as long, and each lookup and lease
+    `wait_s` longer."""
     trigger, copy = Path(file), HostCopyEngine._copy
 
     def slow_copy(self: HostCopyEngine, *arguments: Any, **named: Any) -> None:
@@ -182,9 +184,9 @@ def slow_down(file: str, times: str, wait_s: str) -> None:
 
 
 def dam(file: str) -> None:
-    """The start prefaults one piece of the arena; a later piece that ends beyond the number of
-    bytes in the file waits until it is larger. If the file says `short`, the kernel refuses the
-    next piece."""
+    """Holds the prefaulting of the arena. The start prefaults a single piece. A later piece waits
+    until the number in the file is at least the offset of its end. If the file contains `short`,
+    the next piece fails as if memory were short."""
     said_in, bring_in_next = Path(file), Filling._bring_in_next
     arena.FIRST_FILL_S, arena.FIRST_FILL_BYTES = 0.0, 0
 
@@ -205,8 +207,8 @@ def dam(file: str) -> None:
 
 
 def tell_tasks(file: str) -> None:
-    """At SIGUSR1 the server writes the file anew: JSON with `tasks`, each task's `name`, `of` (the
-    module of its function) and whether Health `knows` it; the names of `threads`; the names of
+    """Makes the server write the file at SIGUSR1: JSON with `tasks` (each task's `name`, `of`: the
+    module of its function, and whether Health `knows` it), the names of `threads`, and the names of
     `parts` that Health watches."""
     watch_all, target = daemon.watch_all, Path(file)
 

@@ -1,7 +1,7 @@
-"""A disk whose faults are chosen: block I/O over another's, for what real disks do rarely.
+"""A disk with chosen faults: wraps block I/O and adds the faults that real disks rarely have.
 
-Always true: a block without a fault is moved by the block I/O below, so the tier that is tested
-reads and writes its real file.
+Always true: a block without a fault is moved by the wrapped block I/O, so the tested tier uses its
+real file.
 """
 
 import threading
@@ -13,13 +13,17 @@ from hotkv_server.tiers.disk.slab_file import BlockIO
 from hotkv_server.tiers.protocol import Int64s
 
 EVERYWHERE = -1
-"""Offset of a fault that all blocks meet which have none of their own."""
+"""Offset of the fault for all blocks that have no other fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to a block. `code`: the errno that it fails with. `moved_bytes`: only so many
-    are moved, and nothing is said of the rest; None for all. `hangs`: first waits for `release`."""
+    """The fault of a block.
+
+    `code`: the errno that it fails with.
+    `moved_bytes`: moves only so many bytes, and reports no error; None: all.
+    `hangs`: first waits for `release`.
+    """
 
     code: int = 0
     moved_bytes: int | None = None
@@ -28,8 +32,11 @@ class Fault:
 
 @dataclass
 class FaultyDisk:
-    """See the module. `reads` and `writes`: faults by offset in the file, or EVERYWHERE; may change
-    at any time. `begun`: (is_write, offset) of all blocks in the order in which they began."""
+    """The disk; see the module.
+
+    `reads`, `writes`: faults by offset in the file, or EVERYWHERE; may change at any time.
+    `begun`: (is_write, offset) of all blocks, in the order in which they began.
+    """
 
     under: BlockIO
     reads: dict[int, Fault] = field(default_factory=dict)
@@ -40,22 +47,22 @@ class FaultyDisk:
     _num_released: int = 0
 
     def read_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """See `BlockIO`."""
+        """Implements `BlockIO`."""
         return self._move_many(False, addresses, offsets, sizes)
 
     def write_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """See `BlockIO`."""
+        """Implements `BlockIO`."""
         return self._move_many(True, addresses, offsets, sizes)
 
     def heal(self) -> None:
-        """Removes all faults, and releases what hangs."""
+        """Removes all faults, and releases the blocks that hang."""
         with self._changed:
             self.reads.clear()
             self.writes.clear()
         self.release()
 
     def release(self) -> None:
-        """Lets go on what hangs now."""
+        """Releases the blocks that hang now."""
         with self._changed:
             self._num_released += 1
             self._changed.notify_all()

@@ -1,9 +1,8 @@
-"""The contract of shared tiers about flushes: a flush that a node has answered counts on every
-node.
+"""The contract of shared tiers about flushes: once a flush is answered, it holds on every node.
 
-A `Store` gives nodes over one store. Checks use the key space NAME and expect no epoch of it at
-first. What happens while a read is under way depends on how a tier speaks to its store, and is
-tested there with `FaultProxy`.
+A `Store` makes nodes over the same store. Checks use the key space NAME and expect it to have no
+epoch at first. Races inside a read depend on the protocol of a tier's store; the tests of each tier
+cover them with `FaultProxy`.
 """
 
 import contextlib
@@ -25,13 +24,17 @@ READ_AT = 32
 """First slot that reads fill."""
 
 Node = Callable[..., "contextlib.AbstractContextManager[Bench]"]
-"""Makes a node of its own over the store. `on_epoch`: as in `RemoteTier`."""
+"""Makes a node over the store. `on_epoch`: as in `RemoteTier`."""
 
 
 @dataclass(frozen=True)
 class Store:
-    """node: makes nodes. lose: removes the epoch of NAME. spoil: puts bytes in the place of the
-    epoch; None where that can't be done."""
+    """A store under test.
+
+    `node`: makes nodes.
+    `lose`: removes the epoch of NAME.
+    `spoil`: replaces the epoch with other bytes; None if that is impossible.
+    """
 
     node: Node
     lose: Callable[[], object]
@@ -42,7 +45,7 @@ class Store:
 
 
 def answer(call: Callable[[Callable[[T], None]], None]) -> T:
-    """Returns what a call answers."""
+    """Makes a call and returns its answer."""
     done, is_done = list[T](), threading.Event()
 
     def on_done(value: T) -> None:
@@ -61,7 +64,7 @@ def epoch(tier: Any, name: str = NAME) -> int | None:
 
 
 def flush(tier: Any, name: str = NAME, floor: int = 0) -> int | None:
-    """Returns the epoch that a flush has raised; None if the store does not answer."""
+    """Flushes and returns the new epoch; None if the store does not answer."""
     return answer(lambda done: tier.raise_epoch(name, floor, done))
 
 
@@ -84,13 +87,13 @@ def write(bench: Bench, keys: Sequence[bytes]) -> None:
 
 
 def read(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
-    """Reads into the slots from READ_AT on."""
+    """Reads into the slots from READ_AT on. Returns the codes."""
     blocks, until_s = blocks_of(keys, READ_AT, epochs), time.monotonic() + WAIT_S
     return answer(lambda done: tier.read(blocks, until_s, lambda codes: done(codes.tolist())))
 
 
 def probe(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
-    """Asks for blocks."""
+    """Asks for blocks. Returns the codes."""
     until_s = time.monotonic() + WAIT_S
     return answer(
         lambda done: tier.probe(keys, until_s, lambda codes: done(codes.tolist()), epochs)
@@ -101,7 +104,7 @@ def probe(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
 
 
 def check_epochs(store: Store) -> None:
-    """An epoch begins once, at the time that the store has, and rises with each flush."""
+    """Checks that an epoch begins once, at the store's time, and rises with each flush."""
     with store.node() as one, store.node() as other:
         before = begun(time.time_ns() // 1000)
         first = epoch(one.tier)
@@ -119,7 +122,8 @@ def check_epochs(store: Store) -> None:
 
 
 def check_races(store: Store) -> None:
-    """Epochs that begin at a time are one; flushes at a time all count."""
+    """Checks that nodes which begin an epoch at the same time get the same, and that simultaneous
+    flushes all count."""
     with store.node() as one, store.node() as other:
         tiers: list[Any] = [one.tier, other.tier]
         with _many() as (begin, shown):
@@ -129,14 +133,14 @@ def check_races(store: Store) -> None:
         with _many() as (begin, raised):
             for tier in tiers * 4:
                 tier.raise_epoch(NAME, 0, begin())
-        # Each flush made an epoch of its own, so none takes another's for its own.
+        # Each flush made another epoch, so all epochs differ.
         assert len({first, *raised}) == 9
         assert epoch(one.tier) == epoch(other.tier) == max(raised)
 
 
 def check_reads(store: Store) -> None:
-    """Blocks are found in their epoch, and in no other; a node learns of a flush with its next
-    call."""
+    """Checks that blocks are found only in their epoch, and that a node learns of a flush with its
+    next call."""
     told: list[tuple[str, int]] = []
     with (
         store.node() as one,
@@ -168,7 +172,7 @@ def check_reads(store: Store) -> None:
 
 
 def check_lost(store: Store) -> None:
-    """An epoch that was lost, or is no number, lets nothing pass."""
+    """Checks that blocks don't pass if the epoch was lost or is no number."""
     told: list[tuple[str, int]] = []
     with (
         store.node() as one,
@@ -194,7 +198,7 @@ def check_lost(store: Store) -> None:
 
 
 def check_closed(store: Store) -> None:
-    """A closed tier answers that it has no answer."""
+    """Checks that a closed tier answers None."""
     with store.node() as one:
         one.tier.close()
         assert epoch(one.tier) is None and flush(one.tier) is None
@@ -209,8 +213,8 @@ def check_flushes(store: Store) -> None:
 
 @contextlib.contextmanager
 def _many() -> "Any":
-    """Yields a function that makes callbacks, and the list of what they are given; ends when all
-    have been called."""
+    """Yields a function that makes callbacks, and the list of their arguments. Ends when all
+    callbacks have been called."""
     changed, answers, num_begun = threading.Condition(), list[Any](), [0]
 
     def on_done(value: Any) -> None:

@@ -1,7 +1,7 @@
-"""A tier in this process's memory whose faults are chosen: it fails, lags, loses, damages blocks.
+"""A tier in this process's memory with chosen faults: it fails, lags, loses or damages blocks.
 
-What is kept outlives it in `MemoryStore`, as a disk's bytes outlive a daemon; several tiers over
-one store are the nodes of a shared tier.
+The blocks are in a `MemoryStore`, which outlives the tier as a disk outlives a daemon. Several
+tiers over the same store act as the nodes of a shared tier.
 """
 
 import itertools
@@ -43,9 +43,14 @@ from hotkv_server.tiers.seals import seal
 
 @dataclass
 class Faults:
-    """What goes wrong from now on. `problem`: as `Tier.problem`. `is_hung`: calls are taken and
-    none ends. `fails`: of a key, whether its read or write fails; `fails_writes`: all writes fail.
-    `is_full`: nothing more is stored."""
+    """The present faults.
+
+    `problem`: returned by `Tier.problem`.
+    `is_hung`: calls are accepted and don't end.
+    `is_full`: writes are refused.
+    `fails_writes`: all writes fail.
+    `fails`: whether the read or write of a key fails.
+    """
 
     problem: str = ""
     is_hung: bool = False
@@ -56,8 +61,12 @@ class Faults:
 
 @dataclass
 class MemoryStore:
-    """What tiers over it have stored: (bytes, seal) by key, or by place where `places`; and epochs
-    by fingerprint. `restored_below`: as of `Shown`."""
+    """The state of a store.
+
+    `content`: (bytes, seal) by key, or by place if `places`.
+    `epochs`: by fingerprint.
+    `restored_below`: as in `Shown`.
+    """
 
     places: bool
     capacity_bytes: int = 1 << 40
@@ -79,8 +88,8 @@ class MemoryStore:
 
 
 class MemoryTier:
-    """See the module. A thread does the calls in their order; `step` does the next one where
-    `is_manual`."""
+    """The tier; see the module. A thread executes the calls in order; with `is_manual` the test
+    does, with `step`."""
 
     def __init__(
         self,
@@ -111,11 +120,11 @@ class MemoryTier:
         return f"MemoryTier({self._facts.name!r}, {len(self._calls)} calls)"
 
     def facts(self) -> TierFacts:
-        """See `Tier`."""
+        """Implements `Tier`."""
         return self._facts
 
     def probe(self, keys: Sequence[bytes], deadline_s: float, on_done: OnProbe) -> None:
-        """See `Tier`."""
+        """Implements `Tier`."""
 
         def do() -> None:
             is_late = time.monotonic() > deadline_s
@@ -125,7 +134,7 @@ class MemoryTier:
         self._add(do, lambda: on_done(_all(Read.FAILED, len(keys))), 0)
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
-        """See `Tier`."""
+        """Implements `Tier`."""
 
         def do() -> None:
             codes = _all(Read.FAILED, len(blocks))
@@ -138,7 +147,7 @@ class MemoryTier:
         self._add(do, lambda: on_done(_all(Read.FAILED, len(blocks))), blocks.total_bytes)
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
-        """See `Tier`."""
+        """Implements `Tier`."""
 
         def do() -> None:
             codes, seals = _all(Write.FAILED, len(blocks)), np.zeros(len(blocks), np.uint64)
@@ -155,7 +164,7 @@ class MemoryTier:
         self._add(do, lambda: on_done(*failed), blocks.total_bytes)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """See `Tier`."""
+        """Implements `Tier`."""
 
         def do() -> None:
             for key in keys:
@@ -164,30 +173,30 @@ class MemoryTier:
         self._add(do, lambda: None, 0)
 
     def problem(self) -> str:
-        """See `Tier`."""
+        """Implements `Tier`."""
         return self.faults.problem
 
     def stalled_s(self, now_s: float) -> float:
-        """See `Tier`."""
+        """Implements `Tier`."""
         begun_s = self._begun_s
         return max(0.0, now_s - begun_s) if begun_s else 0.0
 
     def is_alive(self) -> bool:
-        """See `Tier`."""
+        """Implements `Tier`."""
         return self._is_closed or self._thread is None or self._thread.is_alive()
 
     def memory(self) -> TierMemory:
-        """See `Tier`."""
+        """Implements `Tier`."""
         held_bytes = sum(len(content) for content, _ in self._store.content.values())
         return TierMemory(held_bytes, self._store.capacity_bytes)
 
     def figures(self) -> TierFigures:
-        """See `Tier`."""
+        """Implements `Tier`."""
         with self._changed:
             return TierFigures(**self._sums, queued_bytes=sum(size for *_, size in self._calls))
 
     def close(self) -> None:
-        """See `Tier`."""
+        """Implements `Tier`."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -197,7 +206,7 @@ class MemoryTier:
             self._calls.popleft()[1]()
 
     def step(self) -> bool:
-        """Does the next call, if the tier is not hung. Returns whether there was one."""
+        """Executes the next call, unless the tier is hung. Returns whether it did."""
         with self._changed:
             if not self._calls or self.faults.is_hung:
                 return False
@@ -220,7 +229,7 @@ class MemoryTier:
     def _work(self) -> None:
         while True:
             with self._changed:
-                # A hung tier looks again: nobody tells it that it is well.
+                # A hung tier polls, because healing it sends no notice.
                 while not self._is_closed and (not self._calls or self.faults.is_hung):
                     self._changed.wait(0.01 if self._calls else None)
                 if self._is_closed and (not self._calls or self.faults.is_hung):
@@ -245,7 +254,7 @@ class MemoryTier:
             return Read.FAILED
         found = self._store.content.get(self._name(blocks, at))
         if found is None:
-            # Where the core chooses places, something was said to be here.
+            # If the core chooses places, it expects a block here.
             return Read.CORRUPT if self._store.places else Read.ABSENT
         content, sealed = found
         expected = int(blocks.seals[at]) if self._store.places else sealed
@@ -291,13 +300,14 @@ def _all(code: int, count: int) -> Codes:
 
 
 # ----------------------------------------------------------------------------- One that nodes share
-# Several over one `MemoryStore` are those of several nodes.
+# Several tiers over the same `MemoryStore` act as several nodes.
 
 _fresh = itertools.count(begun(1 << 51), RAISES)
 
 
 class SharedMemoryTier(MemoryTier):
-    """See above and `SharedTier`. `on_epoch`: as of `ValkeyTier`."""
+    """A shared tier over a `MemoryStore`; see the module and `SharedTier`. `on_epoch`: as in
+    `RemoteTier`."""
 
     def __init__(
         self,
@@ -318,15 +328,15 @@ class SharedMemoryTier(MemoryTier):
         on_done: OnProbe,
         epochs: Epochs = NO_EPOCHS,
     ) -> None:
-        """See `SharedTier`."""
+        """Implements `SharedTier`."""
         super().probe(keys, deadline_s, self._checked(epochs, on_done))
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
-        """See `Tier`."""
+        """Implements `Tier`."""
         super().read(blocks, deadline_s, self._checked(blocks.epochs, on_done))
 
     def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
-        """See `SharedTier`."""
+        """Implements `SharedTier`."""
 
         def do() -> None:
             if self.faults.problem:
@@ -341,7 +351,7 @@ class SharedMemoryTier(MemoryTier):
         self._add(do, lambda: on_done(None), 0)
 
     def raise_epoch(self, fingerprint: str, floor: int, on_done: OnEpoch) -> None:
-        """See `SharedTier`."""
+        """Implements `SharedTier`."""
 
         def do() -> None:
             if self.faults.problem:
@@ -354,7 +364,7 @@ class SharedMemoryTier(MemoryTier):
         self._add(do, lambda: on_done(None), 0)
 
     def _checked(self, epochs: Epochs, on_done: OnRead) -> OnRead:
-        """Looks at the epochs once all blocks have been read."""
+        """Wraps `on_done` to check the epochs once all blocks have been read."""
 
         def done(codes: Codes) -> None:
             stored = self._store.epochs

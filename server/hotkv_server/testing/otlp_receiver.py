@@ -1,6 +1,6 @@
-"""A collector of traces for tests: OTLP over HTTP on a port of its own, with faults on demand.
+"""A collector of traces for tests: OTLP over HTTP on a free port, with faults on demand.
 
-Always true: `spans` has what was acknowledged, in the order of arrival, and nothing else.
+Always true: `spans` has exactly the acknowledged spans, in the order of arrival.
 """
 
 import gzip
@@ -22,7 +22,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:
-    """A span as it came. Ids are hexadecimal; `parent_id` is empty at a root."""
+    """A received span. Ids are hexadecimal; `parent_id` is empty at a root."""
 
     service: str
     name: str
@@ -36,14 +36,18 @@ class ReceivedSpan:
     error: str
 
     def encloses(self, other: "ReceivedSpan") -> bool:
-        """Returns whether the other one lies within this one's time."""
+        """Returns whether the other span lies within this span's time."""
         return self.began_ns <= other.began_ns and other.ended_ns <= self.ended_ns
 
 
 class OtlpReceiver:
-    """See the module. Use in a `with` block. `status`: the HTTP status of answers; spans count only
-    with 200. `delay_s`: before each answer. `headers`: of the last request, names in small
-    letters. `answer`, `answer_headers`: what each answer has."""
+    """The collector; see the module. Use in a `with` block.
+
+    `status`: the HTTP status of answers; spans count only with 200.
+    `delay_s`: wait before each answer.
+    `headers`: of the last request, with names in small letters.
+    `answer`, `answer_headers`: body and headers of each answer.
+    """
 
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []
@@ -70,7 +74,7 @@ class OtlpReceiver:
                 self.wfile.write(receiver.answer)
 
             def log_message(self, *_: object) -> None:
-                """Says nothing."""
+                """Keeps requests out of the standard error output."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
@@ -80,7 +84,7 @@ class OtlpReceiver:
 
     @property
     def url(self) -> str:
-        """The endpoint, without a path."""
+        """The URL of the endpoint, without a path."""
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> "OtlpReceiver":

@@ -1,8 +1,8 @@
-"""The contract of eviction policies: rules that every one of them must keep.
+"""The contract of eviction policies: rules that each policy must keep.
 
-`PolicyWorld` is a small cache round one policy: it hands out entry numbers as the index does, knows
-which are ready and pinned, and checks each answer. Drive it from a property test, or let
-`check_policy` drive it at random.
+`PolicyWorld` is a small cache around a policy. It assigns entry numbers as the index does, knows
+which entries are ready and pinned, and checks each answer. Drive it from a property test, or at
+random with `check_policy`.
 """
 
 import functools
@@ -19,8 +19,8 @@ MakePolicy = Callable[[int], Policy]
 
 
 class PolicyWorld:
-    """Entries that come, are used and go. Checks that the policy answers by the rules, and two of a
-    kind alike."""
+    """Entries that arrive, are used and leave. Checks the rules, and that two policies of a kind
+    give the same answers."""
 
     def __init__(self, make_policy: MakePolicy, capacity: int) -> None:
         self.capacity = capacity
@@ -36,7 +36,7 @@ class PolicyWorld:
         self._gone: list[int] = []
 
     def free_numbers(self) -> list[int]:
-        """Entry numbers that are not in use; the last one freed may be the first one used anew."""
+        """Returns the unused entry numbers. A freed number may be used again at once."""
         return [number for number in range(1, self.capacity + 1) if number not in self.size_of]
 
     def arrive(
@@ -48,8 +48,8 @@ class PolicyWorld:
         come_back: bool = False,
         retention: Retention = NO_RETENTION,
     ) -> None:
-        """Makes blocks of one chain ready; with `come_back` those that were removed last, if there
-        are any."""
+        """Makes blocks of a chain ready. `come_back`: takes the blocks that were removed last, if
+        there are any."""
         assert not set(numbers) & set(self.size_of)
         self.size_of |= dict.fromkeys(numbers, slot_bytes)
         for number in numbers:
@@ -59,11 +59,11 @@ class PolicyWorld:
         self._tell("admit", numbers, now_s, retention)
 
     def use(self, numbers: list[int], now_s: float, retention: Retention = NO_RETENTION) -> None:
-        """A touch, in chain order."""
+        """Touches blocks, in chain order."""
         self._tell("touch", numbers, now_s, retention)
 
     def refresh(self, numbers: list[int], now_s: float) -> None:
-        """Blocks after these, in chain order, came in."""
+        """Reports that blocks after these, in chain order, arrived."""
         assert now_s >= self.now_s
         self.now_s = now_s
         self.demoted -= set(numbers)
@@ -71,7 +71,7 @@ class PolicyWorld:
             policy.refresh(_entries(numbers), now_s)
 
     def decline(self, count: int, now_s: float) -> None:
-        """That many blocks of one chain found no room."""
+        """Reports that so many blocks of a chain found no room."""
         assert now_s >= self.now_s
         self.now_s = now_s
         keys = np.array([self._fresh_key() for _ in range(count)], np.uint64)
@@ -81,13 +81,14 @@ class PolicyWorld:
             assert np.array_equal(given, keys), "decline changed its arguments"
 
     def allow_keeping(self, allowed: bool) -> None:
-        """Whether fewer victims may be named than could be had."""
+        """Sets whether `victims` may return fewer entries than can be evicted."""
         self._may_keep = allowed
         for policy in (self.policy, self._reference):
             policy.allow_keeping(allowed)
 
     def demote(self, numbers: list[int]) -> None:
-        """These, in chain order, are to be evicted before all others until they are used."""
+        """Demotes blocks, in chain order: they are evicted before all others until they are
+        used."""
         self.demoted |= set(numbers)
         for policy in (self.policy, self._reference):
             policy.demote(_entries(numbers), self._keys(numbers), self.now_s)
@@ -120,7 +121,7 @@ class PolicyWorld:
         return np.array([self.key_of[number] for number in numbers], np.uint64)
 
     def evict(self, slot_bytes: int, count: int, *, keep_at_s: float | None = None) -> list[int]:
-        """Asks for victims of a slot size (0: of any), coldest first, checks them, and removes
+        """Asks for victims of a slot size (0: of any size), coldest first. Checks and removes
         them."""
         answers = []
         for policy in (self.policy, self._reference):
@@ -146,8 +147,7 @@ class PolicyWorld:
         return victims
 
     def check(self) -> None:
-        """Raises AssertionError if heat can't order entries, or a policy's own books
-        disagree."""
+        """Raises AssertionError if heat can't order entries, or a policy breaks an invariant."""
         entries = _entries(sorted(self.size_of))
         if self.demoted and len(self.demoted) < len(entries):
             rest = _entries(sorted(set(self.size_of) - self.demoted))
@@ -230,8 +230,7 @@ def check_policy(
 
 
 def check_leaves_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> None:
-    """Of blocks that were only ever used together, the tail of the chain goes before its head.
-    Raises AssertionError where not."""
+    """Checks that a chain whose blocks were always used together is evicted from its tail."""
     world = PolicyWorld(make_policy, num_blocks)
     chain = list(range(1, num_blocks + 1))
     world.arrive(chain, 4096, 1.0)
@@ -243,8 +242,8 @@ def check_leaves_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> None
 
 
 def check_demoted_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> None:
-    """A chain that was demoted goes before all others, its tail first; a use undoes that. Raises
-    AssertionError where not."""
+    """Checks that a demoted chain is evicted before all others, from its tail, unless it is used
+    again."""
     world = PolicyWorld(make_policy, 3 * num_blocks + 1)
     ended = list(range(1, num_blocks + 1))
     used = list(range(num_blocks + 1, 2 * num_blocks + 1))
@@ -253,7 +252,7 @@ def check_demoted_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> Non
         world.arrive(chain, 4096, 2.0, retention=Retention(8, 8e4))
     for chain in (ended, used):
         world.use(chain, 1000.0)
-    # A policy may have queued what it took for the coldest by now.
+    # A policy may already have queued the entries that were coldest.
     gone = world.evict(4096, 1)
     ended, used = ([n for n in chain if n not in gone] for chain in (ended, used))
     world.demote(used)

@@ -1,7 +1,7 @@
-"""The contract of tiers: checks that every one of them must pass.
+"""The contract of tiers: checks that each tier must pass.
 
-A `Rig` is a tier over an arena of SLOTS slots; each check makes its own, and knows by itself what
-each block's bytes must be.
+A `Rig` is a tier over an arena of SLOTS slots. Each check makes a rig, and computes the expected
+bytes of each block.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ SLOT_BYTES = 4 * SLOT_ALIGN
 SLOTS = 64
 ARENA_BYTES = SLOTS * SLOT_BYTES
 WAIT_S = 60.0
-"""Longest wait for calls that must end; only a tier that hangs reaches it."""
+"""Longest wait for calls that must end. Only a tier that hangs reaches it."""
 
 
 def key(number: int) -> bytes:
@@ -38,10 +38,15 @@ def content(number: int) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class Rig:
-    """`arena`: SLOTS slots of `slot_bytes`. `damage`: changes stored bytes of a block, given its
-    key and place. `breaks`: while its context is open, the store can't be used. Both None where
-    that can't be done. `content`: a block's bytes, given its number. `encoded_bytes`: of the place
-    for an encoded block, given those of its slot, for a tier in which the core chooses places."""
+    """A tier with an arena.
+
+    `arena`: SLOTS slots of `slot_bytes`.
+    `damage`: changes stored bytes of a block, given its key and place; None if that is impossible.
+    `breaks`: makes the store unusable while its context is open; None if that is impossible.
+    `content`: the bytes of a block, given its number.
+    `encoded_bytes`: maps the size of a slot to the size of an encoded block's place, for a tier in
+        which the core chooses places.
+    """
 
     tier: Tier
     arena: Region
@@ -53,7 +58,7 @@ class Rig:
 
 
 def only(blocks: Blocks, rows: NDArray[np.int64]) -> Blocks:
-    """Some rows of a call, of a tier in which the core chooses places."""
+    """Returns some rows of a call, for a tier in which the core chooses places."""
     return Blocks(
         [blocks.keys[row] for row in rows.tolist()],
         blocks.slots[rows],
@@ -65,15 +70,18 @@ def only(blocks: Blocks, rows: NDArray[np.int64]) -> Blocks:
 
 
 MakeRig = Callable[[], "contextlib.AbstractContextManager[Rig]"]
-"""Makes a rig over an empty store with room for SLOTS blocks, and closes it; the tier may be closed
+"""Makes a rig over an empty store with room for SLOTS blocks, and closes it. The tier may be closed
 already."""
 
 
 @dataclass
 class Bench:
-    """A rig's tier, called as the runtime does: blocks by number, in slots of the arena. Where the
-    core chooses places, `seals` and `stored_bytes` are what it knows of the blocks; one that can't
-    be encoded is written again as it is. `found_bytes`: of stored blocks that were found."""
+    """Calls a rig's tier as the runtime does: blocks by number, in slots of the arena. A block that
+    can't be encoded is written again plain.
+
+    `seals`, `stored_bytes`: known about blocks in a tier in which the core chooses places.
+    `found_bytes`: stored bytes of the blocks that were found.
+    """
 
     rig: Rig
     seals: dict[int, int] = field(default_factory=dict)
@@ -83,18 +91,18 @@ class Bench:
 
     @property
     def tier(self) -> Tier:
-        """The rig's."""
+        """The tier of the rig."""
         return self.rig.tier
 
     @property
     def arena(self) -> NDArray[np.uint8]:
-        """All bytes of the arena."""
+        """The bytes of the arena."""
         return self.rig.arena.array()
 
     def blocks(
         self, numbers: Sequence[int], slots: Sequence[int], sizes: Sequence[int] = ()
     ) -> Blocks:
-        """Blocks with these numbers, in these slots."""
+        """Returns blocks with these numbers, in these slots."""
         num_bytes = np.array(sizes or [self.rig.slot_bytes] * len(numbers), np.int64)
         at = np.array(slots, np.int64) * self.rig.slot_bytes
         blocks = Blocks([key(number) for number in numbers], at, num_bytes)
@@ -113,18 +121,18 @@ class Bench:
         )
 
     def fill(self, numbers: Sequence[int], slots: Sequence[int]) -> None:
-        """Puts the blocks' bytes into slots."""
+        """Writes the blocks' bytes into slots."""
         for number, slot in zip(numbers, slots, strict=True):
             self.slot(slot)[:] = self.rig.content(number)
 
     def slot(self, slot: int) -> NDArray[np.uint8]:
-        """Bytes of a slot of the arena."""
+        """Returns the bytes of a slot in the arena."""
         return self.arena[slot * self.rig.slot_bytes : (slot + 1) * self.rig.slot_bytes]
 
     def write(
         self, numbers: Sequence[int], slots: Sequence[int], sizes: Sequence[int] = ()
     ) -> Codes:
-        """Writes slots, and returns what the tier says."""
+        """Writes slots to the tier. Returns the codes."""
         blocks = self.blocks(numbers, slots, sizes)
         codes, seals = self.answer(blocks)
         is_unfit, stored = codes == Write.UNFIT, blocks.place_bytes.copy()
@@ -141,7 +149,7 @@ class Bench:
         return codes
 
     def answer(self, blocks: Blocks) -> tuple[Codes, Seals]:
-        """Writes blocks once, and returns what the tier says."""
+        """Writes blocks once. Returns the codes and seals."""
         ended: list[tuple[Codes, Seals]] = []
         self.tier.write(blocks, lambda *answer: self._end(ended, answer))
         return self._wait(ended)[0]
@@ -153,7 +161,7 @@ class Bench:
         sizes: Sequence[int] = (),
         within_s: float = WAIT_S,
     ) -> Codes:
-        """Reads into slots, and returns what the tier says."""
+        """Reads into slots. Returns the codes."""
         ended: list[Codes] = []
         deadline_s, blocks = time.monotonic() + within_s, self.blocks(numbers, slots, sizes)
         self.tier.read(blocks, deadline_s, lambda codes: self._end(ended, codes))
@@ -163,15 +171,15 @@ class Bench:
         return codes
 
     def probe(self, numbers: Sequence[int]) -> Codes:
-        """Asks for blocks, and returns what the tier says."""
+        """Asks for blocks. Returns the codes."""
         ended: list[Codes] = []
         keys = [key(number) for number in numbers]
         self.tier.probe(keys, time.monotonic() + WAIT_S, lambda codes: self._end(ended, codes))
         return self._wait(ended)[0]
 
     def check_read(self, numbers: Sequence[int], slots: Sequence[int]) -> None:
-        """Raises AssertionError unless all are found, bit for bit, and no other slot has
-        changed."""
+        """Raises AssertionError unless all blocks are found, bit for bit, and other slots are
+        unchanged."""
         before = self.arena.copy()
         codes = self.read(numbers, slots)
         assert (codes == Read.FOUND).all(), f"not all found: {codes.tolist()}"
@@ -194,7 +202,7 @@ class Bench:
 
 
 def check_round_trip(make_rig: MakeRig, *, seed: int) -> None:
-    """What is written comes back bit for bit, from and into whatever slots, in batches of any
+    """Checks that written blocks come back bit for bit, from and into any slots, in batches of any
     size."""
     rng = np.random.default_rng(seed)
     with make_rig() as rig:
@@ -206,7 +214,7 @@ def check_round_trip(make_rig: MakeRig, *, seed: int) -> None:
             slots = rng.permutation(SLOTS)[: len(numbers)].tolist()
             bench.fill(numbers, slots)
             assert (bench.write(numbers, slots) == Write.STORED).all()
-            # What was given may change now.
+            # The written memory may change now.
             bench.arena[:] = 0
             stored += numbers
             some = rng.permutation(stored)[: int(rng.integers(1, 9))].tolist()
@@ -220,7 +228,7 @@ def check_round_trip(make_rig: MakeRig, *, seed: int) -> None:
 
 
 def check_sizes(make_rig: MakeRig) -> None:
-    """Blocks of any multiple of SLOT_ALIGN, and batches of none."""
+    """Checks blocks of every multiple of SLOT_ALIGN, and empty batches."""
     with make_rig() as rig:
         bench = Bench(rig)
         numbers = list(range(1, rig.slot_bytes // SLOT_ALIGN + 1))
@@ -236,8 +244,9 @@ def check_sizes(make_rig: MakeRig) -> None:
 
 
 def check_keys(make_rig: MakeRig) -> None:
-    """A tier that places by itself: absent is absent, present is left alone, forgotten is gone; and
-    a block is found under its own key only, however long or like another."""
+    """Checks keys, for a tier that places blocks itself: absent blocks are ABSENT, existing blocks
+    are not overwritten, forgotten blocks are gone. A block is found only under its key, also if
+    keys are long or similar."""
     with make_rig() as rig:
         bench = Bench(rig)
         if rig.tier.facts().places:
@@ -258,8 +267,8 @@ def check_keys(make_rig: MakeRig) -> None:
 
 
 def check_places(make_rig: MakeRig) -> None:
-    """A tier in which the core chooses places: a place that was given to another block is that
-    block's, and nobody gets it as his own."""
+    """Checks places, for a tier in which the core chooses them: after a place was reused, its old
+    block is CORRUPT."""
     with make_rig() as rig:
         bench = Bench(rig)
         if not rig.tier.facts().places:
@@ -269,13 +278,13 @@ def check_places(make_rig: MakeRig) -> None:
         assert (bench.write([1 + SLOTS], [1]) == Write.STORED).all()
         bench.check_read([1 + SLOTS], [2])
         assert bench.read([1], [3]).tolist() == [Read.CORRUPT]
-        # The bytes are those of another key: with its seal they are still not this block's.
+        # The bytes belong to another key: even with their seal they are not this block's.
         bench.seals[1] = bench.seals[1 + SLOTS]
         assert bench.read([1], [3]).tolist() == [Read.CORRUPT]
 
 
 def check_damage(make_rig: MakeRig) -> None:
-    """Bytes that have changed below are not served; what is beside them is."""
+    """Checks that damaged blocks are not served, and that the blocks beside them are."""
     with make_rig() as rig:
         if rig.damage is None:
             return
@@ -290,7 +299,7 @@ def check_damage(make_rig: MakeRig) -> None:
 
 
 def check_deadline(make_rig: MakeRig) -> None:
-    """A read whose deadline has passed fails, and the tier goes on."""
+    """Checks that a read after its deadline fails, and that the tier goes on."""
     with make_rig() as rig:
         bench = Bench(rig)
         bench.fill([1], [0])
@@ -300,8 +309,8 @@ def check_deadline(make_rig: MakeRig) -> None:
 
 
 def check_breaks(make_rig: MakeRig) -> None:
-    """A store that can't be used fails what is asked of it, and nothing raises; when it is back it
-    works."""
+    """Checks that calls fail without an exception while the store is unusable, and succeed when it
+    is back."""
     with make_rig() as rig:
         if rig.breaks is None:
             return
@@ -319,7 +328,7 @@ def check_breaks(make_rig: MakeRig) -> None:
 
 
 def check_many(make_rig: MakeRig, *, seed: int) -> None:
-    """Calls from several threads at once: each gets its own blocks, once."""
+    """Checks that simultaneous calls from several threads each get the right blocks, once."""
     rng = np.random.default_rng(seed)
     with make_rig() as rig:
         bench = Bench(rig)
@@ -329,7 +338,7 @@ def check_many(make_rig: MakeRig, *, seed: int) -> None:
         problems: list[str] = []
 
         def work(worker: int) -> None:
-            # Each thread has eight slots of its own.
+            # Each thread has eight slots.
             mine = list(range(half + 8 * worker, half + 8 * worker + 8))
             for _ in range(20):
                 numbers = choices[worker].permutation(half)[:8].tolist()
@@ -351,7 +360,7 @@ def check_many(make_rig: MakeRig, *, seed: int) -> None:
 
 
 def check_close(make_rig: MakeRig) -> None:
-    """Closing ends every call; one that comes later ends too."""
+    """Checks that closing ends every call, and that later calls end too."""
     with make_rig() as rig:
         bench = Bench(rig)
         bench.fill(range(8), range(8))
@@ -368,7 +377,7 @@ def check_close(make_rig: MakeRig) -> None:
 
 
 def check_idle(make_rig: MakeRig) -> None:
-    """A tier without work has no problem and stalls nowhere."""
+    """Checks that a tier without work has no problem and does not count as stalled."""
     with make_rig() as rig:
         bench = Bench(rig)
         bench.fill([1], [0])

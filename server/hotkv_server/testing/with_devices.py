@@ -1,11 +1,10 @@
-"""A server over devices that are made up: `python -m hotkv_server.testing.with_devices ORDER run
-FLAGS...`.
+"""A server with made-up devices: `python -m hotkv_server.testing.with_devices ORDER run FLAGS...`.
 
 `ORDER` is a JSON object with the fields of `FakeDevices`. Its `control` is the path of a Unix
-datagram socket that takes orders while the server runs: `{"lose": 0}` loses a device,
-`{"lose_after": [0, 20]}` loses it in so many steps, `{"fail": ["open_memory", 1]}` has the nth call
-of a method fail. Engines in other processes take part with `FakeAllocation` and `FakeIpcEvent`. All
-else is the real server.
+datagram socket for orders to the running server: `{"lose": 0}` loses a device, `{"lose_after": [0,
+20]}` loses it in so many steps, `{"fail": ["open_memory", 1]}` makes the nth call of a method fail.
+Engines in other processes take part with `FakeAllocation` and `FakeIpcEvent`. The rest is the real
+server.
 """
 
 import json
@@ -28,8 +27,10 @@ MAX_ORDER_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class FakeDevices:
-    """Devices of a server, as in `FakeRuntime`. `register_s`: time of pinning a piece.
-    `register_fails`: number of the piece at which pinning fails, 0 for none.
+    """The devices of a server; fields as in `FakeRuntime`.
+
+    `register_s`: time to pin a piece.
+    `register_fails`: number of the piece at which pinning fails; 0: pinning succeeds.
     """
 
     num_devices: int = 1
@@ -52,7 +53,7 @@ class FakeDevices:
         ]
 
     def tell(self, **order: Any) -> None:
-        """Gives an order to the running server."""
+        """Sends an order to the running server."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.sendto(json.dumps(order).encode(), self.control)
 
@@ -69,7 +70,7 @@ class _Runtime(FakeRuntime):
 
 @dataclass(slots=True)
 class _Control:
-    """Takes orders on a thread."""
+    """Receives orders on a thread."""
 
     runtime: FakeRuntime
     orders: dict[str, Callable[[Any], None]] = field(init=False)
@@ -96,7 +97,7 @@ class _Control:
 
 
 def main() -> int:
-    """As `hotkv-server`, with devices."""
+    """Runs `hotkv-server` with the devices. Returns the exit status."""
     made = FakeDevices(**json.loads(sys.argv[1]))
 
     def new_runtime() -> FakeRuntime:

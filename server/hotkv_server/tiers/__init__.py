@@ -1,5 +1,5 @@
-"""Tiers below host memory: each moves bytes between slots of the arena and a store of its own.
+"""Tiers below host memory: each moves bytes between slots of the arena and its store.
 
-The book decides which block lies where (`tiers.book.lower`); the drive calls a tier and tells the
-book what has come of it.
+The book decides which block lies where (`tiers.book.lower`). The drive calls the tiers and reports
+the results to the book.
 """

@@ -1,5 +1,5 @@
-"""Tiers, as a capability of the node: how they open before it, and their figures. Calls reach them
-through `node.capability`."""
+"""Makes the tiers a capability of the node: their calls and figures. Tiers open before the node
+does; calls reach them through `node.capability`."""
 
 from collections.abc import Iterable, Mapping
 

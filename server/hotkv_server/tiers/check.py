@@ -1,9 +1,9 @@
-"""`hotkv-server tiers check`: tries each tier of the settings, without a server and beside one.
+"""`hotkv-server tiers check`: tries each tier of the settings. A server may be running beside it.
 
-Always true: it touches nothing of others. On a disk it has a folder of its own in that of the tier,
-for its own slab file, and removes it. In a store it uses keys under a random fingerprint and
-removes them; a store that fails meanwhile, or does not remove single blocks, keeps them until they
-expire. The check says so if the store still answers.
+Always true: the check leaves other data alone. On a disk it writes a slab file in a new folder
+inside the tier's folder, and removes it. In a store it writes keys under a random fingerprint, and
+removes them. If the store fails in between, or can't remove single blocks, the keys stay until they
+expire. The check reports this if the store still answers.
 """
 
 import argparse
@@ -37,16 +37,17 @@ from hotkv_server.tiers.protocol import NO_EPOCH, Blocks, Read, SharedTier, Tier
 USAGE_ERROR = 2
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = ((64 * KIB, 32), (MIB, 8))
-"""Bytes of a block, and how many are written."""
+"""Bytes of a block, and the number of blocks that are written."""
 NUM_BYTES = sum(size * count for size, count in SIZES)
 ANSWER_S = 15.0
-"""Longest wait for an answer: a tier that waits longer is of no use to a request."""
+"""Longest wait for an answer. A slower tier is of no use to a request."""
 REMOVE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Blocks of one size, one after the other. Times: the median of a block."""
+    """Times for blocks of the same size, moved one at a time. Each time is the median over the
+    blocks."""
 
     tier: str
     block_bytes: int
@@ -57,15 +58,18 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A tier that works. `left`: what it keeps of the check, in words; empty for nothing."""
+    """The result for a tier that works.
+
+    `left`: describes the data of the check that stays in the tier; empty if all is removed.
+    """
 
     timings: list[Timing]
     left: str = ""
 
 
 def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Runs the command. Returns the exit status: 0; 1 if a tier does not work; 2 for bad settings,
-    or if they have no tier."""
+    """Runs the command. Returns the exit status: 0; 1 if a tier does not work; 2 if the settings
+    are bad or have no tier."""
     try:
         settings = load_settings(options.config, list(flags), "hotkv-server tiers check")
     except ValueError as error:
@@ -99,7 +103,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def _checks(settings: Settings) -> list[tuple[str, Callable[[], Checked]]]:
-    """What checks each tier, by its name."""
+    """Returns each tier's name and the function that checks it."""
     checks: list[tuple[str, Callable[[], Checked]]] = []
     disk = settings.tiers.disk
     if disk.path is not None:
@@ -112,8 +116,8 @@ def _checks(settings: Settings) -> list[tuple[str, Callable[[], Checked]]]:
 
 
 def check_disk(path: Path, disk: DiskSettings) -> Checked:
-    """Tries the disk in a folder of its own in `path`, which is made and removed if it is missing.
-    Raises StartError or OSError."""
+    """Tries the disk with a new folder inside `path`. Makes `path` first if it is missing, and
+    removes it then. Raises StartError or OSError."""
     from hotkv_server.tiers.disk.slab_file import SLABS_FILE, SlabFile
     from hotkv_server.tiers.disk.tier import DiskTier
 
@@ -135,7 +139,7 @@ def _make_folders(path: Path, made: contextlib.ExitStack) -> None:
 
 
 def _look_for_room(path: Path, slabs: Path, num_bytes: int) -> None:
-    """Raises StartError if a server could not take its space."""
+    """Raises StartError if the disk has no room for a server's slab file."""
     taken_bytes = slabs.stat().st_blocks * 512 if slabs.exists() else 0
     space = os.statvfs(path)
     free_bytes = space.f_bavail * space.f_frsize
@@ -147,8 +151,7 @@ def _look_for_room(path: Path, slabs: Path, num_bytes: int) -> None:
 
 
 def check_shared(tier: SharedTier, arena: Region) -> Checked:
-    """Tries a tier that nodes share, under a fingerprint of its own, and closes it. Raises
-    StartError."""
+    """Tries a shared tier under a random fingerprint, and closes it. Raises StartError."""
     fingerprint = secrets.token_hex(32)
     try:
         until_s = time.monotonic() + ANSWER_S
@@ -171,8 +174,8 @@ def check_shared(tier: SharedTier, arena: Region) -> Checked:
 
 
 def _remove(tier: SharedTier, prefix: bytes, fingerprint: str) -> str:
-    """Removes the blocks and the epoch. Says what stays. Raises StartError if the tier does not
-    answer."""
+    """Removes the blocks and the epoch. Returns a description of the data that stays. Raises
+    StartError if the tier does not answer."""
     keys = [key for size, count in SIZES for key in _keys(prefix, size, count)]
     everything = [*keys, b"hotkv/1/%s/epoch" % fingerprint.encode()]
     until_s = time.monotonic() + REMOVE_S
@@ -192,8 +195,8 @@ def _remove(tier: SharedTier, prefix: bytes, fingerprint: str) -> str:
 
 
 def _arena() -> tuple[Region, int]:
-    """Memory for all blocks twice, as they are written and as they are read, and its file. It stays
-    mapped, since a tier that hangs may still write it."""
+    """Returns an arena with room for all blocks twice (written and read back), and its file
+    descriptor. It stays mapped for good, because a tier that hangs may still write to it."""
     descriptor = os.memfd_create("hotkv-check")
     os.ftruncate(descriptor, 2 * NUM_BYTES)
     memory = mmap.mmap(descriptor, 2 * NUM_BYTES)
@@ -265,7 +268,8 @@ def _kib(num_bytes: int) -> str:
 
 
 def _answer(tier: Tier, call: Callable[[Callable[..., None]], None]) -> tuple[Any, ...]:
-    """What a call of the tier was answered. Raises StartError if nothing comes in time."""
+    """Makes a call of the tier and returns the answer. Raises StartError if no answer comes in
+    time."""
     answers: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     call(lambda *answer: answers.put(answer))
     try:

@@ -1,6 +1,6 @@
-"""The kinds of shared tiers. `TIERS` is the one place that names them beside their settings.
+"""The kinds of shared tiers. `TIERS` is the only place that lists them.
 
-A server imports the modules of the tiers that its settings ask for, and of no others.
+A server imports only the modules of the tiers in its settings.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a tier is opened over.
+    """The resources with which a tier is opened.
 
-    arena: memory that blocks are read from and written to.
-    fd: the file that the arena maps, for tiers that map it in processes of their own.
-    relay: is told of flushes that other servers recorded in the tier.
-    staged: memory for encoded blocks; None if the tier does not compress.
+    `arena`: memory that blocks are read from and written to.
+    `fd`: the file of the arena, for tiers that map it in child processes.
+    `relay`: receives the flushes that other servers recorded in the tier.
+    `staged`: memory for encoded blocks; None if the tier does not compress.
     """
 
     arena: Region
@@ -34,12 +34,12 @@ class Place:
 
 
 OpenTier: TypeAlias = Callable[[Any, Place], SharedTier]
-"""Opens a tier with its settings over a place, without waiting for its store."""
+"""Opens a tier with its settings and resources, without waiting for its store."""
 
 
 TierKind: TypeAlias = Callable[[], OpenTier]
-"""Imports the modules of a kind of tier and returns the function that opens one. Raises ImportError
-or MissingError if a library is not installed."""
+"""Imports the modules of a kind of tier. Returns the function that opens such a tier. Raises
+ImportError or MissingError if a library is not installed."""
 
 
 def _mooncake() -> OpenTier:
@@ -77,13 +77,13 @@ TIERS: dict[str, TierKind] = {
     "valkey": _valkey,
     "s3": _s3,
 }
-"""By the name of the tier's settings in `TierSettings`, in the order in which lookups ask."""
+"""By the tier's name in `TierSettings`, in the order in which lookups ask them."""
 
 
 def shared_tiers(settings: Settings) -> Iterator[tuple[str, Callable[[Place], SharedTier]]]:
-    """Yields the name of each shared tier of the settings and the function that opens it.
+    """Yields the name of each shared tier of the settings, and the function that opens it.
 
-    The function takes staging memory if the tier compresses, and raises OSError if it gets none.
+    That function allocates staging memory if the tier compresses, and raises OSError if it can't.
     Raises ImportError or MissingError if a library is not installed.
     """
     for name, kind in TIERS.items():

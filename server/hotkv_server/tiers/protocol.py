@@ -1,9 +1,12 @@
-"""The protocol of tiers: what each can do, in batches of blocks.
+"""The protocol of tiers: the calls that each tier offers, on batches of blocks.
 
-Always true, of every tier: a call never blocks and never raises. Its `on_done` is called exactly
-once, from any thread, and only when the tier touches none of the call's slots any more; also for
-calls that wait in a queue when the tier is closed. A block is FOUND only if its slot holds, bit for
-bit, what was written under its key. STORED is said only when the very next read would find it.
+Always true for every tier:
+
+- a call never blocks and never raises;
+- its `on_done` is called exactly once, from any thread, after the tier has stopped using the
+  call's slots. This also holds for calls that are queued when the tier is closed;
+- a block is FOUND only if its slot holds, bit for bit, the bytes written under its key;
+- a block is STORED only if a read that follows at once would find it.
 """
 
 import enum
@@ -22,32 +25,32 @@ Int64s = NDArray[np.int64]
 Seals = NDArray[np.uint64]
 Codes = NDArray[np.uint8]
 Epochs: TypeAlias = Mapping[str, int]
-"""Epochs by the fingerprint of their key space."""
+"""Maps the fingerprint of a key space to its epoch."""
 NO_EPOCHS: Epochs = MappingProxyType({})
 
 
 # ------------------------------------------------------------------------------------------- Epochs
 
-# Epochs of key spaces as numbers: each says when it began or was raised.
+# Epochs of key spaces as numbers: an epoch tells when it began or was raised.
 #
-# Always true: of two epochs of a key space in one store, the later one is greater. An epoch has
-# the wall clock's time, but is above all that are known to whoever makes it. So an epoch that a
-# store has lost does not come again, neither after a restart nor from an old copy of its data.
+# Always true: of two epochs of a key space in a store, the later is greater. An epoch is the wall
+# clock's time, but above all epochs known to the node that makes it. So an epoch that a store has
+# lost does not return, neither after a restart nor from an old copy of its data.
 
 RAISES = 1 << 16
-"""One epoch and the next one that may begin lie so far apart, unless they begin within TICK_US."""
+"""The distance between an epoch and the next that may begin, unless both begin within TICK_US."""
 TICK_US = 64
 
 
 def begun(now_us: int) -> int:
-    """Returns the epoch that begins at a time in microseconds of the wall clock. Of 19 digits, less
-    than 2^63."""
+    """Returns the epoch that begins at a time in microseconds of the wall clock. It has 19 digits
+    and is less than 2^63."""
     return now_us // TICK_US * RAISES
 
 
 def raised(now_us: int, *known: int) -> int:
-    """Returns the epoch that follows all that are known, at a time in microseconds of the wall
-    clock."""
+    """Returns the epoch to raise to at a time in microseconds of the wall clock: above all `known`
+    epochs."""
     return max([begun(now_us), *(epoch + 1 for epoch in known)])
 
 
@@ -55,8 +58,8 @@ def raised(now_us: int, *known: int) -> int:
 
 
 class Read(enum.IntEnum):
-    """What has become of a block that was to be read. Only FOUND has filled its slot; the bytes of
-    other slots are undefined."""
+    """The result of reading a block. Only FOUND fills its slot; other slots have undefined
+    bytes."""
 
     FOUND = 1
     ABSENT = 2
@@ -65,31 +68,33 @@ class Read(enum.IntEnum):
 
 
 class Write(enum.IntEnum):
-    """What has become of a block that was to be written."""
+    """The result of writing a block."""
 
     STORED = 1
     PRESENT = 2
     FULL = 3
     FAILED = 4
     UNFIT = 5
-    """Its encoded form does not fit its `stored_bytes`; nothing was written."""
+    """Its encoded form is larger than its `stored_bytes`. The tier wrote nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Blocks of one call, one row each.
+    """The blocks of a call, a row each.
 
-    `keys`: of a block and all nodes that share a tier, at most MAX_KEY_BYTES. `slots`: offsets in
-    the arena, and `num_bytes` there, multiples of SLOT_ALIGN both. `places`: offsets in the tier's
-    own space, in multiples of SLOT_ALIGN; empty for a tier that places by itself. `stored_bytes`:
-    of the places; a block with fewer of them than of `num_bytes` lies there encoded. Empty: as
-    many. `seals`: what the tier said when the block was written; for a tier that places by itself
-    and keeps them with its values, empty.
-
-    `depths`: blocks that are before each in its sequence, for a tier that evicts by itself; empty
-    if all are 0. `epochs`: those that the keys were made with, for a tier that is a `SharedTier`:
-    if one of them is another in the store once the blocks have been read, all blocks are ABSENT.
-    Empty: not looked at.
+    `keys`: the block's key, the same on all nodes that share a tier; at most MAX_KEY_BYTES.
+    `slots`: offsets in the arena, multiples of SLOT_ALIGN.
+    `num_bytes`: sizes there, multiples of SLOT_ALIGN.
+    `places`: offsets in the tier's space, in multiples of SLOT_ALIGN; empty if the tier places
+        blocks itself.
+    `stored_bytes`: sizes of the places. A block with fewer of them than `num_bytes` is stored
+        encoded. Empty: the same as `num_bytes`.
+    `seals`: returned by the write of each block; empty for a tier that places blocks itself and
+        keeps the seals with its values.
+    `depths`: number of blocks before each in its sequence, for a tier that evicts by itself; empty:
+        all 0.
+    `epochs`: the epochs in the keys, for a `SharedTier`. If the store has another epoch after the
+        read, all blocks are ABSENT. Empty: not checked.
     """
 
     keys: Sequence[bytes]
@@ -116,22 +121,23 @@ class Blocks:
 
 
 MAX_KEY_BYTES = 250
-"""Longest key of a block."""
+"""Most bytes in the key of a block."""
 
 OnRead = Callable[[Codes], None]
-"""Given `Read` values uint8 [n]."""
+"""Receives `Read` values, uint8 [n]."""
 OnWrite = Callable[[Codes, Seals], None]
-"""Given `Write` values uint8 [n], and seals uint64 [n] of those that are STORED."""
+"""Receives `Write` values, uint8 [n], and the seals of the STORED blocks, uint64 [n]."""
 OnProbe = Callable[[Codes], None]
-"""Given `Read` values uint8 [n]: FOUND, ABSENT or FAILED. A hint."""
+"""Receives `Read` values, uint8 [n]: FOUND, ABSENT or FAILED. Only a hint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Epochs as a store has them; NO_EPOCH where it has none and no room to begin one.
+    """Epochs that a store has. NO_EPOCH for a key space without an epoch, if the store has no room
+    to begin a new epoch.
 
-    `restored_below`: an epoch less than this may be one of before a flush, because the store has
-    just started from a copy of its data. 0: none, or the store can't tell.
+    `restored_below`: a lower epoch may date from before a flush, because the store has just
+        restarted from a copy of its data. 0: no such restart, or the store can't tell.
     """
 
     epochs: Epochs
@@ -139,18 +145,19 @@ class Shown:
 
 
 OnEpochs = Callable[[Shown | None], None]
-"""Given None if the store has not answered."""
+"""Receives the epochs; None if the store did not answer."""
 OnEpoch = Callable[[int | None], None]
-"""Given an epoch, NO_EPOCH, or None if the store has not answered."""
+"""Receives an epoch or NO_EPOCH; None if the store did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierFacts:
-    """What the runtime has to know of a tier.
+    """Constant facts about a tier, for the runtime.
 
-    `places`: whether the core chooses where blocks lie in it, and evicts; else it does so itself.
-    `capacity_bytes`: 0 if it is not known. `is_shared`: whether other nodes write it too.
-    `batch_bytes`: how much to give it in one call.
+    `places`: whether the core chooses the places of blocks and evicts them; else the tier does.
+    `capacity_bytes`: 0 if unknown.
+    `is_shared`: whether other nodes write to the tier too.
+    `batch_bytes`: the best size of a call.
     """
 
     name: str
@@ -163,8 +170,11 @@ class TierFacts:
 
 @dataclass(frozen=True, slots=True)
 class TierFigures:
-    """Sums since the start, of blocks and of bytes in slots, or in places if the core chooses them.
-    `queued_bytes`: in slots, of calls that have not ended."""
+    """Sums since the start. Bytes are counted in places if the core chooses them, in slots
+    otherwise.
+
+    `queued_bytes`: slot bytes of calls that have not ended.
+    """
 
     read_blocks: int = 0
     read_bytes: int = 0
@@ -178,8 +188,11 @@ class TierFigures:
 
 @dataclass(frozen=True, slots=True)
 class TierMemory:
-    """Bytes that a tier has taken, of buffers, indexes and child processes, and the most that it
-    takes; 0 if nothing bounds them."""
+    """Memory of a tier's buffers, indexes and child processes.
+
+    `held_bytes`: in use now.
+    `most_bytes`: the upper limit; 0 if the memory is unbounded.
+    """
 
     held_bytes: int
     most_bytes: int
@@ -189,49 +202,52 @@ class Tier(Protocol):
     """Moves blocks between slots of the arena and a store. Thread-safe."""
 
     def facts(self) -> TierFacts:
-        """What holds for the tier until it is closed."""
+        """Returns the facts that hold until the tier is closed."""
 
     def probe(self, keys: Sequence[bytes], deadline_s: float, on_done: OnProbe) -> None:
-        """Asks which blocks are there. `deadline_s`, of time.monotonic: nobody waits for answers
-        that come later, so the tier need not ask any more. Only for tiers that place by
-        themselves."""
+        """Asks which blocks the tier has. Only for tiers that place blocks themselves.
+
+        `deadline_s`, of time.monotonic: later answers are ignored, so the tier may skip the
+        question.
+        """
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
-        """Fills slots. What has not begun at the deadline is FAILED."""
+        """Reads blocks into their slots. A block whose read has not begun at the deadline is
+        FAILED."""
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
-        """Stores slots' bytes, which stay as they are until `on_done`."""
+        """Stores the bytes of slots. They must not change until `on_done`."""
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Removes blocks if that costs little; nobody waits. Not for tiers in which the core
-        chooses places."""
+        """Removes blocks if that is cheap, and returns at once. Not for tiers whose places the core
+        chooses."""
 
     def problem(self) -> str:
-        """Why the tier can't be used at all, in words; empty if nothing is known against it."""
+        """Returns why the tier is unusable; empty if no problem is known."""
 
     def stalled_s(self, now_s: float) -> float:
-        """How long the call that is under way has waited for the store; 0 if none is."""
+        """Returns how long the current call has waited for the store; 0 without a call."""
 
     def is_alive(self) -> bool:
-        """Returns whether all its threads are, until it is closed."""
+        """Returns whether all threads of the tier are running. True until it is closed."""
 
     def memory(self) -> TierMemory:
-        """Returns the memory that it takes besides slots of the arena."""
+        """Returns the memory that it uses beside slots of the arena."""
 
     def figures(self) -> TierFigures:
-        """Sums since the start."""
+        """Returns sums since the start."""
 
     def close(self) -> None:
-        """Ends all calls, waits for those under way as long as the store answers, and gives memory
-        and connections back."""
+        """Ends all calls and frees memory and connections. Waits for current calls as long as the
+        store answers."""
 
 
 class SharedTier(Tier, Protocol):
-    """A tier that also keeps the epochs of key spaces, so that a flush counts on all nodes.
+    """A tier that also keeps the epochs of key spaces, so that a flush holds on all nodes.
 
-    After `raise_epoch` has been answered, no node's read that begins later finds a block of an
-    earlier epoch, if the read names the epochs of its keys. Calls of `epochs` and `raise_epoch` are
-    executed, and answered, in the order in which they were made.
+    Once `raise_epoch` is answered, a later read on any node no longer finds blocks of an earlier
+    epoch, if it names the epochs of its keys. Calls of `epochs` and `raise_epoch` are executed and
+    answered in the order in which they were made.
     """
 
     def probe(
@@ -241,13 +257,16 @@ class SharedTier(Tier, Protocol):
         on_done: OnProbe,
         epochs: Epochs = NO_EPOCHS,
     ) -> None:
-        """As `Tier.probe`. `epochs`: as in `Blocks`."""
+        """Does the same as `Tier.probe`. `epochs`: see `Blocks`."""
 
     def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
-        """Asks for the epochs of key spaces. Those that are not there begin. Overtakes reads and
-        writes."""
+        """Asks for the epochs of key spaces, and begins an epoch for each that has none. Overtakes
+        reads and writes."""
 
     def raise_epoch(self, fingerprint: str, floor: int, on_done: OnEpoch) -> None:
-        """Ends the epoch of a key space, and gives the next one, which is above `floor`, too.
-        NO_EPOCH if the store has no room for it: then too, nothing of the old epoch passes. None:
-        it may have happened or not; ask again. Overtakes reads and writes."""
+        """Ends the epoch of a key space and reports the next, which is also above `floor`.
+        Overtakes reads and writes.
+
+        NO_EPOCH: the store has no room for a new epoch; the old epoch has ended all the same. None:
+        the raise may have happened or not; ask again.
+        """

@@ -1,7 +1,8 @@
-"""Seals: 64 bits that a block's key and all its bytes must reproduce, for tiers below host memory.
+"""Seals: 64 bits computed from a block's key and bytes, which tiers below host memory compare on
+reads.
 
-XXH3 over all bytes, with a seed made of the key, so another block's bytes never pass. No byte is
-left out, because a disk loses whole sectors. No defence against an adversary.
+A seal is XXH3 over all bytes with a seed from the key, so the bytes of another block don't match.
+All bytes count, because a disk loses whole sectors. It does not protect against an adversary.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ SECRET = np.frombuffer(
     ),
     np.uint64,
 )
-"""XXH3's own, of its specification."""
+"""The default secret of the XXH3 specification."""
 
 
 def seal(key: bytes, content: "bytes | memoryview") -> int:
@@ -31,8 +32,8 @@ def seal(key: bytes, content: "bytes | memoryview") -> int:
 
 
 def secrets(keys: Sequence[bytes]) -> Seals:
-    """XXH3's secrets uint64 [n, 24] for the seeds that keys give."""
+    """Returns XXH3's secrets, uint64 [n, 24], for the seeds that the keys give."""
     seeds = np.array([xxhash.xxh3_64_intdigest(key) for key in keys], np.uint64)
-    # Even words plus the seed, odd ones less: in arithmetic modulo 2**64.
+    # Even words plus the seed, odd words minus the seed: in arithmetic modulo 2**64.
     signs = np.where(np.arange(len(SECRET)) % 2 == 0, 1, -1).astype(np.int64).view(np.uint64)
     return SECRET + signs * seeds[:, None]

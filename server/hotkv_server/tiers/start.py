@@ -1,5 +1,5 @@
-"""Opens the tiers besides host memory before there is a cache over them, and takes over what an
-earlier server has left on the disk."""
+"""Opens the tiers below host memory before the cache exists, and restores the blocks that an
+earlier server left on the disk."""
 
 import logging
 import os
@@ -44,14 +44,16 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ANSWER_S = 60.0
-"""Longest wait for the disk at the start, and as much longer as allocating its bytes may take."""
+"""Longest wait for the disk at the start. Allocating its space may take as long again."""
 SLOWEST_BYTES_PER_S = 50 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class LowerPart:
-    """The disk tier of a server: its records, the space that the core fills, and its bytes.
-    Closing `memory`, after the tier, lets another server have the folder."""
+    """The disk tier of a server: its records, the space that the core fills, and its slab file.
+
+    Close `memory` after the tier; another server can then use the folder.
+    """
 
     memory: LowerMemory
     space: Space
@@ -59,9 +61,12 @@ class LowerPart:
 
 
 def check_tiers(settings: Settings) -> None:
-    """Raises StartError if the disk tier's folder can't be used or has no room, a tier's modules
-    are not installed, or another user could have written the notes of flushes. Asks no store: one
-    that is away comes back by itself."""
+    """Raises StartError if a server with these settings can't start its tiers.
+
+    The reasons: the disk tier's folder is unusable or has no room; the modules of a tier are not
+    installed; another user could have written the notes of flushes. Asks no store, because a store
+    that is away comes back by itself.
+    """
     try:
         check_files([settings.arena_dir / EPOCHS_FILE])
     except (UnsafeError, OSError) as error:
@@ -79,8 +84,11 @@ def check_tiers(settings: Settings) -> None:
 
 
 def _answered(path: Path, wait_s: float, call: Callable[[], T]) -> T:
-    """What the call gives, which touches the disk's folder. Raises what it raises, and StartError
-    if the disk has not answered by then: a server without it could not tell it of flushes."""
+    """Runs `call`, which uses the disk's folder, on a thread and returns its result.
+
+    Raises StartError if the disk does not answer in time, and whatever `call` raises. A server
+    can't start without its disk: it could not record flushes there.
+    """
     try:
         return Clerk("disk-start").do(call).result(wait_s)
     except TimeoutError:
@@ -104,8 +112,11 @@ def _check_disk(path: Path, num_bytes: int) -> None:
 
 
 def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart | None:
-    """Opens the disk tier; None if there is none. `reset`: drops what an earlier server has left in
-    it. Blocks while its space is allocated. Raises StartError."""
+    """Opens the disk tier; None if the settings have no disk. Blocks while its space is allocated.
+    Raises StartError.
+
+    `reset`: drops the blocks that an earlier server left.
+    """
     tiers, disk = settings.tiers, settings.tiers.disk
     if disk.path is None:
         return None
@@ -136,8 +147,10 @@ def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart |
 
 
 class OpenedTiers:
-    """The tiers of a server, as its start goes on: opened, known to the cache, filled, driven.
-    `lower`: None without a disk."""
+    """The tiers of a server during its start. Its steps: open, add to the core, restore, drive.
+
+    `lower`: None without a disk.
+    """
 
     def __init__(self, settings: Settings, arena: Region, lower: LowerPart | None) -> None:
         self._settings = settings
@@ -151,13 +164,13 @@ class OpenedTiers:
         return f"OpenedTiers({self._lower!r})"
 
     def add_books(self, core: CacheCore) -> None:
-        """Gives the core the books of what lies below it."""
+        """Gives the core the books of its tiers."""
         space = None if self._lower is None else self._lower.space
         TierBooks(core, space, self._settings.tiers.write_bytes_per_day, self._encoded_bytes)
 
     def take_over(self, core: CacheCore) -> bool:
-        """Fills the space of the disk with what its records say, whether this server encodes or
-        not. Returns whether the core may know more key spaces now. Blocks. Raises StartError."""
+        """Fills the disk's space from its records, encoded blocks included. Returns whether the
+        core may know more key spaces now. Blocks. Raises StartError."""
         if self._lower is None:
             return False
         memory, began_s = self._lower.memory, time.monotonic()
@@ -174,8 +187,8 @@ class OpenedTiers:
         return True
 
     def drive(self, core: CacheCore, verifier: Verifier, memory: NodeMemory) -> Tiers:
-        """All tiers as the node drives them, over a core that has what an earlier server has left.
-        Connects to nothing yet: a store that is away comes back by itself. Raises StartError."""
+        """Returns the object that drives all tiers, for a core that is already restored. Connects
+        to no store yet: a store that is away comes back by itself. Raises StartError."""
         shared: list[tuple[SharedTier, EpochRelay]] = []
         for name, open_at in shared_tiers(self._settings):
             relay = EpochRelay()
@@ -194,28 +207,31 @@ class OpenedTiers:
         return Tiers(core, self._arena, wait_s, epochs, below, driven)
 
     def _open_notes(self, core: CacheCore, memory: NodeMemory) -> EpochNotes:
-        """Where an earlier server has noted what it knew of flushes, beside its blocks, which the
-        core has already."""
+        """Returns the notes of flushes that an earlier server kept beside its blocks. The core has
+        those blocks already."""
         folders = [NotesFolder(memory.directory, bool(core.space.used_bytes()))]
         if (lower := self._lower) is not None:
             folders.append(NotesFolder(lower.memory.folder, bool(lower.space.used_bytes())))
         return EpochNotes(folders)
 
     def close(self) -> None:
-        """Lets another server have the disk's folder. Called after the tiers have closed."""
+        """Releases the disk's folder for another server. Called after the tiers have closed."""
         if self._lower is not None:
             self._lower.memory.close()
 
     def discard(self) -> None:
-        """Called when no block stays in the arena: what was noted of flushes goes with them, unless
-        the disk keeps blocks. Blocks."""
+        """Discards the notes of flushes, unless the disk keeps blocks. Called when the arena keeps
+        no blocks. Blocks."""
         if self._lower is None and self._epochs is not None:
             self._epochs.discard()
 
 
 def open_tiers(settings: Settings, arena: Region, *, reset: bool) -> OpenedTiers | None:
-    """Opens the tiers of the settings; None if there are none. `reset`: drops what an earlier
-    server has left on the disk. Blocks while the disk's space is allocated. Raises StartError."""
+    """Opens the tiers of the settings; None if they have no tier. Blocks while the disk's space is
+    allocated. Raises StartError.
+
+    `reset`: drops the blocks that an earlier server left on the disk.
+    """
     lower = open_lower(settings, arena, reset=reset)
     if lower is None and not any(shared_tiers(settings)):
         return None
@@ -223,7 +239,7 @@ def open_tiers(settings: Settings, arena: Region, *, reset: bool) -> OpenedTiers
 
 
 def _recall_budget(books: TierBooks, memory: LowerMemory, now_s: float) -> None:
-    """Tells the write gate what was written to the disk in the last 24 hours."""
+    """Counts the disk writes of the last 24 hours in the write gate's budget."""
     assert books.lower is not None, "a tier without places"
     try:
         wall_s, written = time.time(), memory.read_written()
@@ -233,7 +249,7 @@ def _recall_budget(books: TierBooks, memory: LowerMemory, now_s: float) -> None:
 
 
 def _restore(core: CacheCore, part: LowerPart, began_s: float) -> int:
-    """Fills the space with what the records say. Returns how many blocks are encoded."""
+    """Fills the space from the records. Returns the number of encoded blocks."""
     memory = part.memory
     if memory.old is None or memory.state is None:
         return 0

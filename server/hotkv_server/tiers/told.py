@@ -1,4 +1,5 @@
-"""Figures of the tiers besides host memory, for metrics and the admin service; zeros without."""
+"""Figures of the tiers below host memory, for metrics and the admin service. All are 0 without
+tiers."""
 
 import time
 from dataclasses import dataclass
@@ -15,12 +16,15 @@ from hotkv_server.tiers.protocol import TierFigures, TierMemory
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """One tier besides host memory as it stands.
+    """The present state of a tier below host memory.
 
-    `used_bytes`, `capacity_bytes`: 0 if the tier does not say. `is_up`: nothing is known against
-    it; `problem` says what is, if the tier can say. `lost_blocks`: that it gave back damaged.
-    `waiting_blocks`: that wait to be written. `budget_bytes`: most that may be written in 24 hours,
-    0 for no limit; `left_bytes`: what is left of it.
+    `used_bytes`, `capacity_bytes`: 0 if the tier does not report them.
+    `is_up`: whether no problem is known.
+    `problem`: describes the problem, if the tier can.
+    `lost_blocks`: blocks that the tier returned damaged.
+    `waiting_blocks`: blocks that wait to be written.
+    `budget_bytes`: most bytes to write in 24 hours, 0 for no limit.
+    `left_bytes`: the rest of the budget.
     """
 
     name: str
@@ -38,7 +42,7 @@ class TierState:
 
 
 def states(tiers: Tiers | None) -> list[TierState]:
-    """All tiers besides host memory, in the order in which they are asked."""
+    """Returns the state of each tier below host memory, in the order in which lookups ask them."""
     if tiers is None:
         return []
     below = [] if tiers.below is None else [_below(tiers.below)]
@@ -46,7 +50,7 @@ def states(tiers: Tiers | None) -> list[TierState]:
 
 
 def activity(state: TierState) -> dict[str, Any]:
-    """What a tier besides host memory does."""
+    """Returns the activity of a tier, as fields of its message in the admin service."""
     reads, moved = state.reads, state.moved
     return {
         "is_shared": state.is_shared,
@@ -104,7 +108,7 @@ def _shared(one: TierShared) -> TierState:
 
 
 def budget(below: TierBelow | None) -> tuple[int, int]:
-    """Bytes that may be written to the disk in 24 hours, and how many of them are left; zeros
+    """Returns the bytes that may be written to the disk in 24 hours, and how many are left. Zeros
     without a limit."""
     if below is None or not (budget_bytes := below.lower.down.gate.budget_bytes):
         return 0, 0
@@ -112,7 +116,7 @@ def budget(below: TierBelow | None) -> tuple[int, int]:
 
 
 def counters(tiers: Tiers | None) -> dict[str, float]:
-    """Counters by their metric names, without the `hotkv_` prefix: of the tier below."""
+    """Returns the counters of the disk tier by metric name, without the `hotkv_` prefix."""
     below = tiers.below if tiers is not None else None
     figures = TierFigures() if below is None else below.tier.figures()
     moves = MoveCounters() if below is None else below.lower.counters
@@ -133,7 +137,7 @@ def counters(tiers: Tiers | None) -> dict[str, float]:
 
 
 def shared_counters(tiers: Tiers | None) -> dict[str, float]:
-    """Counters of all shared tiers together."""
+    """Returns the summed counters of all shared tiers, by metric name."""
     shared = tiers.shared if tiers is not None else ()
     figures = [one.tier.figures() for one in shared]
     return {
@@ -151,7 +155,7 @@ def shared_counters(tiers: Tiers | None) -> dict[str, float]:
 
 
 def gauges(tiers: Tiers | None) -> dict[str, float]:
-    """Gauges by their metric names, without the `hotkv_` prefix."""
+    """Returns gauges by metric name, without the `hotkv_` prefix."""
     below = tiers.below if tiers is not None else None
     shared = tiers.shared if tiers is not None else ()
     space = None if below is None else below.lower.space
@@ -180,7 +184,7 @@ def gauges(tiers: Tiers | None) -> dict[str, float]:
 
 
 def _memory_below(below: TierBelow | None) -> TierMemory:
-    """Of the tier below, with its records."""
+    """Returns the memory of the disk tier and its records."""
     if below is None:
         return TierMemory(0, 0)
     memory = below.tier.memory()

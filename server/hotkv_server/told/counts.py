@@ -13,7 +13,7 @@ FRESH_PARTS = 8
 
 class RecentCensus:
     """Gives a census to a caller that asks repeatedly. The census is fresh if counting is short;
-    otherwise it is the one that the previous call began."""
+    otherwise it is the census that the previous call began."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -185,7 +185,7 @@ class HttpServer:
 
     def opened(self, connection: _Connection) -> None:
         """Counts a new connection. If there are too many, drops the oldest that is not being
-        answered, or else the new one."""
+        answered, or else the new connection."""
         self._connections[connection] = None
         if len(self._connections) > MAX_CONNECTIONS:
             idle = (one for one in self._connections if not one.is_being_answered)

@@ -106,8 +106,9 @@ def _topics(node: Node) -> dict[str, Topic]:
 def server_figures(node: Node, now_s: float) -> Figures:
     """Returns the server's identity and state.
 
-    `state`: `ready`, `draining` or `unhealthy`. `problems`: a sentence each. `progress`: the part
-    of the start that still runs; empty if none.
+    `state`: `ready`, `draining` or `unhealthy`.
+    `problems`: a sentence each.
+    `progress`: the part of the start that still runs; empty after the start.
     """
     problems, lag = node.health.problems(now_s), node.lag.read()
     return {
@@ -311,8 +312,9 @@ def _block(node: Node, block: inspect.BlockFigures, now_s: float) -> dict[str, A
 def device_figures(devices: Devices) -> Figures:
     """Returns figures of the GPUs, and of the part of the arena that they reach.
 
-    `why_none`: why there is no GPU. `registering_error`: why registration of the arena stopped;
-    empty while it runs and when it is complete.
+    `why_none`: why there is no GPU.
+    `registering_error`: why registration of the arena stopped; empty while it runs and when it is
+        complete.
     """
     pinner = devices.pinner
     return {

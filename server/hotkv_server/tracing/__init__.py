@@ -1,1 +1,1 @@
-"""Spans of what the server does, if traces are asked for."""
+"""Records spans of the server's work, if traces are asked for."""

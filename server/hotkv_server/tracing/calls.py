@@ -1,6 +1,6 @@
-"""The calls of `wire.calls` that are traced: lookup, lease, load, store.
+"""Traced versions of four calls in `wire.calls`: lookup, lease, load, store.
 
-Always true: a traced call answers, and fails, as an untraced one.
+Always true: a traced call gives the same answers and errors as an untraced call.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class TracedCalls:
         session: LiveSession | None,
         call: "Callable[[], Answer | asyncio.Task[Answer]]",
     ) -> "Answer | asyncio.Task[Answer]":
-        """Makes the call, in a span if it is traced, which ends with the answer."""
+        """Makes the call. If it is traced, does so in a span that ends with the answer."""
         span = self._tracing.begin(name, traceparent)
         if span is None:
             return call()
@@ -115,7 +115,7 @@ def _num_blocks(runs: Iterable[cache_pb2.LoadRun] | Iterable[cache_pb2.BlockRun]
 
 
 def _found(span: "Span", groups: Iterable[cache_pb2.GroupFlags]) -> None:
-    # By the answer: to read the hashes would copy them.
+    # Computed from the answer: reading the hashes would copy them.
     flags = b"".join(one.flags for one in groups)
     span.attributes["hotkv.blocks"] = len(flags)
     span.attributes["hotkv.found_blocks"] = flags.count(1)
@@ -123,7 +123,7 @@ def _found(span: "Span", groups: Iterable[cache_pb2.GroupFlags]) -> None:
 
 
 def _answered(span: "Span", done: "asyncio.Task[Answer]") -> None:
-    """Ends the span of a call that was answered later, or not at all."""
+    """Ends the span of a call that was answered later or was cancelled."""
     if done.cancelled():
         span.end("CANCELLED")
     elif (error := done.exception()) is not None:
@@ -133,7 +133,7 @@ def _answered(span: "Span", done: "asyncio.Task[Answer]") -> None:
 
 
 def _moved(span: "Span", done: "asyncio.Future[TransferEnd]") -> None:
-    """Ends the span of a transfer, with the wait for its turn and the copying below it."""
+    """Ends the span of a transfer, and adds spans below it for the wait and for the copying."""
     if done.cancelled():
         span.end("CANCELLED")
         return

@@ -18,7 +18,7 @@ from hotkv_server.wire.edge import Calls
 log = logging.getLogger("hotkv_server.tracing")
 
 GRPC_PACKAGE = "opentelemetry-exporter-otlp-proto-grpc"
-"""Needed if the environment names the protocol grpc; no extra has it."""
+"""Needed if the environment names the protocol grpc. No extra installs it."""
 
 
 def check(settings: Settings) -> None:
@@ -36,7 +36,7 @@ def check(settings: Settings) -> None:
 
 
 def attach(settings: Settings, node: Node) -> "TracingCapability":
-    """Tracing of this node. Raises StartError."""
+    """Returns the tracing of this node. Raises StartError."""
     return TracingCapability(_open(settings.tracing))
 
 
@@ -93,8 +93,8 @@ def _headers(settings: TracingSettings) -> dict[str, str]:
 
 
 class TracingCapability(Capability):
-    """See the folder's README. `tracing`: None if no collector is named; then nothing is traced and
-    its metrics are 0."""
+    """Tracing; see the folder's README. `tracing`: None if the settings name no collector. Then
+    calls are not traced and all metrics are 0."""
 
     def __init__(self, tracing: Tracing | None) -> None:
         self.tracing = tracing

@@ -1,7 +1,7 @@
-"""Spans of what the server does: of calls, and below them of waits, copies and tiers.
+"""Spans of the server's work: spans of calls, and below them spans of waits, copies and tiers.
 
-Always true: without tracing a node has no such object, and nothing here is called. What is kept for
-spans to come is bounded in number and time. Spans hold numbers and names of the server's own, never
+Always true: without tracing a node has no such object, and this module is not called. The memory
+for later spans is bounded in number and time. Spans contain the server's numbers and names, never
 hashes, token ids or bytes. On the event loop only.
 """
 
@@ -21,24 +21,25 @@ if TYPE_CHECKING:
     from hotkv_proto.traces import Span, Traces
 
 MAX_STORED_BLOCKS, MAX_BLOCKS_OF_STORE = 1 << 14, 1 << 12
-"""Blocks of traced stores whose way into tiers is traced, too: of all, and of one store."""
+"""Most blocks of traced stores whose writes to tiers are traced: of all stores, and of a single
+store."""
 STORED_S = 60.0
-"""How long after its store a block's way into a tier is traced."""
+"""The write of a block to a tier is traced for so long after its store."""
 MAX_WRITE_SPANS = 16
-"""Spans of one write to a tier: blocks of so many traced stores may go together."""
+"""Most spans of a write to a tier. It may contain blocks of so many traced stores."""
 PREFIX = "hotkv."
 
 _current: "ContextVar[Span | None]" = ContextVar("hotkv_span", default=None)
-"""The span of the call that is served. Tasks that it starts inherit it."""
+"""The span of the call that is served. Tasks that the call starts inherit it."""
 
 
 class Tracing:
-    """Begins the spans of a node, and remembers which stored blocks belong to which."""
+    """Begins the spans of a node, and remembers which stored blocks belong to which span."""
 
     def __init__(self, traces: "Traces") -> None:
         self.traces = traces
-        # By name of a block: the store that brought it, and until when it is of interest.
-        # Ordered: a dict takes ever longer to give up its first key.
+        # By name of a block: the store that brought it, and when it is forgotten. Ordered, because
+        # removing the first key of a plain dict becomes slower and slower.
         self._stored: OrderedDict[int, tuple[Span, float]] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -52,7 +53,8 @@ class Tracing:
 
     @contextlib.contextmanager
     def serving(self, span: "Span") -> Iterator[None]:
-        """What is begun inside, tasks included, belongs to this span. It ends if that fails."""
+        """Makes all spans inside the context children of this span, also in tasks. Ends the span if
+        the context fails."""
         before = _current.set(span)
         try:
             yield
@@ -63,21 +65,20 @@ class Tracing:
             _current.reset(before)
 
     def child(self, name: str) -> "Span | None":
-        """Begins a span below that of the call that is served; None if there is none."""
+        """Begins a span below the span of the present call; None if the call is not traced."""
         span = _current.get()
         return None if span is None else span.child(PREFIX + name)
 
-    # Ways into tiers
+    # Writes to tiers
 
     def stored(self, span: "Span", runs: Iterable[Words]) -> None:
-        """Remembers the first blocks that a traced store brings, by the hashes [n, words] of its
-        runs."""
+        """Remembers the first blocks of a traced store, by the hashes [n, words] of its runs."""
         stored, value = self._stored, (span, time.monotonic() + STORED_S)
         room = MAX_BLOCKS_OF_STORE
         for hashes in runs:
             for name in _names(hashes[:room]):
                 stored[name] = value
-                # Behind the others, as it is the last to be of interest.
+                # Move it behind the others: it is forgotten last.
                 stored.move_to_end(name)
             room -= len(hashes)
             if room <= 0:
@@ -86,8 +87,8 @@ class Tracing:
             stored.popitem(last=False)
 
     def begin_writes(self, hashes: Words, tier: str) -> "list[Span]":
-        """Begins a span for each traced store that brought some of these blocks, which are about to
-        be written to a tier; none for blocks of others."""
+        """Begins a span for each traced store with some of these blocks, which are about to be
+        written to a tier."""
         if not self._stored:
             return []
         now_s, counts = time.monotonic(), Counter["Span"]()
@@ -104,14 +105,14 @@ class Tracing:
 
 
 def _names(hashes: Words) -> list[int]:
-    """64 bits of each hash. Groups may share a hash: then they belong to the same prompt."""
+    """Returns 64 bits of each hash. If groups share a hash, they belong to the same prompt."""
     first = np.ascontiguousarray(hashes[:, :2])
     names: list[int] = first.view(np.uint64)[:, 0].tolist()
     return names
 
 
 def reason(error: BaseException) -> str:
-    """What a span says of an error: its reason, and nothing that a client has sent."""
+    """Returns the description of an error for a span: its reason, without any data of clients."""
     return error.reason.name if isinstance(error, HotKVError) else type(error).__name__
 
 

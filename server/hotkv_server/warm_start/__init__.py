@@ -1,1 +1,1 @@
-"""Names what a node uses most, so that another node can fetch it."""
+"""Names the most useful blocks of a node, so that another node can fetch them."""

@@ -1,7 +1,7 @@
-"""Names the blocks of a key space that are worth most, so that another node can fetch them.
+"""Names the most useful blocks of a key space, so that another node can fetch them.
 
-Always true: a question changes nothing, and looks at all entries in parts. What a policy would
-evict last comes first; of a chain the head comes before the tail.
+Always true: a question changes nothing, and looks at all entries in parts. Blocks that the policy
+would evict last come first; the head of a chain comes before its tail.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from hotkv_server.cache.values import Entries, HashList, Int64s
 
 @dataclass(frozen=True, slots=True)
 class Warmth:
-    """Ready blocks [n] as they stood: entries, their generations, heat and slot sizes in bytes."""
+    """A snapshot of ready blocks [n]: entries, their generations, heat and slot sizes in bytes."""
 
     entries: Entries
     generations: NDArray[np.uint32]
@@ -27,15 +27,15 @@ class Warmth:
     num_bytes: Int64s
 
     def hottest(self, byte_count: int) -> "Warmth":
-        """Those that take `byte_count` bytes at most, hottest first; 0 for all. Looks at nothing
-        of the core, so that any thread may call it."""
+        """Returns the hottest blocks that take at most `byte_count` bytes together, hottest first.
+        0: returns all. Does not use the core. Thread-safe."""
         order = np.argsort(-self.heat, kind="stable")
         if byte_count:
             order = order[np.cumsum(self.num_bytes[order]) <= byte_count]
         return self.at(order)
 
     def at(self, places: NDArray[np.int64] | slice) -> "Warmth":
-        """Some of them."""
+        """Returns the blocks at these places."""
         return Warmth(
             self.entries[places],
             self.generations[places],
@@ -45,7 +45,7 @@ class Warmth:
 
 
 def warmth(core: CacheCore, key_space_id: int) -> Iterator[Warmth]:
-    """All ready blocks of a key space, in parts."""
+    """Yields all ready blocks of a key space, in parts."""
     index, policy = core.space.index, core.space.policy
     start = 0
     while start < index.num_numbers:
@@ -68,7 +68,7 @@ def warmth(core: CacheCore, key_space_id: int) -> Iterator[Warmth]:
 
 
 def joined(parts: list[Warmth]) -> Warmth:
-    """All parts as one."""
+    """Joins all parts."""
     return Warmth(
         np.concatenate([part.entries for part in parts] or [np.empty(0, np.uint32)]),
         np.concatenate([part.generations for part in parts] or [np.empty(0, np.uint32)]),
@@ -78,7 +78,7 @@ def joined(parts: list[Warmth]) -> Warmth:
 
 
 def names(core: CacheCore, some: Warmth) -> list[HashList]:
-    """Hashes by group of those that are still there, in their order."""
+    """Returns the hashes, by group, of blocks that still exist, in order."""
     index = core.space.index
     records = index.table.records[some.entries]
     is_same = (records[:, table.W_GENERATION] == some.generations) & index.is_ready(some.entries)

@@ -11,7 +11,7 @@ from hotkv_server.wire.edge import Edge, full_name
 
 
 def attach(settings: Settings, node: Node) -> "WarmStartCapability":
-    """Warm start for this node."""
+    """Returns the warm start for this node."""
     return WarmStartCapability(node)
 
 

@@ -1,6 +1,5 @@
-"""Takes what one node uses most to another: names its hottest blocks, and brings named blocks in
-from lower tiers. On the event loop only.
-"""
+"""Copies the most useful blocks of a node to another node: names its hottest blocks, and loads
+named blocks from lower tiers. On the event loop only."""
 
 import asyncio
 import time
@@ -18,12 +17,13 @@ from hotkv_server.node.event_loop import slices
 from hotkv_server.warm_start import book as hottest
 
 PART_BLOCKS = 2_000
-"""Blocks in one part of an answer."""
+"""Blocks in a part of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Where named blocks lie: in host memory before, there by now, in a tier below, nowhere."""
+    """Numbers of named blocks that were in host memory before, were loaded, are still in a tier, or
+    were not found."""
 
     num_present: int
     num_fetched: int
@@ -32,7 +32,7 @@ class Fetched:
 
 
 class WarmStart:
-    """See the module. `below`: None if there are no tiers."""
+    """The warm start of a node; see the module. `below`: None without tiers."""
 
     def __init__(self, core: CacheCore, below: BlocksBelow | None) -> None:
         self._core = core
@@ -42,8 +42,8 @@ class WarmStart:
         return f"WarmStart({self._core!r})"
 
     async def export(self, key_space_id: int, byte_count: int) -> AsyncIterator[list[HashList]]:
-        """Names of the hottest blocks that take so many bytes, in parts; 0 for all. Raises
-        UNKNOWN_KEY_SPACE."""
+        """Yields the names of the hottest blocks that take at most `byte_count` bytes, in parts. 0:
+        yields all. Raises UNKNOWN_KEY_SPACE."""
         self._core.key_space(key_space_id)
         parts: list[hottest.Warmth] = []
         async for some, _ in slices(hottest.warmth(self._core, key_space_id)):
@@ -53,7 +53,7 @@ class WarmStart:
             yield hottest.names(self._core, chosen.at(slice(start, start + PART_BLOCKS)))
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], wait_s: float) -> Fetched:
-        """Brings in what lies in tiers, as far as there is room and time; a block that is named
+        """Loads named blocks from tiers, as far as there is room and time. A block that is named
         twice counts once. Raises HotKVError."""
         self._core.sessions.check_takes_new("fetches nothing")
         groups = _joined(groups)
@@ -76,7 +76,7 @@ class WarmStart:
 
 
 def _joined(lists: list[HashList]) -> list[HashList]:
-    """One list for each group, with every hash at its first place."""
+    """Returns a list for each group, with every hash at its first place."""
     of_group: dict[int, list[Words]] = {}
     for one in lists:
         of_group.setdefault(one.group_index, []).append(one.hashes)

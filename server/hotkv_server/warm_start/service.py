@@ -1,4 +1,4 @@
-"""WarmStartService: takes what one node uses most to another one, by name."""
+"""WarmStartService: names the most useful blocks of a node, and loads named blocks."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -79,7 +79,7 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
         return await self._node.sessions.declare(key_space)
 
     async def _lists(self, number: int, request: warm_pb2.PrefetchBlocksRequest) -> list[HashList]:
-        """All blocks named. Raises HotKVError."""
+        """Returns all named blocks. Raises HotKVError."""
         space = self._node.core.key_space(number)
         named = read_groups(request.groups, space.hash_bytes, lambda index: _checked(space, index))
         lists = [HashList(*one) for one in named]

@@ -38,8 +38,8 @@ MAX_BLOCKS = 1 << 16
 
 
 async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
-    """Explains a prompt in the requested key space, or in all whose hashes can be computed; or
-    explains the latest prompts of a session."""
+    """Explains a prompt in the requested key space, or in all key spaces whose hashes can be
+    computed; or explains the latest prompts of a session."""
     prompts = _of_session(node, request) if request.session_id else _of_prompt(node, request)
     response = admin_pb2.ExplainResponse()
     room = MAX_BLOCKS
@@ -202,7 +202,7 @@ def _loads(
 def _limiting_group(
     space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, num_tokens: int
 ) -> int:
-    """Returns the first group that lacks a block needed to hit one aligned step more; -1 if the
+    """Returns the first group that lacks a block needed to hit another aligned step; -1 if the
     whole prompt hits."""
     groups = space.groups
     step = max(group.block_tokens for group in groups)
@@ -237,7 +237,8 @@ def _summary(
 def watch_requests(
     node: Node, request: admin_pb2.WatchRequestsRequest, context: Any
 ) -> AsyncIterator[admin_pb2.WatchRequestsResponse]:
-    """Streams reports of a key space, or of all key spaces if the request names none."""
+    """Streams reports of a key space, or of all key spaces if the request does not name a key
+    space."""
 
     def message(value: WatchedReport) -> admin_pb2.WatchedRequest | None:
         if request.key_space_id not in (0, value.key_space_id):

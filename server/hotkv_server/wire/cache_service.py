@@ -1,4 +1,4 @@
-"""CacheService: unary calls for clients that have no session stream of their own."""
+"""CacheService: unary calls for clients without a session stream."""
 
 import asyncio
 from typing import Any

@@ -95,7 +95,7 @@ def _lookup(
 async def _lookup_later(
     node: Node, session: LiveSession, request: cache_pb2.LookupRequest, groups: list[HashList]
 ) -> cache_pb2.LookupResponse:
-    """Does the same after shared tiers have answered, or after a bounded time."""
+    """Looks up as `lookup` does, after shared tiers have answered or the time is up."""
     assert node.tiers is not None
     key_space_id = session.record.key_space_id
     await node.tiers.lookups.ask(session, key_space_id, groups)
@@ -164,8 +164,8 @@ async def _acquire_later(
     lease_id: str,
     groups: list[HashList],
 ) -> cache_pb2.AcquireLeaseResponse:
-    """Does the same after the blocks below have been promoted, or after a bounded time. Pins no
-    block that may be older than a flush on another node."""
+    """Acquires as `acquire` does, after the blocks below have been promoted or the time is up. Pins
+    no block that may be older than a flush on another node."""
     assert node.tiers is not None
     held = await node.tiers.bring_up(session, groups)
     try:

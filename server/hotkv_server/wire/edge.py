@@ -78,7 +78,7 @@ def calls_of(node: Node) -> Calls:
 
 
 def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
-    """Returns words [n, 8], one row for each full hash block.
+    """Returns words [n, 8], a row for each full hash block.
 
     hashes: packed hashes; if empty, they are computed from the tokens.
     token_ids: packed int32.
@@ -100,7 +100,8 @@ def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
 
 
 def of_groups(space: KeySpace, hashes: Words) -> list[HashList]:
-    """Returns a prompt's blocks in each group. A block's hash is its last hash block's."""
+    """Returns a prompt's blocks in each group. A block's hash is the hash of its last hash
+    block."""
     steps = [group.block_tokens // space.hash_block_tokens for group in space.groups]
     return [
         HashList(index, np.ascontiguousarray(hashes[step - 1 :: step]))

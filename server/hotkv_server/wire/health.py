@@ -50,7 +50,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """Sends the present state, then later states. Skips a state that changed again before the
-        watcher read the previous one."""
+        watcher read the previous state."""
         told = None
         while True:
             changed, state = (

@@ -1,4 +1,4 @@
-"""Builds the gRPC servers, one for each listener, and lists the services of each.
+"""Builds the gRPC servers, a server for each listener, and lists the services of each.
 
 - `grpc.sock`: sessions, cache, and the capabilities' services for users; health, reflection.
 - `admin.sock`: admin, and the capabilities' services for operators; health, reflection, channelz.

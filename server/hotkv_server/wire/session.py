@@ -1,4 +1,4 @@
-"""SessionService: opens sessions, one for each stream, and serves their calls."""
+"""SessionService: opens sessions, a session for each stream, and serves their calls."""
 
 import asyncio
 import inspect

@@ -1,6 +1,6 @@
 """All books of the core, and how a use of ready blocks changes them.
 
-`ReadLeases`, `Loads`, `Reservations` and `Stores` each change the books for one kind of call.
+`ReadLeases`, `Loads`, `Reservations` and `Stores` each change the books for a single kind of call.
 `CacheCore` checks that the books agree.
 """
 
@@ -27,7 +27,7 @@ from hotkv_server.cache.values import (
 
 
 class CacheBooks:
-    """The books of one node's cache, which starts empty.
+    """The books of a node's cache, which starts empty.
 
     client_memory: bounds the memory of clients' books.
     words, marks, grace: state for readers of the arena, of this server and an earlier one.
@@ -82,7 +82,7 @@ class Uses:
         self._books = books
 
     def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns which blocks are ready, one mask per list. A hint: it comes from the table as
+        """Returns which blocks are ready, a mask per list. A hint: it comes from the table as
         readers see it."""
         books = self._books
         check_named(

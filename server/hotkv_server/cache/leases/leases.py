@@ -362,7 +362,7 @@ class LoadTransfer:
 
 @dataclass(slots=True)
 class StoreTransfer:
-    """A store of one shard.
+    """A store of a shard.
 
     lease: None if no block was reserved.
     pins: pins the blocks that the store makes ready; None if they are not pinned.

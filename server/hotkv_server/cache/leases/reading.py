@@ -103,7 +103,7 @@ class ReadLeases:
     def _within_budget(
         self, key_space_id: int, groups: list[HashList]
     ) -> tuple[list[tuple[int, Entries]], int]:
-        """Returns the entries to pin, one array per list, and their bytes. An entry is 0 if the
+        """Returns the entries to pin, an array per list, and their bytes. An entry is 0 if the
         block is not ready or exceeds the tenant's budget."""
         index, tenants = self._books.space.index, self._books.space.tenants
         tenant = tenants.number(key_space_id)
@@ -123,7 +123,7 @@ class ReadLeases:
         return pinned, total
 
     def _note_use(self, group_index: int, entries: Entries, now_s: float) -> None:
-        """Counts hits and misses of one list. Records a use of the pinned blocks."""
+        """Counts hits and misses of a list. Records a use of the pinned blocks."""
         counters, found = self._books.counters, entries[entries != 0]
         if group_index < MAX_GROUPS:
             self._books.space.touch(found, now_s)
@@ -136,7 +136,7 @@ class ReadLeases:
             counters.missed_representations += len(entries) - len(found)
 
     def slot_offsets(self, session: SessionRecord, lease_id: str) -> tuple[Int64s, ...]:
-        """Returns the slot offsets of the blocks of a read lease, one array per group in the order
+        """Returns the slot offsets of the blocks of a read lease, an array per group in the order
         of the call; -1 for a block that is not pinned or not verified."""
         lease = self._books.leases.live(session, lease_id)
         if not isinstance(lease, ReadLease):
@@ -176,7 +176,7 @@ class ReadLeases:
     def check_invariants(self, others: NDArray[np.int64]) -> None:
         """Raises AssertionError if pins or budgets disagree with the leases. Linear in capacity.
 
-        others: pins by entry number [capacity + 1] that neither leases nor holds have.
+        others: pins by entry number [capacity + 1] of other holders than leases and retention pins.
         """
         index, tenants = self._books.space.index, self._books.space.tenants
         pins = others.copy()

@@ -16,12 +16,12 @@ from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import Entries
 
 PART_ENTRIES = 1 << 18
-"""Entries that one part examines: a millisecond or two."""
+"""Entries that each part examines: a millisecond or two."""
 
 
 class RetentionPins:
     """Holds on entries. `_until_s`: end of each entry's hold by entry number, float64 seconds of
-    `now_s`; 0 for none. No hold ends before `_next_end_s`."""
+    `now_s`; 0 without a hold. No hold ends before `_next_end_s`."""
 
     def __init__(
         self, index: BlockIndex, tenants: TenantBook, share: float, budget: PinBudget | None = None
@@ -56,7 +56,7 @@ class RetentionPins:
         return f"RetentionPins({len(self)} entries, {self.held_bytes}/{self.budget_bytes} B)"
 
     def hold(self, entries: Entries, until_s: float) -> int:
-        """Holds ready entries of one tenant until `until_s`, in order, as far as the budget allows.
+        """Holds ready entries of a tenant until `until_s`, in order, as far as the budget allows.
         Returns how many of them are held."""
         entries = each_once(entries)
         is_known = self._until_s[entries] > 0

@@ -303,8 +303,8 @@ class Reservations:
     def _results(
         self, lease: WriteLease, group_index: int, words: Entries, now_s: float
     ) -> NDArray[np.uint8]:
-        """Returns the BlockResult values of one run; NO_SPACE for blocks without an entry. Records
-        a use of the ready blocks, and clears the reserved flag in `words`."""
+        """Returns the BlockResult values of a run; NO_SPACE for blocks without an entry. Records a
+        use of the ready blocks, and clears the reserved flag in `words`."""
         results = np.full(len(words), BlockResult.NO_SPACE, np.uint8)
         if not words.any():
             return results
@@ -539,7 +539,7 @@ class Stores:
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
         """Ends a store after its copy has finished. Publishes the blocks that have every shard
-        written, then their representations. Returns BlockResult values, one array per run."""
+        written, then their representations. Returns BlockResult values, an array per run."""
         transfer = self._books.transfers.pop(session_number, transfer_id)
         assert isinstance(transfer, StoreTransfer), "a load ended as a store"
         lease = transfer.lease
@@ -564,7 +564,7 @@ class Stores:
         sums: Sums | None,
         now_s: float,
     ) -> None:
-        """Marks the blocks that one run has written, publishes the whole ones, and sets the
+        """Marks the blocks that a run has written, publishes the whole blocks, and sets the
         results."""
         index = self._books.space.index
         entries, positions, results = (
@@ -618,7 +618,7 @@ class Stores:
     def _publish_representations(
         self, lease: WriteLease, entries: Entries, checks: Sums
     ) -> BoolMask:
-        """Makes representations of one kind ready if their blocks are ready; marks the rest as
+        """Makes representations of a kind ready if their blocks are ready; marks the rest as
         aborted. Returns which are ready."""
         if not len(entries):
             return np.empty(0, np.bool_)

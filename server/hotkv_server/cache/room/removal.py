@@ -1,9 +1,9 @@
-"""The books of one tier, and removal of entries from them: eviction, flush, drop, and emptying
-slabs for another slot size.
+"""The books of a tier, and removal of entries from them: eviction, flush, drop, and emptying slabs
+for another slot size.
 
 Always true: an entry of the index owns exactly one slot of the pool, and no two entries own the
-same bytes. The bytes of every slot in use count for one key space and its tenant. A pinned or
-reserved entry is never evicted.
+same bytes. The bytes of every slot in use count for its key space and tenant. A pinned or reserved
+entry is never evicted.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -39,13 +39,13 @@ def finished(parts: Parts[T], between: Callable[[], object] = lambda: None) -> T
 
 
 PART_ENTRIES = 1 << 16
-"""Entry numbers that one part of long work examines: a few milliseconds."""
+"""Entry numbers that each part of long work examines: a few milliseconds."""
 EVICTED_PER_PART = 1 << 12
-"""Entries that one part of long work removes."""
+"""Entries that each part of long work removes."""
 
 
 class Books:
-    """Index, pool, tenants, policy and representations of one tier."""
+    """Index, pool, tenants, policy and representations of a tier."""
 
     def __init__(
         self, index: BlockIndex, pool: SlabPool, tenants: TenantBook, policy: Policy
@@ -127,7 +127,7 @@ MAX_FRESH = 1 << 12
 
 
 class Removal:
-    """Removes entries of one tier.
+    """Removes entries of a tier.
 
     effects: notices since `take_effects`.
     now_s: time of the last session opening or expiry of leases; 0 before the first.
@@ -269,7 +269,7 @@ def _are_among(keys: Keys, ordered: Keys) -> BoolMask:
 
 
 RUNS_PER_PART = 8
-"""Multi-slab runs that one part chooses."""
+"""Multi-slab runs that each part chooses."""
 HOT_SHARE = 0.25
 """Largest share of blocks in an emptied slab that may be hotter than the coldest blocks of the slot
 size that gets it. At 0, a few hot blocks in every slab would protect all slabs. An evicted hot
@@ -343,7 +343,7 @@ MayGo = Callable[[Entries], BoolMask]
 
 
 class Rebalancer:
-    """Empties slabs of one slot size for another. Holds no state between two calls.
+    """Empties slabs of a slot size for another size. Holds no state between two calls.
 
     Always true: a slab with a pinned or reserved entry is not chosen. `TenantBook` decides whose
     entries may be evicted for a tenant. A slab is emptied if it is colder than the blocks that the

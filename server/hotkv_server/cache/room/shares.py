@@ -1,5 +1,5 @@
-"""Shares: what owners hold of a bounded resource, what tenants hold of the arena, and what may be
-pinned for long."""
+"""Shares: counts how much of a bounded resource each owner holds, how much of the arena each tenant
+holds, and how much is pinned for long."""
 
 import enum
 from collections.abc import Iterable, Mapping
@@ -39,7 +39,7 @@ class FairBound:
         return self._held.get(owner, 0)
 
     def room(self, owner: str) -> int:
-        """Returns how many more units an owner may acquire in one call."""
+        """Returns how many more units an owner may acquire in a call."""
         held, free = self.held(owner), self.capacity - self.total
         return max(0, min(self.floor - held, free), (free - held) // 2)
 
@@ -86,7 +86,7 @@ class BoundShare(FairBound):
         return f"BoundShare({self.total} of {self._unit} in {self._bound!r})"
 
     def room(self, owner: str) -> int:
-        """Returns how many more objects an owner may acquire in one call."""
+        """Returns how many more objects an owner may acquire in a call."""
         return self._bound.room(owner) // self._unit
 
     def take(self, owner: str, count: int) -> None:
@@ -263,7 +263,9 @@ class TenantBook:
 
     def may_give(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
         """Returns which entries with these owners [n] may each be evicted alone for tenant `taker`.
-        `sizes` [n]: bytes that each eviction frees."""
+
+        `sizes` [n]: bytes that each eviction frees.
+        """
         allowed: BoolMask = (owners == taker) | (
             self.used[owners] - sizes >= self._guaranteed[owners]
         )

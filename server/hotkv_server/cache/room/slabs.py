@@ -93,7 +93,7 @@ class SlabFloors:
     lent: returns the number of slabs that a size has.
     num_free: returns the number of free slabs.
 
-    A promise in bytes alone is weak: one pinned slot blocks its slab for every other slot size.
+    A promise in bytes alone is weak: a pinned slot blocks its slab for every other slot size.
     Always true between two calls of the core: as many slabs are free as the sizes with a floor are
     short of. A size gets free slabs only if enough stay free for other floors. It gives slabs to
     another size only down to its own floor. So a size has room for all promised slots, once its
@@ -165,7 +165,7 @@ class SlabFloors:
 
 @dataclass(frozen=True, slots=True)
 class SlabClassStats:
-    """Figures of one slot size: slabs lent to it, slots in them, and slots in use."""
+    """Figures of a slot size: slabs lent to it, slots in them, and slots in use."""
 
     slot_bytes: int
     num_slabs: int
@@ -233,7 +233,7 @@ def aligned(num_bytes: int) -> int:
 
 
 class _SlabClass:
-    """Slots of one size."""
+    """Slots of the same size."""
 
     __slots__ = (
         "_slab_bytes",
@@ -275,7 +275,7 @@ class _SlabClass:
 
 
 class SlabPool:
-    """Slots of any size in one arena. Offsets are in bytes from its start, multiples of SLOT_ALIGN.
+    """Slots of any size in an arena. Offsets are in bytes from its start, multiples of SLOT_ALIGN.
 
     num_slabs: slabs of the whole arena.
     num_backed: slabs that have memory.
@@ -283,8 +283,8 @@ class SlabPool:
     """
 
     def __init__(self, arena_bytes: int, slab_bytes: int, *, is_backed: bool = True) -> None:
-        """`is_backed`: True if all slabs have memory. If False, slabs get memory through `back` and
-        `claim`."""
+        """Makes a pool. `is_backed`: whether all slabs have memory; otherwise they get memory
+        through `back` and `claim`."""
         if slab_bytes <= 0 or slab_bytes % SLOT_ALIGN:
             raise ValueError(
                 f"slab_bytes is {slab_bytes}; it must be a positive multiple of {SLOT_ALIGN}"
@@ -329,7 +329,7 @@ class SlabPool:
         self.num_free_slabs += len(fresh)
 
     def stats(self) -> list[SlabClassStats]:
-        """Returns one row for each slot size that has slabs."""
+        """Returns a row for each slot size that has slabs."""
         return [c.stats() for _, c in sorted(self._classes.items()) if c.num_slabs]
 
     def figures(self) -> PoolFigures:
@@ -474,7 +474,7 @@ class SlabPool:
 
     def _lend(self, c: _SlabClass, want_slots: int) -> bool:
         """Lends enough free slabs for `want_slots`, or as many as the floors of other sizes allow.
-        Returns False if it lends none."""
+        Returns False if it lends no slab."""
         free = np.flatnonzero(self._owner == FREE)
         usable = max(0, len(free) - self.floors.kept_for_others(c.slot_bytes))
         if usable < c.slabs_per_slot:

@@ -1,5 +1,4 @@
-"""All slots of one tier: making room, and reserving, publishing and using the entries that own
-them.
+"""All slots of a tier: making room, and reserving, publishing and using the entries that own them.
 
 Always true: an entry of the index owns exactly one slot of the pool, and no slot has two owners.
 Evict on allocate: `make_room` makes room only when it is needed, right before the `insert` that
@@ -37,11 +36,11 @@ more often while it grows."""
 
 
 class Room:
-    """Makes room in one tier.
+    """Makes room in a tier.
 
     coming_bytes: bytes of the arena that get memory within moments, less the bytes already refused
         for them.
-    may_keep: False for a tier below, and for host memory above one: a tier below gets only blocks
+    may_keep: False for a tier below, and for host memory above it: a tier below gets only blocks
         that had room here.
     """
 
@@ -161,7 +160,7 @@ class Room:
     def _compare(self, slot_bytes: int, num_slots: int, taker: int) -> Parts[None]:
         """Empties colder slabs of other sizes if this size is due for a comparison.
 
-        A comparison looks at every entry, so each one makes room for a share of the arena.
+        A comparison looks at every entry, so each comparison makes room for a share of the arena.
         """
         share_bytes = self._pool.capacity_bytes // REBALANCE_SHARE
         missing_bytes = (num_slots - self._pool.available_slots(slot_bytes)) * slot_bytes
@@ -176,7 +175,8 @@ class Room:
         self._pressure_bytes[slot_bytes] = pressure_bytes
 
     def _payers(self, taker: int, more_bytes: int) -> tuple[Payers, ...]:
-        """Returns whose blocks are evicted first, and whose are evicted if that is not enough."""
+        """Returns the tenants whose blocks are evicted first, and the tenants that follow if that
+        is not enough."""
         return (
             (Payers.OTHERS, Payers.ALL, Payers.ANYBODY)
             if self._tenants.may_claim(taker, more_bytes)
@@ -323,7 +323,7 @@ MAX_REFRESHED = 1 << 14
 
 
 class Space:
-    """All slots of one tier and the entries that own them.
+    """All slots of a tier and the entries that own them.
 
     origins: by entry number [capacity + 1], the tier below that a ready entry was promoted from,
         numbered from 1, until its hit is credited to that tier. 0 for a block that an engine
@@ -395,7 +395,7 @@ class Space:
         While the arena grows, fewer slots are reserved: see `grow`. The caller passes the remaining
         keys to `decline`.
 
-        has_promise: the room was reserved for a residency; growth refuses none of it.
+        has_promise: the room was reserved for a residency; it is not refused while the arena grows.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
@@ -462,8 +462,10 @@ class Space:
         now_s: float,
         retention: Retention = NO_RETENTION,
     ) -> None:
-        """Reports blocks, in chain order, for which `insert` found no room, to the policy. `depth`:
-        blocks of the chain before them."""
+        """Reports to the policy the blocks for which `insert` found no room, in chain order.
+
+        `depth`: blocks of the chain before them.
+        """
         if len(hashes):
             keys = self.index.mixed_hashes(key_space_id, group_index, hashes)
             self.policy.decline(keys, depth, now_s, retention)

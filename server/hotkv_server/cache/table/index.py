@@ -212,7 +212,7 @@ class BlockIndex:
         return depths
 
     def checks(self, entries: Entries) -> NDArray[np.uint64]:
-        """Returns the check values of ready entries; 0 if an entry has none."""
+        """Returns the check values of ready entries; 0 without a check value."""
         words = np.ascontiguousarray(self.table.records[entries, table.W_CHECK : table.W_CHECK + 2])
         return words.view(np.uint64)[:, 0]
 
@@ -347,7 +347,7 @@ class Chains:
         return f"Chains({self._index!r})"
 
     def set_parents(self, entries: Entries, parents: Entries) -> None:
-        """Sets the entry before each of `entries`; 0 for none."""
+        """Sets the entry before each of `entries`; 0: no entry."""
         self._records[entries, table.W_PARENT] = parents
 
     def link(
@@ -402,12 +402,12 @@ FreeSlots = Callable[[list[Words]], None]
 
 
 def blocks_first(groups: list[int]) -> list[int]:
-    """Returns the places of groups, with blocks before representations."""
+    """Returns the positions in `groups`: first groups of blocks, then representations."""
     return sorted(range(len(groups)), key=lambda at: groups[at] >= MAX_GROUPS)
 
 
 class Representations:
-    """Representations in one index. `declared`: False until a kind is declared, so that a server
+    """Representations in an index. `declared`: False until a kind is declared, so that a server
     without representations skips their cost."""
 
     def __init__(self, index: BlockIndex, free_slots: FreeSlots) -> None:
@@ -439,7 +439,7 @@ class Representations:
         return entries[self.among(entries)]
 
     def of(self, entries: Entries) -> Entries:
-        """Returns the representation of each ready block [n]; 0 if it has none."""
+        """Returns the representation of each ready block [n]; 0 without a representation."""
         linked: Entries = self._records[entries, table.W_REPRESENTATION]
         return linked
 
@@ -468,7 +468,7 @@ class Representations:
 
     def publish(self, entries: Entries, blocks: Entries, checks: Keys | None = None) -> None:
         """Makes reserved representations ready, each for a ready block, and removes the former
-        ones. `checks`: as in `Space.publish`."""
+        representations. `checks`: as in `Space.publish`."""
         former = self.of(blocks)
         self._remove(former[former != 0])
         self._index.publish(

@@ -118,7 +118,7 @@ def count_slots(
 
 @numba.njit("void(int64[:], int64, boolean[::1], boolean[::1])", nogil=True, cache=True)
 def lie_in(offsets: Any, slab_bytes: Any, slabs: Any, out: Any) -> None:
-    """Sets `out` to True for offsets that lie in one of these slabs."""
+    """Sets `out` to True for offsets that lie in any of these slabs."""
     shift = 0
     while slab_bytes >> shift > 1:
         shift += 1
@@ -244,8 +244,8 @@ def _locate(buckets: Any, mixed: Any, entry: Any) -> Any:
 
 @numba.njit("void(uint32[:, ::1], uint32[::1], uint32)", nogil=True, cache=True)
 def link(records: Any, entries: Any, first: Any) -> None:
-    """Writes into each record of a chain the entry before it, 0 for none. `first`: the entry before
-    the chain's first."""
+    """Writes into each record of a chain the entry before it, 0 if there is no such entry. `first`:
+    the entry before the chain's first."""
     before = first
     for i in range(entries.shape[0]):
         if entries[i] != 0:

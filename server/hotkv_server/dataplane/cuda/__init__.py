@@ -1,1 +1,1 @@
-"""Copy engine `cuda`: copies between one device and the arena."""
+"""Copy engine `cuda`: copies between a device and the arena."""

@@ -1,6 +1,6 @@
 """Calibration: the best method on this machine, as measured, by direction and page size.
 
-A calibration is valid for one device with one driver. It is a value: `measure` makes it, and it can
+A calibration is valid for a single device and driver. It is a value: `measure` makes it, and it can
 be stored as JSON.
 """
 
@@ -28,8 +28,8 @@ STAGED_RUN_PAGES = 8
 this length."""
 WORTH = {Method.BATCH: 1.0, Method.MEMCPY: 1.0, Method.STAGED: 0.9, Method.KERNEL: 0.5}
 """Weight of a method's speed, the most frugal method first. Kernels use the device's time: without
-MPS a device runs kernels of one process at a time, so the engine's kernels stand still while the
-server's kernel waits for PCIe. The kernels of staging move bytes on the device only."""
+MPS a device runs kernels of a single process at a time, so the engine's kernels wait while the
+server's kernel waits for PCIe. The kernels of staging only move bytes on the device."""
 NEGLIGIBLE_RATIO = 0.03
 """A more frugal method is chosen if it is slower than the best by at most this share."""
 FORMAT = 1
@@ -177,8 +177,8 @@ def _read_speed(field: str, entry: object) -> tuple[tuple[Direction, Method, int
 
 
 def rule_of_thumb(page_bytes: int) -> Method:
-    """Returns the method used without a measurement: long runs are copied one by one, short runs in
-    one call. Both work on every device."""
+    """Returns the method used without a measurement: MEMCPY for long runs, BATCH for short runs.
+    Both work on every device."""
     return Method.MEMCPY if page_bytes >= 256 << 10 else Method.BATCH
 
 

@@ -78,9 +78,9 @@ class _Given:
 class Lane:
     """Copies in one direction of a device; see the comment above.
 
-    choose: returns the method for a piece.
-    on_lost: called with the reason when the device is lost, from a thread of the lane.
-    busy_s: seconds in which the device had pieces that have ended.
+    `choose`: returns the method for a piece.
+    `on_lost`: called with the reason when the device is lost, from a thread of the lane.
+    `busy_s`: total time in which the device had pieces, counted when they end.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class Lane:
         self._given.put(given)
 
     def _end(self, work: _Work, error: str) -> None:
-        """Submits no more of a job, and ends it when all of its pieces have ended."""
+        """Stops submitting pieces of a job, and ends it when all of its pieces have ended."""
         with self._changed:
             self._works.remove(work)
             work.ended = True
@@ -416,7 +416,7 @@ class CudaCopyEngine:
 
     @property
     def num_lanes(self) -> int:
-        """Number of lanes: one per direction."""
+        """Number of lanes: a lane per direction."""
         return len(self._lanes)
 
     def is_alive(self) -> bool:

@@ -20,11 +20,11 @@ TABLE_BYTES = 3 * 8 * MAX_PIECE_RUNS
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Memory for one piece in flight.
+    """Memory for a piece in flight.
 
-    table: address of TABLE_BYTES pinned bytes. The device reads them in place: a copy of them would
+    `table`: address of TABLE_BYTES pinned bytes. The device reads them in place: copying them would
         queue behind the other lane's copies.
-    staging: address of device memory; 0 for none.
+    `staging`: address of device memory; 0 without staging.
     """
 
     event: Event
@@ -33,7 +33,7 @@ class Slot:
 
 
 def memcpy(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies runs one by one; also works for host memory that is not pinned."""
+    """Copies each run separately. Also works for host memory that is not pinned."""
     for dst, src, num_bytes in zip(
         piece.dst.tolist(), piece.src.tolist(), piece.num_bytes.tolist(), strict=True
     ):
@@ -41,7 +41,7 @@ def memcpy(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> 
 
 
 def batch(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies all runs in one call."""
+    """Copies all runs in a single call."""
     runtime.copy_batch(stream, piece.dst, piece.src, piece.num_bytes)
 
 

@@ -67,9 +67,9 @@ class Piece:
 class StagedPlan:
     """A piece's layout in staging memory.
 
-    offsets: where each run of the piece lies in staging memory, int64 [runs].
-    starts, hosts, num_bytes: copies between staging offsets and host addresses, int64 [copies]; one
-        copy for each contiguous run on the host's side.
+    `offsets`: of each run of the piece in staging memory, int64 [runs].
+    `starts`, `hosts`, `num_bytes`: copies between staging offsets and host addresses, int64
+        [copies]; each covers a contiguous range on the host's side.
     """
 
     offsets: Int64s
@@ -204,8 +204,8 @@ def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
 
 
 def plan_staged(host: Int64s, num_bytes: Int64s, registration: Int64s) -> StagedPlan:
-    """Plans staging memory: runs that adjoin on the host's side, in one registration, adjoin in
-    staging too, so that one copy moves them. Adds at most ALIGN_BYTES per run."""
+    """Plans staging memory: runs that adjoin on the host's side, in the same registration, also
+    adjoin in staging, so that a single copy moves them. Adds at most ALIGN_BYTES per run."""
     apart = (host[1:] != host[:-1] + num_bytes[:-1]) | (registration[1:] != registration[:-1])
     begins: NDArray[np.bool_] = np.concatenate(([True], apart))
     firsts = np.flatnonzero(begins)

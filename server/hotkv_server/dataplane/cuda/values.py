@@ -23,7 +23,7 @@ class Method(enum.Enum):
     MEMCPY = "memcpy"
     """One copy per run: best for long runs."""
     BATCH = "batch"
-    """All runs in one call."""
+    """All runs in a single call."""
     KERNEL = "kernel"
     """A kernel reads and writes the arena directly."""
     STAGED = "staged"
@@ -80,7 +80,7 @@ class CudaCopySettings:
 
     @property
     def slot_staging_bytes(self) -> int:
-        """Staging memory of one piece in flight, a multiple of 256."""
+        """Staging memory of a piece in flight, a multiple of 256."""
         return min(self.staging_bytes // (2 * self.depth), self.piece_bytes) // 256 * 256
 
 
@@ -99,7 +99,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class CudaCopyFigures:
-    """Figures of one device.
+    """Figures of a device.
 
     num_queued: estimated number of pieces that are not in the device's queue yet.
     num_in_flight: pieces in the device's queue.

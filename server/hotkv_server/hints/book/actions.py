@@ -1,4 +1,4 @@
-"""Performs actions of hints on blocks, in parts: each generator does one part per step.
+"""Performs actions of hints on blocks, in parts: each generator does a part per step.
 
 Owns no state. A part takes milliseconds. Any other method may be called between two steps; blocks
 that are removed then are skipped.
@@ -130,7 +130,7 @@ def count(core: CacheCore, key_space_id: int, lists: list[HashList]) -> Done:
 
 
 def _ready(core: CacheCore, key_space_id: int, one: HashList, start: int) -> tuple[Entries, int]:
-    """Returns the blocks of one part that are ready in host memory, in order and each once, and how
+    """Returns the blocks of a part that are ready in host memory, in order and each once, and how
     many were repeated. Raises UNKNOWN_KEY_SPACE."""
     core.key_space(key_space_id)
     words = core.space.index.find(key_space_id, one.group_index, one.hashes[start : start + BLOCKS])

@@ -1,6 +1,6 @@
 """Compares chains of blocks from their beginning.
 
-A block's hash stands for all tokens up to its end. So two chains that have the same block at one
+A block's hash stands for all tokens up to its end. So two chains that have the same block at some
 place are the same before it. A binary search finds the place at which they diverge.
 """
 

@@ -24,7 +24,7 @@ OutcomeKey = tuple[str, str]
 
 @dataclass(slots=True)
 class HintOutcome:
-    """Outcome of one action of a hint.
+    """Outcome of an action of a hint.
 
     num_blocks: blocks that the action names, of all groups.
     num_done: blocks for which it was done.
@@ -87,7 +87,7 @@ class _Tracked:
 
 @dataclass(slots=True)
 class TenantHints:
-    """Hints of one tenant.
+    """Hints of a tenant.
 
     outcomes: the latest, by message and action.
     tokens: actions that may be accepted at this moment.
@@ -107,8 +107,8 @@ class TenantHints:
     num_prefetches: int = 0
 
     def may_act(self, now_s: float, count: float = 1.0) -> bool:
-        """Subtracts `count` actions from the tenant's budget. Returns False, and subtracts none, if
-        fewer are left."""
+        """Subtracts `count` actions from the tenant's budget. Returns False, and leaves the budget
+        unchanged, if fewer are left."""
         limits = self.limits
         grown = max(0.0, now_s - self.filled_s) * limits.actions_per_s
         self.tokens = min(limits.burst_actions, self.tokens + grown)
@@ -182,7 +182,9 @@ class TenantHints:
 
     def hit(self, key_space_id: int, hashes: Words, first: int, stop: int, block_s: float) -> None:
         """Records that a request with this prompt has hit its hash blocks [first, stop) here.
-        `block_s`: time to compute one block, in seconds; 0 if unknown."""
+
+        `block_s`: time to compute a block, in seconds; 0 if unknown.
+        """
         if not self.tracked or first >= stop:
             return
         if key_space_id not in self._watched:
@@ -254,7 +256,7 @@ class HintBook:
         )
 
     def known(self, name: str) -> TenantHints | None:
-        """Returns the hints of a tenant; None if it has none."""
+        """Returns the hints of a tenant; None if the tenant has no hints."""
         return self._tenants.get(name)
 
     def all(self) -> Iterator[tuple[str, TenantHints]]:

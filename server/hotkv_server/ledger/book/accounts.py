@@ -2,10 +2,10 @@
 
 Always true: there are at most `max_accounts`. Every count is in exactly one account and in `total`.
 When there are too many accounts, the account used longest ago is folded: engines of a key space
-into an account whose engine is OTHERS, and such accounts into one for the whole node. So new engine
-names do not grow memory. For each request, the tokens that hit on the device, the tokens that hit
-in each tier, and the tokens that missed for each reason add up to the tokens of its prompt. Memory
-is fixed.
+into an account whose engine is OTHERS, and such accounts into an account for the whole node. So new
+engine names do not grow memory. For each request, the tokens that hit on the device, the tokens
+that hit in each tier, and the tokens that missed for each reason add up to the tokens of its
+prompt. Memory is fixed.
 """
 
 import math
@@ -63,7 +63,7 @@ class Buckets:
     A count is in the bucket of its minute, in the bucket of its hour, and in the sum of all. Time
     is wall-clock time in whole minutes since 1970, so that buckets outlive the server. If the clock
     goes back by an hour or less, time counts as standing still. If it goes back further, all
-    buckets start anew, because the old ones would hide the new ones for that long.
+    buckets start anew, because old buckets would hide new buckets for that long.
 
     cells: the sum of all, then minutes, then hours, each a ring by its number [NUM_CELLS, columns].
     minute: the newest minute.
@@ -160,7 +160,7 @@ class Usage:
 
 
 class Columns:
-    """The columns of one ledger. `tiers`: their names, host memory first."""
+    """The columns of a ledger. `tiers`: their names, host memory first."""
 
     def __init__(self, tiers: Iterable[str]) -> None:
         self.tiers = tuple(dict.fromkeys((HOST_TIER, *tiers)))[:MAX_TIERS]
@@ -230,8 +230,11 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Identity of an account. `tenant`: empty without tenants. `key_space`: the fingerprint's first
-    digits."""
+    """Identity of an account.
+
+    `tenant`: empty without tenants.
+    `key_space`: the fingerprint's first digits.
+    """
 
     tenant: str
     model: str

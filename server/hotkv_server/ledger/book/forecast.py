@@ -1,10 +1,10 @@
 """Forecasts the hits of larger caches: an endless cache, and a cache with some more memory.
 
 Reports name each request's blocks. The forecast samples them by key. It stores which sampled keys
-were ever seen, and runs two shadow caches that are scaled down as the sample is: one of the arena's
-size, and one a step larger. Source of the sampling: Waldspurger et al., "Efficient MRC construction
-with SHARDS", FAST 2015, and "Cache modeling and optimization using miniature simulations", USENIX
-ATC 2017.
+were ever seen, and runs two shadow caches that are scaled down as the sample is: a cache of the
+arena's size, and a cache that is a step larger. Source of the sampling: Waldspurger et al.,
+"Efficient MRC construction with SHARDS", FAST 2015, and "Cache modeling and optimization using
+miniature simulations", USENIX ATC 2017.
 
 Only misses are estimated: misses of the sample divided by its share. Hits are all tokens of full
 blocks minus these misses. A prompt that every request contains then does not depend on luck: it

@@ -29,8 +29,11 @@ anything to load."""
 
 @dataclass(frozen=True, slots=True)
 class PromptOutcome:
-    """Outcome of one request in tokens. `hit_tokens`: by number of the tier, 0 for host memory.
-    `missed_tokens`: by reason."""
+    """Outcome of a request in tokens.
+
+    `hit_tokens`: by number of the tier, 0 for host memory.
+    `missed_tokens`: by reason.
+    """
 
     hit_tokens: dict[int, int]
     missed_tokens: dict[Miss, int]
@@ -53,7 +56,7 @@ def note_outcome(
 ) -> PromptOutcome:
     """Returns the outcome of a request that was just scheduled, and credits its hits.
 
-    hashes: hashes of its prompt, one for each full hash block [n, 8].
+    hashes: hashes of its prompt, a hash for each full hash block [n, 8].
     reason: the miss reason that its engine reports.
 
     Blocks that were promoted from a tier are credited to it once: for the first request that hits

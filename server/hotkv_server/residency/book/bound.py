@@ -108,8 +108,8 @@ class ResidencyBound:
         return max(0, min(room - self.taken_bytes(tenant), self._budget.for_residencies))
 
     def most_bytes(self, tenant: int) -> int:
-        """Returns the bytes that could be promised to the tenant in an empty arena whose memory is
-        complete."""
+        """Returns the bytes that could be promised to the tenant in an empty arena with all of its
+        memory."""
         return max(0, self._most(tenant, self._tenants.arena_bytes, {}))
 
     def _most(self, tenant: int, capacity_bytes: int, taken: dict[int, int]) -> int:

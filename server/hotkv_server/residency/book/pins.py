@@ -38,10 +38,10 @@ class ResidencyPins:
         self, residency: Residency, group_index: int, first_position: int, block_count: int
     ) -> Int64s:
         """Returns the slot offsets of the representations that a residency pins with its blocks,
-        from `first_position` on; -1 for none.
+        from `first_position` on; -1 without a representation.
 
-        Representations of an earlier server count as none until they have been compared with their
-        check values.
+        Representations of an earlier server count as missing until they have been compared with
+        their check values.
         """
         group, index = residency.groups[group_index], self._space.index
         linked = group.linked_at(first_position + np.arange(block_count, dtype=np.int64))
@@ -67,7 +67,7 @@ class ResidencyPins:
 
     def pin_linked(self, residency: Residency, group_index: int, positions: Int64s) -> None:
         """Pins the representation of each block at `positions` whose kind the session declared; at
-        most one a position."""
+        most one per position."""
         group = residency.groups.get(group_index)
         if group is None or residency.is_closing or not group.kinds:
             return
@@ -95,7 +95,7 @@ class ResidencyPins:
         self._bound.pin(residency.tenant, np.full(len(fresh), slot_bytes))
 
     def unpin(self, tenant: int, entries: Entries) -> None:
-        """Removes one pin from each entry of a tenant's residency, and frees entries that were
+        """Removes a pin from each entry of a tenant's residency, and frees entries that were
         flushed while pinned."""
         index, distinct = self._space.index, np.unique(entries)
         np.subtract.at(self.counts, entries, np.uint32(1))
@@ -114,7 +114,7 @@ class ResidencyPins:
         return entries
 
     def let_go(self, entries: Entries) -> None:
-        """Releases the pins of one `hold`."""
+        """Releases the pins of a `hold`."""
         self._held = [held for held in self._held if held is not entries]
         self._space.index.pin(entries, -1)
         self._space.removal.reap(entries)

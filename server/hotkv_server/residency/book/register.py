@@ -1,11 +1,11 @@
 """The residencies of all engines: the blocks that each pins, its remaining promise, and refusals
 for lack of room.
 
-Always true: an id names one open residency of its engine; a closing residency has no id. A position
-of a residency names one entry. A group has at most as many positions as were asked for, and at most
-as many representations as positions. Rows are in the order of positions. Residencies count for
-their owner, by number and by the memory of their lists (see `bounds`). An engine's latest refusal
-is kept while it has a session, until it opens the residency.
+Always true: an id names a single open residency of its engine; a closing residency has no id. A
+position of a residency names a single entry. A group has at most as many positions as were asked
+for, and at most as many representations as positions. Rows are in the order of positions.
+Residencies count for their owner, by number and by the memory of their lists (see `bounds`). An
+engine's latest refusal is kept while it has a session, until it opens the residency.
 """
 
 from collections import Counter
@@ -31,15 +31,15 @@ MAX_RESIDENCIES = 1 << 14
 
 @dataclass(slots=True, eq=False)
 class ResidentGroup:
-    """Blocks of one group.
+    """Blocks of a group.
 
     most: positions that the group may have.
     block_bytes, kind_bytes: slot sizes of a block, and of a representation; all `kinds` have the
-        same size, 0 if there are none.
+        same size, 0 without kinds.
     kinds: kinds of representations to pin.
     positions: rising, int64 [n].
     entries: of the blocks, uint32 [n].
-    linked: of their representations, uint32 [n]; 0 for none.
+    linked: of their representations, uint32 [n]; 0 without a representation.
     """
 
     most: int
@@ -61,7 +61,7 @@ class ResidentGroup:
 
     def rows(self, positions: Int64s) -> tuple[Int64s, BoolMask]:
         """Returns for each position [n] its row, or the row where it would be inserted, and whether
-        it has one."""
+        it has a row."""
         rows = np.searchsorted(self.positions, positions)
         known = np.zeros(len(positions), np.bool_)
         inside = rows < len(self.positions)
@@ -83,7 +83,7 @@ class ResidentGroup:
         self.linked = np.insert(self.linked, rows, np.uint32(0))
 
     def link(self, rows: Int64s, linked: Entries) -> None:
-        """Records representations [n] for rows that have none."""
+        """Records representations [n] for rows without a representation."""
         self.linked[rows] = linked
         self.num_linked += len(rows)
 
@@ -164,7 +164,7 @@ class Residency:
             assert group.num_linked == np.count_nonzero(group.linked), "kinds miscounted"
 
     def reads(self, entries: Entries) -> bool:
-        """Returns True if its clients may read one of these blocks."""
+        """Returns True if its clients may read any of these blocks."""
         return any(np.isin(group.entries, entries).any() for group in self.groups.values())
 
 
@@ -234,7 +234,7 @@ class ResidencyBook:
         return residency
 
     def get(self, engine_id: str, residency_id: str) -> Residency | None:
-        """Returns the engine's open residency with this id; None if there is none."""
+        """Returns the engine's open residency with this id; None if the id is unknown."""
         return self._by_id.get((engine_id, residency_id))
 
     def named(self, session: SessionRecord, residency_id: str) -> Residency | None:
@@ -302,11 +302,11 @@ class ResidencyBook:
         self.memory.give(residency.owner, residency.weight)
 
     def all(self) -> list[Residency]:
-        """Returns all residencies, including closing ones."""
+        """Returns all residencies, including closing residencies."""
         return [residency for mine in self._by_session.values() for residency in mine]
 
     def of_session(self, session_number: int) -> list[Residency]:
-        """Returns the residencies that a session has opened, including closing ones."""
+        """Returns the residencies that a session has opened, including closing residencies."""
         return list(self._by_session.get(session_number, ()))
 
     def note_refusal(

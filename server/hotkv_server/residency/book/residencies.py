@@ -36,7 +36,7 @@ from hotkv_server.residency.book.register import Residency, ResidencyBook, Resid
 
 MAX_POSITION = 1 << 31
 PART_BLOCKS = 1 << 14
-"""Blocks of a residency to unpin in one part."""
+"""Blocks of a residency to unpin per part."""
 
 
 class Residencies:
@@ -205,7 +205,7 @@ class Residencies:
     def end(self, session: SessionRecord) -> Iterator[None]:
         """Ends the residencies of a session in parts, after notifying its readers.
 
-        If the server drains, ends none: the next server keeps them for their readers.
+        If the server drains, they stay: the next server keeps them for their readers.
         """
         for residency in self._begin_ending(session):
             yield from self.closing(residency)
@@ -258,7 +258,7 @@ class Residencies:
         return residencies
 
     def condemned(self, entries: Entries) -> None:
-        """Ends the residencies of every session that reads one of these blocks.
+        """Ends the residencies of every session that reads any of these blocks.
 
         The blocks do not match their check values, so readers have seen bytes that were not stored.
         """

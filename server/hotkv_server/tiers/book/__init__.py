@@ -1,1 +1,1 @@
-"""Decides what moves between host memory and tiers below. Pure."""
+"""Decides which blocks move between host memory and the tiers below it. Pure."""

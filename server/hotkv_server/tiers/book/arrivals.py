@@ -1,8 +1,8 @@
-"""Blocks that come into host memory from a tier: their slots, and who waits for them.
+"""Blocks that come into host memory from a tier: reserves their slots and keeps them pinned for the
+callers that wait.
 
-Always true: a block is ready in host memory only when the tier has filled its slot with the very
-bytes that were stored. What has come stays pinned until `let_go`, so that whoever asked for it can
-lease it.
+Always true: a block becomes ready in host memory only after the tier has filled its slot with the
+stored bytes. It then stays pinned until `let_go`, so that the callers can lease it.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from hotkv_server.tiers.book.moves import Move, Moves, joined
 
 
 class Arrivals:
-    """Reserves slots for moves up, and makes ready what has come."""
+    """Reserves slots for moves up, and makes the blocks that arrive ready."""
 
     def __init__(self, moves: Moves) -> None:
         self._moves = moves
@@ -28,8 +28,8 @@ class Arrivals:
         return f"Arrivals({self._moves!r})"
 
     def absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Positions of blocks, one array a list, that are not in host memory, reserved ones
-        neither. None of representations."""
+        """Returns the positions of blocks that are neither ready nor reserved in host memory, an
+        array per list. Empty for lists of representations."""
         found = []
         for one in groups:
             if one.group_index >= MAX_GROUPS:
@@ -46,8 +46,10 @@ class Arrivals:
         positions: list[Int64s],
         slot_bytes: Callable[[int], int],
     ) -> Move | None:
-        """Begins to bring in the blocks at these positions of each list, from a tier that places
-        them by itself: as many as find a slot; None for none. `slot_bytes`: of a group.
+        """Begins to move up the blocks at these positions of each list, as many as find a slot;
+        None if no block does. For tiers that place blocks themselves.
+
+        `slot_bytes`: returns the size of a group's slots.
 
         Room is made before, as for a store.
         """
@@ -60,7 +62,8 @@ class Arrivals:
             at = at[first_occurrences(rows(one.hashes, at))] if len(at) else at
             if len(at):
                 size = slot_bytes(one.group_index)
-                # Lists begin with a sequence, but for those of windows: what is later is a leaf.
+                # Depths are positions in the list. Lists begin at the root, except lists of
+                # windows, in which later blocks still count as deeper.
                 entries.append(self.reserve(key_space_id, one, at, size, at, number))
         coming = joined(entries)
         none = np.empty(0, np.uint32)
@@ -75,8 +78,8 @@ class Arrivals:
         depths: Int64s,
         number: int,
     ) -> Entries:
-        """Reserves slots of one size for a move, as many as find room, and links them to the blocks
-        of their list."""
+        """Reserves slots of the same size for a move and links them to the blocks of their list.
+        Returns the entries, in order, as many as found room."""
         index, group = self._host.index, listed.group_index
         words = index.find(key_space_id, group, listed.hashes)
         staying = words[table.is_ready(words)]
@@ -91,11 +94,11 @@ class Arrivals:
         return taken
 
     def end(self, move: Move, is_found: BoolMask, checks: Keys | None, now_s: float) -> Entries:
-        """The tier has ended a move up, and writes no slot of it any more. Returns what is ready
-        now, which stays pinned until `let_go`.
+        """Ends a move up after the tier has stopped writing its slots. Returns the entries that are
+        ready now; they stay pinned until `let_go`.
 
-        `is_found` [n]: whose slots hold the block. `checks` uint64 [n]: check values of those that
-        were found; None for none.
+        `is_found` [n]: whether the slot holds the block.
+        `checks` uint64 [n]: check values of the blocks that were found; None: no check values.
         """
         if len(move.forsaken):
             forsaken, move.forsaken = move.forsaken, move.forsaken[:0]
@@ -111,20 +114,20 @@ class Arrivals:
         return came
 
     def forsake(self, move: Move) -> None:
-        """The tier of a move up hangs: its blocks may be stored, and brought in from elsewhere.
-        Their slots stay taken until `end`, as the tier may still write them."""
+        """Gives up a move whose tier hangs, so that its blocks can be stored or moved up from
+        elsewhere. The slots stay reserved until `end`, because the tier may still write to them."""
         self._host.index.pin(move.entries, 1)
         self._host.removal.forsake(move.entries)
         move.forsaken, move.entries = joined([move.forsaken, move.entries]), move.entries[:0]
 
     def let_go(self, move: Move) -> None:
-        """Nobody waits for the blocks of a move up any more that has ended."""
+        """Unpins the blocks of a move up that has ended: its callers are done with them."""
         self._moves.remove(move)
         self._host.index.pin(move.kept, -1)
         self._host.removal.reap(move.kept)
 
     def is_coming(self, key_space_id: int, group_index: int, hashes: table.Words) -> BoolMask:
-        """Which blocks [n] are on their way up."""
+        """Returns a mask [n] of the blocks that are being moved up."""
         words = self._host.index.find(key_space_id, group_index, hashes)
         is_reserved = words >= table.RESERVED_FLAG
         owners = self._host.index.owners(words & ~table.RESERVED_FLAG)
@@ -132,7 +135,7 @@ class Arrivals:
         return coming
 
     def numbers(self, key_space_id: int, groups: list[HashList]) -> set[int]:
-        """Returns the moves that bring up a block of these lists."""
+        """Returns the numbers of the moves that bring up a block of these lists."""
         found: set[int] = set()
         for one in groups:
             words = self._host.index.find(key_space_id, one.group_index, one.hashes)

@@ -1,4 +1,4 @@
-"""The books of all tiers of a node, as the core knows them: a `Below` of the core."""
+"""The books of all tiers of a node. They are a `Below` of the core."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -16,9 +16,13 @@ from hotkv_server.tiers.book.place_sizes import EncodedBytes
 
 
 class TierBooks:
-    """What lies below host memory and what is on its way. `lower`: the tier in whose `space` the
-    core chooses places; None without one. `copies`: of tiers that place by themselves. The other
-    arguments are those of `LowerTier`."""
+    """Records the blocks below host memory and the moves under way.
+
+    `lower`: the tier in whose `space` the core chooses places; None without a disk.
+    `copies`: a `Copies` for each tier that places blocks itself.
+
+    The other arguments are those of `LowerTier`.
+    """
 
     def __init__(
         self,
@@ -101,7 +105,7 @@ class TierBooks:
 
 
 def books_of(core: CacheCore) -> TierBooks:
-    """Returns the books of this core's tiers. Raises LookupError if it has none."""
+    """Returns the books of this core's tiers. Raises LookupError if the core has no tiers."""
     for one in core.below:
         if isinstance(one, TierBooks):
             return one

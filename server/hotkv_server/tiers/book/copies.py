@@ -1,9 +1,9 @@
-"""Copies of blocks of host memory for a tier that places them by itself.
+"""Copies blocks of host memory to a tier that places them itself.
 
-Blocks that were stored here go first, in their order. Behind them wait, in lanes, those that the
-tier may have already: what came from elsewhere, and what it has failed to take. Always true: a
-block stays pinned in host memory until the tier reads it no more; a copy that fails is tried again
-MAX_TRIES times at most, and only as long as the block is in host memory.
+Blocks that were stored here are copied first, in order. Behind them wait, in lanes, blocks that the
+tier may already have, and blocks that it failed to store. Always true: a block stays pinned in host
+memory until the tier has stopped reading it. A failed copy is tried again at most MAX_TRIES times,
+and only while the block is in host memory.
 """
 
 import numpy as np
@@ -13,20 +13,20 @@ from hotkv_server.tiers.book.moves import Move, Moves
 from hotkv_server.tiers.book.waiting import WaitingBlocks
 
 STORED, OLD = 0, 1
-"""Lanes of blocks that were stored here, and of those that came from elsewhere: from a disk, or
-from an earlier server. The lanes after these have what has failed once, twice and so on."""
+"""Lanes of blocks that were stored here, and of blocks that came from a disk or an earlier server.
+Behind them is a lane for each number of failures."""
 MAX_TRIES = 4
 
 
 class Copies:
-    """Begins and ends the copies for one tier."""
+    """Begins and ends the copies for a tier."""
 
     def __init__(self, moves: Moves) -> None:
         self._moves = moves
         self._host = moves.host
         self._host.room.may_keep = False
         index = moves.host.index
-        # What has not been compared since a restart is compared before it is copied.
+        # Blocks that were not compared since a restart are compared before they are copied.
         old = [WaitingBlocks(index, takes_unverified=True) for _ in range(1 + MAX_TRIES)]
         self.lanes = (WaitingBlocks(index), *old)
         self._under_way: dict[int, int] = {}
@@ -36,26 +36,26 @@ class Copies:
 
     @property
     def num_waiting(self) -> int:
-        """Blocks that wait in all lanes."""
+        """Number of waiting blocks in all lanes."""
         return sum(map(len, self.lanes))
 
     def add_stored(self, entries: Entries) -> None:
-        """Blocks were stored here, those of a chain in its order."""
+        """Queues blocks that were stored here. The blocks of a chain come in its order."""
         self.lanes[STORED].add(entries)
 
     def add_old(self, entries: Entries) -> None:
-        """Ready blocks came into host memory from elsewhere than the tier."""
+        """Queues ready blocks that came into host memory from another source than this tier."""
         self.lanes[OLD].add(entries)
 
     def lane_to_do(self) -> int | None:
-        """Returns the lane behind STORED in which blocks wait that have been tried most often; None
-        if no blocks do."""
+        """Returns the lane behind STORED with waiting blocks that have failed most often; None if
+        all these lanes are empty."""
         lanes = range(len(self.lanes) - 1, STORED, -1)
         return next((at for at in lanes if len(self.lanes[at])), None)
 
     def take(self, num_bytes: int, lane: int = STORED) -> Entries:
-        """Returns the next blocks of a lane, about so many bytes of slots, each once. They wait no
-        longer."""
+        """Removes and returns the next blocks of a lane, about `num_bytes` of slots, without
+        duplicates."""
         waiting, parts = self.lanes[lane], [np.empty(0, np.uint32)]
         while len(waiting) and num_bytes > 0:
             parts.append(waiting.take(num_bytes))
@@ -64,8 +64,8 @@ class Copies:
         return taken[np.sort(np.unique(taken, return_index=True)[1])]
 
     def begin(self, entries: Entries, lane: int = STORED) -> list[Move]:
-        """Begins to copy ready blocks; a move for each key space whose blocks may move. Those of
-        the others wait again."""
+        """Begins to copy ready blocks. Returns a move for each key space whose blocks may move;
+        queues the blocks of other key spaces again."""
         moves, key_spaces = [], self._host.index.key_spaces(entries)
         for key_space_id in np.unique(key_spaces).tolist():
             mine = entries[key_spaces == key_space_id]
@@ -79,8 +79,11 @@ class Copies:
         return moves
 
     def end(self, move: Move, has_failed: BoolMask | None = None) -> int:
-        """The tier reads no slot of a move any more. `has_failed` [n]: which blocks to try again;
-        None for none. Returns how many of these are given up."""
+        """Ends a move after the tier has stopped reading its slots. Returns the number of blocks
+        that are given up.
+
+        `has_failed` [n]: whether to try the block again; None: all succeeded.
+        """
         index, lane = self._host.index, max(self._under_way.pop(move.number), OLD) + 1
         num_given_up = 0
         if has_failed is not None:

@@ -1,10 +1,13 @@
-"""Moves down: blocks of host memory into a tier below, in the order in which they were stored.
+"""Moves blocks of host memory down to a tier, in the order in which they were stored.
 
-Blocks are written soon after they are stored, and not when they are evicted: a store that needs
-room never waits for a tier. What was not written then is offered again with each use. A block whose
-encoded form does not fit its place is moved once more, to one as large as its slot. Always true: a
-block is ready below only when the tier has said that it is stored. It stays pinned in host memory
-until the tier reads it no more; a place is not given away while it is written.
+Blocks are written soon after they are stored, and not when they are evicted, so a store that needs
+room never waits for a tier. A block that was not written then is offered again at each use. A block
+whose encoded form does not fit its place is moved again, to a place as large as its slot. Always
+true:
+
+- a block is ready below only after the tier has said that it is stored;
+- it stays pinned in host memory until the tier has stopped reading it;
+- a place is not reused while the tier writes to it.
 """
 
 import numpy as np
@@ -20,12 +23,17 @@ from hotkv_server.tiers.book.waiting import WaitingBlocks
 from hotkv_server.tiers.book.write_gate import Offered, WriteGate
 
 MAX_LOOKED = 1 << 14
-"""Waiting blocks that one look takes up: most of those that were used lie below already."""
+"""Most waiting blocks that one call of `take` looks at. Most blocks that wait after a use are below
+already."""
 
 
 class Demotion:
-    """Begins and ends moves down, of what `gate` admits, to places of `sizes`. `waiting`: blocks
-    that were stored or used and may not be below."""
+    """Begins and ends moves down.
+
+    `gate`: admits the blocks.
+    `sizes`: chooses the sizes of their places.
+    `waiting`: blocks that were stored or used and may not be below.
+    """
 
     def __init__(
         self,
@@ -48,20 +56,20 @@ class Demotion:
         return f"Demotion({self.waiting!r}, {self.gate!r}, {self._moves!r})"
 
     def add_key_space(self, record: KeySpaceRecord) -> None:
-        """Declares how many tokens and bytes a block of each of its groups has."""
+        """Declares the tokens and bytes of a block in each group of a key space."""
         self._sizes.add_key_space(record)
         for group, spec in enumerate(record.key_space.groups):
             self._block_tokens[record.number, group] = spec.block_tokens
 
     def forget_key_space(self, record: KeySpaceRecord) -> None:
-        """Forgets a key space of which no block is in host memory or moves."""
+        """Forgets a key space that has no blocks in host memory and no moves."""
         self._sizes.forget_key_space(record)
         for group in range(len(record.key_space.groups)):
             del self._block_tokens[record.number, group]
 
     def take(self, num_bytes: int, now_s: float) -> Entries:
-        """Returns the next waiting blocks that are not below and may be written: about so many
-        bytes of slots, each block once. Looks at MAX_LOOKED of them."""
+        """Removes and returns waiting blocks that are not below and that the gate admits: about
+        `num_bytes` of slots, without duplicates. Looks at MAX_LOOKED blocks at most."""
         taken, num_looked = np.empty(0, np.uint32), 0
         while len(self.waiting) and num_bytes > 0 and num_looked < MAX_LOOKED:
             some = self.waiting.take(num_bytes)
@@ -75,7 +83,7 @@ class Demotion:
         return taken
 
     def _offered(self, entries: Entries, taken: Entries) -> Offered:
-        """Blocks as the gate looks at them; `taken`: that will be below first."""
+        """Describes blocks for the gate. `taken`: blocks that will be below before them."""
         index = self._host.index
         key_spaces, groups, hashes = index.keys(entries)
         records = index.table.records
@@ -99,7 +107,7 @@ class Demotion:
         )
 
     def lacks(self, entries: Entries) -> BoolMask:
-        """Which ready blocks [n] of host memory are neither below nor on their way there."""
+        """Returns a mask [n] of the ready blocks that are neither below nor being moved down."""
         missing = np.zeros(len(entries), np.bool_)
         for key_space_id, group, at in by_group(self._host, entries):
             hashes = self._host.index.keys(entries[at])[2]
@@ -107,22 +115,25 @@ class Demotion:
         return missing
 
     def make_room(self, entries: Entries, *, is_plain: bool = False) -> Parts[None]:
-        """Makes room below for a move of these blocks, in parts; no part if there is room already.
-        `begin` follows right after the last one, of those that are still ready."""
+        """Makes room below for a move of these blocks, in parts; yields no part if there is room
+        already. `begin` follows directly after the last part, with the blocks that are still
+        ready."""
         wanted: dict[int, tuple[int, int]] = {}
         for key_space_id, group, at in by_group(self._host, entries[self.lacks(entries)]):
             size = self._size(key_space_id, group, is_plain=is_plain)
             if self._below.pool.capacity_slots(size):
                 count = wanted.get(size, (0, 0))[1] + len(at)
-                # Tenants have no shares below: whose the blocks are does not matter.
+                # Tenants have no shares below, so the owner of the blocks does not matter.
                 wanted[size] = key_space_id, count
         for size, (key_space_id, count) in wanted.items():
             yield from self._below.make_room(key_space_id, 0, size, count)
 
     def begin(self, entries: Entries, *, is_plain: bool = False) -> list[Move]:
-        """Begins to move ready blocks of host memory that are not below, as many as find a place; a
-        move for each key space. `make_room` comes before. `is_plain`: to places as large as their
-        slots."""
+        """Begins to move ready blocks that are not below, as many as find a place. Returns a move
+        for each key space. Call `make_room` before.
+
+        `is_plain`: gives them places as large as their slots.
+        """
         moves = []
         entries = entries[self.lacks(entries)]
         for key_space_id in np.unique(self._host.index.key_spaces(entries)).tolist():
@@ -146,7 +157,7 @@ class Demotion:
     def _place_bytes(
         self, key_space_id: int, group: int, num_blocks: int, *, is_plain: bool
     ) -> int:
-        """Size of the places that so many blocks of a group get."""
+        """Returns the size of the places for so many blocks of a group."""
         size = self._size(key_space_id, group, is_plain=is_plain)
         if size == self._sizes.slot_bytes(key_space_id, group) and not is_plain:
             self._sizes.kept_plain(key_space_id, group, num_blocks)
@@ -159,7 +170,8 @@ class Demotion:
     def _reserve_places(
         self, key_space_id: int, group: int, entries: Entries, size: int, number: int
     ) -> tuple[Entries, Entries]:
-        """Reserves places for blocks of one group; returns those that have one, and the places."""
+        """Reserves places for blocks of a group. Returns the blocks that found a place, and the
+        places."""
         if not self._below.pool.capacity_slots(size):
             return entries[:0], entries[:0]
         depths = self._host.index.table.records[entries, table.W_DEPTH].astype(np.int64)
@@ -171,7 +183,7 @@ class Demotion:
         return entries, taken
 
     def _parents(self, key_space_id: int, group: int, entries: Entries) -> Entries:
-        """Returns the place of the block before each of these, 0 if it has none."""
+        """Returns the place of each block's predecessor; 0 if the predecessor is not below."""
         parents = self._host.index.table.records[entries, table.W_PARENT]
         parents = np.where(parents <= self._host.index.capacity, parents, 0).astype(np.uint32)
         found = self._below.index.find(key_space_id, group, self._host.index.keys(parents)[2])
@@ -186,10 +198,13 @@ class Demotion:
         now_s: float,
         is_unfit: BoolMask | None = None,
     ) -> Entries:
-        """The tier has ended a move down, and reads no slot of it any more. `is_stored` [n]: what
-        it has said of each block; `seals` uint64 [n]. `is_unfit` [n]: whose encoded forms do not
-        fit their places; None for none. Returns those of them that the caller is to begin to move
-        plain: the gate has admitted them."""
+        """Ends a move after the tier has stopped reading its slots. Returns the blocks that the
+        caller must move again, to places as large as their slots; the gate has admitted them
+        already.
+
+        `is_stored` [n]: whether the tier has stored the block. `seals` uint64 [n]: their seals.
+        `is_unfit` [n]: whether the encoded form did not fit its place; None: all fitted.
+        """
         self._moves.remove(move)
         good = is_stored & ~move.is_void
         place_bytes = self._below.index.slot_bytes(move.places)
@@ -210,7 +225,7 @@ class Demotion:
         return move.entries[again]
 
     def _learn(self, move: Move, is_encoded: BoolMask, is_unfit: BoolMask) -> None:
-        """Notes how many blocks of each group could be encoded. All places are still reserved."""
+        """Counts the blocks of each group that could be encoded. All places are still reserved."""
         for key_space_id, group, at in by_group(self._below, move.places):
             num_fitted, num_unfit = int(is_encoded[at].sum()), int(is_unfit[at].sum())
             self._sizes.tried(key_space_id, group, num_fitted, num_fitted + num_unfit)

@@ -1,18 +1,20 @@
 """Flushes of key spaces, and the epochs under which their blocks lie in stores that nodes share.
 
-One record per key space, by its fingerprint, says of each store which epoch all blocks here are of.
-The book decides and has no clock: it is told what stores show and what has been flushed here, and
-says what to ask, to raise, to flush and to write down. Always true:
+There is one record per key space fingerprint. It holds, for each store, the epoch of all blocks on
+this node. The book has no clock: it is told which epochs the stores show and which flushes have run
+here. It decides which key spaces to ask for, raise, flush and write down. Always true:
 
-- Blocks here become *vouched for* under an epoch only by a flush here that began after a store had
-  shown it. So no block of before a flush elsewhere is left when its epoch is settled on.
-- The epoch of a record never falls. A store that shows a lower one has lost a flush: it is told to
-  raise it above all that was known here.
-- What is served was *confirmed* at most CONFIRMED_S ago: the store was asked and showed the epoch
-  of the record. A flush is told to its caller only when a raise is older than that, so every node
-  has asked since, or serves nothing that it must confirm.
-- A flush here that a store was not told of stays noted, and the store is told once, however many
-  flushes there were: one raise of a key space is under way at a time.
+- Blocks here are *vouched for* under an epoch only after a flush here that began after a store had
+  shown the epoch. So no blocks from before a flush on another node are left when the epoch is
+  settled.
+- The epoch of a record never falls. A store that shows a lower epoch has lost a flush, and is told
+  to raise it above all epochs known here.
+- Blocks are served only if their epoch was *confirmed* in the last CONFIRMED_S: the store was asked
+  and showed the epoch of the record. The caller of a flush is answered only after a raise is older
+  than that. By then every other node has either asked the store again or stopped serving the
+  blocks that need its confirmation.
+- A flush here stays noted until the store is told. One raise of a key space is under way at a time,
+  and tells of all flushes before it.
 """
 
 import heapq
@@ -20,40 +22,47 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 CONFIRMED_S = 1.5
-"""How long an answer of a store counts."""
+"""An answer of a store counts for so long."""
 ASK_EVERY_S = 0.4
-"""Between two questions for a key space that is in use."""
+"""Time between two questions for a key space in use."""
 USED_S = 10.0
-"""A key space is in use for so long after its blocks were last asked for."""
+"""A key space is in use for so long after the last request for its blocks."""
 IDLE_EVERY_S = 30.0
-"""Between two questions for a key space that is not in use."""
+"""Time between two questions for a key space that is not in use."""
 MAX_IDLE = 64
-"""Key spaces that are not in use and are asked for in one question."""
+"""Most idle key spaces in one question."""
 TELL_S = 1.0
-"""How long a flush waits for a store; it is told later else."""
+"""Longest wait of a flush for a store. After that the store is told later."""
 SPARE_S = 0.5
-"""How long a flush waits beyond CONFIRMED_S for the store to confirm what it was told."""
+"""Longest wait of a flush, beyond CONFIRMED_S, until the store confirms the raise."""
 RETRY_S = 0.5
-"""Between two tries to raise an epoch."""
+"""Time between two tries to raise an epoch."""
 MAX_RECORDS = 1 << 13
-"""Records are forgotten beyond this many, if no block of their key space is here."""
+"""Above this number, records of key spaces without blocks here are forgotten."""
 NO_EPOCH = 0
-"""The epoch of a key space that has none in a store. No block passes with it."""
+"""The epoch of a key space without an epoch in a store. Blocks never pass with it."""
 NEVER_S = float("-inf")
 
 
 @dataclass(slots=True)
 class EpochStanding:
-    """One key space in one store.
+    """The state of a key space in a store.
 
-    Written down: `epoch`: the highest that was ever known; `is_vouched`: all blocks here are of it;
-    `is_untold`: the store must raise it. Of this process: `target`: an epoch that is settled on
-    when a flush here has ended that began as number `target_at` or later; `is_none`: the store has
-    no epoch and no room for one, and all blocks here are of after it was lost; `confirmed_s`: when
-    the question was sent to which the store answered with what is settled; `asked_s`: when the last
-    question was sent; `raise_s`: when the last raise was sent, or may be again; `raise_for`: the
-    number of flushes asked for by then; `told`: the number that the store was told of, `told_s`
-    when it had answered.
+    Written down:
+    `epoch`: the highest epoch ever known.
+    `is_vouched`: whether all blocks here are of this epoch.
+    `is_untold`: whether the store must still be told to raise it.
+
+    Only in this process:
+    `target`: the epoch to settle on when the flush number `target_at`, or a later flush, has ended
+        here.
+    `is_none`: the store has no epoch and no room for one, and all blocks here are newer than the
+        loss.
+    `asked_s`: when the last question was sent.
+    `confirmed_s`: when the last question was sent whose answer matched the settled epoch.
+    `raise_s`: when the last raise was sent, or the earliest time for the next.
+    `raise_for`: number of flushes that the last raise tells of.
+    `told`: number of flushes that the store was told of; `told_s`: when it answered.
     """
 
     epoch: int = NO_EPOCH
@@ -73,17 +82,24 @@ class EpochStanding:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is to be done before what the store shows may be confirmed."""
+        """Whether the epoch is settled: no flush or raise is pending, so the store's answers can
+        confirm it."""
         return self.target is None and not self.is_untold and (self.is_vouched or self.is_none)
 
 
 @dataclass(slots=True)
 class Record:
-    """One key space. `local`: the number of the flush here under which its blocks are sealed on
-    this node's disk, written down. `asked`: flushes that were asked for; `need`, `begun`, `ended`:
-    numbers of flushes here that are wanted, have begun and have ended, the last one at `ended_s`;
-    `saved_at`: the revision of the book that has it; `asked_at_s`: when the last flush was asked
-    for; `used_s`: when blocks were."""
+    """The record of a key space.
+
+    `local`: number of the flush under which its blocks are sealed on this node's disk; written
+        down.
+    `asked`: number of flushes that were requested.
+    `need`, `begun`, `ended`: numbers of the last flush here that is needed, has begun, has ended.
+    `ended_s`: when the last flush ended.
+    `saved_at`: the revision of the book that includes the last flush.
+    `asked_at_s`: when the last flush was requested.
+    `used_s`: when blocks were last requested.
+    """
 
     local: int = 0
     stores: dict[str, EpochStanding] = field(default_factory=dict)
@@ -98,14 +114,14 @@ class Record:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a flush here, or a store, has something to do."""
+        """Whether a flush here, or a raise in a store, is still to be done."""
         return self.ended < self.need or any(one.is_untold for one in self.stores.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A flush that was asked for: its key space, its number, the flush here that does it, and when
-    it was asked for."""
+    """A requested flush: its key space, its number, the flush here that serves it, and the time of
+    the request."""
 
     fingerprint: str
     number: int
@@ -115,16 +131,21 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Raise:
-    """The epoch of a key space is to be raised in a store, above `floor`."""
+    """Asks for a raise of a key space's epoch in a store to above `floor`."""
 
     fingerprint: str
     floor: int
 
 
 class EpochBook:
-    """See the module. `stores`: names of the stores that are asked. `base`: `local` of key spaces
-    without a record; `last`: the highest `local` of all that were. `revision` changes with all that
-    is written down."""
+    """Decides on epochs and flushes; see the module.
+
+    `stores`: names of the stores.
+    `base`: `local` of key spaces without a record.
+    `last`: the highest `local` that was ever used.
+
+    `revision` grows with each change of the written state.
+    """
 
     def __init__(
         self,
@@ -138,7 +159,7 @@ class EpochBook:
         self.base = base
         self.last = max([base, last, *(one.local for one in self.records.values())])
         self.revision = self.saved = self._sealed_at = 0
-        # Key spaces that are in use, or of which something is to be done.
+        # Key spaces that are in use, or for which something is still to be done.
         self._active = dict.fromkeys(name for name, one in self.records.items() if one.is_waiting)
 
     def __repr__(self) -> str:
@@ -154,7 +175,7 @@ class EpochBook:
         return record
 
     def standing(self, fingerprint: str, store: str) -> EpochStanding:
-        """What is known of a key space in a store."""
+        """Returns the state of a key space in a store."""
         return self._record(fingerprint).stores[store]
 
     def local(self, fingerprint: str) -> int:
@@ -166,7 +187,7 @@ class EpochBook:
     # Flushes
 
     def flush(self, fingerprint: str, now_s: float) -> Ticket:
-        """A flush is asked for: nothing of before it may be found again, here and elsewhere."""
+        """Requests a flush: afterwards, older blocks are found neither here nor on other nodes."""
         record = self._record(fingerprint)
         record.asked += 1
         record.need += 1
@@ -180,8 +201,11 @@ class EpochBook:
         return Ticket(fingerprint, record.asked, record.need, now_s)
 
     def begin_flush(self, now_s: float) -> str:
-        """Returns the key space that is to be flushed here now, which has begun; empty if there is
-        none. Waits for stores that may still be told of the flush: then one does for both."""
+        """Returns a key space to flush here now, and counts the flush as begun; empty if no flush
+        is due.
+
+        A flush waits at first for stores that must be told, so that it also covers their new epoch.
+        """
         for fingerprint in self._active:
             record = self.records[fingerprint]
             if record.begun >= record.need or record.begun > record.ended:
@@ -196,15 +220,15 @@ class EpochBook:
         return ""
 
     def _seal_anew(self, record: Record) -> None:
-        """What is written to the disk from now on has another seal, so what lies there, also on
-        pages that were not synced when the power failed, is not of this record."""
+        """Gives the key space a new seal number for the disk. Blocks written before don't match it,
+        even if a power loss brings them back."""
         self.last += 1
         record.local = self.last
         self.revision += 1
         self._sealed_at = self.revision
 
     def flushed(self, fingerprint: str, now_s: float) -> None:
-        """The flush here has ended: no block is left that was there when it began."""
+        """Ends the flush here: all blocks from before its begin are gone."""
         record = self._record(fingerprint)
         record.ended, record.ended_s = record.begun, now_s
         for standing in self._mine(record):
@@ -218,14 +242,14 @@ class EpochBook:
         record.saved_at = self.revision
 
     def broke(self, fingerprint: str) -> None:
-        """The flush here has not come to its end: it is to begin again."""
+        """Notes that the flush here failed and must begin again."""
         record = self._record(fingerprint)
         record.begun = record.ended
 
     def pending(self, ticket: Ticket, now_s: float) -> list[str] | None:
-        """Returns the stores that the flush could not be told to in time; None while its caller
-        must wait. They are told later. Empty: no node that reaches the stores serves a block of
-        before."""
+        """Returns the stores that could not be told of the flush in time; None while its caller
+        must wait. They are told later. Empty: no node that reaches the stores serves older
+        blocks."""
         record = self._record(ticket.fingerprint)
         if record.ended < ticket.need:
             return None
@@ -239,27 +263,27 @@ class EpochBook:
             elif now_s < (told_s := standing.told_s + CONFIRMED_S):
                 return None
             elif standing.confirmed_s < told_s - CONFIRMED_S / 2:
-                # It may have started again without what it was told.
+                # The store may have restarted from a copy without the raise.
                 if now_s < max(told_s, record.ended_s) + SPARE_S:
                     return None
                 pending.append(name)
         return pending
 
     def is_saved(self, ticket: Ticket) -> bool:
-        """Returns whether the flush here is written down."""
+        """Returns whether the flush is written down."""
         return self.saved >= self._record(ticket.fingerprint).saved_at
 
     @property
     def are_seals_saved(self) -> bool:
-        """Whether all that blocks are sealed with on the disk is written down: else the next server
-        could not read them."""
+        """Whether all seal numbers of the disk are written down. Without them the next server could
+        not read the blocks."""
         return self.saved >= self._sealed_at
 
-    # What stores are asked and told
+    # Questions and raises
 
     def due(self, store: str, idle: Iterable[str], now_s: float) -> list[str]:
-        """Key spaces of which the store is to be asked now, which counts as done: those in use, and
-        those of `idle` that were asked for longest ago."""
+        """Returns the key spaces to ask the store for now, and counts them as asked: those in use,
+        and the `idle` key spaces with the oldest answers."""
 
         def asked_s(fingerprint: str) -> float:
             return self.standing(fingerprint, store).asked_s
@@ -286,13 +310,16 @@ class EpochBook:
         sent_s: float,
         has_blocks: Collection[str],
     ) -> None:
-        """The store has answered a question that was sent at `sent_s`. `has_blocks`: key spaces of
-        which something is here."""
+        """Takes in a store's answer to a question that was sent at `sent_s`.
+
+        `restored_below`: see `Shown`.
+        `has_blocks`: key spaces that have blocks here.
+        """
         for fingerprint, epoch in epochs.items():
             record = self._record(fingerprint)
             standing = record.stores[store]
             if standing.is_untold or standing.is_raising or sent_s < standing.raise_s:
-                # Of before a raise, whose answer says more.
+                # The question is older than a raise, whose answer is newer.
                 continue
             if NO_EPOCH < epoch < standing.epoch:
                 standing.is_untold, standing.raise_s = True, NEVER_S
@@ -316,7 +343,7 @@ class EpochBook:
                 self._aim(fingerprint, standing, epoch)
 
     def _aim(self, fingerprint: str, standing: EpochStanding, epoch: int) -> None:
-        """Has the key space flushed here before this epoch is settled on."""
+        """Asks for a flush of the key space here; the epoch is settled when it ends."""
         record = self.records[fingerprint]
         self._active[fingerprint] = None
         record.need += 1
@@ -325,8 +352,8 @@ class EpochBook:
         self.revision += 1
 
     def begin_raise(self, store: str, now_s: float) -> Raise | None:
-        """Returns an epoch that the store is to raise now, which counts as begun; None if there is
-        none."""
+        """Returns a raise to send to the store now, and counts it as begun; None if no raise is
+        due."""
         for fingerprint in self._active:
             record, standing = self._record(fingerprint), self.standing(fingerprint, store)
             if standing.is_untold and not standing.is_raising and now_s >= standing.raise_s:
@@ -336,58 +363,58 @@ class EpochBook:
         return None
 
     def raised(self, store: str, fingerprint: str, epoch: int | None, now_s: float) -> None:
-        """The store has raised the epoch; None if it has not, or not answered."""
+        """Takes in the store's new epoch; None if the raise failed or was not answered."""
         record = self._record(fingerprint)
         standing = record.stores[store]
         standing.is_raising = False
         if epoch is None:
             standing.has_failed, standing.raise_s = True, now_s + RETRY_S
             return
-        # A flush that was asked for since is told by another raise.
+        # A later flush is told by another raise.
         standing.is_untold = standing.raise_for < record.asked
         standing.told, standing.told_s = standing.raise_for, now_s
         standing.has_failed = False
         self._aim(fingerprint, standing, epoch)
 
-    # Who may be served
+    # Permission to serve
 
     def use(self, fingerprint: str, now_s: float) -> None:
-        """Blocks of the key space are asked for."""
+        """Notes that blocks of the key space are requested."""
         self._record(fingerprint).used_s = now_s
         self._active[fingerprint] = None
 
     def epoch(self, fingerprint: str, store: str) -> int:
-        """Returns the epoch under which blocks are written to the store and read from it; NO_EPOCH
-        if none may be."""
+        """Returns the epoch for reads and writes in the store; NO_EPOCH if they are not allowed."""
         standing = self.standing(fingerprint, store)
         return standing.epoch if standing.is_settled and standing.is_vouched else NO_EPOCH
 
     def doubt(self, fingerprint: str, now_s: float) -> None:
-        """A read has met another epoch than ours: what was confirmed before does not count."""
+        """Drops earlier confirmations, because a read has met another epoch than ours."""
         self.use(fingerprint, now_s)
         for standing in self._mine(self._record(fingerprint)):
             standing.confirmed_s = standing.asked_s = NEVER_S
 
     def is_fresh(self, fingerprint: str, store: str, now_s: float) -> bool:
-        """Returns whether the store has confirmed the epoch lately."""
+        """Returns whether the store has confirmed the epoch in the last CONFIRMED_S."""
         return self._is_fresh(self.standing(fingerprint, store), now_s)
 
     def is_outdated(self, fingerprint: str) -> bool:
-        """Returns whether blocks that are here may be of before a flush that a store has shown."""
+        """Returns whether blocks here may be older than a flush that a store has shown."""
         return any(one.target is not None for one in self._mine(self._record(fingerprint)))
 
     def _is_fresh(self, standing: EpochStanding, now_s: float) -> bool:
         return standing.is_settled and now_s < standing.confirmed_s + CONFIRMED_S
 
     def _mine(self, record: Record) -> list[EpochStanding]:
-        """Of the stores that are asked; a record may have others, of earlier settings."""
+        """Returns the states in the present stores. A record may also have stores of earlier
+        settings."""
         return [record.stores[name] for name in self.stores]
 
     # Housekeeping
 
     def rest(self, known: Collection[str], now_s: float) -> None:
-        """Forgets who is no longer in use, and, if there are many, records of key spaces that are
-        not `known` here and of which nothing is to be done."""
+        """Marks key spaces as idle that are no longer in use. Above MAX_RECORDS, also forgets
+        finished records of key spaces that are not `known` here."""
         for fingerprint in list(self._active):
             record = self.records[fingerprint]
             if now_s >= record.used_s + USED_S and not record.is_waiting:
@@ -396,7 +423,7 @@ class EpochBook:
             if fingerprint not in known and fingerprint not in self._active:
                 record = self.records[fingerprint]
                 del self.records[fingerprint]
-                # Blocks that a power loss brings back must not be those of a new record.
+                # Blocks that a power loss brings back must not match a new record.
                 self.base = max(self.base, record.local)
                 self.revision += 1
 

@@ -1,10 +1,13 @@
-"""A tier below host memory in which the core chooses places: which blocks lie there, and which are
-on their way down or up.
+"""A tier below host memory in which the core chooses places: records the blocks there and the moves
+down and up.
 
-Owns a space of its own, with places for slots; `place_sizes` says how large they are. Always true:
-a place is not given away while a move reads or writes it; a block that is flushed while it moves is
-ready nowhere afterwards; what a tier loses costs the block there, and nothing else. Representations
-stay in host memory.
+Owns a space with places for slots; `place_sizes` chooses their sizes. Always true:
+
+- a place is not reused while a move reads or writes it;
+- a block that is flushed while it moves does not become ready anywhere;
+- if the tier loses a block, only its copy there is lost.
+
+Representations stay in host memory.
 """
 
 from collections.abc import Iterator
@@ -23,8 +26,13 @@ from hotkv_server.tiers.book.write_gate import WriteGate
 
 
 class LowerTier:
-    """See the module. `space`: of places below; `down` and `up` begin and end `moves`.
-    `write_bytes_per_day`: as of `WriteGate`; `encoded_bytes`: as of `PlaceSizes`."""
+    """The books of a tier; see the module.
+
+    `space`: the places below.
+    `down` and `up`: begin and end `moves`.
+    `write_bytes_per_day`: see `WriteGate`.
+    `encoded_bytes`: see `PlaceSizes`.
+    """
 
     def __init__(
         self,
@@ -66,8 +74,8 @@ class LowerTier:
         )
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
-        """Forgets what lies below of a key space, in parts of `portion` entry numbers; yields how
-        many blocks each had. Its moves must have been stopped."""
+        """Removes the blocks of a key space below, `portion` entries at a time, and yields the
+        number removed each time. Its moves must be stopped."""
         assert not self.moves.may_begin(key_space_id), "flushed while blocks may move"
         for first in range(0, self.space.index.num_numbers, portion):
             ready = self.space.index.ready_blocks(key_space_id, first, first + portion)

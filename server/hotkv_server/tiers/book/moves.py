@@ -1,6 +1,6 @@
-"""Moves between host memory and tiers that are under way.
+"""Moves under way between host memory and tiers.
 
-Always true: a block that moves is in one move only; one that is flushed meanwhile is void.
+Always true: a block is in at most one move. If it is flushed during the move, its row is void.
 """
 
 from collections import Counter
@@ -17,10 +17,15 @@ from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Entries, Int64s
 
 @dataclass(slots=True)
 class Move:
-    """Blocks of one key space on their way, one row each: `entries` in host memory, `places` of the
-    space below, none for a tier that places by itself. `is_void` [n]: flushed meanwhile. `kept`:
-    entries that came up and are pinned. `forsaken`: entries that nobody waits for, as the tier
-    hangs; their slots are the tier's until it answers."""
+    """Blocks of a key space on their way, a row each.
+
+    `entries`: in host memory.
+    `places`: in the space below; empty for a tier that places blocks itself. `is_void` [n]: whether
+        the block was flushed during the move.
+    `kept`: entries that came up and are pinned.
+    `forsaken`: entries that were given up because the tier hangs. The tier keeps their slots until
+        it answers.
+    """
 
     number: int
     key_space_id: int
@@ -37,8 +42,12 @@ class Move:
 
 @dataclass(slots=True)
 class MoveCounters:
-    """Blocks since the start. `encoded`: of those that went down; `refused`: for which there was no
-    place below; `lost`: that the tier could not give back whole."""
+    """Numbers of blocks since the start.
+
+    `encoded`: moved down in encoded form.
+    `refused`: found no place below.
+    `lost`: not returned whole by the tier.
+    """
 
     demoted: int = 0
     encoded: int = 0
@@ -48,7 +57,7 @@ class MoveCounters:
 
 
 class Moves:
-    """The moves under way, from and to the space `host` of host memory."""
+    """The moves under way to and from `host`, the space of host memory."""
 
     def __init__(self, host: Space) -> None:
         self.host = host
@@ -66,7 +75,7 @@ class Moves:
         return iter(self._under_way.values())
 
     def next_number(self) -> int:
-        """Returns a number for a new move: of 32 bits, and not that of another one under way."""
+        """Returns an unused number for a new move, of 32 bits."""
         while self._next_number in self._under_way:
             self._next_number = _after(self._next_number)
         number, self._next_number = self._next_number, _after(self._next_number)
@@ -75,7 +84,7 @@ class Moves:
     def add(
         self, number: int, key_space_id: int, is_up: bool, entries: Entries, places: Entries
     ) -> Move:
-        """Notes a move that begins."""
+        """Records a move that begins."""
         void = np.zeros(len(entries), np.bool_)
         move = self._under_way[number] = Move(number, key_space_id, is_up, entries, places, void)
         return move
@@ -90,8 +99,8 @@ class Moves:
 
     @contextmanager
     def stopped(self, key_space_id: int) -> Iterator[None]:
-        """No block of this key space begins to move while the context is open, and what moves as it
-        opens becomes ready nowhere."""
+        """Prevents new moves of this key space while the context is open. Blocks that are already
+        moving become void."""
         self.void(key_space_id)
         self._stopped[key_space_id] += 1
         try:
@@ -108,17 +117,17 @@ class Moves:
             assert not move.is_up or np.all(owners == move.number), "a move up has another's slot"
 
     def void(self, key_space_id: int) -> None:
-        """What moves of this key space becomes ready nowhere."""
+        """Makes the moves of this key space void: their blocks don't become ready."""
         for move in self:
             if move.key_space_id == key_space_id:
                 move.is_void[:] = True
 
     def reserved(self) -> Entries:
-        """Entries of host memory that moves up have reserved."""
+        """Returns the entries of host memory that moves up have reserved."""
         return joined([move.entries for move in self if move.is_up])
 
     def pins(self) -> NDArray[np.int64]:
-        """Pins of moves in host memory, by entry number."""
+        """Returns the number of pins that moves hold on each entry of host memory."""
         counts = np.zeros(self.host.index.capacity + 1, np.int64)
         for move in self:
             np.add.at(counts, move.kept if move.is_up else move.entries, 1)
@@ -131,12 +140,12 @@ def _after(number: int) -> int:
 
 
 def joined(parts: list[Entries]) -> Entries:
-    """Entries of all parts, in their order."""
+    """Returns the entries of all parts, in order."""
     return np.concatenate(parts) if parts else np.empty(0, np.uint32)
 
 
 def by_group(space: Space, entries: Entries) -> Iterator[tuple[int, int, Int64s]]:
-    """Key space, group and positions of each part of blocks that has one of each."""
+    """Splits blocks by key space and group. Yields both, and the positions of their blocks."""
     if not len(entries):
         return
     key_spaces, groups, _ = space.index.keys(entries)

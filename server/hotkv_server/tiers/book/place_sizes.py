@@ -1,8 +1,9 @@
-"""How large the places of blocks in a tier below are: as their slots, or less for encoded ones.
+"""Chooses the sizes of places in a tier below: as large as the slot, or smaller for encoded blocks.
 
-The tier encodes a block that gets a place smaller than its slot. Whether its bytes fit, nobody
-knows before they are written. Always true: the size of a place says how its block lies there.
-Groups of which hardly a block fits get places as large as their slots, and are tried again later.
+The tier encodes a block whose place is smaller than its slot. Whether the encoded form fits is only
+known when the block is written. Always true: the size of a place tells whether its block is
+encoded. Groups whose blocks hardly ever fit get places as large as their slots, and are tried again
+later.
 """
 
 from collections.abc import Callable
@@ -13,21 +14,22 @@ from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.values import KeySpaceRecord
 
 MIN_TRIED = 64
-"""Blocks of a group that are tried before it is judged."""
+"""Number of blocks of a group to try before it is judged."""
 MAX_TRIED = 4096
-"""Twice as many count half: what was tried long ago is forgotten."""
+"""At twice this number the counts are halved, so that old tries weigh less."""
 HARDLY = 8
-"""A group of which fewer than one block in so many fits is not tried any more."""
+"""A group is no longer encoded if fewer than 1 of so many of its blocks fits."""
 RETRY_BLOCKS = 1 << 15
-"""After so many blocks of a group were written as they are, it is tried anew."""
+"""Such a group is tried again after so many plain blocks."""
 EncodedBytes = Callable[[int], int]
-"""Bytes of the place of an encoded block, by those of its slot: a multiple of SLOT_ALIGN. As many
-or more: nothing is won."""
+"""Maps the size of a slot to the size of the place for its encoded block, a multiple of SLOT_ALIGN.
+Encoding is useless if that is not smaller than the slot."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """A group of a key space. `plain_blocks`: written as they are since it was judged."""
+    """A group of a key space. `plain_blocks`: blocks that were written plain since it was
+    judged."""
 
     slot_bytes: int
     encoded_bytes: int
@@ -37,14 +39,14 @@ class _Group:
 
     @property
     def is_encoded(self) -> bool:
-        """Whether its next blocks are to be tried."""
+        """Whether to encode its next blocks."""
         is_judged = self.tried_blocks >= MIN_TRIED
         hardly = is_judged and self.fitted_blocks * HARDLY < self.tried_blocks
         return self.encoded_bytes < self.slot_bytes and not hardly
 
 
 class PlaceSizes:
-    """See the module. `encoded_bytes`: None if no block is to be encoded."""
+    """Chooses sizes of places; see the module. `encoded_bytes`: None: blocks are never encoded."""
 
     def __init__(self, encoded_bytes: EncodedBytes | None = None) -> None:
         self._encoded_bytes = encoded_bytes
@@ -67,16 +69,16 @@ class PlaceSizes:
             del self._groups[record.number, number]
 
     def slot_bytes(self, key_space_id: int, group: int) -> int:
-        """Size of the group's slots in host memory."""
+        """Returns the size of the group's slots in host memory."""
         return self._groups[key_space_id, group].slot_bytes
 
     def place_bytes(self, key_space_id: int, group: int) -> int:
-        """Size of the places that the group's next blocks get."""
+        """Returns the size of the places for the group's next blocks."""
         known = self._groups[key_space_id, group]
         return known.encoded_bytes if known.is_encoded else known.slot_bytes
 
     def tried(self, key_space_id: int, group: int, num_fitted: int, num_blocks: int) -> None:
-        """The tier has tried to encode so many blocks of a group, of which so many fitted."""
+        """Counts blocks of a group that the tier tried to encode, and those that fitted."""
         known = self._groups[key_space_id, group]
         known.tried_blocks += num_blocks
         known.fitted_blocks += num_fitted
@@ -85,7 +87,7 @@ class PlaceSizes:
             known.fitted_blocks //= 2
 
     def kept_plain(self, key_space_id: int, group: int, num_blocks: int) -> None:
-        """So many blocks of a group that is not tried any more are written as they are."""
+        """Counts blocks of a group that were written plain because it is not encoded at present."""
         known = self._groups[key_space_id, group]
         known.plain_blocks += num_blocks
         if known.plain_blocks >= RETRY_BLOCKS:

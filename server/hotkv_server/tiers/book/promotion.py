@@ -1,4 +1,4 @@
-"""Moves up from a tier in which the core chooses places."""
+"""Moves up from the tier in which the core chooses places."""
 
 import numpy as np
 
@@ -34,8 +34,8 @@ class Promotion:
         return f"Promotion({self._moves!r})"
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Positions of blocks, one array a list, that are ready below and not in host memory,
-        reserved ones neither."""
+        """Returns the positions of blocks that are ready below and neither ready nor reserved in
+        host memory, an array per list."""
         absent = self._arrivals.absent(key_space_id, groups)
         return [
             at[self.find(key_space_id, one, at) != 0] if len(at) else at
@@ -43,8 +43,8 @@ class Promotion:
         ]
 
     def find(self, key_space_id: int, listed: HashList, positions: Int64s | None = None) -> Entries:
-        """Places of blocks that are ready below, 0 for others: of a list, or of those at these
-        positions. None of representations."""
+        """Returns the places of blocks that are ready below, 0 for other blocks. `positions`: looks
+        at these of the list only. Representations have no places."""
         hashes = listed.hashes if positions is None else rows(listed.hashes, positions)
         if listed.group_index >= MAX_GROUPS:
             return np.zeros(len(hashes), np.uint32)
@@ -53,10 +53,12 @@ class Promotion:
 
     def begin(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
         """Begins to move blocks that are ready below into host memory, as many as find a slot; None
-        for none. `groups`: lists in chain order, also of blocks that are there already.
+        if no block does.
 
-        A slot has the size of its group's, whatever that of the place is. Room is made before, as
-        for a store.
+        `groups`: lists in chain order; may include blocks that are in host memory already.
+
+        Slots have their group's size, also if the places are smaller. Room is made before, as for a
+        store.
         """
         if not self._moves.may_begin(key_space_id):
             return None
@@ -87,7 +89,8 @@ class Promotion:
         checks: Keys | None,
         now_s: float,
     ) -> None:
-        """As `Arrivals.end`. `is_lost` [n]: whose places don't hold the block."""
+        """Ends a move, as `Arrivals.end` does. `is_lost` [n]: whether the place no longer holds the
+        block."""
         places, is_void = move.places, move.is_void
         self._counters.promoted += len(self._arrivals.end(move, is_found, checks, now_s))
         self._below.index.pin(places, -1)

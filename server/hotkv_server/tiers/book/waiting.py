@@ -1,5 +1,4 @@
-"""Blocks of host memory that wait to be copied to a tier, in the order in which they were stored or
-used."""
+"""Blocks of host memory that wait to be copied to a tier, in the order of their stores or uses."""
 
 from collections import deque
 
@@ -11,9 +10,14 @@ from hotkv_server.cache.values import Entries, Int64s
 
 
 class WaitingBlocks:
-    """See the module. Those that are evicted meanwhile wait no longer; if more wait than the index
-    has entries, those that have waited longest are forgotten. `num_bytes`: of their slots.
-    `takes_unverified`: also those that have not been compared since a restart."""
+    """A queue of blocks; see the module.
+
+    Blocks that are evicted leave the queue. If more wait than the index has entries, the oldest are
+    forgotten.
+
+    `num_bytes`: bytes of their slots.
+    `takes_unverified`: also returns blocks that have not been verified since a restart.
+    """
 
     def __init__(self, index: BlockIndex, *, takes_unverified: bool = False) -> None:
         self._index = index
@@ -30,7 +34,7 @@ class WaitingBlocks:
         return self._num_entries
 
     def add(self, entries: Entries) -> None:
-        """Ready blocks, those of a chain in its order."""
+        """Queues ready blocks. The blocks of a chain come in its order."""
         if not len(entries):
             return
         generations = self._index.table.records[entries, table.W_GENERATION]
@@ -44,8 +48,8 @@ class WaitingBlocks:
             self.num_bytes -= int(sizes.sum())
 
     def take(self, num_bytes: int) -> Entries:
-        """Returns the next blocks that were added together, about so many bytes of slots; without
-        those that are gone, or not verified and not to be taken so. They wait no longer."""
+        """Removes the next blocks that were added together, about `num_bytes` of slots. Returns
+        those that are still in host memory and verified (or may be unverified)."""
         entries, generations, sizes = self._parts[0]
         count = max(1, int(np.searchsorted(np.cumsum(sizes), num_bytes, side="right")))
         if count < len(entries):

@@ -1,15 +1,16 @@
-"""Decides which blocks are written to a tier below, under a budget of bytes a day.
+"""Decides which blocks are written to a tier below, under a budget of bytes per day.
 
-Disks wear, and most blocks are never asked for again. The gate admits whole chains, because a chain
+Disks wear, and most blocks are never requested again. The gate admits whole chains, because a chain
 is useful up to its first gap. The hash of an early block decides, so all chains with that block get
-the same answer; a refused block is admitted when it is offered a second time. The admitted share
-follows from the offered bytes and the rest of the budget.
+the same answer. A refused block is admitted the second time that it is offered. The share of
+admitted chains follows from the offered bytes and the rest of the budget.
 
 Always true:
 - in any 24 hours the gate admits at most the budget and one batch of one chain, plus the bytes by
   which blocks exceeded their estimate (`add`). Writes of earlier servers count as far as they were
   noted (`written`, `recall`);
-- a block whose predecessor is not below is refused, unless it was offered before.
+- a block whose predecessor is in host memory and not below is refused the first time that it is
+  offered.
 
 Source of the rule: measurements in docs/tiers.md ("What is written"). Admission by second touch
 alone loses up to .4 of the hits there.
@@ -30,26 +31,32 @@ from hotkv_server.cache.values import BoolMask, Int64s
 
 DAY_S = 86_400.0
 SLOT_S = 300.0
-"""The written bytes of a day are kept in slots of this length."""
+"""The bytes written in a day are counted in slots of this length."""
 SPENDING_S = 6 * 3600.0
-"""What is left of the budget would last so long if it were spent evenly."""
+"""The gate spends the rest of the budget at a rate at which it would last so long."""
 DEMAND_S = 600.0
-"""Time constant of the rates at which bytes are offered."""
+"""Time constant for the rates of offered bytes."""
 EARLY_TOKENS = 8192
-"""Chains that part later than this are taken or refused together: the last block up to here
-decides."""
+"""The last block that ends up to here decides for its chain. Chains that part later get the same
+answer."""
 MAX_REMEMBERED = 1 << 22
-"""Most refused blocks that are remembered, at 4 bytes each."""
+"""Most refused blocks to remember, at 4 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Blocks that might be written, one row each, those of a chain one after the other.
+    """Blocks that are offered to the gate, a row each. The blocks of a chain follow each other.
 
-    `keys` uint64 [n]: of the index, mixed with the group. `hashes` [n, 8]: words. `num_bytes` [n]:
-    of their places. `ends_tokens` [n]: tokens of the chain up to the end of the block. `begins`
-    [n]: whether the row before is not the block before it. For such rows: `follows` [n]: whether
-    the block before lies below; `has_gap` [n]: whether it is known, and does not.
+    `keys` uint64 [n]: keys of the index, mixed with the group.
+    `hashes` [n, 8]: words of the block hashes.
+    `num_bytes` [n]: sizes of their places.
+    `ends_tokens` [n]: tokens of the chain up to the end of the block.
+    `begins` [n]: whether the row is the first of its part of a chain.
+
+    Only for rows with `begins`:
+
+    `follows` [n]: whether the predecessor is below.
+    `has_gap` [n]: whether the predecessor is known and not below.
     """
 
     keys: Keys
@@ -62,19 +69,22 @@ class Offered:
 
 
 class WriteGate:
-    """See the module. `bytes_per_day`: the budget; None for no limit. `capacity`: blocks that the
-    tier may have."""
+    """Admits blocks; see the module.
+
+    `bytes_per_day`: the budget; None for no limit.
+    `capacity`: most blocks that the tier can hold.
+    """
 
     def __init__(self, bytes_per_day: int | None, capacity: int) -> None:
         self._written = _Day()
-        # Bytes that were offered and left to chance, and bytes that were taken without.
+        # Bytes whose admission was random, and bytes that were admitted without chance.
         self._sampled, self._sure = _Rate(), _Rate()
         self._num_remembered = min(MAX_REMEMBERED, 1 << max(10, (2 * capacity - 1).bit_length()))
         self.set_budget(bytes_per_day)
 
     def set_budget(self, bytes_per_day: int | None) -> None:
-        """Has this budget from now on. What was written in the last 24 hours counts; what was
-        refused is forgotten."""
+        """Sets the budget. The writes of the last 24 hours still count. Refused blocks are
+        forgotten."""
         self._budget = math.inf if bytes_per_day is None else bytes_per_day
         size = 1 if bytes_per_day is None else self._num_remembered
         self._refused = np.zeros(size, np.uint32)
@@ -84,32 +94,33 @@ class WriteGate:
 
     @property
     def budget_bytes(self) -> int:
-        """The budget of 24 hours; 0 for no limit."""
+        """Bytes of the budget for 24 hours; 0 for no limit."""
         return 0 if math.isinf(self._budget) else int(self._budget)
 
     def left_bytes(self, now_s: float) -> float:
-        """What is left of the budget of the last 24 hours; infinite without one."""
+        """Returns the unspent bytes of the budget in the last 24 hours; infinite without a
+        budget."""
         self._written.forget(now_s)
         return max(0.0, self._budget - self._written.total)
 
     def add(self, num_bytes: int, now_s: float) -> None:
-        """Counts bytes that blocks take more than they were admitted with."""
+        """Counts the bytes by which blocks exceeded their admitted size."""
         self._written.add(num_bytes, now_s)
 
     def written(self, now_s: float) -> list[tuple[float, int]]:
-        """What was written in the last 24 hours, the oldest first: bytes, each with its age in
-        seconds, at most SLOT_S too high."""
+        """Returns the writes of the last 24 hours, the oldest first: their age in seconds, at most
+        SLOT_S too high, and their bytes."""
         self._written.forget(now_s)
         return [(now_s - begun_s, num_bytes) for begun_s, num_bytes in self._written.slots]
 
     def recall(self, written: Iterable[tuple[float, int]], now_s: float) -> None:
-        """Counts what an earlier server has written as well, as `written` gave it. What seems to be
-        of later counts as of now."""
+        """Also counts the writes of an earlier server, as its `written` returned them. Writes with
+        a time in the future count as of now."""
         self._written.recall([(now_s - max(0.0, age_s), size) for age_s, size in written])
         self._written.forget(now_s)
 
     def share(self, now_s: float) -> float:
-        """Returns the share of new chains that is taken now."""
+        """Returns the share of new chains that is admitted now."""
         if math.isinf(self._budget):
             return 1.0
         wanted = self._wanted_per_s(now_s) - self._sure.per_s(now_s)
@@ -117,11 +128,11 @@ class WriteGate:
         return min(1.0, max(0.0, wanted) / sampled) if sampled > 0 else 1.0
 
     def _wanted_per_s(self, now_s: float) -> float:
-        """How fast the budget is spent, in bytes per second."""
+        """Returns the rate at which to spend the budget, in bytes per second."""
         return self.left_bytes(now_s) / SPENDING_S
 
     def admit(self, offered: Offered, now_s: float) -> BoolMask:
-        """Which blocks [n] are to be written. Counts their bytes as written."""
+        """Returns a mask [n] of the blocks to write, and counts their bytes as written."""
         if math.isinf(self._budget):
             self._written.add(int(offered.num_bytes.sum()), now_s)
             return np.ones(len(offered.keys), np.bool_)
@@ -139,8 +150,8 @@ class WriteGate:
         return admitted
 
     def _num_taken(self, offered: Offered, rows: slice, is_again: BoolMask, now_s: float) -> int:
-        """Returns how many blocks to take of one part of a chain, from its first on: those that
-        come again, or all."""
+        """Returns how many blocks to take of a part of a chain, from its first on: those that come
+        again, or all."""
         ends, sizes = offered.ends_tokens[rows], offered.num_bytes[rows]
         num_rows, num_again = len(ends), 0
         if self._sure.per_s(now_s) <= self._wanted_per_s(now_s):
@@ -168,13 +179,13 @@ class WriteGate:
         self._refused[at] = tags
 
     def _tags(self, keys: Keys) -> tuple[Keys, NDArray[np.uint32]]:
-        """Where keys are remembered, and as what: never 0."""
+        """Returns where keys are remembered, and the tags to remember them by (never 0)."""
         places: Keys = keys & np.uint64(len(self._refused) - 1)
         return places, (keys >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
 
 
 class _Day:
-    """Bytes of the last 24 hours, in slots that begin with the first of them."""
+    """Counts the bytes of the last 24 hours, in slots. A slot begins with its first bytes."""
 
     def __init__(self) -> None:
         self.slots: deque[tuple[float, int]] = deque()
@@ -188,18 +199,18 @@ class _Day:
         self.total += num_bytes
 
     def recall(self, slots: list[tuple[float, int]]) -> None:
-        """Counts these slots as well."""
+        """Adds these slots."""
         self.slots = deque(sorted([*self.slots, *slots]))
         self.total += sum(num_bytes for _, num_bytes in slots)
 
     def forget(self, now_s: float) -> None:
-        """Drops slots whose last byte may be no younger than a day."""
+        """Drops slots whose last bytes may be a day old."""
         while self.slots and self.slots[0][0] + SLOT_S + DAY_S <= now_s:
             self.total -= self.slots.popleft()[1]
 
 
 class _Rate:
-    """A rate that forgets with the time constant DEMAND_S."""
+    """A rate of bytes with the time constant DEMAND_S."""
 
     def __init__(self) -> None:
         self._sum = self._begun_s = self._last_s = 0.0
@@ -211,12 +222,13 @@ class _Rate:
         self._last_s = now_s
 
     def per_s(self, now_s: float) -> float:
-        """Bytes per second. After a start: over the time since then, a minute at least."""
+        """Returns the rate in bytes per second. Soon after a start it is the mean since then, over
+        at least one minute."""
         age_s = max(60.0, now_s - self._begun_s)
         left = self._sum * math.exp((self._last_s - now_s) / DEMAND_S)
         return left / (DEMAND_S * -math.expm1(-age_s / DEMAND_S))
 
 
 def _uniform(words: Words) -> float:
-    """Returns a number in [0, 1) that a hash [8] decides."""
+    """Returns a number in [0, 1) computed from a hash [8]."""
     return float(int(words[0]) | int(words[1]) << 32) / 2.0**64

@@ -1,2 +1,2 @@
-"""Exact compression of bfloat16 keys and values, 12 bits a value, for what goes below host
+"""Lossless compression of bfloat16 keys and values, 12 bits per value, for tiers below host
 memory."""

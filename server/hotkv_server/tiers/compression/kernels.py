@@ -3,8 +3,8 @@
 `hotkv_proto.native.require`. `form` defines the bytes that they make;
 `tests/oracles/compression.py` has the same functions in numpy.
 
-Always true: nothing outside a block and its room is touched, whatever the room has. Numba's cache
-does not see changes of `form`: change this file too.
+Always true: the kernels touch only the block and its room, whatever bytes the room has. Numba's
+cache does not notice changes of `form`: change this file too.
 """
 
 from typing import Any
@@ -68,8 +68,8 @@ def _entries(builder: Any, low: Any, high: Any) -> list[Any]:
 
 
 def _emit_encode(builder: Any, source: Any, rests: Any, entries: list[Any]) -> tuple[Any, Any]:
-    """Encodes a vector of values at `source`; gives their indices, and a bit for each that has
-    none."""
+    """Encodes a vector of values at `source`. Returns their indices, and a mask of the values
+    without an index."""
     values = _load(builder, source, _WORDS)
     exponents = builder.trunc(builder.lshr(values, _all(_WORDS, 7)), _BYTES)
     signs = builder.trunc(builder.lshr(values, _all(_WORDS, 8)), _BYTES)
@@ -154,7 +154,7 @@ def _decode_group(
 
 @intrinsic
 def _first_bit(typingctx: Any, word: Any) -> Any:
-    """Returns the number of the lowest bit that is set; one is."""
+    """Returns the number of the lowest bit that is set. The word must not be 0."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
@@ -164,7 +164,7 @@ def _first_bit(typingctx: Any, word: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True)
 def _choose(values: Any, begin: Any, end: Any, counts: Any, table: Any) -> None:
-    """Puts the exponents that are most common among values begin..end into the table."""
+    """Fills the table with the most common exponents of the values begin..end."""
     counts[:] = 0
     for at in range(begin, end, SAMPLE_STEP):
         counts[(values[at] >> 7) & 255] += 1
@@ -180,7 +180,7 @@ def _choose(values: Any, begin: Any, end: Any, counts: Any, table: Any) -> None:
             if counts[exponent] > most:
                 best, most = exponent, counts[exponent]
         if not most:
-            # The lowest that are not in the table.
+            # The lowest exponents that are not in the table.
             while counts[unused] < 0:
                 unused += 1
             best = unused
@@ -190,7 +190,7 @@ def _choose(values: Any, begin: Any, end: Any, counts: Any, table: Any) -> None:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _word(room: Any, at: Any) -> Any:
-    """Eight bytes of the room."""
+    """Returns 8 bytes of the room as a little-endian word."""
     found = _U64(0)
     for i in range(8):
         found |= _U64(room[at + i]) << _U64(8 * i)
@@ -205,7 +205,7 @@ def _set_number(room: Any, at: Any, number: Any, num_bytes: Any) -> None:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _count(room: Any, at: Any) -> Any:
-    """Returns a number of escapes, negative ones included."""
+    """Returns the number of escapes of a tile. A damaged room may give a negative number."""
     found = _word(room, at - 4) >> _U64(32)
     return np.int64(found) - (np.int64(1) << 32 if found >> _U64(31) else 0)
 
@@ -221,7 +221,7 @@ def _rests_at(num_values: Any) -> Any:
 def _encode(
     values: Any, first: Any, num_values: Any, rooms: Any, place: Any, room: Any, counts: Any
 ) -> Any:
-    """Bytes of the encoded form, or 0."""
+    """Encodes a block. Returns the bytes of the encoded form; 0 if it does not fit."""
     num_tiles = (num_values + TILE_VALUES - 1) // TILE_VALUES
     rests = _rests_at(num_values)
     indices, escapes = rests + num_values, rests + num_values + num_values // 2
@@ -266,7 +266,8 @@ def _encode(
 
 @numba.njit(nogil=True, cache=True)
 def _decode(rooms: Any, place: Any, room: Any, values: Any, first: Any, num_values: Any) -> Any:
-    """1, or 0 if the room does not have the encoded form of so many values."""
+    """Decodes a block. Returns 1; 0 if the room does not hold the encoded form of so many
+    values."""
     num_tiles = (num_values + TILE_VALUES - 1) // TILE_VALUES
     rests = _rests_at(num_values)
     indices, escapes = rests + num_values, rests + num_values + num_values // 2
@@ -334,11 +335,11 @@ def encode_many(
 def decode_many(
     rooms: Any, places: Any, room_sizes: Any, blocks: Any, begins: Any, sizes: Any, results: Any
 ) -> None:
-    """Decodes what `encode_many` made, arguments as there; whatever the room has, reads nothing
-    beyond it and writes nothing beyond the block.
+    """Decodes rooms that `encode_many` made, with the same arguments. Whatever bytes the room has,
+    it reads only the room and writes only the block.
 
-    Results int64 [n]: 1, or 0 if the room does not have the encoded form of a block of this size:
-    then the block's bytes are undefined.
+    Results int64 [n]: 1, or 0 if the room does not hold the encoded form of a block of this size.
+    Then the block's bytes are undefined.
     """
     values = blocks.view(np.uint16)
     for i in range(sizes.shape[0]):

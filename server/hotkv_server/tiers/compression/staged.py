@@ -1,8 +1,9 @@
-"""The staging memory of a tier that encodes: forms on their way between the arena and the store.
+"""The staging memory of a tier that encodes: it holds encoded forms between the arena and the
+store.
 
-Always true: who has taken a part of it has it alone until it gives it back; parts of writes take at
-most half, or are one block, so writes that hang leave room for reads. The memory is taken when it
-is first needed, or by `open`: a disk that neither encodes nor holds encoded blocks has none.
+Always true: a part belongs to its caller alone until it is freed. Writes use at most half of the
+memory, or one block, so hanging writes leave room for reads. The memory is allocated at the first
+use, or by `open`. A disk that neither encodes nor holds encoded blocks allocates no staging memory.
 """
 
 import bisect
@@ -26,9 +27,11 @@ from hotkv_server.tiers.protocol import Codes, Int64s
 
 
 class Codec:
-    """`blocks` and `rooms`: all bytes of the memory in which blocks lie, and of that in which
-    encoded forms do, uint8. Loads kernels, which takes seconds the first time. Thread-safe for
-    blocks and rooms that do not overlap.
+    """Encodes and decodes between two memories. Loads kernels, which takes seconds the first time.
+    Thread-safe for blocks and rooms that do not overlap.
+
+    `blocks`: all bytes of the memory of blocks, uint8.
+    `rooms`: all bytes of the memory of encoded forms, uint8.
     """
 
     def __init__(self, blocks: Codes, rooms: Codes) -> None:
@@ -39,8 +42,8 @@ class Codec:
         return f"Codec({len(self._blocks)} bytes of blocks, {len(self._rooms)} of rooms)"
 
     def encode(self, begins: Int64s, sizes: Int64s, places: Int64s, room_sizes: Int64s) -> Int64s:
-        """Bytes of each encoded form, int64 [n], 0 for blocks that do not fit their rooms; as
-        `kernels.encode_many`."""
+        """Encodes blocks. Returns the bytes of each encoded form, int64 [n]; 0 for blocks that do
+        not fit their rooms. See `kernels.encode_many`."""
         results = np.empty(len(sizes), np.int64)
         self._kernels.encode_many(
             self._blocks, begins, sizes, self._rooms, places, room_sizes, results
@@ -48,7 +51,7 @@ class Codec:
         return results
 
     def decode(self, begins: Int64s, sizes: Int64s, places: Int64s, room_sizes: Int64s) -> Int64s:
-        """1 for each block that was decoded, int64 [n], 0 for others; as
+        """Decodes blocks. Returns int64 [n]: 1 for each block that was decoded, else 0. See
         `kernels.decode_many`."""
         results = np.empty(len(sizes), np.int64)
         self._kernels.decode_many(
@@ -61,7 +64,7 @@ class Codec:
 
 
 class Staged:
-    """See the module. Thread-safe."""
+    """Allocates parts of the staging memory; see the module. Thread-safe."""
 
     def __init__(self, arena: Region, num_bytes: int = STAGING_BYTES) -> None:
         self.num_bytes = num_bytes
@@ -79,12 +82,12 @@ class Staged:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that it has taken."""
+        """Bytes of allocated memory."""
         return 0 if self._memory is None else self.num_bytes
 
     def open(self) -> None:
-        """Takes the memory and loads kernels, if that has not been done. Blocks, the first time for
-        seconds. Raises OSError if memory is short."""
+        """Allocates the memory and loads kernels, if that has not been done. Blocks, the first time
+        for seconds. Raises OSError if memory is short."""
         with self._changed:
             if self._memory is not None or self._is_closed:
                 return
@@ -93,7 +96,8 @@ class Staged:
             self._memory = memory
 
     def parts(self, rooms: Int64s, *, is_write: bool) -> Iterator[slice]:
-        """Cuts blocks of these sizes into parts that fit; one that does not is a part by itself."""
+        """Splits blocks of these sizes into parts that fit. A block that does not fit is a part by
+        itself."""
         begin = total_bytes = 0
         for at, room in enumerate(rooms.tolist()):
             if at > begin and not self.fits(total_bytes + room, is_write=is_write):
@@ -104,16 +108,19 @@ class Staged:
             yield slice(begin, len(rooms))
 
     def fits(self, num_bytes: int, *, is_write: bool) -> bool:
-        """Returns whether there can be memory for so much beside that of others."""
+        """Returns whether a part of this size can be allocated beside other parts."""
         return num_bytes <= (self.num_bytes // 2 if is_write else self.num_bytes)
 
     def take(self, num_bytes: int, until_s: float, *, is_write: bool) -> int | None:
-        """Where the caller's part of the memory begins. Blocks until there is one. None if it is
-        too large, if it was not free until then (of time.monotonic), or once this is closed."""
+        """Allocates a part and returns its offset. Blocks until there is room.
+
+        Returns None if the part is too large, if there was no room until `until_s` (of
+        time.monotonic), or once this is closed.
+        """
         if num_bytes > self.num_bytes:
             return None
         self.open()
-        # A block that is larger than half waits until no other is being written.
+        # A block larger than half of the memory waits until no other block is being written.
         most_writing = max(self.num_bytes // 2, num_bytes)
         with self._changed:
             while not self._is_closed:
@@ -129,7 +136,7 @@ class Staged:
             return None
 
     def give(self, place: int, num_bytes: int, *, is_write: bool) -> None:
-        """Gives a part back."""
+        """Frees a part."""
         with self._changed:
             self._extents.give(place, num_bytes)
             self._writing_bytes -= num_bytes if is_write else 0
@@ -137,7 +144,7 @@ class Staged:
 
     @property
     def memory(self) -> FileMapping:
-        """The memory, which must have been taken."""
+        """The memory. It must have been allocated."""
         assert self._memory is not None, "staging memory that was not taken"
         return self._memory
 
@@ -152,13 +159,13 @@ class Staged:
         return self._codec.decode(slots, sizes, at, rooms)
 
     def stop(self) -> None:
-        """Nobody gets a part any more, and nobody waits for one."""
+        """Refuses new parts and wakes all callers that wait for a part."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Gives the memory back. No thread may touch it any more."""
+        """Frees the memory. Threads must have stopped using it."""
         self.stop()
         with self._changed:
             if self._memory is not None:
@@ -166,7 +173,7 @@ class Staged:
             self._memory = self._codec = None
 
     def check_invariants(self) -> None:
-        """Raises AssertionError unless all parts are free. Not while a piece is under way."""
+        """Raises AssertionError unless all parts are free. Don't call it while a part is in use."""
         with self._changed:
             self._extents.check_invariants()
             assert self._extents.free_bytes == self.num_bytes, "a part is lost"
@@ -174,18 +181,19 @@ class Staged:
 
 
 def packed(rooms: Int64s, place: int) -> Int64s:
-    """Where parts of these sizes lie one after the other."""
+    """Returns the offsets of parts of these sizes that follow each other from `place`."""
     at: Int64s = place + np.cumsum(rooms) - rooms
     return at
 
 
 HUGE_S = 0.5
-"""How long the start tries to get huge pages; the rest is prefaulted in small ones."""
+"""Longest time that the start tries to get huge pages. The rest of the memory is prefaulted in
+small pages."""
 
 
 def open_staging(num_bytes: int) -> FileMapping:
-    """Memory of so many bytes, prefaulted, in huge pages as far as the kernel gives them. Raises
-    OSError if memory is short; ValueError if `num_bytes` is no multiple of SLOT_ALIGN."""
+    """Returns new prefaulted memory, in huge pages as far as the kernel has them. Raises OSError if
+    memory is short; ValueError if `num_bytes` is no multiple of SLOT_ALIGN."""
     if num_bytes <= 0 or num_bytes % SLOT_ALIGN:
         raise ValueError(f"{num_bytes} bytes are no multiple of {SLOT_ALIGN}")
     fd = os.memfd_create("hotkv-staging", os.MFD_CLOEXEC)
@@ -201,9 +209,9 @@ def open_staging(num_bytes: int) -> FileMapping:
 
 
 class Extents:
-    """Which bytes of the staging memory are free: runs that do not touch, in their order.
+    """The free bytes of the staging memory, as sorted runs that do not touch.
 
-    Always true: an extent overlaps no other that was taken and not given back. Not thread-safe.
+    Always true: an allocated extent overlaps no other allocated extent. Not thread-safe.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -215,12 +223,12 @@ class Extents:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that nobody has."""
+        """Bytes that are free."""
         return sum(end - begin for begin, end in self._free)
 
     def take(self, num_bytes: int) -> int | None:
-        """Where the first free run begins that is long enough, whose beginning is the caller's from
-        now on. None if there is none."""
+        """Allocates an extent at the first free run that is long enough. Returns its offset; None
+        if no run is."""
         for number, (begin, end) in enumerate(self._free):
             if end - begin >= num_bytes:
                 left = [(begin + num_bytes, end)] if end - begin > num_bytes else []
@@ -229,7 +237,7 @@ class Extents:
         return None
 
     def give(self, begin: int, num_bytes: int) -> None:
-        """Gives an extent back."""
+        """Frees an extent."""
         end = begin + num_bytes
         number = bisect.bisect(self._free, (begin, end))
         after = number

@@ -1,1 +1,1 @@
-"""The disk tier: blocks in one preallocated file of the local disk."""
+"""The disk tier: blocks in a preallocated file on the local disk."""

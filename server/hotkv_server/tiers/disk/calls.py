@@ -1,10 +1,12 @@
-"""Calls of the disk tier, and the queue that cuts them into pieces for its threads.
+"""Calls of the disk tier, and the queue that splits them into pieces for its threads.
 
-Always true: each block of a call is in at most one piece, and a call ends once: by the last of its
-pieces that is done, or by whoever drops its rest while no piece is under way. Reads go before
-writes that have not waited for PATIENCE_S, and calls of one kind take turns, a piece each: a large
-call makes no small one wait. Of several threads at most three quarters write, so a read waits for
-no write.
+Always true:
+
+- each block of a call is in at most one piece, and a call ends once: with the last of its pieces,
+  or when its rest is dropped while it has no pieces under way;
+- reads go before writes that have waited less than PATIENCE_S. Calls of one kind take turns, a
+  piece each, so a large call does not delay small calls;
+- of several threads at most three quarters write, so reads don't wait for writes.
 """
 
 import math
@@ -19,18 +21,21 @@ import numpy as np
 from hotkv_server.tiers.protocol import Blocks, Codes, Int64s, Read, Seals, Write
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 256 << 10, 2 << 20
-"""Large enough that Python's part of a piece does not count, small enough that a read which comes
-while all threads are busy waits a few milliseconds."""
+"""Large enough that Python's share of a piece does not count; small enough that a read waits only a
+few milliseconds when all threads are busy."""
 NO_DEADLINE_S = math.inf
 """Writes have no deadline."""
 PATIENCE_S = 0.5
-"""Writes that have had no turn for so long get one before reads: they hold slots of the arena."""
+"""Writes that have waited so long go before reads, because they hold slots of the arena."""
 
 
 @dataclass(eq=False, slots=True)
 class DiskCall:
-    """A read or a write of blocks. `codes` (uint8 [n]) and `seals` (uint64 [n]) are its answer as
-    far as it is known; FAILED and 0 at first. The rest is the queue's."""
+    """A read or a write of blocks. The queue owns all other fields.
+
+    `codes` uint8 [n]: the result so far; FAILED at first.
+    `seals` uint64 [n]: the seals so far; 0 at first.
+    """
 
     blocks: Blocks
     is_write: bool
@@ -39,7 +44,7 @@ class DiskCall:
     codes: Codes = field(init=False)
     seals: Seals = field(init=False)
     code: int = field(default=0, init=False)
-    """errno of a block that failed, 0 if none has."""
+    """errno of a block that failed; 0 without a failure."""
     _ends: Int64s = field(init=False)
     _num_cut: int = field(default=0, init=False)
     _num_open: int = field(default=0, init=False)
@@ -51,7 +56,7 @@ class DiskCall:
         self._ends = np.cumsum(self.blocks.num_bytes)
 
     def cut(self, num_bytes: int) -> "DiskPiece":
-        """Returns the next piece: of so many bytes, and at least a block."""
+        """Returns the next piece, of about `num_bytes` and at least a block."""
         begin = self._num_cut
         end = int(np.searchsorted(self._ends, self._cut_bytes + num_bytes, "right"))
         self._num_cut = max(begin + 1, end)
@@ -59,18 +64,18 @@ class DiskCall:
         return DiskPiece(self, begin, self._num_cut)
 
     def cut_rest(self) -> "DiskPiece":
-        """All that is left, as a piece that is not to be moved."""
+        """Returns the rest as a piece that is late, so that its blocks are not moved."""
         begin, self._num_cut = self._num_cut, len(self.blocks)
         self._num_open += 1
         return DiskPiece(self, begin, self._num_cut, is_late=True)
 
     def drop_rest(self) -> bool:
-        """Cuts no more pieces. Returns True if the call has ended."""
+        """Drops the blocks that are in no piece yet. Returns True if the call has ended."""
         self._num_cut = len(self.blocks)
         return not self._num_open
 
     def piece_done(self) -> bool:
-        """One piece less is under way. Returns True if the call has ended."""
+        """Counts a piece as done. Returns True if the call has ended."""
         self._num_open -= 1
         return not self._num_open and not self.has_rest
 
@@ -91,7 +96,8 @@ class DiskCall:
 
 @dataclass(frozen=True, slots=True)
 class DiskPiece:
-    """Blocks `begin`..`end` of a call. `is_late`: nobody waits for them any more."""
+    """Blocks `begin`..`end` of a call. `is_late`: the deadline has passed, so they need not be
+    moved."""
 
     call: DiskCall
     begin: int
@@ -100,8 +106,8 @@ class DiskPiece:
 
 
 class CallQueue:
-    """See the module. Thread-safe. Not bounded by itself: the runtime bounds the bytes that it has
-    in calls."""
+    """Queues calls; see the module. Thread-safe. Unbounded by itself: the runtime bounds the bytes
+    of its calls."""
 
     def __init__(self, num_threads: int, patience_s: float = PATIENCE_S) -> None:
         self._num_threads = num_threads
@@ -135,19 +141,21 @@ class CallQueue:
         return True
 
     def take(self) -> DiskPiece | None:
-        """Returns the next piece, or None once the queue is closed. Blocks until there is one."""
+        """Returns the next piece. Blocks until there is a piece. Returns None once the queue is
+        closed."""
         with self._changed:
             while not self._is_closed:
                 if (piece := self._next(time.monotonic())) is not None:
                     if self._reads or self._writes:
-                        # Whoever is woken wakes the next one.
+                        # Each thread that is woken wakes the next.
                         self._changed.notify()
                     return piece
                 self._changed.wait()
             return None
 
     def done(self, piece: DiskPiece) -> bool:
-        """A piece is done. Returns True if its call has ended; then nobody touches it any more."""
+        """Ends a piece. Returns True if its call has ended; then all threads have stopped using
+        it."""
         with self._changed:
             if piece.call.is_write:
                 self._num_writing -= 1
@@ -156,8 +164,8 @@ class CallQueue:
             return piece.call.piece_done()
 
     def drop_late(self, now_s: float) -> list[DiskCall]:
-        """Drops what is left of reads whose deadline has passed, and returns those that have ended.
-        Only needed while all threads hang: `take` looks at deadlines too."""
+        """Drops the rest of reads whose deadline has passed, and returns the calls that have ended.
+        Only needed while all threads hang: `take` checks deadlines too."""
         with self._changed:
             late = [call for call in self._reads if call.deadline_s < now_s]
             for call in late:
@@ -165,8 +173,8 @@ class CallQueue:
             return [call for call in late if call.drop_rest()]
 
     def close(self) -> list[DiskCall]:
-        """Drops what is left of all calls, and returns those that have ended; others end when their
-        pieces are done."""
+        """Drops the rest of all calls, and returns those that have ended. Others end with their
+        pieces."""
         with self._changed:
             self._is_closed = True
             waiting = [*self._reads, *self._writes]

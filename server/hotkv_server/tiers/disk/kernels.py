@@ -2,10 +2,10 @@
 """Numba kernels that move blocks between memory and a file, and seal them, without the GIL. Load by
 `hotkv_proto.native.require`.
 
-Always true: a block's result is its own. One that fails does not keep the next from being moved.
+Always true: if a block fails, the next blocks are moved all the same.
 
 Source of the seals: XXH3 with a seed, 64 bits, for more than 240 bytes (the specification of
-xxHash: doc/xxhash_spec.md). Constants and names are its own.
+xxHash: doc/xxhash_spec.md). Constants and names are from there.
 """
 
 import errno
@@ -27,9 +27,10 @@ _MOVE_MANY = types.void(types.int64, _INPUTS, _INPUTS, _INPUTS, types.int64[::1]
 
 
 def _emit_call(name: str, builder: Any, args: Any) -> Any:
-    """Calls pread or pwrite (fd, address, num_bytes, offset), int64 each; gives bytes, or -errno.
+    """Emits a call of pread or pwrite (fd, address, num_bytes, offset), int64 each. Its value is
+    the number of bytes, or -errno.
 
-    errno is read right behind the call, in the same thread: nothing can change it in between.
+    errno is read right after the call in the same thread, so it can't change in between.
     """
     int32, int64, byte_pointer = ir.IntType(32), ir.IntType(64), ir.IntType(8).as_pointer()
     move_type = ir.FunctionType(int64, [int32, byte_pointer, int64, int64])
@@ -48,7 +49,7 @@ def _emit_call(name: str, builder: Any, args: Any) -> Any:
 
 @intrinsic
 def _pread(typingctx: Any, fd: Any, address: Any, num_bytes: Any, offset: Any) -> Any:
-    """Bytes read, or -errno."""
+    """Calls pread. Returns bytes, or -errno."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _emit_call("pread", builder, args)
@@ -58,7 +59,7 @@ def _pread(typingctx: Any, fd: Any, address: Any, num_bytes: Any, offset: Any) -
 
 @intrinsic
 def _pwrite(typingctx: Any, fd: Any, address: Any, num_bytes: Any, offset: Any) -> Any:
-    """Bytes written, or -errno."""
+    """Calls pwrite. Returns bytes, or -errno."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _emit_call("pwrite", builder, args)
@@ -71,9 +72,9 @@ def read_many(fd: Any, addresses: Any, offsets: Any, sizes: Any, results: Any) -
     """Reads `sizes[i]` bytes at `offsets[i]` of the file to memory at `addresses[i]`; all int64
     [n].
 
-    Results int64 [n]: bytes read, fewer than asked for only at the end of the file; -errno if it
-    failed, whatever was read before that. A read that stops between multiples of SLOT_ALIGN is at
-    the end of the file; direct I/O would refuse to go on from there.
+    Results int64 [n]: bytes read, fewer than `sizes[i]` only at the end of the file; -errno if it
+    failed, also after a partial read. A read that stops between multiples of SLOT_ALIGN is at the
+    end of the file; direct I/O could not continue from there.
     """
     for i in range(sizes.shape[0]):
         done = 0
@@ -95,8 +96,8 @@ def write_many(fd: Any, addresses: Any, offsets: Any, sizes: Any, results: Any) 
     """Writes `sizes[i]` bytes of memory at `addresses[i]` to `offsets[i]` of the file; all int64
     [n].
 
-    Results int64 [n]: bytes written, fewer than asked for only if the file takes no more without
-    saying why; -errno if it failed, whatever was written before that.
+    Results int64 [n]: bytes written, fewer than `sizes[i]` only if the file stops accepting bytes
+    without an error; -errno if it failed, also after a partial write.
     """
     for i in range(sizes.shape[0]):
         done = 0
@@ -136,7 +137,7 @@ _SHIFTS = np.uint64(37), np.uint64(32)
 
 
 def _lanes(builder: Any, address: Any) -> Any:
-    """Eight words at an address, which need not be aligned."""
+    """Loads eight words from an address, which need not be aligned."""
     loaded = builder.load(builder.inttoptr(address, _LANES.as_pointer()))
     loaded.align = 1
     return loaded
@@ -172,7 +173,7 @@ def _accumulate(typingctx: Any, sums: Any, address: Any, secret: Any, count: Any
 
 @intrinsic
 def _scramble(typingctx: Any, sums: Any, secret: Any) -> Any:
-    """After each 1024 bytes."""
+    """Scrambles the eight words at `sums`, after each 1024 bytes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         sums, secret = args
@@ -198,7 +199,7 @@ def _word(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def _folded(typingctx: Any, one: Any, other: Any) -> Any:
-    """Both halves of the product, xored."""
+    """Returns the two halves of the 128-bit product, xored."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         wide = ir.IntType(128)
@@ -213,8 +214,8 @@ def _folded(typingctx: Any, one: Any, other: Any) -> Any:
     types.void(_INPUTS, _INPUTS, types.uint64[:, ::1], types.uint64[::1]), nogil=True, cache=True
 )
 def seal_many(addresses: Any, sizes: Any, secrets: Any, seals: Any) -> None:
-    """Seals of `sizes[i]` bytes of memory at `addresses[i]`, more than 240, both int64 [n]: as
-    `tiers.seals.seal` gives them. `secrets` uint64 [n, 24]: of `tiers.seals.secrets`."""
+    """Computes the seals of `sizes[i]` bytes of memory at `addresses[i]`, more than 240, both int64
+    [n], as `tiers.seals.seal` does. `secrets` uint64 [n, 24]: from `tiers.seals.secrets`."""
     sums = np.empty(8, np.uint64)
     at_sums = np.uint64(sums.ctypes.data)
     for i in range(sizes.shape[0]):

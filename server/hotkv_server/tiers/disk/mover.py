@@ -1,10 +1,9 @@
-"""Moves the blocks of a piece between the arena and the slab file, and says what became of each.
+"""Moves the blocks of a piece between the arena and the slab file, and sets each block's result.
 
-A block whose place is smaller than its slot lies there encoded (`tiers.compression.form`). Always
-true: the seal is over all bytes of the place, as they are stored, and over the key, which says for
-encoded blocks that they are; it is compared before anything is decoded. So a block is FOUND only if
-the file gave back, byte for byte, what was made of it. A seal over decoded bytes would miss those
-bytes of a form that decide nothing.
+A block whose place is smaller than its slot is stored encoded (`tiers.compression.form`). Always
+true: the seal covers all stored bytes of the place and the key, which tells whether the block is
+encoded. It is compared before decoding. So a block is FOUND only if the file returned the written
+bytes unchanged. A seal over decoded bytes would miss changes in unused bytes of the form.
 """
 
 import errno
@@ -31,7 +30,8 @@ BoolMask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some rows of a call: their numbers and columns, int64 [n] each. `stored`: bytes of places."""
+    """Some rows of a call: their numbers and columns, int64 [n] each. `stored`: bytes of their
+    places."""
 
     numbers: Int64s
     slots: Int64s
@@ -44,11 +44,11 @@ class Rows:
 
     @property
     def is_encoded(self) -> bool:
-        """Whether these blocks are encoded in their places: all are, or none is."""
+        """Whether these blocks are stored encoded. All have the same answer."""
         return bool((self.stored != self.sizes).any())
 
     def only(self, mask: BoolMask | slice) -> "Rows":
-        """Those rows for which the mask is True, or of a slice."""
+        """Returns the rows that the mask or slice selects."""
         return Rows(
             self.numbers[mask],
             self.slots[mask],
@@ -59,7 +59,7 @@ class Rows:
 
 
 class BlockMover:
-    """See the module. Thread-safe for pieces that differ."""
+    """Moves blocks; see the module. Thread-safe for different pieces."""
 
     def __init__(self, arena: Region, file: SlabFile, io: BlockIO, staged: Staged) -> None:
         """Loads kernels, which takes seconds the first time."""
@@ -73,9 +73,10 @@ class BlockMover:
         return f"BlockMover({self._file!r}, {self._staged!r})"
 
     def move(self, piece: DiskPiece) -> None:
-        """Moves a piece's blocks and sets their codes and seals. Blocks that do not lie in the
-        arena are FAILED, as are those to be written beyond the file, and those for which there is
-        no staging memory."""
+        """Moves a piece's blocks and sets their codes and seals.
+
+        FAILED: blocks outside the arena, writes beyond the file, and blocks without staging memory.
+        """
         call, rows = piece.call, self._rows(piece)
         is_plain = rows.stored == rows.sizes
         plain, encoded = rows.only(is_plain), rows.only(~is_plain)
@@ -123,7 +124,8 @@ class BlockMover:
             self._staged.give(place, num_bytes, is_write=False)
 
     def _fetch(self, call: DiskCall, rows: Rows, addresses: Int64s) -> BoolMask:
-        """Reads places to memory. Returns which give their seals, and settles all others."""
+        """Reads places to memory. Returns a mask of the rows that match their seals; sets the codes
+        of all others."""
         results = self._io.read_many(addresses, rows.places, rows.stored)
         whole = results == rows.stored
         found = self._sealed(call, rows.only(whole), addresses[whole])
@@ -139,7 +141,7 @@ class BlockMover:
         return is_same
 
     def _encode(self, call: DiskCall, rows: Rows) -> None:
-        """Writes blocks encoded. One for which there can't be memory is UNFIT."""
+        """Writes blocks encoded. UNFIT: blocks that are too large for the staging memory."""
         num_bytes = int(rows.stored.sum())
         if not self._staged.fits(num_bytes, is_write=True):
             call.codes[rows.numbers] = Write.UNFIT
@@ -157,7 +159,7 @@ class BlockMover:
             self._staged.give(place, num_bytes, is_write=True)
 
     def _put(self, call: DiskCall, rows: Rows, addresses: Int64s) -> None:
-        """Seals memory, writes it to places and settles the rows."""
+        """Computes seals of memory, writes it to places and sets the rows' codes and seals."""
         seals = self._sealed(call, rows, addresses)
         results = self._io.write_many(addresses, rows.places, rows.stored)
         whole, is_full = results == rows.stored, np.isin(-results, FULL_CODES)
@@ -169,7 +171,7 @@ class BlockMover:
             call.code = -int(failed[-1])
 
     def _sealed(self, call: DiskCall, rows: Rows, addresses: Int64s) -> Seals:
-        """Seals of what memory holds for rows, as `tiers.seals.seal` gives them."""
+        """Returns the seals of the rows' bytes in memory, as `tiers.seals.seal` does."""
         seals = np.empty(len(rows), np.uint64)
         if len(rows):
             keys = [call.blocks.keys[row] for row in rows.numbers.tolist()]

@@ -1,8 +1,8 @@
-"""The slab file: one file of the local disk with room for all blocks of the disk tier.
+"""The slab file: a file on the local disk with room for all blocks of the disk tier.
 
-Always true: while it is open, this process alone uses it (flock), only its user may read it, and
-all its bytes have their place on the disk, so that a full file system does not stop writes. No hole
-is ever punched: writing it again could meet a full file system.
+Always true: while it is open, only this process uses it (flock). Only its user may read it. All its
+bytes have disk space allocated, so writes don't stop when the file system is full. Holes are never
+punched, because filling them again could need space that is gone.
 """
 
 import errno
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------------------------------- Block I/O
 
-# Block I/O: the seam between the disk tier and the file; the tests put a disk with faults here.
+# Block I/O: the seam between the disk tier and the file; tests replace it by a disk with faults.
 #
-# Always true: nothing here decides what a result means; that is the tier's.
+# Always true: results are only passed on; the tier decides what they mean.
 
 
 class BlockIO(Protocol):
-    """Moves blocks between memory and a file. Thread-safe; blocks as long as the disk takes; raises
-    nothing."""
+    """Moves blocks between memory and a file. Thread-safe. Blocks as long as the disk takes. Raises
+    no exceptions."""
 
     def read_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
         """Reads blocks to memory; arrays and result int64 [n], as `kernels.read_many`."""
@@ -44,7 +44,7 @@ class BlockIO(Protocol):
 
 
 class FileIO:
-    """Block I/O of a descriptor. Loads kernels, which takes seconds the first time."""
+    """Block I/O on a file descriptor. Loads kernels, which takes seconds the first time."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -54,13 +54,13 @@ class FileIO:
         return f"FileIO({self._fd})"
 
     def read_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """See `BlockIO`."""
+        """Implements `BlockIO`."""
         results = np.empty(len(sizes), np.int64)
         self._kernels.read_many(self._fd, addresses, offsets, sizes, results)
         return results
 
     def write_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """See `BlockIO`."""
+        """Implements `BlockIO`."""
         results = np.empty(len(sizes), np.int64)
         self._kernels.write_many(self._fd, addresses, offsets, sizes, results)
         return results
@@ -70,15 +70,18 @@ class FileIO:
 
 
 class SlabFileError(OSError):
-    """The slab file can't be used. The message says why and what to do."""
+    """The slab file is unusable. The message says why, and how to mend it."""
 
 
 class SlabFile:
-    """See the module. `is_direct`: I/O goes past the page cache, and addresses, offsets and sizes
-    must be multiples of SLOT_ALIGN."""
+    """The open slab file; see the module.
+
+    `is_direct`: I/O bypasses the page cache; addresses, offsets and sizes must be multiples of
+        SLOT_ALIGN.
+    """
 
     def __init__(self, path: Path, fd: int, num_bytes: int, is_direct: bool) -> None:
-        """Takes the descriptor over. Use `open`."""
+        """Takes ownership of the descriptor. Use `open`."""
         self.path = path
         self.fd = fd
         self.num_bytes = num_bytes
@@ -92,13 +95,15 @@ class SlabFile:
 
     @staticmethod
     def open(folder: Path, num_bytes: int, *, direct: bool = True) -> "SlabFile":
-        """Opens `folder`/slabs at exactly this size, and makes folder and file if they are missing.
+        """Opens `folder`/slabs at exactly this size. Makes folder and file if they are missing.
+        Blocks while disk space is allocated.
 
-        A file of another size keeps what fits: growing keeps all of it, shrinking drops what lies
-        beyond. `direct`: uses direct I/O if the file system can; else it says so in the log.
-        `num_bytes` is a multiple of SLOT_ALIGN. Blocks while the disk space is allocated. Raises
-        SlabFileError, and if it was growing, the file has the size that it had; OSError if the
-        folder can't be made.
+        Growing keeps all bytes of an existing file; shrinking drops the bytes beyond `num_bytes`.
+        Raises SlabFileError; a file that was growing then has its old size again. Raises OSError if
+        the folder can't be made.
+
+        `num_bytes`: a multiple of SLOT_ALIGN.
+        `direct`: uses direct I/O if the file system supports it, else logs that it does not.
         """
         if num_bytes <= 0 or num_bytes % SLOT_ALIGN:
             raise ValueError(f"{num_bytes} bytes are no multiple of {SLOT_ALIGN}")
@@ -115,8 +120,8 @@ class SlabFile:
         return SlabFile(path, fd, num_bytes, is_direct)
 
     def mend(self) -> bool:
-        """Returns True if somebody has cut the file short; then makes it whole again, so that later
-        writes have room. What lay beyond the cut is zeros now. Blocks; thread-safe."""
+        """Restores the size of a file that was cut short, so that later writes have room. Returns
+        True if it was. The bytes beyond the cut are zeros then. Blocks; thread-safe."""
         with self._lock:
             if not self.is_open or (left := os.fstat(self.fd).st_size) >= self.num_bytes:
                 return False
@@ -128,7 +133,7 @@ class SlabFile:
             return True
 
     def close(self) -> None:
-        """Closes and unlocks the file. No I/O may be under way: another file could get the
+        """Closes and unlocks the file. All I/O must have ended: another file could get the
         descriptor's number."""
         with self._lock:
             if self.is_open:
@@ -177,7 +182,7 @@ def _resize(fd: int, path: Path, num_bytes: int) -> None:
         log.info("%s has %d bytes now, it had %d", path, num_bytes, found.st_size)
     missing_bytes = num_bytes - os.fstat(fd).st_blocks * 512
     if missing_bytes > (free_bytes := _free_bytes(fd)):
-        # Allocating until it fails would fill the file system, if only for a moment.
+        # Allocating without this check could fill the file system for a moment.
         raise SlabFileError(
             errno.ENOSPC,
             f"{path} needs {missing_bytes >> 20} MiB more and its file system has "
@@ -197,7 +202,7 @@ def _allocate(fd: int, path: Path, num_bytes: int) -> None:
     try:
         os.posix_fallocate(fd, 0, num_bytes)
     except OSError as error:
-        # It keeps what it got before it failed.
+        # A failed allocation keeps the bytes that it got.
         os.ftruncate(fd, before_bytes)
         raise SlabFileError(
             error.errno,

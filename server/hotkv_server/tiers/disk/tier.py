@@ -1,9 +1,9 @@
-"""The disk tier: moves blocks between slots of the arena and the slab file, on threads of its own.
+"""The disk tier: moves blocks between slots of the arena and the slab file, on its threads.
 
-The core chooses where blocks lie in the file and keeps their seals. Always true: a block is FOUND
-only if all its bytes reproduce its seal, so nothing else of the disk has to be trusted, neither
-order nor durability of writes. A call ends when no thread touches its slots any more, and not
-before, even if the disk hangs and the tier is closed.
+The core chooses the places of blocks in the file and keeps their seals. Always true: a block is
+FOUND only if all its bytes match its seal, so the disk's order and durability of writes need not be
+trusted. A call ends only after its slots are no longer used, even if the disk hangs and the tier is
+closed.
 """
 
 import errno
@@ -35,14 +35,14 @@ from hotkv_server.tiers.protocol import (
 )
 
 NUM_THREADS = 20
-"""I/O under way at once. They wait for the disk nearly all the time, on small machines too."""
+"""Most I/O under way. The threads wait for the disk nearly all the time, on small machines too."""
 BATCH_BYTES = 16 << 20
-"""Enough in one call for all threads to have several pieces."""
+"""Bytes per call that give every thread several pieces."""
 CLOSE_WAIT_S = 5.0
 LATE_CHECK_S = 0.1
-"""How often reads are dropped whose deadline has passed, if no thread is there to do it."""
+"""How often reads with a passed deadline are dropped, if all threads are busy."""
 PROBLEM_CALLS = 3
-"""So many calls in a row that an errno ended mean that the disk can't be used."""
+"""The disk counts as unusable after so many calls in a row that ended with an errno."""
 _ANSWERS = {
     (False, Read.FOUND): "read",
     (False, Read.CORRUPT): "corrupt",
@@ -54,11 +54,12 @@ log = logging.getLogger(__name__)
 
 
 class DiskTier:
-    """See the module. A `Tier` in which the core chooses places: offsets in the slab file.
+    """The disk tier; see the module. A `Tier` in which the core chooses places, as offsets in the
+    slab file.
 
-    Calls that overlap in the file are done in any order: a place is read or given to another block
-    only after its write has ended. The GIL is held for microseconds a piece: reading, writing,
-    sealing, encoding and decoding give it up for the whole of it.
+    Calls that overlap in the file run in any order, so a place must be read or reused only after
+    its write has ended. Python holds the GIL for microseconds per piece; reading, writing, sealing
+    and coding run without it.
     """
 
     def __init__(
@@ -72,9 +73,13 @@ class DiskTier:
         close_wait_s: float = CLOSE_WAIT_S,
         name: str = "disk",
     ) -> None:
-        """Takes the file over. `arena` outlives the tier. `io`: moves the blocks instead of the
-        file's own I/O. `staged`: encodes and decodes; the tier closes it. `close_wait_s`: see
-        `close`. Loads kernels, which takes seconds the first time."""
+        """Takes ownership of the file. Loads kernels, which takes seconds the first time.
+
+        `arena`: must outlive the tier.
+        `io`: moves the blocks in place of the file's own I/O.
+        `staged`: encodes and decodes; the tier closes it.
+        `close_wait_s`: see `close`.
+        """
         self._file = file
         self._staged = Staged(arena) if staged is None else staged
         self._mover = BlockMover(arena, file, FileIO(file.fd) if io is None else io, self._staged)
@@ -86,7 +91,7 @@ class DiskTier:
         self._num_failed_calls, self._code = 0, 0
         self._num_alive = num_threads
         self._closing = threading.Event()
-        # When each thread began its piece; 0 while it waits for one.
+        # When each thread began its piece; 0 while it waits for a piece.
         self._begun_s = [0.0] * num_threads
         self._threads = [
             threading.Thread(target=self._work, args=(i,), name=f"hotkv-{name}-{i}", daemon=True)
@@ -103,34 +108,39 @@ class DiskTier:
         return f"DiskTier({self._file!r}, {self._queue!r}, {self._staged!r}, {threads})"
 
     def prepare_encoding(self) -> None:
-        """Takes the staging memory and loads kernels, for which the first block to be encoded or
-        decoded would have to wait. Blocks. Raises OSError if memory is short."""
+        """Allocates the staging memory and loads kernels, so that the first block to be coded need
+        not wait. Blocks. Raises OSError if memory is short."""
         self._staged.open()
 
     def facts(self) -> TierFacts:
-        """See `Tier`."""
+        """Implements `Tier`."""
         return self._facts
 
     def probe(self, keys: Sequence[bytes], deadline_s: float, on_done: OnProbe) -> None:
-        """Knows of no keys: all FAILED."""
+        """Answers FAILED for all blocks: the disk tier does not know keys."""
         on_done(np.full(len(keys), Read.FAILED, np.uint8))
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
-        """See `Tier`. CORRUPT: the bytes are not those that were sealed, or the file ends before
-        them. FAILED: the disk says that it can't read them, or there was no memory to decode them
-        in until the deadline."""
+        """Implements `Tier`.
+
+        CORRUPT: the bytes don't match their seal, or the file ends before them. FAILED: the disk
+        can't read them, or staging memory was short until the deadline.
+        """
         self._add(DiskCall(blocks, False, deadline_s, lambda codes, seals: on_done(codes)))
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
-        """See `Tier`. FULL: the file system has no room; few need any to write allocated blocks.
-        UNFIT: of blocks whose places are smaller than their slots. Reads go first, see `calls`."""
+        """Implements `Tier`. Reads go first, see `calls`.
+
+        FULL: the file system has no room; rare, because the blocks are allocated. UNFIT: only for
+        blocks whose places are smaller than their slots.
+        """
         self._add(DiskCall(blocks, True, NO_DEADLINE_S, on_done))
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Nothing to do: a place is free when the core says so."""
+        """Does nothing: the core frees places."""
 
     def problem(self) -> str:
-        """See `Tier`. Calls are still tried; one that the disk does clears it."""
+        """Implements `Tier`. Calls are still tried; the first success clears the problem."""
         with self._lock:
             if self._num_failed_calls < PROBLEM_CALLS:
                 return ""
@@ -138,28 +148,27 @@ class DiskTier:
             return f"{self._file.path}: the last {self._num_failed_calls} calls failed ({words})"
 
     def stalled_s(self, now_s: float) -> float:
-        """See `Tier`: of the thread that has been on its piece for longest."""
+        """Implements `Tier`, for the thread with the oldest piece."""
         return max(0.0, now_s - min(filter(None, self._begun_s), default=now_s))
 
     def is_alive(self) -> bool:
-        """See `Tier`."""
+        """Implements `Tier`."""
         return self._closing.is_set() or all(thread.is_alive() for thread in self._threads)
 
     def memory(self) -> TierMemory:
-        """See `Tier`: the staging memory."""
+        """Implements `Tier`: returns the staging memory."""
         return TierMemory(self._staged.held_bytes, self._staged.num_bytes)
 
     def figures(self) -> TierFigures:
-        """See `Tier`."""
+        """Implements `Tier`."""
         with self._lock:
             return TierFigures(**self._sums)
 
     def close(self) -> None:
-        """See `Tier`. Waits at most `close_wait_s` for a disk that hangs.
+        """Implements `Tier`. Waits at most `close_wait_s` for a disk that hangs.
 
-        After that the calls whose slots it may still touch have not ended: they end, and the file
-        is closed, when the disk answers. Until then the arena must stay mapped. Not to be called by
-        an `on_done`.
+        If it still hangs, its calls have not ended, and the arena must stay mapped. They end, and
+        the file is closed, when the disk answers. Don't call this from an `on_done`.
         """
         self._closing.set()
         self._staged.stop()
@@ -202,7 +211,7 @@ class DiskTier:
                 self._end(call)
 
     def _end(self, call: DiskCall) -> None:
-        """Counts a call that nobody touches any more, and answers it."""
+        """Counts a call that has ended, and answers it."""
         with self._lock:
             self._sums["queued_bytes"] -= call.blocks.total_bytes
             for code in np.unique(call.codes).tolist():

@@ -1,6 +1,5 @@
-"""The tier in which the core chooses places: blocks go down soon after they were stored, and come
-up when a lease asks for them. On the event loop only; the tier answers on threads of its own.
-"""
+"""Moves blocks down to the tier in which the core chooses places soon after they are stored, and up
+when a lease asks for them. Runs on the event loop; the tier answers on its threads."""
 
 import asyncio
 import time
@@ -30,17 +29,21 @@ if TYPE_CHECKING:
     from hotkv_proto.traces import Span
 
 NOTE_S = 10.0
-"""How often it is noted what was written: a server that is killed forgets at most so much."""
+"""Time between two notes of the bytes written: the longest span that a killed server forgets."""
 PAUSE_S = 0.05
-"""Between two looks for blocks to move down."""
+"""Time between two looks for blocks to move down."""
 MAX_DOWN_BYTES = 64 << 20
-"""Most bytes on their way down: their slots can't be evicted meanwhile."""
+"""Most bytes on their way down: their slots can't be evicted until then."""
 
 
 class TierBelow:
-    """See the module. `tiers.book.lower` says what lies below; `tier` has its bytes. `epochs`: of
-    flushes here and of tiers that nodes share. `moving_bytes`: most that may be on their way down.
-    `memory`: whose records are written down; None for a tier that ends with the process."""
+    """Drives a tier; see the module.
+
+    `tier`: holds the bytes of the blocks that `tiers.book.lower` records.
+    `epochs`: of flushes here and of shared tiers.
+    `moving_bytes`: most bytes on their way down.
+    `memory`: the records to write down; None for a tier that ends with the process.
+    """
 
     def __init__(
         self,
@@ -97,8 +100,8 @@ class TierBelow:
                 tasks.spawn(self._write(move, tell))
 
     def _keep_key_spaces(self) -> bool:
-        """Has key spaces that are new written down; returns whether all are. Without that the next
-        server could not tell whose a block is, so none goes down before."""
+        """Requests that new key spaces are written down; returns whether all are. Blocks of other
+        key spaces are not moved down, because the next server could not tell whose they are."""
         memory, revision = self.memory, self._core.catalog.revision
         if memory is None:
             return True
@@ -108,7 +111,7 @@ class TierBelow:
         return memory.kept_revision == revision
 
     def note_written(self) -> None:
-        """Has what the gate has admitted written down for the next server."""
+        """Writes down the bytes that the gate has admitted, for the next server."""
         now_s, wall_s = time.monotonic(), time.time()
         found = self.lower.down.gate.written(now_s)
         sizes = [size for _, size in found]
@@ -120,8 +123,7 @@ class TierBelow:
     async def _begin(
         self, entries: Entries, tell: Callable[[], None], *, is_plain: bool = False
     ) -> list[Move]:
-        """Begins to move blocks of host memory down, as far as they are still ready when there is
-        room for them."""
+        """Makes room, and begins to move down the blocks that are still ready then."""
         index, down = self._core.space.index, self.lower.down
         generations = index.table.records[entries, table.W_GENERATION]
         async for _ in slices(down.make_room(entries, is_plain=is_plain)):
@@ -132,8 +134,8 @@ class TierBelow:
         return moves
 
     async def _write(self, move: Move, tell: Callable[[], None]) -> None:
-        """Writes the blocks of a move. Only what agrees with its check value is written as such.
-        Those that can't be encoded are written again as they are."""
+        """Writes the blocks of a move. Skips those that disagree with their check values. Writes
+        those that can't be encoded again as they are."""
         blocks = self.blocks(move)
         self._down_bytes += blocks.total_bytes
         ended: asyncio.Future[tuple[Codes, Seals]] = future()
@@ -162,7 +164,8 @@ class TierBelow:
     # Up
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """What lies here is known; tiers that nodes share confirm that it may be loaded."""
+        """Waits until the shared tiers confirm that blocks here may be loaded. Which blocks lie
+        here is known."""
         if self.has_some(key_space_id, groups):
             await self._epochs.confirm_all(key_space_id, until_s)
 
@@ -171,22 +174,23 @@ class TierBelow:
         return any(map(len, self.lower.up.wanted(key_space_id, groups)))
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Positions of those blocks, one array a list; none unless they may be loaded."""
+        """Returns the positions of the blocks to load, an array per list; empty if they may not be
+        loaded."""
         if not self._epochs.are_all_confirmed(key_space_id):
             return [np.empty(0, np.int64) for _ in groups]
         return self.lower.up.wanted(key_space_id, groups)
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Which blocks are ready below and may be loaded, one mask a list."""
+        """Returns a mask per list of the blocks that are ready below and may be loaded."""
         may = self._epochs.are_all_confirmed(key_space_id)
         return [(self.lower.up.find(key_space_id, one) != 0) & may for one in groups]
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Reserves slots for what lies here, as far as there is room."""
+        """Begins to move up the blocks here that find a slot."""
         return self.lower.up.begin(key_space_id, groups, now_s)
 
     def blocks(self, move: Move) -> Blocks:
-        """Returns the rows of a move as the tier takes them."""
+        """Returns the rows of a move in the form that the tier wants."""
         below = self.lower.space.index
         prefix = self._epochs.disk_prefix(move.key_space_id)
         blocks = blocks_of(self._core, move.entries, prefix)
@@ -198,7 +202,7 @@ class TierBelow:
         )
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
-        """The tier has read; returns how many blocks it has lost."""
+        """Ends a move after the tier has read it. Returns the number of lost blocks."""
         is_lost = np.isin(codes, (Read.CORRUPT, Read.ABSENT))
         self.lower.up.end(move, codes == Read.FOUND, is_lost, checks, now_s)
         return int(is_lost.sum())

@@ -1,7 +1,7 @@
-"""Keeps requests from a tier that is broken or hangs, and tries it again now and then.
+"""Keeps requests away from a tier that is broken or hangs, and tries it from time to time.
 
-Always true: while a tier is known to be broken, one call in RETRY_S seconds reaches it, which is
-how it is found to be well again; a call that hangs is its own trial.
+Always true: a tier that is known to be broken gets a single call every RETRY_S seconds, which shows
+whether it works again. A call that hangs needs no trial: its end shows the same.
 """
 
 import logging
@@ -14,15 +14,14 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 2.0
 MAX_STALL_S = 1.0
-"""A tier whose call has been under way for longer hangs."""
+"""A tier hangs if a call takes longer than this."""
 SAY_AGAIN_S = 60.0
 StalledS = Callable[[float], float]
-"""Given the time, how long a call that is under way has lasted; 0 if none is."""
+"""Given the time, returns how long the current call has lasted; 0 without a call."""
 
 
 class Breaker:
-    """See the module. Of one tier. `stalls`: of other calls of the tier than those that move
-    blocks."""
+    """The breaker of a tier; see the module. `stalls`: for its calls that move no blocks."""
 
     def __init__(self, tier: Tier, *stalls: StalledS) -> None:
         self._tier = tier
@@ -35,7 +34,7 @@ class Breaker:
 
     @property
     def problem(self) -> str:
-        """Why lookups pass the tier by, in words; empty if they don't."""
+        """Why lookups skip the tier; empty if they don't."""
         if words := self._tier.problem():
             return words
         stalled_s = self._stalled_s()
@@ -43,7 +42,7 @@ class Breaker:
 
     @property
     def hangs(self) -> bool:
-        """Whether a call has been under way for too long."""
+        """Whether a call takes too long."""
         return self._stalled_s() > MAX_STALL_S
 
     @property
@@ -59,15 +58,15 @@ class Breaker:
         return not self._tier.problem() or time.monotonic() >= self._next_try_s
 
     def take_turn(self) -> bool:
-        """As `lets_pass`; a trial that was due is taken."""
+        """Returns `lets_pass`, and uses up a trial that was due."""
         passes = self.lets_pass
         if passes and self._tier.problem():
             self._next_try_s = time.monotonic() + RETRY_S
         return passes
 
     def say(self) -> None:
-        """Logs that the tier is passed by, and that it answers again; of a tier that goes to and
-        fro the first of many times."""
+        """Logs when lookups begin to skip the tier and when it works again. If this changes often,
+        logs only the first time in a while."""
         problem, now_s = self.problem, time.monotonic()
         if problem and not self._is_said and now_s >= self._next_say_s:
             self._is_said, self._next_say_s = True, now_s + SAY_AGAIN_S

@@ -1,10 +1,10 @@
-"""Copies blocks of host memory to a tier that other nodes share: what is stored here soon, and,
-slowly, what came from elsewhere or could not be copied.
+"""Copies blocks of host memory to a tier that other nodes share: blocks that were stored here soon;
+slowly those that came from elsewhere or failed before.
 
-Always true: a block is written only under the epoch that the store has confirmed lately; what is
-written agrees with its check value. What the tier may have already is asked for first, so it costs
-no bytes. While something is known against the tier nothing is copied. On the event loop
-only; the tier answers on threads.
+Always true: a block is written only under an epoch that the store has confirmed lately, and only if
+it agrees with its check value. The tier is first asked for blocks that it may have already, so
+these cost no bytes. While the tier has a known problem, copying pauses. Runs on the event loop; the
+tier answers on threads.
 """
 
 import asyncio
@@ -39,28 +39,32 @@ if TYPE_CHECKING:
 
 PAUSE_S = 0.05
 LINGER_S, LARGE_LINGER_S = 1.0, 5.0
-"""Longest wait for more blocks to write with those that wait; the second for a tier that wants
-LARGE_BATCH_BYTES at a time, as its calls cost money."""
+"""Longest wait for more blocks before a write. The second is for tiers that want LARGE_BATCH_BYTES
+at a time, because their calls cost money."""
 LARGE_BATCH_BYTES = 8 << 20
 MAX_OUT_BYTES = 64 << 20
-"""Most bytes on their way there: their slots can't be evicted meanwhile."""
+"""Most bytes on their way to the tier: their slots can't be evicted until then."""
 LEARN_S = 1.0
-"""Longest wait for the epoch of what is to be written."""
+"""Longest wait for the epoch of blocks that are to be written."""
 PROBE_S = 2.0
-"""Longest wait for what the tier says to have."""
+"""Longest wait for the tier to say which blocks it has."""
 OLD_BYTES_PER_S = 64 << 20
-"""How much is written of what is no news, in the long run: many nodes may start together."""
+"""Limit on the mean rate at which old blocks are written: many nodes may start together."""
 MIN_OLD_BYTES = 8 << 20
-"""Bytes of blocks that are asked for together, at least."""
+"""Least bytes of blocks in a probe."""
 AGAIN_S = 1.0
-"""Wait after a copy that failed; twice as long with each further try."""
+"""Wait after a copy that failed. It doubles with each further failure."""
 WALKED_ENTRIES = 1 << 16
-"""Entries that are looked at in a turn for blocks of an earlier server."""
+"""Entries per turn that are searched for blocks of an earlier server."""
 
 
 class TierCopies:
-    """See the module. `moving_bytes`: most that may be on their way. `num_copied`: blocks that the
-    tier has, written or there already; `num_refused`: that it did not take in the end."""
+    """Copies blocks to a tier; see the module.
+
+    `moving_bytes`: most bytes on their way.
+    `num_copied`: blocks that the tier has now, because it was given them or had them already.
+    `num_refused`: blocks that the tier did not store after all tries.
+    """
 
     def __init__(
         self,
@@ -85,9 +89,9 @@ class TierCopies:
         books.copies.append(self._copies)
         self._most_bytes = min(MAX_OUT_BYTES, moving_bytes)
         self._out_bytes = 0
-        # When other blocks than those that were stored here have their turn.
+        # When old blocks have their next turn.
         self._old_at_s = 0.0
-        # Key spaces that an earlier server has left, and where its entries end.
+        # Key spaces of an earlier server, and the end of its entries.
         self._left = deque(core.key_spaces)
         self._num_left = core.space.index.num_numbers
 
@@ -106,8 +110,8 @@ class TierCopies:
         tasks.spawn(self._offer_left(tasks))
 
     def offer_old(self, key_space_id: int, entries: Entries) -> None:
-        """Blocks came into host memory from elsewhere than the tier. They are copied if they are of
-        the epoch that is known."""
+        """Offers blocks that came into host memory from elsewhere. They are copied if they belong
+        to the known epoch."""
         if self._epochs.get(self._name, key_space_id):
             self._copies.add_old(entries)
 
@@ -125,7 +129,7 @@ class TierCopies:
                 tasks.spawn(self._write(move, STORED, tell))
 
     async def _copy_old(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        """One batch at a time, while nothing that was stored here waits for room."""
+        """Copies old blocks, one batch at a time, while blocks stored here leave room for it."""
         batch_bytes = min(max(MIN_OLD_BYTES, self._tier.facts().batch_bytes), self._most_bytes)
         batch: asyncio.Task[None] | None = None
         async for _ in tasks.turns(f"the later copies to {self._name}", PAUSE_S):
@@ -150,7 +154,7 @@ class TierCopies:
         self._old_at_s = max(self._old_at_s, time.monotonic() + wait_s)
 
     async def _offer_left(self, tasks: TierTasks) -> None:
-        """Offers what an earlier server has left, a part at a time, once its epoch is known."""
+        """Offers the blocks that an earlier server left, in parts, once their epoch is known."""
         first = 0
         async for _ in tasks.turns(f"the blocks of before for {self._name}", PAUSE_S):
             if not self._left:
@@ -173,7 +177,7 @@ class TierCopies:
                     first = 0
 
     async def _write(self, move: Move, lane: int, tell: Callable[[], None]) -> None:
-        """Writes those blocks of a move that the tier lacks and that agree with their check
+        """Writes the blocks of a move that the tier lacks and that agree with their check
         values."""
         num_bytes = int(self._core.space.index.slot_bytes(move.entries).sum())
         self._out_bytes += num_bytes
@@ -183,7 +187,7 @@ class TierCopies:
                 codes[:] = await self._probed(move)
             at = np.flatnonzero(codes == 0)
             at = at[await agreeing(self._core, self._verifier, move.entries[at], tell)]
-            # Last: a flush may have begun meanwhile.
+            # Check the epoch last: a flush may have begun during the probe.
             until_s = time.monotonic() + LEARN_S
             if not await self._epochs.confirm(self._name, move.key_space_id, until_s):
                 codes[at] = Write.FAILED
@@ -203,7 +207,8 @@ class TierCopies:
         self.num_refused += len(move) - int(is_there.sum()) - num_again
 
     async def _probed(self, move: Move) -> Codes:
-        """PRESENT for those that the tier has, 0 for those that it lacks, else FAILED."""
+        """Asks the tier for a move's blocks. Returns PRESENT for blocks that it has, 0 for blocks
+        that it lacks, FAILED if it is not known."""
         codes = np.full(len(move), Write.FAILED, np.uint8)
         until_s = time.monotonic() + PROBE_S
         if await self._epochs.confirm(self._name, move.key_space_id, until_s):

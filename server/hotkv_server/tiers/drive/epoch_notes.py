@@ -1,8 +1,8 @@
-"""The book of epochs in a small file that outlives the server.
+"""Keeps the book of epochs in a small file that outlives the server.
 
-Always true: the file is replaced as a whole, and is on its disk when `write` returns. It lies
-wherever blocks lie that outlive the server, and removing those does not remove it. What files
-disagree on is not vouched for: then the blocks are flushed as soon as a store is reached.
+Always true: the file is replaced as a whole, and is on its disk when `write` returns. A copy lies
+beside all blocks that outlive the server; removing the blocks does not remove it. If the copies
+disagree on an epoch, it is not vouched for; its blocks are flushed as soon as a store is reached.
 """
 
 import json
@@ -23,7 +23,8 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class NotesFolder:
-    """Where a file is. `has_blocks`: of an earlier server."""
+    """A folder with a copy of the file. `has_blocks`: whether an earlier server left blocks
+    there."""
 
     path: Path
     has_blocks: bool = False
@@ -31,7 +32,7 @@ class NotesFolder:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What a file says."""
+    """The content of a file."""
 
     base: int
     last: int
@@ -51,7 +52,7 @@ class EpochNotes:
         """Returns the book of an earlier server, for stores of these names. Blocks."""
         read = [(one, _read(one.path / EPOCHS_FILE)) for one in self._folders]
         contents = [content for _, content in read if content is not None]
-        # Blocks without a file are those of a server that wrote none.
+        # A folder with blocks and without a file was left by a server that kept no notes.
         is_complete = all(content is not None or not one.has_blocks for one, content in read)
         names = {name for content in contents for name in content.records}
         records = {name: _merged(name, contents, is_complete=is_complete) for name in names}
@@ -60,8 +61,8 @@ class EpochNotes:
         return EpochBook(stores, records, base, last)
 
     def write(self, text: str) -> None:
-        """Replaces the files. From any thread, one at a time; blocks. Raises OSError, after it has
-        tried all folders."""
+        """Replaces the files. Callable from any thread, a call at a time; blocks. Raises OSError,
+        but tries all folders first."""
         failed: OSError | None = None
         for one in self._folders:
             try:
@@ -79,7 +80,7 @@ class EpochNotes:
 
 
 def text_of(book: EpochBook) -> str:
-    """What is written down of a book."""
+    """Returns the text to write for a book."""
     key_spaces = {
         name: {
             "local": record.local,
@@ -95,7 +96,7 @@ def text_of(book: EpochBook) -> str:
 
 
 def _merged(name: str, contents: Sequence[_Content], *, is_complete: bool) -> Record:
-    """What all files together say of a key space."""
+    """Returns the record of a key space that the contents of all files give together."""
     found = [content.records.get(name) or Record(content.base) for content in contents]
     record = Record(max(one.local for one in found))
     for store in {store for one in found for store in one.stores}:
@@ -109,7 +110,7 @@ def _merged(name: str, contents: Sequence[_Content], *, is_complete: bool) -> Re
 
 
 def _read(path: Path) -> _Content | None:
-    """What a file says; None if there is none that can be used."""
+    """Returns the content of a file; None if it is missing or unusable."""
     try:
         content = json.loads(path.read_bytes())
         if content["format"] != FORMAT_VERSION:

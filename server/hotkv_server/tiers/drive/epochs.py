@@ -1,13 +1,13 @@
-"""Works off the book of flushes: asks stores for epochs, has them raised, flushes here, saves.
+"""Executes the decisions of the book of flushes: asks stores for epochs, has them raised, flushes
+key spaces here, saves the book.
 
-Always true: a flush is the node's own. Callers wait until it is done, and it goes on if they leave.
-One task decides (`tiers.book.epochs`). At most one piece of work of each kind is under way: a
-question and a raise for each store, one flush, one write. A write holds up only the disk's own
-moves and, for a bounded time, the answers of flushes. On the event loop only; tiers answer on
-threads.
+Always true: a flush belongs to the node. Callers wait until it is done, and it goes on if they
+leave. One task decides (`tiers.book.epochs`). At most one action of each kind is under way: a
+question and a raise for each store, one flush, one write. A write delays only moves to the disk
+and, for a bounded time, the answers of flushes. Runs on the event loop; tiers answer on threads.
 
-A store counts as away if something is known against it or it owes an answer, and this process has
-run all the while: one that was stopped asks again before it believes what it knows.
+A store counts as away if it has a known problem or its answer is overdue. The overdue time counts
+only while this process runs: after it was stopped, it asks stores again before it uses old answers.
 """
 
 import asyncio
@@ -32,26 +32,27 @@ Flush = Callable[[int], Awaitable[int]]
 
 TICK_S = 0.05
 IDLE_TURN_S = 1.0
-"""Between two looks at key spaces that are not in use."""
+"""Time between two looks at key spaces that are not in use."""
 ASK_S = 2.0
-"""When a question for epochs is given up."""
+"""Longest wait for the answer to a question for epochs."""
 SERVE_WAIT_S = 1.0
-"""Longest wait of a hit in host memory for a store that must confirm it."""
+"""Longest wait of a hit in host memory until a store confirms its epoch."""
 MEET_S = 1.0
-"""How long a session that is opened waits for stores."""
+"""Longest wait of a new session for stores."""
 LATE_TICKS = 20
-"""A store that owes an answer for so many ticks is away."""
+"""A store is away if its answer is overdue for so many ticks."""
 GAP_S = 0.5
-"""After a tick that is so late, this process may have been stopped."""
+"""A tick that comes so late suggests that this process was stopped."""
 DEAF_TICKS = 30
-"""For so many ticks after that, nothing speaks against a store."""
+"""For so many ticks after that, stores do not count as away."""
 SAVE_AGAIN_S = 1.0
 NOTES = "disk"
-"""Named among the tiers that a flush is not in yet, if it can't be written down."""
+"""Name reported as a pending tier of a flush that can't be written down."""
 
 
 class EpochRelay:
-    """Given to a tier before there is a loop: passes on that it has met another epoch."""
+    """Passes on to the book that a tier has met another epoch. The tier gets it before the loop
+    exists."""
 
     def __init__(self) -> None:
         self.hear: Callable[[str, int], None] = lambda fingerprint, epoch: None
@@ -62,7 +63,7 @@ class EpochRelay:
 
 @dataclass(slots=True)
 class _Caller:
-    """Who waits for a flush."""
+    """A caller that waits for a flush."""
 
     ticket: Ticket
     done: "asyncio.Future[Flushed]"
@@ -70,19 +71,19 @@ class _Caller:
 
 
 class _Store:
-    """A shared tier as this module sees it."""
+    """The state of a shared tier in this module."""
 
     def __init__(self, tier: SharedTier, relay: EpochRelay) -> None:
         self.tier = tier
         self.relay = relay
         self.name = tier.facts().name
         self.is_away = self.is_raising = False
-        # The tick at which the question was sent that is under way.
+        # The tick at which the present question was sent.
         self.asked_tick: int | None = None
 
 
 class Epochs:
-    """See the module. `stores`: shared tiers, each with what it was given as `on_epoch`."""
+    """Executes decisions; see the module. `stores`: each shared tier with its `on_epoch`."""
 
     def __init__(
         self,
@@ -108,7 +109,8 @@ class Epochs:
         return f"Epochs({self.book!r}, {len(self._callers)} flushes asked for)"
 
     def start(self, tasks: TierTasks, flush: Flush) -> None:
-        """Begins to follow what other nodes flush, and to tell what an earlier server could not."""
+        """Starts to follow the flushes of other nodes, and to tell stores of an earlier server's
+        flushes."""
         self._tasks, self._flush = tasks, flush
         loop = asyncio.get_running_loop()
 
@@ -138,10 +140,13 @@ class Epochs:
     # Flushes
 
     async def flush(self, key_space_id: int) -> Flushed:
-        """Flushes a key space, here and in shared tiers: none of its blocks of before is found
-        again. Takes CONFIRMED_S, as long as other nodes may go without asking. A store that does
-        not answer within TELL_S is told as soon as it does, by the next server if this one has
-        ended."""
+        """Flushes a key space here and in shared tiers, so that its earlier blocks are no longer
+        found.
+
+        Takes CONFIRMED_S, because other nodes may use the last answer of a store for so long. A
+        store that does not answer within TELL_S is told as soon as it does; if this server has
+        ended by then, the next server tells it.
+        """
         ticket = self.book.flush(self.fingerprint(key_space_id), now_s())
         caller = _Caller(ticket, future())
         self._callers.append(caller)
@@ -174,50 +179,50 @@ class Epochs:
         if not caller.done.done():
             caller.done.set_result(Flushed(caller.num_blocks, pending))
 
-    # Who may be served
+    # Permission to serve
 
     def get(self, store: str, key_space_id: int) -> int:
-        """Returns the epoch under which blocks lie in the store; NO_EPOCH if none may be read or
-        written now."""
+        """Returns the epoch of blocks in the store; NO_EPOCH if they may not be read or written
+        now."""
         return self.book.epoch(self.fingerprint(key_space_id), store)
 
     def prefix(self, store: str, key_space_id: int) -> bytes:
-        """How keys of the key space's blocks in the store begin."""
+        """Returns the beginning of the keys for the key space's blocks in the store."""
         fingerprint = self.fingerprint(key_space_id).encode()
         return b"hotkv/1/%s/%d" % (fingerprint, self.get(store, key_space_id))
 
     def expected(self, store: str, key_space_id: int) -> EpochsOf:
-        """What the store must still have when blocks have been read."""
+        """Returns the epochs that the store must still have after blocks were read."""
         return {self.fingerprint(key_space_id): self.get(store, key_space_id)}
 
     def disk_prefix(self, key_space_id: int) -> bytes:
-        """What blocks of the key space are sealed with on the disk."""
+        """Returns the prefix of keys in the seals of the key space's blocks on the disk."""
         fingerprint = self.fingerprint(key_space_id)
         local = self.book.local(fingerprint)
-        # As servers have sealed that knew no flushes of their own.
+        # Without a number: the seals of earlier servers, which did not number flushes.
         return b"hotkv/1/" + fingerprint.encode() + (b"/%d" % local if local else b"")
 
     @property
     def are_seals_saved(self) -> bool:
-        """As of the book."""
+        """Whether all seal numbers of the disk are written down."""
         return self.book.are_seals_saved
 
     def is_confirmed(self, store: str, key_space_id: int) -> bool:
-        """Returns whether the store has confirmed lately that blocks of the key space that lie
-        there are of after all flushes."""
+        """Returns whether the store has confirmed lately that its blocks of the key space are newer
+        than all flushes."""
         fingerprint = self.fingerprint(key_space_id)
         has_epoch = self.book.epoch(fingerprint, store) != NO_EPOCH
         return has_epoch and self.book.is_fresh(fingerprint, store, now_s())
 
     def are_all_confirmed(self, key_space_id: int) -> bool:
-        """Returns whether all stores have confirmed lately that blocks of the key space that lie on
-        this node's disk are of after all flushes."""
+        """Returns whether all stores have confirmed lately that the key space's blocks on this
+        node's disk are newer than all flushes."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return all(self.book.is_fresh(fingerprint, name, at_s) for name in self._stores)
 
     def may_serve(self, key_space_id: int) -> bool:
-        """Returns whether hits in host memory may be granted now. A store that is away does not
-        hinder them."""
+        """Returns whether hits in host memory may be granted now. Stores that are away are
+        ignored."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         if not self._stores:
             return True
@@ -228,7 +233,7 @@ class Epochs:
         )
 
     def must_ask(self, key_space_id: int) -> bool:
-        """Returns whether a store that answers has something to confirm first."""
+        """Returns whether a reachable store must still confirm the epoch of the key space."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return any(
             not store.is_away and not self.book.is_fresh(fingerprint, name, at_s)
@@ -236,7 +241,7 @@ class Epochs:
         )
 
     async def wait_to_serve(self, key_space_id: int) -> bool:
-        """As `may_serve`, after SERVE_WAIT_S at most in which stores confirm."""
+        """Returns `may_serve`, after waiting up to SERVE_WAIT_S for stores to confirm."""
         until_s = now_s() + SERVE_WAIT_S
         while not self.may_serve(key_space_id):
             if not await self._ask_soon(until_s) or key_space_id not in self._core.key_spaces:
@@ -244,12 +249,13 @@ class Epochs:
         return True
 
     async def meet(self, key_space_id: int) -> None:
-        """Waits for stores to say which epoch the key space has, MEET_S at most: what is stored
-        before that is not vouched for."""
+        """Waits up to MEET_S until stores say which epoch the key space has. Blocks that are stored
+        earlier are not vouched for."""
         await self.confirm_all(key_space_id, time.monotonic() + MEET_S)
 
     async def confirm(self, store: str, key_space_id: int, until_s: float) -> bool:
-        """As `is_confirmed`, after the store was asked if need be. `until_s`: of time.monotonic."""
+        """Returns `is_confirmed`, after asking the store if necessary. `until_s`: of
+        time.monotonic."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces:
             if self.is_confirmed(store, key_space_id):
@@ -261,7 +267,7 @@ class Epochs:
         return False
 
     async def confirm_all(self, key_space_id: int, until_s: float) -> None:
-        """Waits until then for `are_all_confirmed`. `until_s`: of time.monotonic."""
+        """Waits for `are_all_confirmed`. `until_s`: of time.monotonic."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces and self.must_ask(key_space_id):
             self.book.use(self.fingerprint(key_space_id), now_s())
@@ -269,8 +275,8 @@ class Epochs:
                 return
 
     async def settle(self, key_space_id: int, until_s: float) -> None:
-        """As `confirm_all`, and waits for a store that is away too, unless the tier knows what is
-        wrong: one that has just started is believed a few seconds later. For callers with
+        """Waits as `confirm_all` does, but also for stores that are away, unless the tier reports a
+        problem. A store that has just started is trusted only after some seconds. For callers with
         patience."""
         until_s += now_s() - time.monotonic()
         fingerprint = self.fingerprint(key_space_id)
@@ -283,7 +289,7 @@ class Epochs:
                 return
 
     async def _ask_soon(self, until_s: float) -> bool:
-        """Waits for the next turn; False if it is late already."""
+        """Waits for the next turn. Returns False if the time is up."""
         left_s = until_s - now_s()
         if left_s <= 0 or self._tasks.is_closing:
             return False
@@ -292,7 +298,7 @@ class Epochs:
         return True
 
     def fingerprint(self, key_space_id: int) -> str:
-        """What stores know a key space by."""
+        """Returns the name of a key space in stores."""
         return self._core.key_space(key_space_id).fingerprint.hex()
 
     # The task
@@ -302,13 +308,13 @@ class Epochs:
             self._work()
 
     def _nudge(self) -> None:
-        """Has the book worked off soon, and not only at the next tick."""
+        """Wakes the task at once, before the next tick."""
         if not self._is_nudged:
             self._is_nudged = True
             asyncio.get_running_loop().call_soon(self._work)
 
     def _work(self) -> None:
-        """Begins all that the book says is to be done."""
+        """Begins all actions that the book says are due."""
         self._is_nudged = False
         if self._tasks.is_closing:
             return
@@ -336,7 +342,7 @@ class Epochs:
             self._tasks.spawn(self._save())
 
     def _tick(self, at_s: float) -> None:
-        """Counts time in which this process has run, and looks which stores are away."""
+        """Counts the time in which this process runs, and checks which stores are away."""
         if at_s >= self._ticked_s + GAP_S:
             self._deaf_until = self._ticks + DEAF_TICKS
             for store in self._stores.values():
@@ -360,7 +366,7 @@ class Epochs:
         (shown,) = await ended
         store.asked_tick = None
         if shown is not None:
-            # One that has just started from an old copy is not reached yet.
+            # A store that has just started from an old copy still counts as away.
             store.is_away = any(0 < one < shown.restored_below for one in shown.epochs.values())
             has_blocks = {name for name in shown.epochs if self._has_blocks(self._number(name))}
             self.book.shown(store.name, shown.epochs, shown.restored_below, sent_s, has_blocks)
@@ -413,18 +419,18 @@ class Epochs:
         self._wake()
 
     def _look_at(self, fingerprint: str) -> None:
-        """A tier has met another epoch: it is asked now."""
+        """Asks the stores at once, because a tier has met another epoch."""
         self.book.doubt(fingerprint, now_s())
         self._nudge()
 
     def _wake(self) -> None:
-        """Something has changed."""
+        """Wakes all that wait for a change."""
         self._nudge()
         if self._turned is not None and not self._turned.done():
             self._turned.set_result(None)
 
     async def _turn(self, wait_s: float) -> None:
-        """Waits until something has changed, or the time is up."""
+        """Waits for a change, or until the time is up."""
         if self._turned is None or self._turned.done():
             self._turned = future()
         await asyncio.wait([self._turned], timeout=wait_s)
@@ -438,5 +444,5 @@ class Epochs:
 
 
 def now_s() -> float:
-    """Seconds that go on while the machine sleeps."""
+    """Returns seconds of a clock that also counts while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

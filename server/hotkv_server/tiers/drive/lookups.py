@@ -1,6 +1,5 @@
-"""What lookups and operators are told of tiers: which blocks lie there, as far as it is worth to
-bring them in. Asks shared tiers for a bounded time. On the event loop only.
-"""
+"""Tells lookups and operators which blocks lie in tiers, as far as loading them is worthwhile. Asks
+shared tiers for a bounded time. Runs on the event loop."""
 
 import asyncio
 import contextlib
@@ -26,20 +25,20 @@ from hotkv_server.tiers.drive.tasks import TierTasks
 from hotkv_server.tiers.protocol import Blocks, Codes, Seals, Tier
 
 MAX_WAITING = 256
-"""Leases and lookups of one session that wait for tiers at a time; others get what is in host
-memory."""
+"""Most leases and lookups of a session that wait for tiers at a time. Others get only blocks in
+host memory."""
 EXPLAIN_WAIT_S = 2.0
 """Longest wait of an operator for shared tiers."""
 
 
 # ------------------------------------------------------------------------------- A source of blocks
 
-# A tier as the runtime reads it, whoever chooses the places of its blocks.
+# A tier as the runtime reads it, whether the core or the tier chooses places.
 
 
 class TierSource(Protocol):
-    """A tier as blocks come from it. Groups are lists of blocks in chain order; what is in host
-    memory already does not come."""
+    """A tier as a source of blocks. Groups are lists of blocks in chain order; blocks in host
+    memory are left out."""
 
     breaker: Breaker
     reads: TierReads
@@ -47,35 +46,37 @@ class TierSource(Protocol):
 
     @property
     def tier(self) -> Tier:
-        """What moves the bytes."""
+        """The tier that moves the bytes."""
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Finds out by then what lies there, if the core does not know."""
+        """Finds out which of the blocks lie there, if the core does not know."""
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
         """Returns whether a block may lie there and not in host memory."""
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Positions of blocks, one array a list, that are known to lie there only."""
+        """Returns the positions of blocks that are known to lie there and not in host memory, an
+        array per list."""
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Which blocks are known to lie there, one mask a list."""
+        """Returns a mask per list of the blocks that are known to lie there."""
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Reserves slots for what is wanted, as far as there is room; None for nothing."""
+        """Reserves slots for the wanted blocks, as far as there is room; None if no block gets a
+        slot."""
 
     def blocks(self, move: Move) -> Blocks:
-        """Returns the rows of a move as the tier takes them."""
+        """Returns the rows of a move in the form that the tier wants."""
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
-        """The tier has read; returns how many blocks it has lost."""
+        """Ends a move after the tier has read it. Returns the number of lost blocks."""
 
 
 # ------------------------------------------------------------------------------------------ Lookups
 
 
 class WaitingCalls:
-    """How many leases and lookups of each session wait for tiers."""
+    """Number of leases and lookups of each session that wait for tiers."""
 
     def __init__(self) -> None:
         self._waiting: Counter[int] = Counter()
@@ -87,7 +88,7 @@ class WaitingCalls:
         return self._waiting.total()
 
     def has_many(self, session: LiveSession) -> bool:
-        """Returns whether no more of them may wait."""
+        """Returns whether the session has MAX_WAITING waiting calls."""
         return self._waiting[session.record.number] >= MAX_WAITING
 
     @contextlib.contextmanager
@@ -104,8 +105,11 @@ class WaitingCalls:
 
 
 class TierLookups:
-    """See the module. `sources`: in the order in which they are asked; `shared`: those of them that
-    must be asked."""
+    """Answers lookups; see the module.
+
+    `sources`: in the order in which they are asked.
+    `shared`: the sources that must be asked.
+    """
 
     def __init__(
         self,
@@ -136,13 +140,16 @@ class TierLookups:
         ready: Sequence[BoolMask],
         tokens_per_s: float = 0.0,
     ) -> list[BoolMask]:
-        """Which blocks of a lookup are known to lie in a tier or on their way up, one mask a list.
-        `ready`: which are in host memory. `tokens_per_s`: prefill speed of the engine, 0 if it is
-        not known; of tiers from which blocks would come later than the engine computes them, none.
+        """Returns a mask per list of a lookup's blocks that are known to lie in a tier or are being
+        moved up.
+
+        `ready`: masks of the blocks in host memory.
+        `tokens_per_s`: prefill speed of the engine; 0 if unknown. Tiers that are slower than
+            computing the blocks are left out.
         """
         if all(mask.all() for mask in ready):
             return [np.zeros(len(mask), np.bool_) for mask in ready]
-        # Of a tier that hangs nobody knows when it comes.
+        # If a tier hangs, its moves may never end.
         is_well = any(move.is_up for move in self._books.moves) and all(
             one.breaker.lets_pass for one in self._sources
         )
@@ -181,7 +188,7 @@ class TierLookups:
         found: list[list[BoolMask]],
         tokens_per_s: float,
     ) -> list[bool]:
-        """From which sources it is worth to bring in what was found there."""
+        """Returns for each source whether loading its blocks is worthwhile."""
         if not tokens_per_s or not any(map(count, found)):
             return [True] * len(sources)
         specs = self._core.key_space(key_space_id).groups
@@ -195,9 +202,12 @@ class TierLookups:
         return worth(lists, offers, tokens_per_s)
 
     def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
-        """Returns whether only a shared tier knows if a block of these lists is there, or may be
-        loaded from the disk. False for a session of which many calls wait already, or that does not
-        know tiers, and without one."""
+        """Returns whether a shared tier must be asked: only it knows whether a block of these lists
+        is there, or may be loaded from the disk.
+
+        False if the session does not know tiers or has MAX_WAITING waiting calls, and without a
+        session.
+        """
         if self._tasks.is_closing or session is None or not session.knows_tiers:
             return False
         if self._waiting.has_many(session):
@@ -213,7 +223,7 @@ class TierLookups:
         )
 
     async def ask(self, session: LiveSession, key_space_id: int, groups: list[HashList]) -> None:
-        """Waits until shared tiers have said what they have, or the time is up."""
+        """Waits until shared tiers have said which blocks they have, or the time is up."""
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):
             await self._look(key_space_id, groups, until_s)
@@ -222,7 +232,8 @@ class TierLookups:
         await asyncio.gather(*(one.look(key_space_id, groups, until_s) for one in self._sources))
 
     async def find(self, key_space_id: int, groups: list[HashList]) -> list[Lying]:
-        """For operators: what lies in each tier. Asks shared tiers for what host memory lacks."""
+        """Returns the blocks in each tier, for operators. Asks shared tiers for blocks that host
+        memory lacks."""
         until_s = time.monotonic() + EXPLAIN_WAIT_S
         await self._look(key_space_id, groups, until_s)
         return [
@@ -242,7 +253,7 @@ class TierLookups:
         ready: Sequence[BoolMask],
         elsewhere: Sequence[BoolMask],
     ) -> list[HashList]:
-        """Those of the blocks elsewhere that the longest hit of all needs."""
+        """Returns the blocks elsewhere that the longest possible hit needs."""
         specs = self._core.key_space(key_space_id).groups
         meant = [at for at, one in enumerate(groups) if one.group_index < len(specs)]
         lists = [Listed(specs[groups[at].group_index], ready[at]) for at in meant]

@@ -1,6 +1,6 @@
-"""How a tier answers: what lookups asked it for, and how long its reads took.
+"""Figures of a tier: how many blocks lookups asked it for, and how long its reads took.
 
-Always true: memory is fixed. Quantiles and the rate are of the last RECENT reads, sums of all. On
+Always true: memory is fixed. Quantiles and the rate cover the last RECENT reads, sums cover all. On
 the event loop only.
 """
 
@@ -17,9 +17,9 @@ from hotkv_server.cache.values import BoolMask
 
 RECENT = 1024
 COSTED = 16
-"""Reads from which costs are fitted: they follow the load."""
+"""Number of recent reads from which costs are fitted: few, so that they follow the load."""
 READ_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
-"""Upper bounds of the histogram's parts."""
+"""Upper bounds of the histogram's buckets."""
 
 TRIED_S = 5.0
 """A tier that was too slow is tried again this long after its last read."""
@@ -27,15 +27,18 @@ TRIED_S = 5.0
 
 # --------------------------------------------------------------------------------------- The choice
 
-# Which tiers a lookup answers from: those whose blocks come sooner than the engine computes them.
+# Chooses the tiers that a lookup uses: their blocks must come sooner than the engine computes them.
 #
 # Pure: values in, values out.
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One list of a lookup, in chain order: the spec of its group, and which blocks are in host
-    memory or on their way there."""
+    """One list of a lookup, in chain order.
+
+    It has the spec of its group, and a mask of the blocks that are in host memory or on their way
+    there.
+    """
 
     spec: GroupSpec
     ready: BoolMask
@@ -43,8 +46,8 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a tier has of these lists, a mask each, and how long it takes to bring in: `wait_s` for
-    any, `s_per_byte` beyond."""
+    """The blocks of these lists that a tier has (a mask per list), and the time to load them:
+    `wait_s`, and `s_per_byte` for each byte."""
 
     masks: Sequence[BoolMask]
     wait_s: float
@@ -52,28 +55,28 @@ class Offer:
 
 
 def both(some: Sequence[BoolMask], others: Sequence[BoolMask]) -> list[BoolMask]:
-    """Blocks of both, list by list."""
+    """Returns the blocks that are in both, list by list."""
     return [one & other for one, other in zip(some, others, strict=True)]
 
 
 def either(some: Sequence[BoolMask], others: Sequence[BoolMask]) -> list[BoolMask]:
-    """Blocks of either, list by list."""
+    """Returns the blocks that are in either, list by list."""
     return [one | other for one, other in zip(some, others, strict=True)]
 
 
 def count(masks: Sequence[BoolMask]) -> int:
-    """Blocks of all lists together."""
+    """Returns the number of blocks in all lists."""
     return sum(int(mask.sum()) for mask in masks)
 
 
 def hit_tokens(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> int:
-    """Tokens of the longest hit of blocks of these masks; of lists of no block, 0."""
+    """Returns the tokens of the longest hit on blocks of these masks; 0 for empty lists."""
     limit = max((len(one.ready) * one.spec.block_tokens for one in lists), default=0)
     return longest_hit([one.spec for one in lists], masks, limit) if limit else 0
 
 
 def needed(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> list[BoolMask]:
-    """Which blocks the longest hit of these masks needs, one mask a list."""
+    """Returns a mask per list of the blocks that the longest hit on these masks needs."""
     ranges = needed_blocks([one.spec for one in lists], hit_tokens(lists, masks))
     found = []
     for one, blocks in zip(lists, ranges, strict=True):
@@ -84,11 +87,11 @@ def needed(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> list[BoolMask]
 
 
 def worth(lists: Sequence[Listed], offers: Sequence[Offer], tokens_per_s: float) -> list[bool]:
-    """Which offers are worth taking up, given the engine's prefill speed; all if that is not known.
+    """Returns which offers to take, given the engine's prefill speed; all if the speed is unknown.
 
-    Tiers are read at the same time, so all take as long as the slowest. As long as that is longer
-    than computing what they add to the hit, the slowest is left out. Earlier offers go first: what
-    one has the later ones need not bring.
+    Tiers are read at the same time, so all take as long as the slowest. The slowest is left out as
+    long as it takes longer than computing the tokens that the offers add to the hit. Earlier offers
+    have precedence: later offers only load the blocks that earlier offers lack.
     """
     taken = [True] * len(offers)
     if not tokens_per_s:
@@ -114,8 +117,8 @@ def _seconds(
     offers: Sequence[Offer],
     taken: Sequence[bool],
 ) -> list[float]:
-    """What each offer takes to bring in its part of the wanted blocks; 0 for one that has none, or
-    is not taken."""
+    """Returns how long each offer takes to load its part of the wanted blocks; 0 for an offer that
+    has no part or is not taken."""
     lacking = [mask & ~one.ready for one, mask in zip(lists, wanted, strict=True)]
     seconds = []
     for offer, is_taken in zip(offers, taken, strict=True):
@@ -132,12 +135,14 @@ def _seconds(
 
 
 class TierReads:
-    """Figures of one tier. A read is a call for the blocks of one lease or of several.
+    """Figures of a tier. A read is a call for the blocks of some leases.
 
-    `asked_blocks`: that lookups asked for and no faster tier had; `hit_blocks`: those of them that
-    the tier had; `left_blocks`: that lay there and were not brought in, because the engine computes
-    them sooner. `times_s`: of all reads. `last_s`: when the last one ended. `queued_bytes`: of
-    reads that have not ended.
+    `asked_blocks`: blocks that lookups asked for and that faster tiers lacked.
+    `hit_blocks`: those that the tier had.
+    `left_blocks`: blocks that were there but not loaded, because the engine computes them sooner.
+    `times_s`: histogram of all reads.
+    `last_s`: when the last read ended.
+    `queued_bytes`: bytes of reads that have not ended.
     """
 
     def __init__(self) -> None:
@@ -158,7 +163,7 @@ class TierReads:
         self.hit_blocks += num_hit
 
     def add(self, seconds: float, num_bytes: int) -> None:
-        """Counts a read. `num_bytes`: of blocks that were found."""
+        """Counts a read. `num_bytes`: bytes of the blocks that were found."""
         at = self.num_reads % RECENT
         self._seconds[at], self._bytes[at] = seconds, num_bytes
         self.num_reads += 1
@@ -166,29 +171,32 @@ class TierReads:
         self.last_s = time.monotonic()
 
     def quantile_s(self, share: float) -> float:
-        """So many seconds this share of reads took at most; 0 before the first read."""
+        """Returns the time within which this share of reads ended; 0 before the first read."""
         recent = self._seconds[: self.num_reads]
         return float(np.quantile(recent, share)) if len(recent) else 0.0
 
     def bytes_per_s(self) -> float:
-        """Bytes that one read brings in a second; 0 before a read has found any. Reads that go on
-        at the same time have less each than the tier gives."""
+        """Returns the bytes per second of a single read; 0 before a read has found blocks. The tier
+        as a whole is faster if reads run at the same time."""
         has_some = self._bytes > 0
         seconds = float(self._seconds[has_some].sum())
         return float(self._bytes.sum()) / seconds if seconds > 0 else 0.0
 
     def offer(self, masks: Sequence[BoolMask], now_s: float) -> Offer:
-        """What a lookup is offered that has found these blocks here, behind the reads that are
-        queued; writes wait for reads. Costs nothing if the last read is TRIED_S ago: nobody knows
-        what it would take now."""
+        """Returns the offer for a lookup that found these blocks here. It includes the wait for
+        queued reads; writes don't delay reads.
+
+        The costs are 0 if the last read ended more than TRIED_S ago: then the present speed is
+        unknown.
+        """
         fixed_s, s_per_byte = self.costs()
         if now_s >= self.last_s + TRIED_S:
             fixed_s = s_per_byte = 0.0
         return Offer(masks, fixed_s + self.queued_bytes * s_per_byte, s_per_byte)
 
     def costs(self) -> tuple[float, float]:
-        """What a read takes at present: seconds of any, and seconds a byte beyond; zeros if none of
-        the last COSTED reads has found something. Least squares, neither below 0."""
+        """Returns the present costs of a read: seconds per read, and seconds per byte. Both are 0
+        if the last COSTED reads found no blocks. Fitted by least squares, at least 0."""
         if self._costs_at != self.num_reads:
             last = np.arange(max(0, self.num_reads - COSTED), self.num_reads) % RECENT
             self._costs = fitted(self._bytes[last], self._seconds[last])

@@ -1,11 +1,15 @@
-"""The records of a tier whose places the core chooses: a block table in memory, which a thread
-writes to a file as it changes, what its key spaces are, and how much was written to it.
+"""The records of a tier whose places the core chooses: a block table in memory, its key spaces, and
+the bytes written to the tier. A thread writes changes to files.
 
-Always true: the event loop touches no file of the tier, also by no mapping, so a disk that hangs
-stops the thread alone. Nothing of a key space may be stored before `kept_revision` says that the
-key space is written down. A start that is killed has changed nothing, because the new table is
-another file until it is whole. No record is trusted beyond its shape: a block is the one that its
-seal says. So the file may be older than memory, by KEEP_S and what the disk takes.
+Always true:
+
+- the event loop uses no file of the tier, not even by mapping, so a disk that hangs stops only the
+  thread;
+- blocks of a key space are not stored before `kept_revision` says that the key space is written
+  down;
+- a killed start has changed nothing, because the new table is a separate file until it is whole;
+- a record is trusted only in its shape: its seal decides which block it is. So the file may be
+  older than memory, by KEEP_S and the time that the disk takes.
 """
 
 import contextlib
@@ -39,12 +43,13 @@ from hotkv_server.memory.state import (
 LOCK_FILE, STATE_FILE, TABLE_FILE, NEW_TABLE_FILE = "lock", "state.json", "records", "records.new"
 WRITTEN_FILE = "written.json"
 Written = list[tuple[float, int]]
-"""Bytes that were written, each with when they were: seconds since 1970."""
+"""Sizes of writes in bytes, each with its time in seconds since 1970."""
 MODE = 0o600
 KEEP_S = 0.5
-"""Between two looks at what has changed."""
+"""Time between two looks for changes."""
 MAX_LOOK_SHARE = 0.02
-"""Share of its time that the thread looks for changes: of large tables it waits longer."""
+"""Share of its time in which the thread may look for changes. Large tables are looked at less
+often."""
 RETRY_S = 1.0
 RECORD_BYTES = RECORD_WORDS * 4
 PART_BYTES, READ_BYTES = 64 << 10, 16 << 20
@@ -54,11 +59,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LowerMemory:
-    """The table of one tier, empty until the core has filled it, and `old` of an earlier server
-    with its `state`. `why_empty`: why there is none; empty on a fresh folder. `kept_revision`: of
-    the newest key spaces that are written down; -1 before any. `problem`: why the last write
-    failed; empty if it did not. `num_changed`: entries told to have changed since the start;
-    `num_saved`: those of them whose records are written."""
+    """The records of a tier. `table` is empty until the core fills it.
+
+    `old`: the table of an earlier server, with its `state`; None if unusable.
+    `why_empty`: why there is no old table; empty on a fresh folder.
+    `kept_revision`: revision of the newest key spaces that are written down; -1 at first.
+    `problem`: why the last write failed; empty if it succeeded.
+    `num_changed`: changes of entries reported since the start.
+    `num_saved`: the number of these changes that are written.
+    """
 
     folder: Path
     slab_bytes: int
@@ -88,10 +97,12 @@ class LowerMemory:
     def open(
         folder: Path, num_bytes: int, slab_bytes: int, capacity: int, *, reset: bool = False
     ) -> "LowerMemory":
-        """Makes a new table for at most `num_bytes` of places, in whole slabs, and reads the one
-        that is there. Slabs are as large as they were, if that one can be used, else of
-        `slab_bytes`. `reset`: drops that one. Raises BusyError if another server has the folder, or
-        OSError. Blocks."""
+        """Makes a new table for at most `num_bytes` of places, in whole slabs, and reads the old
+        table. Blocks.
+
+        Slabs keep the size of a usable old table, else they have `slab_bytes`. `reset`: drops the
+        old table. Raises BusyError if another server uses the folder, or OSError.
+        """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock_fd = lock_file(folder / LOCK_FILE)
         try:
@@ -102,7 +113,7 @@ class LowerMemory:
             slab_bytes = slab_bytes if state is None else state.slab_bytes
             num_bytes = num_bytes // slab_bytes * slab_bytes
             geometry = TableGeometry.for_capacity(capacity, 1, num_bytes)
-            # Made now, so that a folder that can't be written keeps the server from starting.
+            # Make the file now: if the folder can't be written, the server must not start.
             _new_file(folder / NEW_TABLE_FILE, geometry.file_bytes)
         except BaseException:
             os.close(lock_fd)
@@ -115,52 +126,52 @@ class LowerMemory:
         )
 
     def start(self, revision: int, state: ServerState) -> None:
-        """The table is filled: puts it in the place of the old one, with these key spaces, and
-        keeps its file as the table is. Does not wait for the disk."""
+        """Starts the thread, once the table is filled. The thread replaces the old table, writes
+        these key spaces, and then keeps the files up to date. Does not wait for the disk."""
         self.old = self.state = None
         self._wanted = (revision, state)
         self._thread = threading.Thread(target=self._work, name="hotkv-disk-records", daemon=True)
         self._thread.start()
 
     def keep(self, revision: int, state: ServerState) -> None:
-        """Has key spaces written down in place of those before. Does not wait for the disk."""
+        """Requests that these key spaces are written down in place of the previous key spaces. Does
+        not wait for the disk."""
         self._wanted = (revision, state)
         self._asked.set()
 
     def changed(self, entries: Entries) -> None:
-        """The records of these entries of the table have changed: they are written at once, before
-        others that have. Does not wait for the disk. On the table's thread."""
+        """Reports that the records of these entries have changed. They are written at once, before
+        other changes. Does not wait for the disk. On the table's thread."""
         self.num_changed += len(entries)
         self._changed.append(entries)
         self._asked.set()
 
     def written(self) -> "Future[None]":
-        """Returns a future that is done once all that the table holds now is in its file. Does not
-        wait for the disk. Thread-safe."""
+        """Returns a future that is done once the present table is in its file. Does not wait for
+        the disk. Thread-safe."""
         future: Future[None] = Future()
         self._waiting.append(future)
         self._asked.set()
         return future
 
     def is_alive(self) -> bool:
-        """Returns whether what has changed is still written."""
+        """Returns whether changes are still being written."""
         return self._thread is None or self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:
-        """How long the write that is under way has lasted; 0 if none is."""
+        """Returns how long the present write has lasted; 0 without a write."""
         begun_s = self._begun_s
         return now_s - begun_s if begun_s else 0.0
 
     def keep_written(self, written: Written) -> None:
-        """Has written down how much was written and when, in place of what was noted before. It
-        stays if the tier is made anew: what was written has worn the disk. Does not wait for the
-        disk."""
+        """Requests a note of how much was written and when, in place of the last note. It survives
+        a reset of the tier, because the writes have worn the disk. Does not wait for the disk."""
         self._admitted = written
         self._asked.set()
 
     def read_written(self) -> Written:
-        """What an earlier server has written; nothing if it has noted nothing. Raises StateError if
-        its note can't be used, or OSError."""
+        """Returns the writes that an earlier server noted; empty without a note. Raises StateError
+        if the note is damaged, or OSError."""
         path = self.folder / WRITTEN_FILE
         try:
             found = [(float(at_s), int(size)) for at_s, size in json.loads(path.read_bytes())]
@@ -173,9 +184,9 @@ class LowerMemory:
         return found
 
     def close(self) -> None:
-        """Writes what has changed, and lets another server have the folder. The table must not
-        change any more. Waits CLOSE_WAIT_S for a disk that hangs; its folder stays locked until
-        this process has ended."""
+        """Writes all changes and releases the folder for another server. The table must not change
+        any more. Waits up to CLOSE_WAIT_S for a disk that hangs; then its folder stays locked until
+        the process ends."""
         self._closing.set()
         self._asked.set()
         if self._thread is not None:
@@ -194,7 +205,7 @@ class LowerMemory:
             self._asked.clear()
             began_s = self._begun_s = time.monotonic()
             walks = is_last or bool(self._waiting) or began_s >= walk_at_s
-            # What comes later has to wait for the next turn.
+            # Later requests wait for the next turn.
             waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
             changed = [self._changed.popleft() for _ in range(len(self._changed))]
             try:
@@ -230,8 +241,8 @@ class LowerMemory:
         self.problem = problem
 
     def _write(self, changed: list[Entries], *, walks: bool) -> None:
-        """Writes the records of entries that have changed, and all others that have if it `walks`;
-        then the key spaces, since no record may name one that is gone from them."""
+        """Writes the records of changed entries; with `walks`, all other changed records too. Then
+        writes the key spaces, so that each record's key space is in the file."""
         if self._sums is None:
             self._adopt()
         else:
@@ -246,8 +257,8 @@ class LowerMemory:
             self._noted = admitted
 
     def _adopt(self) -> None:
-        """Writes the whole table, and puts it in the place of the old one. Between the two there
-        are no key spaces, so that no block is found under another's."""
+        """Writes the whole table and replaces the old table. In between the file of key spaces is
+        absent, so blocks are not found under a wrong key space."""
         scratch = self.folder / NEW_TABLE_FILE
         _new_file(scratch, self.table.geometry.file_bytes)
         sums = np.zeros(-(-len(self._bytes) // PART_BYTES), np.uint64)
@@ -258,7 +269,8 @@ class LowerMemory:
         self._sums = sums
 
     def _all_parts(self) -> list[int]:
-        """Header and records. Nobody reads the buckets."""
+        """Returns the parts with the header and the records. The buckets are never read from the
+        file."""
         first = self.table.geometry.records_offset_bytes // PART_BYTES
         return sorted({0, *range(first, -(-len(self._bytes) // PART_BYTES))})
 
@@ -274,8 +286,8 @@ class LowerMemory:
         return parts
 
     def _write_parts(self, fd: int, parts: list[int], sums: NDArray[np.uint64]) -> None:
-        """Writes those of these parts that are not as they were written last, by their `sums`,
-        which it changes."""
+        """Writes the parts that have changed since their last write, as `sums` tells, and updates
+        `sums`."""
         # Servers without a tier need no xxhash.
         import xxhash
 
@@ -291,12 +303,12 @@ class LowerMemory:
 
 
 def _memory(num_bytes: int) -> NDArray[np.uint8]:
-    """Empty memory of this process, which no file backs."""
+    """Returns zeroed private memory without a file behind it."""
     return np.frombuffer(mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
 def _new_file(path: Path, num_bytes: int) -> None:
-    """Makes a file of so many zeros, in place of any old one."""
+    """Makes a file of zeros in place of any old file."""
     path.unlink(missing_ok=True)
     with _opened(path, os.O_CREAT | os.O_EXCL) as fd:
         os.ftruncate(fd, num_bytes)
@@ -312,7 +324,8 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
 
 
 def _left(folder: Path, num_bytes: int) -> tuple[BlockTable | None, ServerState | None, str]:
-    """Table and key spaces of an earlier server, read; else why they can't be used."""
+    """Returns the table and the key spaces of an earlier server; else the reason why they are
+    unusable."""
     path = folder / TABLE_FILE
     if not path.exists() and not (folder / STATE_FILE).exists():
         return None, None, ""
@@ -329,7 +342,7 @@ def _left(folder: Path, num_bytes: int) -> tuple[BlockTable | None, ServerState 
 
 
 def _read(fd: int) -> NDArray[np.uint8]:
-    """Returns a file's content; zeros in the place of what was cut off meanwhile."""
+    """Returns a file's content. If the file is cut short during the read, the rest is zeros."""
     content = _memory(max(1, os.fstat(fd).st_size))
     view, at = content.data, 0
     while at < len(view) and (count := os.preadv(fd, [view[at : at + READ_BYTES]], at)):

@@ -1,9 +1,9 @@
-"""A tier that other nodes share and that places blocks by itself: what is stored here is copied
-there, and a lookup asks it for what host memory lacks.
+"""A tier that other nodes share and that places blocks itself. Blocks stored here are copied to it;
+lookups ask it for blocks that host memory lacks.
 
-Always true: no block is read or written unless the store has confirmed the epoch of its key space
-lately, see `epochs`; what is written agrees with its check value. On the event loop only; the tier
-answers on threads.
+Always true: blocks are read and written only if the store has lately confirmed the epoch of their
+key space, see `epochs`. Written blocks agree with their check values. Runs on the event loop; the
+tier answers on threads.
 """
 
 import asyncio
@@ -42,15 +42,19 @@ from hotkv_server.tiers.protocol import (
 log = logging.getLogger(__name__)
 
 MAX_PROBED = 1 << 13
-"""Blocks of one lookup that the store is asked for."""
+"""Most blocks of a lookup to ask the store for."""
 MAX_FOUND = 1 << 16
-"""Blocks that are remembered to be there, until they are read."""
+"""Most found blocks to remember until they are read."""
 FOUND_S = 10.0
 
 
 class TierShared:
-    """See the module. `epochs`: of all tiers that nodes share. `moving_bytes`: most that may be on
-    their way there. `below`: of the tier below, if there is one."""
+    """Drives a shared tier; see the module.
+
+    `epochs`: of all shared tiers.
+    `moving_bytes`: most bytes on their way there.
+    `below`: the breaker of the disk tier; None without a disk.
+    """
 
     def __init__(
         self,
@@ -82,7 +86,7 @@ class TierShared:
     # In
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Asks which of the blocks that host memory lacks are there, as far as nobody knows."""
+        """Asks the tier for blocks that host memory lacks, except those that were found lately."""
         if not self.breaker.lets_pass:
             return
         if not await self._epochs.confirm(self.name, key_space_id, until_s):
@@ -109,12 +113,13 @@ class TierShared:
             )
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
-        """Returns whether a block of these lists is not in host memory: it may be there."""
+        """Returns whether host memory lacks a block of these lists, so that it may be in the
+        tier."""
         return any(map(len, self._absent(key_space_id, groups)))
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Positions of the blocks, one array a list, that were found there, and are not in host
-        memory."""
+        """Returns the positions of blocks that were found there and are not in host memory, an
+        array per list."""
         absent, now_s = self._absent(key_space_id, groups), time.monotonic()
         if not self._epochs.is_confirmed(self.name, key_space_id):
             return [at[:0] for at in absent]
@@ -124,14 +129,14 @@ class TierShared:
         ]
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Which blocks were found there, one mask a list."""
+        """Returns a mask per list of the blocks that were found there."""
         masks = [np.zeros(len(one.hashes), np.bool_) for one in groups]
         for mask, positions in zip(masks, self.wanted(key_space_id, groups), strict=True):
             mask[positions] = True
         return masks
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Reserves slots for what was found there, as far as there is room."""
+        """Reserves slots for the blocks that were found there, as far as there is room."""
         record, wanted = self._core.catalog.record(key_space_id), self.wanted(key_space_id, groups)
         for keys in self._keys(key_space_id, groups, wanted):
             for key in keys:
@@ -141,22 +146,22 @@ class TierShared:
         )
 
     def blocks(self, move: Move) -> Blocks:
-        """Returns the rows of a move as the tier takes them."""
+        """Returns the rows of a move in the form that the tier wants."""
         number = move.key_space_id
         prefix = self._epochs.prefix(self.name, number)
         expected = self._epochs.expected(self.name, number)
         return blocks_of(self._core, move.entries, prefix, expected)
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
-        """The tier has read; returns how many blocks came damaged. One that is not there any more
-        is no loss."""
+        """Ends a move after the tier has read it. Returns the number of damaged blocks; a block
+        that the tier has evicted is not damaged."""
         came = self._books.arrivals.end(move, codes == Read.FOUND, checks, now_s)
         self.num_fetched += len(came)
         return int((codes == Read.CORRUPT).sum())
 
     def _absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Positions of blocks that neither host memory nor the tier below has, or host memory
-        alone while that tier is passed by."""
+        """Returns the positions of blocks that are neither in host memory nor in the disk tier, an
+        array per list. The disk tier is ignored while lookups skip it."""
         absent = self._books.arrivals.absent(key_space_id, groups)
         lower = self._books.lower
         if lower is None or (self.below is not None and not self.below.lets_pass):

@@ -1,4 +1,4 @@
-"""What all parts that move blocks share: tasks of the event loop, check values, keys."""
+"""Parts that all tiers share: tasks of the event loop, check values, keys."""
 
 import asyncio
 import threading
@@ -21,13 +21,16 @@ from hotkv_server.tiers.protocol import NO_EPOCHS, Blocks, Epochs, Seals
 T = TypeVar("T")
 
 CLOSE_S = 2.0
-"""Longest wait for what a closed tier has answered to be taken in. A disk that hangs answers no
-more; its slots are nobody's then, as the process ends."""
+"""Longest wait, after tiers are closed, until their answers are processed. A disk that hangs never
+answers; its slots end with the process."""
 
 
 class TierTasks:
-    """Tasks under way; `is_closing` once they shall end. One that breaks is told to the loop's
-    exception handler at once. `health` watches those that loop."""
+    """Tasks under way. An exception in a task goes to the loop's exception handler at once.
+
+    `is_closing`: True once they shall end.
+    `health`: watches the tasks that loop.
+    """
 
     def __init__(self) -> None:
         self.is_closing = False
@@ -38,14 +41,14 @@ class TierTasks:
         return f"TierTasks({len(self._tasks)})"
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Runs it in the background."""
+        """Runs `work` in the background."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
     async def turns(self, name: str, pause_s: float) -> AsyncIterator[None]:
-        """As `Health.turns`, until the tasks shall end."""
+        """Yields like `Health.turns`, until the tasks shall end."""
         async for _ in self.health.turns(name, pause_s):
             if self.is_closing:
                 return
@@ -59,7 +62,7 @@ class TierTasks:
             )
 
     async def close(self) -> None:
-        """Waits for them for a while, and cancels what is left."""
+        """Waits for the tasks for a while, then cancels the rest."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_S)
         for task in self._tasks:
@@ -73,13 +76,13 @@ def future() -> "asyncio.Future[Any]":
 
 
 async def elsewhere(call: Callable[..., T], *arguments: object) -> T:
-    """Calls it on a thread of the pool that all share. Not for what may hang: `aside`."""
+    """Calls it on a thread of the shared pool. Use `aside` for calls that may hang."""
     return await asyncio.get_running_loop().run_in_executor(None, call, *arguments)
 
 
 async def aside(call: Callable[[], object]) -> None:
-    """Calls it on a thread of its own that keeps neither other work nor the end of the process
-    waiting, however long it takes. It raises nothing."""
+    """Calls it on a new daemon thread, so that a hanging call delays neither other work nor the end
+    of the process. `call` must not raise."""
     ended: asyncio.Future[tuple[()]] = future()
     end = on_loop(ended)
 
@@ -94,7 +97,8 @@ async def aside(call: Callable[[], object]) -> None:
 
 
 def on_loop(ended: "asyncio.Future[Any]") -> Callable[..., None]:
-    """Sets the future's result to the tuple that a thread passes."""
+    """Returns a function that a thread calls to set the future's result to a tuple of its
+    arguments."""
     loop = ended.get_loop()
 
     def set_result(answer: object) -> None:
@@ -114,7 +118,8 @@ def on_loop(ended: "asyncio.Future[Any]") -> Callable[..., None]:
 async def agreeing(
     core: CacheCore, verifier: Verifier, entries: Entries, tell: Callable[[], None]
 ) -> BoolMask:
-    """Which pinned blocks [n] have the bytes of their check values; others are condemned."""
+    """Returns a mask [n] of the pinned blocks that agree with their check values. Condemns the
+    others."""
     if not core.config.check_stride:
         return np.ones(len(entries), np.bool_)
     cases = verifier.cases(entries)
@@ -125,8 +130,8 @@ async def agreeing(
 
 
 def check_values(core: CacheCore, arena: Region, move: Move) -> Seals:
-    """Check values of the slots of a move up. From any thread: its entries and slots are the
-    move's alone."""
+    """Computes check values for the slots of a move up. Thread-safe: only the move uses its entries
+    and slots."""
     index, stride = core.space.index, core.config.check_stride
     checks = np.zeros(len(move), np.uint64)
     if not stride:
@@ -143,7 +148,7 @@ def check_values(core: CacheCore, arena: Region, move: Move) -> Seals:
 
 
 def tier_keys(prefix: bytes, groups: list[int], hashes: Words) -> list[bytes]:
-    """Keys of blocks in tiers: `hotkv/1/{fingerprint}[/{epoch}]/{group}/{hash}`."""
+    """Returns the keys of blocks in tiers: `hotkv/1/{fingerprint}[/{epoch}]/{group}/{hash}`."""
     return [
         b"%s/%d/%s" % (prefix, group, words.tobytes())
         for group, words in zip(groups, hashes, strict=True)
@@ -153,7 +158,7 @@ def tier_keys(prefix: bytes, groups: list[int], hashes: Words) -> list[bytes]:
 def blocks_of(
     core: CacheCore, entries: Entries, prefix: bytes, epochs: Epochs = NO_EPOCHS
 ) -> Blocks:
-    """Blocks of host memory as a tier that places by itself takes them."""
+    """Returns blocks of host memory in the form that a tier wants which places blocks itself."""
     index = core.space.index
     _, groups, hashes = index.keys(entries)
     return Blocks(

@@ -1,9 +1,9 @@
-"""Brings blocks of tiers into host memory when a lease asks for them, which waits for a bounded
-time.
+"""Moves blocks from tiers into host memory when a lease asks for them. The lease waits for a
+bounded time.
 
-Always true: nobody waits for a tier longer than `lookup_wait_s`, and hits in host memory never do;
-a slot is the tier's from the beginning of a move until the tier says that it touches it no more. On
-the event loop only; tiers answer on threads of their own.
+Always true: a call waits for tiers at most `lookup_wait_s`, and hits in host memory don't wait. A
+slot belongs to the tier from the beginning of a move until the tier says that it has stopped using
+it. Runs on the event loop; tiers answer on their threads.
 """
 
 import asyncio
@@ -39,21 +39,21 @@ from hotkv_server.tiers.protocol import Blocks, Codes, Read
 log = logging.getLogger(__name__)
 
 MOVING_SHARE = 0.125
-"""Largest share of the arena that may be on its way to a tier, and again on its way up."""
+"""Largest share of the arena on its way to a tier, and also the largest share on its way up."""
 PREFETCH_PAUSE_S = 0.05
-"""Between two looks of a prefetch at whether there is room for it."""
+"""Time between two tries of a prefetch to find room."""
 CLOSE_TIERS_S = 10.0
-"""Longest wait for tiers to close: some wait for a call that is under way."""
+"""Longest wait for tiers to close: some wait for their current call."""
 RECORDS_WAIT_S = 1.0
 SAY_S = 0.2
-"""Between two looks at which tiers are passed by."""
+"""Time between two checks which tiers are skipped."""
 UP_TIMEOUT_S = 30.0
-"""A tier need not begin a read any more after this long: the slots are wanted back."""
+"""A tier may skip a read that has not begun after this time, so that its slots are freed."""
 
 
 @dataclass(slots=True)
 class Coming:
-    """A move up, and who waits for it."""
+    """A move up and the number of callers that wait for it."""
 
     source: TierSource
     move: Move
@@ -64,14 +64,16 @@ class Coming:
 
 @dataclass(slots=True)
 class Held:
-    """What a caller of `bring_up` holds until its lease is there."""
+    """The moves whose blocks stay pinned for a caller of `bring_up` until its lease exists."""
 
     waits: list[Coming] = field(default_factory=list)
 
 
 class Tiers:
-    """All tiers besides host memory, in the order in which they are asked: `below`, then `shared`.
-    `epochs`: of flushes here and in `shared`."""
+    """All tiers below host memory, in the order in which they are asked: `below`, then `shared`.
+
+    `epochs`: of flushes here and in `shared`.
+    """
 
     def __init__(
         self,
@@ -115,16 +117,20 @@ class Tiers:
         flush: Flush,
         on_ready: OnReady = nobody,
     ) -> None:
-        """Starts moving blocks; `health` watches the tiers' loops and threads. `tell` is called
-        when blocks may have been evicted or condemned, `on_ready` when some have come to a tier or
-        up from one; `flush` flushes a key space in this node alone."""
+        """Starts moving blocks.
+
+        `health`: watches the tiers' loops and threads.
+        `tell`: called when blocks may have been evicted or condemned.
+        `flush`: flushes a key space in this node alone.
+        `on_ready`: called when blocks have arrived in a tier or in host memory.
+        """
         self._tell, self._on_ready = tell, on_ready
         self._tasks.health = health
 
         async def flush_here(key_space_id: int) -> int:
             num_blocks = await flush(key_space_id)
             if self.below is not None and self.below.memory is not None:
-                # Else a kill brings records back whose blocks are misses. A disk may hang.
+                # Otherwise a kill could bring back records of flushed blocks. A disk may hang.
                 written = asyncio.wrap_future(self.below.memory.written())
                 await asyncio.wait([written], timeout=RECORDS_WAIT_S)
             return num_blocks
@@ -149,7 +155,7 @@ class Tiers:
                     self._tell()
 
     def trace(self, tracing: Tracer) -> None:
-        """From now on reads and writes that belong to traced calls have spans."""
+        """Sets the tracer that adds spans to reads and writes of traced calls."""
         self._tracing = tracing
         if self.below is not None:
             self.below.tracing = tracing
@@ -157,7 +163,7 @@ class Tiers:
             one.out.tracing = tracing
 
     async def close(self) -> None:
-        """Begins no move any more and ends those under way. Waits as long as the tiers' `close`."""
+        """Refuses new moves and ends those under way. Waits as long as the tiers' `close`."""
         self._tasks.is_closing = True
         if self.below is not None:
             self.below.note_written()
@@ -170,11 +176,12 @@ class Tiers:
 
     @property
     def names(self) -> list[str]:
-        """The tiers by their numbers in `Space.origins`, the first of which is 1."""
+        """Names of the tiers by their number in `Space.origins`, which begins with 1."""
         return [one.name for one in self._sources]
 
     def set_write_budget(self, bytes_per_day: int | None) -> None:
-        """Changes the budget of the tier below, as `WriteGate.set_budget`; without one, nothing."""
+        """Changes the budget of the disk tier, see `WriteGate.set_budget`. Does nothing without a
+        disk."""
         if self.below is not None:
             self.below.lower.down.gate.set_budget(bytes_per_day)
 
@@ -185,9 +192,11 @@ class Tiers:
         ready: Sequence[BoolMask],
         elsewhere: Sequence[BoolMask],
     ) -> None:
-        """Begins to bring in what a hit lacks in host memory: its lease follows. `ready`,
-        `elsewhere`: what lies in host memory, and in tiers. Only for sessions that know tiers, as
-        the others ask for no lease."""
+        """Begins to load the blocks that a hit lacks in host memory, because its lease follows.
+        Only for sessions that know tiers: others don't lease such blocks.
+
+        `ready`, `elsewhere`: masks of the blocks in host memory, and in tiers.
+        """
         if self._tasks.is_closing or not session.knows_tiers or self._waiting.has_many(session):
             return
         key_space_id = session.record.key_space_id
@@ -203,8 +212,8 @@ class Tiers:
             await self._begin_up(session.record.key_space_id, groups)
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Brings in what lies in tiers of these lists, as far as there is room, and waits for it
-        until then."""
+        """Loads the blocks of these lists from tiers, as far as there is room, and waits for them
+        until `until_s`."""
         await self._begin_up(key_space_id, groups, tries=False)
         await self.epochs.settle(key_space_id, until_s)
         await self._look(key_space_id, groups, until_s)
@@ -222,8 +231,8 @@ class Tiers:
     # Leases
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
-        """Returns whether a block of these lists may be in a tier and not in host memory, or on its
-        way up. False for a session of which many leases wait already."""
+        """Returns whether a block of these lists may be in a tier and not in host memory, or is
+        being moved up. False for a session with MAX_WAITING waiting leases."""
         if self._tasks.is_closing or self._waiting.has_many(session):
             return False
         key_space_id = session.record.key_space_id
@@ -232,12 +241,12 @@ class Tiers:
         ) or bool(self._under_way(key_space_id, groups))
 
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Held:
-        """Waits until those of the blocks that lie in a tier are in host memory and pinned, or the
-        time is up. `let_go` gives the pins back; a caller that is cancelled has none."""
+        """Loads blocks from tiers and waits until they are in host memory and pinned, or the time
+        is up. `let_go` unpins them; a cancelled caller holds no pins."""
         held, key_space_id = Held(), session.record.key_space_id
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):
-            # What is known does not wait for a tier that is slow to say what it has.
+            # Begin with the known blocks: a tier may be slow to say which others it has.
             await self._begin_up(key_space_id, groups, tries=False)
             await self._look(key_space_id, groups, until_s)
             await self._begin_up(key_space_id, groups)
@@ -254,7 +263,7 @@ class Tiers:
         return held
 
     def let_go(self, held: Held) -> None:
-        """The caller has leased what it wants, or gives up."""
+        """Unpins the blocks: the caller has its lease or gives up."""
         for one in held.waits:
             one.num_waiting -= 1
             if not one.num_waiting and one.done.done():
@@ -265,7 +274,7 @@ class Tiers:
         await asyncio.gather(*looks)
 
     def _under_way(self, key_space_id: int, groups: list[HashList]) -> list[Coming]:
-        """Moves up of blocks of these lists, of tiers that don't hang."""
+        """Returns the moves up of blocks of these lists, except from tiers that hang."""
         if not self._coming:
             return []
         coming = [self._coming[n] for n in self._arrivals.numbers(key_space_id, groups)]
@@ -274,8 +283,8 @@ class Tiers:
     async def _begin_up(
         self, key_space_id: int, groups: list[HashList], *, tries: bool = True
     ) -> None:
-        """Begins to read what lies in tiers of these lists, as far as there is room. `tries`: also
-        of a tier that is broken, if a trial is due."""
+        """Begins to read blocks of these lists from tiers, as far as there is room. `tries`: also
+        from a broken tier whose trial is due."""
         for source in self._sources:
             if not tries and source.breaker.is_open:
                 continue
@@ -341,5 +350,5 @@ class Tiers:
 
 
 def moving_bytes(core: CacheCore) -> int:
-    """Most bytes that may be on their way to a tier, and again on their way up."""
+    """Returns the most bytes on their way to a tier; the same limit applies to moves up."""
     return int(MOVING_SHARE * core.config.arena_bytes)

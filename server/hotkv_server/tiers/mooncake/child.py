@@ -1,9 +1,9 @@
-"""The child that has Mooncake's native client: `python -m hotkv_server.tiers.mooncake.child SOCKET
+"""The child with Mooncake's native client: `python -m hotkv_server.tiers.mooncake.child SOCKET
 ARENA BYTES`, two descriptors and the arena's size.
 
-Always true: it ends with its parent. It writes the arena in `read` only, and in slots that it was
-given. Bytes of slots move between the arena and the network without a copy in between; a value is a
-head, as of the tier in Valkey, then the block.
+Always true: it ends with its parent. It writes the arena only in `read`, and only in the slots of
+the request. Bytes of slots move between the arena and the network without a copy. A value is a head
+(`tiers.remote.values`) and the block.
 """
 
 import ctypes
@@ -24,14 +24,14 @@ from hotkv_server.tiers.remote import values
 from hotkv_server.tiers.remote.calls import PART_BLOCKS
 
 LOCAL_BYTES = 16 << 20
-"""Of the client's own memory, for values that are not in the arena: epochs."""
+"""The client's memory for values that are not in the arena: epochs."""
 ROW_BYTES = 64
-"""Of a head beside the others."""
+"""Distance between the heads in memory."""
 HEADS_BYTES = PART_BLOCKS * ROW_BYTES
 ABSENT_CODE, FULL_CODE = -704, -200
 """OBJECT_NOT_FOUND and NO_AVAILABLE_HANDLE of Mooncake's types.h."""
 LOST_CODES = frozenset((-900, -901))
-"""The master can't be asked: RPC_FAIL, and a request that ran out of time."""
+"""The master can't be asked: RPC_FAIL, and a request that timed out."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -40,7 +40,7 @@ class MasterLostError(Exception):
 
 
 class Child:
-    """Requests by name. `store`: a client that is set up. One thread."""
+    """Executes requests by name. `store`: a client that is set up. One thread."""
 
     def __init__(self, store: Any, native: Any, arena: mmap.mmap) -> None:
         self._store, self._native = store, native
@@ -76,7 +76,7 @@ class Child:
                 zip(names, asked["keys"], slots, sizes, got, strict=True)
             )
         ]
-        # Behind the blocks: see `epochs` of the tier in Valkey.
+        # Read the epochs after the blocks: see `epochs` of the tier in Valkey.
         epochs = self._epochs(asked)
         if corrupt := [
             name for name, code in zip(names, codes, strict=True) if code == Read.CORRUPT
@@ -89,7 +89,7 @@ class Child:
             return Read.ABSENT
         if code < 0:
             _check(code)
-            # Mooncake says that it failed if the value has another size than the buffers.
+            # The error may only mean that the value has another size than the buffers.
             value_bytes = _check(self._store.get_size(name))
             is_other = 0 <= value_bytes != size + values.HEAD_BYTES
             return Read.CORRUPT if is_other else Read.FAILED
@@ -102,7 +102,7 @@ class Child:
     def _write(self, asked: dict[str, Any]) -> dict[str, Any]:
         names, slots, sizes = asked["names"], asked["slots"], asked["sizes"]
         codes, seals = [int(Write.PRESENT)] * len(names), [0] * len(names)
-        # To put what is there counts as done, so it must be known before.
+        # Putting under an existing key counts as done, so find existing keys first.
         rows = [row for row, code in enumerate(self._exist(names)) if code != 1]
         for at, row in enumerate(rows):
             content = self._slot(slots[row], sizes[row])
@@ -113,7 +113,7 @@ class Child:
             return {"codes": codes, "seals": seals}
         buffers = self._buffers([slots[row] for row in rows], [sizes[row] for row in rows])
         put = self._store.batch_put_from_multi_buffers(new, *buffers)
-        # A full store says that it has put blocks which it evicts at once.
+        # A full store reports blocks as put that it evicts at once.
         for row, code, there in zip(rows, put, self._exist(new), strict=True):
             if _check(code) == 0:
                 codes[row] = Write.STORED if there == 1 else Write.FULL
@@ -137,14 +137,17 @@ class Child:
             raise MasterLostError(f"keeps an old epoch: {code}")
         epoch = self._begun(name, *known)
         if NO_EPOCH < epoch <= max(known):
-            # Somebody who knows less was faster.
+            # Another node that knew less was faster.
             raise MasterLostError("was given an old epoch meanwhile")
         return {"epoch": epoch}
 
     def _begun(self, name: str, *known: int) -> int:
-        """Returns the epoch of a key space; one above all that are `known` begins if there is none.
-        What is put under a key that is there changes nothing. Two that begin at once are told apart
-        by chance."""
+        """Returns the epoch of a key space; if it has none, begins an epoch above all that are
+        `known`.
+
+        Putting under an existing key changes nothing. If two nodes begin an epoch at the same time,
+        both get the epoch that was put first.
+        """
         epoch = raised(time.time_ns() // 1000, 0, *known) + secrets.randbelow(RAISES // 2)
         pinned = self._native.ReplicateConfig()
         pinned.with_hard_pin = True
@@ -155,10 +158,10 @@ class Child:
         return {name: self._number(epoch_key(name)) for name in asked["epochs"]}
 
     def _number(self, name: str) -> int:
-        """Returns an epoch, or NO_EPOCH, with which nothing passes."""
+        """Returns an epoch; NO_EPOCH if there is none."""
         found = bytes(self._store.get(name))
         if not found:
-            # It says so too if the master does not answer.
+            # The value is also empty if the master does not answer.
             _check(self._store.get_size(name))
         return int(found) if found.isdigit() else NO_EPOCH
 
@@ -171,7 +174,7 @@ class Child:
     def _buffers(
         self, slots: list[int], sizes: list[int]
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """(addresses, sizes) of heads and slots."""
+        """Returns the addresses and the sizes of heads and slots."""
         if any(
             slot < 0 or size <= 0 or slot + size > len(self._arena_bytes)
             for slot, size in zip(slots, sizes, strict=True)
@@ -199,8 +202,8 @@ def _probed(code: int) -> int:
 
 
 def _set_up(line: Line, arena: mmap.mmap) -> Child | None:
-    """Returns the child as the parent's first message wants it. None if it can't be; the parent is
-    told."""
+    """Returns the child that the parent's first message describes. If that fails, tells the parent
+    and returns None."""
     native = importlib.import_module("mooncake.store")
     wanted = line.receive()
     store = native.MooncakeDistributedStore()
@@ -220,8 +223,8 @@ def _set_up(line: Line, arena: mmap.mmap) -> Child | None:
 
 
 def main() -> int:
-    """Answers requests until the parent is gone. A master that is lost ends it: the parent starts
-    another child when it wants one."""
+    """Answers requests until the parent is gone. Ends too if the master is lost: the parent starts
+    another child when it needs a client."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     socket_fd, arena_fd, num_bytes = map(int, sys.argv[1:])
     line = Line(socket.socket(fileno=socket_fd))

@@ -1,8 +1,8 @@
-"""The tier in Mooncake Store: a child process with its native client for each thread.
+"""The tier in Mooncake Store: each thread has a child process with the native client.
 
-Always true: a call that ends late ends after its child was killed and reaped, so nothing touches
-its slots any more. What is written is found by all nodes with the same master. Who evicts is the
-master; depths are not used.
+Always true: a call that exceeds its time ends after its child was killed and reaped, so its slots
+are no longer touched. All nodes with the same master find the written blocks. The master evicts;
+depths are not used.
 """
 
 import mmap
@@ -29,13 +29,13 @@ from hotkv_server.tiers.remote.tier import RemoteTier
 from hotkv_server.tiers.remote.workers import RemoteLimits, Workers
 
 _children: set[int] = set()
-"""Process ids of the children that run."""
+"""Process ids of the running children."""
 CHILD = "hotkv_server.tiers.mooncake.child"
 
 
 class MooncakeClient:
-    """A child, as a `Client`. Starts it when it is made. `arena_fd`: the file that `arena` is a
-    shared mapping of, from its start."""
+    """A child, as a `Client`. Starts the child when it is made. `arena_fd`: the file of which
+    `arena` is a shared mapping, from its start."""
 
     def __init__(
         self, settings: MooncakeSettings, arena: Region, arena_fd: int, until_s: float
@@ -69,13 +69,13 @@ class MooncakeClient:
         return f"MooncakeClient(pid={self._process.pid})"
 
     def is_fresh(self) -> bool:
-        """See `Client`."""
+        """Implements `Client`."""
         return self._process.poll() is None
 
     def probe(
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
-        """See `Client`."""
+        """Implements `Client`."""
         reply = self._ask(
             {"do": "probe", "names": [*map(quoted, keys)], "epochs": [*expected]}, until_s
         )
@@ -89,7 +89,7 @@ class MooncakeClient:
         codes: Codes,
         until_s: float,
     ) -> Epochs:
-        """See `Client`."""
+        """Implements `Client`."""
         reply = self._ask({"do": "read", **self._rows(keys, slots), "epochs": [*expected]}, until_s)
         return _settle(reply, expected, codes)
 
@@ -102,28 +102,28 @@ class MooncakeClient:
         seals: Seals,
         until_s: float,
     ) -> None:
-        """See `Client`. Mooncake evicts by itself."""
+        """Implements `Client`. Mooncake evicts by itself."""
         reply = self._ask({"do": "write", **self._rows(keys, slots)}, until_s)
         codes[:] = reply["codes"]
         seals[:] = np.array(reply["seals"], np.uint64)
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
-        """See `Client`."""
+        """Implements `Client`."""
         self._ask({"do": "forget", "names": [*map(quoted, keys)]}, until_s)
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """See `Client`."""
+        """Implements `Client`."""
         return Shown(
             self._ask({"do": "epochs", "fingerprints": [*fingerprints]}, until_s)["epochs"]
         )
 
     def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
-        """See `Client`."""
+        """Implements `Client`."""
         asked = {"do": "raise", "fingerprint": fingerprint, "floor": floor}
         return int(self._ask(asked, until_s)["epoch"])
 
     def close(self) -> None:
-        """See `Client`. Kills the child, and waits until it is gone."""
+        """Implements `Client`. Kills the child, and waits until it is gone."""
         self._line.close()
         self._process.kill()
         self._process.wait()
@@ -163,12 +163,12 @@ class MooncakeTier(RemoteTier):
     """See the module and `RemoteTier`."""
 
     def _own_memory(self) -> TierMemory:
-        """Of the children, which nothing bounds, without the arena that they map."""
+        """Returns the unbounded memory of the children, without the arena that they map."""
         return TierMemory(sum(map(_own_bytes, list(_children))), 0)
 
 
 def _own_bytes(pid: int) -> int:
-    """Memory of a process that it shares with no other; 0 if it is gone."""
+    """Returns the memory of a process without shared pages; 0 if it is gone."""
     try:
         _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
     except OSError:
@@ -184,8 +184,12 @@ def mooncake_tier(
     on_epoch: Callable[[str, int], None] = lambda fingerprint, epoch: None,
     staged: Staged | None = None,
 ) -> RemoteTier:
-    """Returns a tier in Mooncake Store. `arena_fd`: see `MooncakeClient`. `on_epoch`, `staged`: see
-    `RemoteTier`; with staging memory the children map that."""
+    """Returns a tier in Mooncake Store.
+
+    `arena_fd`: see `MooncakeClient`.
+    `on_epoch`, `staged`: see `RemoteTier`. If there is staging memory, the children map it in place
+        of the arena.
+    """
 
     def connect(until_s: float) -> MooncakeClient:
         if staged is None:

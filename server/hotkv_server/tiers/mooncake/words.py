@@ -1,7 +1,7 @@
-"""What a tier and its child say to each other: one JSON object a line, over a pair of sockets.
+"""Messages between a tier and its child: one JSON object per line, over a pair of sockets.
 
-Always true: a request has one reply, and the next request comes after it. Keys are quoted as in
-URLs, because Mooncake wants text; what is printable stays readable.
+Always true: a request has one reply, and the next request follows it. Keys are quoted as in URLs,
+because Mooncake wants text; printable keys stay readable.
 """
 
 import json
@@ -11,30 +11,30 @@ from typing import Any
 from urllib.parse import quote_from_bytes
 
 MAX_LINE_BYTES = 4 << 20
-"""Of a part of the largest size some hundred KiB."""
+"""Longest line. The largest part takes some hundred KiB."""
 RECEIVE_BYTES = 1 << 16
 
 
 def quoted(key: bytes) -> str:
-    """Returns a key as Mooncake has it."""
+    """Returns a key in Mooncake's form."""
     return quote_from_bytes(key, safe="/~")
 
 
 def epoch_key(fingerprint: str) -> str:
-    """Where a key space's epoch is."""
+    """Returns the key of a key space's epoch."""
     return f"hotkv/1/{fingerprint}/epoch"
 
 
 class Line:
-    """One end of the pair. One thread at a time. Errors are OSError; TimeoutError at the time
-    limit, EOFError if the other end is gone or speaks in another way."""
+    """One end of the socket pair. One thread at a time. Errors are OSError; TimeoutError at the
+    time limit, EOFError if the other end is gone or sends other data."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._received = b""
 
     def send(self, message: dict[str, Any], until_s: float | None = None) -> None:
-        """Sends a message. `until_s`: time limit, of time.monotonic; None if there is none."""
+        """Sends a message. `until_s`: time limit, of time.monotonic; None: no limit."""
         self._limit(until_s)
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
@@ -53,7 +53,7 @@ class Line:
         return message
 
     def close(self) -> None:
-        """Gives the socket back."""
+        """Closes the socket."""
         self._socket.close()
 
     def _limit(self, until_s: float | None) -> None:

@@ -1,5 +1,5 @@
-"""What tiers in servers have in common, whatever the server speaks.
+"""Parts that tiers in remote servers share, whatever protocol the server speaks.
 
-`tier` queues calls, and `workers` run their parts on a few threads; `client` says what a thread
-asks of its server, `errors` what can go wrong with one; `health` knows when to try it again.
+`tier` queues calls, and `workers` run their parts on a few threads. `client` is the protocol
+between a thread and its server. `values` lays out a block as a value.
 """

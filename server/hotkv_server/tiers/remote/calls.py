@@ -1,7 +1,7 @@
-"""Calls of a tier, cut into parts that one connection does at a time, and the queue of parts.
+"""Splits calls of a tier into parts that a connection does one at a time, and queues the parts.
 
-Always true: a call ends once, when all its parts have ended; a part ends once, whether it was done
-or not. Parts of reads go before those of writes, each kind in its order.
+Always true: a call ends once, when all its parts have ended. A part ends once, whether it succeeded
+or not. Parts of reads go before parts of writes; parts of one kind keep their order.
 """
 
 import threading
@@ -16,18 +16,19 @@ from hotkv_server.tiers.protocol import Codes, Epochs, Int64s, Read, Seals, Show
 from hotkv_server.tiers.remote.client import Client
 
 PART_BYTES = 2 << 20
-"""Bytes of blocks in a part: a few milliseconds, so that a read waits little behind writes, and
-large calls use all connections."""
+"""Bytes of blocks in a part. It takes a few milliseconds, so that reads hardly wait behind writes,
+and large calls use all connections."""
 PART_BLOCKS = 64
 PART_KEYS = 1024
 """Keys of a part that moves no blocks."""
 MAX_QUEUED_PARTS = 1 << 14
-"""A call beyond this many parts fails at once. The runtime bounds bytes in flight long before."""
+"""Most parts in the queue; a call that exceeds it fails at once. The runtime's bound on bytes is
+reached long before."""
 
 
 class RemoteCall:
-    """A call of `num_blocks` blocks. `on_end` gets it once, from the thread that ends its last
-    part."""
+    """A call for `num_blocks` blocks. `on_end` is called with it once, by the thread that ends its
+    last part."""
 
     def __init__(self, num_blocks: int, on_end: "Callable[[RemoteCall], None]") -> None:
         # FAILED has the same number for reads and writes.
@@ -44,21 +45,22 @@ class RemoteCall:
         return f"RemoteCall({len(self.codes)} blocks, {self._parts_left} parts left)"
 
     def expect(self, num_parts: int) -> None:
-        """Says how many parts it has, before any of them begins."""
+        """Sets the number of parts, before any of them begins."""
         self._parts_left = num_parts
 
     def refuse(self, changed: Epochs) -> None:
-        """Takes note of epochs that are not those expected: nothing of the call counts."""
+        """Adds epochs that differ from the expected epochs. They void the results of the whole
+        call."""
         with self._lock:
             self._changed.update(changed)
 
     @property
     def changed(self) -> Epochs:
-        """Epochs that are not those expected."""
+        """Epochs that differ from the expected epochs."""
         return self._changed
 
     def part_ended(self) -> None:
-        """Ends the call after its last part."""
+        """Counts a part as ended, and ends the call after the last."""
         with self._lock:
             self._parts_left -= 1
             if self._parts_left:
@@ -68,8 +70,11 @@ class RemoteCall:
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """Work for one connection. `do`: settles its blocks in the call, given a client and a time
-    limit. `deadline_s`: of time.monotonic, when it need not begin any more."""
+    """Work for a connection.
+
+    `do`: given a client and a time limit, sets the results of its blocks in the call.
+    `deadline_s`: of time.monotonic; after it the part need not begin.
+    """
 
     call: RemoteCall
     do: Callable[[Client, float], None] = field(repr=False)
@@ -79,8 +84,8 @@ class Part:
 def cut(
     num_bytes: Int64s, part_bytes: int = PART_BYTES, part_blocks: int = PART_BLOCKS
 ) -> Iterator[slice]:
-    """Rows of blocks, cut into parts of at most `part_bytes`, or of one block, and
-    `part_blocks`."""
+    """Splits rows of blocks into parts of at most `part_blocks` and `part_bytes`. A larger block is
+    a part by itself."""
     begin, total = 0, 0
     for at, size in enumerate(num_bytes.tolist()):
         if at > begin and (total + size > part_bytes or at - begin == part_blocks):
@@ -92,7 +97,7 @@ def cut(
 
 
 def cut_keys(num_keys: int) -> Iterator[slice]:
-    """Rows of keys, cut into parts of at most PART_KEYS."""
+    """Splits rows of keys into parts of at most PART_KEYS."""
     for begin in range(0, num_keys, PART_KEYS):
         yield slice(begin, min(begin + PART_KEYS, num_keys))
 
@@ -114,22 +119,22 @@ class PartQueue:
 
     @property
     def is_closed(self) -> bool:
-        """True after `close`."""
+        """Whether `close` was called."""
         return self._is_closed
 
     def put(self, parts: Sequence[Part], *, is_read: bool) -> bool:
-        """Adds all parts, or none if the queue is full or closed. Returns whether it has."""
+        """Adds the parts. Returns False, without adding any, if the queue is full or closed."""
         with self._ready:
             if self._is_closed or len(self) + len(parts) > MAX_QUEUED_PARTS:
                 return False
             (self._reads if is_read else self._writes).extend(parts)
-            # All: a thread that takes no writes may be the one that wakes.
+            # Wake all: a single woken thread might be a thread that does no writes.
             self._ready.notify_all()
             return True
 
     def get(self, until_s: float, *, takes_writes: bool = True) -> Part | None:
-        """Returns the next part. Waits for one; None if the queue is closed, or has none at
-        `until_s`, of time.monotonic."""
+        """Waits for the next part and returns it. Returns None if the queue is closed or still
+        empty at `until_s`, of time.monotonic."""
         with self._ready:
             while not (self._reads or (takes_writes and self._writes)):
                 left_s = until_s - time.monotonic()
@@ -139,7 +144,7 @@ class PartQueue:
             return (self._reads or self._writes).popleft()
 
     def close(self) -> list[Part]:
-        """Ends the queue. Returns the parts that nobody will get."""
+        """Closes the queue. Returns the parts that are left in it."""
         with self._ready:
             self._is_closed = True
             self._ready.notify_all()

@@ -1,8 +1,8 @@
 """The protocol of a tier's connection to its server.
 
-Always true: a method settles its blocks, or raises StoreError; then the client must be closed.
-Codes are filled in as blocks are settled; a block that was not settled keeps its code. Only `read`
-writes slots. Epochs are read after the blocks: see the `epochs` of each kind of server.
+Always true: a method sets the codes of its blocks or raises StoreError; then the client must be
+closed. Codes are set block by block; an unsettled block keeps its code. Only `read` writes to
+slots. Epochs are read after the blocks: see the `epochs` of each kind of server.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,14 +12,14 @@ from hotkv_server.tiers.protocol import Codes, Epochs, Seals, Shown
 
 # ------------------------------------------------------------------------------------------- Errors
 
-# What can go wrong with a server, in words that people can act on. No message has a secret in it.
+# Errors of a server, as messages that people can act on. Messages have no secrets.
 
 MAX_WORDS = 200
 
 
 class StoreError(Exception):
-    """The call has failed, and its connection must not be used any more. The message goes on after
-    the server's name, such as "valkey at ...": it names neither."""
+    """The call has failed, and its connection must not be used any more. The message continues a
+    sentence that begins with the server's name, as in "valkey at ..."."""
 
 
 class MissingError(Exception):
@@ -27,7 +27,7 @@ class MissingError(Exception):
 
 
 class LostError(StoreError):
-    """The connection has ended, or what came over it is no reply that was asked for."""
+    """The connection has ended, or its data is no valid reply."""
 
 
 class LateError(StoreError):
@@ -35,11 +35,11 @@ class LateError(StoreError):
 
 
 class UnusableError(StoreError):
-    """The server answers, but cannot be used as it is, or not by this user."""
+    """The server answers, but is unusable in this state or for this user."""
 
 
 def quoted(text: bytes) -> str:
-    """What a server said, in printable characters, shortened."""
+    """Returns text of a server in printable characters, shortened."""
     said = text.decode("utf-8", "replace")[:MAX_WORDS]
     return repr("".join(char if char.isprintable() else "?" for char in said))
 
@@ -48,17 +48,17 @@ def quoted(text: bytes) -> str:
 
 
 class Client(Protocol):
-    """A connection that a tier calls, one call at a time. `until_s`: time limit, of
-    time.monotonic. All raise StoreError."""
+    """A tier's connection, for one call at a time. `until_s`: time limit, of time.monotonic. All
+    methods raise StoreError."""
 
     def is_fresh(self) -> bool:
-        """False if the connection has ended meanwhile."""
+        """Returns False if the connection has ended since its last use."""
 
     def probe(
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
-        """Looks which keys are there. Returns the epochs that differ from those expected; if any
-        does, no block is settled."""
+        """Checks which keys exist. Returns the epochs that differ from `expected`; if there are
+        any, no code is set."""
 
     def read(
         self,
@@ -68,7 +68,8 @@ class Client(Protocol):
         codes: Codes,
         until_s: float,
     ) -> Epochs:
-        """Fills slots, and deletes values that are damaged. Returns as `probe`."""
+        """Fills slots and deletes damaged values. Returns the epochs that differ, as `probe`
+        does."""
 
     def write(
         self,
@@ -79,22 +80,25 @@ class Client(Protocol):
         seals: Seals,
         until_s: float,
     ) -> None:
-        """Stores slots under keys that are not there yet. `depths`: as in `Blocks`."""
+        """Stores slots under keys that don't exist yet. `depths`: as in `Blocks`."""
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
         """Deletes values."""
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the epochs of key spaces. Those that are not there begin."""
+        """Returns the epochs of key spaces. Begins an epoch for each that has none."""
 
     def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
-        """Ends the epoch of a key space. Returns the next one, which is above `floor`, or NO_EPOCH
-        if a full server has no room for one: then nothing passes until `epochs` begins one. Raises
-        LostError if there was none and there is no room: nobody could tell that from before."""
+        """Ends the epoch of a key space. Returns the next epoch, which is above `floor`.
+
+        If a full server has no room for it, the epoch is removed and NO_EPOCH returned: blocks
+        don't pass until `epochs` begins a new epoch. Raises LostError if the server is full and
+        there was no epoch to remove, because other nodes would not notice the flush.
+        """
 
     def close(self) -> None:
-        """Gives the connection back."""
+        """Closes the connection."""
 
 
 Connect = Callable[[float], Client]
-"""Makes a client that can be used, until a time of time.monotonic. Raises StoreError."""
+"""Returns a connected client, until a time of time.monotonic. Raises StoreError."""

@@ -1,13 +1,13 @@
-"""A connection that stores bfloat16 blocks in 12 bits a value, over any other connection.
+"""A connection that stores bfloat16 blocks in 12 bits per value, over any other connection.
 
-Blocks that do not win by encoding (fp8, float32, noise, small slots) are stored plain. Under which
-key a block lies says how: under its own it is plain, just as without encoding; under `encoded_key`
-it is encoded, in `room_bytes` of its size. So a reader knows the stored size before it reads; it
-asks for the encoded form first and, if that is absent, for the plain one. Equal blocks are encoded
-alike, so all nodes store one block under one key.
+Blocks that don't shrink (fp8, float32, noise, small slots) are stored plain. The key tells the
+form: a plain block lies under its key, as without encoding; an encoded block lies under
+`encoded_key`, in `room_bytes` of its size. So a reader knows the stored size before it reads. It
+asks for the encoded form first and, if that is absent, for the plain form. Encoding is
+deterministic, so all nodes store a block under the same key.
 
-Always true: the store sees staging memory only, never a slot of the arena; a part of that memory is
-given back when no byte of the store can come any more.
+Always true: the store uses only staging memory, never a slot of the arena. Staging memory is freed
+only when the store can no longer write to it.
 """
 
 import contextlib
@@ -25,16 +25,19 @@ BoolMask = NDArray[np.bool_]
 
 
 def encoding(connect: Connect, staged: Staged | None) -> Connect:
-    """Makes clients that encode, through this memory; those of `connect` themselves without it."""
+    """Wraps `connect` so that its clients encode through this memory; returns `connect` itself
+    without staging memory."""
     if staged is None:
         return connect
     return lambda until_s: EncodingClient(connect(until_s), staged)
 
 
 class EncodingClient:
-    """See the module and `Client`. `inner`: is given `staged`'s memory in place of slots. A block
-    for which none is free until the time limit, or that is larger than all of it, is not settled.
-    Seals are those of the stored bytes."""
+    """Encodes and decodes for another client; see the module and `Client`.
+
+    `inner`: gets parts of `staged`'s memory in place of slots. A block that finds no staging memory
+        until the time limit, or is too large for it, is not settled. Seals cover the stored bytes.
+    """
 
     def __init__(self, inner: Client, staged: Staged) -> None:
         self._inner = inner
@@ -44,13 +47,13 @@ class EncodingClient:
         return f"EncodingClient({self._inner!r}, {self._staged!r})"
 
     def is_fresh(self) -> bool:
-        """See `Client`."""
+        """Implements `Client`."""
         return self._inner.is_fresh()
 
     def probe(
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
-        """See `Client`. Asks for both forms at once."""
+        """Implements `Client`. Asks for both forms at once."""
         both = np.full(2 * len(keys), Read.FAILED, np.uint8)
         asked = [*map(encoded_key, keys), *keys]
         if changed := self._inner.probe(asked, expected, both, until_s):
@@ -69,8 +72,8 @@ class EncodingClient:
         codes: Codes,
         until_s: float,
     ) -> Epochs:
-        """See `Client`. CORRUPT: as the store says, or what it has is no encoded form; then it is
-        deleted. Each question asks for the epochs, so the last one speaks for all."""
+        """Implements `Client`. CORRUPT: the store says so, or its value is no encoded form; then it
+        is deleted. Each request asks for the epochs, so the last answer covers all."""
         for rows in self._staged.parts(_sizes(slots), is_write=False):
             with self._part(keys[rows], slots[rows], until_s, is_write=False) as part:
                 if part is None:
@@ -88,7 +91,7 @@ class EncodingClient:
         seals: Seals,
         until_s: float,
     ) -> None:
-        """See `Client`."""
+        """Implements `Client`."""
         for rows in self._staged.parts(_sizes(slots), is_write=True):
             with self._part(keys[rows], slots[rows], until_s, is_write=True) as part:
                 if part is None:
@@ -97,26 +100,27 @@ class EncodingClient:
                 self._inner.write(asked, places, depths[rows], codes[rows], seals[rows], until_s)
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
-        """See `Client`."""
+        """Implements `Client`."""
         self._inner.forget([*map(encoded_key, keys), *keys], until_s)
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """See `Client`."""
+        """Implements `Client`."""
         return self._inner.epochs(fingerprints, until_s)
 
     def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
-        """See `Client`."""
+        """Implements `Client`."""
         return self._inner.raise_epoch(fingerprint, floor, until_s)
 
     def close(self) -> None:
-        """See `Client`."""
+        """Implements `Client`."""
         self._inner.close()
 
     @contextlib.contextmanager
     def _part(
         self, keys: Sequence[bytes], slots: Sequence[memoryview], until_s: float, *, is_write: bool
     ) -> Iterator["_Part | None"]:
-        """Blocks with staging memory while the context is open; None if there is none in time."""
+        """Yields blocks with staging memory, which is freed at the end; None if there is no memory
+        in time."""
         num_bytes = sum(map(len, slots))
         place = self._staged.take(num_bytes, until_s, is_write=is_write) if num_bytes else None
         if place is None:
@@ -125,14 +129,14 @@ class EncodingClient:
         try:
             yield _Part(self._staged, place, keys, slots)
         except BaseException:
-            # First of all: bytes that are on their way must not reach the next part.
+            # Close first: bytes on their way must not reach the next part.
             self._inner.close()
             raise
         finally:
             self._staged.give(place, num_bytes, is_write=is_write)
 
     def _read(self, part: "_Part", expected: Epochs, codes: Codes, until_s: float) -> Epochs:
-        """Reads one part, as `read` does."""
+        """Reads a part, as `read` does."""
         is_encoded = part.may_be_encoded
         changed = self._inner.read(*part.stored(part.all, is_encoded), expected, codes, until_s)
         if changed:
@@ -156,8 +160,8 @@ class EncodingClient:
 
 
 class _Part:
-    """Blocks [n] of one question. Each has as much room in the staging memory, from `place` on, as
-    in its slot, so it can be there in either form."""
+    """Blocks [n] of a request. In the staging memory, from `place` on, each has as much room as in
+    its slot, so either form fits."""
 
     def __init__(
         self, staged: Staged, place: int, keys: Sequence[bytes], slots: Sequence[memoryview]
@@ -175,7 +179,8 @@ class _Part:
         self.may_be_encoded: BoolMask = (self._rooms < self._sizes) & np.array(has_key, np.bool_)
 
     def stored(self, rows: Int64s, is_encoded: BoolMask) -> tuple[list[bytes], list[memoryview]]:
-        """Keys and staging memory of rows, as the store has them. `is_encoded`: of all rows."""
+        """Returns the keys and the staging memory of rows, in the store's form. `is_encoded`: a
+        mask of all rows."""
         keys = [encoded_key(self.keys[n]) if is_encoded[n] else self.keys[n] for n in rows.tolist()]
         begins = self._at[rows]
         ends = begins + np.where(is_encoded, self._rooms, self._sizes)[rows]
@@ -183,7 +188,8 @@ class _Part:
         return keys, [self._memory[begin:end] for begin, end in places]
 
     def encode(self) -> BoolMask:
-        """Brings all blocks into the staging memory. Returns which are encoded."""
+        """Copies or encodes all blocks to the staging memory. Returns a mask of the encoded
+        blocks."""
         tried, is_encoded = np.flatnonzero(self.may_be_encoded), self.may_be_encoded.copy()
         is_encoded[tried] = self._staged.encode(*self._columns(tried)) > 0
         for row in np.flatnonzero(~is_encoded).tolist():

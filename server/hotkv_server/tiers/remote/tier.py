@@ -1,9 +1,9 @@
 """A tier in a server: queues calls, and runs them on a few connections.
 
-Always true: a call ends once, and then no thread touches its slots: a connection on which a slot's
-bytes may still come is closed before the call is answered. While the server is known to fail, calls
-end at once as FAILED, and the tier tries to connect. Nodes read each other's blocks; the slower
-writer of a key gets PRESENT.
+Always true: a call ends once, and after that its slots are not touched: a connection that may still
+receive bytes for a slot is closed before the call is answered. While the server is known to fail,
+calls end at once as FAILED, and the tier tries to connect. Nodes read each other's blocks; if two
+nodes write the same key, the slower gets PRESENT.
 """
 
 import threading
@@ -35,23 +35,23 @@ from hotkv_server.tiers.remote.client import Client
 from hotkv_server.tiers.remote.workers import Workers
 
 Cut = Callable[[Int64s], Iterator[slice]]
-"""Cuts rows of blocks into parts, given their sizes in bytes."""
+"""Splits rows of blocks into parts, given their sizes in bytes."""
 
 
 CONNECTION_BYTES = 128 << 10
-"""Buffers of a connection: values go straight between socket and slot."""
+"""Buffers of a connection. Values move directly between socket and slot."""
 
 
 class RemoteTier:
-    """See the module and `SharedTier`.
+    """A remote tier; see the module and `SharedTier`.
 
-    A call ends at its deadline at the latest, except when it has to connect first: then up to
+    A call ends at its deadline at the latest. If it has to connect first, it may end up to
     `Limits.connect_timeout_s` later, with its slots untouched.
 
-    `cut_reads`, `cut_writes`: how calls become parts. `on_epoch`: called from any
-    thread with (fingerprint, epoch), before the answer to a call that expected another epoch; the
-    epoch is NO_EPOCH if the server has none. It must not block. `staged`: memory of clients that
-    encode, which the tier closes.
+    `cut_reads`, `cut_writes`: split calls into parts.
+    `on_epoch`: called from any thread with (fingerprint, epoch) before a call is answered that
+        expected another epoch. NO_EPOCH: the server has no epoch. It must not block.
+    `staged`: memory of clients that encode; the tier closes it.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class RemoteTier:
         return f"{type(self).__name__}({self._workers!r})"
 
     def facts(self) -> TierFacts:
-        """See `Tier`."""
+        """Implements `Tier`."""
         return self._facts
 
     def probe(
@@ -89,7 +89,7 @@ class RemoteTier:
         on_done: OnProbe,
         epochs: Epochs = NO_EPOCHS,
     ) -> None:
-        """See `SharedTier`."""
+        """Implements `SharedTier`."""
         call = self._call(len(keys), 0, lambda call: on_done(call.codes))
 
         def part(rows: slice) -> Part:
@@ -102,7 +102,7 @@ class RemoteTier:
         self._workers.submit(call, parts, is_read=True)
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
-        """See `Tier`."""
+        """Implements `Tier`."""
 
         def end(call: RemoteCall) -> None:
             self._count_read(call, blocks)
@@ -122,8 +122,8 @@ class RemoteTier:
         self._workers.submit(call, parts, is_read=True)
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
-        """See `Tier`. Of `blocks`, `epochs` is not used: a block that is written under a key of an
-        old epoch is found by nobody."""
+        """Implements `Tier`. Ignores `epochs` of `blocks`: blocks under the key of an old epoch are
+        never found."""
 
         def end(call: RemoteCall) -> None:
             stored = call.codes == Write.STORED
@@ -149,7 +149,7 @@ class RemoteTier:
         self._workers.submit(call, parts, is_read=False)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """See `Tier`."""
+        """Implements `Tier`."""
         call = self._call(0, 0, lambda call: None)
 
         def part(rows: slice) -> Part:
@@ -159,7 +159,7 @@ class RemoteTier:
         self._workers.submit(call, parts, is_read=False)
 
     def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
-        """See `SharedTier`."""
+        """Implements `SharedTier`."""
         call = self._call(0, 0, lambda call: on_done(call.shown))
 
         def do(client: Client, until_s: float) -> None:
@@ -168,7 +168,7 @@ class RemoteTier:
         self._workers.submit_control(call, Part(call, do, deadline_s))
 
     def raise_epoch(self, fingerprint: str, floor: int, on_done: OnEpoch) -> None:
-        """See `SharedTier`."""
+        """Implements `SharedTier`."""
         call = self._call(0, 0, lambda call: on_done(call.epoch))
 
         def do(client: Client, until_s: float) -> None:
@@ -177,30 +177,31 @@ class RemoteTier:
         self._workers.submit_control(call, Part(call, do))
 
     def problem(self) -> str:
-        """See `Tier`."""
+        """Implements `Tier`."""
         return self._workers.problem
 
     def stalled_s(self, now_s: float) -> float:
-        """See `Tier`."""
+        """Implements `Tier`."""
         return self._workers.stalled_s(now_s)
 
     def is_alive(self) -> bool:
-        """See `Tier`."""
+        """Implements `Tier`."""
         return self._workers.is_alive()
 
     def memory(self) -> TierMemory:
-        """See `Tier`: what the tier takes by itself, and the staging memory."""
+        """Implements `Tier`: returns its own memory and the staging memory."""
         own, staged_bytes = self._own_memory(), self._staged.num_bytes if self._staged else 0
         most_bytes = own.most_bytes + staged_bytes if own.most_bytes else 0
         return TierMemory(own.held_bytes + staged_bytes, most_bytes)
 
     def figures(self) -> TierFigures:
-        """See `Tier`."""
+        """Implements `Tier`."""
         with self._lock:
             return TierFigures(**self._sums)
 
     def close(self) -> None:
-        """See `Tier`. Waits for what is under way, at most as long as the settings let it take."""
+        """Implements `Tier`. Waits for calls under way, at most for the time limits of the
+        settings."""
         if self._staged is not None:
             self._staged.stop()
         self._workers.close()
@@ -208,7 +209,7 @@ class RemoteTier:
             self._staged.close()
 
     def _own_memory(self) -> TierMemory:
-        """Returns the connections' buffers."""
+        """Returns the memory of the connections' buffers."""
         num_bytes = self._workers.num_connections * CONNECTION_BYTES
         return TierMemory(num_bytes, num_bytes)
 

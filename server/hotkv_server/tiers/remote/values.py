@@ -1,7 +1,7 @@
 """A block as a value: a head of HEAD_BYTES, then the block's bytes.
 
 Always true: a value passes only if its head has the magic number, this version, the block's size,
-and a seal that key and bytes reproduce. Foreign bytes and the bytes of another key are refused.
+and a seal that matches key and bytes. So foreign bytes and values of other keys are refused.
 """
 
 import struct
@@ -17,15 +17,18 @@ HEAD_BYTES = _HEAD.size
 
 
 def head(key: bytes, content: memoryview) -> tuple[bytes, int]:
-    """(head, seal) of a block's value."""
+    """Returns the head of a block's value, and its seal."""
     sealed = seal(key, content)
     return _HEAD.pack(MAGIC, VERSION, len(content), sealed), sealed
 
 
 def judge_head(head: memoryview, value_bytes: int, num_bytes: int) -> Read:
-    """FOUND if the rest of a value may be a block of `num_bytes`; ABSENT if the value has another
-    version of the format; CORRUPT if it is damaged, foreign or of another size. `value_bytes`: the
-    value's length, head included."""
+    """Judges a value by its head.
+
+    FOUND: the rest may be a block of `num_bytes`. ABSENT: the value has another version of the
+    format. CORRUPT: it is damaged, foreign or of another size. `value_bytes`: the value's length,
+    head included.
+    """
     if value_bytes < HEAD_BYTES:
         return Read.CORRUPT
     magic, version, size_bytes, _ = _HEAD.unpack(head)
@@ -38,5 +41,5 @@ def judge_head(head: memoryview, value_bytes: int, num_bytes: int) -> Read:
 
 
 def is_sound(key: bytes, head: memoryview, content: memoryview) -> bool:
-    """True if these bytes are what was sealed under the key."""
+    """Returns True if these bytes match the seal under the key."""
     return bool(seal(key, content) == _HEAD.unpack(head)[-1])

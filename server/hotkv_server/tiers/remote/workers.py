@@ -1,9 +1,8 @@
-"""The threads of a remote tier: each has a connection and does one part of a call at a time.
+"""The threads of a remote tier: each has a connection and does a part of a call at a time.
 
-Always true: a connection whose call has failed is closed before the part ends. While something is
-known against the server, parts end at once without it, and one thread at a time tries to connect.
-Control calls have a thread and a connection of their own, so they wait for no block, and end in
-their order.
+Always true: a connection whose call has failed is closed before the part ends. While the server has
+a known problem, parts end at once without it, and one thread at a time tries to connect. Control
+calls have a separate thread and connection, so they don't wait for blocks, and end in their order.
 """
 
 import logging
@@ -21,24 +20,24 @@ log = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------------------------------- Health
 
-# What is known against a server, and when to try it again.
+# The known problem of a server, and when to try it again.
 #
-# Always true: while there is a problem, no call goes to the server. Threads claim the next try to
-# connect, so they do not all try at once. Tries come later after each failure in a row; the first
-# that succeeds ends the problem.
+# Always true: while there is a problem, no call goes to the server. A thread claims the next try to
+# connect, so threads do not all try at once. Tries come later after each failure in a row; the
+# first that succeeds ends the problem.
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
 
 
 class RemoteHealth:
-    """See the module. Thread-safe."""
+    """Tracks whether the server works, and when to try it again. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
         self._problem = ""
         self._failures = 0
-        # Due at once: a server that is away is known before the first call.
+        # Due at once, so that a problem is known before the first call.
         self._retry_at_s = 0.0
 
     def __repr__(self) -> str:
@@ -46,16 +45,17 @@ class RemoteHealth:
 
     @property
     def problem(self) -> str:
-        """What is known against the server; empty if it is well."""
+        """The known problem of the server; empty if it works."""
         return self._problem
 
     @property
     def retry_at_s(self) -> float:
-        """When to try again, of time.monotonic; infinity if nobody need."""
+        """When to try again, of time.monotonic; infinity if no try is due."""
         return self._retry_at_s
 
     def claim(self) -> bool:
-        """True if it is time to try again; the caller must, and then call `connected` or `fail`."""
+        """Returns True if a try is due. The caller must then try, and call `connected` or
+        `fail`."""
         with self._lock:
             if time.monotonic() < self._retry_at_s:
                 return False
@@ -63,18 +63,19 @@ class RemoteHealth:
             return True
 
     def connected(self) -> None:
-        """The server has answered to a connection that can be used."""
+        """Notes that the server has accepted a connection."""
         with self._lock:
             if self._problem:
                 log.info("%s can be used again", self._name)
             self._problem, self._retry_at_s = "", float("inf")
 
     def worked(self) -> None:
-        """A call has ended well."""
+        """Notes that a call has succeeded."""
         self._failures = 0
 
     def fail(self, words: str) -> None:
-        """The server can't be used; `words` go on after its name."""
+        """Notes that the server can't be used. `words`: the end of a sentence that begins with its
+        name."""
         with self._lock:
             problem = f"{self._name} {words}"
             if problem != self._problem:
@@ -82,9 +83,9 @@ class RemoteHealth:
             is_known = bool(self._problem) and self._retry_at_s < float("inf")
             self._problem = problem
             if is_known:
-                # Another thread has met the same: no failure of a try.
+                # Another thread has met the same problem: this is not a failed try.
                 return
-            # Nodes that lost the server together do not come back together.
+            # Random: nodes that lost the server together must not come back together.
             wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(self._failures, 20))
             self._retry_at_s = time.monotonic() + wait_s * random.uniform(0.75, 1.25)
             self._failures += 1
@@ -95,9 +96,12 @@ class RemoteHealth:
 
 @dataclass(frozen=True, slots=True)
 class RemoteLimits:
-    """`connections`: with a thread each, besides the one for control calls.
-    `connect_timeout_s`: longest wait for a connection that can be used. `timeout_s`: longest time
-    for a part."""
+    """Limits on connections.
+
+    `connections`: for blocks, with a thread each. Control calls have another.
+    `connect_timeout_s`: longest wait for a usable connection.
+    `timeout_s`: longest time for a part.
+    """
 
     connections: int
     connect_timeout_s: float
@@ -105,8 +109,11 @@ class RemoteLimits:
 
 
 class Workers:
-    """See the module. Thread-safe. `name`: of the server, for people, with its kind first.
-    `num_writers`: threads that also take writes, where those take long; None: all."""
+    """The threads; see the module. Thread-safe.
+
+    `name`: of the server, for people; begins with its kind.
+    `num_writers`: threads that also do writes, for servers whose writes are slow; None: all.
+    """
 
     def __init__(
         self, name: str, limits: RemoteLimits, connect: Connect, num_writers: int | None = None
@@ -118,7 +125,7 @@ class Workers:
         self._health = RemoteHealth(name)
         self._queue, self._control = PartQueue(), PartQueue()
         queues = [self._queue] * limits.connections + [self._control]
-        # When each thread began to wait for the server; 0 while it does not.
+        # When each thread began to wait for the server; 0 if it does not wait.
         self._begun_s = [0.0] * len(queues)
         kind = name.partition(" ")[0]
         self._threads = [
@@ -136,24 +143,24 @@ class Workers:
 
     @property
     def problem(self) -> str:
-        """What is known against the server; empty if it is well."""
+        """The known problem of the server; empty if it works."""
         return self._health.problem
 
     def stalled_s(self, now_s: float) -> float:
-        """How long the slowest thread has waited for the server; 0 if none does."""
+        """Returns how long the slowest thread has waited for the server; 0 if no thread waits."""
         return max(0.0, now_s - min(filter(None, self._begun_s), default=now_s))
 
     @property
     def num_connections(self) -> int:
-        """Most connections at a time."""
+        """Most connections for blocks at a time."""
         return self._limits.connections
 
     def is_alive(self) -> bool:
-        """Returns whether all threads are, until `close`."""
+        """Returns whether all threads are running. True until `close`."""
         return self._queue.is_closed or all(thread.is_alive() for thread in self._threads)
 
     def submit(self, call: RemoteCall, parts: Sequence[Part], *, is_read: bool) -> None:
-        """Queues a call's parts. Ends the call at once if it has none, if the queue is full, or
+        """Queues a call's parts. Ends the call at once if it has no parts, if the queue is full, or
         after `close`."""
         call.expect(max(1, len(parts)))
         if not parts:
@@ -163,7 +170,7 @@ class Workers:
                 part.call.part_ended()
 
     def submit_control(self, call: RemoteCall, part: Part) -> None:
-        """Queues a call of one part that overtakes all others. Ends it at once if the queue is
+        """Queues a call with a single part, before all other calls. Ends it at once if the queue is
         full, or after `close`."""
         call.expect(1)
         if not self._control.put([part], is_read=True):
@@ -203,7 +210,7 @@ class Workers:
         return client
 
     def _do(self, part: Part, client: Client | None) -> Client | None:
-        """Does a part, or leaves it as it is. Returns the client for the next one."""
+        """Does a part, or skips it. Returns the client for the next part."""
         begun_s = time.monotonic()
         if begun_s > part.deadline_s or self._health.problem:
             return client
@@ -218,7 +225,7 @@ class Workers:
             self._health.worked()
             return client
         except StoreError as error:
-            # First of all: what is still on its way must not reach a slot.
+            # Close first: bytes on their way must not reach a slot.
             client.close()
             self._judge(error, part)
         except (
@@ -229,7 +236,7 @@ class Workers:
         return None
 
     def _judge(self, error: StoreError, part: Part) -> None:
-        """Decides whether an error speaks against the server."""
+        """Decides whether an error means that the server has a problem."""
         is_too_late = isinstance(error, LateError) and time.monotonic() >= part.deadline_s
         if is_too_late:
             log.debug("%s %s", self._name, error)

@@ -1,8 +1,8 @@
 """Requests to a bucket, each with a time limit.
 
-Always true: a request ends at `until_s`, of time.monotonic, and what comes later is dropped: bytes
-are in memory of obstore's own, which nobody else sees before a request has ended well. A request is
-not tried again. Errors are StoreErrors.
+Always true: a request ends at `until_s`, of time.monotonic. Later data is dropped: obstore receives
+it in private memory, which callers see only after the request has succeeded. A request is not tried
+again. Errors are StoreErrors.
 """
 
 import asyncio
@@ -31,16 +31,16 @@ from hotkv_server.tiers.remote.client import LostError
 
 T = TypeVar("T")
 REQUESTS_AT_ONCE = 8
-"""Of one call that reads ranges."""
+"""Most requests at a time of a call that reads ranges."""
 CLOSE_S = 1.0
-"""Longest wait for requests that were given up."""
+"""Longest wait for cancelled requests."""
 GAP_BYTES = 128 << 10
-"""Between ranges of an object that become one request."""
+"""Ranges of an object with at most this gap become a single request."""
 
 
 # ----------------------------------------------------------------------------------- The access key
 
-# The access key, read from a file. Always true: no error repeats what the file has.
+# The access key, read from a file. Always true: errors never quote the file.
 
 MAX_FILE_BYTES = 1 << 16
 SECTION = "default"
@@ -48,7 +48,7 @@ SECTION = "default"
 
 @dataclass(frozen=True, slots=True)
 class AccessKey:
-    """Who hotkv is at the store. `token`: empty for a key that does not expire."""
+    """The credentials of hotkv at the store. `token`: empty for a key that does not expire."""
 
     id: str
     secret: str = field(repr=False)
@@ -56,8 +56,8 @@ class AccessKey:
 
 
 def read_access_key(path: Path) -> AccessKey:
-    """Reads it. Raises UnusableError if everybody may read the file, nobody can, or it has no
-    key."""
+    """Reads the credentials. Raises UnusableError if other users may read the file, if it is
+    unreadable, or if it has no key."""
     try:
         check_private_key(path)
         with path.open("rb") as file:
@@ -85,10 +85,10 @@ def read_access_key(path: Path) -> AccessKey:
 
 # -------------------------------------------------------------------------------- What a store says
 
-# What an S3 store says when it can't be used, in words that people can act on.
+# Turns the errors of an unusable S3 store into messages that people can act on.
 #
-# Always true: a message has no secret in it, and nothing of an answer but its code: stores repeat
-# the access key, and what they have signed, in their errors.
+# Always true: a message has no secrets, and of an answer only its code: stores repeat the access
+# key, and the text that they have signed, in their errors.
 
 
 class FullError(StoreError):
@@ -96,7 +96,7 @@ class FullError(StoreError):
 
 
 class BeyondError(StoreError):
-    """The object is shorter than the range that was asked for."""
+    """The object is shorter than the requested range."""
 
 
 _STATUS = re.compile(r"status code: ([0-9]{3})")
@@ -128,8 +128,8 @@ _FULL = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", 
 
 
 def is_gone(said: str, is_404: bool) -> bool:
-    """Returns whether an object can't be had, and nothing speaks against its store: it is not
-    there, or it was moved to where it can't be read at once."""
+    """Returns whether an object is unavailable although its store works: it is missing, or was
+    archived."""
     code = _CODE.search(said)
     return (is_404 and (code is None or code[1] != "NoSuchBucket")) or (
         code is not None and code[1] == "InvalidObjectState"
@@ -137,7 +137,7 @@ def is_gone(said: str, is_404: bool) -> bool:
 
 
 def store_error(said: str) -> StoreError:
-    """The error for what obstore says of one, other than an object that is not there."""
+    """Returns the error for a message of obstore, except for a missing object."""
     code, status = _CODE.search(said), _STATUS.search(said)
     if code is not None and code[1] in _UNUSABLE:
         return UnusableError(_UNUSABLE[code[1]])
@@ -174,7 +174,7 @@ def _by_status(status: str, code: str) -> StoreError:
 
 
 class Loop:
-    """A thread that waits for answers, on behalf of threads that have a time limit. Thread-safe."""
+    """A thread that runs requests, for threads that wait with a time limit. Thread-safe."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -187,7 +187,7 @@ class Loop:
         return f"Loop({'runs' if self._thread.is_alive() else 'closed'})"
 
     def run(self, request: Coroutine[object, object, T], until_s: float) -> T:
-        """What a request gives. Raises LateError, with the request given up."""
+        """Returns the result of a request. Cancels it and raises LateError at the time limit."""
         future = asyncio.run_coroutine_threadsafe(request, self._loop)
         try:
             return future.result(max(0.0, until_s - time.monotonic()))
@@ -196,11 +196,11 @@ class Loop:
             raise LateError("has not answered in time") from None
 
     def is_alive(self) -> bool:
-        """Returns whether the thread is, until `close`."""
+        """Returns whether the thread is running. True until `close`."""
         return self._loop.is_closed() or self._thread.is_alive()
 
     def close(self) -> None:
-        """Ends the thread. No request may be under way."""
+        """Ends the thread. All requests must have ended."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(_end_others(), self._loop).result()
@@ -210,9 +210,11 @@ class Loop:
 
 
 class Bucket:
-    """See the module. Connects at its first request. Raises UnusableError if files of the settings
-    can't be used. Paths are relative to the settings' prefix. `is_refused`: an answer has said that
-    the store can't be used like this, or not by this user."""
+    """A bucket; see the module. Paths are relative to the settings' prefix. Connects at its first
+    request. Raises UnusableError if files of the settings are unusable.
+
+    `is_refused`: an answer has said that the store is unusable with this configuration or user.
+    """
 
     def __init__(self, settings: S3Settings, loop: Loop) -> None:
         self.is_refused = False
@@ -242,7 +244,7 @@ class Bucket:
             self._store = self._obstore.store.S3Store(
                 settings.bucket,
                 prefix=settings.prefix,
-                # All that AWS_* variables would change otherwise, but for who hotkv is.
+                # All options that AWS_* variables would change otherwise, except the credentials.
                 endpoint=settings.url,
                 aws_endpoint_url_s3=settings.url,
                 region=settings.region,
@@ -267,7 +269,7 @@ class Bucket:
         return f"Bucket({self._name!r})"
 
     def get(self, path: str, until_s: float) -> tuple[bytes, str] | None:
-        """(bytes, version) of an object; None if it is not there."""
+        """Returns an object's bytes and version; None if it does not exist."""
 
         async def request() -> tuple[bytes, str]:
             answer = await self._obstore.get_async(self._store, path)
@@ -279,7 +281,7 @@ class Bucket:
             return None
 
     def objects(self, paths: Sequence[str], until_s: float) -> list[tuple[bytes, str] | None]:
-        """As `get` of each of them, REQUESTS_AT_ONCE at a time."""
+        """Returns the result of `get` for each path. Makes REQUESTS_AT_ONCE at a time."""
         limit = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
         async def one(path: str) -> tuple[bytes, str] | None:
@@ -296,8 +298,8 @@ class Bucket:
         return self._ask(all_of_them(), until_s)
 
     def put(self, path: str, body: "bytes | bytearray", until_s: float, version: str = "") -> bool:
-        """Makes an object that is not there yet; or replaces it if it still has this version.
-        Returns whether it has."""
+        """Makes an object. Without `version` only if it does not exist, else only if it still has
+        this version. Returns whether it has."""
         exceptions = self._obstore.exceptions
 
         async def request() -> bool:
@@ -316,11 +318,11 @@ class Bucket:
         try:
             return self._ask(request(), until_s)
         except FileNotFoundError:
-            # To replace what is gone.
+            # The object to replace is gone.
             return False
 
     def delete(self, path: str, until_s: float) -> None:
-        """Removes an object, if it is there."""
+        """Deletes an object if it exists."""
 
         async def request() -> None:
             await self._obstore.delete_async(self._store, path)
@@ -333,8 +335,8 @@ class Bucket:
     def ranges(
         self, wanted: Sequence[tuple[str, list[int], list[int]]], until_s: float
     ) -> "list[list[memoryview] | StoreError | None]":
-        """For each (path, begins, lengths) its bytes, shorter or empty beyond the object's end;
-        None if the object is not there; or what went wrong. Raises LateError."""
+        """Returns the bytes for each (path, begins, lengths), shorter or empty beyond the object's
+        end; None if the object does not exist; the error if a request failed. Raises LateError."""
         limit = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
         async def span(path: str, begin: int, end: int) -> memoryview:
@@ -368,8 +370,8 @@ class Bucket:
     def names(
         self, folder: str, most: int, is_enough: Callable[[str], bool], until_s: float
     ) -> list[str]:
-        """Returns the first names of objects in a folder, in their order: at most `most`, and up to
-        one that `is_enough`, or a little beyond it."""
+        """Returns the first names of objects in a folder, in order: at most `most`. Stops soon
+        after a name that `is_enough`."""
 
         async def request() -> list[str]:
             found: list[str] = []
@@ -385,12 +387,13 @@ class Bucket:
             return []
 
     def _ask(self, request: Coroutine[object, object, T], until_s: float) -> T:
-        """What a request gives. Raises StoreError, or FileNotFoundError without its words."""
+        """Returns the result of a request. Raises StoreError, or FileNotFoundError without the
+        store's text."""
         try:
             return self._loop.run(request, until_s)
         except (FileNotFoundError, self._obstore.exceptions.BaseError) as error:
             judged = self._judged(error)
-        # Outside of the handler: the cause would be logged with all that the store has said.
+        # Outside of the handler: otherwise the cause would be logged with the store's text.
         if judged is None:
             raise FileNotFoundError
         raise judged
@@ -405,8 +408,8 @@ class Bucket:
 
 
 def merged(begins: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """(begin, end) of few ranges that have them all, in their order. A gap of up to GAP_BYTES costs
-    less than another request; gaps never make more than half of a range."""
+    """Merges ranges into few (begin, end) ranges, in order. A gap of up to GAP_BYTES costs less
+    than another request; gaps never make more than half of a range."""
     spans: list[tuple[int, int]] = []
     used_bytes = 0
     for begin, length in sorted(zip(begins, lengths, strict=True)):
@@ -428,7 +431,7 @@ def check_installed() -> None:
 
 
 async def _end_others() -> None:
-    # Requests that were given up may not have heard of it yet.
+    # Cancelled requests may not have noticed yet.
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
@@ -445,7 +448,7 @@ def _piece(
 
 
 def _library() -> ModuleType:
-    # Here and not above: only servers that have this tier need it, and it takes a while to load.
+    # Imported here, because only servers with this tier need it, and it loads slowly.
     try:
         return importlib.import_module("obstore")
     except ImportError as missing:

@@ -1,7 +1,7 @@
-"""What calls of a tier are in requests to a bucket.
+"""Turns calls of a tier into requests to a bucket.
 
-Always true, besides what `Client` says: a slot is written only with bytes that have come whole and
-give their seal. A block that is damaged, and a pack that is gone, are forgotten.
+Always true, in addition to `Client`: a slot is written only with complete bytes that match their
+seal. Damaged blocks, and packs that no longer exist, are forgotten.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from hotkv_server.tiers.seals import seal
 
 
 class Shared:
-    """What all clients of a tier have in common."""
+    """State that all clients of a tier share."""
 
     def __init__(self, settings: S3Settings) -> None:
         self.settings = settings
@@ -51,8 +51,8 @@ class Shared:
         return f"Shared({self.index!r}, {self.lister!r})"
 
     def bucket(self) -> Bucket:
-        """Returns the one that all use; a new one, with files read anew, after it was refused.
-        Raises UnusableError."""
+        """Returns the shared bucket. After it was refused, returns a new bucket that has read its
+        files again. Raises UnusableError."""
         with self._lock:
             if self._bucket is None or self._bucket.is_refused:
                 self._is_checked = False
@@ -62,7 +62,7 @@ class Shared:
     def connect(self, until_s: float) -> "S3Client":
         """Returns a client whose bucket has answered. Raises StoreError."""
         bucket = self.bucket()
-        # A folder that has nothing: this asks whether the bucket answers, and may be listed.
+        # An empty folder: the listing shows whether the bucket answers and permits listing.
         bucket.names(epochs.CHECK, 1, lambda name: True, until_s)
         if not self._is_checked:
             epochs.check_conditions(bucket, until_s)
@@ -70,21 +70,21 @@ class Shared:
         return S3Client(self, bucket)
 
     def is_alive(self) -> bool:
-        """Returns whether its threads are, until `close`."""
+        """Returns whether its threads are running. True until `close`."""
         return self.lister.is_alive() and self.loop.is_alive()
 
     def next_number(self) -> int:
-        """Of a pack."""
+        """Returns the number of the next pack."""
         return next(self._numbers)
 
     def close(self) -> None:
-        """Ends its threads. No client may be in use."""
+        """Ends its threads. Its clients must no longer be in use."""
         self.lister.close()
         self.loop.close()
 
 
 class S3Client:
-    """See the module and `Client`."""
+    """A client of the bucket; see the module and `Client`."""
 
     def __init__(self, shared: Shared, bucket: Bucket) -> None:
         self._shared = shared
@@ -95,13 +95,13 @@ class S3Client:
         return f"S3Client({self._bucket!r})"
 
     def is_fresh(self) -> bool:
-        """See `Client`. A connection that has ended meanwhile is made anew by itself."""
+        """Implements `Client`. An ended connection is opened again automatically."""
         return True
 
     def probe(
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
-        """See `Client`. Answers from memory; only the epochs are asked for."""
+        """Implements `Client`. Answers from memory; asks the bucket only for epochs."""
         places = self._places(keys, until_s)
         changed = self._changed(expected, until_s)
         if not changed:
@@ -116,7 +116,7 @@ class S3Client:
         codes: Codes,
         until_s: float,
     ) -> Epochs:
-        """See `Client`."""
+        """Implements `Client`."""
         places = self._places(keys, until_s)
         settled = codes.copy()
         rows_of: dict[Pack, list[tuple[int, int]]] = {}
@@ -128,7 +128,7 @@ class S3Client:
             else:
                 rows_of.setdefault(place.pack, []).append((at, place.row))
         first_error = self._fill(rows_of, keys, slots, settled, until_s)
-        # The order is what makes a flush count: see `epochs`.
+        # Read the epochs after the blocks: see `epochs`.
         changed = self._changed(expected, until_s)
         if changed:
             return changed
@@ -147,7 +147,7 @@ class S3Client:
         seals: Seals,
         until_s: float,
     ) -> None:
-        """See `Client`. The blocks of each key space become one pack."""
+        """Implements `Client`. The blocks of each key space become a pack."""
         rows_of: dict[Space, list[int]] = {}
         first_of: dict[bytes, int] = {}
         for at, (key, place) in enumerate(zip(keys, self._places(keys, until_s), strict=True)):
@@ -162,28 +162,28 @@ class S3Client:
             if pack is not None:
                 seals[rows] = pack.seals
         for at, key in enumerate(keys):
-            # A key that was given twice is there once.
+            # A key that was given twice is stored once.
             first = first_of.get(key, at)
             if first != at:
                 codes[at] = max(Write.PRESENT, codes[first])
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
-        """See `Client`. This node forgets them; objects stay until the lifecycle rule removes
-        them."""
+        """Implements `Client`. Only this node forgets them; objects stay until the lifecycle rule
+        removes them."""
         self._index.forget(keys)
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """See `Client`. A bucket does not start, so it can't say what came back."""
+        """Implements `Client`. A bucket never restarts, so `restored_below` is 0."""
         return Shown(epochs.begin_epochs(self._bucket, fingerprints, _now_us(), until_s))
 
     def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
-        """See `Client`."""
+        """Implements `Client`."""
         raised = epochs.raise_epoch(self._bucket, fingerprint, floor, _now_us(), until_s)
         self._forget_others(fingerprint, raised)
         return raised
 
     def close(self) -> None:
-        """See `Client`. Connections end with the last reference to the bucket."""
+        """Implements `Client`. Connections end with the last reference to the bucket."""
 
     def _places(self, keys: Sequence[bytes], until_s: float) -> list[Place | None]:
         for space in dict.fromkeys(map(space_of, keys)):
@@ -199,8 +199,8 @@ class S3Client:
         settled: Codes,
         until_s: float,
     ) -> StoreError | None:
-        """Fills slots with rows of packs, (row of the call, row of the pack) each. Returns the
-        first error; blocks that it was in stay as they are."""
+        """Fills slots from packs. `rows_of`: for each pack, pairs of a row of the call and a row of
+        the pack. Returns the first error; its blocks keep their codes."""
         wanted = []
         for pack, rows in rows_of.items():
             in_pack = [row for _, row in rows]
@@ -228,7 +228,7 @@ class S3Client:
     def _put(
         self, space: Space, keys: list[bytes], slots: list[memoryview], until_s: float
     ) -> Pack | None:
-        """Writes a pack; None if the store is full."""
+        """Writes a pack. Returns None if the store is full."""
         number = self._shared.next_number()
         name = new_name(_now_us(), self._shared.settings.node, number, len(keys))
         pack, body = packed(space, name, keys, slots)
@@ -244,7 +244,7 @@ class S3Client:
 
     def _changed(self, expected: Epochs, until_s: float) -> Epochs:
         now = {name: epochs.read_epoch(self._bucket, name, until_s) for name in expected}
-        # NO_EPOCH is nobody's, also if it was expected.
+        # NO_EPOCH never matches, even if it was expected.
         changed = {name: at for name, at in now.items() if at != expected[name] or at == NO_EPOCH}
         for name, at in changed.items():
             self._forget_others(name, at)

@@ -28,26 +28,30 @@ from hotkv_server.tiers.remote.client import LostError, UnusableError
 from hotkv_server.tiers.s3.bucket import Bucket, FullError
 
 CHECK = "check"
-"""The object on which conditional writes are tried."""
+"""The object that is used to test conditional writes."""
 TRIES = 16
 _FINGERPRINT = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 
 def epoch_path(fingerprint: str) -> str:
-    """Where a key space's epoch is. It is not below `blocks/`, so a lifecycle rule can leave it."""
+    """Returns the path of a key space's epoch. It is outside `blocks/`, so that a lifecycle rule
+    can spare it."""
     if not _FINGERPRINT.fullmatch(fingerprint):
         raise LostError("keeps no epoch under such a fingerprint")
     return f"epochs/1/{fingerprint}"
 
 
 def read_epoch(bucket: Bucket, fingerprint: str, until_s: float) -> int:
-    """Returns the epoch; NO_EPOCH if there is none. Raises StoreError."""
+    """Returns the epoch; NO_EPOCH if it does not exist. Raises StoreError."""
     return _read(bucket, fingerprint, until_s)[0]
 
 
 def begin_epoch(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -> int:
-    """The epoch, which begins if there is none; NO_EPOCH if the store has no room to begin one.
-    `now_us`: microseconds of the wall clock. Raises StoreError."""
+    """Returns the epoch. Begins an epoch if it does not exist; NO_EPOCH if the store has no room
+    for it. Raises StoreError.
+
+    `now_us`: microseconds of the wall clock.
+    """
     for _ in range(TRIES):
         epoch = read_epoch(bucket, fingerprint, until_s)
         if epoch != NO_EPOCH:
@@ -63,8 +67,8 @@ def begin_epoch(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -
 def begin_epochs(
     bucket: Bucket, fingerprints: Sequence[str], now_us: int, until_s: float
 ) -> dict[str, int]:
-    """As `begin_epoch` of several key spaces, which are asked for at once. Those whose epoch is no
-    number are left out. Raises StoreError."""
+    """Returns the epochs of several key spaces, as `begin_epoch` does. Asks for all at once. Leaves
+    out epochs that are no number. Raises StoreError."""
     objects = bucket.objects([epoch_path(name) for name in fingerprints], until_s)
     epochs: dict[str, int] = {}
     for name, found in zip(fingerprints, objects, strict=True):
@@ -77,11 +81,11 @@ def begin_epochs(
 
 
 def raise_epoch(bucket: Bucket, fingerprint: str, floor: int, now_us: int, until_s: float) -> int:
-    """Ends the epoch, and returns the next one, above `floor`; NO_EPOCH if the store has no room
-    for it: then nothing passes until one begins. Raises StoreError."""
+    """Ends the epoch, and returns the next epoch, above `floor`. NO_EPOCH if the store has no room
+    for it: then blocks don't pass until an epoch begins. Raises StoreError."""
     for _ in range(TRIES):
         epoch, version = _read(bucket, fingerprint, until_s)
-        # Without a version what was there is gone, and the next one must not be one that begins.
+        # Without a version the epoch was lost; the next must differ from an epoch that begins now.
         wanted = raised(now_us, epoch, floor) if version else raised(now_us, begun(now_us), floor)
         try:
             if bucket.put(epoch_path(fingerprint), b"%d" % wanted, until_s, version):
@@ -95,7 +99,7 @@ def raise_epoch(bucket: Bucket, fingerprint: str, floor: int, now_us: int, until
 
 
 def check_conditions(bucket: Bucket, until_s: float) -> None:
-    """Tries whether the store honours the two conditions. Raises UnusableError if it does not."""
+    """Checks that the store honours the two conditions. Raises UnusableError if it does not."""
     bucket.put(CHECK, b"1", until_s)
     found = bucket.get(CHECK, until_s)
     if found is None:
@@ -111,7 +115,7 @@ def _read(bucket: Bucket, fingerprint: str, until_s: float) -> tuple[int, str]:
 
 
 def _parsed(found: tuple[bytes, str] | None) -> tuple[int, str]:
-    """Epoch and version of an object. Raises LostError."""
+    """Returns the epoch and the version of an object. Raises LostError."""
     if found is None:
         return NO_EPOCH, ""
     text, version = found

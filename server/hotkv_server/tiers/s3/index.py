@@ -1,8 +1,8 @@
 """The blocks of a bucket that this node knows of, in memory.
 
-Always true: no more rows of packs are kept than `max_blocks`; beyond that the oldest packs are
-forgotten first, and nothing of the bucket is lost. A block that lies in several packs is found in
-the newest. What is here is a hint: a pack may be gone from the bucket.
+Always true: at most `max_blocks` rows of packs are kept. Beyond that the oldest packs are
+forgotten; the bucket keeps them. A block that lies in several packs is found in the newest. The
+index is a hint: a pack may no longer exist in the bucket.
 """
 
 import heapq
@@ -17,14 +17,14 @@ _ROW_MASK = (1 << _ROW_BITS) - 1
 
 
 class Place(NamedTuple):
-    """Where a block lies: a row of a pack."""
+    """The place of a block: a row of a pack."""
 
     pack: Pack
     row: int
 
 
 class PackIndex:
-    """See the module. Thread-safe. Takes some 170 bytes of memory for each block."""
+    """The index; see the module. Thread-safe. Uses some 170 bytes of memory per block."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
@@ -45,8 +45,7 @@ class PackIndex:
         return len(self._where)
 
     def add(self, pack: Pack) -> bool:
-        """Takes a pack into account. Returns False if there is no room: all that is known is
-        newer."""
+        """Adds a pack. Returns False if the index is full of newer packs."""
         with self._lock:
             if pack.path in self._numbers:
                 return True
@@ -72,7 +71,7 @@ class PackIndex:
         return path in self._numbers
 
     def find(self, keys: Sequence[bytes]) -> list[Place | None]:
-        """Where the blocks lie, as far as is known."""
+        """Returns the known places of blocks."""
         tags = [tag(key) for key in keys]
         with self._lock:
             found = [self._where.get(key_tag) for key_tag in tags]
@@ -94,16 +93,16 @@ class PackIndex:
             self._drop(path)
 
     def drop_others(self, fingerprint: str, space: Space | None) -> None:
-        """Forgets all packs of a key space, except those of the epoch that `space` has."""
+        """Forgets all packs of a key space, except packs of the epoch in `space`."""
         with self._lock:
             packs = list(self._packs.values())
         for pack in packs:
             if pack.space.partition("/")[0] == fingerprint and pack.space != space:
-                # One at a time: others look blocks up in between.
+                # Drop packs singly, so that other threads can look up blocks in between.
                 self.drop(pack.path)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the books do not agree."""
+        """Raises AssertionError if the tables of the index contradict each other."""
         with self._lock:
             assert self._num_rows == sum(map(len, self._packs.values()))
             assert self._num_rows <= self._max_blocks or len(self._packs) == 1

@@ -1,15 +1,15 @@
 """Learns, on a thread, which packs a bucket has.
 
-Always true: a key space is looked at only when somebody asks for its blocks, at most once in
-`refresh_s`. The first question waits for the first packs. Later questions are answered from the
-known packs, and the look at the bucket follows.
+Always true: a key space is listed only when its blocks are requested, at most once in `refresh_s`.
+The first request waits for the first packs. Later requests are answered from the known packs, and
+the listing follows.
 
-Names sort newest first, so a look is usually one page of names. Names from before the last look,
-less OVERLAP_S, count as seen. A pack that comes later than its name says, or from a node whose
-clock is further behind, is found at the next start only. If this node's clock jumps by more than
-JUMP_S, the key space is looked at anew.
+Names sort newest first, so a listing usually reads one page of names. Names from before the last
+listing, less OVERLAP_S, count as seen. A pack that comes later than its name says, or from a node
+whose clock is further behind, is found only after the next start. If this node's clock jumps by
+more than JUMP_S, the key space is listed again from the beginning.
 
-Bounded: MAX_SPACES key spaces, MAX_PACKS names of a look, and the seen names of OVERLAP_S are
+Bounded: MAX_SPACES key spaces, MAX_PACKS names per listing, and the seen names of OVERLAP_S are
 remembered.
 """
 
@@ -38,20 +38,25 @@ log = logging.getLogger(__name__)
 OVERLAP_S = 120.0
 JUMP_S = OVERLAP_S / 2
 UNSEEN = 10**16
-"""A horizon behind all packs."""
+"""A horizon older than all packs."""
 MAX_SPACES = 4096
 MAX_PACKS = 16384
 """256 GiB, if each has 16 MiB."""
 LISTS_AT_ONCE = 16
 FIRST_PACKS = 256
-"""Packs whose blocks are known before the first answer."""
+"""Number of newest packs to read before the first answer."""
 
 
 @dataclass(slots=True)
 class _Folder:
-    """What is known of a key space. `is_known`: its newest packs are. `looks`: that have ended, in
-    whatever way. `error`: of the last. `horizon`: packs of this age and older are seen, by a wall
-    clock that was `clock_s` ahead of the monotonic one when nothing was seen."""
+    """The state of a key space.
+
+    `is_known`: whether its newest packs are known.
+    `looks`: number of listings that have ended, successful or not.
+    `error`: of the last listing.
+    `horizon`: packs of this age and older count as seen.
+    `clock_s`: the wall clock minus the monotonic clock when the horizon was reset.
+    """
 
     is_known: bool = False
     is_queued: bool = False
@@ -64,7 +69,7 @@ class _Folder:
 
 
 class Lister:
-    """See the module. Thread-safe. `connect`: makes a bucket; raises StoreError."""
+    """Lists packs; see the module. Thread-safe. `connect`: makes a bucket; raises StoreError."""
 
     def __init__(
         self,
@@ -89,8 +94,8 @@ class Lister:
         return f"Lister({len(self._folders)} key spaces, {len(self._queue)} to look at)"
 
     def ask(self, space: Space, until_s: float) -> None:
-        """Has a key space looked at if it is due, and waits if it never was. Raises StoreError if
-        nothing is known of it."""
+        """Requests a listing of a key space if it is due. Waits if the key space was never listed.
+        Raises StoreError if it is still unknown."""
         with self._changed:
             folder = self._folder(space)
             is_due = not folder.is_known or time.monotonic() >= folder.due_s
@@ -110,29 +115,29 @@ class Lister:
                 self._changed.wait(left_s)
 
     def saw(self, space: Space, name: str) -> None:
-        """Takes note of a pack that this node has written."""
+        """Marks a pack as seen, because this node has written it."""
         with self._changed:
             self._folder(space).seen.add(name)
 
     def forget_others(self, fingerprint: str, space: Space | None) -> None:
-        """Forgets all of a key space but the epoch that `space` has."""
+        """Forgets a key space, except its epoch in `space`."""
         with self._changed:
             for one in [one for one in self._folders if one.partition("/")[0] == fingerprint]:
                 if one != space:
                     del self._folders[one]
 
     def is_alive(self) -> bool:
-        """Returns whether the thread is, until `stop`."""
+        """Returns whether the thread is running. True until `stop`."""
         return self._is_closed or self._thread.is_alive()
 
     def stop(self) -> None:
-        """Ends waiting, and looks after the one that is under way."""
+        """Wakes all callers that wait, and ends the thread after the present listing."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Waits for the end of the thread."""
         self.stop()
         self._thread.join()
 
@@ -212,7 +217,8 @@ class Lister:
             self._changed.notify_all()
 
     def _learn(self, bucket: Bucket, space: Space, names: list[str]) -> bool:
-        """Reads the lists of these packs. Returns False if there is no room for older ones."""
+        """Reads the lists of these packs. Returns False if the index has no room for older
+        packs."""
         until_s = time.monotonic() + self._timeout_s
         wanted = [(path_of(space, name), [0], [list_bytes(name)]) for name in names]
         has_room = True

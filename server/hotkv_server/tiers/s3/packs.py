@@ -1,11 +1,12 @@
-"""A pack: one object with the blocks of a write, in their order, behind a list of them.
+"""A pack: an object with a list of blocks, followed by the blocks of a write, in order.
 
 Always true: a pack is written once and never changed. Its name has its node's random name and a
-number, so names do not repeat, and they sort newest first. The list has a seal that is bound to the
-pack's path, so neither foreign bytes nor the list of another pack pass. A block passes only if its
-bytes give its seal under its key, wherever the list says that it lies.
+number, so names are unique, and they sort newest first. The list has a seal over the pack's path,
+so foreign bytes and lists of other packs are refused. A block passes only if its bytes match its
+seal under its key, wherever the list says that it lies.
 
-A path is `blocks/1/{fingerprint}/{epoch}/{name}`: what a lifecycle rule removes is below `blocks/`.
+The path is `blocks/1/{fingerprint}/{epoch}/{name}`: a lifecycle rule removes the objects below
+`blocks/`.
 """
 
 import re
@@ -22,18 +23,18 @@ from hotkv_server.tiers.protocol import Int64s
 from hotkv_server.tiers.seals import seal
 
 Space = NewType("Space", str)
-"""A key space in one epoch: the folder of its packs."""
+"""A key space in an epoch: the folder of its packs."""
 Tags = NDArray[np.uint64]
-"""`tag` of keys."""
+"""Values of `tag`."""
 
 BLOCKS = "blocks/1"
 """Folder of all packs. The number is the version of this format."""
 MIN_PACK_BYTES = 4 << 20
-"""What is left of a write and smaller goes into the pack before."""
+"""If the rest of a write is smaller, it joins the pack before it."""
 _KEY = re.compile(rb"hotkv/1/([0-9A-Za-z_-]{1,64})/([0-9]{1,20})/")
 _NAME = re.compile(r"([0-9]{16})-[0-9a-z]{1,32}-[0-9a-f]{1,16}-([0-9]{1,5})")
 _LAST_US = 10**16 - 1
-"""A pack's name begins with this minus the microseconds of its time: newer ones are smaller."""
+"""A pack's name begins with this minus its time in microseconds, so newer packs sort first."""
 _HEAD = struct.Struct("<4sIQ")
 """Magic number, zero, seal of the rows. Little endian."""
 _MAGIC = b"hkvp"
@@ -42,7 +43,7 @@ _ROW = np.dtype([("tag", "<u8"), ("num_bytes", "<i8"), ("seal", "<u8")])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
-    """A pack as its list tells it, one row for each block. `begins`: in the object."""
+    """A pack as its list describes it, a row per block. `begins`: offsets in the object."""
 
     space: Space
     name: str
@@ -56,55 +57,55 @@ class Pack:
 
     @property
     def path(self) -> str:
-        """Of its object."""
+        """The path of its object."""
         return path_of(self.space, self.name)
 
     @property
     def age(self) -> int:
-        """Greater for older packs."""
+        """An age that is greater for older packs."""
         return age_of(self.name)
 
 
 def tag(key: bytes) -> int:
-    """64 bits that stand for a key in a list. If two keys have the same, one is CORRUPT under the
-    other's seal: a miss, never wrong bytes."""
+    """Returns 64 bits that stand for a key in a list. If two keys have the same tag, a read of the
+    wrong block fails its seal and is CORRUPT: a miss, never wrong bytes."""
     return xxhash.xxh3_64_intdigest(key)
 
 
 def space_of(key: bytes) -> Space | None:
-    """Where blocks with this key lie; None if it is no key of a block."""
+    """Returns the folder of blocks with this key; None if it is no key of a block."""
     match = _KEY.match(key)
     return Space((b"%b/%b" % match.groups()).decode()) if match else None
 
 
 def folder_of(space: Space) -> str:
-    """Folder of a key space's packs in one epoch."""
+    """Returns the folder of a key space's packs in an epoch."""
     return f"{BLOCKS}/{space}"
 
 
 def path_of(space: Space, name: str) -> str:
-    """Where a pack lies."""
+    """Returns the path of a pack."""
     return f"{BLOCKS}/{space}/{name}"
 
 
 def new_name(now_us: int, node: str, number: int, count: int) -> str:
-    """Name of the `number`th pack of a node, with `count` blocks. `now_us`: microseconds of the
-    wall clock."""
+    """Returns the name of the `number`th pack of a node, with `count` blocks. `now_us`:
+    microseconds of the wall clock."""
     return f"{_LAST_US - now_us:016d}-{node}-{number:x}-{count}"
 
 
 def age_of(name: str) -> int:
-    """Greater for older packs. For `name` of `new_name`, or its beginning."""
+    """Returns an age that is greater for older packs. `name`: of `new_name`, or its beginning."""
     return int(name[:16])
 
 
 def age_at(time_us: int) -> int:
-    """`age_of` a pack of this time."""
+    """Returns the age, as in `age_of`, of a pack made at this time."""
     return _LAST_US - time_us
 
 
 def list_bytes(name: str) -> int:
-    """Bytes in front of a pack's blocks; 0 if this is no name of a pack."""
+    """Returns the number of bytes before a pack's blocks; 0 if this is no name of a pack."""
     match = _NAME.fullmatch(name)
     return _HEAD.size + int(match[2]) * _ROW.itemsize if match else 0
 
@@ -112,7 +113,8 @@ def list_bytes(name: str) -> int:
 def packed(
     space: Space, name: str, keys: Sequence[bytes], slots: Sequence[memoryview]
 ) -> tuple[Pack, bytearray]:
-    """(pack, its object). The name must have been made for so many blocks."""
+    """Returns a pack and the bytes of its object. The name must have been made for so many
+    blocks."""
     rows = np.empty(len(keys), _ROW)
     rows["tag"] = [tag(key) for key in keys]
     rows["num_bytes"] = [len(slot) for slot in slots]
@@ -129,7 +131,7 @@ def packed(
 
 
 def parsed(space: Space, name: str, front: memoryview) -> Pack | None:
-    """Returns the pack that these first `list_bytes` of an object tell; None if they are
+    """Returns the pack that the first `list_bytes` of an object describe; None if they are
     damaged."""
     if len(front) != list_bytes(name) or len(front) < _HEAD.size:
         return None
@@ -141,8 +143,8 @@ def parsed(space: Space, name: str, front: memoryview) -> Pack | None:
 
 
 def cut_packs(num_bytes: Int64s, pack_bytes: int) -> Iterator[slice]:
-    """Rows of a write, cut into parts of `pack_bytes` or little more each; the last one may be
-    smaller, but not below MIN_PACK_BYTES unless it is the only one."""
+    """Splits the rows of a write into parts of `pack_bytes` or a little more. The last may be
+    smaller, but not below MIN_PACK_BYTES unless it is the only part."""
     ends, begin, total = list[int](), 0, 0
     for at, size in enumerate(num_bytes.tolist()):
         total += size

@@ -17,15 +17,16 @@ from hotkv_server.tiers.s3.packs import cut_packs
 
 INDEX_ENTRY_BYTES = 170
 READ_BYTES, READ_BLOCKS = 8 << 20, 256
-"""Of a part of a read: as much as one request should ask for."""
+"""Bytes and blocks in a part of a read: a good size of a request."""
 
 
 class S3Tier(RemoteTier):
-    """See `RemoteTier`. Raises MissingError if its library is not installed.
+    """A tier in an S3 bucket. See `RemoteTier`. Raises MissingError if its library is not
+    installed.
 
-    `write`: the blocks of a call lie in one object, so a call should have `batch_bytes`; a smaller
-    one costs a request too. What one node has stored, another finds `refresh_s` later. `forget`:
-    this node forgets the blocks until it starts again.
+    The blocks of a `write` are stored in one object, so calls should have `batch_bytes`; smaller
+    calls cost a request all the same. Other nodes find the blocks after `refresh_s`. After
+    `forget`, only this node forgets the blocks, until it starts again.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class S3Tier(RemoteTier):
 
         facts = TierFacts(name, Medium.REMOTE, False, 0, True, settings.pack_bytes)
         self._shared = Shared(settings)
-        # A pack takes long: reads must not wait until all threads have written theirs.
+        # Writing a pack takes long: reads must not wait until all threads have written.
         workers = Workers(
             f"{name} at {settings.place}",
             RemoteLimits(settings.connections, settings.connect_timeout_s, settings.timeout_s),
@@ -65,12 +66,12 @@ class S3Tier(RemoteTier):
         )
 
     def is_alive(self) -> bool:
-        """See `Tier`."""
+        """Implements `Tier`."""
         return super().is_alive() and self._shared.is_alive()
 
     def _own_memory(self) -> TierMemory:
-        """Of blocks that are known; packs that are being written, each with a copy;
-        ranges that are being read, each with as much in gaps."""
+        """Returns the memory of the index, of packs that are being written (each with a copy), and
+        of ranges that are being read (with as much again for gaps)."""
         settings, index = self._shared.settings, self._shared.index
         writers = (settings.connections + 1) // 2
         moving_bytes = 2 * (writers * settings.pack_bytes + settings.connections * READ_BYTES)
@@ -81,7 +82,8 @@ class S3Tier(RemoteTier):
         )
 
     def close(self) -> None:
-        """See `Tier`. Waits for what is under way, at most as long as the settings let it take."""
+        """Implements `Tier`. Waits for calls under way, at most for the time limits of the
+        settings."""
         self._shared.lister.stop()
         super().close()
         self._shared.close()

@@ -32,7 +32,8 @@ T = TypeVar("T")
 
 
 class ClusterPipe:
-    """See the module and `Pipe`. Connects when it is made."""
+    """Connections to all servers of a cluster; see the module and `Pipe`. Connects when it is
+    made."""
 
     keeps_order = False
     has_one_clock = False
@@ -42,7 +43,7 @@ class ClusterPipe:
         self._servers: dict[Address, ValkeyConnection] = {}
         self._detours: dict[Address, ValkeyConnection] = {}
         self._owners: list[Address] = []
-        # By slot, the place of its server in `_owners`; -1 if none has it.
+        # By slot, the place of its server in `_owners`; -1 without a server.
         self._owner_of = np.full(NUM_SLOTS, -1, np.int16)
         self._is_outdated = False
         # Commands whose replies were not read, and the connections they went to.
@@ -61,11 +62,11 @@ class ClusterPipe:
         return f"ClusterPipe({len(self._servers)} servers, {len(self._detours)} detours)"
 
     def is_fresh(self) -> bool:
-        """See `Pipe`."""
+        """Implements `Pipe`."""
         return all(one.is_fresh() for one in (*self._servers.values(), *self._detours.values()))
 
     def send(self, commands: Sequence[Command], until_s: float) -> None:
-        """See `Pipe`."""
+        """Implements `Pipe`."""
         assert not self._sent, "replies were not read"
         if self._is_outdated:
             self._learn(next(iter(self._servers.values())), until_s)
@@ -82,21 +83,21 @@ class ClusterPipe:
             self._servers[owner].send(its, until_s)
 
     def next(self, until_s: float) -> Reply:
-        """See `Pipe`."""
+        """Implements `Pipe`."""
         return self._receive(lambda connection: connection.next(until_s), until_s)
 
     def value(self, head: memoryview, place: Place, until_s: float) -> Bulk | ErrorReply | None:
-        """See `Pipe`."""
+        """Implements `Pipe`."""
         return self._receive(lambda connection: connection.value(head, place, until_s), until_s)
 
     def close(self) -> None:
-        """See `Pipe`."""
+        """Implements `Pipe`."""
         for one in (*self._servers.values(), *self._detours.values()):
             one.close()
 
     def _receive(self, read: Callable[[ValkeyConnection], T], until_s: float) -> T | ErrorReply:
-        """Reads the next reply, and follows redirects. An error that says that no server has the
-        slot becomes INCOMPLETE."""
+        """Reads the next reply, and follows redirects. If the error says that the slot has no
+        server, its code becomes INCOMPLETE."""
         sent, connection = self._sent.popleft()
         if connection is None:
             self._is_outdated = True
@@ -121,8 +122,8 @@ class ClusterPipe:
         return reply
 
     def _find(self, until_s: float) -> None:
-        """Learns the map of slots from the first server of the settings that tells it. Each of them
-        has an even share of the time, so one that hangs does not hide the others."""
+        """Learns the map of slots from the first server of the settings that answers. Each has an
+        equal share of the time, so that all are tried even if some hang."""
         seeds = self._settings.hosts_and_ports
         for at, address in enumerate(seeds, 1):
             now_s = time.monotonic()
@@ -137,8 +138,8 @@ class ClusterPipe:
             return self._learn(seed, until_s)
 
     def _learn(self, teller: ValkeyConnection, until_s: float) -> None:
-        """Asks a server for the map of slots, connects to servers that are new in it, and closes
-        the connections to those that no longer have slots."""
+        """Asks a server for the map of slots. Connects to new servers and disconnects from servers
+        without slots."""
         (reply,) = teller.ask([CLUSTER_SLOTS], until_s)
         if isinstance(reply, ErrorReply):
             raise unusable(reply.code) or unusable(STANDALONE) or LostError("is no cluster")
@@ -196,8 +197,8 @@ def _range(part: Reply, teller: ValkeyConnection) -> tuple[int, int, Address]:
 
 
 def _address(host: Reply, port: int, teller: ValkeyConnection) -> Address:
-    """Returns a server's address. A server that does not know its own host leaves it out: then it
-    is the one under which it was asked."""
+    """Returns a server's address. A server that does not know its host leaves it out; its address
+    is then the address that was asked."""
     if isinstance(host, bytes) and host:
         return host.decode("ascii", "replace"), port
     assert teller.address is not None, "a server of a cluster is reached over TCP"

@@ -1,4 +1,4 @@
-"""A connection to one Valkey or Redis server, and what a client asks of connections.
+"""A connection to a Valkey or Redis server, and the protocol of connections (`Pipe`).
 
 Always true: replies come in the order of the commands that were sent. After an exception the
 connection must be closed.
@@ -18,15 +18,15 @@ from hotkv_server.tiers.valkey.stream import ValkeyStream, connect
 
 # ------------------------------------------------------------------------------------- The greeting
 
-# The first words on a connection: who hotkv is, and whether the server can be used at all.
+# The first commands on a connection: they log in and check that the server is usable.
 #
-# Always true: nothing here repeats the password, nor what the server says to HELLO and AUTH:
-# servers quote the arguments of commands that they do not know.
+# Always true: the password, and replies to HELLO and AUTH, are never quoted: servers repeat the
+# arguments of unknown commands.
 
 MAX_SECRET_BYTES = 4096
 DEFAULT_USER = "default"
 CHECK_KEY = b"hotkv/1/check"
-"""Under which nothing is: asking for it shows whether the server answers this user."""
+"""A key that never exists. Asking for it shows whether the server answers this user."""
 ROLE_CODES = {b"replica": "READONLY", b"slave": "READONLY"}
 MODE_CODES = {b"cluster": "MOVED", b"sentinel": "SENTINEL"}
 MODE_CODES_IN_CLUSTER = {b"standalone": STANDALONE, b"sentinel": "SENTINEL"}
@@ -37,15 +37,15 @@ Ask = Callable[[Sequence[bytes], float], list[Reply]]
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """Who hotkv is at the server."""
+    """The credentials of hotkv at the server."""
 
     user: str
     password: bytes = field(repr=False)
 
 
 def read_login(settings: ValkeySettings) -> Login | None:
-    """Reads the password; None if there is none. Raises UnusableError if everybody may read its
-    file, or nobody can."""
+    """Reads the password; None if the settings have no password. Raises UnusableError if other
+    users may read its file, or if it is unreadable."""
     path = settings.password_file
     if path is None:
         return None
@@ -64,9 +64,11 @@ def read_login(settings: ValkeySettings) -> Login | None:
 
 
 def greet(ask: Ask, login: Login | None, settings: ValkeySettings, until_s: float) -> None:
-    """Logs in, chooses the database and looks whether keys can be asked for. Raises StoreError.
-    A server of a cluster is not asked for keys, and may be a replica: the map of slots says which
-    server has which keys."""
+    """Logs in, chooses the database and checks that keys can be asked for. Raises StoreError.
+
+    Servers of a cluster are not asked for keys, because they may be replicas; the map of slots
+    gives the right server.
+    """
     words = [b"HELLO", b"3"]
     if login is not None:
         words += [b"AUTH", login.user.encode(), login.password]
@@ -94,7 +96,7 @@ def _knows_no_hello(reply: ErrorReply, login: Login | None) -> bool:
 
 
 def _greet_version_2(ask: Ask, login: Login | None, until_s: float) -> None:
-    """For a server before version 6, or a user who may not say HELLO."""
+    """Logs in at a server before version 6, or as a user without permission for HELLO."""
     if login is not None:
         # The default user goes unnamed: a server before version 6 knows no users.
         user = [login.user.encode()] if login.user != DEFAULT_USER else []
@@ -130,29 +132,32 @@ class Pipe(Protocol):
     do so until `until_s`, of time.monotonic, and raise StoreError."""
 
     keeps_order: bool
-    """True if the store executes commands in the order in which they were sent."""
+    """Whether the store executes commands in the order in which they were sent."""
     has_one_clock: bool
-    """True if the store is one server, whose time and start INFO tells."""
+    """Whether the store is a single server, so that INFO tells its time and start."""
 
     def is_fresh(self) -> bool:
         """Returns False if the store has closed a connection or has sent too much."""
 
     def send(self, commands: Sequence[Command], until_s: float) -> None:
-        """Sends commands. The replies to earlier ones must have been read."""
+        """Sends commands. All replies to earlier commands must have been read."""
 
     def next(self, until_s: float) -> Reply:
-        """Returns the reply to the first command whose reply was not read."""
+        """Returns the next unread reply."""
 
     def value(self, head: memoryview, place: Place, until_s: float) -> Bulk | ErrorReply | None:
-        """Reads a value as `Replies.value` does, instead of `next`."""
+        """Reads a value as `Replies.value` does. Replaces `next`."""
 
     def close(self) -> None:
         """Closes all connections."""
 
 
 class ValkeyConnection:
-    """See the module and `Pipe`. Connects and logs in when it is made. `address`: host and port
-    of a server that is reached over TCP."""
+    """A connection to a single server; see the module and `Pipe`. Connects and logs in when it is
+    made.
+
+    `address`: host and port; None for a Unix socket.
+    """
 
     keeps_order = True
     has_one_clock = True
@@ -174,19 +179,19 @@ class ValkeyConnection:
         return f"ValkeyConnection({self._stream!r})"
 
     def is_fresh(self) -> bool:
-        """See `Pipe`."""
+        """Implements `Pipe`."""
         return self._replies.is_empty and self._stream.is_quiet()
 
     def send(self, commands: Sequence[Command], until_s: float) -> None:
-        """See `Pipe`."""
+        """Implements `Pipe`."""
         self._stream.send(list(_joined(commands)), until_s)
 
     def next(self, until_s: float) -> Reply:
-        """See `Pipe`."""
+        """Implements `Pipe`."""
         return self._replies.next(until_s)
 
     def value(self, head: memoryview, place: Place, until_s: float) -> Bulk | ErrorReply | None:
-        """See `Pipe`."""
+        """Implements `Pipe`."""
         return self._replies.value(head, place, until_s)
 
     def ask(self, commands: Sequence[bytes], until_s: float) -> list[Reply]:
@@ -195,13 +200,13 @@ class ValkeyConnection:
         return [self._replies.next(until_s) for _ in commands]
 
     def close(self) -> None:
-        """See `Pipe`."""
+        """Implements `Pipe`."""
         self._stream.close()
 
 
 def _joined(commands: Sequence[Command]) -> Iterator[bytes | memoryview]:
-    """Yields the pieces of commands. Neighbours are joined unless they are slots: TLS makes a
-    record of each piece."""
+    """Yields the bytes of commands. Joins neighbouring pieces, except slots: TLS makes a record of
+    each piece."""
     pieces = itertools.chain.from_iterable(one.pieces for one in commands)
     for is_slot, run in itertools.groupby(pieces, lambda piece: isinstance(piece, memoryview)):
         if is_slot:

@@ -35,16 +35,17 @@ from hotkv_server.tiers.valkey.errors import unusable
 from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Reply, command
 
 GRACE_S = 5.0
-"""How long a server that has just started is not trusted with epochs older than it. Nodes that have
-lost it try to connect every 2.5 s at least (`remote.health`)."""
+"""For so long after a server's start, epochs older than the start are not trusted. Nodes that lost
+the server try to connect at least every 2.5 s (`remote.health`)."""
 YOUNG_S = 600.0
-"""A server that is up for longer has not just started, whoever sees it for the first time."""
+"""A server that has run for longer has not just started, even when it is seen for the first
+time."""
 RAISE_TRIES = 8
-"""How often an epoch may be lost between two commands that raise it."""
+"""Most tries of a raise whose epoch is lost between its two commands."""
 
 
 class StoreClock:
-    """What a server says of its time and its start, for all connections to it. Thread-safe."""
+    """The time and the start of a server, shared by all connections to it. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,12 +57,12 @@ class StoreClock:
         return f"StoreClock(run_id={self._run_id!r}, started_us={self._started_us})"
 
     def restored_below(self, reply: Reply, now_s: float) -> int:
-        """As of `Shown`, given the reply to INFO_SERVER and a time of time.monotonic. 0 for a reply
-        that does not say it."""
+        """Returns `restored_below` of `Shown`, from the reply to INFO_SERVER and a time of
+        time.monotonic. 0 if the reply does not tell."""
         run_id, now_us, up_s = _said(reply)
         if not run_id or not now_us:
             return 0
-        # Its start is known to a second, which the next reply may narrow.
+        # The start is known to a second. Later replies may narrow it.
         started_us = now_us - up_s * 1_000_000
         with self._lock:
             if run_id != self._run_id:
@@ -75,13 +76,14 @@ INFO_SERVER = Command(b"", (command(b"INFO", b"server"),))
 
 
 def now_us(reply: Reply) -> int:
-    """Returns the server's wall clock in microseconds, from the reply to INFO_SERVER; ours if it
-    does not say it."""
+    """Returns the server's wall clock in microseconds, from the reply to INFO_SERVER; this
+    machine's clock if the reply does not tell."""
     return _said(reply)[1] or time.time_ns() // 1000
 
 
 def _said(reply: Reply) -> tuple[bytes, int, int]:
-    """Run id, microseconds of the wall clock, seconds since the start; empty and 0 if unsaid."""
+    """Returns the run id, microseconds of the wall clock, and seconds since the start; empty and 0
+    if the reply does not tell."""
     if not isinstance(reply, bytes):
         return b"", 0, 0
     said = dict(line.partition(b":")[::2] for line in reply.splitlines())
@@ -98,7 +100,7 @@ def _said(reply: Reply) -> tuple[bytes, int, int]:
 
 
 def epoch_key(fingerprint: str) -> bytes:
-    """Where a key space's epoch is."""
+    """Returns the key of a key space's epoch."""
     return b"hotkv/1/%b/epoch" % fingerprint.encode()
 
 
@@ -108,8 +110,8 @@ def get(fingerprint: str) -> Command:
 
 
 def begin(fingerprint: str, now_us: int) -> Command:
-    """Returns the command that begins an epoch where none is. `now_us`: microseconds of the wall
-    clock."""
+    """Returns the command that begins an epoch if the key space has none. `now_us`: microseconds of
+    the wall clock."""
     begun = b"%d" % protocol.begun(now_us)
     return Command.of(epoch_key(fingerprint), b"SET", begun, b"NX")
 
@@ -120,13 +122,13 @@ def raise_(fingerprint: str, by: int) -> Command:
 
 
 def remove(fingerprint: str) -> Command:
-    """Returns the command that takes an epoch away. A server that is full refuses INCR but not
-    this, and a flush must count there too."""
+    """Returns the command that removes an epoch. A full server refuses INCR but not this, so a
+    flush works there too."""
     return Command.of(epoch_key(fingerprint), b"UNLINK")
 
 
 def parsed_or_none(reply: Reply) -> int | None:
-    """As `parsed`; None for what is no epoch."""
+    """Returns the epoch as `parsed` does; None if the reply is no epoch."""
     try:
         return parsed(reply)
     except LostError:
@@ -134,8 +136,8 @@ def parsed_or_none(reply: Reply) -> int | None:
 
 
 def parsed(reply: Reply) -> int:
-    """Returns the epoch that a reply gives, or NO_EPOCH. Raises LostError or UnusableError if it
-    gives none."""
+    """Returns the epoch in a reply, or NO_EPOCH. Raises LostError or UnusableError if the reply is
+    no epoch."""
     if reply is None:
         return NO_EPOCH
     if isinstance(reply, ErrorReply):

@@ -1,15 +1,16 @@
-"""What a Valkey server says when it can't be used, in words that people can act on.
+"""Turns the errors of an unusable Valkey server into messages that people can act on.
 
-Always true: a message has no secret in it. What the server says about AUTH or HELLO is never
-quoted, because servers repeat the arguments of commands that they do not know.
+Always true: messages have no secrets. Replies to AUTH and HELLO are never quoted, because servers
+repeat the arguments of unknown commands.
 """
 
 from hotkv_server.tiers.remote.client import UnusableError
 
 FULL_CODES = ("OOM", "MISCONF", "NOREPLICAS")
-"""Codes of errors with which a server takes no more writes while reads go on."""
+"""Codes of errors with which a server refuses writes while reads go on."""
 INCOMPLETE = "INCOMPLETE"
-"""Our own code for a cluster that says one of INCOMPLETE_CODES, where a cluster is expected."""
+"""Our code for a cluster that answers with a code of INCOMPLETE_CODES where a cluster is
+expected."""
 INCOMPLETE_CODES = ("MOVED", "ASK", "CLUSTERDOWN", "CROSSSLOT", "TRYAGAIN")
 STANDALONE = "STANDALONE"
 """Our own code for a single server where a cluster is expected."""
@@ -32,23 +33,22 @@ _UNUSABLE = {
 
 
 def unusable(code: str) -> UnusableError | None:
-    """Returns the error for a reply with this code, if it speaks about the whole server; else
-    None."""
+    """Returns the error for a reply with this code, if it concerns the whole server; else None."""
     words = _UNUSABLE.get(code)
     return UnusableError(words) if words else None
 
 
 class Errors:
-    """Errors of a pipeline's commands: the first that speaks about the whole server."""
+    """Errors of a pipeline's commands. Keeps the first that concerns the whole server."""
 
     def __init__(self) -> None:
         self._first: UnusableError | None = None
 
     def add(self, code: str) -> None:
-        """Takes a reply's code into account."""
+        """Adds the code of a reply."""
         self._first = self._first or unusable(code)
 
     def check(self) -> None:
-        """Raises that error, if there is one. Call it after the last reply."""
+        """Raises that error, if there is any. Call it after the last reply."""
         if self._first is not None:
             raise self._first

@@ -1,8 +1,8 @@
 """RESP, the protocol of Redis and Valkey, versions 2 and 3: commands to bytes, bytes to replies.
 
-Always true: a reply is read to its last byte and no further, or the reading raises and the
-connection must be closed; the reader is never left in the middle of a reply. A value goes straight
-into the memory that is given for it. Of what a server sends, nothing grows without a bound.
+Always true: a reply is read exactly to its last byte, or the reader raises and the connection must
+be closed. A value is read directly into the caller's memory. All sizes that a server sends are
+bounded.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,32 +15,35 @@ MAX_LINE_BYTES = 4096
 MAX_REPLY_BYTES = 1 << 16
 """Longest string in a reply that is not a block's value."""
 MAX_SKIPPED_BYTES = 64 << 20
-"""Longest string that is skipped. To read past a longer one takes longer than to connect anew."""
+"""Longest string that is skipped. Beyond this, connecting anew is faster than reading past it."""
 MAX_ITEMS = 1 << 14
 """Most members of an array, map or set: as many as a cluster has slots."""
 MAX_DEPTH = 8
 BUFFER_BYTES = 1 << 14
 BESIDE_VALUE_BYTES = 128
-"""How much is read ahead around values: enough for the end of one value and the begin of the next,
-so that a value needs one system call, and little enough that copying it costs nothing."""
+"""Number of bytes to read ahead around values. It holds the end of a value and the begin of the
+next, so that a value needs a single system call; copying it costs next to nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """What the server says against a command. `code`: its first word, such as OOM."""
+    """An error reply of the server."""
 
     text: bytes
 
     @property
     def code(self) -> str:
-        """The first word."""
+        """The first word, such as OOM."""
         return self.text.split(b" ", 1)[0].decode("ascii", "replace")
 
 
 @dataclass(frozen=True, slots=True)
 class Bulk:
-    """A value that was read. `num_bytes`: its length. `is_placed`: whether all after its head lies
-    in the memory that was given."""
+    """A value that was read.
+
+    `num_bytes`: its length.
+    `is_placed`: whether the bytes after its head are in the memory that was given.
+    """
 
     num_bytes: int
     is_placed: bool
@@ -50,15 +53,15 @@ Reply: TypeAlias = (
     "bool | int | float | bytes | ErrorReply | list[Reply] | dict[bytes, Reply] | None"
 )
 Place: TypeAlias = Callable[[int], "memoryview | None"]
-"""Given a value's length, once its head is there: memory for the rest, of just its size, or None if
-nobody wants it."""
+"""Given a value's length after its head was read, returns memory of exactly the size of the rest;
+None to skip it."""
 
 
 class ReplySource(Protocol):
-    """Where replies come from."""
+    """A source of bytes for `Replies`."""
 
     def receive(self, buffers: Sequence[memoryview], until_s: float) -> int:
-        """Fills the buffers in their order with what has come, and waits for the first byte.
+        """Fills the buffers in order with the bytes that have come. Waits for the first byte.
         Returns the number of bytes, at least 1."""
 
 
@@ -70,14 +73,14 @@ def command(*words: bytes) -> bytes:
 
 
 class Command(NamedTuple):
-    """A command about one key. `pieces`: its bytes, in their order."""
+    """A command for a key. `pieces`: its bytes, in order."""
 
     key: bytes
     pieces: tuple[bytes | memoryview, ...]
 
     @classmethod
     def of(cls, key: bytes, name: bytes, *words: bytes) -> "Command":
-        """Returns the command `name`, of the key and words behind it."""
+        """Returns the command `name` with the key, followed by `words`."""
         return cls(key, (command(name, key, *words),))
 
 
@@ -88,7 +91,7 @@ class Replies:
         self._source = source
         self._bytes = bytearray(BUFFER_BYTES)
         self._buffer = memoryview(self._bytes)
-        # What has come and is not read yet.
+        # Bytes that have come and are not read yet.
         self._begin = self._end = 0
 
     def __repr__(self) -> str:
@@ -96,7 +99,7 @@ class Replies:
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing has come beyond the last reply."""
+        """Whether all received bytes belong to replies that were read."""
         return self._begin == self._end
 
     def next(self, until_s: float) -> Reply:
@@ -104,7 +107,7 @@ class Replies:
         while True:
             kind, rest = self._line(until_s, BUFFER_BYTES)
             reply = self._reply(kind, rest, until_s, 0)
-            # A push answers no command, nor does what only describes the reply that follows it.
+            # A push answers no command. Attributes only describe the reply that follows.
             if kind not in b">|":
                 return reply
 
@@ -182,7 +185,7 @@ class Replies:
         return items
 
     def _line(self, until_s: float, ahead_bytes: int) -> tuple[bytes, bytes]:
-        """(first byte, rest) of the next line."""
+        """Returns the first byte and the rest of the next line."""
         while True:
             begin, end = self._begin, self._bytes.find(b"\r\n", self._begin, self._end)
             if end > begin:
@@ -200,7 +203,7 @@ class Replies:
             raise LostError("sends a string that is longer than it says")
 
     def _take(self, into: memoryview, until_s: float) -> None:
-        """Fills all of `into` with the next bytes, past the buffer as far as it can."""
+        """Fills `into` with the next bytes. Bypasses the buffer as far as possible."""
         at = min(len(into), self._end - self._begin)
         into[:at] = self._buffer[self._begin : self._begin + at]
         self._begin += at

@@ -1,7 +1,7 @@
-"""Calls of a tier as commands to a Valkey or Redis server, or to a cluster of them.
+"""Turns calls of a tier into commands for a Valkey or Redis server, or for a cluster.
 
-Always true, besides what `Client` says: after a method all replies have been read, so each reply
-belongs to the command that was sent for it.
+Always true, in addition to `Client`: after a method all replies have been read, so each reply
+belongs to its command.
 """
 
 import time
@@ -17,22 +17,22 @@ from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Reply
 
 # ------------------------------------------------------------------------------------- Time to live
 
-# How long a block's value lives, by its depth.
+# The lifetime of a block's value, by its depth.
 
 HALFWAY_BLOCKS = 64
-"""Depth at which half of the fall has happened."""
+"""The depth at which half of the fall in `ttl_ms` has happened."""
 
 
 def ttl_ms(base_s: float, depth_blocks: int) -> int:
-    """Time to live, in milliseconds, of a block with `depth_blocks` blocks before it in its
-    sequence: `base_s` for the first one, falling towards half of it.
+    """Returns the time to live, in milliseconds, of a block with `depth_blocks` blocks before it:
+    `base_s` for the first block, falling towards half of it.
 
-    A block is of use only while all before it are there. A server with `maxmemory-policy
-    volatile-ttl` evicts what expires soonest, so with times that fall with depth it takes sequences
-    from their ends, and prefixes stay whole: of 124 blocks that outlived it 109 could be used, and
-    30 under `allkeys-lru`. The fall is steep at first because what is shared lies there, and then
-    flat, because a long sequence must not expire at its end while memory is free. Blocks of
-    different age are still in order as long as their ages differ by less than their times.
+    A block is useful only while all blocks before it exist. A server with `maxmemory-policy
+    volatile-ttl` evicts the keys that expire first. Since the time falls with depth, it evicts
+    sequences from their ends, and prefixes stay whole: of 124 remaining blocks 109 were usable,
+    against 30 under `allkeys-lru`. The fall is steep at first, because shared blocks lie there.
+    Then it is flat, because the end of a long sequence must not expire while memory is free. Blocks
+    of different age keep this order if their ages differ by less than their times.
     """
     return max(1, int(base_s * 500 * (1 + HALFWAY_BLOCKS / (HALFWAY_BLOCKS + depth_blocks))))
 
@@ -41,11 +41,13 @@ def ttl_ms(base_s: float, depth_blocks: int) -> int:
 
 
 class RespClient:
-    """See the module and `Client`."""
+    """A client over a pipe; see the module and `Client`."""
 
     def __init__(self, pipe: Pipe, ttl_s: float, clock: epochs.StoreClock) -> None:
-        """`pipe`: this closes it. `clock`: what all connections to the server know of its
-        start."""
+        """Takes ownership of `pipe`.
+
+        `clock`: shared by all connections to the server.
+        """
         self._pipe = pipe
         self._clock = clock
         self._says_info = pipe.has_one_clock
@@ -56,13 +58,13 @@ class RespClient:
         return f"RespClient({self._pipe!r})"
 
     def is_fresh(self) -> bool:
-        """See `Client`."""
+        """Implements `Client`."""
         return self._pipe.is_fresh()
 
     def probe(
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
-        """See `Client`."""
+        """Implements `Client`."""
         self._send_before_epochs([Command.of(key, b"EXISTS") for key in keys], expected, until_s)
         errors = Errors()
         settled = codes.copy()
@@ -87,10 +89,10 @@ class RespClient:
         codes: Codes,
         until_s: float,
     ) -> Epochs:
-        """See `Client`."""
+        """Implements `Client`."""
         self._send_before_epochs([Command.of(key, b"GET") for key in keys], expected, until_s)
         errors = Errors()
-        # Nothing counts before the epochs have been seen.
+        # Results count only after the epochs have been seen.
         settled = codes.copy() if expected else codes
         for at, (key, slot) in enumerate(zip(keys, slots, strict=True)):
             settled[at] = self._value(key, slot, errors, until_s)
@@ -98,7 +100,7 @@ class RespClient:
         if changed:
             return changed
         codes[:] = settled
-        # Now, and not with other work: the block may be written again as soon as this has ended.
+        # Forget at once: the block may be written again as soon as this call has ended.
         self.forget([keys[at] for at in (settled == Read.CORRUPT).nonzero()[0].tolist()], until_s)
         return changed
 
@@ -111,7 +113,7 @@ class RespClient:
         seals: Seals,
         until_s: float,
     ) -> None:
-        """See `Client`."""
+        """Implements `Client`."""
         commands, sealed = [], []
         for key, slot, depth in zip(keys, slots, depths, strict=True):
             head, seal = values.head(key, slot)
@@ -140,7 +142,7 @@ class RespClient:
         errors.check()
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
-        """See `Client`."""
+        """Implements `Client`."""
         if not keys:
             return
         for reply in self._ask([Command.of(key, b"UNLINK") for key in keys], until_s):
@@ -148,10 +150,10 @@ class RespClient:
                 raise LostError(f"answers UNLINK with {_shown(reply)}")
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """See `Client`."""
+        """Implements `Client`."""
         info = self._info(until_s)
         replies = self._ask([epochs.get(name) for name in fingerprints], until_s)
-        # One that is no number is left out: other key spaces go on.
+        # Leave out an epoch that is no number: other key spaces go on.
         found = dict(zip(fingerprints, map(epochs.parsed_or_none, replies), strict=True))
         missing = [name for name, epoch in found.items() if epoch == NO_EPOCH]
         begins = [epochs.begin(name, epochs.now_us(info)) for name in missing]
@@ -169,7 +171,7 @@ class RespClient:
         return Shown(shown, self._clock.restored_below(info, time.monotonic()))
 
     def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
-        """See `Client`."""
+        """Implements `Client`."""
         for _ in range(epochs.RAISE_TRIES):
             now_us = epochs.now_us(self._info(until_s))
             _, reply = self._ask(
@@ -185,17 +187,17 @@ class RespClient:
                 if not removed:
                     raise LostError("is full: it has no room for the epoch of a key space")
                 return NO_EPOCH
-            # Less: it was lost after it was read, and began again at 0.
+            # If it is less, the epoch was lost after it was read, and began again at 0.
             if (epoch := epochs.parsed(reply)) >= wanted:
                 return epoch
         raise LostError("loses an epoch again and again")
 
     def close(self) -> None:
-        """See `Client`."""
+        """Implements `Client`."""
         self._pipe.close()
 
     def _info(self, until_s: float) -> Reply:
-        """What the server says of itself; None if it is a cluster, or if this user may not ask."""
+        """Returns the server's reply to INFO; None for a cluster, or if this user may not ask."""
         if not self._says_info:
             return None
         (reply,) = self._ask([epochs.INFO_SERVER], until_s)
@@ -205,8 +207,8 @@ class RespClient:
     def _send_before_epochs(
         self, commands: Sequence[Command], expected: Epochs, until_s: float
     ) -> None:
-        """Sends commands whose replies `_changed` follows. The order is what makes a flush count:
-        see `epochs`."""
+        """Sends commands, and the questions for epochs that `_changed` reads, behind them. This
+        order makes a flush hold: see `epochs`."""
         asked = [epochs.get(name) for name in expected] if self._pipe.keeps_order else []
         self._pipe.send([*commands, *asked], until_s)
 
@@ -238,7 +240,7 @@ class RespClient:
         replies = {name: self._pipe.next(until_s) for name in expected}
         errors.check()
         now = {name: epochs.parsed(reply) for name, reply in replies.items()}
-        # NO_EPOCH is nobody's, also if it was expected.
+        # NO_EPOCH never matches, even if it was expected.
         return {name: at for name, at in now.items() if at != expected[name] or at == NO_EPOCH}
 
 

@@ -1,8 +1,8 @@
 """A stream of bytes to a server, over a Unix socket, TCP or TLS, with a time limit on each step.
 
-Always true: `send` and `receive` move bytes between the socket and the caller's own memory, without
-a copy in between; they end at `until_s` (of time.monotonic), and touch no buffer after that. Errors
-are LostError or LateError. Only the look-up of a host's name has no limit but the resolver's own.
+Always true: `send` and `receive` move bytes between the socket and the caller's memory without a
+copy. They end at `until_s` (of time.monotonic), and don't touch a buffer after that. Errors are
+LostError or LateError. Only the look-up of a host name has no limit but the resolver's.
 """
 
 import os
@@ -17,7 +17,7 @@ from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.tiers.remote.client import LateError, LostError, UnusableError
 
 MAX_PIECES = 1024
-"""Most buffers of one sendmsg: IOV_MAX of Linux."""
+"""Most buffers of a sendmsg: IOV_MAX of Linux."""
 
 
 class ValkeyStream:
@@ -31,7 +31,7 @@ class ValkeyStream:
         return f"ValkeyStream(fd={self._socket.fileno()}{', tls' if self._is_tls else ''})"
 
     def send(self, pieces: Sequence[bytes | memoryview], until_s: float) -> None:
-        """Sends all pieces, each of bytes."""
+        """Sends all pieces. Their items must be bytes."""
         left = [memoryview(piece) for piece in pieces if len(piece)]
         at = 0
         while at < len(left):
@@ -50,7 +50,7 @@ class ValkeyStream:
                 left[at] = left[at][sent:]
 
     def receive(self, buffers: Sequence[memoryview], until_s: float) -> int:
-        """Fills the buffers in their order with what has come, and waits for the first byte.
+        """Fills the buffers in order with the bytes that have come. Waits for the first byte.
         Returns the number of bytes, at least 1."""
         self._limit(until_s)
         try:
@@ -65,14 +65,14 @@ class ValkeyStream:
         return count
 
     def is_quiet(self) -> bool:
-        """False if bytes or the end of the stream wait to be read: after the last reply, there must
-        be none."""
+        """Returns False if bytes or the end of the stream wait to be read. After the last reply
+        this means an error."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN | select.POLLRDHUP)
         return not poll.poll(0)
 
     def close(self) -> None:
-        """Gives the socket back."""
+        """Closes the socket."""
         self._socket.close()
 
     def _limit(self, until_s: float) -> None:
@@ -88,7 +88,7 @@ def connect(
     """Connects as the settings say. Raises LostError, LateError, or UnusableError if files of the
     settings can't be used. `address`: host and port; None for the Unix socket."""
     left_s = max(until_s - time.monotonic(), 1e-3)
-    # The context first: what is wrong with files on this side is no matter of the server's.
+    # Make the context first: bad files on this side are no fault of the server.
     context = _tls_context(settings) if settings.tls else None
     try:
         if address is None:
@@ -124,7 +124,7 @@ def _tls_context(settings: ValkeySettings) -> ssl.SSLContext:
         if settings.cert_file is not None and settings.key_file is not None:
             named = f"cert_file {settings.cert_file} and key_file {settings.key_file}"
             check_private_key(settings.key_file)
-            # No password: a key that needs one would make OpenSSL ask for it on the terminal.
+            # No password: otherwise OpenSSL would ask for it on the terminal if a key needs it.
             context.load_cert_chain(settings.cert_file, settings.key_file, password=lambda: "")
     except (OSError, UnsafeError) as error:
         reason = str(error) if isinstance(error, UnsafeError) else _reason(error)
@@ -145,7 +145,7 @@ def _words(error: OSError) -> LostError | LateError:
 def _reason(error: OSError) -> str:
     if isinstance(error, ssl.SSLError):
         return error.reason or "TLS error"
-    # A resolver's codes are not those of the system.
+    # A resolver's codes are no errno.
     if isinstance(error, socket.gaierror) or not error.errno:
         return error.strerror or type(error).__name__
     return os.strerror(error.errno)

@@ -18,7 +18,7 @@ from hotkv_server.tiers.valkey.resp_client import RespClient
 
 
 class ValkeyTier(RemoteTier):
-    """See `RemoteTier`."""
+    """A tier in Valkey or Redis. See `RemoteTier`."""
 
     def __init__(
         self,

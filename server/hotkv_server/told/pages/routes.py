@@ -73,7 +73,7 @@ class Reply:
 
     @staticmethod
     def text(status: int, line: str, headers: Mapping[str, str] = PRIVATE) -> "Reply":
-        """Makes an answer of one line of text."""
+        """Makes an answer with a line of text."""
         return Reply(status, f"{line}\n".encode(), headers=headers)
 
     @staticmethod
@@ -184,8 +184,8 @@ class SavingsPage:
     async def reply(self, since_s: float, *, has_names: bool) -> Reply:
         """Returns the answer for the last `since_s` seconds; 0 for all.
 
-        Starts a new computation, which waits for its turn. Returns the latest answer if there is
-        one and the node rests; otherwise waits for the new answer. Raises the node's errors.
+        Starts a new computation, which waits for its turn. Returns the latest answer if it exists
+        and the node rests; otherwise waits for the new answer. Raises the node's errors.
         """
         asked = 60 * math.ceil(min(since_s, MAX_SINCE_S) / 60), has_names
         is_resting = self._turn.locked() or self._clock() < self._rests_until_s
@@ -323,8 +323,8 @@ class Routes:
         return await self._savings.reply(since_s, has_names=has_names)
 
     async def _once(self, name: str, make: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply:
-        """Returns the answer in progress under this name, or starts one. Requests that come while
-        it is in progress share it."""
+        """Returns the answer in progress under this name, or starts to make it. Requests that come
+        while it is in progress share it."""
         task = self._shared.get(name)
         if task is None or task.done():
             task = self._shared[name] = asyncio.create_task(make())

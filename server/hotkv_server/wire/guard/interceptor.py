@@ -172,7 +172,7 @@ def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _begin(context: Any) -> None:
-    """Sets the request id for the call's task: from its metadata, or a new one."""
+    """Sets the request id for the call's task: from its metadata, or a new id."""
     given = dict(context.invocation_metadata() or ()).get(REQUEST_ID_KEY, "")
     is_good = isinstance(given, str) and GOOD_REQUEST_ID.fullmatch(given)
     REQUEST_ID.set(given if is_good else secrets.token_hex(8))

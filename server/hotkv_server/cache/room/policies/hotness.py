@@ -38,9 +38,9 @@ from hotkv_server.cache.room.policies.shared import (
 
 EPOCH_S = 60.0
 KEEP = 0.5
-"""Weight of an epoch's hits after one more epoch."""
+"""Weight of an epoch's hits after another epoch."""
 MARGIN = 1.01
-"""Factor by which a contender must win to replace the current one."""
+"""Factor by which a contender must win to replace the current winner."""
 HOLD_MARGIN = 1.04
 """Additional factor by which a contender that holds blocks back must beat the others. Its shadow
 has no prefixes, so its hits are less certain."""
@@ -104,7 +104,7 @@ CONTENDERS = (
 
 
 class Duel:
-    """Shadow caches of all contenders over one sample."""
+    """Shadow caches of all contenders over the same sample."""
 
     def __init__(self, capacity: int, contenders: tuple[Contender, ...] = CONTENDERS) -> None:
         self.contenders = contenders

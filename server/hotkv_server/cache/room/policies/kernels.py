@@ -69,7 +69,7 @@ def use(
     memory: Any,
     depth_step: Any,
 ) -> None:
-    """Records one use of each entry: c = log2(2^(c - age/memory) + 2^weight). Times are in ticks.
+    """Records a use of each entry: c = log2(2^(c - age/memory) + 2^weight). Times are in ticks.
 
     A block counts as used at least as often as the blocks after it in the chain, plus one step per
     block, even if its own uses were forgotten. A weight of -inf is not a use: known entries count
@@ -124,8 +124,8 @@ def heat(
     "int64(uint64[::1], uint32[::1], uint64[::1], uint64[::1], uint64[::1])", nogil=True, cache=True
 )
 def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any) -> int:
-    """Resets the state of the given entries. Returns the number that had one, with their keys and
-    states."""
+    """Resets the state of the given entries. Returns the number that had a state, with their keys
+    and states."""
     count = 0
     for i in range(entries.shape[0]):
         state = states[entries[i]]
@@ -285,10 +285,10 @@ def observe(
     limit: Any,
     now_s: Any,
 ) -> None:
-    """Records one use of each sampled key among `asked`, head to tail, in every shadow cache. A
+    """Records a use of each sampled key among `asked`, head to tail, in every shadow cache. A
     shadow holds at most `limit` keys.
 
-    Keys of one call never displace each other: a cache stores as many of a request's blocks as find
+    Keys of a call never displace each other: a cache stores as many of a request's blocks as find
     room, from the head on. A key is not stored either if it would displace a key that was used
     within `hold_s`.
     """

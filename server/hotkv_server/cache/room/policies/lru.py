@@ -10,8 +10,8 @@ from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
 from hotkv_server.cache.room.policies.shared import ColdQueue, DemotedEntries, Highest, others
 
 STEP_S = 1e-7
-"""Distance between the stamps of two blocks of one touch; larger than the spacing of float64 near
-2e8 seconds."""
+"""Distance between the stamps of two blocks of the same touch; larger than the spacing of float64
+near 2e8 seconds."""
 DEMOTED_S = 2e8
 """Subtracted from the stamp of a demoted entry; larger than any stamp."""
 

@@ -1,7 +1,7 @@
 """The interface of an eviction policy: an order of coldness over ready entries.
 
 Always true: a policy never decides whether an entry may be evicted (pins do) and never accesses the
-index. Entries of one call are in chain order, each at most once. The head of a chain is hotter, so
+index. Entries of a call are in chain order, each at most once. The head of a chain is hotter, so
 that leaves are evicted first. Keys are 64-bit and outlive entry numbers: a policy recognizes a
 returning block by its key. No clock: `now_s` is passed in and never goes back.
 """
@@ -44,8 +44,8 @@ class Policy(Protocol):
         before them."""
 
     def allow_keeping(self, allowed: bool) -> None:
-        """Sets whether `victims` may return fewer entries than can be evicted; at first it may. A
-        policy that may not switches at once to its best rule without holding."""
+        """Sets whether `victims` may return fewer entries than can be evicted; at first it may. If
+        `allowed` is False, the policy switches at once to its best rule without holding."""
 
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
         """Marks entries as not expected to be used again. They are evicted before all others until

@@ -87,7 +87,7 @@ class GhostTable:
         return found, values
 
     def drop_from(self, tag: int) -> None:
-        """Drops ghosts with this tag or a higher one."""
+        """Drops ghosts with this tag or a higher tag."""
         gone = self.tags >= tag
         self.tags[gone] = 0
         self._ages[gone] = 0
@@ -131,7 +131,7 @@ MIN_QUEUED = 4
 """A refill queues at least this many. Small, because a colder block that comes later waits until
 these are evicted."""
 SWEEP_ENTRIES = 1 << 17
-"""Entry numbers that one part examines."""
+"""Entry numbers that each part examines."""
 
 Heat = Callable[[Entries], NDArray[np.float64]]
 Members = Callable[[int, int], Entries]
@@ -282,7 +282,7 @@ def _kept(num_seen: int, count: int) -> int:
 
 
 LOOKED_ENTRIES = 1 << 14
-"""Most entries that one `take` examines. After that many, the skipped entries (pinned, or of other
+"""Most entries that a `take` examines. After that many, the skipped entries (pinned, or of other
 slot sizes) move behind the rest."""
 PART_ENTRIES = 1 << 12
 COMPACTED_PARTS = 2
@@ -351,8 +351,8 @@ class DemotedEntries:
             self._compact_next()
 
     def _compact_next(self) -> None:
-        """Removes entries from one part that were used, removed or added again since. Joins the
-        part with the part before if both fit into one."""
+        """Removes entries from a part that were used, removed or added again since. Joins the part
+        with the part before if they fit together."""
         at = self._next if self._next < len(self._parts) else 0
         part = self._parts[at] = self._valid(self._parts[at])
         if at and len(self._parts[at - 1]) + len(part) <= PART_ENTRIES:
