@@ -96,6 +96,8 @@ def test_engines_share_answers_too_and_outlive_the_server(own_daemon, start):
     warm = second.ask_each(batch, 6)
     assert warm["cached"] == [usable(prompt) for prompt in batch]
     assert same(cold, warm)
+    told = own_daemon.admin("info")["counters"]
+    assert told["reported_hit_tokens_total"] >= sum(map(usable, batch)), "the ledger has the hits"
     turns = [prompt + answer for prompt, answer in zip(batch, cold["tokens"], strict=True)]
     third = start(own_daemon)
     assert third.ask_each(turns, 2)["cached"] == [usable(turn[:-1]) for turn in turns]

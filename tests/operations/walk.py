@@ -319,6 +319,45 @@ def reload(service: Service) -> None:
     say("reload", "log_level = debug without a restart")
 
 
+def second_door(service: Service, model: Path, folder: Path) -> None:
+    """Engines behind whose own offloading hotkv is: a second one hits what a first one stored."""
+    config = {
+        "kv_connector": "HotKVOffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "cpu_bytes_to_use": 256 << 20,
+            "hotkv.target": service.target,
+            # vLLM's offloading refuses CPU engines; only the copy is another one here.
+            "spec_name": "HostTieringSpec",
+            "spec_module_path": "hotkv_vllm.testing.host_copies",
+        },
+    }
+    settings = EngineSettings(str(model), engine_args={"kv_transfer_config": config})
+    prompt = prompts.token_ids(model, 77, PROMPT_TOKENS)
+    answers = []
+
+    def num_blocks() -> int:
+        spaces = json.loads(service.hotkv("status", "--json"))["key_spaces"]
+        return sum(space["block_count"] for space in spaces)
+
+    before = num_blocks()
+    for name in ("first behind", "second behind"):
+        with Engine(name, settings, folder) as engine:
+            engine.wait_ready()
+            answers.append(engine.generate(prompt, ANSWER_TOKENS))
+            shown = service.hotkv("sessions")
+            expect("offloading" in shown, f"hotkv sessions names no such door: {shown}")
+            wait(lambda: num_blocks() > before, "blocks are stored")
+    expect(not answers[0].hit_tokens, "a new prompt hit")
+    expect(answers[1].hit_tokens > 0, "the second engine did not hit")
+    expect(answers[0].token_ids == answers[1].token_ids, "the tokens differ")
+    say(
+        "second door",
+        f"{answers[1].hit_tokens} tokens from the other engine; first token after "
+        f"{answers[1].ttft_s:.3f} s, {answers[0].ttft_s:.2f} computed; tokens equal",
+    )
+
+
 def walk(folder: Path, shared_memory: Path) -> None:
     """Walks all steps. Raises WalkError."""
     installed = Installed(folder)
@@ -347,6 +386,7 @@ def walk(folder: Path, shared_memory: Path) -> None:
             reload(service)
         expect(not traffic.failures, "; ".join(traffic.failures))
         say("traffic", f"{traffic.num_requests} requests, {traffic.num_hits} hits, 0 failed")
+        second_door(service, model, folder)
 
 
 def main() -> int:
