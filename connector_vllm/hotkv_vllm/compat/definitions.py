@@ -12,6 +12,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -141,7 +142,7 @@ class Module:
         self._parts: list[tuple[str, str]] = []
         """Each statement's text, and the name of the class or function that it is, or empty."""
         first = None
-        for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
+        for start, end in pairwise([*starts, len(text)]):
             first = start if first is None else first
             if text[start] != "@":
                 header = HEADER.match(text, start, end)
