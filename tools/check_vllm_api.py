@@ -169,7 +169,7 @@ def uses_of(names: Names, door: str) -> Iterator[Uses]:
 
 def compare(source: Source, *, is_newest: bool, door: str = OWN) -> list[str]:
     """Differences between what a door uses of vLLM and one version."""
-    names = Names(source)
+    names = Names(source, is_whole=True)
     problems, num_checked = [], 0
     for uses in uses_of(names, door):
         problems += uses.problems

@@ -58,18 +58,18 @@ def forms(names: Names, door: str) -> dict[tuple[str, str], Form]:
 
 
 def made(sources: Sequence[Source]) -> str:
-    """Returns the list. A use is one of the newest version, the last; it has each form that it has
-    in one of the versions."""
-    every = [Names(source) for source in sources]
+    """Returns the list: each use with the forms that it has in the versions, None (it is not there)
+    among them."""
+    every = [Names(source, is_whole=True) for source in sources]
     doors: dict[str, dict[str, dict[str, list[Any]]]] = {}
     for door in filter(modules, DOORS):
         of_versions = [forms(names, door) for names in every]
         listed: dict[str, dict[str, list[Any]]] = {}
-        for module, name in sorted(of_versions[-1]):
+        for module, name in sorted(set().union(*of_versions)):
             entries: list[Any] = []
             for found in of_versions:
                 entry = found[module, name].entry() if (module, name) in found else None
-                if entry is not None and entry not in entries:
+                if entry not in entries:
                     entries.append(entry)
             listed.setdefault(module, {})[name] = entries
         doors[door] = listed
@@ -110,7 +110,7 @@ def stale() -> str:
         return "" if made([exact(one, CACHE) for one in uses.made_from]) == text else "it differs"
     except Unreachable as error:
         print(f"NOT CHECKED, but for the installed vLLM: {LIST.name}: {error}")
-    names = Names(installed())
+    names = Names(installed(), is_whole=True)
     for door in filter(modules, DOORS):
         listed = {(module, name) for module, found in uses.doors[door].items() for name in found}
         if lacking := sorted(set(forms(names, door)) - listed):

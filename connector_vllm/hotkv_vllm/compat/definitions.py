@@ -112,7 +112,9 @@ def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     """Statements of a body, also those in its branches; TYPE_CHECKING counts as true."""
     for node in body:
         yield node
-        if isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While):
+        if isinstance(node, ast.Match):
+            yield from statements([line for case in node.cases for line in case.body])
+        elif isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While):
             handlers = [line for handler in getattr(node, "handlers", ()) for line in handler.body]
             yield from statements(
                 [
@@ -129,33 +131,63 @@ STARTS = re.compile(r"^(?!(?:else|elif|except|finally)\b)[A-Za-z_@]", re.MULTILI
 HEADER = re.compile(r"(?:async\s+)?(?:class|def)\s+(\w+)")
 
 
+METHOD = re.compile(r"^    (?:async )?def ", re.MULTILINE)
+COLON = re.compile(r":[ \t]*(?:#.*)?$", re.MULTILINE)
+"""Ends a method's parameters, if it is the first line's, or follows the bracket that closes them."""
+CLOSING = re.compile(r"^    \)", re.MULTILINE)
+NEXT = re.compile(r"^ {0,4}[^\s)#]", re.MULTILINE)
+"""Begins whatever follows a method."""
+
+
+def without_bodies(text: str) -> str:
+    """Returns a class's text with `...` for the body of each method. It can't be parsed, or lacks
+    methods, if the text is not laid out as a formatter does it."""
+    kept, end = [], 0
+    for method in METHOD.finditer(text):
+        if method.start() < end:
+            continue
+        line_end = text.find("\n", method.end())
+        colon = COLON.search(text, method.end(), line_end) if line_end > 0 else None
+        if colon is None:
+            closing = CLOSING.search(text, method.end())
+            colon = COLON.search(text, closing.end()) if closing is not None else None
+        if colon is None:
+            continue
+        kept += [text[end : colon.start()], ": ...\n"]
+        after = NEXT.search(text, colon.end())
+        end = after.start() if after is not None else len(text)
+    return "".join([*kept, text[end:]])
+
+
 class Module:
     """One file, parsed as far as it is asked for. Raises SyntaxError if it can't be."""
 
     node = ast.Module([], [])
     """Stands for a module in `Found`."""
 
-    def __init__(self, text: str, *, is_package: bool) -> None:
+    def __init__(self, text: str, *, is_package: bool, is_whole: bool) -> None:
         self.is_package = is_package
         self._text = text
-        starts = [found.start() for found in STARTS.finditer(text)]
         self._parts: list[tuple[str, str]] = []
         """Each statement's text, and the name of the class or function that it is, or empty."""
+        self._parsed: dict[int, list[ast.stmt]] = {}
+        self._full: dict[str, ast.ClassDef] = {}
+        self._whole = ast.parse(text).body if is_whole else None
         first = None
+        starts = [found.start() for found in STARTS.finditer(text)] if not is_whole else []
         for start, end in pairwise([*starts, len(text)]):
             first = start if first is None else first
             if text[start] != "@":
                 header = HEADER.match(text, start, end)
                 self._parts.append((text[first:end], header[1] if header else ""))
                 first = None
-        self._parsed: dict[int, list[ast.stmt]] = {}
-        self._whole: list[ast.stmt] | None = None
 
     def defining(self, name: str) -> Iterator[ast.stmt]:
         """Yields the statements that may define a name, in order, those in branches too."""
-        word = re.compile(rf"\b{re.escape(name)}\b|import \*")
         yield from self._statements(
-            lambda text, header: header == name or (not header and word.search(text) is not None)
+            lambda text, header: (
+                header == name or (not header and (name in text or "import *" in text))
+            )
         )
 
     def classes(self) -> Iterator[ast.ClassDef]:
@@ -164,15 +196,15 @@ class Module:
             if isinstance(node, ast.ClassDef):
                 yield node
 
-    def class_bases(self) -> dict[str, tuple[str, ...]]:
-        """Returns the names of each top-level class's bases, from its first lines alone."""
-        found = {}
-        for text, header in self._parts:
-            match = re.search(rf"^class\s+{header}\s*\(([^)]*)\)", text, re.MULTILINE)
-            if header and match is not None:
-                bases = (base.partition("[")[0].strip() for base in match[1].split(","))
-                found[header] = tuple(base.rpartition(".")[2] for base in bases)
-        return found
+    def full(self, cls: ast.ClassDef) -> ast.ClassDef:
+        """Returns a class of this module with the bodies of its methods."""
+        if self._whole is None and cls.name not in self._full:
+            for text, header in self._parts:
+                if header == cls.name:
+                    self._full[header] = next(
+                        node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)
+                    )
+        return self._full.get(cls.name, cls)
 
     def _statements(self, is_wanted: Callable[[str, str], bool]) -> Iterator[ast.stmt]:
         if self._whole is None:
@@ -188,19 +220,29 @@ class Module:
 
     def _part(self, place: int) -> list[ast.stmt]:
         if place not in self._parsed:
-            self._parsed[place] = ast.parse(self._parts[place][0]).body
+            text = self._parts[place][0]
+            try:
+                self._parsed[place] = ast.parse(without_bodies(text)).body
+            except SyntaxError:
+                self._parsed[place] = ast.parse(text).body
         return self._parsed[place]
 
 
 class Names:
-    """Definitions in one version's sources. Raises SyntaxError if a file can't be parsed."""
+    """Definitions in one version's sources. Raises SyntaxError if a file can't be parsed.
 
-    def __init__(self, source: Readable) -> None:
+    is_whole: parse files as a whole. Without it a definition may be overlooked, if a file is not
+    laid out as a formatter does it.
+    """
+
+    def __init__(self, source: Readable, *, is_whole: bool) -> None:
         self._source = source
+        self._is_whole = is_whole
         self._modules: dict[str, Module | None] = {}
         self._found: dict[tuple[str, str], Found | None] = {}
         self._members: dict[ast.AST, dict[str, ast.AST]] = {}
         self._set: dict[ast.AST, dict[str, ast.AST]] = {}
+        self._calls: dict[ast.AST, dict[str, set[str]]] = {}
 
     def module(self, name: str) -> Module | None:
         if name not in self._modules:
@@ -208,7 +250,11 @@ class Names:
             text, is_package = self._source.read(f"{path}.py"), False
             if text is None:
                 text, is_package = self._source.read(f"{path}/__init__.py"), True
-            self._modules[name] = None if text is None else Module(text, is_package=is_package)
+            self._modules[name] = (
+                None
+                if text is None
+                else Module(text, is_package=is_package, is_whole=self._is_whole)
+            )
         return self._modules[name]
 
     def find(self, name: str) -> Found | None:
@@ -293,20 +339,27 @@ class Names:
 
     def member(self, cls: Found, name: str) -> Found | None:
         """Returns a class's method, field or attribute, its bases' included."""
-        for one in self.bases(cls):
-            if (node := self._own(one.node, name)) is not None:
-                return Found(one.module, node)
+        bases = self.bases(cls)
+        for members in (self._body_members, self._set_members):
+            for one in bases:
+                if (node := members(one).get(name)) is not None:
+                    return Found(one.module, node)
         return None
 
-    def _own(self, cls: ast.AST, name: str) -> ast.AST | None:
-        assert isinstance(cls, ast.ClassDef)
-        if cls not in self._members:
-            self._members[cls] = body_members(cls)
-        if (node := self._members[cls].get(name)) is None:
-            if cls not in self._set:
-                self._set[cls] = set_members(cls)
-            node = self._set[cls].get(name)
-        return node
+    def _body_members(self, cls: Found) -> dict[str, ast.AST]:
+        if cls.node not in self._members:
+            self._members[cls.node] = body_members(cls.node)
+        return self._members[cls.node]
+
+    def _set_members(self, cls: Found) -> dict[str, ast.AST]:
+        if cls.node not in self._set:
+            self._set[cls.node] = set_members(self._full(cls))
+        return self._set[cls.node]
+
+    def _full(self, cls: Found) -> ast.ClassDef:
+        module = self.module(cls.module)
+        assert isinstance(cls.node, ast.ClassDef) and module is not None
+        return module.full(cls.node)
 
     def owner(self, cls: Found, name: str) -> Found | None:
         """Returns a class that has such a member: `cls`, or a subclass in its own module, for
@@ -352,7 +405,7 @@ class Names:
         """Returns the methods that a class asks its subclasses for."""
         found: dict[str, bool] = {}
         for one in self.bases(cls):
-            for name, node in body_members(one.node).items():  # type: ignore[arg-type]
+            for name, node in body_members(one.node).items():
                 decorators = node.decorator_list if isinstance(node, FunctionDef) else []
                 is_abstract = any("abstract" in ast.unparse(one) for one in decorators)
                 found.setdefault(name, is_abstract)
@@ -360,18 +413,17 @@ class Names:
 
     def callers(self, cls: Found, name: str) -> list[str]:
         """Returns the methods of a class's own body that call a method of this name."""
-        assert isinstance(cls.node, ast.ClassDef)
-        return sorted(
-            method
-            for method, node in body_members(cls.node).items()
-            if isinstance(node, FunctionDef)
-            and any(
-                isinstance(one, ast.Call)
-                and isinstance(one.func, ast.Attribute)
-                and one.func.attr == name
-                for one in ast.walk(node)
-            )
-        )
+        if cls.node not in self._calls:
+            self._calls[cls.node] = {
+                method: {
+                    one.func.attr
+                    for one in ast.walk(node)
+                    if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute)
+                }
+                for method, node in body_members(self._full(cls)).items()
+                if isinstance(node, FunctionDef)
+            }
+        return sorted(method for method, called in self._calls[cls.node].items() if name in called)
 
     # ---------------------------------------------------------------------------------------- types
 
@@ -431,8 +483,9 @@ def own_members(cls: ast.AST) -> dict[str, ast.AST]:
     return set_members(cls) | body_members(cls)
 
 
-def body_members(cls: ast.ClassDef) -> dict[str, ast.AST]:
+def body_members(cls: ast.AST) -> dict[str, ast.AST]:
     """Returns the members that a class's own body defines."""
+    assert isinstance(cls, ast.ClassDef)
     members: dict[str, ast.AST] = {}
     for line in statements(cls.body):
         if isinstance(line, ast.ClassDef | FunctionDef):
@@ -448,7 +501,7 @@ def set_members(cls: ast.ClassDef) -> dict[str, ast.AST]:
     members: dict[str, ast.AST] = {}
     for method in [line for line in statements(cls.body) if isinstance(line, FunctionDef)]:
         arguments = {argument.arg: argument for argument in method.args.args}
-        for node in ast.walk(method):
+        for node in statements(method.body):
             if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
                 continue
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:

@@ -19,7 +19,7 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from time import perf_counter
@@ -114,13 +114,13 @@ class Form:
 
 @dataclass(frozen=True)
 class Uses:
-    """The list. A use has the form that it has in each version that the list was made from; forms
-    that are equal are there once."""
+    """The list. A use has a form for each version that the list was made from, None if it is not
+    there in one; forms that are equal are listed once."""
 
     made_from: tuple[str, ...]
     specs: frozenset[str]
     backends: Mapping[str, frozenset[str]]
-    doors: Mapping[str, Mapping[str, Mapping[str, tuple[Form, ...]]]]
+    doors: Mapping[str, Mapping[str, Mapping[str, tuple[Form | None, ...]]]]
 
     @classmethod
     def read(cls, text: str) -> "Uses":
@@ -132,7 +132,7 @@ class Uses:
             {
                 door: {
                     module: {
-                        name: tuple(Form.read(entry) for entry in entries)
+                        name: tuple(Form.read(entry) if entry else None for entry in entries)
                         for name, entries in names.items()
                     }
                     for module, names in modules.items()
@@ -158,11 +158,15 @@ def form_of(names: Names, found: Found, *, is_member: bool) -> Form:
 def spec_classes(names: Names) -> set[str]:
     """Returns the names of all KV cache spec classes."""
     module = names.module(SPECS)
-    bases = module.class_bases() if module is not None else {}
-    found = {SPEC}
-    while more := {one for one in bases if one not in found and found.intersection(bases[one])}:
-        found |= more
-    return found
+    classes = module.classes() if module is not None else ()
+    return {
+        node.name
+        for node in classes
+        if any(
+            isinstance(base.node, ast.ClassDef) and base.node.name == SPEC
+            for base in names.bases(Found(SPECS, node))
+        )
+    }
 
 
 def backends(names: Names, enum: str) -> set[str]:
@@ -179,12 +183,16 @@ def backends(names: Names, enum: str) -> set[str]:
 def differences(source: Readable, door: str, uses: Uses) -> list[str]:
     """Returns a line for each use of a door that does not check out in a version's sources, and for
     each spec class and backend that is unknown. Raises SyntaxError."""
-    names = Names(source)
+    names = Names(source, is_whole=False)
+    whole = Names(source, is_whole=True)
     found: dict[str, None] = {}
     for module, entries in uses.doors[door].items():
         for name, forms in entries.items():
-            if all(problems := [_differs(names, module, name, form) for form in forms]):
-                found[problems[-1]] = None
+            if _differs(names, module, name, forms):
+                # Only now, so that what was overlooked does not count.
+                found |= dict.fromkeys(
+                    [why] if (why := _differs(whole, module, name, forms)) else []
+                )
     for name in sorted(spec_classes(names) - uses.specs):
         found[f"{name} is a KV cache spec that nobody has looked at"] = None
     for enum in ENUMS:
@@ -193,10 +201,21 @@ def differences(source: Readable, door: str, uses: Uses) -> list[str]:
     return list(found)
 
 
-def _differs(names: Names, module: str, name: str, form: Form) -> str:
+def _differs(names: Names, module: str, name: str, forms: Sequence[Form | None]) -> str:
+    """Returns how a use differs from each of its forms, by the last of them; empty if it checks
+    out."""
+    problems = [_differs_from(names, module, name, form) for form in forms]
+    return next(one for one in reversed(problems) if one) if all(problems) else ""
+
+
+def _differs_from(names: Names, module: str, name: str, form: Form | None) -> str:
     """Returns how a use differs from this form; empty if it checks out."""
     first, _, member = name.partition(".")
     found = names.find(f"{module}.{first}")
+    if form is None:
+        cls = found if found is not None and isinstance(found.node, ast.ClassDef) else None
+        is_gone = names.member(cls, member) is None if cls is not None and member else found is None
+        return "" if is_gone else f"{name} is there"
     if found is None:
         return f"{module}.{first} is not there"
     if member:
