@@ -267,9 +267,13 @@ class Uses:
         found = self._member(called, kind)
         if found is None or not isinstance(found.node, ast.ClassDef | FunctionDef):
             return None
-        is_bound = isinstance(kind, Instance) or kind_of(found.node) == "classmethod"
         is_of_module = isinstance(kind, Scope) and kind.found.node is Module.node
-        if isinstance(found.node, FunctionDef) and not is_bound and not is_of_module:
+        if (
+            isinstance(kind, Scope)
+            and isinstance(found.node, FunctionDef)
+            and not is_of_module
+            and kind_of(found.node) != "classmethod"
+        ):
             return None
         return self._call_of(node, self._last, found, is_member=not is_of_module)
 

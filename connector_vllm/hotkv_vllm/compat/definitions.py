@@ -133,7 +133,7 @@ HEADER = re.compile(r"(?:async\s+)?(?:class|def)\s+(\w+)")
 
 METHOD = re.compile(r"^    (?:async )?def ", re.MULTILINE)
 COLON = re.compile(r":[ \t]*(?:#.*)?$", re.MULTILINE)
-"""Ends a method's parameters, if it is the first line's, or follows the bracket that closes them."""
+"""Ends a method's parameters: in its first line, or after the bracket that closes them."""
 CLOSING = re.compile(r"^    \)", re.MULTILINE)
 NEXT = re.compile(r"^ {0,4}[^\s)#]", re.MULTILINE)
 """Begins whatever follows a method."""
