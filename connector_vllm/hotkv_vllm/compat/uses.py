@@ -184,21 +184,33 @@ def differences(source: Readable, door: str, uses: Uses) -> list[str]:
     """Returns a line for each use of a door that does not check out in a version's sources, and for
     each spec class and backend that is unknown. Raises SyntaxError."""
     names = Names(source, is_whole=False)
+    found = {**changed_uses(source, names, door, uses), **unknown_kinds(names, uses)}
+    return list(found)
+
+
+def changed_uses(source: Readable, names: Names, door: str, uses: Uses) -> dict[str, None]:
+    """Returns a line for each use that does not check out, in order. `names`: of the sources, and
+    quick; a use that does not check out by them is looked at again with whole files."""
     whole = Names(source, is_whole=True)
     found: dict[str, None] = {}
     for module, entries in uses.doors[door].items():
         for name, forms in entries.items():
-            if _differs(names, module, name, forms):
-                # Only now, so that what was overlooked does not count.
-                found |= dict.fromkeys(
-                    [why] if (why := _differs(whole, module, name, forms)) else []
-                )
+            if _differs(names, module, name, forms) and (
+                why := _differs(whole, module, name, forms)
+            ):
+                found[why] = None
+    return found
+
+
+def unknown_kinds(names: Names, uses: Uses) -> dict[str, None]:
+    """Returns a line for each spec class and attention backend that is unknown, in order."""
+    found: dict[str, None] = {}
     for name in sorted(spec_classes(names) - uses.specs):
         found[f"{name} is a KV cache spec that nobody has looked at"] = None
     for enum in ENUMS:
         for name in sorted(backends(names, enum) - uses.backends[enum]):
             found[f"{name} is an attention backend that nobody has looked at"] = None
-    return list(found)
+    return found
 
 
 def _differs(names: Names, module: str, name: str, forms: Sequence[Form | None]) -> str:
