@@ -8,6 +8,7 @@ installed vLLM's."""
 import ast
 import copy
 import functools
+import gc
 import logging
 import re
 from collections.abc import Iterator
@@ -62,9 +63,12 @@ class Once:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text is parsed once: the same files are compared again and again."""
-    monkeypatch.setattr(definitions.ast, "parse", functools.cache(ast.parse))
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Texts are parsed once as long as they are used, and nobody looks through the trees."""
+    monkeypatch.setattr(definitions.ast, "parse", functools.lru_cache(400)(ast.parse))
+    gc.disable()
+    yield
+    gc.enable()
 
 
 # ----------------------------------------------------------------------------------- what is broken
@@ -284,8 +288,7 @@ def test_an_older_version_is_off_and_named() -> None:
 
 LAYOUTS = {
     "code at the margin of a text": lambda text: text.replace(
-        "@dataclass
-class KVCacheConfig:",
+        "@dataclass\nclass KVCacheConfig:",
         'TEXT = """\nclass KVCacheConfig:\n    pass\n"""\n\n\n@dataclass\nclass KVCacheConfig:',
     ),
     "four columns become two": lambda text: re.sub(
@@ -349,8 +352,10 @@ def test_an_unknown_version_is_on_with_a_line_or_off_with_names(
     monkeypatch.setattr(versions, "VERSION", version)
     with caplog.at_level(logging.INFO):
         assert versions.why_off(OWN, False) == ""
-    assert caplog.records[0].getMessage().startswith(
-        f"hotkv is on: vLLM {version} is not tested, but all "
+    assert (
+        caplog.records[0]
+        .getMessage()
+        .startswith(f"hotkv is on: vLLM {version} is not tested, but all ")
     )
     versions._answer.cache_clear()
     without = Changed(installed(), {"vllm/v1/request.py": "class Request:\n    pass\n"})
