@@ -93,7 +93,12 @@ def renamed(source: Readable, names: Names, module: str, name: str) -> Changed:
     first, _, member = name.partition(".")
     texts: dict[str, str | None] = {}
     if not member:
+        found = names.find(f"{module}.{first}")
+        assert found is not None
         path = path_of(source, module)
+        if first not in (source.read(path) or ""):
+            # It came with `import *`.
+            path = path_of(source, found.module)
         texts[path] = re.sub(rf"\b{first}\b", f"{first}_x", source.read(path) or "")
         if (names.module(f"{module}.{first}")) is not None:
             texts[path_of(source, f"{module}.{first}")] = None
