@@ -77,6 +77,7 @@ check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contrac
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_vllm_api.py
+	$(BIN)/python tools/vllm_list.py --check
 	$(BIN)/python tools/check_vllm_reuse.py
 	$(BIN)/buf lint
 	$(PROTO_VENV)/bin/python tools/protos.py --check
@@ -91,12 +92,13 @@ docs: $(DOCS_VENV)/.stamp ## builds docs/ into site/, searchable; a link or an a
 	$(DOCS_VENV)/bin/python tools/site_build.py
 	$(DOCS_VENV)/bin/python tools/site_check.py site
 
-fix: $(STAMPS)/dev ## formats, mends what ruff can mend, and makes pages of metrics and pairs anew
+fix: $(STAMPS)/dev ## formats, mends what ruff can mend, and makes pages of metrics and pairs, and the list of vLLM's names, anew
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/python -m tools.metrics_reference
 	$(BIN)/python -m tools.dashboard
 	$(BIN)/python -m tools.pairs_table
+	$(BIN)/python tools/vllm_list.py
 
 proto: $(PROTO_VENV)/.stamp ## generates the wire's code anew
 	$(PROTO_VENV)/bin/python tools/protos.py

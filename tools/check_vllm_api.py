@@ -17,19 +17,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "connector_vllm")]
 
-from tools.vllm_sources import Source, Unreachable, installed, release  # noqa: E402
-from tools.vllm_uses import (  # noqa: E402
-    Names,
-    Uses,
-    hooks_of,
-    pauses_by,
+from hotkv_vllm.compat.definitions import Names  # noqa: E402
+from hotkv_vllm.compat.uses import DOORS, LEFT_OUT, OFFLOADING, OWN, TESTED, Line, span  # noqa: E402
+from tools.vllm_sources import (  # noqa: E402
+    Source,
+    Unreachable,
+    installed,
+    lines,
+    release,
 )
+from tools.vllm_uses import Uses, hooks_of, pauses_by  # noqa: E402
 
 PACKAGE = ROOT / "connector_vllm" / "hotkv_vllm"
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 CACHE = Path(os.environ.get("HOTKV_VENV", str(ROOT / ".venv"))) / ".vllm"
+OLDEST: Line = (0, 31)
+"""Older lines than the tested ones are compared from this on."""
 FEWEST_CHECKED = 150
 """If fewer uses than this are found in a version, the check itself no longer sees what it
 should."""
@@ -58,7 +63,12 @@ NOT_OVERRIDDEN = {
 """Hooks that hotkv leaves to the base class, and why. One that is not here and not overridden is
 new: read what it asks of connectors."""
 
-FREE = {"worker/layout.py", "sparse/backend.py", "residency/cuda_backend.py"}
+FREE = {
+    "worker/layout.py",
+    "sparse/backend.py",
+    "residency/cuda_backend.py",
+    "testing/host_copies.py",
+}
 FREE_FOLDER = "compat/"
 PUBLIC = (
     "vllm.LLM",
@@ -73,6 +83,8 @@ PUBLIC = (
     "vllm.v1.core.kv_cache_manager",
     "vllm.v1.core.sched.output",
     "vllm.v1.kv_cache_interface",
+    "vllm.v1.kv_offload.base",
+    "vllm.v1.kv_offload.tiering.base",
     "vllm.v1.metrics.cache_hit_source",
     "vllm.v1.outputs",
     "vllm.v1.request",
@@ -106,49 +118,108 @@ def internal_imports() -> list[str]:
     ]
 
 
-def supported() -> tuple[tuple[int, int], ...]:
-    """Returns the release lines that `hotkv_vllm.versions` names."""
-    values: dict[str, tuple[int, int]] = {}
-    for node in ast.parse((PACKAGE / "versions.py").read_text()).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
-            names = [ast.unparse(target) for target in node.targets[0].elts]
-            values |= dict(zip(names, ast.literal_eval(node.value), strict=True))
-    first, last = values["FIRST"], values["LAST"]
+def modules(door: str) -> list[Path]:
+    """Returns the modules of a door: for the connector's own all but the folders `offloading` and
+    `testing`; for `offloading` that folder and the modules that it imports."""
+    doubles = PACKAGE / "testing"
+    everything = sorted(path for path in PACKAGE.rglob("*.py") if doubles not in path.parents)
+    within = [path for path in everything if OFFLOADING in path.relative_to(PACKAGE).parts[:1]]
+    if door == OWN:
+        return [path for path in everything if path not in within]
+    found, new = set(within), set(within)
+    while new:
+        new = {one for path in new for one in _imported_modules(path)} - found
+        found |= new
+    return sorted(found)
+
+
+def _imported_modules(path: Path) -> Iterator[Path]:
+    """Yields the modules of `hotkv_vllm` that a module imports, at its top or later."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == PACKAGE.name:
+                place = PACKAGE.joinpath(*parts[1:])
+                files = (place.with_suffix(".py"), place / "__init__.py")
+                yield from (file for file in files if len(parts) > 1 and file.is_file())
+
+
+def supported(door: str = OWN) -> tuple[Line, ...]:
+    """Returns the release lines that a door is tested with."""
+    first, last = TESTED[door]
     return tuple((first[0], minor) for minor in range(first[1], last[1] + 1))
 
 
-def sources(lines: tuple[tuple[int, int], ...]) -> Iterator[tuple[Source, bool]]:
+def sources(tested: tuple[Line, ...]) -> Iterator[tuple[Source, bool]]:
     """Returns the sources that can be had, and whether one is the newest line's; says which
     can't."""
     yield installed(), False
-    for line in lines:
+    for line in tested:
         try:
-            yield release(line, CACHE), line == lines[-1]
+            yield release(line, CACHE), line == tested[-1]
         except Unreachable as error:
             print(f"NOT CHECKED against vLLM {line[0]}.{line[1]}: {error}")
 
 
-def compare(source: Source, *, is_newest: bool) -> list[str]:
-    """Differences between what the connector uses and one version of vLLM."""
-    names = Names(source)
-    problems, num_checked = [], 0
-    for path in sorted(PACKAGE.rglob("*.py")):
+def uses_of(names: Names, door: str) -> Iterator[Uses]:
+    """Yields the uses of each module of a door, compared with one version."""
+    for path in modules(door):
         uses = Uses(names, str(path.relative_to(ROOT)), ast.parse(path.read_text()))
         uses.check()
+        yield uses
+
+
+def compare(source: Source, *, is_newest: bool, door: str = OWN) -> list[str]:
+    """Differences between what a door uses of vLLM and one version."""
+    names = Names(source, is_whole=True)
+    problems, num_checked = [], 0
+    for uses in uses_of(names, door):
         problems += uses.problems
         num_checked += uses.num_checked
-    problems += [why] if (why := pauses_by(names)) else []
-    problems += hook_problems(names, is_newest=is_newest)
-    if num_checked < FEWEST_CHECKED:
+    if door == OWN:
+        problems += [why] if (why := pauses_by(names)) else []
+        problems += hook_problems(names, is_newest=is_newest)
+    if door == OWN and num_checked < FEWEST_CHECKED:
         problems.append(
             f"only {num_checked} uses of vLLM were found, where at least {FEWEST_CHECKED} were "
             "expected"
         )
     print(
-        f"{source.name}: {num_checked} imports, attributes, calls and overrides compared, "
+        f"{source.name}, {door}: {num_checked} imports, attributes, calls and overrides compared, "
         f"{len(problems)} problems"
     )
     return sorted(set(problems))
+
+
+def others(door: str) -> list[str]:
+    """Compares the lines that a door is not tested with: older ones, each of which must have its
+    words in `LEFT_OUT`, and newer ones of the index, whose differences are only printed."""
+    first, last = TESTED[door]
+    try:
+        newer = [line for line in lines() if line > last]
+    except Unreachable as error:
+        print(f"NOT CHECKED against versions newer than {last[0]}.{last[1]}: {error}")
+        newer = []
+    older = [(OLDEST[0], minor) for minor in range(OLDEST[1], first[1])]
+    found = []
+    for line in [*older, *newer]:
+        try:
+            source = release(line, CACHE)
+        except Unreachable as error:
+            print(f"NOT CHECKED against vLLM {line[0]}.{line[1]}: {error}")
+            continue
+        problems = compare(source, is_newest=False, door=door)
+        if line > last:
+            print("\n".join(f"newer, {source.name}: {problem}" for problem in problems))
+        elif bool(problems) != (line in LEFT_OUT[door]):
+            found.append(f"{source.name}, {door}: LEFT_OUT does not say why: {problems}")
+    return found
 
 
 def hook_problems(names: Names, *, is_newest: bool) -> list[str]:
@@ -187,13 +258,17 @@ def hook_problems(names: Names, *, is_newest: bool) -> list[str]:
 
 def main() -> int:
     """Runs the command."""
-    lines = supported()
-    said = f"vLLM {lines[0][0]}.{lines[0][1]} to {lines[-1][0]}.{lines[-1][1]}"
+    said = f"vLLM {span(OWN)}"
     found = internal_imports()
     if said not in (ROOT / "README.md").read_text():
-        found.append(f"README.md does not say {said!r}, as hotkv_vllm/versions.py does")
-    for source, is_newest in sources(lines):
-        found += [f"{source.name}: {problem}" for problem in compare(source, is_newest=is_newest)]
+        found.append(f"README.md does not say {said!r}, as hotkv_vllm/compat/uses.py does")
+    for door in DOORS:
+        if not modules(door):
+            continue
+        for source, is_newest in sources(supported(door)):
+            problems = compare(source, is_newest=is_newest, door=door)
+            found += [f"{source.name}, {door}: {problem}" for problem in problems]
+        found += others(door)
     print("\n".join(found), end="\n" if found else "")
     return int(bool(found))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "connector_vllm")]
 
 from tools.check_vllm_api import sources, supported  # noqa: E402
 from tools.vllm_sources import Source  # noqa: E402

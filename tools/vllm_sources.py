@@ -15,8 +15,11 @@ import urllib.request
 from pathlib import Path
 from typing import Protocol
 
+from hotkv_vllm.compat.definitions import Files
+
 INDEX = os.environ.get("PIP_INDEX_URL") or "https://pypi.org/simple"
 TIMEOUT_S = 30.0
+Line = tuple[int, int]
 ARCHIVE = re.compile(r'href="([^"#]*/vllm-((\d+)\.(\d+)\.(\d+)(?:\.post\d+)?)\.tar\.gz)')
 
 
@@ -36,15 +39,12 @@ class Source(Protocol):
         """Returns the paths of all Python files, in order."""
 
 
-class Folder:
-    """Sources in a folder that has `vllm`."""
+class Folder(Files):
+    """Sources in a folder that has `vllm`, with a name."""
 
     def __init__(self, name: str, root: Path) -> None:
-        self.name, self._root = name, root
-
-    def read(self, path: str) -> str | None:
-        file = self._root / path
-        return file.read_text() if file.is_file() else None
+        super().__init__(root)
+        self.name = name
 
     def paths(self) -> list[str]:
         found = (self._root / "vllm").rglob("*.py")
@@ -59,19 +59,53 @@ def installed() -> Folder:
     return Folder("the installed vLLM", Path(spec.origin).parent.parent)
 
 
-def release(line: tuple[int, int], cache: Path) -> Folder:
+def release(line: Line, cache: Path) -> Folder:
     """Returns the newest release of a line such as (0, 33). Raises Unreachable."""
     try:
-        version, url = _newest(line)
-        folder = cache / f"vllm-{version}"
-        if not folder.exists():
-            _fetch(url, folder)
+        found = [one for one in _releases() if one[0][:2] == line]
+        if not found:
+            raise Unreachable(f"{INDEX} has no sources of vLLM {line[0]}.{line[1]}")
+        _, version, url = max(found)
+        return _kept(version, url, cache)
     except OSError as error:
         kept = sorted(cache.glob(f"vllm-{line[0]}.{line[1]}.*[0-9]"))
         if not kept:
             raise Unreachable(f"{INDEX} can't be reached ({error})") from error
-        folder = kept[-1]
-    return Folder(folder.name.replace("vllm-", "vLLM "), folder)
+        return _folder(kept[-1])
+
+
+def exact(version: str, cache: Path) -> Folder:
+    """Returns a release such as 0.33.0. Raises Unreachable."""
+    folder = cache / f"vllm-{version}"
+    if folder.exists():
+        return _folder(folder)
+    try:
+        urls = [url for _, one, url in _releases() if one == version]
+        if not urls:
+            raise Unreachable(f"{INDEX} has no sources of vLLM {version}")
+        return _kept(version, urls[0], cache)
+    except OSError as error:
+        raise Unreachable(f"{INDEX} can't be reached ({error})") from error
+
+
+def lines() -> list[Line]:
+    """Returns the release lines that the index has, oldest first. Raises Unreachable."""
+    try:
+        return sorted({(major, minor) for (major, minor, _), _, _ in _releases()})
+    except OSError as error:
+        raise Unreachable(f"{INDEX} can't be reached ({error})") from error
+
+
+def _kept(version: str, url: str, cache: Path) -> Folder:
+    """Returns a release's sources, fetched the first time. Raises OSError."""
+    folder = cache / f"vllm-{version}"
+    if not folder.exists():
+        _fetch(url, folder)
+    return _folder(folder)
+
+
+def _folder(path: Path) -> Folder:
+    return Folder(path.name.replace("vllm-", "vLLM "), path)
 
 
 def _fetch(url: str, folder: Path) -> None:
@@ -94,18 +128,13 @@ def _fetch(url: str, folder: Path) -> None:
     part.rmdir()
 
 
-def _newest(line: tuple[int, int]) -> tuple[str, str]:
-    """Returns version and address of a line's newest release. Raises OSError, Unreachable."""
+def _releases() -> list[tuple[tuple[int, int, int], str, str]]:
+    """Returns number, version and address of each source distribution. Raises OSError."""
     request = urllib.request.Request(f"{INDEX.rstrip('/')}/vllm/", headers={"Accept": "text/html"})
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as page:
         found = ARCHIVE.findall(page.read().decode())
         address = page.url
-    releases = [
-        (int(patch), version, link)
+    return [
+        ((int(major), int(minor), int(patch)), version, urllib.parse.urljoin(address, link))
         for link, version, major, minor, patch in found
-        if (int(major), int(minor)) == line
     ]
-    if not releases:
-        raise Unreachable(f"{INDEX} has no sources of vLLM {line[0]}.{line[1]}")
-    _, version, link = max(releases)
-    return version, urllib.parse.urljoin(address, link)

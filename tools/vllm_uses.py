@@ -2,336 +2,30 @@
 attributes, overridden methods.
 
 Types are followed from the names in `PARAMETERS` through annotations, assignments and loops. A
-value whose type can't be told is passed over; `num_checked` says how much was not.
+value whose type can't be told is passed over; `num_checked` says how much was not. `forms` has each
+use as the list that ships with the connector has it (`hotkv_vllm.compat.uses`).
 """
 
 import ast
-import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from tools.vllm_sources import Source
-
-# ----------------------------------------------------------------------- What vLLM's sources define
-# Names of modules, members and bases of classes, parameters, annotated types, found on syntax
-# trees. Nothing is imported or run. What can't be told (names from other packages, unannotated
-# values) is None, and nobody checks it.
-
-FunctionDef = ast.FunctionDef | ast.AsyncFunctionDef
-SEQUENCES = {
-    "list",
-    "List",
-    "Sequence",
-    "Iterable",
-    "Iterator",
-    "set",
-    "Set",
-    "frozenset",
-    "deque",
-    "Collection",
-    "Generator",
-}
-MAPPINGS = {"dict", "Dict", "Mapping", "MutableMapping", "defaultdict", "OrderedDict"}
-
-
-@dataclass(frozen=True)
-class Found:
-    """A definition: a class, a function, a variable's assignment, or (node is its tree) a module.
-    `module` is where it stands."""
-
-    module: str
-    node: ast.AST
-
-
-@dataclass(frozen=True)
-class Instance:
-    """The type of a value: an instance of a class of vLLM's."""
-
-    cls: Found
-
-
-@dataclass(frozen=True)
-class Items:
-    """The type of a value that is iterated; `mapped` is that of a mapping's values."""
-
-    item: "Type"
-    mapped: "Type" = None
-
-
-@dataclass(frozen=True)
-class Row:
-    """The type of a tuple of fixed length."""
-
-    items: tuple["Type", ...]
-
-
-Type = Instance | Items | Row | None
-
-
-def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a body, also those in its branches; TYPE_CHECKING counts as true."""
-    for node in body:
-        yield node
-        if isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While):
-            handlers = [line for handler in getattr(node, "handlers", ()) for line in handler.body]
-            yield from statements(
-                [
-                    *node.body,
-                    *getattr(node, "orelse", ()),
-                    *getattr(node, "finalbody", ()),
-                    *handlers,
-                ]
-            )
-
-
-class Names:
-    """Definitions in one version's sources."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._trees: dict[str, ast.Module | None] = {}
-        self._found: dict[tuple[str, str], Found | None] = {}
-
-    def module(self, name: str) -> ast.Module | None:
-        if name not in self._trees:
-            path = name.replace(".", "/")
-            text = self._source.read(f"{path}.py")
-            text = self._source.read(f"{path}/__init__.py") if text is None else text
-            self._trees[name] = ast.parse(text) if text is not None else None
-        return self._trees[name]
-
-    def find(self, name: str) -> Found | None:
-        """Returns what a full name such as `vllm.config.VllmConfig` stands for; None if there is
-        nothing, or it comes from another package."""
-        module, _, last = name.rpartition(".")
-        return self.lookup(module, last) or (
-            Found(name, tree) if (tree := self.module(name)) is not None else None
-        )
-
-    def lookup(
-        self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()
-    ) -> Found | None:
-        """Returns a name in a module's scope, followed to where it is defined; None for those of
-        other packages. `seen`: names on the way."""
-        if seen:
-            return self._lookup(module, name, seen)
-        if (module, name) not in self._found:
-            self._found[module, name] = self._lookup(module, name, seen)
-        return self._found[module, name]
-
-    def _lookup(self, module: str, name: str, seen: frozenset[tuple[str, str]]) -> Found | None:
-        tree = self.module(module)
-        if tree is None or (module, name) in seen:
-            return None
-        seen |= {(module, name)}
-        for node in statements(tree.body):
-            if isinstance(node, ast.ClassDef | FunctionDef) and node.name == name:
-                return Found(module, node)
-            if isinstance(node, ast.Assign) and any(
-                name in _targets(target) for target in node.targets
-            ):
-                return Found(module, node)
-            if isinstance(node, ast.AnnAssign) and name in _targets(node.target):
-                return Found(module, node)
-            if (
-                isinstance(node, ast.ImportFrom)
-                and (found := self._imported(module, node, name, seen)) is not None
-            ):
-                return found
-        return None
-
-    def _imported(
-        self, module: str, node: ast.ImportFrom, name: str, seen: frozenset[tuple[str, str]]
-    ) -> Found | None:
-        origin = node.module or ""
-        if node.level:
-            is_package = self._source.read(f"{module.replace('.', '/')}/__init__.py") is not None
-            parts = module.split(".")
-            origin = ".".join(
-                [
-                    *parts[: len(parts) - node.level + is_package],
-                    *([node.module] if node.module else []),
-                ]
-            )
-        if origin.split(".")[0] != "vllm":
-            return None
-        for alias in node.names:
-            if alias.name == "*" and (found := self.lookup(origin, name, seen)) is not None:
-                return found
-            if (alias.asname or alias.name) == name:
-                full = f"{origin}.{alias.name}"
-                tree = self.module(full)
-                return self.lookup(origin, alias.name, seen) or (
-                    Found(full, tree) if tree is not None else None
-                )
-        return None
-
-    # -------------------------------------------------------------------------------------- classes
-
-    def bases(self, cls: Found) -> list[Found]:
-        """Returns a class and its bases of vLLM's, nearest first."""
-        assert isinstance(cls.node, ast.ClassDef)
-        found = [cls]
-        for base in cls.node.bases:
-            expression = base.value if isinstance(base, ast.Subscript) else base
-            if (
-                isinstance(expression, ast.Name)
-                and (one := self.lookup(cls.module, expression.id)) is not None
-            ):
-                found += self.bases(one) if isinstance(one.node, ast.ClassDef) else []
-        return found
-
-    def member(self, cls: Found, name: str) -> Found | None:
-        """Returns a class's method, field or attribute, its bases' included."""
-        for one in self.bases(cls):
-            if (node := own_members(one.node).get(name)) is not None:
-                return Found(one.module, node)
-        return None
-
-    def member_of_kin(self, cls: Found, name: str) -> Found | None:
-        """Returns what `member` does; also that of a subclass in the class's own module, for values
-        whose annotation names the base."""
-        if (found := self.member(cls, name)) is not None:
-            return found
-        tree = self.module(cls.module)
-        for node in tree.body if tree is not None else ():
-            kin = Found(cls.module, node)
-            if (
-                isinstance(node, ast.ClassDef)
-                and cls in self.bases(kin)
-                and (found := self.member(kin, name)) is not None
-            ):
-                return found
-        return None
-
-    def constructor(self, cls: Found) -> ast.arguments | None:
-        """Parameters of a class's constructor, a dataclass's fields included; None if they can't be
-        told."""
-        init = self.member(cls, "__init__")
-        if init is not None and isinstance(init.node, FunctionDef):
-            return init.node.args
-        fields = [
-            line
-            for one in reversed(self.bases(cls))
-            for line in one.node.body  # type: ignore[attr-defined]
-            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-        ]
-        if not any(
-            "dataclass" in ast.unparse(d) or "config" in ast.unparse(d)
-            for d in cls.node.decorator_list  # type: ignore[attr-defined]
-        ):
-            return None
-        names = [ast.arg("self"), *(ast.arg(field.target.id) for field in fields)]  # type: ignore[union-attr]
-        return ast.arguments(
-            [],
-            names,
-            None,
-            [],
-            [],
-            None,
-            [field.value for field in fields if field.value is not None],
-        )
-
-    # ---------------------------------------------------------------------------------------- types
-
-    def annotated(self, module: str, annotation: ast.expr | None) -> Type:
-        """Returns the type that an annotation in a module names."""
-        if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
-            annotation = ast.parse(annotation.value, mode="eval").body
-        if isinstance(annotation, ast.BinOp):
-            return self.annotated(module, annotation.left) or self.annotated(
-                module, annotation.right
-            )
-        if isinstance(annotation, ast.Name):
-            found = self.lookup(module, annotation.id)
-            return (
-                Instance(found)
-                if found is not None and isinstance(found.node, ast.ClassDef)
-                else None
-            )
-        if not isinstance(annotation, ast.Subscript):
-            return None
-        name = annotation.value.id if isinstance(annotation.value, ast.Name) else ""
-        parts = (
-            list(annotation.slice.elts)
-            if isinstance(annotation.slice, ast.Tuple)
-            else [annotation.slice]
-        )
-        types = tuple(self.annotated(module, part) for part in parts)
-        if name in SEQUENCES or (
-            name == "tuple" and len(parts) == 2 and ast.unparse(parts[1]) == "..."
-        ):
-            return Items(types[0])
-        if name == "tuple":
-            return Row(types)
-        if name in MAPPINGS and len(types) == 2:
-            return Items(types[0], types[1])
-        return types[0] if name in ("Optional", "Final", "ClassVar", "type") else None
-
-    def value(self, found: Found) -> Type:
-        """Returns the type of a member that is read: of a field, a property, an annotated
-        attribute."""
-        if isinstance(found.node, ast.AnnAssign):
-            return self.annotated(found.module, found.node.annotation)
-        if isinstance(found.node, FunctionDef) and kind_of(found.node) == "property":
-            return self.annotated(found.module, found.node.returns)
-        return None
-
-
-@functools.cache
-def own_members(cls: ast.AST) -> dict[str, ast.AST]:
-    """Members that a class's own body defines; attributes that its methods set too."""
-    assert isinstance(cls, ast.ClassDef)
-    members: dict[str, ast.AST] = {}
-    for line in statements(cls.body):
-        if isinstance(line, ast.ClassDef | FunctionDef):
-            members.setdefault(line.name, line)
-        elif isinstance(line, ast.AnnAssign | ast.Assign):
-            for target in [line.target] if isinstance(line, ast.AnnAssign) else line.targets:
-                members |= dict.fromkeys(_targets(target), line)
-    for method in [node for node in members.values() if isinstance(node, FunctionDef)]:
-        arguments = {argument.arg: argument for argument in method.args.args}
-        for node in ast.walk(method):
-            if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-                continue
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                for one in ast.walk(target):
-                    if (
-                        isinstance(one, ast.Attribute)
-                        and isinstance(one.value, ast.Name)
-                        and one.value.id in ("self", "cls")
-                    ):
-                        members.setdefault(one.attr, _typed(one, node, arguments))
-    return members
-
-
-def _typed(target: ast.Attribute, node: ast.AST, arguments: dict[str, ast.arg]) -> ast.AST:
-    """Returns the assignment of an attribute; with the annotation of the parameter that it
-    keeps."""
-    value = getattr(node, "value", None)
-    argument = (
-        arguments.get(value.id)
-        if isinstance(node, ast.Assign) and isinstance(value, ast.Name)
-        else None
-    )
-    if argument is None or argument.annotation is None:
-        return node
-    return ast.AnnAssign(target, argument.annotation, None, 0)
-
-
-def kind_of(function: FunctionDef) -> str:
-    """Returns how a method is called: `method`, `property`, `classmethod` or `staticmethod`."""
-    names = {ast.unparse(decorator).rpartition(".")[2] for decorator in function.decorator_list}
-    if names & {"property", "cached_property"}:
-        return "property"
-    return next(iter(names & {"classmethod", "staticmethod"}), "method")
-
-
-def _targets(target: ast.AST) -> set[str]:
-    return {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
-
-
-# ----------------------------------------------------------------------- What a module uses of that
+from hotkv_vllm.compat.definitions import (
+    Found,
+    FunctionDef,
+    Instance,
+    Items,
+    Module,
+    Names,
+    Row,
+    Scope,
+    Type,
+    call_of,
+    cannot_take,
+    kind_of,
+    own_members,
+    signature,
+)
+from hotkv_vllm.compat.uses import Form, form_of
 
 PARAMETERS = {
     "vllm_config": "vllm.config.VllmConfig",
@@ -357,10 +51,13 @@ class Uses:
 
     def __init__(self, names: Names, path: str, tree: ast.Module) -> None:
         self._names = names
+        self._last = ("", "")
         self._path = path
         self._tree = tree
         self._imports: dict[str, str] = {}
         self.problems: list[str] = []
+        self.forms: dict[tuple[str, str], Form] = {}
+        """By module and name (`Class.member`), of what is there."""
         self.num_checked = 0
         self._roots = {
             name: Instance(found)
@@ -379,11 +76,20 @@ class Uses:
                 and not node.level
             ):
                 self._check_import(node)
+        self._follow(self._tree, {})
         for node in ast.walk(self._tree):
             if isinstance(node, FunctionDef):
                 self._function(node)
             elif isinstance(node, ast.ClassDef):
                 self._class(node)
+                self._follow(node, {})
+
+    def _use(self, module: str, name: str, found: Found) -> tuple[str, str]:
+        """Adds a use; returns its key in `forms`."""
+        key = (module, name)
+        if key not in self.forms:
+            self.forms[key] = form_of(self._names, found, is_member="." in name)
+        return key
 
     def _problem(self, node: ast.AST, text: str) -> None:
         line = f"{self._path}:{getattr(node, 'lineno', 0)}: {text}"
@@ -395,8 +101,11 @@ class Uses:
             full = f"{node.module}.{alias.name}"
             self.num_checked += 1
             self._imports[alias.asname or alias.name] = full
-            if self._names.find(full) is None:
+            found = self._names.find(full)
+            if found is None:
                 self._problem(node, f"{full} is not there")
+            else:
+                self._use(str(node.module), alias.name, found)
 
     # ------------------------------------------------------------------------------ classes of ours
 
@@ -405,6 +114,9 @@ class Uses:
             found = self._names.find(self._imports.get(getattr(base, "id", ""), ""))
             if found is None or not isinstance(found.node, ast.ClassDef):
                 continue
+            base_name = self._imports[getattr(base, "id", "")]
+            key = self._use(*base_name.rpartition(".")[::2], found)
+            self.forms[key].abstract = self._names.abstract(found)
             for name, ours in own_members(cls).items():
                 theirs = self._names.member(found, name)
                 if (
@@ -414,6 +126,8 @@ class Uses:
                     and isinstance(theirs.node, FunctionDef)
                 ):
                     self.num_checked += 1
+                    key = self._use(found.module, f"{found.node.name}.{name}", theirs)
+                    self.forms[key].signature = signature(theirs.node)
                     if why := refuses(ours, theirs.node):
                         self._problem(ours, f"{cls.name}.{name} {why}")
 
@@ -434,7 +148,11 @@ class Uses:
                 and named.node.name not in OURS
             ):
                 types[argument.arg] = Instance(named)
-        for node in self._in_order(function):
+        self._follow(function, types)
+
+    def _follow(self, scope: ast.AST, types: dict[str, Type]) -> None:
+        """Goes through a function, a class's body or a module without what it defines."""
+        for node in self._in_order(scope):
             if isinstance(node, ast.Assign):
                 value = self._type(node.value, types)
                 for target in node.targets:
@@ -473,7 +191,7 @@ class Uses:
     def _type(self, node: ast.expr, types: dict[str, Type]) -> Type:
         """Returns the type of an expression; notes attributes and calls that vLLM does not have."""
         if isinstance(node, ast.Name):
-            return types.get(node.id)
+            return types[node.id] if node.id in types else self._imported(node.id)
         if isinstance(node, ast.Attribute):
             return self._attribute(node, types)
         if isinstance(node, ast.Call):
@@ -486,18 +204,47 @@ class Uses:
             return self._type(node.values[0], types)
         return None
 
+    def _imported(self, name: str) -> Type:
+        """Returns what an imported name stands for: a class or module itself, or a variable's
+        type."""
+        full = self._imports.get(name, "")
+        found = self._names.find(full) if full else None
+        if found is None or isinstance(found.node, FunctionDef):
+            return None
+        if isinstance(found.node, ast.ClassDef | ast.Module):
+            return Scope(found, full)
+        return self._names.value(found)
+
     def _attribute(self, node: ast.Attribute, types: dict[str, Type]) -> Type:
         kind = self._type(node.value, types)
         if kind is None and _last_name(node.value) in OWNERS:
             return self._roots.get(node.attr)
-        if not isinstance(kind, Instance):
+        found = self._member(node, kind)
+        return self._names.value(found) if found is not None else None
+
+    def _member(self, node: ast.Attribute, kind: Type) -> Found | None:
+        """Returns the definition that an attribute of a value of this type stands for, a use; None
+        if nobody can tell, or there is none, which is a problem."""
+        if isinstance(kind, Scope) and kind.found.node is Module.node:
+            owner, name = None, node.attr
+            module = kind.name
+            found = self._names.lookup(module, name)
+        elif isinstance(kind, Instance | Scope):
+            cls = kind.cls if isinstance(kind, Instance) else kind.found
+            owner = self._names.owner(cls, node.attr)
+            found = self._names.member(owner, node.attr) if owner is not None else None
+            module = cls.module
+            name = f"{(owner or cls).node.name}.{node.attr}"  # type: ignore[attr-defined]
+        else:
             return None
         self.num_checked += 1
-        found = self._names.member_of_kin(kind.cls, node.attr)
         if found is None:
-            self._problem(node, (f"{kind.cls.node.name} has no attribute {node.attr}"))  # type: ignore[attr-defined]
+            whose, _, _ = name.rpartition(".")
+            self._problem(node, f"{whose or module} has no attribute {node.attr}")
             return None
-        return self._names.value(found)
+        self._use(module, name, found)
+        self._last = (module, name)
+        return found
 
     def _call(self, node: ast.Call, types: dict[str, Type]) -> Type:
         called = node.func
@@ -517,19 +264,18 @@ class Uses:
                 "get": kind.mapped,
             }
             return rows[called.attr]
-        if not isinstance(kind, Instance):
+        found = self._member(called, kind)
+        if found is None or not isinstance(found.node, ast.ClassDef | FunctionDef):
             return None
-        found = self._names.member_of_kin(kind.cls, called.attr)
+        is_of_module = isinstance(kind, Scope) and kind.found.node is Module.node
         if (
-            found is None
-            or not isinstance(found.node, FunctionDef)
-            or kind_of(found.node) == "property"
+            isinstance(kind, Scope)
+            and isinstance(found.node, FunctionDef)
+            and not is_of_module
+            and kind_of(found.node) != "classmethod"
         ):
             return None
-        self._check_call(
-            node, called.attr, found.node.args, has_self=kind_of(found.node) != "staticmethod"
-        )
-        return self._names.annotated(found.module, found.node.returns)
+        return self._call_of(node, self._last, found, is_member=not is_of_module)
 
     def _call_of_name(self, node: ast.Call, name: str, types: dict[str, Type]) -> Type:
         if name in ("list", "tuple", "sorted", "reversed", "iter", "set") and node.args:
@@ -541,58 +287,40 @@ class Uses:
             kinds = [self._type(argument, types) for argument in node.args]
             items = tuple(kind.item if isinstance(kind, Items) else None for kind in kinds)
             return Items(Row((None, *items) if name == "enumerate" else items))
-        found = self._names.find(self._imports.get(name, ""))
+        full = self._imports.get(name, "") if name not in types else ""
+        found = self._names.find(full) if full else None
         if found is None:
             return None
+        return self._call_of(node, full.rpartition(".")[::2], found, is_member=False)
+
+    def _call_of(
+        self, node: ast.Call, use: tuple[str, str], found: Found, *, is_member: bool
+    ) -> Type:
+        """Checks a call of a class or function; returns the type of its value."""
+        has_self = True
+        parameters: ast.arguments | None
         if isinstance(found.node, ast.ClassDef):
             parameters = self._names.constructor(found)
-            if parameters is not None:
-                self._check_call(node, name, parameters, has_self=True)
-            return Instance(found)
-        if not isinstance(found.node, FunctionDef):
+        elif isinstance(found.node, FunctionDef):
+            if is_member and kind_of(found.node) == "property":
+                return None
+            has_self = is_member and kind_of(found.node) != "staticmethod"
+            parameters = found.node.args
+        else:
             return None
-        self._check_call(node, name, found.node.args, has_self=False)
-        return self._names.annotated(found.module, found.node.returns)
-
-    def _check_call(
-        self, node: ast.Call, name: str, parameters: ast.arguments, *, has_self: bool
-    ) -> None:
-        self.num_checked += 1
-        if why := cannot_take(node, parameters, has_self=has_self):
-            self._problem(node, f"{name} {why}")
+        if parameters is not None:
+            self.num_checked += 1
+            call = call_of(node, parameters, has_self=has_self)
+            self.forms[self._use(*use, found)].calls.add(str(call))
+            if why := cannot_take(call, parameters, has_self=has_self):
+                self._problem(node, f"{use[1].rpartition('.')[2]} {why}")
+        is_class = isinstance(found.node, ast.ClassDef)
+        return Instance(found) if is_class else self._names.given(found)
 
 
 def _last_name(node: ast.expr) -> str:
     """Returns `c` of `a.b.c`; empty for other expressions."""
     return getattr(node, "id", getattr(node, "attr", ""))
-
-
-def cannot_take(call: ast.Call, parameters: ast.arguments, *, has_self: bool) -> str:
-    """Returns why a function does not accept a call; empty if it does."""
-    positional = [a.arg for a in (*parameters.posonlyargs, *parameters.args)][int(has_self) :]
-    keywords = {*positional, *(a.arg for a in parameters.kwonlyargs)}
-    required = (
-        positional[: len(positional) - len(parameters.defaults)]
-        if parameters.defaults
-        else list(positional)
-    )
-    required += [
-        a.arg
-        for a, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)
-        if default is None
-    ]
-    is_open = any(isinstance(a, ast.Starred) for a in call.args) or any(
-        k.arg is None for k in call.keywords
-    )
-    if len(call.args) > len(positional) and parameters.vararg is None:
-        return f"takes {len(positional)} arguments, and gets {len(call.args)}"
-    named = {keyword.arg for keyword in call.keywords if keyword.arg is not None}
-    if parameters.kwarg is None and named - keywords:
-        return f"has no parameter {', '.join(sorted(named - keywords))}"
-    lacking = [
-        name for name in required if name not in named and name not in positional[: len(call.args)]
-    ]
-    return f"needs {', '.join(lacking)}" if lacking and not is_open else ""
 
 
 def refuses(ours: FunctionDef, theirs: FunctionDef) -> str:

@@ -63,7 +63,7 @@ class ConnectorConfig:
         when their request ends.
     max_load_retries: failed loads after which a request is not offered hits again.
     allow_untested_vllm: use hotkv with versions of vLLM that it is not tested with
-        (`hotkv_vllm.versions`); without it hotkv is off there.
+        (`hotkv_vllm.versions`), even if they change what hotkv uses of vLLM's API.
     use_table: probe the shared block table if the server offers it.
     state_interval_tokens: of recurrent states (Mamba and the like) store those at multiples of this
         many tokens, rounded up to a boundary that can be hit, and the last one of a prompt; 0 for

@@ -93,7 +93,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler = cast(HotKVScheduler, NoSide())
         self._worker = cast(HotKVWorker, NoSide())
         self._is_child = False
-        why_off = versions.why_off(config.allow_untested_vllm)
+        why_off = versions.why_off(versions.OWN, config.allow_untested_vllm)
         if why_off:
             logger.warning("hotkv is off: %s; the engine runs without it", why_off)
             return

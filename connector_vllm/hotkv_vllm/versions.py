@@ -1,35 +1,53 @@
-"""Which versions of vLLM hotkv works with. `make check` compares what the connector uses of vLLM
-with these versions' sources.
+"""Which versions of vLLM hotkv works with: those that it is tested with, and every other whose
+sources still have all that hotkv uses of them (`compat.uses`).
 
 With any other version hotkv is off and the engine runs without it: hooks whose meaning has changed
 could serve wrong KV, and an engine that does not start is worse than one without a cache.
 `hotkv.allow_untested_vllm` turns hotkv on nevertheless.
 """
 
-import re
+import functools
+import logging
 
 from vllm import __version__
 
+from hotkv_vllm.compat import uses
+from hotkv_vllm.compat.uses import OFFLOADING, OWN
+
+__all__ = ["OFFLOADING", "OWN", "VERSION", "why_not_imported", "why_off"]
+
 VERSION = str(__version__)
-FIRST, LAST = (0, 32), (0, 33)
-"""Release lines, both included; a line's patch releases belong to it."""
 
-RANGE = f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
+logger = logging.getLogger("vllm.hotkv")
 
 
-def why_off(allow_untested: bool) -> str:
-    """Why hotkv is off with this version of vLLM; empty if it is supported or `allow_untested`."""
-    release = re.match(r"(\d+)\.(\d+)", VERSION)
-    if allow_untested or (
-        release is not None and FIRST <= (int(release[1]), int(release[2])) <= LAST
-    ):
+def why_off(door: str, allow_untested: bool) -> str:
+    """Returns why a door is off with this version of vLLM; empty if it is on.
+
+    An untested version is on with `allow_untested`, or if all uses of its API check out, which the
+    log then says.
+    """
+    if allow_untested:
         return ""
-    return (
-        f"it is tested with vLLM {RANGE}, and this is {VERSION}; set "
-        "hotkv.allow_untested_vllm to use it nevertheless"
-    )
+    answer = _answer(door, VERSION)
+    if not answer.is_on:
+        return f"{answer}; set hotkv.allow_untested_vllm to use it nevertheless"
+    if answer.changed is not None:
+        _say_once(f"hotkv is on: {answer}")
+    return ""
 
 
-def why_not_imported(error: ImportError) -> str:
-    """What to tell an engine whose vLLM lacks a name that the connector imports."""
-    return f"hotkv works with vLLM {RANGE}, and this is {VERSION}: {error}"
+def why_not_imported(error: ImportError, door: str = OWN) -> str:
+    """Returns what to tell an engine whose vLLM lacks a name that a door imports."""
+    return f"hotkv works with vLLM {uses.span(door)}, and this is {VERSION}: {error}"
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logger.warning(text)
+
+
+@functools.cache
+def _answer(door: str, version: str) -> uses.Answer:
+    """Compares once in a process."""
+    return uses.answer(door, version)

@@ -3,13 +3,14 @@ a host that is in order is left in peace."""
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hotkv_client.command import cli, doctor
-from hotkv_client.command.doctor import BAD, GOOD, UNKNOWN, WARN, Host
+from hotkv_client.command.doctor import BAD, GOOD, UNKNOWN, WARN, Doors, Host
 
 GIB = 1 << 30
 VERSIONS = {
@@ -22,6 +23,9 @@ VERSIONS = {
 }
 
 
+OLD = Doors("0.33", (("own", False, "Request has no attribute id"), ("offloading", True, "fine")))
+
+
 class Made:
     """A host in order: two NUMA nodes, a GPU, an arena with its server."""
 
@@ -30,6 +34,7 @@ class Made:
         self.environment: dict[str, str] = {}
         self.versions = dict(VERSIONS)
         self.shm = (32 * GIB, 30 * GIB)
+        self.doors: Doors | None = Doors("0.33", (("own", True, "vLLM 0.33.0 is tested"),))
         self.write("proc/sys/kernel/osrelease", "6.8.0-50-generic")
         self.write("proc/meminfo", f"MemTotal:  {64 * GIB // 1024} kB")
         self.write("proc/self/limits", "Max locked memory         unlimited            unlimited")
@@ -57,7 +62,13 @@ class Made:
         (self.root / path).unlink()
 
     def findings(self) -> dict[str, doctor.Finding]:
-        host = Host(self.root, self.environment, self.versions.get, lambda path: self.shm)
+        host = Host(
+            self.root,
+            self.environment,
+            self.versions.get,
+            lambda path: self.shm,
+            lambda version: self.doors,
+        )
         return {finding.check: finding for finding in doctor.examine(host)}
 
 
@@ -113,7 +124,7 @@ FAULTS: dict[str, tuple[Fault, str, str, str]] = {
         "versions", WARN, "pip install",
     ),
     "an old vLLM": (
-        lambda host: host.versions.update(vllm="0.19.1"), "vLLM", BAD, "pip install 'vllm==0.33.*'"
+        lambda host: setattr(host, "doors", OLD), "vLLM", BAD, "pip install 'vllm==0.33.*'"
     ),
     "expandable segments": (
         lambda host: host.environment.update(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
@@ -161,9 +172,26 @@ def test_the_command(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     assert "echo advise > /sys/kernel" in shown and shown.startswith("check ")
 
 
-def test_its_versions_of_vllm_are_the_connectors() -> None:
-    versions = pytest.importorskip("hotkv_vllm.versions")
-    assert (versions.FIRST, versions.LAST) == doctor.VLLM_LINES
+def test_it_says_which_door_is_off_and_why(made: Made) -> None:
+    made.doors = OLD
+    said = made.findings()["vLLM"].says
+    assert said.startswith("hotkv (own) is off with 0.33.0: own: Request has no attribute id")
+    made.doors = Doors("0.33", (OLD.rows[0],))
+    assert made.findings()["vLLM"].says.startswith("hotkv is off with 0.33.0: Request has no")
+    made.doors = None
+    assert made.findings()["vLLM"].state == UNKNOWN
+
+
+def test_the_connector_answers_for_the_installed_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real process of this interpreter, which compares the installed vLLM's sources."""
+    pytest.importorskip("vllm")
+    for version, says in (("0.33.0", "vLLM 0.33.0 is tested"), ("0.99", "uses of its API check")):
+        told = doctor.doors(version)
+        assert told is not None and told.rows[0][:2] == ("own", True) and says in told.rows[0][2]
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert doctor.doors("0.33.0") is None
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+    assert doctor.doors("0.33.0") is None
 
 
 def test_memory_of_killed_engines_that_offloaded_is_found(made: Made) -> None:

@@ -220,6 +220,7 @@ def test_sources_are_fetched_once_and_kept(
 
     monkeypatch.setattr("tools.check_vllm_api.CACHE", tmp_path)
     monkeypatch.setattr("tools.check_vllm_api.compare", lambda *_, **__: [])
+    monkeypatch.setattr("tools.check_vllm_api.LEFT_OUT", {"own": {}, "offloading": {}})
     assert main() == 0
     assert (
         f"NOT CHECKED against vLLM 0.32: {vllm_sources.INDEX} can't be reached (no route to host)"

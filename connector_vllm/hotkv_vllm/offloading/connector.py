@@ -34,7 +34,7 @@ try:
     from hotkv_vllm.offloading.tier import BY_CONNECTOR, HotKVTier
     from hotkv_vllm.offloading.worker import DoorWorker
 except ImportError as error:
-    raise ImportError(versions.why_not_imported(error)) from error
+    raise ImportError(versions.why_not_imported(error, versions.OFFLOADING)) from error
 
 from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.stats import HookClock, HotKVStats
@@ -190,7 +190,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
 
 def why_off(extra: Mapping[str, Any]) -> str:
     """Returns why hotkv is off with this version of vLLM; empty if it is on."""
-    return versions.why_off(bool(extra.get("hotkv.allow_untested_vllm")))
+    return versions.why_off(versions.OFFLOADING, bool(extra.get("hotkv.allow_untested_vllm")))
 
 
 def complete(extra: dict[str, Any]) -> ConnectorConfig | None:

@@ -167,7 +167,7 @@ class HotKVTier(SecondaryTierManager):
 
     def _open_stated(self) -> None:
         """Opens the session of a tier that no connector has made."""
-        why = versions.why_off(self.settings.allow_untested_vllm)
+        why = versions.why_off(versions.OFFLOADING, self.settings.allow_untested_vllm)
         if not why and not self.settings.weights_identity:
             why = (
                 "a tier in secondary_tiers does not see the model, so it needs "

@@ -1,0 +1,628 @@
+"""What vLLM's sources define: names of modules, members and bases of classes, parameters, annotated
+types.
+
+Found on syntax trees: nothing is imported or run. What can't be told (names of other packages,
+values without an annotation) is None, and nobody checks it. A file is cut at its top-level
+statements, and only those are parsed that may define a name which is asked for: a comparison at an
+engine's start reads some forty files of vLLM's. A statement that can't be parsed alone makes the
+whole file be parsed.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Protocol
+
+
+class Readable(Protocol):
+    """One version's sources. A path begins with `vllm/`."""
+
+    def read(self, path: str) -> str | None:
+        """Returns a file's text; None if there is no such file."""
+
+
+class Files:
+    """Sources in a folder that has `vllm`."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def read(self, path: str) -> str | None:
+        try:
+            return (self._root / path).read_text(encoding="utf-8")
+        except OSError:
+            return None
+
+
+FunctionDef = ast.FunctionDef | ast.AsyncFunctionDef
+SEQUENCES = {
+    "list",
+    "List",
+    "Sequence",
+    "Iterable",
+    "Iterator",
+    "set",
+    "Set",
+    "frozenset",
+    "deque",
+    "Collection",
+    "Generator",
+}
+MAPPINGS = {"dict", "Dict", "Mapping", "MutableMapping", "defaultdict", "OrderedDict"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A definition: a class, a function, a variable's assignment, or (node is its tree) a module.
+    `module` is where it stands."""
+
+    module: str
+    node: ast.AST
+
+
+@dataclass(frozen=True)
+class Instance:
+    """The type of a value: an instance of a class of vLLM's."""
+
+    cls: Found
+
+
+@dataclass(frozen=True)
+class Items:
+    """The type of a value that is iterated; `mapped` is that of a mapping's values."""
+
+    item: "Type"
+    mapped: "Type" = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """The type of a tuple of fixed length."""
+
+    items: tuple["Type", ...]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A class or module itself, whose names are read. `name`: the full name it was found by."""
+
+    found: Found
+    name: str
+
+
+Type = Instance | Items | Row | Scope | None
+
+
+def told(kind: Type) -> str:
+    """Returns a type as text: `Request`, `[Request]`, `{Key: Request}`, `(Request, _)`; `_` for a
+    type that can't be told."""
+    if isinstance(kind, Instance):
+        assert isinstance(kind.cls.node, ast.ClassDef)
+        return kind.cls.node.name
+    if isinstance(kind, Items):
+        both = (told(kind.item), told(kind.mapped))
+        return "{{{}: {}}}".format(*both) if kind.mapped is not None else f"[{both[0]}]"
+    return f"({', '.join(map(told, kind.items))})" if isinstance(kind, Row) else "_"
+
+
+def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a body, also those in its branches; TYPE_CHECKING counts as true."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.Match):
+            yield from statements([line for case in node.cases for line in case.body])
+        elif isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While):
+            handlers = [line for handler in getattr(node, "handlers", ()) for line in handler.body]
+            yield from statements(
+                [
+                    *node.body,
+                    *getattr(node, "orelse", ()),
+                    *getattr(node, "finalbody", ()),
+                    *handlers,
+                ]
+            )
+
+
+STARTS = re.compile(r"^(?!(?:else|elif|except|finally)\b)[A-Za-z_@]", re.MULTILINE)
+"""Begins a top-level statement, or a line of a text that stands at the margin."""
+HEADER = re.compile(r"(?:async\s+)?(?:class|def)\s+(\w+)")
+
+
+METHOD = re.compile(r"^    (?:async )?def ", re.MULTILINE)
+COLON = re.compile(r":[ \t]*(?:#.*)?$", re.MULTILINE)
+"""Ends a method's parameters: in its first line, or after the bracket that closes them."""
+CLOSING = re.compile(r"^    \)", re.MULTILINE)
+NEXT = re.compile(r"^ {0,4}[^\s)#]", re.MULTILINE)
+"""Begins whatever follows a method."""
+
+
+def without_bodies(text: str) -> str:
+    """Returns a class's text with `...` for the body of each method. It can't be parsed, or lacks
+    methods, if the text is not laid out as a formatter does it."""
+    kept, end = [], 0
+    for method in METHOD.finditer(text):
+        if method.start() < end:
+            continue
+        line_end = text.find("\n", method.end())
+        colon = COLON.search(text, method.end(), line_end) if line_end > 0 else None
+        if colon is None:
+            closing = CLOSING.search(text, method.end())
+            colon = COLON.search(text, closing.end()) if closing is not None else None
+        if colon is None:
+            continue
+        kept += [text[end : colon.start()], ": ...\n"]
+        after = NEXT.search(text, colon.end())
+        end = after.start() if after is not None else len(text)
+    return "".join([*kept, text[end:]])
+
+
+class Module:
+    """One file, parsed as far as it is asked for. Raises SyntaxError if it can't be."""
+
+    node = ast.Module([], [])
+    """Stands for a module in `Found`."""
+
+    def __init__(self, text: str, *, is_package: bool, is_whole: bool) -> None:
+        self.is_package = is_package
+        self._text = text
+        self._parts: list[tuple[str, str]] = []
+        """Each statement's text, and the name of the class or function that it is, or empty."""
+        self._parsed: dict[int, list[ast.stmt]] = {}
+        self._full: dict[str, ast.ClassDef] = {}
+        self._whole = ast.parse(text).body if is_whole else None
+        first = None
+        starts = [found.start() for found in STARTS.finditer(text)] if not is_whole else []
+        for start, end in pairwise([*starts, len(text)]):
+            first = start if first is None else first
+            if text[start] != "@":
+                header = HEADER.match(text, start, end)
+                self._parts.append((text[first:end], header[1] if header else ""))
+                first = None
+
+    def defining(self, name: str) -> Iterator[ast.stmt]:
+        """Yields the statements that may define a name, in order, those in branches too."""
+        yield from self._statements(
+            lambda text, header: (
+                header == name or (not header and (name in text or "import *" in text))
+            )
+        )
+
+    def classes(self) -> Iterator[ast.ClassDef]:
+        """Yields all classes at the top level."""
+        for node in self._statements(lambda text, header: header != ""):
+            if isinstance(node, ast.ClassDef):
+                yield node
+
+    def full(self, cls: ast.ClassDef) -> ast.ClassDef:
+        """Returns a class of this module with the bodies of its methods."""
+        if self._whole is None and cls.name not in self._full:
+            for text, header in self._parts:
+                if header == cls.name:
+                    self._full[header] = next(
+                        node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)
+                    )
+        return self._full.get(cls.name, cls)
+
+    def _statements(self, is_wanted: Callable[[str, str], bool]) -> Iterator[ast.stmt]:
+        if self._whole is None:
+            try:
+                wanted = [
+                    self._part(place) for place, part in enumerate(self._parts) if is_wanted(*part)
+                ]
+                yield from statements([node for part in wanted for node in part])
+                return
+            except SyntaxError:
+                self._whole = ast.parse(self._text).body
+        yield from statements(self._whole)
+
+    def _part(self, place: int) -> list[ast.stmt]:
+        if place not in self._parsed:
+            text = self._parts[place][0]
+            try:
+                self._parsed[place] = ast.parse(without_bodies(text)).body
+            except SyntaxError:
+                self._parsed[place] = ast.parse(text).body
+        return self._parsed[place]
+
+
+class Names:
+    """Definitions in one version's sources. Raises SyntaxError if a file can't be parsed.
+
+    is_whole: parse files as a whole. Without it a definition may be overlooked, if a file is not
+    laid out as a formatter does it.
+    """
+
+    def __init__(self, source: Readable, *, is_whole: bool) -> None:
+        self._source = source
+        self._is_whole = is_whole
+        self._modules: dict[str, Module | None] = {}
+        self._found: dict[tuple[str, str], Found | None] = {}
+        self._members: dict[ast.AST, dict[str, ast.AST]] = {}
+        self._set: dict[ast.AST, dict[str, ast.AST]] = {}
+        self._calls: dict[ast.AST, dict[str, set[str]]] = {}
+
+    def module(self, name: str) -> Module | None:
+        if name not in self._modules:
+            path = name.replace(".", "/")
+            text, is_package = self._source.read(f"{path}.py"), False
+            if text is None:
+                text, is_package = self._source.read(f"{path}/__init__.py"), True
+            self._modules[name] = (
+                None
+                if text is None
+                else Module(text, is_package=is_package, is_whole=self._is_whole)
+            )
+        return self._modules[name]
+
+    def find(self, name: str) -> Found | None:
+        """Returns what a full name such as `vllm.config.VllmConfig` stands for; None if there is
+        nothing, or it comes from another package."""
+        module, _, last = name.rpartition(".")
+        return self.lookup(module, last) or (
+            Found(name, Module.node) if self.module(name) is not None else None
+        )
+
+    def lookup(
+        self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()
+    ) -> Found | None:
+        """Returns a name in a module's scope, followed to where it is defined; None for those of
+        other packages. `seen`: names on the way."""
+        if seen:
+            return self._lookup(module, name, seen)
+        if (module, name) not in self._found:
+            self._found[module, name] = self._lookup(module, name, seen)
+        return self._found[module, name]
+
+    def _lookup(self, module: str, name: str, seen: frozenset[tuple[str, str]]) -> Found | None:
+        scope = self.module(module)
+        if scope is None or (module, name) in seen:
+            return None
+        seen |= {(module, name)}
+        for node in scope.defining(name):
+            if isinstance(node, ast.ClassDef | FunctionDef) and node.name == name:
+                return Found(module, node)
+            if isinstance(node, ast.Assign) and any(
+                name in _targets(target) for target in node.targets
+            ):
+                return Found(module, node)
+            if isinstance(node, ast.AnnAssign) and name in _targets(node.target):
+                return Found(module, node)
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (found := self._imported(module, node, name, seen)) is not None
+            ):
+                return found
+        return None
+
+    def _imported(
+        self, module: str, node: ast.ImportFrom, name: str, seen: frozenset[tuple[str, str]]
+    ) -> Found | None:
+        origin = node.module or ""
+        if node.level:
+            is_package = (scope := self.module(module)) is not None and scope.is_package
+            parts = module.split(".")
+            origin = ".".join(
+                [
+                    *parts[: len(parts) - node.level + is_package],
+                    *([node.module] if node.module else []),
+                ]
+            )
+        if origin.split(".")[0] != "vllm":
+            return None
+        for alias in node.names:
+            if alias.name == "*" and (found := self.lookup(origin, name, seen)) is not None:
+                return found
+            if (alias.asname or alias.name) == name:
+                full = f"{origin}.{alias.name}"
+                return self.lookup(origin, alias.name, seen) or (
+                    Found(full, Module.node) if self.module(full) is not None else None
+                )
+        return None
+
+    # -------------------------------------------------------------------------------------- classes
+
+    def bases(self, cls: Found) -> list[Found]:
+        """Returns a class and its bases of vLLM's, nearest first."""
+        assert isinstance(cls.node, ast.ClassDef)
+        found = [cls]
+        for base in cls.node.bases:
+            expression = base.value if isinstance(base, ast.Subscript) else base
+            if (
+                isinstance(expression, ast.Name)
+                and (one := self.lookup(cls.module, expression.id)) is not None
+            ):
+                found += self.bases(one) if isinstance(one.node, ast.ClassDef) else []
+        return found
+
+    def member(self, cls: Found, name: str) -> Found | None:
+        """Returns a class's method, field or attribute, its bases' included."""
+        bases = self.bases(cls)
+        for members in (self._body_members, self._set_members):
+            for one in bases:
+                if (node := members(one).get(name)) is not None:
+                    return Found(one.module, node)
+        return None
+
+    def _body_members(self, cls: Found) -> dict[str, ast.AST]:
+        if cls.node not in self._members:
+            self._members[cls.node] = body_members(cls.node)
+        return self._members[cls.node]
+
+    def _set_members(self, cls: Found) -> dict[str, ast.AST]:
+        if cls.node not in self._set:
+            self._set[cls.node] = set_members(self._full(cls))
+        return self._set[cls.node]
+
+    def _full(self, cls: Found) -> ast.ClassDef:
+        module = self.module(cls.module)
+        assert isinstance(cls.node, ast.ClassDef) and module is not None
+        return module.full(cls.node)
+
+    def owner(self, cls: Found, name: str) -> Found | None:
+        """Returns a class that has such a member: `cls`, or a subclass in its own module, for
+        values whose annotation names the base."""
+        if self.member(cls, name) is not None:
+            return cls
+        module = self.module(cls.module)
+        for node in module.classes() if module is not None else ():
+            kin = Found(cls.module, node)
+            if cls in self.bases(kin) and self.member(kin, name) is not None:
+                return kin
+        return None
+
+    def constructor(self, cls: Found) -> ast.arguments | None:
+        """Parameters of a class's constructor, a dataclass's fields included; None if they can't be
+        told."""
+        init = self.member(cls, "__init__")
+        if init is not None and isinstance(init.node, FunctionDef):
+            return init.node.args
+        fields = [
+            line
+            for one in reversed(self.bases(cls))
+            for line in one.node.body  # type: ignore[attr-defined]
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+        ]
+        if not any(
+            "dataclass" in ast.unparse(d) or "config" in ast.unparse(d)
+            for d in cls.node.decorator_list  # type: ignore[attr-defined]
+        ):
+            return None
+        names = [ast.arg("self"), *(ast.arg(field.target.id) for field in fields)]  # type: ignore[union-attr]
+        return ast.arguments(
+            [],
+            names,
+            None,
+            [],
+            [],
+            None,
+            [field.value for field in fields if field.value is not None],
+        )
+
+    def abstract(self, cls: Found) -> list[str]:
+        """Returns the methods that a class asks its subclasses for."""
+        found: dict[str, bool] = {}
+        for one in self.bases(cls):
+            for name, node in body_members(one.node).items():
+                decorators = node.decorator_list if isinstance(node, FunctionDef) else []
+                is_abstract = any("abstract" in ast.unparse(one) for one in decorators)
+                found.setdefault(name, is_abstract)
+        return sorted(name for name, is_abstract in found.items() if is_abstract)
+
+    def callers(self, cls: Found, name: str) -> list[str]:
+        """Returns the methods of a class's own body that call a method of this name."""
+        if cls.node not in self._calls:
+            self._calls[cls.node] = {
+                method: {
+                    one.func.attr
+                    for one in ast.walk(node)
+                    if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute)
+                }
+                for method, node in body_members(self._full(cls)).items()
+                if isinstance(node, FunctionDef)
+            }
+        return sorted(method for method, called in self._calls[cls.node].items() if name in called)
+
+    # ---------------------------------------------------------------------------------------- types
+
+    def annotated(self, module: str, annotation: ast.expr | None) -> Type:
+        """Returns the type that an annotation in a module names."""
+        if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+            annotation = ast.parse(annotation.value, mode="eval").body
+        if isinstance(annotation, ast.BinOp):
+            return self.annotated(module, annotation.left) or self.annotated(
+                module, annotation.right
+            )
+        if isinstance(annotation, ast.Name):
+            found = self.lookup(module, annotation.id)
+            return (
+                Instance(found)
+                if found is not None and isinstance(found.node, ast.ClassDef)
+                else None
+            )
+        if not isinstance(annotation, ast.Subscript):
+            return None
+        name = annotation.value.id if isinstance(annotation.value, ast.Name) else ""
+        parts = (
+            list(annotation.slice.elts)
+            if isinstance(annotation.slice, ast.Tuple)
+            else [annotation.slice]
+        )
+        types = tuple(self.annotated(module, part) for part in parts)
+        if name in SEQUENCES or (
+            name == "tuple" and len(parts) == 2 and ast.unparse(parts[1]) == "..."
+        ):
+            return Items(types[0])
+        if name == "tuple":
+            return Row(types)
+        if name in MAPPINGS and len(types) == 2:
+            return Items(types[0], types[1])
+        return types[0] if name in ("Optional", "Final", "ClassVar", "type") else None
+
+    def value(self, found: Found) -> Type:
+        """Returns the type of a definition that is read: of a field, a property, an annotated
+        attribute or variable."""
+        if isinstance(found.node, ast.AnnAssign):
+            return self.annotated(found.module, found.node.annotation)
+        if isinstance(found.node, FunctionDef) and kind_of(found.node) == "property":
+            return self.annotated(found.module, found.node.returns)
+        return None
+
+    def given(self, found: Found) -> Type:
+        """Returns the type of a definition that is read or called."""
+        if isinstance(found.node, FunctionDef):
+            return self.annotated(found.module, found.node.returns)
+        return self.value(found)
+
+
+def own_members(cls: ast.AST) -> dict[str, ast.AST]:
+    """Members that a class's own body defines; attributes that its methods set too."""
+    assert isinstance(cls, ast.ClassDef)
+    return set_members(cls) | body_members(cls)
+
+
+def body_members(cls: ast.AST) -> dict[str, ast.AST]:
+    """Returns the members that a class's own body defines."""
+    assert isinstance(cls, ast.ClassDef)
+    members: dict[str, ast.AST] = {}
+    for line in statements(cls.body):
+        if isinstance(line, ast.ClassDef | FunctionDef):
+            members.setdefault(line.name, line)
+        elif isinstance(line, ast.AnnAssign | ast.Assign):
+            for target in [line.target] if isinstance(line, ast.AnnAssign) else line.targets:
+                members |= dict.fromkeys(_targets(target), line)
+    return members
+
+
+def set_members(cls: ast.ClassDef) -> dict[str, ast.AST]:
+    """Returns the attributes that a class's methods set."""
+    members: dict[str, ast.AST] = {}
+    for method in [line for line in statements(cls.body) if isinstance(line, FunctionDef)]:
+        arguments = {argument.arg: argument for argument in method.args.args}
+        for node in statements(method.body):
+            if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+                continue
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                for one in ast.walk(target):
+                    if (
+                        isinstance(one, ast.Attribute)
+                        and isinstance(one.value, ast.Name)
+                        and one.value.id in ("self", "cls")
+                    ):
+                        members.setdefault(one.attr, _typed(one, node, arguments))
+    return members
+
+
+def _typed(target: ast.Attribute, node: ast.AST, arguments: dict[str, ast.arg]) -> ast.AST:
+    """Returns the assignment of an attribute; with the annotation of the parameter that it
+    keeps."""
+    value = getattr(node, "value", None)
+    argument = (
+        arguments.get(value.id)
+        if isinstance(node, ast.Assign) and isinstance(value, ast.Name)
+        else None
+    )
+    if argument is None or argument.annotation is None:
+        return node
+    return ast.AnnAssign(target, argument.annotation, None, 0)
+
+
+def kind_of(function: FunctionDef) -> str:
+    """Returns how a method is called: `method`, `property`, `classmethod` or `staticmethod`."""
+    names = {ast.unparse(decorator).rpartition(".")[2] for decorator in function.decorator_list}
+    if names & {"property", "cached_property"}:
+        return "property"
+    return next(iter(names & {"classmethod", "staticmethod"}), "method")
+
+
+def _targets(target: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
+
+
+# ------------------------------------------------------------------------------------------- calls
+
+
+@dataclass(frozen=True, order=True)
+class Call:
+    """How a function is called. As text: `a, b, c=, ...`.
+
+    positional: names of the parameters that get positional arguments.
+    keywords: names of those passed by name, in order.
+    is_open: it also passes `*` or `**`, whose length nobody knows.
+    """
+
+    positional: tuple[str, ...]
+    keywords: tuple[str, ...]
+    is_open: bool
+
+    @classmethod
+    def read(cls, text: str) -> "Call":
+        words = [word for word in text.split(", ") if word]
+        return cls(
+            tuple(word for word in words if word[-1] not in "=."),
+            tuple(word[:-1] for word in words if word[-1] == "="),
+            "..." in words,
+        )
+
+    def __str__(self) -> str:
+        keywords = (f"{name}=" for name in self.keywords)
+        return ", ".join([*self.positional, *keywords, *(["..."] if self.is_open else [])])
+
+
+def call_of(node: ast.Call, parameters: ast.arguments, *, has_self: bool) -> Call:
+    """Returns a call's form. A parameter that the function does not have is named `?`."""
+    places = _places(parameters, has_self=has_self)
+    given = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
+    more = "*" if parameters.vararg is not None else "?"
+    return Call(
+        tuple([*places, *[more] * len(given)][: len(given)]),
+        tuple(sorted(one.arg for one in node.keywords if one.arg is not None)),
+        len(given) < len(node.args) or any(one.arg is None for one in node.keywords),
+    )
+
+
+def cannot_take(call: Call, parameters: ast.arguments, *, has_self: bool) -> str:
+    """Returns why a function does not accept a call, or takes its positional arguments for others;
+    empty if it does."""
+    places = _places(parameters, has_self=has_self)
+    keywords = {*places, *(one.arg for one in parameters.kwonlyargs)}
+    required = places[: len(places) - len(parameters.defaults)]
+    required += [
+        one.arg
+        for one, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)
+        if default is None
+    ]
+    num = len(call.positional)
+    if num > len(places) and parameters.vararg is None:
+        return f"takes {len(places)} arguments, and gets {num}"
+    for place, name in zip(places, call.positional, strict=False):
+        if name not in (place, "*"):
+            return f"takes {place} in the place of {name}"
+    if parameters.kwarg is None and (unknown := set(call.keywords) - keywords):
+        return f"has no parameter {', '.join(sorted(unknown))}"
+    lacking = [one for one in required if one not in (*call.keywords, *places[:num])]
+    return f"needs {', '.join(lacking)}" if lacking and not call.is_open else ""
+
+
+def _places(parameters: ast.arguments, *, has_self: bool) -> list[str]:
+    return [one.arg for one in (*parameters.posonlyargs, *parameters.args)][int(has_self) :]
+
+
+def signature(function: FunctionDef) -> str:
+    """Returns a method's parameters and kind as text: `method(self, a, b=, *, c)`."""
+    given = function.args
+    places = [one.arg for one in (*given.posonlyargs, *given.args)]
+    first = len(places) - len(given.defaults)
+    words = [f"{name}=" if place >= first else name for place, name in enumerate(places)]
+    if given.posonlyargs:
+        words.insert(len(given.posonlyargs), "/")
+    if given.vararg is not None or given.kwonlyargs:
+        words.append(f"*{given.vararg.arg}" if given.vararg is not None else "*")
+    words += [
+        one.arg if default is None else f"{one.arg}="
+        for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    ]
+    words += [f"**{given.kwarg.arg}"] if given.kwarg is not None else []
+    return f"{kind_of(function)}({', '.join(words)})"

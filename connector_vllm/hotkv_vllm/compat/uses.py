@@ -1,0 +1,355 @@
+"""Whether a vLLM that hotkv was not tested with still has what hotkv uses of it.
+
+`uses.json` lists those uses, by door: what the connector needs of vLLM's modules, classes, members,
+calls and hooks, and every KV cache spec class and attention backend that somebody has looked at.
+`make fix` generates it from the sources of the tested versions (`tools/vllm_list.py`). Here it is
+compared with the sources of another vLLM: of the installed one when an engine starts, which takes
+less than .2 s, or of a release (the nightly comparison).
+
+Always true: vLLM is not imported, only its source files are read, and only those that the list
+leads to. What differs is named. Nothing is kept on disk.
+
+`python -m hotkv_vllm.compat.uses VERSION` prints the answers for the installed vLLM as JSON; `hotkv
+doctor` runs it.
+"""
+
+import ast
+import gc
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from hotkv_vllm.compat.definitions import (
+    Call,
+    Files,
+    Found,
+    FunctionDef,
+    Module,
+    Names,
+    Readable,
+    cannot_take,
+    kind_of,
+    signature,
+    told,
+)
+
+# ----------------------------------------------------------------------------------- What is tested
+
+OWN, OFFLOADING = "own", "offloading"
+DOORS = (OWN, OFFLOADING)
+"""`own`: the connector. `offloading`: hotkv as a tier below vLLM's own offloading."""
+
+Line = tuple[int, int]
+TESTED: Mapping[str, tuple[Line, Line]] = {
+    OWN: ((0, 32), (0, 33)),
+    OFFLOADING: ((0, 32), (0, 33)),
+}
+"""First and last release line, both included; a line's patch releases belong to it."""
+
+LEFT_OUT: Mapping[str, Mapping[Line, str]] = {
+    OWN: {(0, 31): "no CacheHitSource; KVCacheConfig lacks hash_block_size"},
+    OFFLOADING: {(0, 31): "KVCacheConfig lacks hash_block_size"},
+}
+"""Older lines that `make check` compares too, and why a door can't work with them."""
+
+
+def span(door: str) -> str:
+    """Returns the tested lines as text."""
+    first, last = TESTED[door]
+    return f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
+
+
+def is_tested(door: str, version: str) -> bool:
+    """Returns whether a version's release line is tested."""
+    release = re.match(r"(\d+)\.(\d+)", version)
+    first, last = TESTED[door]
+    return release is not None and first <= (int(release[1]), int(release[2])) <= last
+
+
+# --------------------------------------------------------------------------------------- The list
+
+LIST = Path(__file__).with_name("uses.json")
+SPECS = "vllm.v1.kv_cache_interface"
+SPEC = "KVCacheSpec"
+"""Base of all spec classes in the module `SPECS`."""
+REGISTRY = "vllm.v1.attention.backends.registry"
+ENUMS = ("AttentionBackendEnum", "MambaAttentionBackendEnum")
+
+
+@dataclass
+class Form:
+    """What one use relies on.
+
+    kind: `class`, `function`, `module`, `value`, `method`, `classmethod`, `staticmethod`.
+    gives: type of the value, or of what a call returns, if the next use builds on it.
+    calls: the ways it is called (`Call` as text).
+    signature: of a hook that hotkv overrides.
+    abstract: the methods that a class which hotkv subclasses asks for.
+    callers: methods of the same class that call this one, if hotkv tells callers apart.
+    """
+
+    kind: str
+    gives: str = ""
+    calls: set[str] = field(default_factory=set)
+    signature: str = ""
+    abstract: list[str] = field(default_factory=list)
+    callers: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any]) -> "Form":
+        return cls(**{**entry, "calls": set(entry.get("calls", ()))})
+
+    def entry(self) -> dict[str, Any]:
+        """Returns the form as JSON has it, without empty parts."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values["calls"] = sorted(self.calls)
+        return {name: value for name, value in values.items() if value}
+
+
+@dataclass(frozen=True)
+class Uses:
+    """The list. A use has a form for each version that the list was made from, None if it is not
+    there in one; forms that are equal are listed once."""
+
+    made_from: tuple[str, ...]
+    specs: frozenset[str]
+    backends: Mapping[str, frozenset[str]]
+    doors: Mapping[str, Mapping[str, Mapping[str, tuple[Form | None, ...]]]]
+
+    @classmethod
+    def read(cls, text: str) -> "Uses":
+        told = json.loads(text)
+        return cls(
+            tuple(told["made_from"]),
+            frozenset(told["specs"]),
+            {name: frozenset(members) for name, members in told["backends"].items()},
+            {
+                door: {
+                    module: {
+                        name: tuple(Form.read(entry) if entry else None for entry in entries)
+                        for name, entries in names.items()
+                    }
+                    for module, names in modules.items()
+                }
+                for door, modules in told["doors"].items()
+            },
+        )
+
+
+def form_of(names: Names, found: Found, *, is_member: bool) -> Form:
+    """Returns kind and type of a definition."""
+    node = found.node
+    if isinstance(node, FunctionDef):
+        kind = kind_of(node) if is_member else "function"
+        kind = "value" if kind == "property" else kind
+    else:
+        kind = "class" if isinstance(node, ast.ClassDef) else "value"
+        kind = "module" if node is Module.node else kind
+    given = told(names.given(found))
+    return Form(kind, given if given.strip("_[]{}(), :") else "")
+
+
+def spec_classes(names: Names) -> set[str]:
+    """Returns the names of all KV cache spec classes."""
+    module = names.module(SPECS)
+    classes = module.classes() if module is not None else ()
+    return {
+        node.name
+        for node in classes
+        if any(
+            isinstance(base.node, ast.ClassDef) and base.node.name == SPEC
+            for base in names.bases(Found(SPECS, node))
+        )
+    }
+
+
+def backends(names: Names, enum: str) -> set[str]:
+    """Returns the members of an enumeration of attention backends."""
+    found = names.lookup(REGISTRY, enum)
+    body = found.node.body if found is not None and isinstance(found.node, ast.ClassDef) else ()
+    targets = [line.targets[0] for line in body if isinstance(line, ast.Assign)]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+# --------------------------------------------------------------------------------- The comparison
+
+
+def differences(source: Readable, door: str, uses: Uses) -> list[str]:
+    """Returns a line for each use of a door that does not check out in a version's sources, and for
+    each spec class and backend that is unknown. Raises SyntaxError."""
+    names = Names(source, is_whole=False)
+    found = {**changed_uses(source, names, door, uses), **unknown_kinds(names, uses)}
+    return list(found)
+
+
+def changed_uses(source: Readable, names: Names, door: str, uses: Uses) -> dict[str, None]:
+    """Returns a line for each use that does not check out, in order. `names`: of the sources, and
+    quick; a use that does not check out by them is looked at again with whole files."""
+    whole = Names(source, is_whole=True)
+    found: dict[str, None] = {}
+    for module, entries in uses.doors[door].items():
+        for name, forms in entries.items():
+            if _differs(names, module, name, forms) and (
+                why := _differs(whole, module, name, forms)
+            ):
+                found[why] = None
+    return found
+
+
+def unknown_kinds(names: Names, uses: Uses) -> dict[str, None]:
+    """Returns a line for each spec class and attention backend that is unknown, in order."""
+    found: dict[str, None] = {}
+    for name in sorted(spec_classes(names) - uses.specs):
+        found[f"{name} is a KV cache spec that nobody has looked at"] = None
+    for enum in ENUMS:
+        for name in sorted(backends(names, enum) - uses.backends[enum]):
+            found[f"{name} is an attention backend that nobody has looked at"] = None
+    return found
+
+
+def _differs(names: Names, module: str, name: str, forms: Sequence[Form | None]) -> str:
+    """Returns how a use differs from each of its forms, by the last of them; empty if it checks
+    out."""
+    problems = [_differs_from(names, module, name, form) for form in forms]
+    return next(one for one in reversed(problems) if one) if all(problems) else ""
+
+
+def _differs_from(names: Names, module: str, name: str, form: Form | None) -> str:
+    """Returns how a use differs from this form; empty if it checks out."""
+    first, _, member = name.partition(".")
+    found = names.find(f"{module}.{first}")
+    if form is None:
+        cls = found if found is not None and isinstance(found.node, ast.ClassDef) else None
+        is_gone = names.member(cls, member) is None if cls is not None and member else found is None
+        return "" if is_gone else f"{name} is there"
+    if found is None:
+        return f"{module}.{first} is not there"
+    if member:
+        if not isinstance(found.node, ast.ClassDef):
+            return f"{module}.{first} is no class"
+        cls, found = found, names.member(found, member)
+        if found is None:
+            return f"{first} has no attribute {member}"
+        if form.callers and (callers := names.callers(cls, member)) != form.callers:
+            return f"{name} is called by {', '.join(callers) or 'nobody'}"
+    there = form_of(names, found, is_member=bool(member))
+    if there.kind != form.kind:
+        return f"{name} is a {there.kind}, and was a {form.kind}"
+    if form.gives and there.gives != form.gives:
+        return f"{name} gives {there.gives or 'an unknown type'}, and gave {form.gives}"
+    if form.signature and isinstance(found.node, FunctionDef):
+        theirs = signature(found.node)
+        if theirs != form.signature:
+            return f"{name} is now {theirs}, and was {form.signature}"
+    if form.kind == "class" and (more := set(names.abstract(found)) - set(form.abstract)):
+        return f"{name} asks for {', '.join(sorted(more))}" if form.abstract else ""
+    return _refuses(names, name, found, form)
+
+
+def _refuses(names: Names, name: str, found: Found, form: Form) -> str:
+    """Returns why a class or function does not take a call of the list; empty if it does."""
+    if not form.calls:
+        return ""
+    if isinstance(found.node, FunctionDef):
+        parameters: ast.arguments | None = found.node.args
+    else:
+        parameters = names.constructor(found)
+    if parameters is None:
+        return f"nobody can tell the parameters of {name}"
+    has_self = form.kind not in ("function", "staticmethod")
+    for text in sorted(form.calls):
+        if why := cannot_take(Call.read(text), parameters, has_self=has_self):
+            return f"{name} {why}"
+    return ""
+
+
+# -------------------------------------------------------------------------------------- The answer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Whether a door works with a version.
+
+    changed: what differs; None if the version is tested, and nothing was compared.
+    num_uses: how many uses were compared.
+    took_s: how long the comparison took.
+    """
+
+    door: str
+    version: str
+    changed: tuple[str, ...] | None = None
+    num_uses: int = 0
+    took_s: float = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        return not self.changed
+
+    def __str__(self) -> str:
+        if self.changed is None:
+            return f"vLLM {self.version} is tested"
+        if not self.changed:
+            return (
+                f"vLLM {self.version} is not tested, but all {self.num_uses} uses of its API "
+                f"check out ({self.took_s:.2f} s)"
+            )
+        more = len(self.changed) - 3
+        return (
+            f"it is tested with vLLM {span(self.door)}, and this is {self.version}: "
+            f"{'; '.join(self.changed[:3])}{f'; and {more} more' if more > 0 else ''}"
+        )
+
+
+def installed() -> Readable | None:
+    """Returns the sources of the vLLM that this environment has, without importing it; None if
+    there is none."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return None
+    return Files(Path(spec.origin).parent.parent)
+
+
+def answer(door: str, version: str, source: Readable | None = None) -> Answer:
+    """Returns whether a door works with a version; compares only versions that are not tested.
+    `source`: its sources, or the installed ones."""
+    if is_tested(door, version):
+        return Answer(door, version)
+    started_s = perf_counter()
+    was_collecting = gc.isenabled()
+    # A syntax tree is many objects without a cycle: looking through them doubles the time.
+    gc.disable()
+    try:
+        source = source or installed()
+        uses = Uses.read(LIST.read_text(encoding="utf-8"))
+        num_uses = sum(map(len, uses.doors.get(door, {}).values()))
+        if source is None:
+            changed = ["its sources can't be found"]
+        elif door not in uses.doors:
+            changed = ["nobody has listed what is used of it"]
+        else:
+            changed = differences(source, door, uses)
+    except (OSError, SyntaxError, UnicodeDecodeError, RecursionError) as error:
+        num_uses, changed = 0, [f"its sources can't be read ({error})"]
+    finally:
+        if was_collecting:
+            gc.enable()
+    return Answer(door, version, tuple(changed), num_uses, perf_counter() - started_s)
+
+
+def main(version: str) -> None:
+    """Runs the command."""
+    doors = Uses.read(LIST.read_text(encoding="utf-8")).doors
+    answers = [answer(door, version) for door in DOORS if door in doors]
+    last = TESTED[OWN][1]
+    rows = [{"door": one.door, "is_on": one.is_on, "says": str(one)} for one in answers]
+    print(json.dumps({"last": f"{last[0]}.{last[1]}", "doors": rows}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,150 @@
+"""Generates `hotkv_vllm/compat/uses.json`, the list of what the connector uses of vLLM, which ships
+with it, from the sources of the tested versions.
+
+`--check` fails if the list is not what its versions' sources and the connector's modules make it.
+`--newest` compares the list with the newest release of the index, as an engine does when it starts.
+If a source can't be had, what the installed vLLM shows is compared.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "connector_vllm")]
+
+from hotkv_vllm.compat.definitions import Names  # noqa: E402
+from hotkv_vllm.compat.uses import (  # noqa: E402
+    DOORS,
+    ENUMS,
+    LIST,
+    TESTED,
+    Form,
+    Uses,
+    backends,
+    differences,
+    form_of,
+    spec_classes,
+)
+from tools.check_vllm_api import CACHE, PACKAGE, modules, supported, uses_of  # noqa: E402
+from tools.vllm_sources import Source, Unreachable, exact, installed, lines, release  # noqa: E402
+
+CORE = "vllm.v1.engine.core"
+CALLED = ("EngineCore._reset_caches", "EngineCore.reset_prefix_cache")
+"""Methods whose callers `hotkv_vllm.compat.checks.is_pausing` tells apart."""
+
+
+def forms(names: Names, door: str) -> dict[tuple[str, str], Form]:
+    """Returns a door's uses in one version, by module and name."""
+    found: dict[tuple[str, str], Form] = {}
+    for uses in uses_of(names, door):
+        for key, form in uses.forms.items():
+            known = found.setdefault(key, form)
+            known.calls |= form.calls
+            known.signature = known.signature or form.signature
+            known.abstract = known.abstract or form.abstract
+    if PACKAGE / "compat" / "checks.py" in modules(door):
+        cls = names.find(f"{CORE}.EngineCore")
+        for name in CALLED if cls is not None else ():
+            member = name.partition(".")[2]
+            method = names.member(cls, member)  # type: ignore[arg-type]
+            if method is not None:
+                form = found.setdefault((CORE, name), form_of(names, method, is_member=True))
+                form.callers = names.callers(cls, member)  # type: ignore[arg-type]
+    return found
+
+
+def made(sources: Sequence[Source]) -> str:
+    """Returns the list: each use with the forms that it has in the versions, None (it is not there)
+    among them."""
+    every = [Names(source, is_whole=True) for source in sources]
+    doors: dict[str, dict[str, dict[str, list[Any]]]] = {}
+    for door in filter(modules, DOORS):
+        of_versions = [forms(names, door) for names in every]
+        listed: dict[str, dict[str, list[Any]]] = {}
+        for module, name in sorted(set().union(*of_versions)):
+            entries: list[Any] = []
+            for found in of_versions:
+                entry = found[module, name].entry() if (module, name) in found else None
+                if entry not in entries:
+                    entries.append(entry)
+            listed.setdefault(module, {})[name] = entries
+        doors[door] = listed
+    return written(
+        {
+            "made_from": [source.name.removeprefix("vLLM ") for source in sources],
+            "specs": sorted({name for names in every for name in spec_classes(names)}),
+            "backends": {
+                enum: sorted({name for names in every for name in backends(names, enum)})
+                for enum in ENUMS
+            },
+            "doors": doors,
+        }
+    )
+
+
+def written(value: dict[str, Any]) -> str:
+    """Returns the list as text: a use a line, so that a change of it reads as one."""
+    text = json.dumps({**value, "doors": {}}, indent=1).removesuffix("{}\n}")
+    doors = []
+    for door, listed in value["doors"].items():
+        rows = []
+        for module, names in listed.items():
+            entries = [f"   {json.dumps(name)}: {json.dumps(one)}" for name, one in names.items()]
+            rows.append(f"  {json.dumps(module)}: {{\n" + ",\n".join(entries) + "\n  }")
+        doors.append(f"{json.dumps(door)}: {{\n" + ",\n".join(rows) + "\n }")
+    return text + "{\n " + ",\n ".join(doors) + "\n}}\n"
+
+
+def stale() -> str:
+    """Returns why the list is stale; empty if it is not."""
+    text = LIST.read_text()
+    uses = Uses.read(text)
+    tested = {f"{line[0]}.{line[1]}" for door in TESTED for line in supported(door)}
+    if tested != {version.rpartition(".")[0] for version in uses.made_from}:
+        return f"it was made from {', '.join(uses.made_from)}"
+    try:
+        return "" if made([exact(one, CACHE) for one in uses.made_from]) == text else "it differs"
+    except Unreachable as error:
+        print(f"NOT CHECKED, but for the installed vLLM: {LIST.name}: {error}")
+    names = Names(installed(), is_whole=True)
+    for door in filter(modules, DOORS):
+        listed = {(module, name) for module, found in uses.doors[door].items() for name in found}
+        if lacking := sorted(set(forms(names, door)) - listed):
+            return f"it lacks {'.'.join(lacking[0])}"
+    return ""
+
+
+def newest() -> list[str]:
+    """Returns what differs in the newest release of the index."""
+    source = release(lines()[-1], CACHE)
+    uses = Uses.read(LIST.read_text())
+    found = [f"{door}: {line}" for door in uses.doors for line in differences(source, door, uses)]
+    print(f"{source.name}: {len(found)} differences from {LIST.name}")
+    return found
+
+
+def main() -> int:
+    """Runs the command."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--check", action="store_true")
+    options.add_argument("--newest", action="store_true")
+    given = options.parse_args()
+    if given.newest:
+        found = newest()
+    elif given.check:
+        why = stale()
+        found = [f"{LIST.relative_to(ROOT)} is stale ({why}): make fix"] if why else []
+    else:
+        tested = sorted({line for door in TESTED for line in supported(door)})
+        LIST.write_text(made([release(line, CACHE) for line in tested]))
+        found = []
+    print("\n".join(found), end="\n" if found else "")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
