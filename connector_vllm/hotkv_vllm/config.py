@@ -19,6 +19,7 @@ from hotkv_sparse.centre_file import read_centres
 
 PREFIX = "hotkv."
 SPARSE = PREFIX + "sparse"
+TRACING = PREFIX + "tracing"
 ALLOW_CUDA = PREFIX + "allow_sparse_cuda_never_run"
 CENTRE = PREFIX + "sparse_centre"
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"

@@ -217,16 +217,15 @@ def test_engines_of_two_tensor_parallel_sizes_share_canonical_rows(daemon, start
 
 
 @pytest.mark.long
-def test_both_doors_in_one_multiconnector(daemon, start, tmp_path):
+@pytest.mark.parametrize("is_own_first", [True, False], ids=["own first", "own last"])
+def test_both_doors_in_one_multiconnector(daemon, start, tmp_path, is_own_first):
+    identity = tmp_path.name
+    own = transfer_config(target=daemon.target, weights_identity=identity)
+    door = door_config(daemon.target, **{"hotkv.weights_identity": identity})
     both = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "connectors": [
-                transfer_config(target=daemon.target, weights_identity=tmp_path.name),
-                door_config(daemon.target, **{"hotkv.weights_identity": tmp_path.name}),
-            ]
-        },
+        "kv_connector_extra_config": {"connectors": [own, door] if is_own_first else [door, own]},
     }
     batch = prompts(8, LENGTHS)
     one, other = (start(daemon, kv_transfer_config=both) for _ in range(2))

@@ -45,10 +45,14 @@ FEATURES = {
     "disk": "a disk",
     "shared": "a tier that nodes share",
     "warm": "warm start",
+    "offloading": "behind vLLM's own offloading",
 }
 """By the name of the feature, in the order of the page."""
 TIERS = ("disk", "shared", "warm")
 """Features of the daemon below host memory; the server's double has none of them."""
+REAL_ONLY = ("residency", "offloading")
+"""Features that the harness can't play: residency needs the layers of a real model, and the harness
+drives hotkv's own connector, not vLLM's offloading."""
 
 
 class Kind(Enum):
@@ -78,6 +82,11 @@ _REFUSED = "tests/pairs/test_refused.py::test_a_pair_that_is_refused"
 _BESIDE = f"{_REFUSED}_beside_another_connector"
 _RESIDENCY = "tests/vllm/test_residency.py::"
 _FAULTS = "tests/vllm/test_residency_faults.py::"
+_DOOR = "tests/offloading/test_pairs.py::"
+_DOOR_ENGINES = "tests/offloading/test_engines.py::"
+_RESETS = "test_a_reset_empties_the_server_and_a_weights_update_waits_for_one"
+_OUTLIVES = "test_engines_share_answers_too_and_outlive_the_server"
+_DOOR_REFUSES = f"{_DOOR}test_a_setting_that_this_door_can_not_serve"
 
 REFUSALS: dict[tuple[str, str], str] = {
     ("sparse", "pipeline"): "hotkv.sparse: it does not work with pipeline or context parallelism",
@@ -96,11 +105,21 @@ REFUSALS: dict[tuple[str, str], str] = {
     "layers are of plain full attention, and hotkv's attention in vLLM",
     ("residency", "multi_second"): "hotkv.sparse.residency = 'host': it needs a model all of whose "
     "layers are of plain full attention, and hotkv's attention in vLLM",
+    ("residency", "offloading"): "hotkv.sparse: vLLM's offloading keeps whole contexts on the "
+    "device; sparse decode and residency need kv_connector HotKVConnector",
+    ("sparse", "offloading"): "hotkv.sparse: vLLM's offloading keeps whole contexts on the "
+    "device; sparse decode and residency need kv_connector HotKVConnector",
+    ("tracing", "offloading"): "hotkv.tracing = 'http://localhost:4318': "
+    "HotKVOffloadingConnector makes no spans of requests; leave it out, or use kv_connector "
+    "HotKVConnector",
 }
 """Pairs whose engine does not start, with the words that its user reads."""
 REFUSED_ELSEWHERE = {
     ("residency", "consumer"): "tests/vllm/test_resident_manager.py::"
     "test_an_engine_that_stores_nothing_can_not_have_residency",
+    ("residency", "offloading"): f"{_DOOR_REFUSES}[residency]",
+    ("sparse", "offloading"): f"{_DOOR_REFUSES}[sparse]",
+    ("tracing", "offloading"): f"{_DOOR_REFUSES}[tracing]",
 }
 """Of these, pairs whose words another folder's test shows."""
 
@@ -112,6 +131,9 @@ APART: dict[tuple[str, str], str] = {
         "pooling",
     ): "drafts are of tokens that are to be sampled, and a pooling request "
     "samples none: it ends with its prompt",
+    ("load_choice", "offloading"): "vLLM's offloading loads every hit that its lookup finds, and "
+    "asks nobody whether computing it would be sooner; `max_load_tokens` of a request bounds a "
+    "load",
 }
 """Pairs that cannot meet, with the reason."""
 
@@ -148,6 +170,40 @@ REAL: dict[tuple[str, str], Answer] = {
             )
         },
     }.items()
+} | {
+    ("offloading", other): Answer(Kind.REAL, test)
+    for other, test in {
+        "lora": f"{_DOOR_ENGINES}test_adapters_are_left_out",
+        **{
+            name: f"{_DOOR_ENGINES}test_every_shape_that_vllms_offloading_takes_hits[{shape}]"
+            for name, shape in {
+                "ranks": "two ranks",
+                "pipeline": "two stages",
+                "hybrid": "windows beside full attention",
+            }.items()
+        },
+        "multi_first": f"{_DOOR_ENGINES}test_both_doors_in_one_multiconnector[own last]",
+        "multi_second": f"{_DOOR_ENGINES}test_both_doors_in_one_multiconnector[own first]",
+        **dict.fromkeys(("reset", "weights"), f"{_DOOR_ENGINES}{_RESETS}"),
+        **dict.fromkeys(("restart", "away"), f"{_DOOR_ENGINES}{_OUTLIVES}"),
+        "slow": "tests/offloading/test_tier.py::"
+        "test_a_server_that_hangs_costs_a_request_its_patience_only",
+        "pooling": f"{_DOOR}test_vectors_are_equal_after_a_hit",
+        "embeds": f"{_DOOR}test_embeddings_meet_only_where_they_are_equal",
+        "images": f"{_DOOR}test_pictures_meet_only_where_they_are_equal",
+        "producer": f"{_DOOR}test_a_producer_stores_and_hits_nothing",
+        "consumer": f"{_DOOR}test_a_consumer_hits_and_stores_nothing",
+        "speculation": f"{_DOOR}test_drafts_that_are_rejected_are_not_stored",
+        "asynchronous": f"{_DOOR}test_asynchronous_scheduling",
+        "preemption": f"{_DOOR}test_requests_that_are_preempted",
+        "hints": f"{_DOOR}test_hints_and_sessions_reach_the_server",
+        "sessions": f"{_DOOR}test_hints_and_sessions_reach_the_server",
+        "sleep": f"{_DOOR}test_a_pause_keeps_the_cache_of_the_server",
+        "tenants": f"{_DOOR}test_tenants_do_not_share",
+        "disk": f"{_DOOR}test_blocks_that_host_memory_lost_come_from_the_disk",
+        "shared": f"{_DOOR}test_a_server_of_another_node_hits_through_the_shared_tier",
+        "warm": f"{_DOOR}test_a_node_that_was_warmed_hits_from_its_host_memory",
+    }.items()
 }
 """Pairs that a test of its own shows with real parts."""
 
@@ -175,7 +231,7 @@ def answer(pair: Pair) -> Answer:
         found.append(Answer(Kind.APART, "", words))
     if real := _entry(REAL, pair):
         found.append(real)
-    if not found and "residency" not in pair:
+    if not found and not pair.intersection(REAL_ONLY):
         tiers = pair.intersection(TIERS)
         others = names_of(pair - tiers) or "tiers"
         found.append(

@@ -11,7 +11,7 @@ import pytest
 
 from tests.pairs.features import PLAYS
 from tests.pairs.servers import Double
-from tests.pairs.table import FEATURES, TIERS, Kind, meets, names_of, of_kind
+from tests.pairs.table import FEATURES, REAL_ONLY, TIERS, Kind, meets, names_of, of_kind
 from tests.pairs.world import TURNS, World
 from tests.vllm.harness import prompt
 
@@ -83,8 +83,7 @@ def test_random_triples(tmp_path: Path) -> None:
 
 
 def test_every_feature_plays() -> None:
-    """Residency needs the layers of a real model."""
-    assert FEATURES.keys() - PLAYS.keys() == {"residency"}
+    assert FEATURES.keys() - PLAYS.keys() == set(REAL_ONLY)
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""`engine_driver` with the commands of all drivers of one engine, and `pause`: the engine pauses,
-and goes on."""
+"""`engine_driver` with the commands of all drivers of one engine, `pause`: the engine pauses, and
+goes on, and `preempted`: how many requests were preempted."""
 
 from typing import Any
 
@@ -17,7 +17,12 @@ def pause(llm: Any) -> dict[str, Any]:
     return {}
 
 
-engine_driver.OPERATIONS |= {"pause": pause}
+def preempted(llm: Any) -> dict[str, Any]:
+    counted = [one.value for one in llm.get_metrics() if one.name == "vllm:num_preemptions"]
+    return {"requests": sum(counted)}
+
+
+engine_driver.OPERATIONS |= {"pause": pause, "preempted": preempted}
 
 if __name__ == "__main__":
     engine_driver.main()

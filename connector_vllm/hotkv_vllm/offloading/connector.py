@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from hotkv_vllm import versions
-from hotkv_vllm.config import SPARSE, ConfigError, ConnectorConfig
+from hotkv_vllm.config import SPARSE, TRACING, ConfigError, ConnectorConfig
 from hotkv_vllm.link import logger
 
 try:
@@ -205,6 +205,11 @@ def complete(extra: dict[str, Any]) -> ConnectorConfig | None:
         raise ConfigError(
             f"{SPARSE}: vLLM's offloading keeps whole contexts on the device; sparse decode and "
             "residency need kv_connector HotKVConnector"
+        )
+    if config.tracing:
+        raise ConfigError(
+            f"{TRACING} = {config.tracing!r}: HotKVOffloadingConnector makes no spans of requests; "
+            "leave it out, or use kv_connector HotKVConnector"
         )
     extra.setdefault("spec_name", SPEC)
     # vLLM's own default leaves answers out; a later turn of a conversation would miss them.

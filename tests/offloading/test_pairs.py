@@ -1,0 +1,439 @@
+"""The second door beside each feature of `tests/pairs/table.py` that the other tests of this folder
+do not show.
+
+Features of the server and of the tier run over a `Rig`. Those of vLLM run in a real engine: it
+computes and stores, a pause empties its device and its primary tier, and what it asks for again
+comes from the server.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hotkv_client.admin import AdminClient
+from hotkv_client.command import warm_start
+from hotkv_vllm.config import ConfigError, ConnectorConfig
+from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.offloading import scheduler
+from hotkv_vllm.offloading.connector import HotKVOffloadingConnector
+from hotkv_vllm.offloading.scheduler import DoorScheduler
+from hotkv_vllm.offloading.tier import HELD_STEPS
+from hotkv_vllm.stats import HookClock, HotKVStats
+from tests.offloading.engines import door_config
+from tests.offloading.rig import Rig, keys_of
+from tests.pairs.table import REFUSALS
+from tests.server.support import PATIENT
+from tests.support.waiting import wait_for
+from tests.tiers.valkey_support import running
+from tests.vllm.approximate import SPARSE
+from tests.vllm.processes import Daemon, EngineProcess, Engines, own_daemon
+from tests.vllm.runs import NOISE, difference, prompts, usable
+from tests.vllm.tiny import BLOCK_TOKENS, write_model
+from tests.vllm.tokenizer import write_tokenizer
+from tests.vllm.vision import IMAGE_TOKEN, write_vision_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+RESIDENT = {"sparse": SPARSE["sparse"] | {"residency": "host"}}
+REFUSED: dict[str, dict[str, Any]] = {
+    "sparse": SPARSE,
+    "residency": RESIDENT,
+    "tracing": {"tracing": "http://localhost:4318"},
+}
+"""By the feature that this door refuses: the settings that ask for it."""
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
+FEW_BLOCKS = {"num_gpu_blocks_override": 26, "max_model_len": 512}
+"""A device that holds three requests of 200 tokens with their answers."""
+LENGTHS = (33, 100, 257)
+TOKENS = 40
+
+
+def counter(daemon: Daemon, name: str) -> float:
+    return float(daemon.admin("info")["counters"][name])
+
+
+# ----------------------------------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_setting_that_this_door_can_not_serve(name: str) -> None:
+    extra = {f"hotkv.{key}": value for key, value in REFUSED[name].items()}
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+    with pytest.raises(ConfigError) as refused:
+        HotKVOffloadingConnector(config, None, None)
+    assert str(refused.value).startswith(REFUSALS[name, "offloading"])
+
+
+# --------------------------------------------------------------------------------- over a real tier
+
+
+@pytest.fixture
+def rigs() -> Iterator[Any]:
+    """Makes rigs of a daemon, and closes them."""
+    made = []
+
+    def make(daemon: Daemon, **settings: Any) -> Rig:
+        made.append(Rig(daemon.target, **settings).connected())
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.close()
+
+
+def empty(rig: Rig) -> None:
+    """Empties the primary tier, and makes the steps that hold promotions after it."""
+    rig.manager.reset_cache()
+    for _ in range(HELD_STEPS):
+        rig.step()
+
+
+def test_tenants_do_not_share(rigs: Any, daemon: Daemon) -> None:
+    keys = keys_of("tenants", 20)
+    rigs(daemon, **{"hotkv.tenant": "t"}).store(keys)
+    assert rigs(daemon, **{"hotkv.tenant": "u"}).hits(keys) == 0
+    assert rigs(daemon).hits(keys) == 0
+    assert rigs(daemon, **{"hotkv.tenant": "t"}).hits(keys) == 20
+
+
+def role(rig: Rig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts the scheduler's side of an engine with this `kv_role` beside the rig's tier."""
+    monkeypatch.setattr(scheduler.checks, "counts_media", lambda _: False)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(world_size=1),
+        kv_transfer_config=SimpleNamespace(
+            is_kv_consumer=name != "kv_producer", is_kv_producer=name != "kv_consumer"
+        ),
+    )
+    edge = HookEdge(HookClock("test", "engine"), HotKVStats().add)
+    DoorScheduler(config, None, ConnectorConfig(), rig.tier, edge)
+
+
+def test_a_producer_stores_and_hits_nothing(
+    rigs: Any, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, producer = keys_of("producer", 20), rigs(daemon)
+    role(producer, "kv_producer", monkeypatch)
+    producer.store(keys)
+    empty(producer)
+    assert producer.hits(keys) == 0
+    assert rigs(daemon).hits(keys) == 20
+
+
+def test_a_consumer_hits_and_stores_nothing(
+    rigs: Any, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, consumer = keys_of("consumer", 20), rigs(daemon)
+    role(consumer, "kv_consumer", monkeypatch)
+    rigs(daemon).store(keys[:10])
+    assert consumer.hits(keys) == 10
+    consumer.store(keys)
+    empty(consumer)
+    assert consumer.hits(keys) == 10
+    assert rigs(daemon).hits(keys) == 10
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, Daemon]]:
+    """Two servers that share a Valkey."""
+    with contextlib.ExitStack() as stack:
+        valkey = stack.enter_context(running(tmp_path_factory.mktemp("valkey")))
+        made = [stack.enter_context(own_daemon()) for _ in range(2)]
+        for one in made:
+            one.flags = ["--tiers.valkey.address", f"unix:{valkey.path}", *PATIENT]
+            one.start()
+        yield made[0], made[1]
+
+
+LONG_WAIT = {"hotkv.lookup_timeout_s": 20.0, "hotkv.load_timeout_s": 20.0}
+
+
+def test_blocks_that_host_memory_lost_come_from_the_disk(rigs: Any, tmp_path: Path) -> None:
+    keys = keys_of("disk", 40)
+    with own_daemon() as daemon:
+        daemon.flags = ["--tiers.disk.path", str(tmp_path), "--tiers.disk.bytes", "64MiB", *PATIENT]
+        engine = rigs(daemon.start(), **LONG_WAIT)
+        engine.store(keys)
+        wait_for(lambda: counter(daemon, "tier_demoted_blocks_total") >= 40, "the copy to the disk")
+        daemon.lose_arena()
+        wait_for(lambda: not engine.tier.session.connected, "the end of the session")
+        daemon.start()
+        engine.connected()
+        empty(engine)
+        assert engine.hits(keys) == 40
+        assert counter(daemon, "tier_promoted_blocks_total") == 40
+
+
+def test_a_server_of_another_node_hits_through_the_shared_tier(
+    rigs: Any, nodes: tuple[Daemon, Daemon]
+) -> None:
+    keys = keys_of("shared", 40)
+    copied = counter(nodes[0], "shared_copied_blocks_total")
+    rigs(nodes[0]).store(keys)
+    wait_for(lambda: counter(nodes[0], "shared_copied_blocks_total") >= copied + 40, "the copies")
+    fetched = counter(nodes[1], "shared_fetched_blocks_total")
+    assert rigs(nodes[1], **LONG_WAIT).hits(keys) == 40
+    assert counter(nodes[1], "shared_fetched_blocks_total") == fetched + 40
+
+
+def test_a_node_that_was_warmed_hits_from_its_host_memory(
+    rigs: Any, nodes: tuple[Daemon, Daemon], tmp_path: Path
+) -> None:
+    """The other node has fetched the blocks before its engine asks."""
+    keys, own = keys_of("warm", 40), {"hotkv.tenant": "warm"}
+    copied = counter(nodes[0], "shared_copied_blocks_total")
+    rigs(nodes[0], **own).store(keys)
+    wait_for(lambda: counter(nodes[0], "shared_copied_blocks_total") >= copied + 40, "the copies")
+    with AdminClient(nodes[0].target, 20.0) as client:
+        (space,) = (
+            one["key_space_id"]
+            for one in client.key_spaces()
+            if one["key_space"].get("tenant") == "warm"
+        )
+        warm_start.export(client, tmp_path / "blocks", space, 0)
+    reader = rigs(nodes[1], **own)
+    with AdminClient(nodes[1].target, 20.0) as client:
+        assert warm_start.fetch(client, tmp_path / "blocks", 20.0)["fetched_block_count"] == 40
+    fetched = counter(nodes[1], "shared_fetched_blocks_total")
+    assert reader.hits(keys) == 40
+    assert counter(nodes[1], "shared_fetched_blocks_total") == fetched
+
+
+# ---------------------------------------------------------------------------------- in real engines
+
+
+class Stage:
+    """Engines of one server, and one without a connector. Both start when they are first asked
+    for."""
+
+    def __init__(self, folder: Path, daemon: Daemon) -> None:
+        self.folder, self.daemon = folder, daemon
+        self.engines = Engines(folder)
+        self.model = write_tokenizer(write_model(folder / "model"))
+        self._made: dict[str, EngineProcess] = {}
+
+    def start(self, *, model: Path | None = None, target: str = "", **more: Any) -> EngineProcess:
+        """Starts an engine; without a connector if `target` is "none". Each model has a key space
+        of its own."""
+        model = model or self.model
+        settings: dict[str, Any] = {
+            "load_format": "random",
+            "dtype": "float32",
+            "max_model_len": 1024,
+            "kv_cache_memory_bytes": 64 << 20,
+            "driver": "every_driver.py",
+            "skip_tokenizer_init": False,
+        }
+        if target != "none":
+            identity = {"hotkv.weights_identity": str(model)}
+            settings["kv_transfer_config"] = door_config(self.daemon.target, **identity)
+        return self.engines.start(model, None, **settings | more)
+
+    def _once(self, name: str, **settings: Any) -> EngineProcess:
+        if name not in self._made:
+            self._made[name] = self.start(enable_prompt_embeds=True, **settings)
+        return self._made[name]
+
+    @property
+    def plain(self) -> EngineProcess:
+        """An engine without a connector."""
+        return self._once("plain", target="none")
+
+    @property
+    def one(self) -> EngineProcess:
+        """An engine with no feature but prompts of embeddings."""
+        return self._once("one")
+
+    @property
+    def num_stored(self) -> int:
+        return int(counter(self.daemon, "stored_blocks_total"))
+
+    def twice(
+        self,
+        engine: EngineProcess,
+        requests: list[dict[str, Any]],
+        num_blocks: int,
+        operation: str = "sample",
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns an engine's answers that it computes, and those for which the server has all.
+
+        num_blocks: the blocks that the first answers store.
+        """
+        more = {} if operation == "embed" else {"params": {"max_tokens": TOKENS}}
+        until = self.num_stored + num_blocks
+        cold = engine.ask(operation, requests=requests, **more)
+
+        def short() -> None:
+            """Makes steps that compute no whole block."""
+            engine.ask(operation, requests=[{"tokens": [7, 8, 9]}])
+
+        def is_stored() -> bool:
+            short()
+            return self.num_stored >= until
+
+        wait_for(is_stored, f"the store of {num_blocks} blocks")
+        engine.ask("pause")
+        for _ in range(HELD_STEPS):
+            short()
+        warm = engine.ask(operation, requests=requests, **more)
+        assert "broke" not in engine.log(), engine.log()[-3000:]
+        return cold, warm
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory, daemon: Daemon) -> Iterator[Stage]:
+    one = Stage(tmp_path_factory.mktemp("stage"), daemon)
+    yield one
+    one.engines.stop()
+
+
+def texts(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Any]]:
+    return [{"tokens": tokens} for tokens in prompts(seed, lengths)]
+
+
+def hits(batch: list[dict[str, Any]]) -> list[int]:
+    return [usable(one["tokens"]) for one in batch]
+
+
+def num_blocks(batch: list[dict[str, Any]], num_tokens: int = TOKENS) -> int:
+    """Returns the number of whole blocks of prompts and answers. The KV of an answer's last token
+    is never computed."""
+    return sum((len(one["tokens"]) + num_tokens - 1) // BLOCK_TOKENS for one in batch)
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return bool(one["tokens"] == other["tokens"]) and difference(one, other) <= NOISE
+
+
+def longer(batch: list[dict[str, Any]], answers: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the next turns of conversations."""
+    return [
+        {"tokens": one["tokens"] + answer}
+        for one, answer in zip(batch, answers["tokens"], strict=True)
+    ]
+
+
+def test_a_pause_keeps_the_cache_of_the_server(stage: Stage) -> None:
+    batch = texts(1)
+    cold, warm = stage.twice(stage.one, batch, num_blocks(batch))
+    assert cold["cached"] == [0] * len(batch) and warm["cached"] == hits(batch)
+    assert same(cold, warm)
+
+
+def test_embeddings_meet_only_where_they_are_equal(stage: Stage) -> None:
+    """To vLLM all prompts of embeddings have the same token ids."""
+    cold, warm = stage.twice(stage.one, [{"embeds": [1, 200]}], (200 + TOKENS - 1) // BLOCK_TOKENS)
+    assert cold["cached"] == [0] and warm["cached"] == [192] and same(cold, warm)
+    other = stage.one.ask("sample", requests=[{"embeds": [2, 200]}])
+    assert other["cached"] == [0] and difference(cold, other) > 20 * NOISE
+
+
+def test_hints_and_sessions_reach_the_server(stage: Stage) -> None:
+    (text,) = prompts(2, (300,))
+    action = {"action_id": "a", "action_version": "1.0"}
+    for kind, payload in (("pin", {"ttl_s": 600}), ("release", {})):
+        asked = {
+            "protocol_version": "0.1",
+            "message_id": kind,
+            "actions": [action | {"action_type": kind, "payload": payload}],
+        }
+        stage.one.ask("hinted", prompt=text, max_tokens=TOKENS, hints=asked, session="chat")
+
+    def outcomes() -> set[str]:
+        stage.one.ask("sample", requests=[{"tokens": [7, 8, 9]}])
+        with AdminClient(stage.daemon.target, 20.0) as client:
+            told = client.explain_session("chat")
+        return {one["message_id"] for session in told for one in session["outcomes"]}
+
+    wait_for(lambda: outcomes() == {"pin", "release"}, "the outcomes of both hints")
+
+
+def test_requests_that_are_preempted(stage: Stage) -> None:
+    batch = texts(3, (200,) * 6)
+    engine = stage.start(**FEW_BLOCKS)
+    cold, warm = stage.twice(engine, batch, num_blocks(batch))
+    plain = stage.plain.ask("sample", requests=batch, params={"max_tokens": TOKENS})
+    assert engine.ask("preempted")["requests"] > 0
+    assert same(plain, cold) and same(plain, warm)
+    assert sum(warm["cached"]) > 0
+
+
+@pytest.mark.long
+def test_drafts_that_are_rejected_are_not_stored(stage: Stage) -> None:
+    batch = texts(4)
+    for one in batch:
+        # Repetitions, so that the drafter finds something.
+        one["tokens"] = one["tokens"][:20] * (len(one["tokens"]) // 20 + 1)
+    engine = stage.start(speculative_config=NGRAM)
+    cold, warm = stage.twice(engine, batch, num_blocks(batch))
+    assert engine.ask("drafted")["tokens"] > 0
+    plain = stage.plain.ask("sample", requests=batch, params={"max_tokens": TOKENS})
+    assert same(plain, cold) and same(plain, warm) and warm["cached"] == hits(batch)
+    turns = longer(batch, cold)
+    found = engine.ask("sample", requests=turns)
+    assert same(found, stage.plain.ask("sample", requests=turns))
+
+
+@pytest.mark.long
+def test_asynchronous_scheduling(stage: Stage) -> None:
+    """vLLM turns it off in CPU engines; here it is turned on again."""
+    batch = texts(5, (200,) * 4)
+    engine = stage.start(config_overrides={"scheduler_config.async_scheduling": True}, **FEW_BLOCKS)
+    cold, warm = stage.twice(engine, batch, num_blocks(batch))
+    plain = stage.plain.ask("sample", requests=batch, params={"max_tokens": TOKENS})
+    assert same(plain, cold) and same(plain, warm) and sum(warm["cached"]) > 0
+    turns = longer(batch, cold)
+    found = engine.ask("sample", requests=turns)
+    assert same(found, stage.plain.ask("sample", requests=turns))
+
+
+@pytest.mark.long
+def test_vectors_are_equal_after_a_hit(stage: Stage) -> None:
+    batch = texts(6)
+    engine = stage.start(runner="pooling", convert="embed")
+    cold, warm = stage.twice(engine, batch, num_blocks(batch, 1), "embed")
+    assert cold["cached"] == [0] * len(batch) and warm["cached"] == hits(batch)
+    for mine, theirs in zip(cold["vectors"], warm["vectors"], strict=True):
+        assert mine == pytest.approx(theirs, abs=NOISE)
+
+
+def picture(seed: int) -> dict[str, Any]:
+    """Returns a picture behind 40 tokens of text: 218 tokens."""
+    (tokens,) = prompts(7, (200,))
+    return {"tokens": [*tokens[:40], IMAGE_TOKEN, *tokens[40:]], "images": [seed]}
+
+
+@pytest.mark.long
+def test_pictures_meet_only_where_they_are_equal(stage: Stage) -> None:
+    engine = stage.start(model=write_vision_model(stage.folder / "vision"))
+    cold, warm = stage.twice(engine, [picture(1)], (218 + TOKENS - 1) // BLOCK_TOKENS)
+    assert cold["cached"] == [0] and warm["cached"] == [192] and same(cold, warm)
+    other = engine.ask("sample", requests=[picture(2)])
+    # Before the picture both are the same block.
+    assert other["cached"] == [32] and difference(cold, other) > 20 * NOISE
+
+
+@pytest.mark.long
+def test_pictures_that_vllm_names_by_a_counter_are_left_out(stage: Stage) -> None:
+    """Another engine's first picture would bear the same name as this one's."""
+    engine = stage.start(
+        model=write_vision_model(stage.folder / "counted"),
+        mm_processor_cache_gb=0,
+        enable_prefix_caching=False,
+    )
+    before = stage.num_stored
+    engine.ask("sample", requests=[picture(1)])
+    batch = texts(8)
+    cold, warm = stage.twice(engine, batch, num_blocks(batch))
+    assert warm["cached"] == hits(batch) and same(cold, warm)
+    assert stage.num_stored == before + num_blocks(batch)
+    assert "requests with images or other media do not use the shared cache" in engine.log()
