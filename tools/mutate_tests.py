@@ -2,7 +2,7 @@
 
 CORE = (
     "tests/core/test_cache_cases.py tests/core/test_ids.py tests/core/test_unadmitted.py "
-    "tests/core/test_flush.py tests/core/test_inspect.py tests/core/test_ages.py "
+    "tests/core/test_inspect.py tests/core/test_ages.py "
     "tests/core/test_shares_of_books.py tests/core/test_pins.py tests/core/test_tenants.py "
     "tests/core/test_verifier.py "
     "tests/core/test_starvation.py tests/core/test_index.py tests/core/test_space.py "

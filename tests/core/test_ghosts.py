@@ -138,26 +138,3 @@ def test_a_place_that_is_free_is_taken_before_a_ghost_is_dropped() -> None:
     left = table.tags[0][table.tags[0] != 0].tolist()
     table.remember(POOL[WAYS : WAYS + WAYS // 2], POOL[: WAYS // 2])
     assert len(table) == WAYS and set(left) <= set(table.tags[0].tolist())
-
-
-def test_many_ghosts_in_the_room_of_few() -> None:
-    """A flood through a small table: of the last `num_ghosts` few are lost, and of those before
-    none is found."""
-    num_ghosts, num_keys = 1000, 5000
-    keys = np.random.default_rng(1).integers(0, 1 << 64, num_keys, np.uint64)
-    table = GhostTable(num_ghosts)
-    for part in np.split(keys, 50):
-        table.remember(part, part)
-    found, values = table.take(keys)
-    assert np.array_equal(values[found], keys[found])
-    assert not found[: num_keys - num_ghosts].any()
-    assert found[-num_ghosts:].mean() > 0.9
-
-
-def test_a_table_knows_how_many_it_has() -> None:
-    table = GhostTable(100)
-    assert len(table) == 0 and repr(table) == f"GhostTable(0/{table.tags.size} ghosts)"
-    table.remember(
-        np.arange(1, 31, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15), np.ones(30, np.uint64)
-    )
-    assert len(table) == 30 == np.count_nonzero(table.tags)

@@ -26,7 +26,6 @@ from hotkv_server.cache.values import CoreConfig, HashList, LoadPositions, Run, 
 from hotkv_server.node import event_loop as slices_module
 from hotkv_server.node.event_loop import slices
 from tests.core.support import begin_store, evict_all, make_key_space, make_table, words_of
-from tests.oracles import table as oracle
 
 NUM_SLOTS = 32
 MEDDLING = st.lists(
@@ -183,34 +182,6 @@ def test_what_goes_before_its_turn_is_left_alone(num_steps: int) -> None:
     assert world.found(list(range(12)), 2) == list(range(12)) and not world.found(list(range(12)))
 
 
-@given(
-    policy=st.sampled_from(sorted(POLICIES)),
-    stored=st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=30),
-    pinned=st.lists(st.integers(0, 30), max_size=6), group=st.integers(0, 1),
-    start=st.integers(0, 60), count=st.integers(1, NUM_SLOTS),
-)  # fmt: skip
-def test_a_call_evicts_nothing_once_room_was_made(
-    policy: str,
-    stored: list[tuple[bool, int]],
-    pinned: list[int],
-    group: int,
-    start: int,
-    count: int,
-) -> None:
-    world = Meddler(policy)
-    run = [Run(group, words_of(list(range(start, start + count))))]
-    for other, number in stored:
-        session = world.other if other else world.session
-        earlier, name = [Run(0, words_of([number]))], f"{other} {number} {world.num_calls}"
-        world.num_calls += 1
-        begin_store(world.core, session, name, name, earlier, 0, 0.0, float(world.num_calls))
-        world.core.end_store(session, name, True, float(world.num_calls))
-    world.core.acquire(world.session, "pinned", [HashList(0, words_of(pinned))], 0.0, 1.0)
-    for _ in world.core.reserve(world.session, "new", run, 0.0, 50.0):
-        world.core.check_invariants()
-    world.core.check_invariants()
-
-
 @given(between=MEDDLING, group=st.integers(0, 1), count=st.integers(1, 12))
 def test_whatever_comes_between_there_is_room_in_the_end(
     between: list[tuple[str, int]], group: int, count: int
@@ -261,15 +232,14 @@ def test_what_is_swept_is_not_refilled() -> None:
     assert len(looked_at) > num_looked_at, "a take without a sweep looks for itself"
 
 
-def test_slots_in_slabs_are_found_as_by_the_reference() -> None:
+def test_slots_in_slabs_are_found() -> None:
     kernels = native.require("hotkv_server.cache.table.kernels")
     random = np.random.default_rng(0)
     for slab_bytes in (SLOT_ALIGN, 3 * SLOT_ALIGN, 1 << 22, (1 << 22) + SLOT_ALIGN):
         offsets, slabs = random.integers(0, 50 * slab_bytes, 300), random.random(50) < 0.5
-        found, expected = np.empty(300, np.bool_), np.empty(300, np.bool_)
+        found = np.empty(300, np.bool_)
         kernels.lie_in(offsets, slab_bytes, slabs, found)
-        oracle.lie_in(offsets, slab_bytes, slabs, expected)
-        assert np.array_equal(found, expected)
+        assert np.array_equal(found, slabs[offsets // slab_bytes])
 
 
 def test_what_a_run_has_stays_while_room_is_made_for_its_rest() -> None:

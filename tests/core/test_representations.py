@@ -494,17 +494,6 @@ class Cases:
         ).tolist()
 
 
-def test_a_block_that_is_written_anew_is_none_to_go_with() -> None:
-    cases = Cases()
-    cases.store((0, [1, 2]))
-    cases.begin("late", (MAX_GROUPS, [1, 2]))
-    evict(cases.core, 1, 0, words_of([1]))
-    cases.begin("anew", (0, [1]))
-    assert cases.end("late") == [{BlockResult.ABORTED, BlockResult.STORED}]
-    assert cases.found(MAX_GROUPS) == [2]
-    assert cases.end("anew") == [{BlockResult.STORED}] and cases.found(0) == [1, 2]
-
-
 def test_the_version_stored_last_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = Cases()
     assert cases.store((0, [1, 2, 3]), (MAX_GROUPS, [1, 2, 3])) == [{BlockResult.STORED}] * 2

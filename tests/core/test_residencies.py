@@ -122,37 +122,6 @@ def test_what_was_promised_is_never_refused() -> None:
     assert residencies(place.core).bound.promised_bytes == 0
 
 
-def test_two_that_pin_the_same_are_counted_once() -> None:
-    place = Place()
-    sessions = [place.open("one"), place.open("two")]
-    for session in sessions:
-        residencies(place.core).open(session, "r", {0: 20}, 0.0)
-    place.store(sessions[0], list(range(20)), "r")
-    bound = residencies(place.core).bound
-    assert (bound.promised_bytes, bound.pinned_bytes) == (20 * SLOT_ALIGN, 20 * SLOT_ALIGN)
-    assert place.extend(sessions[1], "r", list(range(20))) == place.extend(
-        sessions[0], "r", list(range(20))
-    )
-    assert (bound.promised_bytes, bound.pinned_bytes) == (0, 20 * SLOT_ALIGN)
-    place.close(sessions[0], "r")
-    assert (bound.promised_bytes, bound.pinned_bytes) == (0, 20 * SLOT_ALIGN)
-    place.close(sessions[1], "r")
-    assert bound.pinned_bytes == 0 and not place.memory.marks.any()
-
-
-def test_a_block_that_is_present_is_pinned_when_the_store_begins() -> None:
-    place = Place()
-    session = place.open()
-    place.store(session, [1, 2])
-    residencies(place.core).open(session, "r", {0: 3}, 0.0)
-    assert place.store(session, [1, 2, 3], "r") == [
-        BlockResult.PRESENT,
-        BlockResult.PRESENT,
-        BlockResult.STORED,
-    ]
-    assert residencies(place.core).bound.promised_bytes == 0
-
-
 def test_representations_are_promised_and_pinned_with_their_blocks() -> None:
     kind, foreign = Representation(0, "mean", 1, (SLAB,)), Representation(0, "max", 1, (SLAB,))
     place = Place()
