@@ -1,4 +1,4 @@
-"""Runs of a layout, and what is refused by name. Copies by them: `tests/dataplane/test_layouts.py`."""
+"""Runs of a layout, and what is refused by name (`tests/dataplane/test_layouts.py` copies)."""
 
 import itertools
 import math
@@ -65,6 +65,7 @@ def with_tensor(**changes: object) -> Layout:
 def test_the_layout_that_the_refusals_start_from_is_good() -> None:
     GOOD.validate(GROUPS)
     replace(GOOD, handles=(CUDA,)).validate(GROUPS)
+    with_tensor(dims=((1, 0),) * (MAX_DIMS - 1) + TENSOR.dims).validate(GROUPS)
 
 
 @pytest.mark.parametrize(
