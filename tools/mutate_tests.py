@@ -13,7 +13,7 @@ CORE = (
 )
 KERNELS = (
     "tests/core/test_index.py tests/core/test_slabs.py tests/core/test_chains.py "
-    "tests/core/test_cache.py"
+    "tests/core/test_incremental.py tests/core/test_cache.py"
 )
 POLICY = (
     "tests/core/test_ghosts.py tests/core/test_duel.py tests/core/test_hotness.py "

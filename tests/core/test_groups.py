@@ -110,7 +110,6 @@ def test_longest_hit_equals_its_reference(
 
 NUM_MODELS, NUM_PROMPTS = 1650, 64
 """Together more than 100,000 cases."""
-BLOCK_SIZES = [(1, 2, 4), (2, 4, 8, 16), (3, 6), (4,), (1, 2, 3, 6), (8, 16)]
 
 
 @settings(max_examples=300)

@@ -21,7 +21,7 @@ from tests.core.lower_machine import SLAB, LowerMachine
 from tests.core.support import begin_store, evict, flush, make_key_space, make_table, words_of
 
 TestLowerMachine: Any = LowerMachine.TestCase
-TestLowerMachine.settings = settings(max_examples=150, deadline=None)
+TestLowerMachine.settings = settings(max_examples=80, deadline=None)
 
 
 def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:

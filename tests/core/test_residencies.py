@@ -277,20 +277,6 @@ def test_readers_are_told_if_not_all_can_be_kept() -> None:
     assert core.space.used_bytes() == 0, "nothing is kept for nobody"
 
 
-def test_without_readers_nothing_is_kept_and_words_are_given_again() -> None:
-    place = Place()
-    session = place.open()
-    first = residencies(place.core).open(session, "r", {0: 3}, 0.0)
-    place.store(session, [1, 2, 3], "r")
-    place.core.close_session(session, 1.0)
-    assert not place.holds(first)
-    core = place.restarted()
-    assert not core.grace.is_on and place.restored.kept == 0
-    second = residencies(core).open(place.open(), "r", {0: 3}, 0.0)
-    assert second.word_index == first.word_index and place.holds(second)
-    assert not place.holds(first)
-
-
 def test_words_run_out_and_come_back() -> None:
     words = ReaderWords(no_readers(1).words)
     given = [words.of_session(number) for number in range(MAX_SESSION_WORD)]

@@ -23,9 +23,8 @@ SLAB_UNITS = 16
 """Attention slots in a slab: they are one unit, SLOT_ALIGN, each."""
 NUM_SLABS = 64
 ARENA_UNITS = SLAB_UNITS * NUM_SLABS
-STATE_UNITS = [12, 24, 40]
-"""Three quarters of a slab; one and a half slabs, so two are lent for it; two and a half, so three
-are."""
+STATE_UNITS = [12, 40]
+"""Three quarters of a slab; two and a half slabs, so three are lent for it."""
 
 
 def make_core(policy: str, num_slabs: int = NUM_SLABS) -> CacheCore:

@@ -73,7 +73,7 @@ def test_a_head_has_as_many_bytes_as_with_rot2u(head_size: int) -> None:
     assert len(head_axes.offsets_of(head_size)) >= fine + coarse
 
 
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("head_size", [1, 40, 64, 128])
 def test_axes_keep_products(head_size: int) -> None:
     one = calibrated(head_size)
     back = np.linalg.inv(one.axes.into.astype(np.float64)).transpose(0, 2, 1)
