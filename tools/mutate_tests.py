@@ -18,7 +18,7 @@ KERNELS = (
 POLICY = (
     "tests/core/test_ghosts.py tests/core/test_duel.py tests/core/test_hotness.py "
     "tests/core/test_chains.py tests/core/test_policy.py "
-    "tests/core/test_retention.py tests/simulate/test_policies.py"
+    "tests/core/test_retention.py tests/simulate/test_replay.py tests/simulate/test_policies.py"
 )
 LOWER = (
     "tests/core/test_lower.py tests/core/test_place_sizes.py tests/tiers/test_runtime.py "
