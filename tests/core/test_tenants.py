@@ -195,6 +195,7 @@ def test_who_comes_late_gets_its_guarantee(policy: str, size: int) -> None:
 
 
 def test_shares_that_cannot_be_kept_are_refused() -> None:
+    TenantBook({"a": TenantShare(5, 5)}, ARENA)
     for shares in (
         {"a": TenantShare(ARENA), "b": TenantShare(1)},
         {"a": TenantShare(5, 4)},

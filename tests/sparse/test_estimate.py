@@ -159,6 +159,8 @@ def test_nothing_is_negative_and_the_largest_batch_fits(case: Any) -> None:
     taken = memory(*case)
     assert all(f.value >= 0 for name, f in figures_of(taken).items() if name != "room")
     assert taken.largest_batch.value * taken.request.value <= max(taken.room.value, 0.0)
+    once = taken.weights.value + taken.activations.value + taken.staging.value
+    assert taken.device.value == pytest.approx(once + case[2].batch * taken.request.value)
 
 
 @given(CASES, st.integers(1, 1 << 18))

@@ -179,6 +179,7 @@ TestHotSet = Machine.TestCase
         (lambda: HotSet(0), "use 1 and 0 or more"),
         (lambda: HotSet(4, policy="mru"), "cache_policy is 'mru'"),
         (lambda: full_set(10, 20).step(selection_of({20: 1.0}), 1), "from 0 to 19"),
+        (lambda: full_set(10, 20).seed(np.array([20], np.int32)), "from 0 to 19"),
         (
             lambda: full_set(10, 20).finish_prefetch(np.array([0], np.int32), True),
             "no prefetch is writing",
