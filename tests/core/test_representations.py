@@ -318,6 +318,8 @@ class RepresentationMachine(RuleBasedStateMachine):
             for group, numbers in ((0, blocks), (MAX_GROUPS + engine, others))
             if numbers
         ]
+        counters = self.core.counters
+        before = counters.acquired_blocks, counters.acquired_representations
         grant = self.core.acquire(
             self.sessions[engine],
             f"r{self.names}",
@@ -343,6 +345,9 @@ class RepresentationMachine(RuleBasedStateMachine):
             )
             assert slots.offsets.tolist() == [offset for key, offset in held if key[0] == group]
             self.core.end_load(self.sessions[engine], transfer, True)
+        num_blocks = sum(group == 0 for (group, _), _ in held)
+        assert counters.acquired_blocks == before[0] + num_blocks
+        assert counters.acquired_representations == before[1] + len(held) - num_blocks
         self.reads[f"r{self.names}"] = (self.sessions[engine], held)
         self.settle()
 
