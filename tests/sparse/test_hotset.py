@@ -173,6 +173,18 @@ class Machine(RuleBasedStateMachine):
 TestHotSet = Machine.TestCase
 
 
+def test_a_prefetch_of_a_block_that_a_rewind_took_is_not_adopted() -> None:
+    """The block may have other bytes when the context is as long again."""
+    hot = full_set(10, 20)
+    started = hot.begin_prefetch(np.array([12], np.int32))
+    assert started.blocks.tolist() == [12]
+    hot.extend(Span(1, 6, 8), 8, 8)
+    hot.extend(Span(1, 18, 20), 20, 20)
+    hot.finish_prefetch(started.slots, True)
+    assert not len(hot.adopt().blocks) and 12 not in hot.map().blocks
+    hot.check_invariants()
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
