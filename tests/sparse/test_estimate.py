@@ -93,6 +93,8 @@ def test_representations_in_host_memory_take_none_of_the_device() -> None:
     taken = memory(LLAMA, H200, plan, Mode.RESIDENT)
     assert taken.request_representations.value == 0.0
     assert taken.host_request.value == 8192 * 32 * (64 * KIB + 8 * 16 * 34)
+    taken = memory(LLAMA, H200, plan, Mode.SPARSE)
+    assert taken.host_request.value == 8192 * 32 * 8 * 16 * 34
 
 
 def test_devices_share_weights_and_heads() -> None:

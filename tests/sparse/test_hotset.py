@@ -175,9 +175,10 @@ TestHotSet = Machine.TestCase
 
 def test_a_prefetch_of_a_block_that_a_rewind_took_is_not_adopted() -> None:
     """The block may have other bytes when the context is as long again."""
-    hot = full_set(10, 20)
+    hot = HotSet(10, 4)
+    hot.extend(Span(1, 18, 20), 20, 20)
     started = hot.begin_prefetch(np.array([12], np.int32))
-    assert started.blocks.tolist() == [12]
+    assert (started.blocks.tolist(), started.slots.tolist()) == ([12], [0])
     hot.extend(Span(1, 6, 8), 8, 8)
     hot.extend(Span(1, 18, 20), 20, 20)
     hot.finish_prefetch(started.slots, True)
