@@ -311,6 +311,7 @@ def test_json_has_what_the_text_has(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GOOD, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert list(printed["modes"]) == ["dense", "sparse", "resident"]
+    assert printed["plan"]["sparse"]["sparse_topk"] == 2048, "the budget of publications"
     plan = Plan(100_000)
     modes = {mode: memory(LLAMA, H200, plan, mode) for mode in Mode}
     expected = modes[Mode.RESIDENT].request
