@@ -223,39 +223,6 @@ def represent(space: Space, number: int, blocks: Entries, size: int = SLOT_ALIGN
     space.representations.publish(entries, blocks[: len(entries)])
 
 
-def test_representations_count_for_what_is_guaranteed() -> None:
-    """They go with their blocks: a tenant keeps its guarantee after both are gone."""
-    space = make_space("lru", {"a": TenantShare(3 * SLAB)})
-    kinds(space, 1)
-    fill(space, 1, 10)
-    represent(space, 1, space.index.ready_blocks(1))
-    fill(space, 4, 20)
-    assert space.tenants.used[0] == 20 * SLOT_ALIGN
-    fill(space, 4, 100, SLOT_ALIGN, 100)
-    assert space.tenants.used[0] >= 3 * SLAB
-    many = insert(space, 4, 0, words_of(range(90_000, 90_040)), SLOT_ALIGN, np.arange(40))
-    assert len(many) == 28 and space.tenants.used[0] >= 3 * SLAB
-    space.check_invariants()
-
-
-@pytest.mark.parametrize("capacity", [30, 100])
-def test_nobody_takes_representations_that_are_guaranteed(capacity: int) -> None:
-    """Neither their slots nor, where the index is full, their numbers."""
-    space = Space(
-        make_table(capacity), ARENA, SLAB, POLICIES["lru"](capacity), {"a": TenantShare(8 * SLAB)}
-    )
-    for number, tenant in enumerate(TENANTS, 1):
-        space.tenants.add_key_space(number, tenant)
-        space.index.add_key_space(number, [7 * number])
-    kinds(space, 1)
-    fill(space, 1, 15)
-    space.index.pin(space.index.ready_blocks(1), 1)
-    represent(space, 1, space.index.ready_blocks(1))
-    fill(space, 4, 40)
-    assert space.tenants.used[0] == 30 * SLOT_ALIGN
-    space.check_invariants()
-
-
 def test_a_block_that_no_bound_allows_costs_nothing() -> None:
     space = make_space("lru", {"c": TenantShare(0, 2 * SLAB)})
     assert fill(space, 3, 8) == 8
