@@ -100,7 +100,7 @@ def test_a_restart_costs_as_much_in_many_key_spaces_as_in_one() -> None:
     assert found[500] < 4 * found[1]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_damaged_table_gives_a_consistent_cache(data: st.DataObject) -> None:
     records = damage(filled().space.index.table.records.copy(), data)

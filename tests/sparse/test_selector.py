@@ -83,7 +83,7 @@ def chosen(context: Context, config: SparseConfig, query: np.ndarray, *names: st
 def test_selections_hold_most_of_what_the_best_blocks_hold(scorer: str, least: float) -> None:
     context, config = Context(4090), SparseConfig(sparse_topk=0.1, scorer=scorer)
     found, best = 0.0, 0.0
-    for _ in range(10):
+    for _ in range(5):
         query = context.query()
         selection = chosen(context, config, query, scorer)
         assert len(selection.blocks) == config.budget_blocks(4090, BLOCK) == 26
