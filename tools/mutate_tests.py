@@ -1,15 +1,14 @@
 """Which tests belong to a source file, for `tools.mutate`."""
 
 CORE = (
+    "tests/core/test_cache.py tests/core/test_space.py tests/core/test_slabs.py "
     "tests/core/test_cache_cases.py tests/core/test_ids.py tests/core/test_unadmitted.py "
-    "tests/core/test_inspect.py tests/core/test_ages.py "
+    "tests/core/test_inspect.py tests/core/test_ages.py tests/core/test_arrays.py "
     "tests/core/test_shares_of_books.py tests/core/test_pins.py tests/core/test_tenants.py "
-    "tests/core/test_verifier.py "
-    "tests/core/test_starvation.py tests/core/test_index.py tests/core/test_space.py "
-    "tests/core/test_slabs.py tests/core/test_restore.py "
-    "tests/core/test_representations.py tests/core/test_cache.py tests/core/test_catalog.py "
-    "tests/core/test_incremental.py tests/core/test_counters.py tests/core/test_arrays.py "
-    "tests/core/test_residencies.py tests/core/test_sums.py"
+    "tests/core/test_verifier.py tests/core/test_sums.py tests/core/test_index.py "
+    "tests/core/test_representations.py tests/core/test_catalog.py tests/core/test_incremental.py "
+    "tests/core/test_counters.py tests/core/test_residencies.py tests/core/test_restore.py "
+    "tests/core/test_starvation.py"
 )
 KERNELS = (
     "tests/core/test_index.py tests/core/test_slabs.py tests/core/test_chains.py "
