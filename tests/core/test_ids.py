@@ -78,13 +78,16 @@ def test_a_rank_may_bring_representations_that_the_first_did_not_name() -> None:
 
 
 def test_blocks_that_write_leases_list_are_bounded() -> None:
-    """Also those that have no slots of their own: present ones."""
+    """Also those that have no slots of their own: present ones. A refused call evicts nothing,
+    though the arena is full."""
     core, session = make_core(2, client_memory_bytes=3 * write_weight(4, 2))
-    for shard in range(2):
-        begin_store(core, session, "s", "s", [Run(0, words_of(range(4)))], shard, 0.0, 0.0)
-        core.end_store(session, "s", True, 0.0)
+    for first in range(0, 24, 4):
+        for shard in range(2):
+            run = Run(0, words_of(range(first, first + 4)))
+            begin_store(core, session, "s", "s", [run], shard, 0.0, 0.0)
+            core.end_store(session, "s", True, 0.0)
     reserve(core, session, "id", [Run(0, words_of(range(4)))], 0.0, 0.0)
-    more = [Run(0, words_of(range(4)))] * 2
+    more = [Run(0, words_of(range(100, 108)))]
     refused(
         core,
         lambda: reserve(core, session, "other", more, 0.0, 0.0),
