@@ -396,3 +396,14 @@ def test_a_use_that_does_not_ask_for_it_keeps_nothing() -> None:
     for _ in place.core.use(session, listed, 2.0, Retention(ttl_s=50.0)):
         pass
     assert evict(place.core, 1, 0, words_of([1, 2, 3])) == (3, 0)
+
+
+def test_a_block_that_nobody_has_compared_since_a_restart_has_no_place() -> None:
+    place = Place()
+    session = place.open()
+    residencies(place.core).open(session, "r", {0: 8}, 0.0)
+    place.store(session, [1, 2], "r")
+    index = place.core.space.index
+    index.unverified[index.find(1, 0, words_of([2]))] = True
+    first, second = place.extend(session, "r", [1, 2])
+    assert first >= 0 and second == -1
