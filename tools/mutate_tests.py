@@ -1,24 +1,23 @@
 """Which tests belong to a source file, for `tools.mutate`."""
 
 CORE = (
+    "tests/core/test_cache.py tests/core/test_space.py tests/core/test_slabs.py "
     "tests/core/test_cache_cases.py tests/core/test_ids.py tests/core/test_unadmitted.py "
-    "tests/core/test_flush.py tests/core/test_inspect.py tests/core/test_ages.py "
+    "tests/core/test_inspect.py tests/core/test_ages.py tests/core/test_arrays.py "
     "tests/core/test_shares_of_books.py tests/core/test_pins.py tests/core/test_tenants.py "
-    "tests/core/test_verifier.py "
-    "tests/core/test_starvation.py tests/core/test_index.py tests/core/test_space.py "
-    "tests/core/test_slabs.py tests/core/test_restore.py "
-    "tests/core/test_representations.py tests/core/test_cache.py tests/core/test_catalog.py "
-    "tests/core/test_incremental.py tests/core/test_counters.py tests/core/test_arrays.py "
-    "tests/core/test_residencies.py tests/core/test_sums.py"
+    "tests/core/test_verifier.py tests/core/test_sums.py tests/core/test_index.py "
+    "tests/core/test_representations.py tests/core/test_catalog.py tests/core/test_incremental.py "
+    "tests/core/test_counters.py tests/core/test_residencies.py tests/core/test_restore.py "
+    "tests/core/test_starvation.py"
 )
 KERNELS = (
     "tests/core/test_index.py tests/core/test_slabs.py tests/core/test_chains.py "
-    "tests/core/test_cache.py"
+    "tests/core/test_incremental.py tests/core/test_cache.py"
 )
 POLICY = (
     "tests/core/test_ghosts.py tests/core/test_duel.py tests/core/test_hotness.py "
     "tests/core/test_chains.py tests/core/test_policy.py "
-    "tests/core/test_retention.py tests/simulate/test_policies.py"
+    "tests/core/test_retention.py tests/simulate/test_replay.py tests/simulate/test_policies.py"
 )
 LOWER = (
     "tests/core/test_lower.py tests/core/test_place_sizes.py tests/tiers/test_runtime.py "
@@ -124,7 +123,7 @@ SPARSE_ENGINE = (
 TESTS: dict[str, str] = {
     "proto/hotkv_proto/order.py": "tests/core/test_order.py",
     "proto/hotkv_proto/table.py": "tests/wire/test_rereads.py tests/core/test_index.py",
-    "proto/hotkv_proto/layout.py": "tests/core/test_layout.py tests/core/test_layout_copies.py",
+    "proto/hotkv_proto/layout.py": "tests/core/test_layout.py tests/dataplane/test_layouts.py",
     "proto/hotkv_proto/kernels.py": (
         "tests/wire/test_rereads.py tests/dataplane/test_streaming.py tests/core/test_index.py"
     ),

@@ -65,7 +65,10 @@ class WriteRules(CacheWorld):
         )
         if reservation:
             results = [result.tolist() for result in reservation.results]
-            self.check_reservation(session, lease_id, named, results, self.now_s + (ttl_s or 10.0))
+            expires_s = self.now_s + (ttl_s or 10.0)
+            ends_s = existing.expires_s if existing else expires_s
+            assert reservation.ttl_s == max(0.0, ends_s - self.now_s)
+            self.check_reservation(session, lease_id, named, results, expires_s)
 
     def joined(
         self, data: st.DataObject, lists: tuple[list[int], list[int]], existing: ModelLease | None

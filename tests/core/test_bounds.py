@@ -1,7 +1,6 @@
 """Bounds on a shared resource: how much one owner may take, and how much is left for the next."""
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import given
 
 from hotkv_server.cache.room.shares import FLOOR_SHARE, BoundShare, FairBound
@@ -53,19 +52,6 @@ def test_whoever_wants_everything_gets_an_equal_part_and_another_one_as_much(
     assert all(abs(bound.held(name) - part) <= part / 5 + num_owners + 1 for name in names)
     assert bound.room("another one") >= part / 2 - num_owners - 1
     assert bound.room("another one") >= min(bound.floor, capacity - bound.total)
-
-
-@pytest.mark.parametrize("capacity", [1, 2, 5, 63, 64, 130])
-def test_the_floor_of_what_one_may_have(capacity: int) -> None:
-    """By the rule, for everything that others and the owner may hold."""
-    floor = max(1, capacity // FLOOR_SHARE)
-    for held in range(min(capacity, 4) + 1):
-        for others in range(capacity - held + 1):
-            bound, left = FairBound(capacity), capacity - held - others
-            bound.take("one", held)
-            bound.take("others", others)
-            allowed = [n for n in range(1, left + 1) if held + n <= floor or held + n <= left - n]
-            assert bound.room("one") == len(allowed)
 
 
 @given(

@@ -63,19 +63,6 @@ def test_a_reader_sees_everything_or_is_told_what_it_missed(
         feed_module.FEED_BYTES = whole
 
 
-def test_a_reader_waits_for_the_next_item() -> None:
-    async def run() -> None:
-        feeds: Feeds[Item] = Feeds()
-        with feeds.reader() as feed:
-            reading = asyncio.create_task(feed.get(10))
-            await asyncio.sleep(0)
-            assert not reading.done()
-            feeds.put([Item(1), Item(2)])
-            assert await asyncio.wait_for(reading, 5) == ([Item(1), Item(2)], 0)
-
-    asyncio.run(run())
-
-
 def test_large_items_fill_a_feed_and_one_alone_always_fits() -> None:
     feeds: Feeds[Item] = Feeds()
     huge = Item(1, feed_module.FEED_BYTES * 2)

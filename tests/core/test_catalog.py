@@ -142,25 +142,6 @@ class CatalogMachine(RuleBasedStateMachine):
 TestCatalog = CatalogMachine.TestCase
 
 
-def test_what_is_left_without_blocks_is_forgotten_after_a_while() -> None:
-    core = make_core()
-    empty, full = (
-        core.open_session("engine", "tool", named(name), 0.0) for name in ("empty", "full")
-    )
-    store(core, full.number, range(3))
-    for session in (empty, full):
-        core.close_session(session.number, 10.0)
-    assert list(core.catalog.outlived(10.0 + FORGET_S - 1)) == []
-    assert list(core.catalog.outlived(10.0 + FORGET_S)) == [empty.key_space_id]
-    assert (
-        core.catalog.forget(empty.key_space_id)
-        and not core.catalog.forget(full.key_space_id)
-        and not core.catalog.forget(99)
-    )
-    with pytest.raises(HotKVError, match="unknown"):
-        core.lookup(empty.key_space_id, [HashList(0, words_of(range(3)))])
-
-
 def test_what_may_not_be_known_costs_nothing() -> None:
     """A key space that would be refused all the same makes no room for itself."""
     core = make_core()

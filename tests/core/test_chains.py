@@ -54,26 +54,6 @@ def test_chains_that_grow_keep_their_heads(
 
 
 @pytest.mark.parametrize("policy", ["hotness", "lru"])
-@given(seed=st.integers(0, 1 << 32), gap_s=st.sampled_from([0.3, 5.0, 400.0]))
-def test_prompts_that_grow_keep_their_heads(policy: str, seed: int, gap_s: float) -> None:
-    """Each turn stores the whole prompt: what is here is used, the rest comes in."""
-    rng = np.random.default_rng(seed)
-    cache = Cache(policy)
-    chains = [cache.fresh(3) for _ in range(4)]
-    for _ in range(40):
-        cache.advance(cache.now_s + gap_s)
-        number = int(rng.integers(0, 6))
-        if number < 4:
-            chains[number] = chains[number][:25] + cache.fresh(int(rng.integers(1, 8)))
-        else:
-            chains.append(cache.fresh(int(rng.integers(1, 12))))
-            number = len(chains) - 1
-        cache.store(chains[number])
-        assert not headless(cache, chains), "a head went before its tail"
-    cache.check()
-
-
-@pytest.mark.parametrize("policy", ["hotness", "lru"])
 @pytest.mark.parametrize("passed_s", [0.0, 0.5, 300.0, 86_400.0])
 @pytest.mark.parametrize("start", [0, 10])
 def test_a_new_tail_is_never_hotter_than_its_head(policy: str, passed_s: float, start: int) -> None:

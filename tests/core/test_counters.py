@@ -148,19 +148,3 @@ def test_counters_are_the_sums_of_what_calls_answered(steps: list[tuple[Any, ...
     while cache.stores:
         cache.end(True)
     assert asdict(cache.core.counters) == cache.expected
-
-
-def test_a_block_that_another_call_of_the_lease_writes_is_not_written_twice() -> None:
-    cache = Counted()
-    runs = [Run(0, words_of([1, 2]))]
-    for transfer, num_slots in (("first", 2), ("second", 0)):
-        (slots,) = begin_store(cache.core, cache.session, transfer, "w", runs, 0, 0.0, 0.0)
-        assert len(slots.positions) == num_slots
-    assert (
-        cache.core.end_store(cache.session, "second", True, 0.0)[0].tolist()
-        == [BlockResult.IN_FLIGHT] * 2
-    )
-    assert (
-        cache.core.end_store(cache.session, "first", True, 0.0)[0].tolist()
-        == [BlockResult.STORED] * 2
-    )

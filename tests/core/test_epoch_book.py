@@ -293,7 +293,9 @@ def settled(book: EpochBook, epoch: int, now_s: float = 0.0) -> None:
 def test_a_flush_is_answered_when_others_have_asked_since() -> None:
     book = EpochBook(("store",))
     settled(book, 7)
+    revision = book.revision
     ticket = book.flush(FP, 10.0)
+    assert book.revision > revision, "a flush that is not written down is lost with the server"
     assert book.begin_flush(10.0) == "", "the store may still be told first"
     wanted = book.begin_raise("store", 10.0)
     assert wanted is not None and wanted.floor == 7
@@ -468,6 +470,11 @@ def test_what_came_back_with_an_old_copy_confirms_nothing() -> None:
     assert other.due("store", (), 5.0) == [FP]
     other.shown("store", {FP: 7}, 8, 5.0, ())
     assert not other.is_fresh(FP, "store", 5.0)
+    for one in (book, other):
+        one.doubt(FP, 6.0)
+        assert one.due("store", (), 6.0) == [FP]
+        one.shown("store", {FP: 7}, 7, 6.0, ())
+        assert one.is_fresh(FP, "store", 6.0), "this epoch the store had when it was copied"
 
 
 def test_a_read_that_met_another_epoch_makes_the_store_be_asked_at_once() -> None:

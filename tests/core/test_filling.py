@@ -17,7 +17,7 @@ from demo.processes import runtime_folder
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES
-from hotkv_server.cache.values import CoreConfig, Run
+from hotkv_server.cache.values import CoreConfig
 from hotkv_server.memory import arena as arena_module
 from hotkv_server.memory import limits
 from hotkv_server.memory.arena import NodeMemory
@@ -26,7 +26,7 @@ from hotkv_server.memory.mapping import COLLAPSE_BYTES, FileMapping
 from hotkv_server.memory.pinning import ArenaPinner
 from hotkv_server.node.persistence import _prefault_claimed
 from hotkv_server.testing.device import FakeRuntime
-from tests.core.support import begin_store, make_key_space, make_table, words_of
+from tests.core.support import make_table
 from tests.support.waiting import wait_for
 
 REST = 12345
@@ -86,13 +86,6 @@ def test_pieces_come_from_the_start_and_are_there_when_they_are_told_of(
         and filling.progress() == ""
         and not arena.has_holes()
     )
-
-
-def test_small_arenas_are_whole_at_once(arena: FileMapping, place: Path) -> None:
-    filling = Filling(arena, place / "filled", 0)
-    filling.fill_for(DEADLINE_S)
-    assert filling.is_done and not arena.has_holes()
-    filling.close()
 
 
 def test_the_start_fills_so_much_at_least(arena: FileMapping, place: Path) -> None:
@@ -314,38 +307,6 @@ def test_slabs_in_which_blocks_came_back_are_brought_in(
     _prefault_claimed(core.space.pool, memory)
     assert allocated_bytes(memory.arena) == before_bytes + 3 * slab
     memory.remove()
-
-
-def test_the_core_waits_for_what_comes_and_evicts_for_the_rest() -> None:
-    """Bounds on what may be pinned follow the memory that is there."""
-    slab = 4 * SLOT_ALIGN
-    core = CacheCore(
-        CoreConfig(8 * slab, slab, 64, is_backed=False), make_table(64), POLICIES["lru"](64)
-    )
-    session = core.open_session(
-        "e", "rank", make_key_space("m", SLOT_ALIGN, SLOT_ALIGN), 0.0
-    ).number
-
-    def stored(name: str, numbers: range) -> int:
-        slots = begin_store(core, session, name, name, [Run(0, words_of(numbers))], 0, 0.0, 1.0)
-        core.end_store(session, name, True, 1.0)
-        core.check_invariants()
-        return len(slots[0].entries)
-
-    assert stored("none", range(4)) == 0 and core.retention_pins.budget_bytes == 0
-    core.space.grow(2 * slab + SLOT_ALIGN, 6 * SLOT_ALIGN)
-    assert core.retention_pins.budget_bytes == core.space.tenants.surely_bytes(0) // 4 == slab // 2
-    assert stored("fits", range(8)) == 8
-    assert stored("waits", range(10, 14)) == 0 and core.take_effects() == []
-    assert (
-        stored("waits and takes", range(20, 25)) == 3
-        and sum(len(e.hashes) for e in core.take_effects()) == 3
-    )
-    core.space.grow(3 * slab, 0)
-    assert stored("grown", range(30, 34)) == 4 and core.take_effects() == []
-    assert (
-        stored("takes", range(40, 42)) == 2 and sum(len(e.hashes) for e in core.take_effects()) == 2
-    )
 
 
 def test_memory_that_may_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""GhostTable against a dict, kernels beside references."""
+"""GhostTable against a dict."""
 
 from collections import Counter
 
@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hotkv_server.cache.room.policies.shared import WAYS, GhostTable, spread
-from tests.oracles import policies as oracle
 
 POOL = np.random.default_rng(0).integers(0, 1 << 64, 60, np.uint64)
 POSITIONS = st.lists(st.integers(0, len(POOL) - 1), unique=True, max_size=20)
@@ -26,8 +25,7 @@ class GhostMachine(RuleBasedStateMachine):
 
     @initialize(num_ghosts=st.sampled_from([1, 2, 5, 16, 60, 200]))
     def start(self, num_ghosts: int) -> None:
-        self.table, self.twin = GhostTable(num_ghosts), GhostTable(num_ghosts)
-        self.twin._kernels = oracle
+        self.table = GhostTable(num_ghosts)
         self.naive: dict[int, tuple[int, int]] = {}
         self.num_remembered = 0
         crowds = Counter(buckets_of(self.table))
@@ -44,11 +42,7 @@ class GhostMachine(RuleBasedStateMachine):
     def remember(self, positions: list[int]) -> None:
         before = self.kept()
         values = [self.num_remembered + i + 1 for i in range(len(positions))]
-        gone, expected_gone = (
-            table.remember(POOL[positions], np.array(values, np.uint64))
-            for table in (self.table, self.twin)
-        )
-        assert gone.tolist() == expected_gone.tolist()
+        gone = self.table.remember(POOL[positions], np.array(values, np.uint64))
         assert before + Counter(values) - self.kept() == Counter(gone.tolist()), (
             "those that went are not those that are reported"
         )
@@ -60,11 +54,6 @@ class GhostMachine(RuleBasedStateMachine):
     def take(self, positions: list[int]) -> None:
         before = self.kept()
         found, values = self.table.take(POOL[positions])
-        expected_found, expected_values = self.twin.take(POOL[positions])
-        assert (found.tolist(), values.tolist()) == (
-            expected_found.tolist(),
-            expected_values.tolist(),
-        )
         assert before - self.kept() == Counter(values[found].tolist()), (
             "what was found is not what went"
         )
@@ -81,8 +70,6 @@ class GhostMachine(RuleBasedStateMachine):
     def agree(self) -> None:
         if hasattr(self, "table"):
             self.table.check_invariants()
-            for name in ("tags", "values", "_ages"):
-                assert np.array_equal(getattr(self.table, name), getattr(self.twin, name)), name
             assert len(self.table) <= self.table.tags.size
 
 
@@ -138,26 +125,3 @@ def test_a_place_that_is_free_is_taken_before_a_ghost_is_dropped() -> None:
     left = table.tags[0][table.tags[0] != 0].tolist()
     table.remember(POOL[WAYS : WAYS + WAYS // 2], POOL[: WAYS // 2])
     assert len(table) == WAYS and set(left) <= set(table.tags[0].tolist())
-
-
-def test_many_ghosts_in_the_room_of_few() -> None:
-    """A flood through a small table: of the last `num_ghosts` few are lost, and of those before
-    none is found."""
-    num_ghosts, num_keys = 1000, 5000
-    keys = np.random.default_rng(1).integers(0, 1 << 64, num_keys, np.uint64)
-    table = GhostTable(num_ghosts)
-    for part in np.split(keys, 50):
-        table.remember(part, part)
-    found, values = table.take(keys)
-    assert np.array_equal(values[found], keys[found])
-    assert not found[: num_keys - num_ghosts].any()
-    assert found[-num_ghosts:].mean() > 0.9
-
-
-def test_a_table_knows_how_many_it_has() -> None:
-    table = GhostTable(100)
-    assert len(table) == 0 and repr(table) == f"GhostTable(0/{table.tags.size} ghosts)"
-    table.remember(
-        np.arange(1, 31, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15), np.ones(30, np.uint64)
-    )
-    assert len(table) == 30 == np.count_nonzero(table.tags)

@@ -30,7 +30,7 @@ utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
 
 HASH_BLOCK_TOKENS = 2
 MAX_HASHES = 48
-NUM_MODELS, NUM_PROMPTS = 1200, 12
+NUM_MODELS, NUM_PROMPTS = 400, 12
 HASHES = [hash_of(number) for number in range(MAX_HASHES)]
 
 

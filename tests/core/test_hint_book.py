@@ -5,12 +5,11 @@ from collections import OrderedDict
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hotkv_proto.hints import Status
 from hotkv_proto.table import Words
-from hotkv_server.hints.book.chains import KnownChains, chain_keys, common_blocks
 from hotkv_server.hints.book.outcomes import HintBook, HintLimits, HintOutcome, TenantHints
 from hotkv_server.hints.book.sessions import MAX_OTHERS, MAX_OTHERS_BYTES, RECENT_S, HintSessions
 
@@ -35,17 +34,6 @@ def common(one: list[int], other: list[int]) -> int:
         (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
         min(len(one), len(other)),
     )
-
-
-@settings(max_examples=50)
-@given(st.lists(CHAINS, max_size=6), CHAINS)
-def test_common_blocks(chains: list[list[int]], keys: list[int]) -> None:
-    mine, theirs = chain_keys(words(keys)), [chain_keys(words(chain)) for chain in chains]
-    expected = [common(chain, keys) for chain in chains]
-    assert KnownChains(theirs).common_blocks(mine).tolist() == expected
-    for chain, length in zip(theirs, expected, strict=True):
-        for least in range(length + 2):
-            assert common_blocks(chain, mine, least) == max(least, length)
 
 
 class SessionsMachine(RuleBasedStateMachine):

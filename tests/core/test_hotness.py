@@ -15,7 +15,6 @@ from hotkv_proto.blocks import MAX_PRIORITY, NO_RETENTION, Retention
 from hotkv_server.cache.room.policies import Hotness, shared
 from hotkv_server.cache.room.policies.hotness import (
     CONTENDERS,
-    DEPTH_STEP,
     GHOSTS_PER_BLOCK,
     KEPT_S,
     LEAK,
@@ -24,7 +23,6 @@ from hotkv_server.cache.room.policies.hotness import (
     Duel,
 )
 from hotkv_server.cache.room.policies.protocol import Entries, Keys
-from tests.oracles import policies as oracle
 
 CAPACITY = 12
 TOLERANCE = 2e-5
@@ -227,35 +225,6 @@ def take_coldest(
     return victims
 
 
-@given(seed=st.integers(0, 1 << 32), contender=st.sampled_from(CONTENDERS))
-def test_a_queue_is_in_order_while_nothing_is_used(seed: int, contender: Contender) -> None:
-    rng = np.random.default_rng(seed)
-    policy, num_entries = make_hotness(60, contender), 60
-    for number, now_s in zip(
-        rng.permutation(num_entries).tolist(),
-        np.sort(rng.uniform(0, 3000, num_entries)).tolist(),
-        strict=True,
-    ):
-        policy.admit(
-            entries_of([number + 1]),
-            keys_of([number + 1]),
-            now_s,
-            Retention(int(rng.integers(-3, 4))),
-        )
-    resident = set(range(1, num_entries + 1))
-    while resident:
-        listed = entries_of(sorted(resident))
-        count = int(rng.integers(1, 7))
-        victims = policy.victims(0, count, lambda numbers: np.ones(len(numbers), np.bool_)).tolist()
-        assert len(set(victims)) == min(count, len(resident)) and set(victims) <= resident
-        assert (
-            policy.heat(entries_of(victims)).tolist()
-            == np.sort(policy.heat(listed))[:count].tolist()
-        )
-        policy.forget(entries_of(victims), keys_of(victims), evicted=True)
-        resident -= set(victims)
-
-
 @given(data=st.data(), contender=st.sampled_from(CONTENDERS))
 def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Contender) -> None:
     """Whole chains are stored, used, evicted from the tail and brought back; ghosts may have
@@ -292,21 +261,6 @@ def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Co
             heat = policy.heat(entries_of(chains[number][:kept]))
             assert np.all(np.diff(heat) <= 0), "a block is hotter than the one before it"
     policy.check_invariants()
-
-
-@pytest.mark.parametrize("priority", range(-MAX_PRIORITY, MAX_PRIORITY + 1))
-def test_a_priority_is_so_many_doublings(priority: int) -> None:
-    policy = make_hotness(4, Contender(100.0))
-    policy.admit(entries_of([1]), keys_of([1]), 0.0)
-    policy.admit(entries_of([2]), keys_of([2]), 0.0, Retention(priority))
-    assert policy._uses[2] == priority
-    plain, weighed = policy.heat(entries_of([1, 2])).tolist()
-    assert weighed - plain == pytest.approx(100.0 * (1 + LEAK) * priority)
-    policy.touch(entries_of([2]), keys_of([2]), 0.0)
-    assert float(policy._uses[2]) == pytest.approx(math.log2(2.0**priority + 1), abs=1e-6)
-    assert policy.victims(0, 1, lambda numbers: np.ones(len(numbers), np.bool_)).tolist() == [1], (
-        "used twice, it is worth more than once"
-    )
 
 
 def test_a_time_to_live_counts_as_use_until_then() -> None:
@@ -373,48 +327,6 @@ def test_what_asked_to_stay_goes_if_nothing_else_may() -> None:
     assert policy.victims(0, 2, lambda numbers: anything[: len(numbers)], keep_at_s=100.0).tolist()
 
 
-@given(seed=st.integers(0, 1 << 32), contender=st.sampled_from(CONTENDERS))
-def test_kernels_equal_references(seed: int, contender: Contender) -> None:
-    rng = np.random.default_rng(seed)
-    capacity = 40
-    pair = (make_hotness(capacity, contender), make_hotness(capacity, contender))
-    pair[1]._kernels = pair[1]._ghosts._kernels = pair[1].duel._kernels = oracle
-    key_of: dict[int, int] = {}
-    now_s = 0.0
-    for num_uses in range(1, 41):
-        now_s += float(rng.choice([0.0, 0.3, 40.0, 1e5]))
-        retention = Retention(int(rng.integers(-8, 9)), float(rng.choice([0.0, 10.0])))
-        known = rng.permutation(sorted(key_of))[: rng.integers(0, 20)].astype(np.uint32)
-        free = rng.permutation(sorted(set(range(1, capacity + 1)) - set(key_of)))[
-            : rng.integers(0, 20)
-        ].astype(np.uint32)
-        keys = keys_of([key_of[int(entry)] for entry in known])
-        match int(rng.integers(0, 4)):
-            case 0:
-                unused = [key for key in range(1, 90) if key not in key_of.values()]
-                key_of |= dict(zip(free.tolist(), rng.permutation(unused).tolist(), strict=False))
-                for policy in pair:
-                    policy.admit(
-                        free, keys_of([key_of[int(entry)] for entry in free]), now_s, retention
-                    )
-            case 1:
-                for policy in pair:
-                    policy.touch(known, keys, now_s, retention)
-            case 2:
-                for policy in pair:
-                    policy.refresh(known, now_s)
-            case _:
-                for policy in pair:
-                    policy.forget(known, keys, evicted=bool(retention.priority > 0))
-                key_of = {entry: key for entry, key in key_of.items() if entry not in known}
-        assert np.array_equal(pair[0]._used, pair[1]._used)
-        # Times of a hundred memories make c large; float32 has 24 bits of it.
-        assert np.allclose(pair[0]._uses, pair[1]._uses, rtol=1e-6 * num_uses, atol=1e-6 * num_uses)
-        assert np.array_equal(pair[0]._ghosts.tags, pair[1]._ghosts.tags)
-        for policy in pair:
-            policy.check_invariants()
-
-
 @pytest.mark.parametrize("start_s", [0.0, 1e9, -5.0])
 def test_clocks_that_start_anywhere(start_s: float) -> None:
     """The order in a chain holds from the first tick to the last of two years; then frequency alone
@@ -428,18 +340,3 @@ def test_clocks_that_start_anywhere(start_s: float) -> None:
     policy.admit(entries_of([11]), keys_of([11]), start_s + 2e9)
     assert np.isfinite(policy.heat(entries_of([1, 11]))).all()
     policy.check_invariants()
-
-
-def test_a_capacity_of_one() -> None:
-    policy = Hotness(1)
-    for number in range(1, 200):
-        policy.admit(entries_of([1]), keys_of([number % 5 + 1]), float(number))
-        assert policy.victims(4096, 3, lambda numbers: numbers == 1).tolist() == [1]
-        policy.forget(entries_of([1]), keys_of([number % 5 + 1]), evicted=True)
-        policy.check_invariants()
-    assert len(policy._ghosts) <= 8 and policy._num_known == 0
-
-
-def test_steps_for_depth_are_small() -> None:
-    """A chain of a hundred thousand blocks loses less than half a doubling from head to tail."""
-    assert DEPTH_STEP * 100_000 < 0.5

@@ -2,9 +2,7 @@
 promise of the work holds at its end.
 """
 
-import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -22,11 +20,8 @@ from hotkv_server.cache.room import removal, space
 from hotkv_server.cache.room.policies import LRU, POLICIES
 from hotkv_server.cache.room.policies.shared import ColdQueue, Highest
 from hotkv_server.cache.room.removal import finished
-from hotkv_server.cache.values import CoreConfig, HashList, LoadPositions, Run, TenantShare
-from hotkv_server.node import event_loop as slices_module
-from hotkv_server.node.event_loop import slices
-from tests.core.support import begin_store, evict_all, make_key_space, make_table, words_of
-from tests.oracles import table as oracle
+from hotkv_server.cache.values import CoreConfig, HashList, LoadPositions, Run
+from tests.core.support import begin_store, make_key_space, make_table, words_of
 
 NUM_SLOTS = 32
 MEDDLING = st.lists(
@@ -166,51 +161,6 @@ def test_a_flush_in_parts_leaves_nothing_of_before(
             world.core.end_load(world.session, "load", True)
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 3])
-def test_what_goes_before_its_turn_is_left_alone(num_steps: int) -> None:
-    """Its number may be another key space's by then."""
-    world = Meddler(num_slots=12)
-    for number in range(12):
-        world.end(world.begin([number]))
-    flushing = world.core.flush(1)
-    for _ in range(num_steps):
-        next(flushing)
-    evict_all(world.core, 1)
-    for number in range(12):
-        world.call("other", number)
-    assert sum(flushing) == 0
-    world.core.check_invariants()
-    assert world.found(list(range(12)), 2) == list(range(12)) and not world.found(list(range(12)))
-
-
-@given(
-    policy=st.sampled_from(sorted(POLICIES)),
-    stored=st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=30),
-    pinned=st.lists(st.integers(0, 30), max_size=6), group=st.integers(0, 1),
-    start=st.integers(0, 60), count=st.integers(1, NUM_SLOTS),
-)  # fmt: skip
-def test_a_call_evicts_nothing_once_room_was_made(
-    policy: str,
-    stored: list[tuple[bool, int]],
-    pinned: list[int],
-    group: int,
-    start: int,
-    count: int,
-) -> None:
-    world = Meddler(policy)
-    run = [Run(group, words_of(list(range(start, start + count))))]
-    for other, number in stored:
-        session = world.other if other else world.session
-        earlier, name = [Run(0, words_of([number]))], f"{other} {number} {world.num_calls}"
-        world.num_calls += 1
-        begin_store(world.core, session, name, name, earlier, 0, 0.0, float(world.num_calls))
-        world.core.end_store(session, name, True, float(world.num_calls))
-    world.core.acquire(world.session, "pinned", [HashList(0, words_of(pinned))], 0.0, 1.0)
-    for _ in world.core.reserve(world.session, "new", run, 0.0, 50.0):
-        world.core.check_invariants()
-    world.core.check_invariants()
-
-
 @given(between=MEDDLING, group=st.integers(0, 1), count=st.integers(1, 12))
 def test_whatever_comes_between_there_is_room_in_the_end(
     between: list[tuple[str, int]], group: int, count: int
@@ -261,29 +211,14 @@ def test_what_is_swept_is_not_refilled() -> None:
     assert len(looked_at) > num_looked_at, "a take without a sweep looks for itself"
 
 
-def test_slots_in_slabs_are_found_as_by_the_reference() -> None:
+def test_slots_in_slabs_are_found() -> None:
     kernels = native.require("hotkv_server.cache.table.kernels")
     random = np.random.default_rng(0)
     for slab_bytes in (SLOT_ALIGN, 3 * SLOT_ALIGN, 1 << 22, (1 << 22) + SLOT_ALIGN):
         offsets, slabs = random.integers(0, 50 * slab_bytes, 300), random.random(50) < 0.5
-        found, expected = np.empty(300, np.bool_), np.empty(300, np.bool_)
+        found = np.empty(300, np.bool_)
         kernels.lie_in(offsets, slab_bytes, slabs, found)
-        oracle.lie_in(offsets, slab_bytes, slabs, expected)
-        assert np.array_equal(found, expected)
-
-
-def test_what_a_run_has_stays_while_room_is_made_for_its_rest() -> None:
-    world = Meddler(num_slots=8)
-    for number in range(8):
-        world.end(world.begin([number]))
-    run = [Run(0, words_of([0, 1, 2, 20, 21, 22]))]
-
-    def look() -> None:
-        assert world.found([0, 1, 2]) == [0, 1, 2]
-
-    reserving = world.core.reserve(world.session, "new", run, 0.0, 50.0)
-    (results,) = finished(reserving, look).results
-    assert results.tolist() == [BlockResult.PRESENT] * 3 + [BlockResult.RESERVED] * 3
+        assert np.array_equal(found, slabs[offsets // slab_bytes])
 
 
 def test_entries_without_memory_are_not_used() -> None:
@@ -305,30 +240,6 @@ def test_entries_without_memory_are_not_used() -> None:
             results.count(BlockResult.STORED) == limit and core.space.index.num_numbers <= limit + 1
         )
         core.check_invariants()
-
-
-@pytest.mark.parametrize(("slice_s", "expected"), [(0.0, [[0], [1], [2]]), (1e9, [[0, 1, 2]])])
-def test_others_are_served_between_slices(
-    monkeypatch: pytest.MonkeyPatch, slice_s: float, expected: list[list[int]]
-) -> None:
-    monkeypatch.setattr(slices_module, "SLICE_S", slice_s)
-    log: list[object] = []
-
-    async def other() -> None:
-        while True:
-            log.append("other")
-            await asyncio.sleep(0)
-
-    async def scenario() -> None:
-        task = asyncio.create_task(other())
-        async for taken, _ in slices(iter(range(3))):
-            log.append(taken)
-        task.cancel()
-
-    asyncio.run(scenario())
-    assert [entry for entry in log if entry != "other" and entry] == expected
-    between = log[log.index(expected[0]) : log.index(expected[-1])]
-    assert between.count("other") >= len(expected) - 1
 
 
 def test_room_for_representations_keeps_their_blocks() -> None:
@@ -355,31 +266,6 @@ def test_room_for_representations_keeps_their_blocks() -> None:
         core.check_invariants()
     core.check_invariants()
     assert core.lookup(1, [HashList(0, words_of(range(4)))])[0].all()
-
-
-@pytest.mark.parametrize(("burst_slots", "named", "reserved"), [(4, 1, 3), (4, 2, 1), (6, 2, 3)])
-def test_a_bound_is_not_kept_by_what_the_call_names(
-    burst_slots: int, named: int, reserved: int
-) -> None:
-    """Whichever of its runs names it, and whatever slot size that run has."""
-    config = CoreConfig(
-        NUM_SLOTS * SLOT_ALIGN,
-        4 * SLOT_ALIGN,
-        100,
-        tenants={"one": TenantShare(0, burst_slots * SLOT_ALIGN)},
-    )
-    core = CacheCore(config, make_table(100), LRU(100))
-    key_space = replace(make_key_space("one", SLOT_ALIGN, 2 * SLOT_ALIGN), tenant="one")
-    session = core.open_session("engine", "rank", key_space, 0.0).number
-    begin_store(core, session, "t", "l", [Run(0, words_of(range(4)))], 0, 0.0, 0.0)
-    core.end_store(session, "t", True, 0.0)
-    runs = [Run(0, words_of([*range(named), 10])), Run(1, words_of([20]))]
-    (first, second) = finished(core.reserve(session, "new", runs, 0.0, 1.0)).results
-    assert first.tolist()[:named] == [BlockResult.PRESENT] * named
-    assert core.lookup(1, [HashList(0, words_of(range(named)))])[0].all()
-    got = [np.count_nonzero(results == BlockResult.RESERVED) for results in (first, second)]
-    assert got[0] + 2 * got[1] == reserved, "slots that the bound allows beside what is named"
-    core.check_invariants()
 
 
 def reserving_in_parts(between: Callable[[Meddler], object]) -> list[int]:

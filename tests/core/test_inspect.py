@@ -162,22 +162,3 @@ def reaches(source: str) -> Iterator[str]:
 @pytest.mark.parametrize("path", OUTER, ids=lambda path: path.name)
 def test_no_outer_part_reaches_into_the_books(path: Path) -> None:
     assert list(reaches(path.read_text())) == []
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "n = len(node.core.leases)",
-        "self._node.core.space.index.find(1)",
-        "core = node.core",
-        "node.core.key_spaces.items()",
-        "node.core.config.capacity",
-    ],
-)
-def test_a_reach_is_seen(source: str) -> None:
-    assert list(reaches(source))
-
-
-def test_the_face_is_none() -> None:
-    source = "node.core.key_space(1).hash_bytes; node.core.draining; counts(node.core)"
-    assert list(reaches(source)) == []

@@ -115,12 +115,6 @@ def test_representations_out_of_range_are_refused(change: dict[str, object], fie
         replace(Representation(0, "rot2u", 1, (100,)), **change)  # type: ignore[arg-type]
 
 
-def test_salts_differ_between_groups_and_key_spaces() -> None:
-    spaces = [replace(BASE, tenant=str(number), groups=(GROUP,) * 4) for number in range(20)]
-    salts = {space.group_salt(group) for space in spaces for group in range(4)}
-    assert len(salts) == 80 and all(0 <= salt < 1 << 64 for salt in salts)
-
-
 @pytest.mark.parametrize(
     ("change", "field"),
     [

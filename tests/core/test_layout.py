@@ -1,10 +1,8 @@
-"""Layouts at random: stored bytes come back, nothing else is touched; a layout that contradicts
-itself is refused by name.
-"""
+"""Runs of a layout, and what is refused by name (`tests/dataplane/test_layouts.py` copies)."""
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -14,17 +12,10 @@ from numpy.typing import NDArray
 
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import Representation
-from hotkv_proto.layout import MAX_DIMS, CopyRuns, Layout, MemoryHandle, PageTensor
+from hotkv_proto.layout import MAX_DIMS, Layout, MemoryHandle, PageTensor
+from tests.core.layouts import Shape, make_rank
 
 Bytes = NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Groups and the layout of each rank; all ranks together fill the slots."""
-
-    groups: tuple[GroupSpec, ...]
-    layouts: tuple[Layout, ...]
 
 
 @st.composite
@@ -43,69 +34,6 @@ def dense_tensors(draw: st.DrawFn, num_blocks: int) -> tuple[PageTensor, int]:
     return PageTensor(0, "", 0, strides[0], run_bytes, 0, dims), span
 
 
-@st.composite
-def rank_layouts(draw: st.DrawFn) -> Ranks:
-    """One to three groups on one to three ranks, several tensors and memories each."""
-    num_shards = draw(st.integers(1, 3))
-    num_groups = draw(st.integers(1, 3))
-    shards: list[list[int]] = [[0] * num_shards for _ in range(num_groups)]
-    layouts = []
-    for shard_index in range(num_shards):
-        num_blocks = draw(st.integers(1, 5))
-        ends = {f"memory{number}": 0 for number in range(draw(st.integers(1, 2)))}
-        tensors = []
-        for group_index in range(num_groups):
-            for _ in range(draw(st.integers(1, 3))):
-                tensor, span = draw(dense_tensors(num_blocks))
-                handle_id = draw(st.sampled_from(sorted(ends)))
-                start = ends[handle_id] + draw(st.integers(0, 5))
-                ends[handle_id] = start + span
-                at = shards[group_index][shard_index]
-                tensors.append(
-                    replace(
-                        tensor,
-                        group_index=group_index,
-                        handle_id=handle_id,
-                        base_offset_bytes=start,
-                        shard_offset_bytes=at,
-                    )
-                )
-                shards[group_index][shard_index] += tensor.page_bytes
-        handles = tuple(
-            MemoryHandle(handle_id, end + draw(st.integers(1, 4)))
-            for handle_id, end in ends.items()
-        )
-        layouts.append(
-            Layout(shard_index, num_blocks, handles, tuple(draw(st.permutations(tensors))))
-        )
-    groups = tuple(GroupSpec(GroupKind.FULL_ATTENTION, 16, tuple(sizes)) for sizes in shards)
-    return Ranks(groups, tuple(layouts))
-
-
-def engine_memory(layout: Layout, seed: int) -> dict[str, Bytes]:
-    rng = np.random.default_rng(seed)
-    return {
-        handle.handle_id: rng.integers(0, 256, handle.num_bytes, dtype=np.uint8)
-        for handle in layout.handles
-    }
-
-
-def copy(plan: list[CopyRuns], engine: dict[str, Bytes], arena: Bytes, *, store: bool) -> None:
-    for runs in plan:
-        memory = engine[runs.handle_id]
-        for at, slot, size in zip(
-            runs.engine_offsets.tolist(),
-            runs.slot_offsets.tolist(),
-            runs.num_bytes.tolist(),
-            strict=True,
-        ):
-            assert at >= 0 and at + size <= len(memory) and slot >= 0 and slot + size <= len(arena)
-            if store:
-                arena[slot : slot + size] = memory[at : at + size]
-            else:
-                memory[at : at + size] = arena[slot : slot + size]
-
-
 def page_offsets(tensor: PageTensor, block: int) -> list[int]:
     """Engine offsets of all bytes of a page, in slot order; by counting."""
     indices = itertools.product(*(range(count) for count, _ in tensor.dims))
@@ -115,57 +43,6 @@ def page_offsets(tensor: PageTensor, block: int) -> list[int]:
     ]
     base = tensor.base_offset_bytes + block * tensor.block_stride_bytes
     return [base + start + byte for start in starts for byte in range(tensor.run_bytes)]
-
-
-@settings(max_examples=150)
-@given(ranks=rank_layouts(), data=st.data())
-def test_there_and_back_is_the_identity_and_touches_nothing_else(
-    ranks: Ranks, data: st.DataObject
-) -> None:
-    group_index = data.draw(st.integers(0, len(ranks.groups) - 1))
-    group = ranks.groups[group_index]
-    most = min(layout.num_blocks for layout in ranks.layouts)
-    blocks = data.draw(st.lists(st.integers(0, most - 1), unique=True, min_size=1))
-    stride = group.slot_bytes + 3
-    slots = np.array(data.draw(st.permutations(range(len(blocks)))), np.int64) * stride + 2
-    untouched = np.random.default_rng(1).integers(0, 256, len(blocks) * stride + 4, dtype=np.uint8)
-    arena = untouched.copy()
-    block_ids = np.array(blocks, np.int64)
-    shard_start = 0
-    for layout in ranks.layouts:
-        layout.validate(ranks.groups)
-        shard_bytes = group.shard_bytes[layout.shard_index]
-        before = engine_memory(layout, 2)
-        engine = {name: memory.copy() for name, memory in before.items()}
-        plan = layout.copy_runs(group_index, group, block_ids, slots)
-        assert sum(int(runs.num_bytes.sum()) for runs in plan) == shard_bytes * len(blocks)
-        copy(plan, engine, arena, store=True)
-        assert all(np.array_equal(engine[name], before[name]) for name in before)
-        pages = {
-            t: [page_offsets(t, block) for block in blocks]
-            for t in layout.tensors
-            if t.group_index == group_index
-        }
-        for tensor, per_block in pages.items():
-            for slot, offsets in zip(slots.tolist(), per_block, strict=True):
-                at = slot + shard_start + tensor.shard_offset_bytes
-                assert (
-                    arena[at : at + len(offsets)].tolist()
-                    == before[tensor.handle_id][offsets].tolist()
-                )
-        # Into other memory: the pages arrive, and every other byte is as it was.
-        expected = engine_memory(layout, 3)
-        loaded = {name: memory.copy() for name, memory in expected.items()}
-        for tensor, per_block in pages.items():
-            for offsets in per_block:
-                expected[tensor.handle_id][offsets] = before[tensor.handle_id][offsets]
-        copy(plan, loaded, arena, store=False)
-        assert all(np.array_equal(loaded[name], expected[name]) for name in loaded)
-        shard_start += shard_bytes
-    outside = np.ones(len(arena), np.bool_)
-    for slot in slots.tolist():
-        outside[slot : slot + group.slot_bytes] = False
-    assert np.array_equal(arena[outside], untouched[outside])
 
 
 @given(tensor=dense_tensors(3))
@@ -188,6 +65,7 @@ def with_tensor(**changes: object) -> Layout:
 def test_the_layout_that_the_refusals_start_from_is_good() -> None:
     GOOD.validate(GROUPS)
     replace(GOOD, handles=(CUDA,)).validate(GROUPS)
+    with_tensor(dims=((1, 0),) * (MAX_DIMS - 1) + TENSOR.dims).validate(GROUPS)
 
 
 @pytest.mark.parametrize(
@@ -315,3 +193,44 @@ def test_any_numbers_are_accepted_or_refused_and_what_is_accepted_stays_inside(
         )
         assert runs.slot_offsets.min() >= 0 and (runs.slot_offsets + runs.num_bytes).max() <= 256
     assert math.prod(count for count, _ in tensor.dims) * tensor.run_bytes == 64
+
+
+@pytest.mark.parametrize(
+    ("order", "runs_per_block"),
+    [("LBHNC", 3), ("LBNHC", 3), ("LHBNC", 12), ("BLHNC", 1), ("BLNHC", 1), ("BHLNC", 12)],
+)
+@pytest.mark.parametrize("split", [False, True])
+def test_a_block_is_as_many_runs_as_its_layout_has_breaks(
+    order: str, runs_per_block: int, split: bool
+) -> None:
+    """Three layers and four heads; told as one tensor or as one for each layer. Contiguous over the
+    layers means one run a block."""
+    shape = Shape(3, 1, 4, 5, 8)
+    rank = make_rank(order, "packed", [shape], 6)
+    group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (shape.all_bytes,))
+    if split:
+        rank.views = [[("m", rank.layer(0, layer)) for layer in range(3)]]
+    blocks = np.array([4, 0, 2], np.int64)
+    (recipe,) = rank.layout(0).recipes(0, group)
+    runs = recipe.copy_runs(blocks, blocks * 4096)
+    assert (
+        len(runs.num_bytes) == 3 * runs_per_block and runs.num_bytes.sum() == 3 * group.slot_bytes
+    )
+    if runs_per_block == 1:
+        assert runs.num_bytes.tolist() == [group.slot_bytes] * 3
+
+
+def test_neighbours_in_the_first_block_only_are_no_run() -> None:
+    """Two tensors that adjoin in block 0 and are blocks apart after it."""
+    tensors = (PageTensor(0, "m", 0, 32, 16, 0), PageTensor(0, "m", 16, 64, 16, 16))
+    layout = Layout(0, 2, (MemoryHandle("m", 96),), tensors)
+    group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (32,))
+    layout.validate([group])
+    (recipe,) = layout.recipes(0, group)
+    runs = recipe.copy_runs(np.array([0, 1], np.int64), np.array([0, 32], np.int64))
+    assert runs.engine_offsets.tolist() == [0, 16, 32, 80] and runs.slot_offsets.tolist() == [
+        0,
+        16,
+        32,
+        48,
+    ]

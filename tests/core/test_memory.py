@@ -208,13 +208,6 @@ def test_bringing_memory_in_writes_none_of_it(
     mapping.close()
 
 
-def test_memory_for_the_table_is_taken_at_start(tmp_path: Path) -> None:
-    """Else a full file system would end the server at some insert."""
-    memory = NodeMemory.open(tmp_path, ARENA, SLAB, 1 << 14, 7)
-    assert not memory.table_file.has_holes()
-    memory.remove()
-
-
 def test_a_restart_brings_in_the_records_that_it_restores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,17 +54,6 @@ def test_pieces_cover_the_arena_in_order_and_go_with_it(
     runtime.close()
 
 
-def test_the_background_thread_pins_all() -> None:
-    runtime = FakeRuntime(threaded=False)
-    pinner = ArenaPinner(runtime, 1 << 40, 10 * PAGE + 5, PAGE)
-    pinner.start()
-    _until(lambda: pinner.is_done)
-    assert pinner.pinned_bytes == 10 * PAGE + 5 and not pinner.error
-    pinner.close()
-    assert not runtime.held()
-    runtime.close()
-
-
 def test_closing_stops_early() -> None:
     runtime = FakeRuntime(threaded=False)
     first, go_on = threading.Event(), threading.Event()

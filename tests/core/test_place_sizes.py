@@ -225,7 +225,7 @@ def test_records_of_any_other_size_are_dropped(was: int, size: int) -> None:
     assert (report.blocks, report.dropped) == (5, {"misshapen": 1})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_damaged_table_gives_a_consistent_tier(data: st.DataObject) -> None:
     records = damage(left().lower.space.index.table.records.copy(), data)

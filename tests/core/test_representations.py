@@ -1,5 +1,5 @@
 """Representations live with blocks: a machine over the whole core, with a naive model beside it,
-and cases worth telling apart."""
+and how they are numbered and counted."""
 
 from dataclasses import dataclass, field
 
@@ -318,6 +318,8 @@ class RepresentationMachine(RuleBasedStateMachine):
             for group, numbers in ((0, blocks), (MAX_GROUPS + engine, others))
             if numbers
         ]
+        counters = self.core.counters
+        before = counters.acquired_blocks, counters.acquired_representations
         grant = self.core.acquire(
             self.sessions[engine],
             f"r{self.names}",
@@ -343,6 +345,9 @@ class RepresentationMachine(RuleBasedStateMachine):
             )
             assert slots.offsets.tolist() == [offset for key, offset in held if key[0] == group]
             self.core.end_load(self.sessions[engine], transfer, True)
+        num_blocks = sum(group == 0 for (group, _), _ in held)
+        assert counters.acquired_blocks == before[0] + num_blocks
+        assert counters.acquired_representations == before[1] + len(held) - num_blocks
         self.reads[f"r{self.names}"] = (self.sessions[engine], held)
         self.settle()
 
@@ -458,87 +463,30 @@ class RepresentationMachine(RuleBasedStateMachine):
 TestRepresentationMachine = RepresentationMachine.TestCase
 
 
-class Cases:
-    """One session; blocks of 4 KiB and of `other_bytes`, and representations of the first in two
-    versions, in 24 slots of 4 KiB."""
-
-    def __init__(self, other_bytes: int = SLOT_ALIGN) -> None:
-        self.core = CacheCore(
-            CoreConfig(NUM_SLABS * SLAB, SLAB, 100, unadmitted_share=1.0), make_table(100), LRU(100)
-        )
-        kinds = tuple(Representation(0, "rot2u", version, (100,)) for version in (1, 2))
-        key_space = make_key_space("cases", SLOT_ALIGN, other_bytes)
-        self.session = self.core.open_session("engine", "rank", key_space, 0.0, kinds).number
-        self.now_s = 0.0
-
-    def begin(self, name: str, *runs: tuple[int, list[int]]) -> None:
-        self.now_s += 1.0
-        made = [Run(group, words_of(numbers)) for group, numbers in runs]
-        begin_store(self.core, self.session, name, name, made, 0, 0.0, self.now_s)
-
-    def end(self, name: str) -> list[set[int]]:
-        results = [
-            set(run.tolist()) for run in self.core.end_store(self.session, name, True, self.now_s)
-        ]
-        self.core.check_invariants()
-        return results
-
-    def store(self, *runs: tuple[int, list[int]]) -> list[set[int]]:
-        name = f"s{self.now_s}"
-        self.begin(name, *runs)
-        return self.end(name)
-
-    def found(self, group: int) -> list[int]:
-        return np.flatnonzero(
-            self.core.lookup(1, [HashList(group, words_of(range(60)))])[0]
-        ).tolist()
-
-
-def test_a_block_that_is_written_anew_is_none_to_go_with() -> None:
-    cases = Cases()
-    cases.store((0, [1, 2]))
-    cases.begin("late", (MAX_GROUPS, [1, 2]))
-    evict(cases.core, 1, 0, words_of([1]))
-    cases.begin("anew", (0, [1]))
-    assert cases.end("late") == [{BlockResult.ABORTED, BlockResult.STORED}]
-    assert cases.found(MAX_GROUPS) == [2]
-    assert cases.end("anew") == [{BlockResult.STORED}] and cases.found(0) == [1, 2]
-
-
-def test_the_version_stored_last_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = Cases()
-    assert cases.store((0, [1, 2, 3]), (MAX_GROUPS, [1, 2, 3])) == [{BlockResult.STORED}] * 2
-    assert cases.store((MAX_GROUPS + 1, [2])) == [{BlockResult.STORED}]
-    assert (cases.found(MAX_GROUPS), cases.found(MAX_GROUPS + 1)) == ([1, 3], [2])
+def test_the_version_stored_last_is_kept_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = CacheCore(CoreConfig(NUM_SLABS * SLAB, SLAB, 100), make_table(100), LRU(100))
+    kinds = tuple(Representation(0, "rot2u", version, (100,)) for version in (1, 2))
+    key_space = make_key_space("m", SLOT_ALIGN, SLOT_ALIGN)
+    session = core.open_session("engine", "rank", key_space, 0.0, kinds).number
+    for name, group, numbers in (
+        ("a", 0, [1, 2, 3]),
+        ("b", MAX_GROUPS, [1, 2, 3]),
+        ("c", MAX_GROUPS + 1, [2]),
+    ):
+        begin_store(core, session, name, name, [Run(group, words_of(numbers))], 0, 0.0, 1.0)
+        assert set(core.end_store(session, name, True, 1.0)[0].tolist()) == {BlockResult.STORED}
+    asked = [HashList(MAX_GROUPS + kind, words_of([1, 2, 3])) for kind in range(2)]
+    assert [mask.tolist() for mask in core.lookup(1, asked)] == [
+        [True, False, True],
+        [False, True, False],
+    ]
     # In parts of any size it is the same.
     for part in (1, 2, 1 << 17):
         monkeypatch.setattr(inspect, "PART_ENTRIES", part)
-        *_, counted = inspect.census(cases.core)
+        *_, counted = inspect.census(core)
         assert (counted.representation_bytes, counted.num_blocks) == (3 * SLOT_ALIGN, 3)
         assert (counted.blocks[1], counted.representations[1], counted.blocks.sum()) == (3, 3, 3)
-
-
-def test_where_slabs_are_short_blocks_outlive_their_representations() -> None:
-    """Blocks are pinned; a block of another size needs a slab, and only that of the representations
-    may be taken."""
-    cases = Cases(other_bytes=SLAB)
-    cases.store((0, list(range(20))))
-    cases.store((MAX_GROUPS, [0, 1, 2, 3]))
-    cases.core.acquire(cases.session, "pin", [HashList(0, words_of(range(20)))], 100.0, cases.now_s)
-    cases.core.take_effects()
-    assert cases.store((1, [50])) == [{BlockResult.STORED}]
-    assert not cases.found(MAX_GROUPS) and not cases.core.take_effects()
-
-
-def test_blocks_of_a_full_arena_keep_their_representations_in_step() -> None:
-    """Stores far beyond the arena: nothing is refused, and every block that is kept has its
-    representation."""
-    cases = Cases()
-    for start in range(0, 60, 4):
-        numbers = list(range(start, start + 4))
-        assert cases.store((0, numbers), (MAX_GROUPS, numbers)) == [{BlockResult.STORED}] * 2
-    assert cases.found(0) == cases.found(MAX_GROUPS)
-    assert len(cases.found(0)) >= 8
+    core.check_invariants()
 
 
 def test_equal_kinds_have_one_number_and_numbers_are_bounded() -> None:

@@ -16,7 +16,6 @@ from hotkv_server.cache.restore import restore
 from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.values import CoreConfig, HashList, Run, TenantShare
 from hotkv_server.integrity.evidence import condemn
-from hotkv_server.residency.book import residencies as book
 from hotkv_server.residency.book.bound import slot_cost
 from tests.core.resident import residencies
 from tests.core.support import (
@@ -107,50 +106,6 @@ class Place:
             words[GENERATION] <= opened.generation  # type: ignore[attr-defined]
             and words[opened.word_index] == opened.word_value  # type: ignore[attr-defined]
         )
-
-
-def test_what_was_promised_is_never_refused() -> None:
-    place = Place()
-    one, other = place.open("one"), place.open("other", "n")
-    residencies(place.core).open(one, "r", {0: BOUND_SLOTS}, 0.0)
-    for start in range(0, BOUND_SLOTS, 3):
-        # Others fill all that is not pinned, again and again.
-        place.store(other, list(range(1000 + start * 100, 1000 + start * 100 + NUM_SLOTS)))
-        numbers = list(range(start, min(start + 3, BOUND_SLOTS)))
-        assert set(place.store(one, numbers, "r", 0, start)) == {BlockResult.STORED}
-        assert -1 not in place.extend(one, "r", numbers, start)
-    assert residencies(place.core).bound.promised_bytes == 0
-
-
-def test_two_that_pin_the_same_are_counted_once() -> None:
-    place = Place()
-    sessions = [place.open("one"), place.open("two")]
-    for session in sessions:
-        residencies(place.core).open(session, "r", {0: 20}, 0.0)
-    place.store(sessions[0], list(range(20)), "r")
-    bound = residencies(place.core).bound
-    assert (bound.promised_bytes, bound.pinned_bytes) == (20 * SLOT_ALIGN, 20 * SLOT_ALIGN)
-    assert place.extend(sessions[1], "r", list(range(20))) == place.extend(
-        sessions[0], "r", list(range(20))
-    )
-    assert (bound.promised_bytes, bound.pinned_bytes) == (0, 20 * SLOT_ALIGN)
-    place.close(sessions[0], "r")
-    assert (bound.promised_bytes, bound.pinned_bytes) == (0, 20 * SLOT_ALIGN)
-    place.close(sessions[1], "r")
-    assert bound.pinned_bytes == 0 and not place.memory.marks.any()
-
-
-def test_a_block_that_is_present_is_pinned_when_the_store_begins() -> None:
-    place = Place()
-    session = place.open()
-    place.store(session, [1, 2])
-    residencies(place.core).open(session, "r", {0: 3}, 0.0)
-    assert place.store(session, [1, 2, 3], "r") == [
-        BlockResult.PRESENT,
-        BlockResult.PRESENT,
-        BlockResult.STORED,
-    ]
-    assert residencies(place.core).bound.promised_bytes == 0
 
 
 def test_representations_are_promised_and_pinned_with_their_blocks() -> None:
@@ -308,20 +263,6 @@ def test_readers_are_told_if_not_all_can_be_kept() -> None:
     assert core.space.used_bytes() == 0, "nothing is kept for nobody"
 
 
-def test_without_readers_nothing_is_kept_and_words_are_given_again() -> None:
-    place = Place()
-    session = place.open()
-    first = residencies(place.core).open(session, "r", {0: 3}, 0.0)
-    place.store(session, [1, 2, 3], "r")
-    place.core.close_session(session, 1.0)
-    assert not place.holds(first)
-    core = place.restarted()
-    assert not core.grace.is_on and place.restored.kept == 0
-    second = residencies(core).open(place.open(), "r", {0: 3}, 0.0)
-    assert second.word_index == first.word_index and place.holds(second)
-    assert not place.holds(first)
-
-
 def test_words_run_out_and_come_back() -> None:
     words = ReaderWords(no_readers(1).words)
     given = [words.of_session(number) for number in range(MAX_SESSION_WORD)]
@@ -346,40 +287,6 @@ def test_the_numbers_and_memory_of_residencies_are_bounded() -> None:
             residencies(place.core).open(session, str(count), {0: 1}, 0.0)
     assert caught.value.reason is Reason.OVERLOADED and 5 < count < 40
     place.core.check_invariants()
-
-
-def test_closing_goes_in_parts_and_ends_with_the_session_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(book, "PART_BLOCKS", 4)
-    place = Place()
-    session = place.open()
-    opened = residencies(place.core).open(session, "r", {0: 20}, 0.0)
-    place.store(session, list(range(20)), "r")
-    residency = residencies(place.core).book.named(place.core.sessions.record(session), "r")
-    assert residency is not None
-    closing = residencies(place.core).closing(residency)
-    next(closing)
-    assert 0 < residency.num_blocks < 20
-    place.core.check_invariants()
-    again = residencies(place.core).open(session, "r", {0: 20}, 0.0)
-    assert again == opened, "the id is free, and the word is as it was"
-    steps = list(place.core.end_pins(session))
-    assert len(steps) > 3
-    assert not place.holds(opened) and not place.core.space.index.pins.any()
-    assert next(closing, None) is None, "whoever was closing it finds it gone"
-    place.core.close_session(session, 1.0)
-    place.core.check_invariants()
-
-
-def test_while_the_arena_grows_promised_blocks_are_evicted_for_rather_than_refused() -> None:
-    place = Place(is_backed=False)
-    place.core.space.grow(8 * SLAB, 8 * SLAB)
-    session, other = place.open(), place.open("other", "n")
-    place.store(other, list(range(100, 132)))
-    assert place.store(session, [1, 2, 3]) == [BlockResult.NO_SPACE] * 3, "room comes soon"
-    residencies(place.core).open(session, "r", {0: 3}, 0.0)
-    assert place.store(session, [1, 2, 3], "r") == [BlockResult.STORED] * 3
 
 
 def test_scattered_pins_of_one_slot_size_leave_slabs_to_another() -> None:
@@ -471,27 +378,6 @@ def test_promised_representations_take_the_room_of_others() -> None:
     assert residencies(place.core).bound.promised_bytes == 0
 
 
-def test_positions_without_a_block_have_no_place() -> None:
-    place = Place()
-    session = place.open()
-    residencies(place.core).open(session, "r", {0: 8}, 0.0)
-    place.store(session, [1, 3])
-    found = place.extend(session, "r", [1, 2, 3, 4])
-    assert [offset >= 0 for offset in found] == [True, False, True, False]
-    assert found[1] == found[3] == -1
-
-
-def test_a_block_at_two_positions_is_pinned_for_each_and_counts_once() -> None:
-    place = Place()
-    session = place.open()
-    residencies(place.core).open(session, "r", {0: 8}, 0.0)
-    place.store(session, [1])
-    first, second = place.extend(session, "r", [1, 1])
-    assert first == second >= 0
-    place.close(session, "r")
-    assert evict(place.core, 1, 0, words_of([1])) == (1, 0)
-
-
 def test_a_use_keeps_the_first_block_of_a_request_too() -> None:
     place = Place()
     session = place.open()
@@ -510,3 +396,14 @@ def test_a_use_that_does_not_ask_for_it_keeps_nothing() -> None:
     for _ in place.core.use(session, listed, 2.0, Retention(ttl_s=50.0)):
         pass
     assert evict(place.core, 1, 0, words_of([1, 2, 3])) == (3, 0)
+
+
+def test_a_block_that_nobody_has_compared_since_a_restart_has_no_place() -> None:
+    place = Place()
+    session = place.open()
+    residencies(place.core).open(session, "r", {0: 8}, 0.0)
+    place.store(session, [1, 2], "r")
+    index = place.core.space.index
+    index.unverified[index.find(1, 0, words_of([2]))] = True
+    first, second = place.extend(session, "r", [1, 2])
+    assert first >= 0 and second == -1

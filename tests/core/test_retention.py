@@ -25,7 +25,7 @@ EACH_POLICY = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("how", ["stored", "stored again", "used"])
 @EACH_POLICY
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     num_pinned=st.integers(1, NUM_HELD),
     ttl_s=st.sampled_from([0.5, 100.0, MAX_TTL_S]),

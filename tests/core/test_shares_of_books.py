@@ -18,7 +18,7 @@ from hotkv_server.cache import core as core_module
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.leases.leases import read_weight
 from hotkv_server.cache.room.policies import LRU
-from hotkv_server.cache.values import MAX_TRANSFERS, CoreConfig, HashList, Run, TenantShare
+from hotkv_server.cache.values import CoreConfig, HashList, Run, TenantShare
 from tests.core.support import begin_store, evict, make_key_space, make_table, reserve, words_of
 
 SLAB = 4 * SLOT_ALIGN
@@ -93,19 +93,6 @@ def test_nobody_lists_all_blocks_that_leases_may_list() -> None:
     core.close_session(one, 0.0)
     assert most(lambda i: core.acquire(other, f"m{i}", absent, 0.0, 0.0)) == 3
     core.check_invariants()
-
-
-def test_nobody_starts_all_transfers() -> None:
-    core = make_core()
-    one, other = session(core, "one"), session(core, "other")
-    for number in (one, other):
-        core.acquire(number, "l", [HashList(0, words_of([1]))], 0.0, 0.0)
-    assert most(lambda i: core.begin_load(one, f"t{i}", "l", [])) == MAX_TRANSFERS // 2
-    assert most(lambda i: core.begin_load(other, f"t{i}", "l", [])) == MAX_TRANSFERS // 4
-    core.end_load(one, "t0", True)
-    core.end_load(one, "t1", True)
-    core.check_invariants()
-    core.begin_load(other, "one more", "l", [])
 
 
 @given(

@@ -172,6 +172,7 @@ class SpaceMachine(RuleBasedStateMachine):
         assert (
             counted.num_blocks == len(self.ready) == counted.blocks.sum()
             and not counted.representation_bytes
+            and not counted.num_unverified
         )
 
 

@@ -194,20 +194,8 @@ def test_who_comes_late_gets_its_guarantee(policy: str, size: int) -> None:
     space.check_invariants()
 
 
-def test_a_bound_is_kept_by_the_own_coldest_blocks() -> None:
-    space = make_space()
-    assert fill(space, 1, 24) == 24
-    space.touch(space.index.find(1, 0, words_of([1000])), 90.0)
-    assert fill(space, 1, 5, SLOT_ALIGN, 24) == 5
-    assert space.tenants.used[0] == 6 * SLAB and space.removal.evicted_blocks == 5
-    there = space.index.find(1, 0, words_of(range(1000, 1007))) != 0
-    assert there.tolist() == [True, False, False, False, False, False, True]
-    big = insert(space, 1, 0, words_of([5000, 5001]), 4 * SLAB, np.zeros(2, np.int64))
-    assert len(big) == 1, "two of them are beyond the bound"
-    space.check_invariants()
-
-
 def test_shares_that_cannot_be_kept_are_refused() -> None:
+    TenantBook({"a": TenantShare(5, 5)}, ARENA)
     for shares in (
         {"a": TenantShare(ARENA), "b": TenantShare(1)},
         {"a": TenantShare(5, 4)},
@@ -235,39 +223,6 @@ def represent(space: Space, number: int, blocks: Entries, size: int = SLOT_ALIGN
     space.representations.publish(entries, blocks[: len(entries)])
 
 
-def test_representations_count_for_what_is_guaranteed() -> None:
-    """They go with their blocks: a tenant keeps its guarantee after both are gone."""
-    space = make_space("lru", {"a": TenantShare(3 * SLAB)})
-    kinds(space, 1)
-    fill(space, 1, 10)
-    represent(space, 1, space.index.ready_blocks(1))
-    fill(space, 4, 20)
-    assert space.tenants.used[0] == 20 * SLOT_ALIGN
-    fill(space, 4, 100, SLOT_ALIGN, 100)
-    assert space.tenants.used[0] >= 3 * SLAB
-    many = insert(space, 4, 0, words_of(range(90_000, 90_040)), SLOT_ALIGN, np.arange(40))
-    assert len(many) == 28 and space.tenants.used[0] >= 3 * SLAB
-    space.check_invariants()
-
-
-@pytest.mark.parametrize("capacity", [30, 100])
-def test_nobody_takes_representations_that_are_guaranteed(capacity: int) -> None:
-    """Neither their slots nor, where the index is full, their numbers."""
-    space = Space(
-        make_table(capacity), ARENA, SLAB, POLICIES["lru"](capacity), {"a": TenantShare(8 * SLAB)}
-    )
-    for number, tenant in enumerate(TENANTS, 1):
-        space.tenants.add_key_space(number, tenant)
-        space.index.add_key_space(number, [7 * number])
-    kinds(space, 1)
-    fill(space, 1, 15)
-    space.index.pin(space.index.ready_blocks(1), 1)
-    represent(space, 1, space.index.ready_blocks(1))
-    fill(space, 4, 40)
-    assert space.tenants.used[0] == 30 * SLOT_ALIGN
-    space.check_invariants()
-
-
 def test_a_block_that_no_bound_allows_costs_nothing() -> None:
     space = make_space("lru", {"c": TenantShare(0, 2 * SLAB)})
     assert fill(space, 3, 8) == 8
@@ -288,38 +243,6 @@ def test_who_asks_for_more_than_its_guarantee_gets_its_guarantee() -> None:
         fill(space, 4, 3, SLOT_ALIGN, 3 * at)
     taken = insert(space, 2, 0, words_of(range(2000, 2012)), 2 * SLOT_ALIGN, np.arange(12))
     assert len(taken) >= 8, "a tenant that wants much gets less than one that wants little"
-    space.check_invariants()
-
-
-@pytest.mark.parametrize("burst_blocks", [0, 1, 7])
-def test_bounds_that_shrank_are_kept_from_the_restart_on(burst_blocks: int) -> None:
-    """Also those of a tenant with representations; one that is not named any more keeps what it
-    has."""
-    space = make_space("lru", {"c": TenantShare(0, 5 * SLAB)})
-    kinds(space, 3)
-    fill(space, 3, 10)
-    represent(space, 3, space.index.ready_blocks(3))
-    fill(space, 4, 10)
-    space.tenants._burst[0] = space.tenants._set_burst[0] = burst_blocks * SLOT_ALIGN
-    deque(keep_bounds(space.books, space.removal), 0)
-    assert (
-        space.tenants.used[0] <= burst_blocks * SLOT_ALIGN
-        and len(space.index.ready_blocks(4)) == 10
-    )
-    space.check_invariants()
-
-
-def test_a_lowered_bound_waits_for_blocks_that_are_in_use() -> None:
-    space = make_space("lru", {"c": TenantShare(0, 5 * SLAB)})
-    fill(space, 3, 12)
-    pinned = space.index.ready_blocks(3)[:10]
-    space.index.pin(pinned, 1)
-    share_out(space, {"c": TenantShare(0, 4 * SLOT_ALIGN)})
-    assert space.tenants.used[0] == 10 * SLOT_ALIGN
-    assert fill(space, 3, 1) == 0, "it took more while it was beyond its bound"
-    space.index.pin(pinned, -1)
-    assert fill(space, 3, 1, first=100) == 1
-    assert space.tenants.used[0] <= 4 * SLOT_ALIGN
     space.check_invariants()
 
 

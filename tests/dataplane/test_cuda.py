@@ -156,19 +156,6 @@ def test_a_call_that_fails_again_and_again_has_failed_and_the_device_counts_as_l
     assert lane._problem
 
 
-def test_what_has_stalled_longest_shows(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.engine.submit(bench.ends.job("load", [bench.load(4096)]))
-    bench.until(lambda: bench.engine.figures().num_in_flight == 1)
-    bench.until(bench.settled)
-    now_s, lane = time.monotonic(), bench.engine._lanes[Direction.LOAD]
-    for ends_of_jobs, giving in ((50.0, 0.0), (0.0, 50.0), (60.0, 50.0)):
-        monkeypatch.setattr(lane, "_finishing_s", ends_of_jobs and now_s + ends_of_jobs)
-        monkeypatch.setattr(lane, "_giving_s", giving and now_s + giving)
-        assert bench.engine.stalled_s(now_s + 100) >= 100
-    monkeypatch.undo()
-    bench.until(bench.ended, running=True)
-
-
 def test_what_stalls_on_the_device_shows(bench: Bench) -> None:
     assert bench.engine.stalled_s(time.monotonic()) == 0
     bench.engine.submit(bench.ends.job("load", [bench.load(4096)]))

@@ -173,29 +173,6 @@ def test_kernels_that_leave_their_memory_lose_the_device(runtime: FakeRuntime, h
     assert lost(runtime)
 
 
-def test_a_kernel_may_cross_registrations_that_adjoin(runtime: FakeRuntime) -> None:
-    stream, device = stream_of(runtime), runtime.allocate(0, 8 * KIB)
-    table, host = runtime.allocate_pinned(4 * KIB), map_pages(8 * KIB)
-    runtime.register(host, 4 * KIB)
-    runtime.register(host + 4 * KIB, 4 * KIB)
-    filled(host, 8 * KIB, 5)
-    bytes_at(table, 24).view(np.int64)[:] = device, host, 8 * KIB
-    runtime.copy_kernel(stream, table, 1, 8 * KIB)
-    run_all(runtime)
-    assert (runtime.peek(device, 8 * KIB) == 5).all()
-
-
-def test_memory_that_goes_under_a_copy_loses_the_device(runtime: FakeRuntime) -> None:
-    stream, device, pinned = (
-        stream_of(runtime),
-        runtime.allocate(0, 4 * KIB),
-        runtime.allocate_pinned(4 * KIB),
-    )
-    runtime.copy(stream, device, pinned, 4 * KIB)
-    runtime.free_pinned(pinned)
-    assert lost(runtime)
-
-
 def test_with_the_device_goes_all_that_its_streams_were_given(runtime: FakeRuntime) -> None:
     stream, device, pinned = (
         stream_of(runtime),
@@ -213,25 +190,6 @@ def test_with_the_device_goes_all_that_its_streams_were_given(runtime: FakeRunti
         assert raised.value.is_lost
     run_all(runtime)
     assert (runtime.peek(device, 4 * KIB) == 0).all()
-
-
-def test_calls_fail_when_told_to(runtime: FakeRuntime) -> None:
-    runtime.fail_call("new_event", 2)
-    runtime.new_event(0)
-    refused(runtime.new_event, 0, text="told to fail")
-    runtime.new_event(0)
-
-
-def test_a_copy_of_memory_that_is_not_registered_waits_for_the_device() -> None:
-    runtime = FakeRuntime(1)
-    stream, device, plain = (
-        stream_of(runtime),
-        runtime.allocate(0, 4 * KIB),
-        np.full(4 * KIB, 9, np.uint8),
-    )
-    runtime.copy(stream, device, plain.ctypes.data, 4 * KIB)
-    assert (runtime.peek(device, 4 * KIB) == 9).all()
-    runtime.close()
 
 
 def test_events_of_another_process_pass_when_its_device_has_come_to_them(
@@ -320,15 +278,3 @@ def test_freeing_waits_for_the_device() -> None:
     freeing.join(60)
     assert not freeing.is_alive() and runtime.held() == {"pinned": 1}
     runtime.close()
-
-
-def test_the_host_can_not_touch_device_memory() -> None:
-    code = (
-        "from hotkv_server.testing.device import FakeRuntime\n"
-        "from hotkv_server.testing.device_memory import bytes_at\n"
-        "bytes_at(FakeRuntime(threaded=False).allocate(0, 4096), 8)[0] = 1\n"
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True).returncode
-        == -signal.SIGSEGV
-    )

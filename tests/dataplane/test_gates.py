@@ -9,7 +9,6 @@ import pytest
 
 from hotkv_server.dataplane import engines
 from hotkv_server.dataplane.engines import CopyEngines, Outcome
-from hotkv_server.device.runtime import DeviceError
 from hotkv_server.testing.copy_engine_contract import Ends, Rig, whole_plan
 from tests.dataplane.rigs import SwitchedGate, mixed_rig
 
@@ -87,43 +86,6 @@ def test_a_gate_that_has_passed_is_asked_once_on_the_callers_thread(rig: Rig) ->
     rig.engine.submit(ends.job("at once", [whole_plan(rig.memories[0], rig.arena)], gate))
     ends.wait()
     assert (gate.num_asked, gate.num_released, gate.askers) == (1, 1, {threading.get_ident()})
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        DeviceError("the device of the engine is gone"),
-        DeviceError("lost", is_lost=True),
-        OSError("odd"),
-    ],
-)
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_gate_that_fails_fails_its_job_alone(rig: Rig, error: Exception, at_once: bool) -> None:
-    ends, gate, other = Ends(), SwitchedGate(error=error if at_once else None), SwitchedGate()
-    rig.engine.submit(ends.job("other", [whole_plan(rig.memories[1], rig.arena)], other))
-    rig.engine.submit(ends.job("fails", [whole_plan(rig.memories[0], rig.arena)], gate))
-    gate.error = error
-    ends.wait("fails")
-    assert (
-        ends["fails"] is Outcome.FAILED
-        and str(error) in ends.message("fails")
-        and gate.num_released == 1
-    )
-    other.is_open = True
-    ends.wait()
-    assert ends["other"] is Outcome.DONE and rig.engine.is_alive()
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_a_job_cancelled_while_it_waits_ends_at_once(rig: Rig, before: bool) -> None:
-    ends, gate = Ends(), SwitchedGate()
-    job = ends.job("waits", [whole_plan(memory, rig.arena) for memory in rig.memories], gate)
-    if before:
-        job.cancel()
-    rig.engine.submit(job)
-    job.cancel()
-    ends.wait()
-    assert ends["waits"] is Outcome.CANCELLED and gate.num_released == 1
 
 
 def test_jobs_that_wait_when_the_engine_closes_are_cancelled(rig: Rig) -> None:

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
-from hotkv_server.dataplane.cuda.pieces import ALIGN_BYTES, pieces, plan_staged, run_bytes
+from hotkv_server.dataplane.cuda.pieces import pieces, plan_staged, run_bytes
 from hotkv_server.dataplane.cuda.values import MAX_PIECE_RUNS, CudaCopySettings, Direction, Method
 from hotkv_server.dataplane.plan import CopyPlan, Region
 
@@ -114,50 +114,6 @@ def test_pieces_move_every_byte_once_within_bounds(
             & (on_device - on_host == device - host)
         )
         assert np.count_nonzero(holds) >= 1
-
-
-def staged_reference(
-    host: list[int], sizes: list[int], registration: list[int]
-) -> tuple[list[int], list[tuple[int, int, int]]]:
-    """Run by run: (offset of each run, copies (staging, host, bytes))."""
-    offsets: list[int] = []
-    copies: list[tuple[int, int, int]] = []
-    for number, (address, size) in enumerate(zip(host, sizes, strict=True)):
-        if (
-            number
-            and host[number - 1] + sizes[number - 1] == address
-            and registration[number - 1] == registration[number]
-        ):
-            staging, start, length = copies[-1]
-            offsets.append(staging + length)
-            copies[-1] = (staging, start, length + size)
-        else:
-            end = sum(copies[-1][::2]) if copies else 0
-            staging = (end + ALIGN_BYTES - 1) // ALIGN_BYTES * ALIGN_BYTES
-            offsets.append(staging)
-            copies.append((staging, address, size))
-    return offsets, copies
-
-
-@settings(max_examples=120, deadline=None)
-@given(host_runs(), st.sampled_from([1 << 12, 1 << 16, 1 << 30]))
-def test_staging_is_as_planned_run_by_run(
-    runs: tuple[list[int], list[int]], registration_bytes: int
-) -> None:
-    in_order = sorted(
-        (offset, size)
-        for offset, size in zip(*runs, strict=True)
-        if size and offset // registration_bytes == (offset + size - 1) // registration_bytes
-    )
-    if not in_order:
-        return
-    host, sizes = [offset for offset, _ in in_order], [size for _, size in in_order]
-    registration = [offset // registration_bytes for offset in host]
-    plan = plan_staged(np.array(host), np.array(sizes), np.array(registration))
-    copies = list(
-        zip(plan.starts.tolist(), plan.hosts.tolist(), plan.num_bytes.tolist(), strict=True)
-    )
-    assert (plan.offsets.tolist(), copies) == staged_reference(host, sizes, registration)
 
 
 def test_layers_in_memories_of_their_own_are_one_run_in_the_arena_again() -> None:

@@ -1,14 +1,11 @@
 """Plans of whole blocks are small however many runs they stand for, and move every byte once in
 whatever shares they are taken."""
 
-import itertools
 import tracemalloc
 from dataclasses import replace
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
 
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
@@ -36,44 +33,6 @@ def plan_of(
         layout.recipes(0, group), blocks, blocks * page_bytes, arena, engine, to_engine=to_engine
     )
     return plan
-
-
-@settings(max_examples=150)
-@given(
-    st.integers(0, 40),
-    st.integers(1, 9),
-    st.integers(1, 64),
-    st.integers(0, 1),
-    st.integers(1, 700),
-    st.booleans(),
-)
-def test_shares_cover_every_byte_once(
-    num_blocks: int, runs: int, run_bytes: int, gap: int, piece_bytes: int, to_engine: bool
-) -> None:
-    if not num_blocks:
-        return
-    plan = plan_of(num_blocks, runs, run_bytes, to_engine=to_engine, gap_bytes=gap)
-    written = np.zeros(plan.dst.num_bytes, np.int64)
-    expected = np.zeros(plan.dst.num_bytes, np.int64)
-    source = {}
-    count = num_shares(plan, piece_bytes)
-    for at in range(count):
-        share = plan.share(at, at + 1, count)
-        assert share.total_bytes <= piece_bytes + runs * run_bytes
-        for to, from_, size in zip(
-            share.dst_offsets.tolist(),
-            share.src_offsets.tolist(),
-            share.num_bytes.tolist(),
-            strict=True,
-        ):
-            written[to : to + size] += 1
-            source |= dict(zip(range(to, to + size), range(from_, from_ + size), strict=True))
-    for block, run in itertools.product(range(num_blocks), range(runs)):
-        engine, slot = (block * runs + run) * (run_bytes + gap), (block * runs + run) * run_bytes
-        to, from_ = (engine, slot) if to_engine else (slot, engine)
-        expected[to : to + run_bytes] += 1
-        assert all(source[to + byte] == from_ + byte for byte in range(run_bytes))
-    assert np.array_equal(written, expected)
 
 
 def test_a_plan_is_as_large_as_its_blocks_and_not_as_its_runs() -> None:

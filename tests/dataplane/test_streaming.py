@@ -21,23 +21,6 @@ GAP_BYTES = 130
 """More than two lines between runs, so that a line too many shows."""
 LINE_BYTES = 64
 FIRST_STREAMED_BYTES = 1024
-SIZES = [
-    0,
-    1,
-    63,
-    64,
-    65,
-    1023,
-    1024,
-    1025,
-    1024 + 63,
-    1088,
-    2048 + 31,
-    2048 + 32,
-    4096,
-    4097,
-    70_001,
-]
 HOWS = ["streamed", "plain"]
 
 
@@ -69,19 +52,6 @@ class Memories:
             expected[to : to + size] = self.src[at : at + size]
         wrong = np.flatnonzero(self.dst != expected)
         assert not len(wrong), f"{len(wrong)} bytes are wrong, the first at {wrong[0]}"
-
-
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("misalignment", [0, 1, 7, 31, 32, 33, 63])
-def test_every_byte_of_a_run_and_none_beside_it(how: str, misalignment: int) -> None:
-    runs, to, at = [], misalignment, 3
-    for size in SIZES:
-        runs.append((to, at, size))
-        to += -(-(size + GAP_BYTES) // LINE_BYTES) * LINE_BYTES
-        at += size + 5
-    memories = Memories(to)
-    memories.copy(how, runs, 0, len(runs))
-    memories.check(runs)
 
 
 @pytest.mark.parametrize("how", HOWS)

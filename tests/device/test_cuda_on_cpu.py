@@ -1,4 +1,5 @@
-"""CUDA on the CPU computes as CUDA does, and finds faults that CUDA would only sometimes punish."""
+"""CUDA on the CPU finds faults that CUDA would only sometimes punish. That it computes as CUDA does
+is seen by the tests of the kernels, which compare results with references."""
 
 import numpy as np
 import pytest
@@ -28,17 +29,6 @@ extern "C" __global__ void __launch_bounds__(256)
   }
 }
 """
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_block_sums_with_shuffles_and_shared_memory(seed: int) -> None:
-    module = cuda_on_cpu.compile(SUM, {"BARRIER": "__syncthreads();"})
-    values = np.arange(1000, dtype=np.float32)
-    out = np.zeros(3, np.float32)
-    module.launch(
-        "sum", 3, 256, (values, out, np.int32(1000), np.float32(2)), shared_bytes=32, seed=seed
-    )
-    assert out.sum() == values.sum() * 2
 
 
 def test_a_missing_barrier_shows_under_some_seed() -> None:
@@ -87,35 +77,6 @@ def test_divergence_is_an_error_and_the_next_launch_is_well() -> None:
         module.launch("stuck", 1, 32, ())
 
 
-def test_warps_work_apart_with_masks() -> None:
-    source = """
-    extern "C" __global__ void votes(unsigned* out) {
-      unsigned lane = threadIdx.x % 32, mine = lane < 16 ? 0xffffu : 0xffff0000u;
-      unsigned odd = __ballot_sync(mine, lane & 1);
-      __syncwarp();
-      out[threadIdx.x] = __reduce_add_sync(mine, lane) + __match_any_sync(0xffffffffu, lane % 4)
-          + (odd == (0xaaaaaaaau & mine) ? 0 : 1);
-    }
-    extern "C" __global__ void moves(int* out) {
-      int lane = threadIdx.x % 32;
-      int up = __shfl_up_sync(0xffffffffu, lane, 1, 8);
-      int down = __shfl_down_sync(0xffffffffu, lane, 2, 16);
-      int to = __shfl_sync(0xffffffffu, lane, 3, 4);
-      out[threadIdx.x] = up * 10000 + down * 100 + to;
-    }
-    """
-    module = cuda_on_cpu.compile(source)
-    lane = np.arange(64) % 32
-    out = np.zeros(64, np.uint32)
-    moves = np.zeros(64, np.int32)
-    for seed in range(3):
-        module.launch("votes", 1, 64, (out,), seed=seed)
-        module.launch("moves", 1, 64, (moves,), seed=seed)
-    assert (out == np.where(lane < 16, 120, 376) + (0x11111111 << (lane % 4))).all()
-    up, down = np.where(lane % 8 == 0, lane, lane - 1), np.where(lane % 16 >= 14, lane, lane + 2)
-    assert (moves == up * 10000 + down * 100 + lane // 4 * 4 + 3).all()
-
-
 def test_templates_are_launched_by_instance_and_arguments_are_checked() -> None:
     source = (
         "template <typename T, int N> __global__ void fill(T* out, T x) { out[threadIdx.x] "
@@ -129,60 +90,3 @@ def test_templates_are_launched_by_instance_and_arguments_are_checked() -> None:
         module.launch("fill<float, 3>", 1, 4, (out, np.float64(1)))
     with pytest.raises(ValueError, match="no kernel 'fill'"):
         module.launch("fill", 1, 4, (out, 1.0))
-
-
-def test_half_conversions_are_numpys() -> None:
-    source = """
-    extern "C" __global__ void there(const float* in, unsigned short* out) {
-      int i = blockIdx.x * 256 + threadIdx.x;
-      out[i] = __half_as_ushort(__float2half_rn(in[i]));
-    }
-    extern "C" __global__ void back(const unsigned short* in, float* out) {
-      int i = blockIdx.x * 256 + threadIdx.x;
-      out[i] = __half2float(__ushort_as_half(in[i]));
-    }
-    """
-    module = cuda_on_cpu.compile(source)
-    halves = np.arange(65536, dtype=np.uint16)
-    floats = np.zeros(65536, np.float32)
-    module.launch("back", 256, 256, (halves, floats))
-    np.testing.assert_array_equal(floats, halves.view(np.float16).astype(np.float32))
-    numbers = np.random.default_rng(1).integers(0, 1 << 32, 65536, dtype=np.uint32).view(np.float32)
-    numbers[:65536:2] = np.random.default_rng(2).normal(size=32768) * np.exp2(
-        np.random.default_rng(3).uniform(-26, 17, 32768)
-    )
-    out = np.zeros(65536, np.uint16)
-    module.launch("there", 256, 256, (numbers, out))
-    with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(out.view(np.float16), numbers.astype(np.float16))
-
-
-def test_integer_intrinsics() -> None:
-    source = """
-    extern "C" __global__ void all(const int* a, const int* b, int* out) {
-      int x = a[threadIdx.x], y = b[threadIdx.x], *o = out + threadIdx.x * 6;
-      o[0] = __dp4a(x, y, 5); o[1] = __popc(x); o[2] = __clz(x);
-      o[3] = __byte_perm(x, y, 0x6240); o[4] = __funnelshift_r(x, y, 12); o[5] = min(x, y);
-    }
-    """
-    a, b = np.random.default_rng(4).integers(-(1 << 31), 1 << 31, (2, 64)).astype(np.int32)
-    a[0] = 0
-    out = np.zeros((64, 6), np.int32)
-    cuda_on_cpu.compile(source).launch("all", 1, 64, (a, b, out))
-    bytes_a, bytes_b = a.view(np.uint8).reshape(-1, 4), b.view(np.uint8).reshape(-1, 4)
-    assert (
-        out[:, 0] == (bytes_a.view(np.int8).astype(np.int32) * bytes_b.view(np.int8)).sum(1) + 5
-    ).all()
-    assert out[:, 1].tolist() == [int(x).bit_count() for x in a.view(np.uint32)]
-    assert out[:, 2].tolist() == [32 - int(x).bit_length() for x in a.view(np.uint32)]
-    picked = (
-        np.stack([bytes_a[:, 0], bytes_b[:, 0], bytes_a[:, 2], bytes_b[:, 2]], 1)
-        .copy()
-        .view(np.uint32)[:, 0]
-    )
-    assert (out[:, 3].view(np.uint32) == picked).all()
-    both = a.view(np.uint32).astype(np.uint64) | b.view(np.uint32).astype(np.uint64) << np.uint64(
-        32
-    )
-    assert (out[:, 4].view(np.uint32) == (both >> np.uint64(12)).astype(np.uint32)).all()
-    assert (out[:, 5] == np.minimum(a, b)).all()

@@ -226,15 +226,6 @@ def _unpack_axes(packed_BHN: U8, head_size: int) -> tuple[I8, F32]:
     )
 
 
-def approximate_channels(packed_BHN: U8, axes: Axes) -> F32:
-    """Returns the channels that codes stand for, float32 [B, H, R * 16, C]."""
-    levels, sigma = _unpack_axes(packed_BHN, axes.into.shape[1])
-    return np.asarray(
-        levels * half_steps(axes)[:, None] * np.maximum(sigma, np.float32(0.0))[..., None],
-        np.float32,
-    )
-
-
 def pack_lines(codes: U8, width: int) -> U8:
     """Codes uint8 [..., 16, channels] of `width` bits in lines of 64 bytes, uint8 [..., lines *
     64]."""

@@ -11,15 +11,11 @@ from typing import Any
 import pytest
 
 from hotkv_server.cache.room.policies import POLICIES
-from hotkv_server.simulate import report
-from hotkv_server.simulate.report import ReportRow
 from tests.simulate.naive import lru_hits, two_tier_hits
 from tests.simulate.traces import agent_sessions, scans, write_trace
 from tests.support import daemons
 
 REQUESTS = agent_sessions(2, 120)
-SOME_RATES = [(5.0, 512, 0.25), (20.0, 2048, 0.5)]
-"""Percent, blocks, hit rate."""
 
 
 @pytest.fixture
@@ -179,20 +175,6 @@ def test_plot(trace: Path, tmp_path: Path) -> None:
     assert data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR"
     width, height = struct.unpack(">II", data[16:24])
     assert width > 1000 and height > 400
-
-
-def test_a_plot_shows_gib_and_hit_rate() -> None:
-    """What a person asks for: memory along, hits up."""
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    panel = figure.subplots()
-    rows = [ReportRow("t", "lru", at, blocks, rate, 100, 1.0) for at, blocks, rate in SOME_RATES]
-    report._draw_panel(panel, "t", rows, 2.0)
-    assert "GiB" in panel.get_xlabel() and panel.get_ylabel().startswith("hit rate")
-    assert panel.lines[0].get_ydata().tolist() == [rate for *_, rate in SOME_RATES]
-    assert [text.get_text().split("\n")[0] for text in panel.get_xticklabels()] == [
-        "1 GiB",
-        "4 GiB",
-    ]
 
 
 @pytest.mark.parametrize(

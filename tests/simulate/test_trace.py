@@ -1,7 +1,6 @@
 """Reading traces: tolerated and refused lines, error texts, and the arithmetic of prefixes."""
 
 import gzip
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ from hypothesis import given
 
 from hotkv_server.simulate.trace import W_ID, TraceError, load_trace, make_trace
 from tests.simulate.naive import any_requests, distinct, prefix_length
-from tests.simulate.traces import MAKERS, Requests
+from tests.simulate.traces import Requests
 
 GOOD = '{"timestamp": 5, "input_length": 1024, "output_length": 3, "hash_ids": [7, 8], "turn": 1}'
 
@@ -117,17 +116,3 @@ def test_prefixes_count_every_access(requests: Requests) -> None:
     prefix = trace.prefix_lengths(trace.blocks % 3 != 0)
     assert prefix.tolist() == [prefix_length(distinct(ids), held) for ids in in_order]
     assert trace.hit_blocks(prefix) == sum(prefix_length(ids, held) for ids in in_order)
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_made_up_traffic_is_chained(name: str) -> None:
-    """An id is always behind the same one, comes once in a request, and the same seed gives the
-    same requests."""
-    requests = MAKERS[name](3, 200)
-    before: dict[int, int] = {}
-    for _, ids in requests:
-        assert len(set(ids)) == len(ids)
-        for parent, block in zip([-1, *ids], ids, strict=False):
-            assert before.setdefault(block, parent) == parent
-    assert [time_s for time_s, _ in requests] == sorted(time_s for time_s, _ in requests)
-    assert json.dumps(requests) == json.dumps(MAKERS[name](3, 200))

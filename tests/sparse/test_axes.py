@@ -73,7 +73,7 @@ def test_a_head_has_as_many_bytes_as_with_rot2u(head_size: int) -> None:
     assert len(head_axes.offsets_of(head_size)) >= fine + coarse
 
 
-@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("head_size", [1, 40, 64, 128])
 def test_axes_keep_products(head_size: int) -> None:
     one = calibrated(head_size)
     back = np.linalg.inv(one.axes.into.astype(np.float64)).transpose(0, 2, 1)
@@ -189,50 +189,6 @@ def test_kernel_builds_what_the_reference_builds(case: Case, seed: int) -> None:
     found, wanted = (oracle.unpack_tokens("mix2", some, head_size) for some in (built, expected))
     same = (found.levels == wanted.levels).all(axis=-1)
     np.testing.assert_allclose(found.sigma[same], wanted.sigma[same], rtol=2e-3)
-
-
-@given(case=cases, seed=st.integers(0, 3))
-def test_codes_keep_the_keys_roughly(case: Case, seed: int) -> None:
-    axes = axes_of(case, seed)
-    _, block_tokens, _, head_size = case.keys.shape
-    packed = build("mix2", case.keys, case.mu, case.num_tokens, axes=axes)
-    sigma = oracle.unpack_tokens("mix2", packed, head_size).sigma
-    present = np.arange(sigma.shape[2]) < case.num_tokens[:, None]
-    assert ((sigma >= 0) == present[:, None]).all()
-    y = head_axes.channels_of(case.keys, centre_of(case), axes).transpose(1, 0, 2, 3)
-    z = oracle.approximate_channels(packed, axes)[:, :, :block_tokens]
-    y, z = (
-        np.pad(part, [(0, 0)] * 3 + [(0, max(y.shape[-1], z.shape[-1]) - part.shape[-1])])
-        for part in (y, z)
-    )
-    usual = (sigma[:, :, :block_tokens] > 1e-3) & (sigma[:, :, :block_tokens] < 6e4)
-    # The scale is unbiased along the key: y . z = |y|^2, up to the rounding of a float16.
-    np.testing.assert_allclose((y * z).sum(-1)[usual], (y * y).sum(-1)[usual], rtol=3e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("head_size", [64, 80, 128])
-def test_codes_lose_less_of_scores_than_those_of_rot2u(head_size: int) -> None:
-    one = calibrated(head_size, num_tokens=4096)
-    keys = one.keys.reshape(256, 16, 2, head_size)
-    case = Case(keys, np.full(256, 16, np.int32), one.queries[3] * 2, None)
-    errors = []
-    for name, axes in (("mix2", one.axes), ("rot2u", None)):
-        packed = build(name, keys, one.mu, axes=axes)
-        query = prepare(name, case.query, one.mu, bias=0.0, axes=axes)
-        errors.append(float(np.std(score(query, packed) - case.log_mass())))
-    assert errors[0] < 0.6 * errors[1]
-
-
-def test_built_in_place_in_a_strided_pool() -> None:
-    one = calibrated(64)
-    keys = one.keys[: 3 * 32].reshape(3, 32, 2, 64)
-    expected = build("mix2", keys, one.mu, axes=one.axes)
-    pool = np.zeros((6, 3, expected.shape[2] + 5), np.uint8)
-    view = pool[::2, :2, :-5]
-    build("mix2", keys, one.mu, axes=one.axes, out=view)
-    assert (view == expected).all() and not pool[1::2].any() and not pool[:, 2].any()
-    query = prepare("mix2", one.queries[0], one.mu, axes=one.axes)
-    assert (score(query, view) == score(query, expected)).all()
 
 
 # --------------------------------------------------------------------------------------- scores

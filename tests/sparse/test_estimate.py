@@ -21,8 +21,7 @@ from hotkv_sparse.estimate import (
     read_config,
 )
 from hotkv_sparse.estimate.command import NO_TIMES, as_json, as_text, main
-from hotkv_sparse.estimate.memory import figures_of, human_bytes
-from hotkv_sparse.estimate.plan import default_sparse
+from hotkv_sparse.estimate.memory import figures_of
 
 LLAMA, QWEN = MODELS["llama-3.1-8b"], MODELS["qwen2.5-14b"]
 H200 = DEVICES["h200"]
@@ -54,10 +53,6 @@ def sparse(**settings: Any) -> SparseConfig:
 )
 def test_parameters_are_those_of_the_models_cards(name: str, parameters: int) -> None:
     assert MODELS[name].parameters == parameters
-
-
-def test_the_table_of_models_is_covered_above() -> None:
-    assert len(MODELS) == 10
 
 
 def test_residency_s_example() -> None:
@@ -98,6 +93,8 @@ def test_representations_in_host_memory_take_none_of_the_device() -> None:
     taken = memory(LLAMA, H200, plan, Mode.RESIDENT)
     assert taken.request_representations.value == 0.0
     assert taken.host_request.value == 8192 * 32 * (64 * KIB + 8 * 16 * 34)
+    taken = memory(LLAMA, H200, plan, Mode.SPARSE)
+    assert taken.host_request.value == 8192 * 32 * 8 * 16 * 34
 
 
 def test_devices_share_weights_and_heads() -> None:
@@ -164,6 +161,8 @@ def test_nothing_is_negative_and_the_largest_batch_fits(case: Any) -> None:
     taken = memory(*case)
     assert all(f.value >= 0 for name, f in figures_of(taken).items() if name != "room")
     assert taken.largest_batch.value * taken.request.value <= max(taken.room.value, 0.0)
+    once = taken.weights.value + taken.activations.value + taken.staging.value
+    assert taken.device.value == pytest.approx(once + case[2].batch * taken.request.value)
 
 
 @given(CASES, st.integers(1, 1 << 18))
@@ -173,25 +172,6 @@ def test_more_tokens_never_take_less(case: Any, more: int) -> None:
     before, after = (figures_of(memory(model, device, one, mode)) for one in (plan, longer))
     for name in ("request", "host_request", "staging"):
         assert before[name].value <= after[name].value, name
-
-
-@given(CASES, st.integers(1, 64))
-def test_a_larger_batch_takes_more(case: Any, more: int) -> None:
-    model, device, plan, mode = case
-    larger = plan.with_(batch=plan.batch + more)
-    assert (
-        memory(model, device, plan, mode).device.value
-        < memory(model, device, larger, mode).device.value
-    )
-
-
-@given(CASES)
-def test_a_resident_request_has_no_more_on_the_device_than_a_sparse_one(case: Any) -> None:
-    model, device, plan, _ = case
-    resident, whole = (
-        memory(model, device, plan, mode).request.value for mode in (Mode.RESIDENT, Mode.SPARSE)
-    )
-    assert resident <= whole
 
 
 # ---------------------------------------------------------------------------------------- bad input
@@ -331,6 +311,7 @@ def test_json_has_what_the_text_has(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GOOD, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert list(printed["modes"]) == ["dense", "sparse", "resident"]
+    assert printed["plan"]["sparse"]["sparse_topk"] == 2048, "the budget of publications"
     plan = Plan(100_000)
     modes = {mode: memory(LLAMA, H200, plan, mode) for mode in Mode}
     expected = modes[Mode.RESIDENT].request
@@ -356,11 +337,6 @@ def test_flags_reach_plan_and_device(capsys: pytest.CaptureFixture[str]) -> None
     assert "as given" in device["source"]
 
 
-def test_the_default_is_the_budget_of_publications() -> None:
-    assert default_sparse().sparse_topk == 2048
-    assert default_sparse().dense_layers == ()
-
-
 def test_here_is_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GOOD, "--device", "here", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["device"]["memory_bytes"] > 1 << 28
@@ -374,12 +350,3 @@ def test_neither_torch_nor_grpc_is_imported() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stderr.splitlines()[-1] == "[]"
-
-
-def test_numbers_for_people() -> None:
-    assert [human_bytes(n) for n in (0, 1023, 1024, 1536 << 20)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "1.5 GiB",
-    ]

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
 """Numba kernels that write the block table, and kernels of the index and the pool. Import them
-through `hotkv_proto.native.require`. `tests/oracles/table.py` has numpy twins.
+through `hotkv_proto.native.require`. `tests/core/test_index.py` has a model of their results.
 
 Always true: the server is the table's only writer. Records and buckets have the layout of
 `hotkv_proto.table`. The record of a free entry number holds the next free number in place of the

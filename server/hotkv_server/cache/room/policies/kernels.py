@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
 """Numba kernels of the policies. Import them through `hotkv_proto.native.require`.
-`tests/oracles/policies.py` has numpy twins."""
+`tests/core/test_hotness.py`, `test_duel.py` and `test_ghosts.py` have models of them."""
 
 from typing import Any
 
