@@ -20,6 +20,7 @@ MOST_LOST = 0.01
 """Of all accesses: how far hotness may be behind what it would be if it never held blocks."""
 LARGE = ("bursts", "drift", "loops", "scans")
 """Traffic that takes five seconds and more."""
+CAMPAIGN = pytest.mark.campaign
 REGULAR = ("regular_turns", "agent_sessions")
 """Sessions whose next turn mostly comes in a time that can be learnt."""
 
@@ -35,7 +36,7 @@ def best_hit_rate(trace: Trace, percent: float) -> float:
 
 @pytest.mark.parametrize(
     "percent",
-    [pytest.param(2.0, marks=pytest.mark.long), 5.0, pytest.param(10.0, marks=pytest.mark.long)],
+    [pytest.param(2.0, marks=CAMPAIGN), 5.0, pytest.param(10.0, marks=CAMPAIGN)],
 )
 @pytest.mark.parametrize(
     "maker",
@@ -81,7 +82,12 @@ def hinted_hit_rate(trace: Trace, percent: float) -> float:
 
 @pytest.mark.parametrize(
     "percent",
-    [pytest.param(percent, marks=pytest.mark.long) for percent in (1.0, 2.0, 10.0)] + [5.0],
+    [
+        pytest.param(1.0, marks=pytest.mark.long),
+        pytest.param(2.0, marks=CAMPAIGN),
+        5.0,
+        pytest.param(10.0, marks=CAMPAIGN),
+    ],
 )
 @pytest.mark.parametrize("maker", MAKERS)
 def test_holding_blocks_costs_at_most_a_point(maker: str, percent: float) -> None:
