@@ -1,10 +1,12 @@
 """Hypothesis profiles, chosen by HYPOTHESIS_PROFILE, and the order of test files.
 
 `daily` repeats itself and is short (`make test`), `quick` is shorter (`make test-fast`), `ci` has
-three times as many examples (`make test-long`), `thorough` explores, `hunt` explores too and doesn't
-shrink what it finds.
+three times as many examples (`make test-long`), `thorough` explores, `hunt` explores too and
+doesn't shrink what it finds.
 """
 
+import asyncio
+import inspect
 import os
 import signal
 from pathlib import Path
@@ -93,3 +95,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ranks = {TESTS / name: rank for rank, name in enumerate(LONGEST)}
     last = len(LONGEST)
     items.sort(key=lambda item: ranks.get(item.path, last + (item.path not in slow)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
