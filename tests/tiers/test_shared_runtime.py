@@ -41,22 +41,6 @@ async def test_what_is_leased_without_a_lookup_is_asked_for() -> None:
         assert await b.leased(BLOCKS) == [True] * 6
 
 
-async def test_after_a_flush_nobody_finds_what_was_there() -> None:
-    async with nodes() as (a, b):
-        a.put(BLOCKS)
-        await a.until_copied(6)
-        assert all(await b.leased(BLOCKS[:3]))
-        await a.flush()
-        # What it has not read yet, at once; what it has in host memory, soon.
-        assert not any(await b.leased(BLOCKS[3:]))
-        assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
-        assert a.num_flushed_here == b.num_flushed_here == 1
-        a.put(BLOCKS)
-        await a.until_copied(12)
-        assert all(await b.leased(BLOCKS))
-        assert b.num_flushed_here == 1
-
-
 async def test_a_flush_counts_though_the_store_is_away() -> None:
     """The engine does not wait for it; the store is told when it is back."""
     async with nodes() as (a, b):
@@ -302,16 +286,6 @@ async def test_a_hung_store_costs_a_bounded_wait() -> None:
         assert all(await b.leased(BLOCKS))
 
 
-async def test_a_full_store_goes_on_answering() -> None:
-    async with nodes() as (a, b):
-        a.put(BLOCKS)
-        await a.until_copied(6)
-        a.tier.faults.is_full = True
-        a.put([20, 21])
-        await until(lambda: a.shared.out.num_refused == 2, "nothing was refused")
-        assert await b.leased([*BLOCKS, 20]) == [True] * 6 + [False]
-
-
 async def test_a_damaged_block_is_a_miss() -> None:
     store = MemoryStore(places=False)
     async with nodes(store=store) as (a, b):
@@ -322,17 +296,6 @@ async def test_a_damaged_block_is_a_miss() -> None:
                 store.damage(key, 77)
         assert await b.leased(BLOCKS) == [True, True, False, True, True, True]
         assert b.tier.figures().corrupt_blocks == 1
-
-
-async def test_bytes_that_changed_in_host_memory_are_not_written() -> None:
-    async with nodes() as (a, b):
-        a.tier.faults.problem = "not yet"
-        a.put(BLOCKS)
-        words = a.core.space.index.find(1, 0, words_of([2]))
-        a.memory[int(a.core.space.index.offsets(words)[0]) + 7] ^= 1
-        a.tier.faults.problem = ""
-        await a.until_copied(5)
-        assert await b.leased(BLOCKS) == [True, True, False, True, True, True]
 
 
 async def test_a_block_is_written_once_and_not_with_each_use() -> None:
