@@ -1,7 +1,7 @@
 """Hypothesis profiles, chosen by HYPOTHESIS_PROFILE, and the order of test files.
 
 `daily` repeats itself and is short (`make test`), `quick` is shorter (`make test-fast`), `ci` has
-three times as many examples (`make test-long`), `thorough` explores, `hunt` explores too and
+twice as many examples (`make test-long`), `thorough` explores, `hunt` explores too and
 doesn't shrink what it finds.
 """
 
@@ -23,7 +23,7 @@ _COMMON = {
 }
 
 settings.register_profile(
-    "ci", max_examples=45, stateful_step_count=40, derandomize=True, **_COMMON
+    "ci", max_examples=32, stateful_step_count=40, derandomize=True, **_COMMON
 )
 settings.register_profile(
     "daily", settings.get_profile("ci"), max_examples=15, stateful_step_count=30

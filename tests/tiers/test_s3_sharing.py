@@ -15,6 +15,7 @@ from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, content
 from hotkv_server.tiers.protocol import Blocks, Codes, Read, Write
 from hotkv_server.tiers.s3 import lister
 from hotkv_server.tiers.s3.packs import list_bytes
+from hotkv_server.tiers.seals import seal
 from tests.support.waiting import wait_for
 from tests.tiers.s3_support import Gate, Server, answer, bench_over, new_prefix, proxied
 
@@ -65,6 +66,14 @@ def test_a_node_reads_what_another_wrote(s3_server: Server) -> None:
         wait_for(lambda: read(node_a, [5]) == [Read.FOUND], "A does not find what B wrote")
     with bench_over(s3_server, prefix) as node_c:
         assert read(node_c, [1, 2, 3, 4, 5]) == [Read.FOUND] * 5
+
+
+def test_a_write_tells_the_seal_of_each_block(s3_server: Server) -> None:
+    with bench_over(s3_server, new_prefix()) as bench:
+        bench.fill([1, 2], [0, 1])
+        blocks = blocks_of([key(1), key(2)], 0)
+        seals = answer(lambda done: bench.tier.write(blocks, lambda codes, seals: done(seals)))
+        assert seals.tolist() == [seal(key(at), content(at).tobytes()) for at in (1, 2)]
 
 
 def test_a_prefix_is_a_cache_of_its_own(s3_server: Server) -> None:

@@ -94,12 +94,14 @@ def test_wrong_kv_would_be_seen(start: Start) -> None:
             id="gemma3-chunked-prefill",
             marks=LONG,
         ),
-        pytest.param("gemma3", {"speculative_config": NGRAM}, 32, id="gemma3-ngram", marks=LONG),
+        pytest.param(
+            "gemma3", {"speculative_config": NGRAM}, 32, id="gemma3-ngram", marks=CAMPAIGN
+        ),
         pytest.param("gemma4", {}, 64, id="gemma4"),
         pytest.param("gpt_oss", {}, 32, id="gpt_oss", marks=LONG),
         pytest.param("llama4", {}, 32, id="llama4"),
         pytest.param("two_windows", {}, 32, id="two_windows", marks=CAMPAIGN),
-        pytest.param("windows_only", {}, 32, id="windows_only", marks=LONG),
+        pytest.param("windows_only", {}, 32, id="windows_only", marks=CAMPAIGN),
         pytest.param("mistral", {}, 32, id="mistral", marks=CAMPAIGN),
     ],
 )
