@@ -42,7 +42,7 @@ demo-sparse: $(STAMPS)/dev ## one request of 65,536 tokens in a pool of 8,192, f
 test: $(STAMPS)/dev ## the everyday tests: every capability, in minutes; PYTEST="-k name" for some, JOBS=1 for one at a time
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(PYTEST)
 
-test-long: $(STAMPS)/dev ## other forms, walks through faults, and more of the examples that hypothesis makes up; half an hour
+test-long: $(STAMPS)/dev ## other forms, walks through faults, and more of the examples that hypothesis makes up; some minutes
 	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "long or examples" $(PYTEST)
 
 .PHONY: test-fast
@@ -62,7 +62,8 @@ nspawn-test: $(STAMPS)/dev ## as root, some minutes: the systemd unit in a boote
 compose-test: $(STAMPS)/dev ## as root, ten minutes: compose.yaml brought up with a real vLLM, killed, taken down; needs PROGRAMS="podman docker-compose iptables mmdebstrap" and 9 GB
 	$(BIN)/python -m tests.deploy.compose
 
-torture: $(STAMPS)/dev ## an hour of kills and odd inputs: 1,000 kills under traffic, 20 with real vLLM, 500 flushes, 1,000,000 fuzzed inputs
+torture: $(STAMPS)/dev ## an hour and more of kills and odd inputs: 1,000 kills under traffic, 20 with real vLLM, 500 flushes, 1,000,000 fuzzed inputs, all forms of the tests marked `campaign`
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m campaign $(PYTEST)
 	$(BIN)/python -m tests.robustness.campaign --kills 1000
 	$(BIN)/python -m tests.robustness.flushes --flushes 500
 	$(BIN)/python -m tests.robustness.engines --kills 20

@@ -1,10 +1,12 @@
 """Hypothesis profiles, chosen by HYPOTHESIS_PROFILE, and the order of test files.
 
 `daily` repeats itself and is short (`make test`), `quick` is shorter (`make test-fast`), `ci` has
-four times as many examples (`make test-long`), `thorough` explores, `hunt` explores too and doesn't
-shrink what it finds.
+twice as many examples (`make test-long`), `thorough` explores, `hunt` explores too and
+doesn't shrink what it finds.
 """
 
+import asyncio
+import inspect
 import os
 import signal
 from pathlib import Path
@@ -21,7 +23,7 @@ _COMMON = {
 }
 
 settings.register_profile(
-    "ci", max_examples=60, stateful_step_count=40, derandomize=True, **_COMMON
+    "ci", max_examples=32, stateful_step_count=40, derandomize=True, **_COMMON
 )
 settings.register_profile(
     "daily", settings.get_profile("ci"), max_examples=15, stateful_step_count=30
@@ -74,11 +76,16 @@ def _has_examples(item: pytest.Function) -> bool:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests whose examples the profile counts. Puts the longest files first, then those that
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves tests of campaigns out unless `-m` names them. Marks tests whose examples the profile
+    counts. Puts the longest files first, then those that
     have slow tests, so that no worker of `make test` is left alone with a long one at the end. One
     worker keeps the order that it was given: who names files without xdist wants the quick ones to
     fail first (`tools/mutate.py`)."""
+    if "campaign" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("campaign")]
+        items[:] = [item for item in items if not item.get_closest_marker("campaign")]
+        config.hook.pytest_deselected(items=left_out)
     for item in items:
         if isinstance(item, pytest.Function) and _has_examples(item):
             item.add_marker("examples")
@@ -88,3 +95,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ranks = {TESTS / name: rank for rank, name in enumerate(LONGEST)}
     last = len(LONGEST)
     items.sort(key=lambda item: ranks.get(item.path, last + (item.path not in slow)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True

@@ -267,6 +267,9 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/cache/room/policies/shared.py": f"tests/core/test_shared.py {POLICY}",
     "server/hotkv_server/tiers/book/epochs.py": "tests/core/test_epoch_book.py",
     "server/hotkv_server/tiers/book/write_gate.py": "tests/core/test_write_gate.py",
+    "server/hotkv_server/tiers/drive/records.py": (
+        "tests/core/test_lower_memory.py tests/server/test_tiers.py"
+    ),
     "server/hotkv_server/tiers/drive/": TIERS,
     "server/hotkv_server/tiers/disk/": DISK,
     "server/hotkv_server/tiers/s3/": S3,

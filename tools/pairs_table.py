@@ -27,7 +27,7 @@ section from `tests/pairs/table.py`; `make check` fails for a pair without an an
 - `h`: runs in the harness: vLLM's own scheduler, KV cache manager and connector calls round a model
   that is only arithmetic, with random traffic. Every KV value that attention reads is compared; at
   the end so is every block of the server and of vLLM's own cache, and nothing is left behind
-  (`tests/pairs/test_pairs.py`; random triples too, in the long suite).
+  (`tests/pairs/test_pairs.py`; random triples too, in `make torture`).
 - `d`: the same over real daemons with a disk and a Valkey (`tests/pairs/test_nodes.py`).
 - `r`: runs with real parts: a real engine and a real daemon.
 - `x`: refused, in the words below.

@@ -14,6 +14,7 @@ from hotkv_server.settings import load_settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "hotkv-server.service"
+DROP_IN = DEPLOY / "hotkv-server-gpu.conf"
 MAX_EXPOSURE = 1.5
 """Of 10, as `systemd-analyze security` counts it."""
 ANALYZE = shutil.which("systemd-analyze")
@@ -40,14 +41,19 @@ def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @needs_systemd
-def test_systemd_finds_nothing_wrong(tmp_path: Path) -> None:
-    """With a program that exists on this machine."""
+@pytest.mark.parametrize("has_drop_in", [False, True])
+def test_systemd_finds_nothing_wrong(tmp_path: Path, has_drop_in: bool) -> None:
+    """With a program that exists on this machine; also with the drop-in of GPU nodes."""
     unit = tmp_path / UNIT.name
     unit.write_text(
         UNIT.read_text()
         .replace("/opt/hotkv/bin/hotkv-server", "/bin/true")
         .replace("file:/etc/hotkv/hotkv.toml", "man:true")
     )
+    if has_drop_in:
+        folder = tmp_path / f"{UNIT.name}.d"
+        folder.mkdir()
+        shutil.copy(DROP_IN, folder / "gpu.conf")
     done = analyze("verify", str(unit))
     about_us = [line for line in (done.stdout + done.stderr).splitlines() if UNIT.name in line]
     assert (done.returncode, about_us) == (0, [])
@@ -101,3 +107,22 @@ def test_times_fit_what_the_server_does() -> None:
     assert unit["Restart"] == ["on-failure"] and BROKEN_STATUS not in map(
         int, unit["RestartPreventExitStatus"]
     )
+
+
+def test_the_drop_in_changes_what_is_there() -> None:
+    unit, added = (
+        dict(re.findall(r"^(\w+)=(.*)$", path.read_text(), re.MULTILINE))
+        for path in (UNIT, DROP_IN)
+    )
+    assert {name for name in added if name not in unit} == {"DeviceAllow", "ExecStartPre", "Wants"}
+    assert (
+        unit["PrivateDevices"] == "yes"
+        and added["PrivateDevices"] == "no"
+        and unit["DevicePolicy"] == "closed"
+    )
+    cache = Path("/var/cache") / unit["CacheDirectory"]
+    assert all(
+        Path(value).is_relative_to(cache) for value in re.findall(r"=(/\S+)", added["Environment"])
+    )
+    assert unit["LimitMEMLOCK"] == "infinity"
+    assert DROP_IN.name in UNIT.read_text()

@@ -213,7 +213,7 @@ def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
     assert not list(SHM.glob(f"hotkv-{(tmp_path / 'tag').read_text().strip()}*"))
 
 
-@pytest.mark.long
+@pytest.mark.campaign
 @pytest.mark.timeout(1100)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="kernels run on the CPU where g++ is")
 def test_the_whole_check_runs_over_a_made_up_device(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.pairs.world import World
 from tests.tiers.valkey_support import running
 from tests.vllm.processes import Daemon, own_daemon
 
-pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TURNS = 4
 
 
@@ -73,6 +73,7 @@ def run(
         world.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["tiers", *(name for name in PLAYS if name not in TIERS)])
 def test_a_feature_beside_every_tier(
     name: str, places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -82,6 +83,7 @@ def test_a_feature_beside_every_tier(
     run(features, places(disk=True, shares=True), tmp_path, monkeypatch)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("names", [names_of(pair) for pair in of_kind(Kind.DAEMON)])
 def test_a_pair(
     names: str, places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

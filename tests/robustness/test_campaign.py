@@ -14,14 +14,13 @@ def has_done(findings: Findings, has_disk: bool) -> bool:
     return all(ways)
 
 
-@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("roomy", "has_disk"),
     [
-        pytest.param(True, False, id="roomy"),
-        pytest.param(False, False, id="tight"),
-        pytest.param(False, True, id="disk"),
+        pytest.param(True, False, id="roomy", marks=pytest.mark.long),
+        pytest.param(False, False, id="tight", marks=pytest.mark.campaign),
+        pytest.param(False, True, id="disk", marks=pytest.mark.long),
     ],
 )
 def test_no_kill_makes_wrong_bytes_or_loses_what_was_acknowledged(

@@ -186,7 +186,7 @@ def test_without_check_values_everything_is_trusted(place: Place) -> None:
     "change",
     [
         pytest.param("arena", marks=pytest.mark.long),
-        pytest.param("slab", marks=pytest.mark.long),
+        pytest.param("slab", marks=pytest.mark.campaign),
         "state",
         "format",
         "table",
@@ -232,7 +232,7 @@ def test_nothing_is_left_where_that_is_asked_for(place: Place) -> None:
     assert not (place.folder / "arena").exists()
 
 
-@pytest.mark.parametrize("hangs", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("hangs", [pytest.param(False, marks=pytest.mark.campaign), True])
 def test_one_arena_has_one_server(place: Place, *, hangs: bool) -> None:
     """Also where the runtime directories differ, and while the one that has it hangs; the refusal
     names the pid."""

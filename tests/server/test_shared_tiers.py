@@ -83,7 +83,7 @@ def test_a_flush_on_one_node_counts_on_both(
     assert b.loads(kept, again)
 
 
-@pytest.mark.long
+@pytest.mark.campaign
 def test_key_spaces_of_two_models_never_meet(
     nodes: tuple[SharingNode, SharingNode], valkey: Valkey
 ) -> None:
@@ -187,7 +187,7 @@ def flags_of(valkey: Valkey) -> tuple[str, ...]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["stopped", "killed"])
+@pytest.mark.parametrize("how", [pytest.param("stopped", marks=pytest.mark.campaign), "killed"])
 def test_a_flush_that_the_store_missed_outlives_the_server(
     nodes: tuple[SharingNode, SharingNode], tmp_path: Path, how: str
 ) -> None:
@@ -236,7 +236,7 @@ def check_missed_flush(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("is_away", [False, True])
+@pytest.mark.parametrize("is_away", [pytest.param(False, marks=pytest.mark.campaign), True])
 def test_a_server_that_was_down_during_a_flush_drops_what_it_had(
     nodes: tuple[SharingNode, SharingNode], valkey: Valkey, is_away: bool
 ) -> None:

@@ -175,7 +175,7 @@ def test_a_drain_waits_as_long_as_the_setting_says(folder: Path) -> None:
         assert "draining timeout_s=3.0" in server.log.read_text()
 
 
-@pytest.mark.long
+@pytest.mark.campaign
 def test_a_long_start_says_what_it_is_at(folder: Path, tmp_path: Path) -> None:
     """Kernels that nobody has compiled yet."""
     command = [sys.executable, "-m", "hotkv_server", "run", "--runtime-dir", str(folder / "run")]

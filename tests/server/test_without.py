@@ -1,6 +1,6 @@
 """A capability can be deleted: without its folder and its lines of registration the server starts,
-serves, and keeps every other promise. Each in turn; all together also with restarts, and under the
-demo with real vLLM."""
+serves, and keeps every other promise. All together, also under the demo with real vLLM; a campaign
+tries each in turn, and all together over restarts."""
 
 import os
 import re
@@ -58,7 +58,8 @@ def run_tests(files: tuple[str, ...], environment: dict[str, str]) -> None:
     run(("pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", *files), environment)
 
 
-@pytest.mark.long
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CAPABILITIES)
 def test_a_server_without_one_keeps_its_other_promises(name: str, tmp_path: Path) -> None:
     run_tests(QUICK, without(tmp_path, (name,)))
@@ -66,7 +67,13 @@ def test_a_server_without_one_keeps_its_other_promises(name: str, tmp_path: Path
 
 @pytest.mark.long
 def test_a_server_without_any_keeps_its_other_promises(tmp_path: Path) -> None:
-    run_tests(QUICK + SLOW, without(tmp_path, CAPABILITIES))
+    run_tests(QUICK, without(tmp_path, CAPABILITIES))
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1200)
+def test_a_server_without_any_keeps_them_over_restarts(tmp_path: Path) -> None:
+    run_tests(SLOW, without(tmp_path, CAPABILITIES))
 
 
 @pytest.mark.long

@@ -22,7 +22,7 @@ LARGE = ("bursts", "drift", "loops", "scans")
 """Traffic that takes five seconds and more."""
 REGULAR = ("regular_turns", "agent_sessions")
 """Sessions whose next turn mostly comes in a time that can be learnt."""
-PERCENTS = pytest.mark.parametrize("percent", [5.0, pytest.param(2.0, marks=pytest.mark.long)])
+PERCENTS = pytest.mark.parametrize("percent", [5.0, pytest.param(2.0, marks=pytest.mark.campaign)])
 
 
 @cache

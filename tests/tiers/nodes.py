@@ -103,19 +103,7 @@ class Setup:
         self.num_calls += 1
         lists = [HashList(0, words_of(numbers))]
         held = await self.tiers.bring_up(self.session, lists)
-        name = f"lease {self.num_calls}"
-        grant = self.core.acquire(self.number, name, lists, 10.0, time.monotonic())
-        self.tiers.let_go(held)
-        (offsets,) = self.core.slot_offsets(self.number, name)
-        for number, offset in zip(numbers, offsets.tolist(), strict=True):
-            if offset >= 0:
-                assert np.array_equal(self.memory[offset : offset + SLOT_ALIGN], content(number)), (
-                    f"block {number} has other bytes"
-                )
-        self.core.release(self.number, name)
-        self.core.check_invariants()
-        pinned: list[bool] = grant.pinned[0].tolist()
-        return pinned
+        return lease(self, lists, numbers, held)
 
 
 class SharedNode:
@@ -205,24 +193,30 @@ class SharedNode:
         """Brings blocks in and leases them, as the rpc does; checks the bytes of what is pinned."""
         self.num_calls += 1
         lists = [HashList(0, words_of(numbers))]
-        name = f"lease {self.num_calls}"
         held = None
         if self.tiers.has_some(self.session, lists) or not self.epochs.may_serve(1):
             held = await self.tiers.bring_up(self.session, lists)
             if not await self.epochs.wait_to_serve(1):
                 lists = [HashList(0, words_of([1000 + number for number in numbers]))]
-        grant = self.core.acquire(self.number, name, lists, 10.0, time.monotonic())
-        if held is not None:
-            self.tiers.let_go(held)
-        (offsets,) = self.core.slot_offsets(self.number, name)
-        for number, offset in zip(numbers, offsets.tolist(), strict=True):
-            if offset >= 0:
-                there = self.memory[offset : offset + SLOT_ALIGN]
-                assert np.array_equal(there, content(number)), f"block {number} has other bytes"
-        self.core.release(self.number, name)
-        self.core.check_invariants()
-        pinned: list[bool] = grant.pinned[0].tolist()
-        return pinned
+        return lease(self, lists, numbers, held)
+
+
+def lease(node: Any, lists: list[HashList], numbers: list[int], held: Any) -> list[bool]:
+    """Leases blocks of a node, compares the bytes of those that are pinned, and releases them.
+    Returns which were pinned. `held`: what was brought up for the lease, None for nothing."""
+    core, name = node.core, f"lease {node.num_calls}"
+    grant = core.acquire(node.number, name, lists, 10.0, time.monotonic())
+    if held is not None:
+        node.tiers.let_go(held)
+    (offsets,) = core.slot_offsets(node.number, name)
+    for number, offset in zip(numbers, offsets.tolist(), strict=True):
+        if offset >= 0:
+            there = node.memory[offset : offset + SLOT_ALIGN]
+            assert np.array_equal(there, content(number)), f"block {number} has other bytes"
+    core.release(node.number, name)
+    core.check_invariants()
+    pinned: list[bool] = grant.pinned[0].tolist()
+    return pinned
 
 
 async def until(holds: Any, why: str) -> None:

@@ -42,98 +42,81 @@ def earlier(store: MemoryStore, folder: Path, numbers: list[int]) -> None:
     run_node(SharedNode(store, 10.0, folder), script)
 
 
-def test_what_fails_is_tried_again_until_it_is_there() -> None:
-    async def run() -> None:
-        async with nodes() as (a, b):
-            tries: list[bytes] = []
+async def test_what_fails_is_tried_again_until_it_is_there() -> None:
+    async with nodes() as (a, b):
+        tries: list[bytes] = []
 
-            def fails(key: bytes) -> bool:
-                tries.append(key)
-                return tries.count(key) <= 2 and key.endswith(words_of([3])[0].tobytes())
+        def fails(key: bytes) -> bool:
+            tries.append(key)
+            return tries.count(key) <= 2 and key.endswith(words_of([3])[0].tobytes())
 
-            a.tier.faults.fails = fails
-            a.put(BLOCKS)
-            await a.until_copied(6)
-            # Only the block that failed was written more than once.
-            assert a.tier.figures().written_blocks == 6
-            assert a.shared.out.num_refused == 0 and a.shared.out.num_waiting == 0
-            assert all(await b.leased(BLOCKS))
-
-    asyncio.run(run())
+        a.tier.faults.fails = fails
+        a.put(BLOCKS)
+        await a.until_copied(6)
+        # Only the block that failed was written more than once.
+        assert a.tier.figures().written_blocks == 6
+        assert a.shared.out.num_refused == 0 and a.shared.out.num_waiting == 0
+        assert all(await b.leased(BLOCKS))
 
 
-def test_tries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_copies, "AGAIN_S", 1e-3)
-
-    async def run() -> None:
-        async with nodes(1) as (a,):
-            # Probes answer, and writes fail.
-            a.tier.faults.fails_writes = True
-            a.put(BLOCKS)
-            await until(lambda: a.shared.out.num_refused == 6, "they are not given up")
-            assert a.tier.figures().failed_blocks == 6 * (1 + MAX_TRIES)
-            await asyncio.sleep(0.3)
-            assert a.tier.figures().failed_blocks == 6 * (1 + MAX_TRIES)
-            assert a.shared.out.num_waiting == 0
-
-    asyncio.run(run())
+    async with nodes(1) as (a,):
+        # Probes answer, and writes fail.
+        a.tier.faults.fails_writes = True
+        a.put(BLOCKS)
+        await until(lambda: a.shared.out.num_refused == 6, "they are not given up")
+        assert a.tier.figures().failed_blocks == 6 * (1 + MAX_TRIES)
+        await asyncio.sleep(0.3)
+        assert a.tier.figures().failed_blocks == 6 * (1 + MAX_TRIES)
+        assert a.shared.out.num_waiting == 0
 
 
-def test_a_full_store_is_not_asked_again() -> None:
-    async def run() -> None:
-        async with nodes(1) as (a,):
-            a.tier.faults.is_full = True
-            writes, write = [], a.tier.write
+async def test_a_full_store_is_not_asked_again() -> None:
+    async with nodes(1) as (a,):
+        a.tier.faults.is_full = True
+        writes, write = [], a.tier.write
 
-            def counted(*arguments: Any) -> None:
-                writes.append(arguments)
-                write(*arguments)
+        def counted(*arguments: Any) -> None:
+            writes.append(arguments)
+            write(*arguments)
 
-            a.tier.write = counted  # type: ignore[method-assign]
-            a.put(BLOCKS)
-            await until(lambda: a.shared.out.num_refused == 6, "they wait")
-            assert a.shared.out.num_waiting == 0 and len(writes) == 1
-
-    asyncio.run(run())
+        a.tier.write = counted  # type: ignore[method-assign]
+        a.put(BLOCKS)
+        await until(lambda: a.shared.out.num_refused == 6, "they wait")
+        assert a.shared.out.num_waiting == 0 and len(writes) == 1
 
 
-def test_nothing_is_tried_while_something_is_known_against_the_store() -> None:
-    async def run() -> None:
-        async with nodes() as (a, b):
-            a.tier.faults.fails = lambda key: True
-            a.put(BLOCKS)
-            await until(lambda: a.tier.figures().failed_blocks == 6, "nothing was tried")
-            a.tier.faults.problem = "gone"
-            a.put([20])
-            await asyncio.sleep(0.5)
-            num_failed = a.tier.figures().failed_blocks
-            await asyncio.sleep(0.5)
-            assert a.tier.figures().failed_blocks == num_failed, "it was asked again and again"
-            assert a.shared.out.num_waiting == 7
-            a.tier.faults.fails = lambda key: False
-            a.tier.faults.problem = ""
-            await a.until_copied(7)
-            assert all(await b.leased([*BLOCKS, 20]))
-
-    asyncio.run(run())
+async def test_nothing_is_tried_while_something_is_known_against_the_store() -> None:
+    async with nodes() as (a, b):
+        a.tier.faults.fails = lambda key: True
+        a.put(BLOCKS)
+        await until(lambda: a.tier.figures().failed_blocks == 6, "nothing was tried")
+        a.tier.faults.problem = "gone"
+        a.put([20])
+        await asyncio.sleep(0.5)
+        num_failed = a.tier.figures().failed_blocks
+        await asyncio.sleep(0.5)
+        assert a.tier.figures().failed_blocks == num_failed, "it was asked again and again"
+        assert a.shared.out.num_waiting == 7
+        a.tier.faults.fails = lambda key: False
+        a.tier.faults.problem = ""
+        await a.until_copied(7)
+        assert all(await b.leased([*BLOCKS, 20]))
 
 
-def test_what_was_evicted_meanwhile_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_was_evicted_meanwhile_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_copies, "AGAIN_S", 0.2)
-
-    async def run() -> None:
-        async with nodes(1) as (a,):
-            a.tier.faults.fails = lambda key: True
-            a.put(BLOCKS)
-            await until(lambda: a.tier.figures().failed_blocks == 6, "nothing was tried")
-            assert a.shared.out.num_waiting == 6
-            evict(a.core, 1, 0, words_of(BLOCKS[:4]))
-            a.tier.faults.fails = lambda key: False
-            await until(lambda: not a.shared.out.num_waiting, "they wait for ever")
-            await a.until_copied(2)
-            assert a.tier.figures().written_blocks == 2
-
-    asyncio.run(run())
+    async with nodes(1) as (a,):
+        a.tier.faults.fails = lambda key: True
+        a.put(BLOCKS)
+        await until(lambda: a.tier.figures().failed_blocks == 6, "nothing was tried")
+        assert a.shared.out.num_waiting == 6
+        evict(a.core, 1, 0, words_of(BLOCKS[:4]))
+        a.tier.faults.fails = lambda key: False
+        await until(lambda: not a.shared.out.num_waiting, "they wait for ever")
+        await a.until_copied(2)
+        assert a.tier.figures().written_blocks == 2
 
 
 def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(tmp_path: Path) -> None:

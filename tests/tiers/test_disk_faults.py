@@ -136,23 +136,6 @@ def test_a_read_that_stays_short_is_corrupt(tmp_path: Path, moved: int) -> None:
         assert made.tier.figures().corrupt_blocks == 1
 
 
-def test_a_read_overtakes_writes_that_wait(tmp_path: Path) -> None:
-    with disk(tmp_path, num_threads=1) as made:
-        bench = stored(made, [1])
-        asked = Asked(made, bench)
-        made.io.writes[10 * SLOT_BYTES] = HANGS
-        for number in range(10, 30):
-            asked.write(f"write {number}", [number])
-        made.io.wait_hung(1)
-        asked.read("read", [1], [5])
-        made.io.heal()
-        assert asked.wait("read") == [Read.FOUND]
-        for number in range(10, 30):
-            assert asked.wait(f"write {number}") == [STORED]
-        # A write may have waited so long that it got its turn first.
-        assert (False, SLOT_BYTES) in made.io.begun[1:3]
-
-
 def test_reads_go_on_while_writes_hang(tmp_path: Path) -> None:
     with disk(tmp_path, num_threads=4) as made:
         bench = stored(made, [1, 2])
@@ -169,25 +152,6 @@ def test_reads_go_on_while_writes_hang(tmp_path: Path) -> None:
         for number in range(10, 30):
             assert asked.wait(f"write {number}") == [STORED]
         assert made.tier.figures().queued_bytes == 0
-
-
-def test_a_small_read_waits_for_no_large_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(calls, "MIN_PIECE_BYTES", 4 * SLOT_BYTES)
-    monkeypatch.setattr(calls, "MAX_PIECE_BYTES", 4 * SLOT_BYTES)
-    with disk(tmp_path, num_threads=1) as made:
-        bench = stored(made, list(range(30)))
-        asked = Asked(made, bench)
-        made.io.reads[0] = HANGS
-        asked.read("large", list(range(29)), list(range(29)))
-        made.io.wait_hung(1)
-        asked.read("small", [29], [29])
-        made.io.heal()
-        assert asked.wait("small") == [Read.FOUND]
-        assert asked.wait("large") == [Read.FOUND] * 29
-        # One piece of the large read was under way, and one had been next.
-        assert made.io.begun.index((False, 29 * SLOT_BYTES)) == 2 * 4
 
 
 def test_a_read_whose_deadline_passes_while_the_disk_hangs_ends_then(tmp_path: Path) -> None:

@@ -184,7 +184,6 @@ def test_it_says_what_it_is(tmp_path: Path) -> None:
     with disk(tmp_path, num_threads=3) as made:
         facts = made.tier.facts()
         assert facts.places and not facts.is_shared and facts.capacity_bytes == ARENA_BYTES
-        assert "3 threads" in repr(made.tier) and "slabs" in repr(made.tier)
         answers: list[list[int]] = []
         made.tier.probe([b"a", b"b"], 0.0, lambda codes: answers.append(codes.tolist()))
         assert answers == [[FAILED, FAILED]]

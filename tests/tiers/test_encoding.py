@@ -209,8 +209,7 @@ def test_contract_with_little_staging(staging_slots: int, connections: int) -> N
     check_tier(rigs(staging_slots=staging_slots, connections=connections), seed=2)
 
 
-@pytest.mark.parametrize("content", [compressible, mixed])
-def test_contract_over_valkey(tmp_path: Path, content: Callable[[int], Any]) -> None:
+def test_contract_over_valkey(tmp_path: Path) -> None:
     support = pytest.importorskip("tests.tiers.valkey_support")
     with support.running(tmp_path / "server") as server:
         settings = support.ValkeySettings(address=f"unix:{server.path}")
@@ -225,8 +224,8 @@ def test_contract_over_valkey(tmp_path: Path, content: Callable[[int], Any]) -> 
         @contextlib.contextmanager
         def make() -> Iterator[Rig]:
             server.client.flushall()
-            with over(tier, content=content) as made:
-                yield Rig(made.tier, made.arena, damage, server.killed, content, SLOT_BYTES)
+            with over(tier) as made:
+                yield Rig(made.tier, made.arena, damage, server.killed, mixed, SLOT_BYTES)
 
         check_tier(make, seed=4)
 
@@ -435,26 +434,6 @@ def test_epochs_and_depths_reach_the_store() -> None:
         depths = np.array([5, 6], np.int64)
         call(made.tier.write, Blocks(blocks.keys, blocks.slots, blocks.num_bytes, depths=depths))
         assert made.store.depths == {encoded_key(key(1)): 5, key(3): 6}
-
-
-def test_a_flush_counts_over_valkey(tmp_path: Path) -> None:
-    support = pytest.importorskip("tests.tiers.valkey_support")
-    with support.running(tmp_path / "server") as server:
-        settings = support.ValkeySettings(address=f"unix:{server.path}")
-        with over(
-            lambda at, staged: support.ValkeyTier(at, settings, staged=staged), staging_slots=2
-        ) as made:
-            epochs: list[Any] = []
-            made.tier.epochs(["f"], time.monotonic() + 20, epochs.append)
-            wait_for(lambda: epochs)
-            made.bench.fill(range(4), range(4))
-            assert (made.bench.write(range(4), range(4)) == Write.STORED).all()
-            blocks = made.bench.blocks(range(4), range(10, 14))
-            blocks = Blocks(blocks.keys, blocks.slots, blocks.num_bytes, epochs=epochs[0].epochs)
-            assert read(made.tier, blocks).tolist() == [Read.FOUND] * 4
-            made.tier.raise_epoch("f", 0, epochs.append)
-            wait_for(lambda: len(epochs) == 2)
-            assert read(made.tier, blocks).tolist() == [Read.ABSENT] * 4
 
 
 class Ended:

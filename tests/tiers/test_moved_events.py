@@ -106,110 +106,97 @@ def removed(events: list[Event], medium: Medium) -> set[int]:
     }
 
 
-def test_a_move_down_and_a_move_up_are_told_of_with_their_media() -> None:
-    async def run() -> None:
-        one = Setup(10.0)
-        async with heard(one) as ear:
-            one.put(BLOCKS)
-            await one.until_down(len(BLOCKS))
-            await asyncio.sleep(0.05)
-            events = ear.read()
-            down = stored(events, Medium.DISK)
-            assert events == down and {event.tier for event in down} == {DISK_TIER}
-            assert [(numbers_of(event.hashes), event.depth) for event in down] == [
-                ([n], n) for n in BLOCKS
-            ]
-            evict(one.core, 1, 0, words_of(BLOCKS))
-            assert all(await one.leased(BLOCKS))
-            events = ear.read()
-            assert removed(events, Medium.CPU) == set(BLOCKS)
-            up = stored(events, Medium.CPU)
-            assert events[-len(up) :] == up, "removed after it was stored"
-            assert [(numbers_of(event.hashes), event.tier) for event in up] == [
-                ([n], "") for n in BLOCKS
-            ]
-
-    asyncio.run(run())
+async def test_a_move_down_and_a_move_up_are_told_of_with_their_media() -> None:
+    one = Setup(10.0)
+    async with heard(one) as ear:
+        one.put(BLOCKS)
+        await one.until_down(len(BLOCKS))
+        await asyncio.sleep(0.05)
+        events = ear.read()
+        down = stored(events, Medium.DISK)
+        assert events == down and {event.tier for event in down} == {DISK_TIER}
+        assert [(numbers_of(event.hashes), event.depth) for event in down] == [
+            ([n], n) for n in BLOCKS
+        ]
+        evict(one.core, 1, 0, words_of(BLOCKS))
+        assert all(await one.leased(BLOCKS))
+        events = ear.read()
+        assert removed(events, Medium.CPU) == set(BLOCKS)
+        up = stored(events, Medium.CPU)
+        assert events[-len(up) :] == up, "removed after it was stored"
+        assert [(numbers_of(event.hashes), event.tier) for event in up] == [
+            ([n], "") for n in BLOCKS
+        ]
 
 
-def test_what_the_disk_evicts_and_loses_is_removed_from_it() -> None:
-    async def run() -> None:
-        one = Setup(10.0)
-        async with heard(one) as ear:
-            await one.lie_below(BLOCKS)
-            for place in list(one.store.content)[:2]:
-                one.store.damage(place, 100)
-            assert sum(await one.leased(BLOCKS)) == 4
-            events = ear.read()
-            lost = removed(events, Medium.DISK)
-            assert len(lost) == 2
-            assert {n for e in stored(events, Medium.CPU) for n in numbers_of(e.hashes)} == (
-                set(BLOCKS) - lost
-            )
-            # The disk has room for fewer than these.
-            believed = set(BLOCKS) - lost
-            for first in range(20, 190, 10):
-                count = one.lower.counters.demoted
-                one.put(list(range(first, first + 10)))
-                await one.until_down(count + 10)
-                await asyncio.sleep(0)
-                evict(one.core, 1, 0, words_of(list(range(first, first + 10))))
-            await asyncio.sleep(0.1)
-            for event in ear.read():
-                if isinstance(event, BlocksStored) and event.medium is Medium.DISK:
-                    assert not set(numbers_of(event.hashes)) & believed, "stored twice"
-                    believed |= set(numbers_of(event.hashes))
-                elif isinstance(event, BlocksRemoved) and event.medium is Medium.DISK:
-                    assert set(numbers_of(event.hashes)) <= believed
-                    believed -= set(numbers_of(event.hashes))
-            every = list(range(200))
-            lies = one.lower.up.find(1, HashList(0, words_of(every))) != 0
-            assert believed == set(np.flatnonzero(lies).tolist())
-
-    asyncio.run(run())
+async def test_what_the_disk_evicts_and_loses_is_removed_from_it() -> None:
+    one = Setup(10.0)
+    async with heard(one) as ear:
+        await one.lie_below(BLOCKS)
+        for place in list(one.store.content)[:2]:
+            one.store.damage(place, 100)
+        assert sum(await one.leased(BLOCKS)) == 4
+        events = ear.read()
+        lost = removed(events, Medium.DISK)
+        assert len(lost) == 2
+        assert {n for e in stored(events, Medium.CPU) for n in numbers_of(e.hashes)} == (
+            set(BLOCKS) - lost
+        )
+        # The disk has room for fewer than these.
+        believed = set(BLOCKS) - lost
+        for first in range(20, 190, 10):
+            count = one.lower.counters.demoted
+            one.put(list(range(first, first + 10)))
+            await one.until_down(count + 10)
+            await asyncio.sleep(0)
+            evict(one.core, 1, 0, words_of(list(range(first, first + 10))))
+        await asyncio.sleep(0.1)
+        for event in ear.read():
+            if isinstance(event, BlocksStored) and event.medium is Medium.DISK:
+                assert not set(numbers_of(event.hashes)) & believed, "stored twice"
+                believed |= set(numbers_of(event.hashes))
+            elif isinstance(event, BlocksRemoved) and event.medium is Medium.DISK:
+                assert set(numbers_of(event.hashes)) <= believed
+                believed -= set(numbers_of(event.hashes))
+        every = list(range(200))
+        lies = one.lower.up.find(1, HashList(0, words_of(every))) != 0
+        assert believed == set(np.flatnonzero(lies).tolist())
 
 
-def test_a_flush_clears_the_disk_too_and_nothing_is_told_afterwards() -> None:
-    async def run() -> None:
-        one = Setup(0.05)
-        async with heard(one) as ear:
-            await one.lie_below(BLOCKS)
-            await asyncio.sleep(0.05)
-            ear.read()
-            one.tier.faults.is_hung = True
-            assert not any(await one.leased(BLOCKS))
-            flush(one.core, 1)
-            ear.effects.run(1)
-            (cleared,) = ear.read()
-            assert isinstance(cleared, KeySpaceCleared)
-            assert removed(list(cleared.removed), Medium.DISK) == set(BLOCKS)
-            one.tier.faults.is_hung = False
-            await until(lambda: not len(one.lower.moves), "the move does not end")
-            assert not stored(ear.read(), Medium.CPU)
-
-    asyncio.run(run())
+async def test_a_flush_clears_the_disk_too_and_nothing_is_told_afterwards() -> None:
+    one = Setup(0.05)
+    async with heard(one) as ear:
+        await one.lie_below(BLOCKS)
+        await asyncio.sleep(0.05)
+        ear.read()
+        one.tier.faults.is_hung = True
+        assert not any(await one.leased(BLOCKS))
+        flush(one.core, 1)
+        ear.effects.run(1)
+        (cleared,) = ear.read()
+        assert isinstance(cleared, KeySpaceCleared)
+        assert removed(list(cleared.removed), Medium.DISK) == set(BLOCKS)
+        one.tier.faults.is_hung = False
+        await until(lambda: not len(one.lower.moves), "the move does not end")
+        assert not stored(ear.read(), Medium.CPU)
 
 
-def test_copies_in_a_shared_tier_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_copies_in_a_shared_tier_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_copies, "LINGER_S", 0.05)
-
-    async def run() -> None:
-        store = MemoryStore(places=False)
-        one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
-        async with heard(one) as ear, heard(other) as far:
-            one.put(BLOCKS)
-            await one.until_copied(len(BLOCKS))
-            copied = ear.read()
-            assert copied == stored(copied, Medium.REMOTE)
-            assert [
-                (numbers_of(event.hashes), event.tier) for event in stored(copied, Medium.REMOTE)
-            ] == [([n], "shared") for n in BLOCKS]
-            assert all(await other.leased(BLOCKS))
-            await asyncio.sleep(0.1)
-            up = far.read()
-            assert len(stored(up, Medium.CPU)) == len(BLOCKS)
-
-    asyncio.run(run())
+    store = MemoryStore(places=False)
+    one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
+    async with heard(one) as ear, heard(other) as far:
+        one.put(BLOCKS)
+        await one.until_copied(len(BLOCKS))
+        copied = ear.read()
+        assert copied == stored(copied, Medium.REMOTE)
+        assert [
+            (numbers_of(event.hashes), event.tier) for event in stored(copied, Medium.REMOTE)
+        ] == [([n], "shared") for n in BLOCKS]
+        assert all(await other.leased(BLOCKS))
+        await asyncio.sleep(0.1)
+        up = far.read()
+        assert len(stored(up, Medium.CPU)) == len(BLOCKS)
 
 
 def test_an_event_says_what_is_known_of_its_block() -> None:

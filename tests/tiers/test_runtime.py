@@ -34,301 +34,247 @@ async def made(lookup_wait_s: float = 10.0) -> AsyncIterator[Setup]:
         assert not one.core.space.index.pins.any()
 
 
-def test_blocks_come_up_and_are_leased() -> None:
-    async def run() -> None:
-        async with made() as one:
-            await one.lie_below(BLOCKS)
-            assert await one.leased([*BLOCKS, 99]) == [True] * 6 + [False]
-            index = one.core.space.index
-            words = index.find(1, 0, words_of(BLOCKS))
-            cases = one.verifier.cases(words)
-            assert all(good.all() for good in one.verifier.judge(cases))
-
-    asyncio.run(run())
+async def test_blocks_come_up_and_are_leased() -> None:
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+        assert await one.leased([*BLOCKS, 99]) == [True] * 6 + [False]
+        index = one.core.space.index
+        words = index.find(1, 0, words_of(BLOCKS))
+        cases = one.verifier.cases(words)
+        assert all(good.all() for good in one.verifier.judge(cases))
 
 
-def test_others_are_told_of_what_is_evicted_for_blocks_that_come_up() -> None:
-    async def run() -> None:
-        async with made() as one:
-            await one.lie_below(BLOCKS)
-            others = list(range(100, 100 + NUM_SLOTS))
-            one.put(others)
-            one.tell()
-            one.removed.clear()
-            assert all(await one.leased(BLOCKS))
-            await one.until_down(len(BLOCKS) + 1)
-            gone = {
-                words_of([number])[0].tobytes()
-                for number in others
-                if not one.core.space.index.find(1, 0, words_of([number]))[0]
-            }
-            assert len(gone) >= len(BLOCKS) and gone == set(one.removed)
-
-    asyncio.run(run())
+async def test_others_are_told_of_what_is_evicted_for_blocks_that_come_up() -> None:
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+        others = list(range(100, 100 + NUM_SLOTS))
+        one.put(others)
+        one.tell()
+        one.removed.clear()
+        assert all(await one.leased(BLOCKS))
+        await one.until_down(len(BLOCKS) + 1)
+        gone = {
+            words_of([number])[0].tobytes()
+            for number in others
+            if not one.core.space.index.find(1, 0, words_of([number]))[0]
+        }
+        assert len(gone) >= len(BLOCKS) and gone == set(one.removed)
 
 
-def test_room_below_is_made_in_parts(monkeypatch: Any) -> None:
+async def test_room_below_is_made_in_parts(monkeypatch: Any) -> None:
     """With compression a disk has places of two sizes, and compares them: that looks at all it
     has."""
     monkeypatch.setattr(room, "EVICTED_PER_PART", 1)
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
-
-    async def run() -> None:
-        async with made() as one:
-            most, num_evicted = 0, 0
-            for first in range(0, 320, 32):
-                one.put(list(range(first, first + 32)))
-                while one.lower.counters.demoted < first + 32:
-                    before = one.lower.space.removal.evicted_blocks
-                    await asyncio.sleep(0)
-                    num_evicted = one.lower.space.removal.evicted_blocks
-                    most = max(most, num_evicted - before)
-            assert num_evicted >= 64 and most <= 2, f"{most} blocks were evicted in one turn"
-            assert all(await one.leased(list(range(310, 320))))
-
-    asyncio.run(run())
+    async with made() as one:
+        most, num_evicted = 0, 0
+        for first in range(0, 320, 32):
+            one.put(list(range(first, first + 32)))
+            while one.lower.counters.demoted < first + 32:
+                before = one.lower.space.removal.evicted_blocks
+                await asyncio.sleep(0)
+                num_evicted = one.lower.space.removal.evicted_blocks
+                most = max(most, num_evicted - before)
+        assert num_evicted >= 64 and most <= 2, f"{most} blocks were evicted in one turn"
+        assert all(await one.leased(list(range(310, 320))))
 
 
-def test_many_ask_at_once_and_each_block_is_read_once() -> None:
-    async def run() -> None:
-        async with made() as one:
-            await one.lie_below(BLOCKS)
-            answers = await asyncio.gather(*(one.leased(BLOCKS[at:]) for at in range(5)))
-            assert all(all(answer) for answer in answers)
-            assert one.tier.figures().read_blocks == len(BLOCKS)
-
-    asyncio.run(run())
+async def test_many_ask_at_once_and_each_block_is_read_once() -> None:
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+        answers = await asyncio.gather(*(one.leased(BLOCKS[at:]) for at in range(5)))
+        assert all(all(answer) for answer in answers)
+        assert one.tier.figures().read_blocks == len(BLOCKS)
 
 
-def test_a_lease_waits_for_its_own_blocks_only() -> None:
-    async def run() -> None:
-        async with made(60.0) as one:
-            await one.lie_below([*BLOCKS, 30])
-            held_back = one.tier.faults
-            held_back.is_hung = True
-            waiting = asyncio.create_task(one.leased(BLOCKS))
-            await asyncio.sleep(0.05)
-            one.put([40, 41])
-            assert not one.tiers.has_some(one.session, [HashList(0, words_of([40, 41]))])
-            assert await one.leased([40, 41]) == [True, True]
-            assert not waiting.done()
-            held_back.is_hung = False
-            assert all(await waiting)
-
-    asyncio.run(run())
+async def test_a_lease_waits_for_its_own_blocks_only() -> None:
+    async with made(60.0) as one:
+        await one.lie_below([*BLOCKS, 30])
+        held_back = one.tier.faults
+        held_back.is_hung = True
+        waiting = asyncio.create_task(one.leased(BLOCKS))
+        await asyncio.sleep(0.05)
+        one.put([40, 41])
+        assert not one.tiers.has_some(one.session, [HashList(0, words_of([40, 41]))])
+        assert await one.leased([40, 41]) == [True, True]
+        assert not waiting.done()
+        held_back.is_hung = False
+        assert all(await waiting)
 
 
-def test_a_caller_that_gives_up_while_it_waits_pins_nothing() -> None:
+async def test_a_caller_that_gives_up_while_it_waits_pins_nothing() -> None:
     """As a unary call does that its client cancels."""
-
-    async def run() -> None:
-        async with made() as one:
-            await one.lie_below(BLOCKS)
-            one.tier.faults.is_hung = True
-            lists = [HashList(0, words_of(BLOCKS))]
-            waiting = asyncio.create_task(one.tiers.bring_up(one.session, lists))
-            await asyncio.sleep(0.05)
-            assert len(one.books.moves)
-            waiting.cancel()
-            await asyncio.wait([waiting])
-            one.tier.faults.is_hung = False
-            until_s = time.monotonic() + 60
-            while len(one.books.moves):
-                assert time.monotonic() < until_s, "a move up never ends"
-                await asyncio.sleep(0.01)
-            assert all(await one.leased(BLOCKS))
-
-    asyncio.run(run())
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+        one.tier.faults.is_hung = True
+        lists = [HashList(0, words_of(BLOCKS))]
+        waiting = asyncio.create_task(one.tiers.bring_up(one.session, lists))
+        await asyncio.sleep(0.05)
+        assert len(one.books.moves)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        one.tier.faults.is_hung = False
+        until_s = time.monotonic() + 60
+        while len(one.books.moves):
+            assert time.monotonic() < until_s, "a move up never ends"
+            await asyncio.sleep(0.01)
+        assert all(await one.leased(BLOCKS))
 
 
-def test_a_session_whose_leases_wait_already_waits_for_no_more(monkeypatch: Any) -> None:
+async def test_a_session_whose_leases_wait_already_waits_for_no_more(monkeypatch: Any) -> None:
     monkeypatch.setattr(tier_lookups, "MAX_WAITING", 2)
+    async with made(0.3) as one:
+        await one.lie_below(BLOCKS)
+        one.tier.faults.is_hung = True
+        lists = [HashList(0, words_of(BLOCKS))]
+        first = asyncio.create_task(one.tiers.bring_up(one.session, lists))
+        await asyncio.sleep(0.01)
+        assert one.tiers.has_some(one.session, lists)
+        second = asyncio.create_task(one.tiers.bring_up(one.session, lists))
+        await asyncio.sleep(0.01)
+        assert not one.tiers.has_some(one.session, lists)
+        for waiting in (first, second):
+            one.tiers.let_go(await waiting)
+        assert not one.tiers._waiting
 
-    async def run() -> None:
-        async with made(0.3) as one:
-            await one.lie_below(BLOCKS)
-            one.tier.faults.is_hung = True
-            lists = [HashList(0, words_of(BLOCKS))]
-            first = asyncio.create_task(one.tiers.bring_up(one.session, lists))
+
+async def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any) -> None:
+    async with made(0.2) as one:
+        await one.lie_below(BLOCKS)
+        one.tier.faults.is_hung = True
+        stalled = monkeypatch.setattr
+        began_s = time.monotonic()
+        assert not any(await one.leased(BLOCKS))
+        assert time.monotonic() - began_s >= 0.2
+        stalled(one.tier, "stalled_s", lambda now_s: breaker.MAX_STALL_S + 1)
+        assert not one.tiers.has_some(one.session, [HashList(0, words_of([50]))])
+        assert not any(one.lies_elsewhere(BLOCKS))
+        # What is read at last is there for the next one.
+        one.tier.faults.is_hung = False
+        stalled(one.tier, "stalled_s", lambda now_s: 0.0)
+        until_s = time.monotonic() + 60
+        while not all(await one.leased(BLOCKS)):
+            assert time.monotonic() < until_s
             await asyncio.sleep(0.01)
-            assert one.tiers.has_some(one.session, lists)
-            second = asyncio.create_task(one.tiers.bring_up(one.session, lists))
+
+
+async def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+        one.tier.faults.problem = "gone"
+        # One trial is due; after it nobody waits.
+        assert not any(await one.leased(BLOCKS))
+        assert not one.tiers.has_some(one.session, [HashList(0, words_of(BLOCKS))])
+        one.put([20, 21])
+        await asyncio.sleep(0.2)
+        assert len(one.lower.down.waiting) == 2
+        one.tier.faults.problem = ""
+        assert all(await one.leased(BLOCKS))
+        await one.until_down(len(BLOCKS) + 2)
+
+
+async def test_reads_that_fail_lose_nothing_below() -> None:
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+        one.tier.faults.fails = lambda key: key.endswith(words_of([3])[0].tobytes())
+        assert await one.leased(BLOCKS) == [True, True, True, False, True, True]
+        one.tier.faults.fails = lambda key: False
+        assert all(await one.leased(BLOCKS))
+
+
+async def test_a_full_tier_goes_on_reading() -> None:
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+        one.tier.faults.is_full = True
+        one.put([20, 21])
+        await asyncio.sleep(0.2)
+        assert all(await one.leased(BLOCKS))
+        evict(one.core, 1, 0, words_of([20, 21]))
+        assert not any(await one.leased([20, 21]))
+
+
+async def test_damaged_blocks_are_a_miss_and_gone() -> None:
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+        for place in list(one.store.content)[:2]:
+            one.store.damage(place, 100)
+        assert sum(await one.leased(BLOCKS)) == 4
+        assert one.lower.counters.lost == 2
+        one.put(BLOCKS)
+        assert all(await one.leased(BLOCKS))
+
+
+async def test_blocks_whose_bytes_changed_in_host_memory_are_not_written() -> None:
+    async with made() as one:
+        one.tier.faults.problem = "not yet"
+        one.put(BLOCKS)
+        words = one.core.space.index.find(1, 0, words_of([2]))
+        one.memory[int(one.core.space.index.offsets(words)[0]) + 7] ^= 1
+        one.tier.faults.problem = ""
+        await one.until_down(len(BLOCKS) - 1)
+        evict(one.core, 1, 0, words_of(BLOCKS))
+        assert await one.leased(BLOCKS) == [True, True, False, True, True, True]
+
+
+async def test_nothing_comes_up_after_a_flush() -> None:
+    async with made(0.05) as one:
+        await one.lie_below(BLOCKS)
+        one.tier.faults.is_hung = True
+        assert not any(await one.leased(BLOCKS))
+        flush(one.core, 1)
+        one.tier.faults.is_hung = False
+        until_s = time.monotonic() + 60
+        while len(one.lower.moves):
+            assert time.monotonic() < until_s
             await asyncio.sleep(0.01)
-            assert not one.tiers.has_some(one.session, lists)
-            for waiting in (first, second):
-                one.tiers.let_go(await waiting)
-            assert not one.tiers._waiting
-
-    asyncio.run(run())
+        assert not any(await one.leased(BLOCKS))
 
 
-def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any) -> None:
-    async def run() -> None:
-        async with made(0.2) as one:
-            await one.lie_below(BLOCKS)
-            one.tier.faults.is_hung = True
-            stalled = monkeypatch.setattr
-            began_s = time.monotonic()
-            assert not any(await one.leased(BLOCKS))
-            assert time.monotonic() - began_s >= 0.2
-            stalled(one.tier, "stalled_s", lambda now_s: breaker.MAX_STALL_S + 1)
-            assert not one.tiers.has_some(one.session, [HashList(0, words_of([50]))])
-            assert not any(one.lies_elsewhere(BLOCKS))
-            # What is read at last is there for the next one.
-            one.tier.faults.is_hung = False
-            stalled(one.tier, "stalled_s", lambda now_s: 0.0)
-            until_s = time.monotonic() + 60
-            while not all(await one.leased(BLOCKS)):
-                assert time.monotonic() < until_s
-                await asyncio.sleep(0.01)
-
-    asyncio.run(run())
+async def test_a_close_ends_what_is_under_way() -> None:
+    async with made(0.05) as one:
+        await one.lie_below(BLOCKS)
+        one.tier.faults.is_hung = True
+        one.put([20, 21])
+        await asyncio.sleep(0.1)
+        assert not any(await one.leased(BLOCKS))
 
 
-def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
-    async def run() -> None:
-        async with made() as one:
-            await one.lie_below(BLOCKS)
-            one.tier.faults.problem = "gone"
-            # One trial is due; after it nobody waits.
-            assert not any(await one.leased(BLOCKS))
-            assert not one.tiers.has_some(one.session, [HashList(0, words_of(BLOCKS))])
-            one.put([20, 21])
-            await asyncio.sleep(0.2)
-            assert len(one.lower.down.waiting) == 2
-            one.tier.faults.problem = ""
-            assert all(await one.leased(BLOCKS))
-            await one.until_down(len(BLOCKS) + 2)
-
-    asyncio.run(run())
+async def test_what_the_engine_computes_sooner_is_left_below() -> None:
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+        reads = one.tiers.below.reads if one.tiers.below is not None else None
+        assert reads is not None
+        # Nobody knows yet what a read takes.
+        assert all(one.lies_elsewhere(BLOCKS, tokens_per_s=1e12))
+        reads.add(1.0, SLOT_ALIGN)
+        assert not any(one.lies_elsewhere(BLOCKS, tokens_per_s=1e12))
+        assert reads.left_blocks == len(BLOCKS)
+        assert all(one.lies_elsewhere(BLOCKS)), "an engine that does not say how fast it is"
+        assert all(one.lies_elsewhere(BLOCKS, tokens_per_s=1e-3))
+        reads.last_s -= TRIED_S
+        assert all(one.lies_elsewhere(BLOCKS, tokens_per_s=1e12))
 
 
-def test_reads_that_fail_lose_nothing_below() -> None:
-    async def run() -> None:
-        async with made() as one:
-            await one.lie_below(BLOCKS)
-            one.tier.faults.fails = lambda key: key.endswith(words_of([3])[0].tobytes())
-            assert await one.leased(BLOCKS) == [True, True, True, False, True, True]
-            one.tier.faults.fails = lambda key: False
-            assert all(await one.leased(BLOCKS))
-
-    asyncio.run(run())
-
-
-def test_a_full_tier_goes_on_reading() -> None:
-    async def run() -> None:
-        async with made() as one:
-            await one.lie_below(BLOCKS)
-            one.tier.faults.is_full = True
-            one.put([20, 21])
-            await asyncio.sleep(0.2)
-            assert all(await one.leased(BLOCKS))
-            evict(one.core, 1, 0, words_of([20, 21]))
-            assert not any(await one.leased([20, 21]))
-
-    asyncio.run(run())
-
-
-def test_damaged_blocks_are_a_miss_and_gone() -> None:
-    async def run() -> None:
-        async with made() as one:
-            await one.lie_below(BLOCKS)
-            for place in list(one.store.content)[:2]:
-                one.store.damage(place, 100)
-            assert sum(await one.leased(BLOCKS)) == 4
-            assert one.lower.counters.lost == 2
-            one.put(BLOCKS)
-            assert all(await one.leased(BLOCKS))
-
-    asyncio.run(run())
-
-
-def test_blocks_whose_bytes_changed_in_host_memory_are_not_written() -> None:
-    async def run() -> None:
-        async with made() as one:
-            one.tier.faults.problem = "not yet"
-            one.put(BLOCKS)
-            words = one.core.space.index.find(1, 0, words_of([2]))
-            one.memory[int(one.core.space.index.offsets(words)[0]) + 7] ^= 1
-            one.tier.faults.problem = ""
-            await one.until_down(len(BLOCKS) - 1)
-            evict(one.core, 1, 0, words_of(BLOCKS))
-            assert await one.leased(BLOCKS) == [True, True, False, True, True, True]
-
-    asyncio.run(run())
-
-
-def test_nothing_comes_up_after_a_flush() -> None:
-    async def run() -> None:
-        async with made(0.05) as one:
-            await one.lie_below(BLOCKS)
-            one.tier.faults.is_hung = True
-            assert not any(await one.leased(BLOCKS))
-            flush(one.core, 1)
-            one.tier.faults.is_hung = False
-            until_s = time.monotonic() + 60
-            while len(one.lower.moves):
-                assert time.monotonic() < until_s
-                await asyncio.sleep(0.01)
-            assert not any(await one.leased(BLOCKS))
-
-    asyncio.run(run())
-
-
-def test_a_close_ends_what_is_under_way() -> None:
-    async def run() -> None:
-        async with made(0.05) as one:
-            await one.lie_below(BLOCKS)
-            one.tier.faults.is_hung = True
-            one.put([20, 21])
-            await asyncio.sleep(0.1)
-            assert not any(await one.leased(BLOCKS))
-
-    asyncio.run(run())
-
-
-def test_what_the_engine_computes_sooner_is_left_below() -> None:
-    async def run() -> None:
-        async with made() as one:
-            await one.lie_below(BLOCKS)
-            reads = one.tiers.below.reads if one.tiers.below is not None else None
-            assert reads is not None
-            # Nobody knows yet what a read takes.
-            assert all(one.lies_elsewhere(BLOCKS, tokens_per_s=1e12))
-            reads.add(1.0, SLOT_ALIGN)
-            assert not any(one.lies_elsewhere(BLOCKS, tokens_per_s=1e12))
-            assert reads.left_blocks == len(BLOCKS)
-            assert all(one.lies_elsewhere(BLOCKS)), "an engine that does not say how fast it is"
-            assert all(one.lies_elsewhere(BLOCKS, tokens_per_s=1e-3))
-            reads.last_s -= TRIED_S
-            assert all(one.lies_elsewhere(BLOCKS, tokens_per_s=1e12))
-
-    asyncio.run(run())
-
-
-def test_a_lookup_begins_to_bring_its_hit_up() -> None:
-    async def run() -> None:
-        async with made() as one:
-            await one.lie_below([*BLOCKS, 20, 21])
-            one.session.knows_tiers = True
-            numbers = [*BLOCKS, 99, 20, 21]
-            lists = [HashList(0, words_of(numbers))]
-            nothing = [np.zeros(len(numbers), np.bool_)]
-            told = [np.array(one.lies_elsewhere(numbers))]
-            assert told[0].tolist() == [True] * 6 + [False, True, True]
-            one.tiers.fetch_ahead(one.session, lists, nothing, told)
-            one.tiers.fetch_ahead(one.session, lists, nothing, told)
-            until_s = time.monotonic() + 60
-            while not one.core.lookup(1, lists)[0].any() or len(one.books.moves):
-                assert time.monotonic() < until_s, "nothing comes up"
-                await asyncio.sleep(0.01)
-            assert one.core.lookup(1, lists)[0].tolist() == [True] * 6 + [False] * 3
-            assert one.lower.counters.promoted == len(BLOCKS)
-            one.core.check_invariants()
-            one.session.knows_tiers = False
-            one.tiers.fetch_ahead(one.session, lists, nothing, [np.ones(9, np.bool_)])
-            assert not len(one.books.moves)
-            below = one.tiers.below
-            assert below is not None and below.reads.queued_bytes == 0
-
-    asyncio.run(run())
+async def test_a_lookup_begins_to_bring_its_hit_up() -> None:
+    async with made() as one:
+        await one.lie_below([*BLOCKS, 20, 21])
+        one.session.knows_tiers = True
+        numbers = [*BLOCKS, 99, 20, 21]
+        lists = [HashList(0, words_of(numbers))]
+        nothing = [np.zeros(len(numbers), np.bool_)]
+        told = [np.array(one.lies_elsewhere(numbers))]
+        assert told[0].tolist() == [True] * 6 + [False, True, True]
+        one.tiers.fetch_ahead(one.session, lists, nothing, told)
+        one.tiers.fetch_ahead(one.session, lists, nothing, told)
+        until_s = time.monotonic() + 60
+        while not one.core.lookup(1, lists)[0].any() or len(one.books.moves):
+            assert time.monotonic() < until_s, "nothing comes up"
+            await asyncio.sleep(0.01)
+        assert one.core.lookup(1, lists)[0].tolist() == [True] * 6 + [False] * 3
+        assert one.lower.counters.promoted == len(BLOCKS)
+        one.core.check_invariants()
+        one.session.knows_tiers = False
+        one.tiers.fetch_ahead(one.session, lists, nothing, [np.ones(9, np.bool_)])
+        assert not len(one.books.moves)
+        below = one.tiers.below
+        assert below is not None and below.reads.queued_bytes == 0

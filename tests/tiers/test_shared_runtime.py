@@ -18,463 +18,349 @@ from tests.core.support import evict, words_of
 from tests.tiers.nodes import BLOCKS, SharedNode, nodes, until
 
 
-def test_one_node_stores_and_another_finds() -> None:
-    async def run() -> None:
-        async with nodes() as (a, b):
-            a.put(BLOCKS)
-            await a.until_copied(6)
-            assert await b.looked_up([*BLOCKS, 99]) == [True] * 6 + [False]
-            assert await b.leased([*BLOCKS, 99]) == [True] * 6 + [False]
-            assert b.shared.num_fetched == 6 and b.tier.figures().read_blocks == 6
-            # Now they are in host memory, and nobody is asked.
-            assert not b.tiers.lookups.must_ask(b.session, [HashList(0, words_of(BLOCKS))])
-            assert await b.leased(BLOCKS) == [True] * 6
-            assert b.tier.figures().read_blocks == 6
-
-    asyncio.run(run())
+async def test_one_node_stores_and_another_finds() -> None:
+    async with nodes() as (a, b):
+        a.put(BLOCKS)
+        await a.until_copied(6)
+        assert await b.looked_up([*BLOCKS, 99]) == [True] * 6 + [False]
+        assert await b.leased([*BLOCKS, 99]) == [True] * 6 + [False]
+        assert b.shared.num_fetched == 6 and b.tier.figures().read_blocks == 6
+        # Now they are in host memory, and nobody is asked.
+        assert not b.tiers.lookups.must_ask(b.session, [HashList(0, words_of(BLOCKS))])
+        assert await b.leased(BLOCKS) == [True] * 6
+        assert b.tier.figures().read_blocks == 6
 
 
-def test_what_is_leased_without_a_lookup_is_asked_for() -> None:
-    async def run() -> None:
-        async with nodes() as (a, b):
-            a.put(BLOCKS)
-            await a.until_copied(6)
-            before = b.core.space.used_bytes()
-            assert await b.leased([50, 51]) == [False, False]
-            assert b.core.space.used_bytes() == before, "slots were taken for what nobody has"
-            assert await b.leased(BLOCKS) == [True] * 6
-
-    asyncio.run(run())
+async def test_what_is_leased_without_a_lookup_is_asked_for() -> None:
+    async with nodes() as (a, b):
+        a.put(BLOCKS)
+        await a.until_copied(6)
+        before = b.core.space.used_bytes()
+        assert await b.leased([50, 51]) == [False, False]
+        assert b.core.space.used_bytes() == before, "slots were taken for what nobody has"
+        assert await b.leased(BLOCKS) == [True] * 6
 
 
-def test_after_a_flush_nobody_finds_what_was_there() -> None:
-    async def run() -> None:
-        async with nodes() as (a, b):
-            a.put(BLOCKS)
-            await a.until_copied(6)
-            assert all(await b.leased(BLOCKS[:3]))
-            await a.flush()
-            # What it has not read yet, at once; what it has in host memory, soon.
-            assert not any(await b.leased(BLOCKS[3:]))
-            assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
-            assert a.num_flushed_here == b.num_flushed_here == 1
-            a.put(BLOCKS)
-            await a.until_copied(12)
-            assert all(await b.leased(BLOCKS))
-            assert b.num_flushed_here == 1
-
-    asyncio.run(run())
-
-
-def test_a_flush_counts_though_the_store_is_away() -> None:
+async def test_a_flush_counts_though_the_store_is_away() -> None:
     """The engine does not wait for it; the store is told when it is back."""
-
-    async def run() -> None:
-        async with nodes() as (a, b):
-            a.put(BLOCKS)
-            await a.until_copied(6)
-            assert await b.looked_up(BLOCKS[:1]) == [True]
-            a.tier.faults.problem = "gone"
-            began_s = time.monotonic()
-            assert await a.flush() == ("shared",)
-            assert time.monotonic() - began_s < 5.0
-            assert not any(await a.looked_up(BLOCKS))
-            # Blocks that are stored now must not come under the old epoch.
-            a.put([20])
-            await asyncio.sleep(0.2)
-            assert not any(b"/0/" in key and key.endswith(words_of([20])[0].tobytes())
-                           for key in a.tier._store.content if isinstance(key, bytes))  # fmt: skip
-            a.tier.faults.problem = ""
-            await until(a.epoch, "the flush was forgotten")
-            assert not any(await a.leased(BLOCKS))
-            await until(lambda: b.epoch() == a.epoch(), "the flush was not heard of")
-            assert not any(await b.leased(BLOCKS))
-
-    asyncio.run(run())
+    async with nodes() as (a, b):
+        a.put(BLOCKS)
+        await a.until_copied(6)
+        assert await b.looked_up(BLOCKS[:1]) == [True]
+        a.tier.faults.problem = "gone"
+        began_s = time.monotonic()
+        assert await a.flush() == ("shared",)
+        assert time.monotonic() - began_s < 5.0
+        assert not any(await a.looked_up(BLOCKS))
+        # Blocks that are stored now must not come under the old epoch.
+        a.put([20])
+        await asyncio.sleep(0.2)
+        assert not any(b"/0/" in key and key.endswith(words_of([20])[0].tobytes())
+                       for key in a.tier._store.content if isinstance(key, bytes))  # fmt: skip
+        a.tier.faults.problem = ""
+        await until(a.epoch, "the flush was forgotten")
+        assert not any(await a.leased(BLOCKS))
+        await until(lambda: b.epoch() == a.epoch(), "the flush was not heard of")
+        assert not any(await b.leased(BLOCKS))
 
 
-def test_a_flush_elsewhere_counts_while_the_store_waits_to_be_told_of_one_here() -> None:
-    async def run() -> None:
-        async with nodes() as (a, b):
-            a.put(BLOCKS)
-            await a.until_copied(6)
-            assert await b.looked_up(BLOCKS[:1]) == [True]
-            a.tier.faults.problem = "gone"
-            await a.flush()
-            a.put([20, 21])
-            assert not await b.flush()
-            # Host memory of a node that is cut off serves what it has.
-            assert all(await a.leased([20, 21]))
-            a.tier.faults.problem = ""
-            await until(a.epoch, "the flush was forgotten")
-            assert a.num_flushed_here == 2
-            assert not any(await a.leased([20, 21]))
-
-    asyncio.run(run())
+async def test_a_flush_elsewhere_counts_while_the_store_waits_to_be_told_of_one_here() -> None:
+    async with nodes() as (a, b):
+        a.put(BLOCKS)
+        await a.until_copied(6)
+        assert await b.looked_up(BLOCKS[:1]) == [True]
+        a.tier.faults.problem = "gone"
+        await a.flush()
+        a.put([20, 21])
+        assert not await b.flush()
+        # Host memory of a node that is cut off serves what it has.
+        assert all(await a.leased([20, 21]))
+        a.tier.faults.problem = ""
+        await until(a.epoch, "the flush was forgotten")
+        assert a.num_flushed_here == 2
+        assert not any(await a.leased([20, 21]))
 
 
 @pytest.mark.parametrize("is_flushed", [False, True])
-def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_for(
+async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_for(
     is_flushed: bool,
 ) -> None:
     """It may be of before a flush: nobody can tell, as the store may have lost its epochs since."""
-
-    async def run() -> None:
-        made = [SharedNode(MemoryStore(places=False), 10.0)]
-        made.append(SharedNode(made[0].tier._store, 10.0))
-        a, b = made
-        a.tier.faults.problem = "gone"
-        for one in made:
-            await one.start()
-        a.put(BLOCKS)
-        b.put([20])
-        await b.until_copied(1)
-        if is_flushed:
-            await b.flush()
-        assert all(await a.leased(BLOCKS))
-        a.tier.faults.problem = ""
-        await until(a.epoch, "the epoch is not learned")
-        assert not any(await a.leased(BLOCKS))
-        a.put([30])
-        await a.until_copied(1)
-        assert await b.leased([*BLOCKS, 30]) == [False] * 6 + [True]
-        for one in made:
-            await one.tiers.close()
-
-    asyncio.run(run())
+    made = [SharedNode(MemoryStore(places=False), 10.0)]
+    made.append(SharedNode(made[0].tier._store, 10.0))
+    a, b = made
+    a.tier.faults.problem = "gone"
+    for one in made:
+        await one.start()
+    a.put(BLOCKS)
+    b.put([20])
+    await b.until_copied(1)
+    if is_flushed:
+        await b.flush()
+    assert all(await a.leased(BLOCKS))
+    a.tier.faults.problem = ""
+    await until(a.epoch, "the epoch is not learned")
+    assert not any(await a.leased(BLOCKS))
+    a.put([30])
+    await a.until_copied(1)
+    assert await b.leased([*BLOCKS, 30]) == [False] * 6 + [True]
+    for one in made:
+        await one.tiers.close()
 
 
-def test_an_epoch_that_falls_is_raised_above_all_that_were_known() -> None:
+async def test_an_epoch_that_falls_is_raised_above_all_that_were_known() -> None:
     """A store that comes back from an old copy of its data shows the epoch and the blocks of then.
     Both nodes have known a later one."""
-
-    async def run() -> None:
-        store = MemoryStore(places=False)
-        async with nodes(store=store) as (a, b):
-            a.put(BLOCKS)
-            await a.until_copied(6)
-            assert all(await b.leased(BLOCKS))
-            content, epochs = dict(store.content), dict(store.epochs)
-            assert not await a.flush()
-            await until(lambda: b.epoch() not in (0, *epochs.values()), "b has not followed")
-            (known,) = store.epochs.values()
-            store.content.update(content)
-            store.epochs.update(epochs)
-            for _ in range(20):
-                assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
-                await asyncio.sleep(0.02)
-            await until(lambda: a.epoch() == b.epoch() != 0, "the nodes don't agree")
-            assert a.epoch() > known
-            a.put(BLOCKS)
-            await a.until_copied(12)
-            assert all(await b.leased(BLOCKS))
-
-    asyncio.run(run())
+    store = MemoryStore(places=False)
+    async with nodes(store=store) as (a, b):
+        a.put(BLOCKS)
+        await a.until_copied(6)
+        assert all(await b.leased(BLOCKS))
+        content, epochs = dict(store.content), dict(store.epochs)
+        assert not await a.flush()
+        await until(lambda: b.epoch() not in (0, *epochs.values()), "b has not followed")
+        (known,) = store.epochs.values()
+        store.content.update(content)
+        store.epochs.update(epochs)
+        for _ in range(20):
+            assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
+            await asyncio.sleep(0.02)
+        await until(lambda: a.epoch() == b.epoch() != 0, "the nodes don't agree")
+        assert a.epoch() > known
+        a.put(BLOCKS)
+        await a.until_copied(12)
+        assert all(await b.leased(BLOCKS))
 
 
-def test_a_store_that_has_just_started_from_an_old_copy_is_not_trusted() -> None:
+async def test_a_store_that_has_just_started_from_an_old_copy_is_not_trusted() -> None:
     """A newcomer knows of no later epoch. It waits until those who do have raised it."""
-
-    async def run() -> None:
-        store = MemoryStore(places=False)
-        async with nodes(1, store=store) as (a,):
-            a.put(BLOCKS)
-            await a.until_copied(6)
-            content, epochs = dict(store.content), dict(store.epochs)
-            assert not await a.flush()
-            a.tier.faults.problem = "gone"
-            store.content.update(content)
-            store.epochs.update(epochs)
-            store.restored_below = max(epochs.values()) + 1
-            b = SharedNode(store, 10.0)
-            await b.start()
-            assert not any(await b.leased(BLOCKS))
-            a.tier.faults.problem = ""
-            await until(a.epoch, "a does not raise the epoch")
-            await until(lambda: b.epoch() == a.epoch(), "b does not follow")
-            assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
-            await b.tiers.close()
-
-    asyncio.run(run())
+    store = MemoryStore(places=False)
+    async with nodes(1, store=store) as (a,):
+        a.put(BLOCKS)
+        await a.until_copied(6)
+        content, epochs = dict(store.content), dict(store.epochs)
+        assert not await a.flush()
+        a.tier.faults.problem = "gone"
+        store.content.update(content)
+        store.epochs.update(epochs)
+        store.restored_below = max(epochs.values()) + 1
+        b = SharedNode(store, 10.0)
+        await b.start()
+        assert not any(await b.leased(BLOCKS))
+        a.tier.faults.problem = ""
+        await until(a.epoch, "a does not raise the epoch")
+        await until(lambda: b.epoch() == a.epoch(), "b does not follow")
+        assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
+        await b.tiers.close()
 
 
-def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet() -> None:
+async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet() -> None:
     """As on a node that comes with its store."""
-
-    async def run() -> None:
-        store = MemoryStore(places=False)
-        async with nodes(1, store=store) as (a,):
-            a.put(BLOCKS)
-            await a.until_copied(6)
-            store.restored_below = max(store.epochs.values()) + 1
-            b = SharedNode(store, 10.0)
-            await b.start()
-            lists = [HashList(0, words_of(BLOCKS))]
-            fetch = asyncio.create_task(b.tiers.prefetch(1, lists, time.monotonic() + 60.0))
-            await asyncio.sleep(0.2)
-            assert not fetch.done()
-            store.restored_below = 0
-            await fetch
-            assert b.core.lookup(1, lists)[0].all()
-            await b.tiers.close()
-
-    asyncio.run(run())
+    store = MemoryStore(places=False)
+    async with nodes(1, store=store) as (a,):
+        a.put(BLOCKS)
+        await a.until_copied(6)
+        store.restored_below = max(store.epochs.values()) + 1
+        b = SharedNode(store, 10.0)
+        await b.start()
+        lists = [HashList(0, words_of(BLOCKS))]
+        fetch = asyncio.create_task(b.tiers.prefetch(1, lists, time.monotonic() + 60.0))
+        await asyncio.sleep(0.2)
+        assert not fetch.done()
+        store.restored_below = 0
+        await fetch
+        assert b.core.lookup(1, lists)[0].all()
+        await b.tiers.close()
 
 
-def test_a_caller_that_leaves_changes_nothing() -> None:
-    async def run() -> None:
-        async with nodes() as (a, b):
-            a.put(BLOCKS)
-            await a.until_copied(6)
-            assert all(await b.leased(BLOCKS))
-            caller = asyncio.create_task(a.flush())
-            await asyncio.sleep(0)
-            caller.cancel()
-            assert not await a.flush()
-            assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
-
-    asyncio.run(run())
+async def test_a_caller_that_leaves_changes_nothing() -> None:
+    async with nodes() as (a, b):
+        a.put(BLOCKS)
+        await a.until_copied(6)
+        assert all(await b.leased(BLOCKS))
+        caller = asyncio.create_task(a.flush())
+        await asyncio.sleep(0)
+        caller.cancel()
+        assert not await a.flush()
+        assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
 
 
-def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
+async def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
     """However many there were: one raise, and no task for each."""
+    async with nodes(1) as (a,):
+        a.tier.faults.problem = "gone"
+        await asyncio.gather(*(a.flush() for _ in range(200)))
+        assert len(a.tiers._tasks._tasks) < 20
+        raises, raise_epoch = [], a.tier.raise_epoch
 
-    async def run() -> None:
-        async with nodes(1) as (a,):
-            a.tier.faults.problem = "gone"
-            await asyncio.gather(*(a.flush() for _ in range(200)))
-            assert len(a.tiers._tasks._tasks) < 20
-            raises, raise_epoch = [], a.tier.raise_epoch
+        def counted(*arguments: Any) -> None:
+            raises.append(arguments)
+            raise_epoch(*arguments)
 
-            def counted(*arguments: Any) -> None:
-                raises.append(arguments)
-                raise_epoch(*arguments)
-
-            a.tier.raise_epoch = counted  # type: ignore[method-assign]
-            a.tier.faults.problem = ""
-            await until(a.epoch, "the flushes were forgotten")
-            assert len(raises) == 1
-
-    asyncio.run(run())
+        a.tier.raise_epoch = counted  # type: ignore[method-assign]
+        a.tier.faults.problem = ""
+        await until(a.epoch, "the flushes were forgotten")
+        assert len(raises) == 1
 
 
-def test_a_hit_of_a_key_space_that_was_not_in_use_is_confirmed_first(
+async def test_a_hit_of_a_key_space_that_was_not_in_use_is_confirmed_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(epoch_book, "USED_S", 0.1)
-
-    async def run() -> None:
-        async with nodes() as (a, b):
-            a.put(BLOCKS)
-            await a.until_copied(6)
-            assert all(await b.leased(BLOCKS))
-            await until(lambda: not b.epochs.book._active, "it stays in use")
-            assert not await a.flush()
-            assert b.num_flushed_here == 0, "nobody has asked"
-            assert not any(await b.leased(BLOCKS))
-            assert b.num_flushed_here == 1
-
-    asyncio.run(run())
+    async with nodes() as (a, b):
+        a.put(BLOCKS)
+        await a.until_copied(6)
+        assert all(await b.leased(BLOCKS))
+        await until(lambda: not b.epochs.book._active, "it stays in use")
+        assert not await a.flush()
+        assert b.num_flushed_here == 0, "nobody has asked"
+        assert not any(await b.leased(BLOCKS))
+        assert b.num_flushed_here == 1
 
 
-def test_the_disk_serves_only_what_the_store_has_confirmed() -> None:
-    async def run() -> None:
-        node = SharedNode(MemoryStore(places=False), 10.0, disk=MemoryStore(places=True))
-        await node.start()
-        node.put(BLOCKS)
-        assert node.tiers.below is not None
-        counters = node.tiers.below.lower.counters
-        await until(lambda: counters.demoted == 6, "blocks are not moved down")
-        await node.until_copied(6)
-        evict(node.core, 1, 0, words_of(BLOCKS[:3]))
-        node.tier._store.content.clear()
-        node.tier.faults.problem = "gone"
-        await until(lambda: not node.epochs.are_all_confirmed(1), "it stays confirmed")
-        assert await node.leased(BLOCKS) == [False] * 3 + [True] * 3
-        node.tier.faults.problem = ""
-        await until(lambda: node.epochs.are_all_confirmed(1), "it is not asked")
-        assert all(await node.leased(BLOCKS))
-        await node.tiers.close()
-
-    asyncio.run(run())
+async def test_the_disk_serves_only_what_the_store_has_confirmed() -> None:
+    node = SharedNode(MemoryStore(places=False), 10.0, disk=MemoryStore(places=True))
+    await node.start()
+    node.put(BLOCKS)
+    assert node.tiers.below is not None
+    counters = node.tiers.below.lower.counters
+    await until(lambda: counters.demoted == 6, "blocks are not moved down")
+    await node.until_copied(6)
+    evict(node.core, 1, 0, words_of(BLOCKS[:3]))
+    node.tier._store.content.clear()
+    node.tier.faults.problem = "gone"
+    await until(lambda: not node.epochs.are_all_confirmed(1), "it stays confirmed")
+    assert await node.leased(BLOCKS) == [False] * 3 + [True] * 3
+    node.tier.faults.problem = ""
+    await until(lambda: node.epochs.are_all_confirmed(1), "it is not asked")
+    assert all(await node.leased(BLOCKS))
+    await node.tiers.close()
 
 
-def test_a_store_that_lost_its_epochs_counts_as_flushed() -> None:
-    async def run() -> None:
-        store = MemoryStore(places=False)
-        async with nodes(store=store) as (a, b):
-            a.put(BLOCKS)
-            await a.until_copied(6)
-            assert all(await b.leased(BLOCKS))
-            store.epochs.clear()
-            await until(lambda: b.num_flushed_here == 1, "the loss was not noticed")
-            await until(lambda: a.num_flushed_here == 1, "the loss was not noticed")
-            assert not any(await b.leased(BLOCKS))
-
-    asyncio.run(run())
+async def test_a_store_that_lost_its_epochs_counts_as_flushed() -> None:
+    store = MemoryStore(places=False)
+    async with nodes(store=store) as (a, b):
+        a.put(BLOCKS)
+        await a.until_copied(6)
+        assert all(await b.leased(BLOCKS))
+        store.epochs.clear()
+        await until(lambda: b.num_flushed_here == 1, "the loss was not noticed")
+        await until(lambda: a.num_flushed_here == 1, "the loss was not noticed")
+        assert not any(await b.leased(BLOCKS))
 
 
-def test_a_dead_store_is_a_miss_at_once_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        async with nodes() as (a, b):
-            a.put(BLOCKS)
-            await a.until_copied(6)
-            assert await b.looked_up(BLOCKS[:1]) == [True]
-            b.tier.faults.problem = "gone"
-            b.put([30])
-            # One trial is due; after it nobody waits.
-            await b.leased(BLOCKS)
-            monkeypatch.setattr(breaker, "RETRY_S", 0.1)
-            began_s = time.monotonic()
-            assert not any(await b.leased(BLOCKS)) and await b.leased([30]) == [True]
-            assert time.monotonic() - began_s < 5.0
-            b.tier.faults.problem = ""
-            await until(lambda: b.shared.breaker.lets_pass, "it is not tried again")
-            assert all(await b.leased(BLOCKS))
-
-    asyncio.run(run())
-
-
-def test_a_hung_store_costs_a_bounded_wait() -> None:
-    async def run() -> None:
-        async with nodes(lookup_wait_s=0.2) as (a, b):
-            a.put(BLOCKS)
-            await a.until_copied(6)
-            assert await b.looked_up(BLOCKS) == [True] * 6
-            b.tier.faults.is_hung = True
-            began_s = time.monotonic()
-            assert not any(await b.leased(BLOCKS))
-            assert 0.2 <= time.monotonic() - began_s < 5.0
-            b.put([40])
-            assert await b.leased([40]) == [True]
-            b.tier.faults.is_hung = False
-            # What is read at last is there for the next one.
-            await until(lambda: b.shared.num_fetched == 6, "the read did not end")
-            assert all(await b.leased(BLOCKS))
-
-    asyncio.run(run())
+async def test_a_dead_store_is_a_miss_at_once_and_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with nodes() as (a, b):
+        a.put(BLOCKS)
+        await a.until_copied(6)
+        assert await b.looked_up(BLOCKS[:1]) == [True]
+        b.tier.faults.problem = "gone"
+        b.put([30])
+        # One trial is due; after it nobody waits.
+        await b.leased(BLOCKS)
+        monkeypatch.setattr(breaker, "RETRY_S", 0.1)
+        began_s = time.monotonic()
+        assert not any(await b.leased(BLOCKS)) and await b.leased([30]) == [True]
+        assert time.monotonic() - began_s < 5.0
+        b.tier.faults.problem = ""
+        await until(lambda: b.shared.breaker.lets_pass, "it is not tried again")
+        assert all(await b.leased(BLOCKS))
 
 
-def test_a_full_store_goes_on_answering() -> None:
-    async def run() -> None:
-        async with nodes() as (a, b):
-            a.put(BLOCKS)
-            await a.until_copied(6)
-            a.tier.faults.is_full = True
-            a.put([20, 21])
-            await until(lambda: a.shared.out.num_refused == 2, "nothing was refused")
-            assert await b.leased([*BLOCKS, 20]) == [True] * 6 + [False]
-
-    asyncio.run(run())
-
-
-def test_a_damaged_block_is_a_miss() -> None:
-    async def run() -> None:
-        store = MemoryStore(places=False)
-        async with nodes(store=store) as (a, b):
-            a.put(BLOCKS)
-            await a.until_copied(6)
-            for key in list(store.content):
-                if isinstance(key, bytes) and key.endswith(words_of([2])[0].tobytes()):
-                    store.damage(key, 77)
-            assert await b.leased(BLOCKS) == [True, True, False, True, True, True]
-            assert b.tier.figures().corrupt_blocks == 1
-
-    asyncio.run(run())
+async def test_a_hung_store_costs_a_bounded_wait() -> None:
+    async with nodes(lookup_wait_s=0.2) as (a, b):
+        a.put(BLOCKS)
+        await a.until_copied(6)
+        assert await b.looked_up(BLOCKS) == [True] * 6
+        b.tier.faults.is_hung = True
+        began_s = time.monotonic()
+        assert not any(await b.leased(BLOCKS))
+        assert 0.2 <= time.monotonic() - began_s < 5.0
+        b.put([40])
+        assert await b.leased([40]) == [True]
+        b.tier.faults.is_hung = False
+        # What is read at last is there for the next one.
+        await until(lambda: b.shared.num_fetched == 6, "the read did not end")
+        assert all(await b.leased(BLOCKS))
 
 
-def test_bytes_that_changed_in_host_memory_are_not_written() -> None:
-    async def run() -> None:
-        async with nodes() as (a, b):
-            a.tier.faults.problem = "not yet"
-            a.put(BLOCKS)
-            words = a.core.space.index.find(1, 0, words_of([2]))
-            a.memory[int(a.core.space.index.offsets(words)[0]) + 7] ^= 1
-            a.tier.faults.problem = ""
-            await a.until_copied(5)
-            assert await b.leased(BLOCKS) == [True, True, False, True, True, True]
-
-    asyncio.run(run())
+async def test_a_damaged_block_is_a_miss() -> None:
+    store = MemoryStore(places=False)
+    async with nodes(store=store) as (a, b):
+        a.put(BLOCKS)
+        await a.until_copied(6)
+        for key in list(store.content):
+            if isinstance(key, bytes) and key.endswith(words_of([2])[0].tobytes()):
+                store.damage(key, 77)
+        assert await b.leased(BLOCKS) == [True, True, False, True, True, True]
+        assert b.tier.figures().corrupt_blocks == 1
 
 
-def test_a_block_is_written_once_and_not_with_each_use() -> None:
-    async def run() -> None:
-        async with nodes() as (a, b):
-            a.put(BLOCKS)
-            await a.until_copied(6)
-            for _ in range(3):
-                assert all(await a.leased(BLOCKS))
-            await asyncio.sleep(0.2)
-            assert a.tier.figures().written_blocks == 6 and a.shared.out.num_copied == 6
-            # What came from there is not written back.
-            assert all(await b.leased(BLOCKS))
-            await asyncio.sleep(0.2)
-            assert b.shared.out.num_copied == 0
-
-    asyncio.run(run())
+async def test_a_block_is_written_once_and_not_with_each_use() -> None:
+    async with nodes() as (a, b):
+        a.put(BLOCKS)
+        await a.until_copied(6)
+        for _ in range(3):
+            assert all(await a.leased(BLOCKS))
+        await asyncio.sleep(0.2)
+        assert a.tier.figures().written_blocks == 6 and a.shared.out.num_copied == 6
+        # What came from there is not written back.
+        assert all(await b.leased(BLOCKS))
+        await asyncio.sleep(0.2)
+        assert b.shared.out.num_copied == 0
 
 
-def test_many_nodes_and_flushes_never_serve_what_was_flushed() -> None:
+async def test_many_nodes_and_flushes_never_serve_what_was_flushed() -> None:
     """Each node puts, leases and flushes at random. A block that was flushed is found again only if
     it was put again since."""
+    store, dice = MemoryStore(places=False), np.random.default_rng(3)
+    async with nodes(3, store=store) as made:
+        put_since: set[int] = set()
 
-    async def run() -> None:
-        store, dice = MemoryStore(places=False), np.random.default_rng(3)
-        async with nodes(3, store=store) as made:
-            put_since: set[int] = set()
-
-            for _ in range(120):
-                one, numbers = made[dice.integers(3)], dice.integers(0, 12, 3).tolist()
-                numbers = list(dict.fromkeys(numbers))
-                what = dice.random()
-                if what < 0.4:
-                    one.put(numbers)
-                    put_since |= set(numbers)
-                elif what < 0.9:
-                    got = await one.leased(numbers)
-                    for number, is_there in zip(numbers, got, strict=True):
-                        assert not is_there or number in put_since, "a flushed block was served"
-                elif what < 0.95:
-                    evict(one.core, 1, 0, words_of(numbers))
-                else:
-                    assert not await one.flush()
-                    put_since.clear()
-                await asyncio.sleep(0.005)
-
-    asyncio.run(run())
+        for _ in range(120):
+            one, numbers = made[dice.integers(3)], dice.integers(0, 12, 3).tolist()
+            numbers = list(dict.fromkeys(numbers))
+            what = dice.random()
+            if what < 0.4:
+                one.put(numbers)
+                put_since |= set(numbers)
+            elif what < 0.9:
+                got = await one.leased(numbers)
+                for number, is_there in zip(numbers, got, strict=True):
+                    assert not is_there or number in put_since, "a flushed block was served"
+            elif what < 0.95:
+                evict(one.core, 1, 0, words_of(numbers))
+            else:
+                assert not await one.flush()
+                put_since.clear()
+            await asyncio.sleep(0.005)
 
 
-def test_what_is_known_to_be_there_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_known_to_be_there_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_shared, "MAX_FOUND", 4)
     monkeypatch.setattr(tier_shared, "MAX_PROBED", 5)
-
-    async def run() -> None:
-        async with nodes() as (a, b):
-            a.put(BLOCKS)
-            await a.until_copied(6)
-            assert await b.looked_up(BLOCKS) == [False, True, True, True, True, False]
-            assert len(b.shared._found) == 4
-
-    asyncio.run(run())
+    async with nodes() as (a, b):
+        a.put(BLOCKS)
+        await a.until_copied(6)
+        assert await b.looked_up(BLOCKS) == [False, True, True, True, True, False]
+        assert len(b.shared._found) == 4
 
 
-def test_what_was_found_long_ago_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_was_found_long_ago_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_shared, "FOUND_S", 0.1)
-
-    async def run() -> None:
-        async with nodes(lookup_wait_s=0.05) as (a, b):
-            a.put(BLOCKS)
-            await a.until_copied(6)
-            for _ in range(3):
-                await until(b.epoch, "no epoch")
-                assert await b.looked_up(BLOCKS) == [True] * 6
-                await asyncio.sleep(0.2)
+    async with nodes(lookup_wait_s=0.05) as (a, b):
+        a.put(BLOCKS)
+        await a.until_copied(6)
+        for _ in range(3):
+            await until(b.epoch, "no epoch")
             assert await b.looked_up(BLOCKS) == [True] * 6
+            await asyncio.sleep(0.2)
+        assert await b.looked_up(BLOCKS) == [True] * 6
 
-    asyncio.run(run())
 
-
-def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
+async def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks whose bytes are still compared must not be written under the new epoch."""
@@ -485,16 +371,12 @@ def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
         return await agreeing(*arguments)
 
     monkeypatch.setattr(tier_copies, "agreeing", late)
-
-    async def run() -> None:
-        async with nodes() as (a, b):
-            a.put(BLOCKS)
-            await until(lambda: len(a.books.moves) == 1, "nothing is copied")
-            flushing = asyncio.create_task(a.flush())
-            await until(lambda: a.num_flushed_here, "it is not flushed")
-            compared.set()
-            await until(lambda: not len(a.books.moves), "the copy did not end")
-            assert not await flushing
-            assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
-
-    asyncio.run(run())
+    async with nodes() as (a, b):
+        a.put(BLOCKS)
+        await until(lambda: len(a.books.moves) == 1, "nothing is copied")
+        flushing = asyncio.create_task(a.flush())
+        await until(lambda: a.num_flushed_here, "it is not flushed")
+        compared.set()
+        await until(lambda: not len(a.books.moves), "the copy did not end")
+        assert not await flushing
+        assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))

@@ -81,78 +81,53 @@ def test_what_does_not_work_is_a_sentence_and_status_1(
     assert main(["tiers", "check", "--tiers.disk.bytes", "1"]) == 2
 
 
-class Liar(SharedMemoryTier):
-    """Says FOUND and gives other bytes."""
+class Bad(SharedMemoryTier):
+    """`answers`: in place of the codes of reads. `flips`: gives other bytes."""
+
+    answers: Read | None = None
+    flips = False
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
         def done(codes: Codes) -> None:
-            self._arena[blocks.slots] ^= 1
-            on_done(codes)
+            if self.flips:
+                self._arena[blocks.slots] ^= 1
+            on_done(codes if self.answers is None else np.full_like(codes, self.answers))
 
         super().read(blocks, deadline_s, done)
 
 
-def hang(tier: SharedMemoryTier) -> None:
-    tier.faults.is_hung = True
+def fault(name: str, value: object) -> Callable[[Bad], None]:
+    return lambda tier: setattr(tier.faults, name, value)
 
 
-def fill(tier: SharedMemoryTier) -> None:
-    tier.faults.is_full = True
-
-
-def fail(tier: SharedMemoryTier) -> None:
-    tier.faults.fails = lambda key: True
-
-
-def break_(tier: SharedMemoryTier) -> None:
-    tier.faults.problem = "memory at nowhere can't be reached"
+def answers(code: Read) -> Callable[[Bad], None]:
+    return lambda tier: setattr(tier, "answers", code)
 
 
 @pytest.mark.parametrize(
-    ("fault", "sentence"),
+    ("spoil", "sentence"),
     [
-        (hang, "does not answer within"),
-        (fill, "is full: it took no block of 64 KiB"),
-        (fail, "could not write a block of 64 KiB"),
-        (break_, "memory at nowhere can't be reached"),
+        (fault("is_hung", True), "does not answer within"),
+        (fault("is_full", True), "is full: it took no block of 64 KiB"),
+        (fault("fails", lambda key: True), "could not write a block of 64 KiB"),
+        (fault("problem", "memory at nowhere can't be reached"), "memory at nowhere can't be"),
+        (answers(Read.ABSENT), "has lost"),
+        (answers(Read.CORRUPT), "gives damaged bytes"),
+        (lambda tier: setattr(tier, "flips", True), "gives other bytes than were written"),
     ],
 )
-def test_each_fault_has_its_sentence(
-    monkeypatch: pytest.MonkeyPatch, fault: Callable[[SharedMemoryTier], None], sentence: str
+def test_each_fault_has_its_sentence_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Bad], None], sentence: str
 ) -> None:
     monkeypatch.setattr(tier_check, "ANSWER_S", 0.2)
     monkeypatch.setattr(tier_check, "REMOVE_S", 0.5)
     arena, _ = tier_check._arena()
     store = MemoryStore(places=False, content={b"hotkv/1/another": (b"bytes", 1)})
-    tier = SharedMemoryTier(arena, store)
-    fault(tier)
+    tier = Bad(arena, store)
+    spoil(tier)
     with pytest.raises(StartError, match=sentence):
         tier_check.check_shared(tier, arena)
     assert store.content == {b"hotkv/1/another": (b"bytes", 1)}
-
-
-def test_other_bytes_are_seen_and_removed() -> None:
-    (arena, _), store = tier_check._arena(), MemoryStore(places=False)
-    with pytest.raises(StartError, match="gives other bytes than were written"):
-        tier_check.check_shared(Liar(arena, store), arena)
-    assert not store.content
-
-
-def test_blocks_that_are_lost_or_damaged_are_seen() -> None:
-    for code, sentence in ((Read.ABSENT, "has lost"), (Read.CORRUPT, "gives damaged bytes")):
-
-        class Bad(SharedMemoryTier):
-            wrong = code
-
-            def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
-                super().read(
-                    blocks, deadline_s, lambda codes: on_done(np.full_like(codes, self.wrong))
-                )
-
-        (arena, _), store = tier_check._arena(), MemoryStore(places=False)
-        with pytest.raises(StartError, match=sentence):
-            tier_check.check_shared(Bad(arena, store), arena)
-        assert not store.content
 
 
 def test_a_store_that_does_not_remove_blocks_works_and_is_named(

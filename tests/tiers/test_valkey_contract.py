@@ -32,22 +32,18 @@ def password_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_unix_socket_keeps_the_contract(server: Server) -> None:
-    check_tier(rig_maker(server, lambda: f"unix:{server.path}"), seed=1)
-
-
-def test_tcp_keeps_the_contract(server: Server) -> None:
-    check_tier(rig_maker(server, lambda: f"127.0.0.1:{server.port}"), seed=2)
-
-
-def test_one_connection_keeps_the_contract(server: Server) -> None:
-    check_tier(rig_maker(server, lambda: f"unix:{server.path}", connections=1), seed=3)
-
-
-def test_a_password_keeps_the_contract(tmp_path: Path, password_file: Path) -> None:
-    with running(tmp_path / "server", password=PASSWORD) as server:
-        make = rig_maker(server, lambda: f"127.0.0.1:{server.port}", password_file=password_file)
-        check_tier(make, seed=4)
+@pytest.mark.parametrize(
+    ("address", "options"),
+    [
+        ("unix:{0.path}", {}),
+        ("127.0.0.1:{0.port}", {}),
+        ("unix:{0.path}", {"connections": 1}),
+    ],
+)
+def test_each_address_keeps_the_contract(
+    server: Server, address: str, options: dict[str, int]
+) -> None:
+    check_tier(rig_maker(server, lambda: address.format(server), **options), seed=1)
 
 
 def test_an_acl_user_keeps_the_contract(tmp_path: Path, password_file: Path) -> None:

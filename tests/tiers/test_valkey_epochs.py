@@ -158,7 +158,7 @@ def test_an_epoch_of_another_type_lets_nothing_pass(server: Server, node_a: Valk
 def test_a_read_that_loses_its_epoch_finds_nothing(
     server: Server, node_a: ValkeyTier, tmp_path: Path
 ) -> None:
-    # All blocks have come whole; the reply with the epoch never does.
+    # All blocks, or answers to a probe, have come whole; the reply with the epoch never does.
     proxy = FaultProxy(server.path)
     now = epoch(node_a)
     keys = keys_of(now, 2)
@@ -169,6 +169,8 @@ def test_a_read_that_loses_its_epoch_finds_nothing(
             assert read(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
             proxy.on_reply = nothing
             assert read(bench.tier, keys, {NAME: now}) == [Read.FOUND] * 2
+        proxy.on_reply = cut_after(2 * len(b":1\r\n"))
+        assert probe(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
     proxy.close()
 
 
@@ -191,17 +193,6 @@ def test_a_flush_counts_although_the_connection_is_lost_right_after(
         digits = len(str(raised))
         proxy.on_reply = cut_after(2 * REPLY_BYTES + len(b"$%d\r\n" % digits) + digits + 2)
         assert read(bench.tier, keys, {NAME: now}) == [Read.ABSENT] * 2
-    proxy.close()
-
-
-def test_a_probe_that_loses_its_epoch_finds_nothing(server: Server, node_a: ValkeyTier) -> None:
-    proxy = FaultProxy(server.path)
-    now = epoch(node_a)
-    keys = keys_of(now, 2)
-    with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:
-        write(bench, keys)
-        proxy.on_reply = cut_after(2 * len(b":1\r\n"))
-        assert probe(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
     proxy.close()
 
 

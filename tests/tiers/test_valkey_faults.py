@@ -58,22 +58,6 @@ def test_a_server_stopped_while_it_sends_writes_no_slot_later(server: Server) ->
         wait_for(lambda: bench.read([1], [4]).tolist() == [Read.FOUND], "it did not come back")
 
 
-def test_a_dead_server_is_named_and_comes_back_by_itself(server: Server) -> None:
-    with bench_over(f"127.0.0.1:{server.port}") as bench:
-        stored(bench)
-        with server.killed():
-            assert bench.read([1], [4]).tolist() == [Read.FAILED]
-            assert bench.write([2], [1]).tolist() == [Write.FAILED]
-            wait_for(bench.tier.problem, "no problem is known")
-            assert (
-                bench.tier.problem()
-                == f"valkey at 127.0.0.1:{server.port} refuses connections: Connection refused"
-            )
-        # Nobody calls meanwhile: the runtime skips a tier with a problem.
-        wait_for(lambda: not bench.tier.problem(), "the problem stays")
-        assert bench.read([1], [4]).tolist() == [Read.ABSENT]
-
-
 def test_a_server_that_is_away_at_the_start_is_known_without_a_call(tmp_path: Path) -> None:
     with bench_over(f"unix:{tmp_path}/v.sock") as bench:
         wait_for(bench.tier.problem, "no problem is known")

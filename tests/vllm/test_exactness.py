@@ -85,7 +85,7 @@ def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("model", [full_model, hybrid_model, *HYBRIDS[2:]])
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.campaign)])
 def test_conversations_in_any_order(
     approximate: Any, engine: Any, server: Any, pipelined: bool, model: Any, seed: int
 ) -> None:

@@ -35,7 +35,7 @@ else:
     # vLLM's other kernels answer otherwise after a prefix hit, so it forbids them, and hotkv is off
     # (`test_reuse`). Between two hits the bytes must be equal all the same.
     MLA |= {"despite_vllm": True}
-LONG = pytest.mark.long
+LONG, CAMPAIGN = pytest.mark.long, pytest.mark.campaign
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-3}
 
 Start = Callable[..., EngineProcess]
@@ -86,7 +86,7 @@ def test_wrong_kv_would_be_seen(start: Start) -> None:
 @pytest.mark.parametrize(
     ("kind", "settings", "alignment"),
     [
-        pytest.param("gemma3", {}, 32, id="gemma3", marks=LONG),
+        pytest.param("gemma3", {}, 32, id="gemma3", marks=CAMPAIGN),
         pytest.param(
             "gemma3",
             {"max_num_batched_tokens": 96, "max_num_seqs": 4},
@@ -94,13 +94,15 @@ def test_wrong_kv_would_be_seen(start: Start) -> None:
             id="gemma3-chunked-prefill",
             marks=LONG,
         ),
-        pytest.param("gemma3", {"speculative_config": NGRAM}, 32, id="gemma3-ngram", marks=LONG),
+        pytest.param(
+            "gemma3", {"speculative_config": NGRAM}, 32, id="gemma3-ngram", marks=CAMPAIGN
+        ),
         pytest.param("gemma4", {}, 64, id="gemma4"),
         pytest.param("gpt_oss", {}, 32, id="gpt_oss", marks=LONG),
         pytest.param("llama4", {}, 32, id="llama4"),
-        pytest.param("two_windows", {}, 32, id="two_windows", marks=LONG),
-        pytest.param("windows_only", {}, 32, id="windows_only", marks=LONG),
-        pytest.param("mistral", {}, 32, id="mistral", marks=LONG),
+        pytest.param("two_windows", {}, 32, id="two_windows", marks=CAMPAIGN),
+        pytest.param("windows_only", {}, 32, id="windows_only", marks=CAMPAIGN),
+        pytest.param("mistral", {}, 32, id="mistral", marks=CAMPAIGN),
     ],
 )
 def test_warm_is_as_good_as_cold(
@@ -120,11 +122,10 @@ def test_warm_is_as_good_as_cold(
     assert totals["loads"] >= 4 and clean(totals)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "settings", "alignment", "is_exact"),
     [
-        pytest.param("lfm2", ALIGN, 32, True, id="lfm2"),
+        pytest.param("lfm2", ALIGN, 32, True, id="lfm2", marks=CAMPAIGN),
         # vLLM's own hits end inside a block here; a local hit that does must not upset a longer one
         # from hotkv, which ends with a block.
         pytest.param(
@@ -133,12 +134,19 @@ def test_warm_is_as_good_as_cold(
             64,
             True,
             id="lfm2-partial-tails",
-            marks=pytest.mark.long,
+            marks=LONG,
         ),
         # vLLM's latent attention on CPU answers otherwise after any prefix hit, so hits are the
         # measure: the same engine's.
-        pytest.param("deepseek", MLA, MLA["block_size"], False, id="deepseek"),
-        pytest.param("gemma3", {"dtype": "bfloat16"}, 32, False, id="gemma3-bfloat16", marks=LONG),
+        pytest.param("deepseek", MLA, MLA["block_size"], False, id="deepseek", marks=LONG),
+        pytest.param(
+            "gemma3",
+            {"dtype": "bfloat16"},
+            32,
+            False,
+            id="gemma3-bfloat16",
+            marks=CAMPAIGN,
+        ),
     ],
 )
 def test_models_whose_answer_depends_on_the_batch(
@@ -206,7 +214,7 @@ def test_a_drafter_has_the_last_block_computed_again(start: Start, tmp_path: Pat
     assert clean(second.ask("stats")["totals"])
 
 
-@pytest.mark.parametrize("interval", [0, 256, pytest.param(1 << 20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("interval", [0, 256, pytest.param(1 << 20, marks=CAMPAIGN)])
 def test_states_are_kept_at_intervals_and_at_the_end_of_a_prompt(
     start: Start, interval: int
 ) -> None:

@@ -172,10 +172,12 @@ def test_warm_is_as_good_as_cold_until_a_rank_is_killed(
     )
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param(TP, id="tp2"), pytest.param(PP, id="pp2")],
+    [
+        pytest.param(TP, id="tp2", marks=pytest.mark.campaign),
+        pytest.param(PP, id="pp2", marks=pytest.mark.long),
+    ],
 )
 def test_adapters_and_weights_that_change_on_several_ranks(
     start: Start, tmp_path: Path, settings: dict[str, Any]

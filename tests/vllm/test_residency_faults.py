@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SCHEDULING = pytest.mark.parametrize(
     "is_async",
-    [pytest.param(True, id="async"), pytest.param(False, id="sync", marks=pytest.mark.long)],
+    [pytest.param(True, id="async"), pytest.param(False, id="sync", marks=pytest.mark.campaign)],
 )
 
 

@@ -36,9 +36,9 @@ CALLED_BY_VLLM = {"ResidentManager", "ResidentSpec"}
 @pytest.mark.parametrize(
     ("is_async", "later", "every"),
     [
-        pytest.param(True, True, 4, id="async-later"),
+        pytest.param(True, True, 4, id="async-later", marks=pytest.mark.campaign),
         pytest.param(True, True, 2, id="async-later-all"),
-        pytest.param(False, False, 2, id="sync-first"),
+        pytest.param(False, False, 2, id="sync-first", marks=pytest.mark.campaign),
     ],
 )
 def test_whatever_breaks_no_token_is_wrong(

@@ -153,7 +153,7 @@ def test_every_kind_of_model_and_pooling_is_answered_as_by_vllm() -> None:
     assert found == {False, True}
 
 
-@pytest.mark.long
+@pytest.mark.campaign
 def test_every_architecture_of_vllms_registry_is_answered_as_by_vllm() -> None:
     """Importing them all takes half a minute. A third can't be: torchvision is not installed."""
     walk = subprocess.run(

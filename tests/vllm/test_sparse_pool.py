@@ -323,7 +323,9 @@ def test_memory_that_cannot_be_shared_stays_private(
 @pytest.mark.long
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("model", [full_model, hybrid_model])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in (1, 2))]
+)
 def test_random_requests_and_faults(
     engine: Any, server: Any, toy: Toy, pipelined: bool, model: Any, seed: int
 ) -> None:

@@ -16,7 +16,7 @@ from tests.vllm.specs import HYBRIDS, full_model
     "table",
     [pytest.param(True, id="table"), pytest.param(False, id="rpc", marks=pytest.mark.long)],
 )
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.campaign)])
 def test_random_faults(
     engine: Any, server: Any, pipelined: bool, model: Any, table: bool, seed: int
 ) -> None:

@@ -27,7 +27,7 @@ DEEP = MODEL | {"dtype": "bfloat16", "hf_overrides": {"num_hidden_layers": 8}}
 @pytest.mark.parametrize(
     "name, compress, model",
     [
-        pytest.param("llama", "off", MODEL, marks=pytest.mark.long),
+        pytest.param("llama", "off", MODEL, marks=pytest.mark.campaign),
         pytest.param("gemma3", "off", MODEL, marks=pytest.mark.long),
         ("llama", "auto", DEEP),
     ],
@@ -82,7 +82,7 @@ def test_tokens_are_the_same_from_the_disk(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.campaign), "gemma3"])
 def test_tokens_are_the_same_from_another_node(
     daemon: Daemon, engines: Engines, tmp_path: Path, name: str
 ) -> None:
