@@ -15,8 +15,8 @@ CUDA_BACKEND = "hotkv_vllm.residency.cuda_backend.HotFlashBackend"
 
 
 def register() -> None:
-    """Puts hotkv's attention backends in place of vLLM's `CPU_ATTN` and `FLASH_ATTN`, and names the
-    connector; leaves what others have done alone."""
+    """Puts hotkv's attention backends in place of vLLM's `CPU_ATTN` and `FLASH_ATTN`, and registers
+    the connector's name. Backends replaced by another plugin stay as they are."""
     try:
         from hotkv_vllm.compat import checks, sparse_layers
 

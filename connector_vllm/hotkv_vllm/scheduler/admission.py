@@ -188,7 +188,7 @@ class Admission:
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Begins the request's load into its allocated blocks, or releases its lease if vLLM loads
-        nothing."""
+        no block."""
         self.written.allocated(request, blocks)
         self.others.admitted(request.request_id)
         self.room.admitted(request.request_id, blocks)
@@ -241,7 +241,8 @@ class Admission:
             self._adapters.ended(request.request_id)
 
     def _finish(self, request: Any, block_ids: Any, all_is_there: bool) -> None:
-        # If a hook raises from here on, its fallback finds the state and releases what it holds.
+        # If a hook raises after this line, its fallback finds the state and releases its lease and
+        # load.
         state, cache = self.states.get(request.request_id), self._sharing.cache
         if state is None or cache is None:
             self.states.pop(request.request_id, None)
