@@ -56,8 +56,8 @@ def counts_media(vllm_config: Any) -> bool:
     """Returns True if vLLM names images and other media by a counter of its process. Block hashes
     then do not cover their content.
 
-    Source: `BaseRenderer._process_mm_uuids` in vLLM 0.32: it does not hash media if neither of
-        vLLM's own caches needs the hash.
+    Source: `BaseRenderer._process_mm_uuids` in vLLM 0.32: it does not hash media if vLLM's own
+    caches don't need the hash.
     """
     media = vllm_config.model_config.multimodal_config
     return (

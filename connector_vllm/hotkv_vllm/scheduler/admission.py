@@ -251,7 +251,7 @@ class Admission:
             self.loads.cancel(request.request_id)
         finder = cache.finder
         # vLLM counts tokens as computed from the moment their load begins, which vLLM 0.33 may have
-        # postponed. Until the load has ended the blocks hold nothing to store.
+        # postponed. Until the load has ended the blocks must not be stored.
         is_computed = (
             state.hit.phase not in (Phase.LOADING, Phase.GRANTED)
             and request.request_id not in self.failed_loads
@@ -321,7 +321,7 @@ class Admission:
 
 class WrittenBlocks:
     """Collects the blocks that are about to be written for the first time since vLLM reallocated
-    them. What was known of such blocks is void, and stores that read them must end.
+    them. Everything noted about such blocks is void, and stores that read them must end.
 
     There are three sources. A step's prefill and decode appear in its schedule, and loads of this
     connector in its plan. Loads of another connector beside this one only appear when vLLM says

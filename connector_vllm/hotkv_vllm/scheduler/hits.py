@@ -164,9 +164,9 @@ class TableProbe:
         return np.arange(len(hashes)) < first + longest_prefix(ready_at, max(0, left))
 
 
-# ---------------------------------------------------------------------------- the blocks of one hit
+# ------------------------------------------------------------------------------ the blocks of a hit
 
-# Arithmetic over the blocks of one hit: which of them its lease has pinned, which to load into
+# Arithmetic over the blocks of a hit: which of them its lease has pinned, which to load into
 # which block, and which need not be stored afterwards. Pure.
 #
 # Always true: only blocks that the lease pins are loaded.
@@ -481,7 +481,7 @@ class HitFinder:
             answer.add_done_callback(lambda _: self._session.release(lease_id))
 
     def forget(self, state: RequestState, failed_too: bool = False) -> None:
-        """Drops what is known of the cache for a request, so that it is looked up anew. Releases
+        """Voids the answers about the cache for a request, so that it is looked up anew. Releases
         its lease, unless its load is under way.
 
         failed_too: also forget its failed loads.
