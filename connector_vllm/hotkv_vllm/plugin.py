@@ -1,8 +1,8 @@
 """Entry point `vllm.general_plugins`: vLLM calls `register` in every process, before it builds a
 model.
 
-Changes nothing for engines without `hotkv.sparse` (see `hotkv_vllm.sparse.backend` and
-`cuda_backend`), but for one thing: vLLM knows the connector by its name, which its MultiConnector
+Engines without `hotkv.sparse` run as before (see `hotkv_vllm.sparse.backend` and
+`cuda_backend`), except that vLLM knows the connector by its name, which its MultiConnector
 asks for (the connector's module registers the name too, as VLLM_PLUGINS may leave this plugin out).
 Never raises: an exception here would keep vLLM from starting.
 """

@@ -43,8 +43,8 @@ def writes_before_it_tells(vllm_config: Any, kv_cache_config: Any) -> bool:
     Then only the scheduler can revoke stores in time.
 
     Source: `GPUModelRunner.execute_model` of the V2 runner in vLLM 0.32: it zeroes new blocks,
-        copies blocks and moves recurrent states before `pre_forward` calls `handle_preemptions`.
-        The V1 runner calls it first.
+    copies blocks and moves recurrent states before `pre_forward` calls `handle_preemptions`. The V1
+    runner calls it first.
     """
     return bool(
         kv_cache_config.needs_kv_cache_zeroing

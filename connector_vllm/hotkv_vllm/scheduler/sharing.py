@@ -9,7 +9,7 @@ Always true:
 Scheduler thread only. Waits for the server only at the start and after the weights have changed.
 
 `Sharing` decides. It uses the parts above it: `WorkerLinks` (which workers have a session),
-`Joining` (a start whose handshakes come late), `agree` (what the ranks must agree on) and
+`Joining` (a start whose handshakes come late), `agree` (the ranks' agreement) and
 `Assembly` (the parts that work over one key space).
 """
 

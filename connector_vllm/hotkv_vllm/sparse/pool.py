@@ -65,7 +65,7 @@ class LayerShape:
         return bytes_per_block(name, self.block_tokens, self.kv_heads, self.head_size)
 
     def centre_of(self, name: str) -> F32 | None:
-        """Returns the centre in a format; summaries have none."""
+        """Returns the centre in a format; None for summaries."""
         return self.mu if token_scorer(name) else None
 
 

@@ -81,7 +81,7 @@ class RequestTrace:
         """Ends the request's span.
 
         hit_tokens: tokens that were to come from hotkv.
-        miss: why there were no more.
+        miss: why the hit was not longer.
         wait_s: how long the request waited for answers.
         """
         if self._loading is not None:

@@ -84,7 +84,7 @@ class IndexShape:
 
     @property
     def form(self) -> Format:
-        """The representation format."""
+        """Returns the representation format."""
         return formats.format_named(self.name)
 
     @property
@@ -131,7 +131,7 @@ class IndexShape:
 
 
 class Index:
-    """The pool of one layer.
+    """The pool of a layer.
 
     pool: uint8 [R, row_bytes].
     mu_HD: the centre; None: 0.

@@ -46,7 +46,7 @@ class Queries:
 
 
 class CudaSelector:
-    """One layer.
+    """A layer's step on CUDA; see the module.
 
     index: its representations.
     keys, values: its cache.

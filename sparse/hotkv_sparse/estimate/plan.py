@@ -27,7 +27,7 @@ HERE = "here"
 
 
 def refuse(name: str, value: object, fix: str) -> HotKVError:
-    """Returns the error for a field: its name, its value and what to write instead."""
+    """Returns the error for a field: its name, its value and the fix."""
     return HotKVError(Reason.INVALID_FIELD, f"{name} is {value!r}; {fix}")
 
 
@@ -156,7 +156,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """All parameters, as the model's card counts them."""
+        """Returns the number of all parameters, as the model's card counts them."""
         matrices = 1 if self.tied else 2
         layers = self.layers * self.layer_parameters
         return layers + matrices * self.embedding_parameters + self.hidden
@@ -166,8 +166,8 @@ class Model:
         return 2 * self.layers * self.kv_heads * self.head_size * element_bytes
 
 
-# From the config.json of each model on Hugging Face. The resulting parameter counts are those of
-# the models' cards (tests/sparse/test_estimate.py).
+# From the config.json of each model on Hugging Face. The resulting parameter counts equal the
+# counts of the models' cards (tests/sparse/test_estimate.py).
 MODELS: dict[str, Model] = {
     model.name: model
     for model in (
@@ -339,7 +339,7 @@ class Plan:
         """Returns the plan with some fields replaced, checked again."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
-    # ------------------------------------------------------------------------- counts of one layer
+    # --------------------------------------------------------------------------- counts of a layer
 
     @property
     def element_bytes(self) -> int:
@@ -375,7 +375,7 @@ class Plan:
         hot = max(math.ceil(self.hot_sets * self.budget_blocks), self.always_blocks)
         return min(hot, self.context_blocks)
 
-    # ----------------------------------------------------------------------- share of one device
+    # ------------------------------------------------------------------------- share of a device
 
     def sparse_layers(self, model: Model) -> int:
         """Returns the number of layers that select."""
@@ -387,11 +387,11 @@ class Plan:
         return max(1, model.kv_heads // self.tensor_parallel)
 
     def layer_token_bytes(self, model: Model) -> int:
-        """Returns the bytes of a token's keys and values in one layer, on one device."""
+        """Returns the bytes of a token's keys and values in a layer, on a device."""
         return 2 * self.rank_kv_heads(model) * model.head_size * self.element_bytes
 
     def block_representation_bytes(self, model: Model) -> int:
-        """Returns the bytes of a block's representations in all sparse layers, on one device."""
+        """Returns the bytes of a block's representations in all sparse layers, on a device."""
         names = [name for layer in range(model.layers) for name in self.sparse.scorers_of(layer)]
         heads = self.rank_kv_heads(model)
         return heads * sum(head_bytes(name, self.block_tokens, model.head_size) for name in names)
