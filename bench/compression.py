@@ -101,7 +101,7 @@ class Run:
         self.decoder = Codec(self.back, self.staged)
 
     def encode(self, rows: slice = slice(None)) -> Int64s:
-        """Bytes of the forms."""
+        """Returns the bytes of the forms."""
         columns = (self.begins, self.sizes, self.places, self.rooms)
         return self.encoder.encode(*(column[rows] for column in columns))
 
@@ -116,7 +116,8 @@ def _full(count: int, number: int) -> Int64s:
 
 
 def used_bytes(content: Codes, size: int) -> Int64s:
-    """Bytes of the form of each block, however many escapes it has. Checks that all come back."""
+    """Returns the bytes of the form of each block, however many escapes it has. Checks that all
+    come back."""
     run = Run(content, size, escapes_at(size // 2) + size // 2 * ESCAPE_BYTES)
     used = run.encode()
     assert (run.decode() == 1).all() and np.array_equal(run.back, content)
@@ -157,7 +158,7 @@ def float16_ratio(floats: NDArray[np.float32]) -> float:
 
 
 def speeds(content: Codes, size: int) -> dict[str, float]:
-    """Bytes of blocks a second, in billions, by key."""
+    """Returns the bytes of blocks a second, in billions, by key."""
     content = np.tile(content, -(-SPEED_BYTES // len(content)))
     run = Run(content, size, room_bytes(size))
     count, step = len(run.sizes), max(1, CALL_BYTES // size)

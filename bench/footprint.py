@@ -73,7 +73,7 @@ def start_large() -> tuple[float, float]:
 
 
 def import_once() -> float:
-    """Seconds to import the client in a fresh interpreter."""
+    """Returns the seconds to import the client in a fresh interpreter."""
     return float(
         subprocess.run(
             [sys.executable, "-c", IMPORT], check=True, capture_output=True, text=True

@@ -12,7 +12,7 @@ from hotkv_client.command.tables import human_bytes, table
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """Options that all benchmarks share."""
+    """Returns options that all benchmarks share."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--json", action="store_true", help="print one JSON object last")
     return options

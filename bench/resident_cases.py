@@ -47,7 +47,7 @@ class Model:
 
     @property
     def block_bytes(self) -> int:
-        """Keys and values of a block in all layers."""
+        """Returns the keys and values of a block in all layers."""
         return BLOCK_TOKENS * self.kv_token_bytes
 
     def prompt(self, seed: str, num_tokens: int) -> list[int]:
@@ -437,7 +437,7 @@ def settled(server: Server, quiet_s: float = 0.4, most_s: float = 20.0) -> None:
 
 
 def representation_bytes(model: Model, kv_heads: int, head_size: int) -> int:
-    """Bytes of a block's representations in all layers."""
+    """Returns the bytes of a block's representations in all layers."""
     from hotkv_sparse.formats import head_bytes
 
     return model.layers * kv_heads * head_bytes(REPRESENTATION, BLOCK_TOKENS, head_size)

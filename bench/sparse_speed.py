@@ -287,7 +287,7 @@ class Layer:
     def varied(
         random: np.random.Generator,
     ) -> Iterator[np.ndarray[tuple[int, int], np.dtype[np.float32]]]:
-        """Queries of successive steps."""
+        """Returns the queries of successive steps."""
         mean = random.standard_normal((QUERY_HEADS, HEAD_SIZE), np.float32)
         while True:
             own = random.standard_normal((QUERY_HEADS, HEAD_SIZE), np.float32)

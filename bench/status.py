@@ -83,7 +83,8 @@ def make_node(core: Any, folder: Path) -> Node:
 
 
 async def measure(node: Node, rounds: int) -> tuple[list[float], list[float], int, int]:
-    """Milliseconds of each answer on the loop, and of writing it; its bytes and its cells."""
+    """Returns the milliseconds of each answer on the loop, and of writing it; its bytes and its
+    cells."""
     while node.survey.latest(time.monotonic()) is None:
         await asyncio.sleep(0.05)
     read_ms, write_ms, text = [], [], b""
@@ -98,7 +99,7 @@ async def measure(node: Node, rounds: int) -> tuple[list[float], list[float], in
 
 
 def survey_steps_ms(node: Node) -> list[float]:
-    """Milliseconds of each step of a survey."""
+    """Returns the milliseconds of each step of a survey."""
     steps = []
     for walk in (inspect.census(node.core), inspect.arena_map(node.core, time.monotonic())):
         while True:

@@ -86,14 +86,15 @@ class Disk:
         self.seals = np.empty(0, np.uint64)
 
     async def write(self, size: int, seconds: float, *, is_busy: bool = False) -> float:
-        """Bytes a second of writes at random places. `is_busy`: the loop is, half of the time."""
+        """Returns the bytes a second of writes at random places. `is_busy`: the loop is, half of
+        the time."""
         if size != self.size:
             # Another size overwrites the old blocks.
             self.size, self.seals = size, np.zeros(FILE_BYTES // size, np.uint64)
         return await self._run(seconds, is_write=True, is_busy=is_busy)
 
     async def read(self, size: int, seconds: float, *, is_busy: bool = False) -> float:
-        """Bytes a second of reads of what was written."""
+        """Returns the bytes a second of reads of what was written."""
         assert size == self.size, "nothing of this size was written"
         return await self._run(seconds, is_write=False, is_busy=is_busy)
 
@@ -188,7 +189,7 @@ def fio(folder: Path, how: str, size: int) -> float:
 
 
 async def ratios(folder: Path, rounds: int) -> dict[str, float]:
-    """Medians of the tier over fio, by key."""
+    """Returns medians of the tier over fio, by key."""
     disk = Disk(folder / "tier")
     found: dict[str, list[float]] = {}
     fio(folder, "randwrite", MIB)
@@ -241,7 +242,7 @@ def hashes(first: int, count: int) -> Words:
 
 
 def restart(folder: Path, num_bytes: int) -> float:
-    """Seconds from the records of a full tier to a space that answers."""
+    """Returns the seconds from the records of a full tier to a space that answers."""
     size, count = SIZES["64k"], num_bytes // SIZES["64k"]
     group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (size,))
     key_space = KeySpace("bench", "bench", "bfloat16", (group,), 16)

@@ -249,7 +249,7 @@ class Context:
         )
 
     def pulled(self) -> int:
-        """Pages that came out of the arena so far."""
+        """Returns the pages that came out of the arena so far."""
         return int(self.device.read(self.work.faults)[2])
 
     def check(self) -> int:

@@ -63,7 +63,7 @@ class FirstBytes:
             return int(self._engine.memory[block * PAGE_BYTES].item())
 
     def of_load(self, lease: str, sources: np.ndarray, ids: np.ndarray) -> tuple[float, float]:
-        """Seconds from submission to the first byte, and to the answer."""
+        """Returns the seconds from submission to the first byte, and to the answer."""
         engine = self._engine
         block, end_s = int(ids[0]), time.monotonic() + DEADLINE_S
         engine.memory[block * PAGE_BYTES] = 255 - self.read(int(sources[0]))

@@ -38,7 +38,7 @@ class HostPages:
         self._arena.close()
 
     def parts(self, model: DummyModel) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [H, T, D]."""
+        """Returns the keys and values [H, T, D]."""
         held = torch.from_numpy(self.pages.view(np.float16)).to(model.device)
         paged = held.view(-1, self.shape.kv_heads, BLOCK_TOKENS, 2, self.shape.head_size)
         keys, values = (

@@ -125,7 +125,7 @@ class Builder:
 
 
 def step_us(kernels: Some, model: ModelShape, num_tokens: int, config: SparseConfig) -> float:
-    """Microseconds a layer of whole selection steps whose queries stay."""
+    """Returns the microseconds a layer of whole selection steps whose queries stay."""
     pages = random_pages(num_tokens // BLOCK_TOKENS, page_bytes_of(model))
     arena = registered(pages)
     layers = min(STEP_LAYERS, model.layers)
@@ -168,7 +168,7 @@ def measure(
 def figures_of(
     clock: Clock, layers: dict[str, Layer], builder: Builder, copy_bytes: int, prefill_us: float
 ) -> list[Figure]:
-    """Ratios with their targets, then the times behind them."""
+    """Returns ratios with their targets, then the times behind them."""
     copy_rate, figures = 2 * copy_bytes / clock.median_ms("copy"), []
     for scorer, layer in layers.items():
         share = layer.index_bytes / clock.median_ms(f"score {scorer}") / copy_rate

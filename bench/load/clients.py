@@ -45,7 +45,7 @@ CALL_TIMEOUT_S = 10.0
 
 
 def universe() -> list[bytes]:
-    """Hashes of all blocks; the same in every process."""
+    """Returns the hashes of all blocks; the same in every process."""
     return [random.Random(number).randbytes(32) for number in range(UNIVERSE_BLOCKS)]
 
 

@@ -52,7 +52,7 @@ U8 = npt.NDArray[np.uint8]
 
 
 def open_slots(context_tokens: int, block_tokens: int) -> int:
-    """Tokens that the last block of a context could still take."""
+    """Returns the tokens that the last block of a context could still take."""
     return -context_tokens % block_tokens
 
 
@@ -99,7 +99,7 @@ class Pages:
         )
 
     def keys(self, layer: int, variant: int, blocks: I32, block_tokens: int) -> torch.Tensor:
-        """Keys [H, len(blocks) * T, D] of blocks."""
+        """Returns the keys [H, len(blocks) * T, D] of blocks."""
         return self._gather(
             self._keys[layer], self.rows(variant, blocks, block_tokens), block_tokens
         )

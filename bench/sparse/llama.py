@@ -120,7 +120,7 @@ class Llama:
     def queries_keys_values(
         self, layer: int, x_SE: torch.Tensor, positions_S: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [S, Q, D] and keys [S, H, D] after RoPE, values [S, H, D]."""
+        """Returns the queries [S, Q, D] and keys [S, H, D] after RoPE, values [S, H, D]."""
         normed = self._norm(x_SE, self._weight(layer, "input_layernorm"))
         query, key, value = (
             functional.linear(normed, self._weight(layer, f"self_attn.{name}_proj")).unflatten(
@@ -270,7 +270,7 @@ class Own:
 
     @staticmethod
     def of(dense: Dense) -> "Own":
-        """Statistics of a dense pass."""
+        """Returns statistics of a dense pass."""
         num_tokens = dense.keys_LHSD[0].shape[1]
         return Own(
             _centres(dense, dense.moments_L, num_tokens),

@@ -180,7 +180,7 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all handles."""
+        """Returns the bytes of all handles."""
         return sum(handle.num_bytes for handle in self.handles)
 
     def covers(self, group_index: int) -> bool:

@@ -411,7 +411,7 @@ class DevicePool:
         return range(0) if spec is None else spec.gap(hit_tokens)
 
     def hot_blocks(self, request_id: str) -> tuple[int, ...]:
-        """Ids of the request's hot slots."""
+        """Returns the ids of the request's hot slots."""
         return () if self._manager is None else self._manager.hot_ids.get(request_id, ())
 
     def has_blocks(self, request_id: str) -> bool:

@@ -89,8 +89,8 @@ class Recorder:
         self.num_tokens += num_tokens
 
     def take(self) -> tuple[F32, F32, list[int]]:
-        """Keys float32 [S, H, D] and queries float32 [N, Q, D] of the context, and the queries'
-        positions; the recorder is empty then."""
+        """Returns the keys float32 [S, H, D] and queries float32 [N, Q, D] of the context, and the
+        queries' positions; the recorder is empty then."""
         keys: F32 = torch.cat(self.keys).float().numpy()
         queries: F32 = torch.stack(self.queries).numpy()
         positions = self.positions
@@ -216,8 +216,8 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def calibrate(model: str, texts: Mapping[str, str], num_tokens: int, **engine: Any) -> Centres:
-    """Centres of a model from texts by name; ValueError or HotKVError (INVALID_FIELD) if that is
-    not possible. Blocks for minutes."""
+    """Returns the centres of a model from texts by name; ValueError or HotKVError (INVALID_FIELD)
+    if that is not possible. Blocks for minutes."""
     from vllm import LLM, SamplingParams
 
     settings = {

@@ -184,7 +184,7 @@ class HostPages(Protocol):
     """Pages by layer and host block. One thread at a time."""
 
     def read(self, layer_idx: int, blocks: I32) -> U8:
-        """Pages uint8 [n, page bytes] of blocks that are stored."""
+        """Returns the pages uint8 [n, page bytes] of blocks that are stored."""
         ...
 
     def load(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
@@ -617,7 +617,7 @@ class SparseOffloadingHandler:
         return exact_log_mass(query, keys_RHD[: len(keys_RHD) - excess])
 
     def _host_keys(self, layer_idx: int, blocks: I32) -> F32:
-        """Keys of host blocks; waits for copies that write them."""
+        """Returns the keys of host blocks; waits for copies that write them."""
         wait_futures(
             [
                 job

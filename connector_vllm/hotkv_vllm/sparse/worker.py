@@ -321,7 +321,7 @@ class SparseWorker:
         return self._request_of.get(written_block) if num_queries == 1 else None
 
     def _select(self, layer: SparseLayer, row: SparseRow, query_QD: F32) -> I32:
-        """Blocks of the row's context to attend to, ascending positions."""
+        """Returns the blocks of the row's context to attend to, ascending positions."""
         block_tokens = layer.shape.block_tokens
         budget = self._config.budget_blocks(row.context_tokens, block_tokens)
         if budget >= len(row.blocks_C):

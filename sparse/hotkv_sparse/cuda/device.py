@@ -45,7 +45,7 @@ class Array(Protocol):
 
     @property
     def shape(self) -> Sequence[int]:
-        """Elements along each axis."""
+        """Returns the elements along each axis."""
 
 
 Argument = Array | Scalar | int | None

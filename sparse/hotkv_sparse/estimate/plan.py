@@ -143,7 +143,8 @@ class Model:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of a layer: four projections, their biases, a gated MLP, two norms."""
+        """Returns the parameters of a layer: four projections, their biases, a gated MLP, two
+        norms."""
         queries, keys = self.query_heads * self.head_size, self.kv_heads * self.head_size
         projections = 2 * self.hidden * queries + 2 * self.hidden * keys
         biases = queries + 2 * keys if self.qkv_bias else 0
@@ -151,7 +152,7 @@ class Model:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embedding. The output matrix has the same number."""
+        """Returns the parameters of the embedding. The output matrix has the same number."""
         return self.vocab * self.hidden
 
     @property
@@ -343,32 +344,32 @@ class Plan:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a number in keys and values."""
+        """Returns the bytes of a number in keys and values."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of a parameter."""
+        """Returns the bytes of a parameter."""
         return (self.weight_bits or 8 * self.element_bytes) / 8
 
     @property
     def context_blocks(self) -> int:
-        """Blocks of a request's context."""
+        """Returns the blocks of a request's context."""
         return -(-self.tokens // self.block_tokens)
 
     @property
     def always_blocks(self) -> int:
-        """Blocks of sinks, recent window and partial block."""
+        """Returns the blocks of sinks, recent window and partial block."""
         return min(self.sparse.max_always_blocks(self.block_tokens), self.context_blocks)
 
     @property
     def budget_blocks(self) -> int:
-        """Blocks that a step chooses, K, including the always kept blocks."""
+        """Returns the blocks that a step chooses, K, including the always kept blocks."""
         return self.sparse.budget_blocks(self.tokens, self.block_tokens)
 
     @property
     def hot_blocks(self) -> int:
-        """Blocks that a request has on the device and attends to: the hot set.
+        """Returns the blocks that a request has on the device and attends to: the hot set.
 
         It includes the always kept blocks and is at most the context.
         """
