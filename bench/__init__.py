@@ -1,1 +1,1 @@
-"""Benchmarks: each prints a table, and with `--json` one JSON object last."""
+"""Benchmarks. Each prints a table; with `--json` the last line is a JSON object."""

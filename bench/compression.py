@@ -1,14 +1,17 @@
-"""What exact compression of keys and values saves, and how fast one core is.
+"""Measures exact compression of keys and values: bytes saved, and the speed of a core.
 
-Keys and values are SmolLM2's, of texts that lie about on the system, computed in float32 and
-rounded to bfloat16. Prints a table; `--json` prints one JSON object last: `compress_ratio` (bytes
-of blocks of 16 tokens over those of their encoded forms), `compress_stored_ratio` (over the rooms
-that the forms are stored in), `compress_keys_ratio`, `compress_values_ratio` and
-`compress_worst_layer_ratio` (of single layers); `compress_encode_gb_s`, `compress_decode_gb_s` and
-`compress_copy_gb_s` (bytes of blocks a second of one thread, over blocks larger than all caches;
-the best of rounds in which the three take turns). What other types would gain, in memory that is
-not rounded up: `compress_float32_ratio` (the same 4 bits instead of 8), `compress_float16_ratio` (3
-bits instead of 5).
+Keys and values are SmolLM2's, of texts found on the system, computed in float32 and rounded to
+bfloat16. Prints a table; `--json` prints one JSON object last:
+
+- `compress_ratio`: bytes of blocks of 16 tokens over bytes of their encoded forms.
+- `compress_stored_ratio`: the same, with the forms rounded up to the rooms in which they are
+  stored.
+- `compress_keys_ratio`, `compress_values_ratio`; `compress_worst_layer_ratio`, over single layers.
+- `compress_encode_gb_s`, `compress_decode_gb_s`, `compress_copy_gb_s`: bytes of blocks per second
+  of a thread, over blocks larger than all caches; the best of several rounds in which the three
+  take turns.
+- `compress_float32_ratio` (the same 4 bits instead of 8), `compress_float16_ratio` (3 bits instead
+  of 5): the gain for other types, without rounding up.
 """
 
 import sys
@@ -87,7 +90,7 @@ def blocks_of(floats: NDArray[np.float32]) -> tuple[Codes, int]:
 
 
 class Run:
-    """Blocks of one size, one after the other, and a room for each."""
+    """Blocks of equal size in sequence, and a room for each."""
 
     def __init__(self, content: Codes, size: int, room: int) -> None:
         self.content, self.room, count = content, room, len(content) // size
@@ -98,7 +101,7 @@ class Run:
         self.decoder = Codec(self.back, self.staged)
 
     def encode(self, rows: slice = slice(None)) -> Int64s:
-        """Bytes of the forms."""
+        """Returns the bytes of the forms."""
         columns = (self.begins, self.sizes, self.places, self.rooms)
         return self.encoder.encode(*(column[rows] for column in columns))
 
@@ -113,7 +116,8 @@ def _full(count: int, number: int) -> Int64s:
 
 
 def used_bytes(content: Codes, size: int) -> Int64s:
-    """Bytes of the form of each block, however many escapes it has. Checks that all come back."""
+    """Returns the bytes of the form of each block, however many escapes it has. Checks that all
+    come back."""
     run = Run(content, size, escapes_at(size // 2) + size // 2 * ESCAPE_BYTES)
     used = run.encode()
     assert (run.decode() == 1).all() and np.array_equal(run.back, content)
@@ -154,7 +158,7 @@ def float16_ratio(floats: NDArray[np.float32]) -> float:
 
 
 def speeds(content: Codes, size: int) -> dict[str, float]:
-    """Bytes of blocks a second, in billions, by key."""
+    """Returns the bytes of blocks a second, in billions, by key."""
     content = np.tile(content, -(-SPEED_BYTES // len(content)))
     run = Run(content, size, room_bytes(size))
     count, step = len(run.sizes), max(1, CALL_BYTES // size)

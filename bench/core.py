@@ -1,13 +1,16 @@
-"""The core alone: what a long prompt costs it, what a block of its index weighs, how cost grows
-with the blocks it holds.
+"""Measures the core alone: the cost of a long prompt, the memory of a block in its index, and the
+growth of cost with the number of blocks.
 
-A prompt is looked up, reserved, committed and used: 1024 blocks that a full cache has not, so each
-evicts another. Blocks are slots of 4 KiB; the arena is only counted, no memory is mapped for it.
-Caches of all sizes take turns. `--json` prints one JSON object last: `prompt_1024_ms` (a million
-blocks), `bytes_per_block_10m` (growth of the process's resident memory from empty to full, before
-there are ghosts), `cost_growth` (time a block at the largest size over that at the smallest),
-`longest_hold_ms` (the longest time for which any operation on the largest cache keeps others from
-the event loop, in processor time, see `bench.holds`; `--holds` measures nothing else).
+A prompt is looked up, reserved, committed and used: 1024 blocks that a full cache does not have, so
+each evicts another. Blocks are slots of 4 KiB; the arena is only counted, no memory is mapped for
+it. Caches of all sizes take turns. `--json` prints one JSON object last:
+
+- `prompt_1024_ms`: a million blocks.
+- `bytes_per_block_10m`: growth of the process's resident memory from empty to full, before there
+  are ghosts.
+- `cost_growth`: time per block at the largest size over the time at the smallest.
+- `longest_hold_ms`: the longest time, in processor time, for which any operation on the largest
+  cache blocks the event loop (see `bench.holds`). `--holds` measures only this.
 """
 
 import sys
@@ -52,7 +55,7 @@ def resident_bytes() -> int:
 
 @dataclass
 class Bench:
-    """A full cache of one size, and what prompts cost it: seconds per part."""
+    """A full cache of a given size, and the cost of prompts: seconds per part."""
 
     num_blocks: int
     policy: str
@@ -78,11 +81,11 @@ class Bench:
         self.bytes_per_block = (resident_bytes() - before_bytes) / self.num_blocks
 
     def new_hashes(self, count: int) -> Words:
-        """Words [count, 8] of hashes that nobody has."""
+        """Returns words [count, 8] of new random hashes."""
         return self.random.integers(0, 1 << 32, (count, 8), np.uint32)
 
     def serve(self, hashes: Words, *, measure: bool = True) -> None:
-        """Looks up, reserves, commits and uses one prompt."""
+        """Looks up, reserves, commits and uses a prompt."""
         core, session = self.core, self.session
         self.now_s += STEP_S
         times_s = [time.perf_counter()]
@@ -102,7 +105,7 @@ class Bench:
                 self.costs_s[part].append(cost_s)
 
     def prompt_ms(self, part: str = "") -> float:
-        """Returns the median cost of a prompt, or of one part of it."""
+        """Returns the median cost of a prompt, or of a part of it."""
         costs_s = (
             self.costs_s[part]
             if part
@@ -147,7 +150,7 @@ def main() -> int:
         held = {"longest_hold_ms": print_holds(bench)}
         print_figures(held, BOUNDS, as_json=options.json, beside={"policy": options.policy})
         return 0
-    # The largest first: memory that the smaller ones leave free must not count as theirs.
+    # The largest first: memory freed by smaller caches must not count as theirs.
     benches = {size: Bench(size, options.policy) for size in sorted(SIZES, reverse=True)}
     for bench in benches.values():
         for _ in range(options.rounds // 10):

@@ -1,14 +1,18 @@
 """End to end: SmolLM2 on vLLM's CPU build, prompts of 4k tokens, three engines that take turns.
 
-`miss` has the connector and sees new prompts only; `plain` is vLLM without it, on as many new
-prompts; `warm` has the connector and sees what `miss` has just computed; `apc` is `plain` again, on
-the prompt that it has just computed, which is in its own prefix cache. Order alternates, every
-prompt is new, medians are taken.
+Every prompt is new, the order alternates, and medians are taken. The cases:
 
-Prints a table; `--json` prints one JSON object last: `warm_over_cold` (time to first token, `warm`
-over `miss`), `warm_over_apc` (the same over `apc`), `hook_share` (time in the connector's hooks
-over time of engine steps, in `miss`), `miss_overhead` (whole request, `miss` over `plain`: median
-of the ratios of neighbours).
+- `miss`: an engine with the connector, on new prompts.
+- `plain`: an engine without the connector, on as many new prompts.
+- `warm`: an engine with the connector, on the prompt that `miss` has just computed.
+- `apc`: `plain` again, on the prompt that it has just computed, which is in its own prefix cache.
+
+Prints a table; `--json` prints one JSON object last:
+
+- `warm_over_cold`: time to first token, `warm` over `miss`.
+- `warm_over_apc`: time to first token, `warm` over `apc`.
+- `hook_share`: time in the connector's hooks over time of engine steps, in `miss`.
+- `miss_overhead`: whole request, `miss` over `plain`: median of the ratios of neighbours.
 """
 
 import contextlib
@@ -39,7 +43,7 @@ SETTLE_S = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One turn of each engine."""
+    """A turn of each engine."""
 
     miss: Answer
     plain: Answer
@@ -48,8 +52,8 @@ class Round:
 
 
 def hook_share(path: Path) -> float:
-    """Seconds in hooks, of scheduler and worker together, over seconds of engine steps, as the
-    connector wrote them when it ended."""
+    """Returns the seconds in hooks, of scheduler and worker together, over seconds of engine steps,
+    as the connector wrote them when it ended."""
     timing = json.loads(path.read_text())
     if len(timing["sides"]) < 2:
         raise RuntimeError(f"{path.name} has figures of {sorted(timing['sides'])} only")
@@ -64,7 +68,7 @@ def alone(engine: Engine, tokens: list[int]) -> Answer:
 
 
 def measure(model: Path, num_rounds: int) -> tuple[list[Round], float]:
-    """Rounds, and the share of hooks in `miss`."""
+    """Returns rounds, and the share of hooks in `miss`."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(ARENA_BYTES))
         folder = server.log.parent

@@ -1,11 +1,15 @@
-"""Cost of a server and a client before they do anything.
+"""Measures the cost of a server and a client before they do any work.
 
-Prints a table; `--json` prints one JSON object last: `ready_s_1gib` and `ready_s_8gib` (start of
-the process to the health service's "serving", an arena of that size that is not there yet;
-`ready_s` is the former), `populate_gib_s` (pace at which the 8 GiB get memory after that, as the
-admin API says), `idle_rss_mb` (resident memory in MB, 10^6 bytes, without the arena's pages),
-`import_s` (import of `hotkv_client`), `base_dependencies`. One start before the measured ones fills
-the kernel cache.
+Prints a table; `--json` prints one JSON object last:
+
+- `ready_s_1gib`, `ready_s_8gib`: from the start of the process to the health service's "serving",
+  with a new arena of that size. `ready_s` is `ready_s_1gib`.
+- `populate_gib_s`: pace at which the 8 GiB get memory afterwards, according to the admin API.
+- `idle_rss_mb`: resident memory in MB, 10^6 bytes, without the arena's pages.
+- `import_s`: import of `hotkv_client`.
+- `base_dependencies`.
+
+A start before the measured starts fills the kernel cache.
 """
 
 import importlib.metadata
@@ -69,7 +73,7 @@ def start_large() -> tuple[float, float]:
 
 
 def import_once() -> float:
-    """Seconds to import the client in a fresh interpreter."""
+    """Returns the seconds to import the client in a fresh interpreter."""
     return float(
         subprocess.run(
             [sys.executable, "-c", IMPORT], check=True, capture_output=True, text=True

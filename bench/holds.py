@@ -1,11 +1,10 @@
 """How long each operation on a large cache holds the event loop: the longest time between two
-points at which others are served.
+points at which other calls are served.
 
-`operations` goes over a full core of `bench.core`. Each operation is what the runtime does for one
-call, at the largest size that a call may have, or in the background; work done in parts counts part
-by part, as `node.event_loop` takes them. Processor time is what counts, because on a machine that
-does other things the clock measures those; a part is kept from the event loop for as long on an
-idle one.
+`operations` works on a full core of `bench.core`. Each operation is the runtime's work for a call,
+at the largest size that a call may have, or in the background. An operation that runs in parts
+counts part by part, as `node.event_loop` takes them. Figures are in processor time, because the
+wall clock includes the machine's other work; on an idle machine both are equal.
 """
 
 import asyncio
@@ -35,7 +34,7 @@ from hotkv_server.startup.process import SWITCH_INTERVAL_S
 
 FLUSHED_BLOCKS = 1 << 18
 MAX_TENSORS = 4096
-"""About as many as a message may have parts for."""
+"""About the most tensors for which a message has room."""
 LEASES = 16
 SMALL_STORE_BLOCKS = 64
 KEPT = Retention(pin=True, ttl_s=50.0)
@@ -43,8 +42,12 @@ KEPT = Retention(pin=True, ttl_s=50.0)
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """One operation: processor time of its longest part, and the clock's; all of its parts together
-    by the clock, how many they were."""
+    """An operation.
+
+    longest_cpu_s, longest_s: processor time and wall time of its longest part.
+    total_s: wall time of all its parts.
+    num_parts: number of parts.
+    """
 
     name: str
     longest_cpu_s: float
@@ -94,7 +97,7 @@ class Holds:
         )
 
     def open(self, name: str, slot_bytes: int) -> tuple[int, int]:
-        """Returns a session of a key space of its own: their numbers."""
+        """Opens a session of a new key space. Returns the numbers of both."""
         groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (slot_bytes,)),)
         record = self.core.open_session(
             name, "tool", KeySpace("bench", name, "bfloat16", groups, 16), self.now_s
@@ -116,7 +119,7 @@ class Holds:
         self.once(f"{name}: events", lambda: removed_events(self.core.take_effects(), 0))
 
     def fill(self, session: int, num_blocks: int) -> Words:
-        """Stores blocks, and measures nothing; their hashes."""
+        """Stores blocks without measuring. Returns their hashes."""
         kept, hashes = len(self.rows), self.new_hashes(num_blocks)
         for start in range(0, num_blocks, MAX_STORED_BLOCKS):
             self.store("", session, np.ascontiguousarray(hashes[start : start + MAX_STORED_BLOCKS]))
@@ -132,8 +135,8 @@ class Holds:
 def operations(
     core: CacheCore, session: int, now_s: float, new_hashes: Callable[[int], Words]
 ) -> list[Hold]:
-    """Runs all operations, one after the other, over a core whose slots of SLOT_ALIGN bytes are all
-    in use; it is empty afterwards."""
+    """Runs all operations in sequence, over a core whose slots of SLOT_ALIGN bytes are all in use.
+    The core is empty afterwards."""
     holds = Holds(core, session, now_s, new_hashes)
     hashes = holds.fill(session, MAX_BLOCKS_PER_CALL)
     _reads(holds, hashes)
@@ -232,10 +235,11 @@ def _flushes(holds: Holds) -> None:
 
 
 def _layouts(holds: Holds) -> None:
-    """Layouts are checked in a thread: the event loop waits for the GIL at most.
+    """Measures the check of layouts, which runs in a thread: it can delay the event loop only by
+    the GIL.
 
-    The least of three counts: a thread that loses the processor to another process keeps the lock
-    meanwhile.
+    Takes the least of three runs: a thread that loses the processor to another process holds the
+    lock during that time.
     """
     tensors = tuple(
         PageTensor(0, "kv", at * SLOT_ALIGN, MAX_TENSORS * SLOT_ALIGN, 64, at * 64)

@@ -1,10 +1,9 @@
-"""How long a lookup takes: through the shared table, on the session stream, as a unary call.
+"""Measures the time of a lookup: through the shared table, on the session stream, as a unary call.
 `python -m bench.lookup [--json]`.
 
 A running server holds a million ready blocks of 4 KiB. Its table is read cold: before each
-measurement the caches are filled with other data, then the code (not the table) is warmed again by
-a lookup of hashes that nobody has. Variants are interleaved, every figure starts from
-`list[bytes]`.
+measurement the caches are filled with other data. Then the code, but not the table, is warmed again
+by a lookup of unknown hashes. Variants are interleaved; every figure starts from `list[bytes]`.
 """
 
 import sys
@@ -22,13 +21,13 @@ from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc
 COUNTS = (64, 1024, 8192, 65536)
 BLOCKS = 1_000_000
 CODE_WARMERS = 8
-"""Lookups of 32 unknown hashes before each measured one, so that code on both sides is as warm as
-in a server at work."""
+"""Lookups of 32 unknown hashes before each measured lookup, so that code on both sides is as warm
+as in a busy server."""
 ROUNDS = {64: 200, 1024: 200, 8192: 60, 65536: 15}
 
 
 class ColdPicks:
-    """Hash lists in random order out of a pool; taking one pushes the table out of the caches."""
+    """Hash lists in random order out of a pool. Each pick pushes the table out of the caches."""
 
     def __init__(self, pool: list[bytes], seed: int) -> None:
         self._pool = pool

@@ -1,21 +1,24 @@
-"""Conversations of several turns on one vLLM engine, with each cache that there is: SmolLM2 on
-vLLM's CPU build, conversations of the shape of vLLM's `benchmarks/multi_turn`.
+"""Conversations of several turns on a vLLM engine, with each available cache: SmolLM2 on vLLM's CPU
+build, conversations with the shape of vLLM's `benchmarks/multi_turn`.
 
-`large`: the KV of all conversations is LARGER times what the device's cache holds, and clients go
-round them, so that a turn comes back when others have filled the device. `fits`: the device holds
-everything. Variants take turns, each with conversations of its own round:
+In the case `large`, the KV of all conversations is LARGER times the size of the device's cache, and
+clients cycle through them. So when a conversation continues, other conversations have filled the
+device. In the case `fits`, the device holds everything. Variants take turns; each gets new
+conversations in each round:
 
 - `none`: no cache at all. `vllm`: vLLM's own prefix cache. `offload`: vLLM's CPU offloading.
 - `roomy`, in `large`: vLLM's own prefix cache on a device that holds everything. No cache beside
   the device can do better.
-- `hotkv`. `lmcache`: its server, in `large`, with `--lmcache PYTHON`, an interpreter that has vLLM
-  and LMCache 0.5.6 in an environment of its own.
+- `hotkv`. `lmcache`: its server, in `large`, with `--lmcache PYTHON`, an interpreter with vLLM and
+  LMCache 0.5.6 in a separate environment.
 
-Prints a table; `--json` prints one JSON object last. By case and variant: `..._turns_per_s`
-(median of rounds), `..._ttft_p50_s`, `..._ttft_p90_s`, `..._hit_share` (of prompt tokens);
-`large_hotkv_over_vllm`, `large_roomy_over_vllm`, `large_hotkv_over_lmcache` and
-`fits_hotkv_over_vllm` (turns per second, median of the rounds' ratios); `left_out`: variants that
-do not run here, and why.
+Prints a table; `--json` prints one JSON object last:
+
+- By case and variant: `..._turns_per_s` (median of rounds), `..._ttft_p50_s`, `..._ttft_p90_s`,
+  `..._hit_share` (of prompt tokens).
+- `large_hotkv_over_vllm`, `large_roomy_over_vllm`, `large_hotkv_over_lmcache` and
+  `fits_hotkv_over_vllm`: turns per second, median of the rounds' ratios.
+- `left_out`: variants that do not run here, and why.
 """
 
 import contextlib
@@ -106,7 +109,7 @@ class Case:
 
 @dataclass(slots=True)
 class Results:
-    """Of one variant in one case, a value for each round."""
+    """Results of a variant in a case, a value for each round."""
 
     turns_per_s: list[float] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
@@ -165,15 +168,14 @@ def measure(
 
 
 def first_error(log: Path) -> str:
-    """Returns why an engine did not start: vLLM names the cause first, and then what follows from
-    it."""
+    """Returns why an engine did not start. vLLM logs the cause first, and then its consequences."""
     found = re.search(r"\w*Error: .*", log.read_text(errors="replace"))
     return found[0] if found else "it ended"
 
 
 def hold(engine: Engine, case: Case, name: str, num_tokens: int) -> dict[str, Any]:
-    """Holds one round of conversations. The same name has the same conversations; another has none
-    of them, since one server has all that were held."""
+    """Holds a round of conversations. Equal names give equal conversations; different names share
+    none, because the server still has all earlier conversations."""
     some = conversations(f"{case.name} {name}", num_tokens, case.shape)
     return engine.ask({"conversations": as_json(some), "clients": CLIENTS})
 

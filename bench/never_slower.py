@@ -1,14 +1,19 @@
-"""Requests beside a server that becomes slow: SmolLM2 on vLLM's CPU build, one engine with hotkv
-and one without, which answer the same prompt in turns; before each, their own caches are emptied.
+"""Requests beside a server that becomes slow: SmolLM2 on vLLM's CPU build, an engine with hotkv and
+an engine without, which answer the same prompt in turns. Before each request the engine's own cache
+is emptied.
 
-The server copies and answers as it does (`well`), then each copy takes `--times` as long and each
-lookup and lease 50 ms more (`slow`), then it is well again. Where prefill is slow, hits may win at
-200 times, too; a larger number shows what happens when they lose.
+The server first runs normally (`well`). Then each copy takes `--times` as long and each lookup and
+lease 50 ms more (`slow`). Then it is well again. If prefill is slow, hits may win even at 200
+times; a larger number shows the behaviour when they lose.
 
-Prints a table; `--json` prints one JSON object last: `slow_over_plain` (seconds of all requests
-while the server is slow, but for the first FEW, over those without hotkv), `slow_worst` (the same
-of the slowest request), `well_over_plain`, `found_slow_after` and `found_well_after` (requests
-until the first that is left, or hits again).
+Prints a table; `--json` prints one JSON object last:
+
+- `slow_over_plain`: seconds of all requests while the server is slow, without the first FEW, over
+  the seconds without hotkv.
+- `slow_worst`: the same ratio for the slowest request.
+- `well_over_plain`: the same ratio while the server is well.
+- `found_slow_after`, `found_well_after`: requests until the first hit that is left, or that is
+  taken again.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What all benchmarks print: a table, and with `--json` one JSON object as the last line."""
+"""The output of all benchmarks: a table, and with `--json` a JSON object as the last line."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from hotkv_client.command.tables import human_bytes, table
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """Options that all benchmarks share."""
+    """Returns options that all benchmarks share."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--json", action="store_true", help="print one JSON object last")
     return options
@@ -30,7 +30,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def say(what: str) -> None:
-    """Tells people how far a benchmark is."""
+    """Logs the progress of a benchmark to standard error."""
     print(f"[{time.strftime('%H:%M:%S')}] {what}", file=sys.stderr, flush=True)
 
 
@@ -98,8 +98,8 @@ def print_figures(
     as_json: bool = False,
     beside: Mapping[str, object] | None = None,
 ) -> None:
-    """Prints a row for each figure, with its bound and whether it misses that; then the figures and
-    what is `beside` them, if they are asked for."""
+    """Prints a row for each figure, with its bound and whether the figure misses the bound. With
+    `as_json`, prints the figures and `beside` as JSON."""
     rows = []
     for name, value in figures.items():
         bound, is_number = bounds.get(name), isinstance(value, int | float)

@@ -121,7 +121,7 @@ LONG_TOKENS, LONG_POOL = 131072, 6144
 
 
 def run(sizes: Sizes, chosen: Sequence[str], folder: Path) -> Found:
-    """Runs all cases, one after the other."""
+    """Runs all cases in sequence."""
     found = Found([], {}, [], [])
 
     def timed(shape: Shape, context: int, rounds: int) -> None:
@@ -199,7 +199,7 @@ def middle(rounds: Sequence[Round], name: str) -> float:
 
 
 def figures(found: Found) -> dict[str, float]:
-    """Returns what was measured, by the names of the module."""
+    """Returns the measured figures, under the names in the module's docstring."""
     named: dict[str, float] = {}
     if found.exact:
         named["tokens_equal"] = min(one.tokens_equal for one in found.exact)
@@ -232,13 +232,14 @@ RATIOS = {
     "prefill_over_sparse": ("resident_prefill_s", "sparse_prefill_s"),
     "hit_first_token_share": ("hit_first_s", "resident_prefill_s"),
 }
-"""Figures of a round, one over the other."""
+"""Figures of a round: numerator and denominator."""
 OF_THE_LLAMA = ("step_over_dense_32k", "hit_")
 """Figures that are asked for at 32k; SmolLM2 gives the others, if it was run."""
 
 
 def suffixes(model: str, name: str, models: Sequence[str]) -> list[str]:
-    """Returns what follows a figure's name: nothing for the model that stands for it."""
+    """Returns the suffixes of a figure's name: the model's label, and an empty suffix for the model
+    that represents the figure."""
     label = "_" + model.replace(" ", "_")
     wanted = "llama" if name.startswith(OF_THE_LLAMA) else "smollm2"
     stands = model.startswith(wanted) or not any(one.startswith(wanted) for one in models)
@@ -246,7 +247,7 @@ def suffixes(model: str, name: str, models: Sequence[str]) -> list[str]:
 
 
 def of_rounds(shape: Shape, rounds: Sequence[Round]) -> dict[str, float]:
-    """Figures of one model and context."""
+    """Returns the figures of a model and context."""
     model, first = shape.model, rounds[0]
     whole = first.hit_tokens * model.kv_token_bytes
     heads = (3, 64) if model.name == "smollm2" else (2, 32)
@@ -276,8 +277,9 @@ def of_rounds(shape: Shape, rounds: Sequence[Round]) -> dict[str, float]:
 
 
 def built_of_hit(one: Round, num_layers: int) -> float:
-    """Representations, one a layer, that were built of the blocks of a hit: of all that were built,
-    those that the rest of the prompt and the answer did not complete. The last token has no KV."""
+    """Returns how many representations, per layer and block, were built for the blocks of a hit:
+    all that were built, minus the blocks that the rest of the prompt and the answer completed. The
+    last token has no KV."""
     complete = (one.context_tokens - 1) // BLOCK_TOKENS - one.hit_tokens // BLOCK_TOKENS
     return max(0.0, one.hit_built_blocks - complete * num_layers)
 

@@ -1,4 +1,4 @@
-"""What `bench.residency` measures: each function starts its own engines, lets them take turns over
+"""The cases of `bench.residency`: each function starts its own engines, lets them take turns over
 the same requests, and returns rows of figures."""
 
 import contextlib
@@ -20,7 +20,7 @@ from tools import smollm2
 # Engines that the cases of `bench.residency` run: the same weights and settings, once with the
 # whole KV cache on the device and once with a small pool and the server.
 #
-# Engines have one thread each. Times are processor time, the server's included, so that other
+# Each engine has a single thread. Times are processor time, the server's included, so that other
 # programs on the machine cost a run little; wall times stand beside them.
 
 BLOCK_TOKENS = 32
@@ -47,7 +47,7 @@ class Model:
 
     @property
     def block_bytes(self) -> int:
-        """Keys and values of a block in all layers."""
+        """Returns the keys and values of a block in all layers."""
         return BLOCK_TOKENS * self.kv_token_bytes
 
     def prompt(self, seed: str, num_tokens: int) -> list[int]:
@@ -71,8 +71,11 @@ def smollm() -> Model:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Settings that both engines of a case share. `topk_tokens`: the budget of a sequence and
-    layer. `pool_tokens`: of the engine with the small pool; the other one holds everything."""
+    """Settings that both engines of a case share.
+
+    topk_tokens: the budget of a sequence and layer.
+    pool_tokens: size of the small pool; the other engine holds everything.
+    """
 
     model: Model
     max_tokens: int
@@ -95,7 +98,8 @@ class Shape:
         in_process: bool = True,
         **more: Any,
     ) -> EngineSettings:
-        """Settings of an engine with a pool of so many tokens; vLLM keeps one block for itself."""
+        """Returns the settings of an engine with a pool of `pool_tokens`. vLLM reserves one more
+        block for itself."""
         num_bytes = (pool_tokens // BLOCK_TOKENS + 1) * self.model.block_bytes
         connector: dict[str, Any] = {
             "hotkv.sparse_recall_steps": 0,
@@ -137,7 +141,7 @@ class Shape:
         return self.settings(self.pool_tokens, server.target, self.sparse("host"), **more)
 
 
-# --------------------------------------------------------------------------------- What is measured
+# ------------------------------------------------------------------------------------- Measurements
 
 WALL, PROCESSOR = 0, 1
 REPRESENTATION = "rot2u"
@@ -145,9 +149,12 @@ REPRESENTATION = "rot2u"
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Requests that ran together, against everything on the device. `context_tokens`: of all of
-    them. `tokens_equal`: share of the requests with equal tokens. `max_logprob_diff`: of the tokens
-    up to the first one that differs, that one included."""
+    """Requests that ran together, compared with everything on the device.
+
+    context_tokens: sum over all requests.
+    tokens_equal: share of the requests with equal tokens.
+    max_logprob_diff: over the tokens up to and including the first different token.
+    """
 
     case: str
     model: str
@@ -166,9 +173,9 @@ class Exact:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One prompt in turns: computed with everything on the device, densely and with
-    representations, and beyond the pool; then decoded again in each way. Seconds; pairs are wall
-    and processor time."""
+    """A prompt in turns: computed with everything on the device, densely and with representations,
+    and beyond the pool; then decoded again in each way. In seconds; pairs are wall and processor
+    time."""
 
     context_tokens: int
     dense_prefill_s: tuple[float, float]
@@ -189,8 +196,11 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Memory of one request at most. Bytes; `expected_…`: by the arithmetic. `staging_bytes`,
-    `row_bytes`: of the engine's process, beside the pool."""
+    """The most memory of a request, in bytes.
+
+    expected_…: computed from the sizes.
+    staging_bytes, row_bytes: memory of the engine's process beside the pool.
+    """
 
     context_tokens: int
     device_bytes: float
@@ -204,9 +214,13 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """A batch of requests in a pool. `cold_s`: wall seconds of the whole batch with prompts that
-    are new; `warm_s`: with prompts that the server has; `cpu_s`: processor seconds of the latter.
-    `decode_rate`: tokens a second of processor time, in steps that decode as many as any."""
+    """A batch of requests in a pool.
+
+    cold_s: wall seconds of the whole batch with new prompts.
+    warm_s: wall seconds with prompts that the server has.
+    cpu_s: processor seconds with prompts that the server has.
+    decode_rate: tokens a second of processor time, in the steps with the most decoding requests.
+    """
 
     way: str
     pool_tokens: int
@@ -223,8 +237,8 @@ class Together:
 
 @contextlib.contextmanager
 def made(folder: Path) -> Iterator[None]:
-    """Makes a folder for one case's server and logs. It goes with the case: arenas of several cases
-    are more memory than a benchmark should hold."""
+    """Makes a folder for a case's server and logs, and removes it after the case: a benchmark
+    should not hold the memory of several arenas."""
     folder.mkdir()
     try:
         yield
@@ -236,8 +250,10 @@ def made(folder: Path) -> Iterator[None]:
 def running(
     shape: Shape, folder: Path, arena: str, *resident: dict[str, object]
 ) -> Iterator[tuple[Server, Watched, list[Watched]]]:
-    """Runs a server, an engine that holds everything, and one for each of `resident`: what they
-    have besides the shape's settings."""
+    """Runs a server, an engine that holds everything, and an engine for each of `resident`.
+
+    resident: settings of such an engine in addition to the shape's settings.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))
         server = stack.enter_context(Server(folder, arena))
@@ -257,7 +273,7 @@ def running(
 def compared(
     case: str, model: Model, pool_tokens: int, context_tokens: int, found: Batch, wanted: Batch
 ) -> Exact:
-    """Returns the figures of one batch."""
+    """Returns the figures of a batch."""
     same = [one == other for one, other in zip(found.tokens, wanted.tokens, strict=True)]
     return Exact(
         case,
@@ -295,8 +311,8 @@ def exactness(
     arena: str,
     **more: object,
 ) -> list[Exact]:
-    """Compares each case's prompts together, in an engine with everything on the device and in one
-    with the small pool and further settings `more`."""
+    """Compares each case's prompts together, in an engine with everything on the device and in an
+    engine with the small pool and further settings `more`."""
     found = []
     with running(shape, folder, arena, more) as (_, whole, (small,)):
         for case, lengths in cases:
@@ -327,7 +343,7 @@ def _steps(batch: Batch) -> tuple[float, float]:
 def times(
     shape: Shape, context_tokens: int, num_rounds: int, num_steps: int, folder: Path, arena: str
 ) -> tuple[list[Round], list[Exact], list[Held], Shape]:
-    """Rounds, and what their first computations say of exactness and memory."""
+    """Returns rounds, and the exactness and memory of their first computations."""
     rounds: list[Round] = []
     exact: list[Exact] = []
     held: list[Held] = []
@@ -406,8 +422,7 @@ def _least(*pairs: tuple[float, float]) -> tuple[float, float]:
 
 
 def settled(server: Server, quiet_s: float = 0.4, most_s: float = 20.0) -> None:
-    """Waits until the server does nothing any more: stores of the run before are no part of the
-    next one."""
+    """Waits until the server is idle: stores of a run must not count in the next run."""
     until_s = time.monotonic() + most_s
     before = processor_s(server.pid)
     while time.monotonic() < until_s:
@@ -422,14 +437,14 @@ def settled(server: Server, quiet_s: float = 0.4, most_s: float = 20.0) -> None:
 
 
 def representation_bytes(model: Model, kv_heads: int, head_size: int) -> int:
-    """Bytes of a block's representations in all layers."""
+    """Returns the bytes of a block's representations in all layers."""
     from hotkv_sparse.formats import head_bytes
 
     return model.layers * kv_heads * head_bytes(REPRESENTATION, BLOCK_TOKENS, head_size)
 
 
 def held_by(small: Watched, shape: Shape, batch: Batch, num_tokens: int) -> Held:
-    """Compares what a request held at most, against the arithmetic."""
+    """Compares the most memory that a request held with the computed memory."""
     model = shape.model
     heads = (3, 64) if model.name == "smollm2" else (2, 32)
     beside = small.memory()
@@ -449,7 +464,7 @@ def held_by(small: Watched, shape: Shape, batch: Batch, num_tokens: int) -> Held
 
 
 def memory(shape: Shape, contexts: Sequence[int], folder: Path, arena: str) -> list[Held]:
-    """Measures one request of each length, in an engine of its own pool."""
+    """Measures a request of each length, in an engine with its own pool."""
     found = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))

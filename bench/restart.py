@@ -1,11 +1,15 @@
-"""Cost of a restart: an arena of 8 GiB with 100,000 ready blocks, its server killed, another one
-started over it.
+"""Measures the cost of a restart: an arena of 8 GiB with 100,000 ready blocks whose server is
+killed; another server starts over it.
 
-Prints a row a restart; `--json` prints one JSON object last: `ready_s` (start of the process to the
-health service's "serving"), `served_ratio` (blocks that are found again, of those that were
-acknowledged), `verified_ratio` (whose bytes had been compared with their check values by then),
-`empty_ready_s` (the same start with nothing to take over), medians over the restarts. Each restart
-follows a kill.
+Prints a row per restart; `--json` prints one JSON object last, with medians over the restarts:
+
+- `ready_s`: start of the process to the health service's "serving".
+- `served_ratio`: share of the acknowledged blocks that are found again.
+- `verified_ratio`: share of the blocks whose bytes had been compared with their check values by
+  then.
+- `empty_ready_s`: the same start with an empty arena.
+
+Each restart follows a kill.
 """
 
 import os

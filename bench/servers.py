@@ -18,8 +18,8 @@ STORED_BLOCKS = 50_000
 
 @contextmanager
 def serving(arena_bytes: int, *flags: str, command: Sequence[str] = ()) -> Iterator[Server]:
-    """Yields a server that is ready. It and its folder, in shared memory, go at the end, also at
-    that of this process."""
+    """Yields a ready server. At the end, or when this process ends, it is stopped and its folder in
+    shared memory is removed."""
     with (
         ends_cleanly(),
         runtime_folder(arena_bytes + ROOM_BYTES) as folder,
@@ -30,14 +30,14 @@ def serving(arena_bytes: int, *flags: str, command: Sequence[str] = ()) -> Itera
 
 
 def new_hashes(count: int) -> list[bytes]:
-    """Hashes that nobody else has."""
+    """Returns new random hashes."""
     data = os.urandom(count * 32)
     return [data[at : at + 32] for at in range(0, len(data), 32)]
 
 
 def session_over(target: str, hashes: Sequence[bytes], page_bytes: int = 4096) -> Session:
-    """Returns a session with a server that holds blocks of these hashes, all from one page of
-    memory. Has them stored."""
+    """Returns a session with a server that holds blocks of these hashes. Stores all of them from
+    the same page of memory."""
     session = PagedEngine(target, layers=1, num_blocks=1, page_bytes=page_bytes).connect().session
     for start in range(0, len(hashes), STORED_BLOCKS):
         some = hashes[start : start + STORED_BLOCKS]

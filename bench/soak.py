@@ -1,14 +1,16 @@
-"""Load: many sessions at once, more than the server can do, and clients that mean no good.
+"""Load: many sessions at once, more than the server can serve, and hostile clients.
 
-64 sessions (four processes) look up, store and load 16 blocks of 16 KiB a call. First as fast as
-they are answered (saturation), then open loop at half of that for `--seconds` (600), then at twice
-of it. Beside it, what one hostile client costs the lookups of a quiet session, against what a
-process that merely spins costs them. Prints a table; `--json` prints one JSON object last:
-`idle_p50_ms`, `saturation_ops`, `half_p50_ms`, `half_p99_ms`, `p99_ratio` (p99 at half load / idle
-p50), `bystander_p99_ms`, `bystander_p99_ratio` (lookups of this process at half load: the sessions'
-own count what 16 of them in one Python process make each other wait), `errors`, `memory_growth_mb`,
+64 sessions (four processes) look up, store and load 16 blocks of 16 KiB a call. They run at full
+speed (saturation), then open loop at half of that rate for `--seconds` (600), then at twice the
+rate. Then a quiet session's lookups are measured beside each hostile client, and beside a process
+that only spins.
+
+Prints a table; `--json` prints one JSON object last: `idle_p50_ms`, `saturation_ops`,
+`half_p50_ms`, `half_p99_ms`, `p99_ratio` (p99 at half load / idle p50), `bystander_p99_ms`,
+`bystander_p99_ratio` (lookups of this process at half load; the latencies of the sessions
+themselves include the waits between 16 of them in a Python process), `errors`, `memory_growth_mb`,
 `descriptor_growth`, `overload_errors`, `recovered_p50_ms`, and per hostile client `<kind>_ratio`:
-p50 beside it / beside the spinning one.
+p50 beside it / beside the spinning process.
 """
 
 import json
@@ -47,7 +49,7 @@ class Done:
 
 
 def traffic(target: str, seconds: float, rate: float, seed: int) -> Done:
-    """Has all sessions do what they can, or `rate` operations a second; 0 for no bound."""
+    """Runs all sessions at full speed, or at `rate` operations a second; 0: full speed."""
     words = ["traffic", target, str(SESSIONS_EACH), str(seconds), str(rate / PROCESSES)]
     command = [*CLIENT, *words]
     children = [
@@ -74,7 +76,7 @@ def traffic(target: str, seconds: float, rate: float, seed: int) -> Done:
 
 
 def quiet_lookups_ms(target: str, seconds: float = 0.0, pause_s: float = 0.001) -> list[float]:
-    """Latencies of one session's lookups, one after the other with a pause."""
+    """Returns the latencies of a session's lookups, made in sequence with a pause."""
     engine = PagedEngine(target, model="quiet", engine_id="quiet").connect()
     hashes = new_hashes(16)
     found: list[float] = []

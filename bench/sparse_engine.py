@@ -1,10 +1,10 @@
-"""Sparse decode in real vLLM on CPU against the same decode offline: the same text, window, budget,
-scorer and corrections.
+"""Compares sparse decode in real vLLM on CPU with the same decode offline: the same text, window,
+budget, scorer and corrections.
 
-A text of 8192 tokens, of which the last 127 are decoded teacher-forced. KL(dense || sparse) per
-token in nats, if both sides are the engine's, beside the same of `bench.sparse`'s own forward pass
-in float32. The engine calibrates `mix2` from the first text. Bound: `ratio` = engine / offline <=
-1.5. With `--dense-layers 0` and a budget of 0.1, what residency needs is a bound, too.
+Decodes the last 127 tokens of a text of 8192, teacher-forced. Compares KL(dense || sparse) per
+token in nats within the engine with the same value of `bench.sparse`'s own forward pass in float32.
+The engine calibrates `mix2` from the first text. Bound: `ratio` = engine / offline <= 1.5. With
+`--dense-layers 0` and a budget of 0.1, the KL that residency needs is a bound, too.
 
 Prints a row per text and scorer and, with `--json`, `{"model", "setup", "seconds", "rows",
 "worst_ratio"}`.

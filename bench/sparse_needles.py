@@ -1,12 +1,12 @@
-"""Whether sparse decode still finds a fact in a long text: accuracy of a real model in a real vLLM
-engine on CPU, dense and with every scorer at several budgets, over the same prompts and their same
-KV.
+"""Measures whether sparse decode still finds a fact in a long text: accuracy of a real model in a
+real vLLM engine on CPU, dense and with every scorer at several budgets, over the same prompts and
+the same KV.
 
 Prompts of 3600 tokens hide one fact or four (`bench.sparse.needles`) and ask for one. Every token
 of the answer is decoded, greedily; it counts if it begins with the right number. All layers are
-sparse, as residency has them, unless `--dense-layers` says otherwise. The engine calibrates `mix2`
-from a text that is none of the prompts. Bound: within one prompt of dense for the scorers that a
-deployment may use (`HELD_SCORERS`).
+sparse, as with residency, unless `--dense-layers` says otherwise. The engine calibrates `mix2` from
+a separate text. Bound: at most one prompt behind dense, for the scorers that a deployment may use
+(`HELD_SCORERS`).
 
 Prints a row per scorer and budget and, with `--json`, `{"model", "setup", "seconds", "rows",
 "missed"}`.
@@ -31,7 +31,7 @@ from tools.smollm2 import prepare
 
 PROMPT_TOKENS = 3600
 ANSWER_TOKENS = 12
-"""Seven digits, one a token in many vocabularies, and what may stand before them."""
+"""Seven digits, each a token in many vocabularies, and the tokens that may precede them."""
 HELD_SCORERS = ("rot2u", "mix2")
 BUDGETS = (0.1, 256)
 SCORERS = ("mix2", "rot3u", "rot2u", "quest", "mean")

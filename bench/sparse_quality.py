@@ -1,18 +1,17 @@
-"""How well sparse decode keeps to dense attention: the tables of selection quality, on real text
-with a real model.
+"""Measures how closely sparse decode follows dense attention: the tables of selection quality, on
+real text with a real model.
 
-A text of 8192 tokens; the first 7936 are prefilled dense, the rest is decoded teacher-forced with
-sparse attention in every layer but the first two (in every layer with `--resident`), so that errors
-compound. Quality is KL(dense ||
-sparse) and the rise of NLL over the dense run of the same tokens, per token in nats, and
-strong-block recall: how often a KV head's heaviest candidate block is attended when it has more
-than 0.1 of the attention. Every selection is made by `hotkv_sparse`. `+mu` and the like are centres
-and axes (`bench.sparse.llama`). Texts come from the
-system (`bench.sparse.texts`), or from `--texts`.
+The first 7936 tokens of a text of 8192 are prefilled densely. The rest is decoded teacher-forced
+with sparse attention in every layer except the first two (in every layer with `--resident`), so
+that errors compound. Quality is KL(dense || sparse) and the rise of NLL over the dense run of the
+same tokens, per token in nats, and strong-block recall: how often a KV head's heaviest candidate
+block is attended when it has more than 0.1 of the attention. `hotkv_sparse` makes every selection.
+`+mu` and the like are centres and axes (`bench.sparse.llama`). Texts come from the system
+(`bench.sparse.texts`), or from `--texts`.
 
 Prints a row per text and variant and, with `--json`, `{"model", "texts", "seconds", "rows",
-"targets"}`. The default run has the rows that targets name; `--resident` has what residency does,
-with targets of its own.
+"targets"}`. The default run has the rows with targets; `--resident` has the variants of residency,
+with separate targets.
 """
 
 import argparse
@@ -132,7 +131,7 @@ def resident_targets(rows: Sequence[Row], scorer: str) -> list[Target]:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A text, its dense pass, and what that gives for calibration."""
+    """A text, its dense pass, and the calibration from it."""
 
     text: Text
     dense: Dense
@@ -151,7 +150,7 @@ def seen(model: Llama, text: Text, first_layer: int, num_compared: int) -> Seen:
 def measure(
     model: Llama, seen: Seen, calibrated: Calibration, variants: Sequence[Variant]
 ) -> list[Row]:
-    """Measures all variants on one text."""
+    """Measures all variants on a text."""
     begin, text = time.monotonic(), seen.text
     outcomes: list[Outcome] = []
     num_threads = torch.get_num_threads()
@@ -164,7 +163,7 @@ def measure(
     torch.set_num_threads(num_threads)
     by_variant = {outcome.variant: outcome for outcome in outcomes}
     rows = [Row(text, by_variant[variant]) for variant in variants]
-    # A run takes long: what is known is said.
+    # A run takes long, so print the rows that are done.
     say(f"\n{rows_table([figures(row) for row in rows])}")
     return rows
 

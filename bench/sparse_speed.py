@@ -41,11 +41,12 @@ from hotkv_sparse.selection import Source, choose, select_layer
 KV_HEADS, GROUP, HEAD_SIZE, BLOCK_TOKENS = 8, 4, 128, 16
 QUERY_HEADS = KV_HEADS * GROUP
 DISTINCT_BLOCKS = 512
-"""Blocks of random keys; larger pools repeat them, since what a kernel does depends on no value."""
+"""Blocks of random keys. Larger pools repeat them, since a kernel's time does not depend on
+values."""
 
 # ------------------------------------------------------------------------------------ By the server
 # A `SelectBlocks` round trip beside the same selection in this process. A real server holds the
-# representations of one layer, stored by an engine. Both ways score the same bytes with the same
+# representations of a layer, stored by an engine. Both ways score the same bytes with the same
 # queries, in turns.
 
 PAGE_BYTES = 4096
@@ -55,9 +56,9 @@ ARENA_BYTES = 512 * MIB
 
 
 def service_figures(num_blocks: int = 8192, rounds: int = 200) -> dict[str, float]:
-    """Returns median and least microseconds of a selection over so many blocks:
-    `service_select_us`, `service_select_min_us`, and, of the same in this process,
-    `local_select_us`, `local_select_min_us`. Takes seconds; starts a server and ends it."""
+    """Returns median and least microseconds of a selection over `num_blocks` blocks by the server,
+    `service_select_us` and `service_select_min_us`, and of the same selection in this process,
+    `local_select_us` and `local_select_min_us`. Takes seconds; starts a server and ends it."""
     with serving(ARENA_BYTES) as server:
         server.wait_filled()
         engine = _Engine(server.target, num_blocks)
@@ -121,7 +122,7 @@ class _Engine:
         self.log_mass = np.full(QUERY_HEADS, 5.0, np.float32)
 
     def measure(self, rounds: int) -> dict[str, float]:
-        """Measures what `service_figures` returns."""
+        """Returns the figures of `service_figures`."""
         tokens = len(self.rows) * BLOCK_TOKENS
         source = {CONFIG.scorer: Source(self.pool)}
         times_s: dict[str, list[float]] = {"service": [], "local": []}
@@ -170,8 +171,8 @@ T = TypeVar("T")
 
 
 class PagedAttention:
-    """vLLM's attention for CPU over pages of one layer: decode of one sequence. Pages have 32
-    tokens, the least that it takes."""
+    """vLLM's attention for CPU over pages of a layer: decode of a sequence. Pages have 32 tokens,
+    the fewest that it supports."""
 
     def __init__(self, num_pages: int) -> None:
         from vllm import _custom_ops as ops
@@ -188,8 +189,8 @@ class PagedAttention:
         self._starts = torch.tensor([0, 1], dtype=torch.int32)
 
     def plan(self, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Lengths and the kernel's schedule for so many pages; what a backend makes anew if the
-        table changes."""
+        """Returns lengths and the kernel's schedule for `num_pages` pages. A backend makes both
+        anew if the table changes."""
         lengths = torch.tensor([num_pages * PAGE_TOKENS], dtype=torch.int32)
         schedule = self._ops.cpu_attn_get_scheduler_metadata(
             num_reqs=1,
@@ -231,8 +232,8 @@ class PagedAttention:
 
 @dataclass
 class Layer:
-    """One layer of a context of `num_blocks`: representations, a hot set, and pages as far as they
-    are timed."""
+    """A layer of a context of `num_blocks`: representations, a hot set, and the pages that are
+    timed."""
 
     num_blocks: int
     times_s: dict[str, list[float]] = field(default_factory=dict)
@@ -271,7 +272,8 @@ class Layer:
         self.table = torch.empty((1, self.num_blocks), dtype=torch.int32)
         self.table_row = self.table[0].numpy()
         self.whole_plan = self.attention.plan(self.whole_table.shape[1])
-        # The first step fills the hot set; after some more it holds what most steps select.
+        # The first step fills the hot set; after some more steps it holds the blocks that most
+        # steps select.
         for number in range(SETTLING_STEPS):
             budget, most = (
                 (self.budget, MAX_CORRECTIONS) if number else (2 * self.budget, self.num_blocks)
@@ -285,7 +287,7 @@ class Layer:
     def varied(
         random: np.random.Generator,
     ) -> Iterator[np.ndarray[tuple[int, int], np.dtype[np.float32]]]:
-        """Queries of successive steps."""
+        """Returns the queries of successive steps."""
         mean = random.standard_normal((QUERY_HEADS, HEAD_SIZE), np.float32)
         while True:
             own = random.standard_normal((QUERY_HEADS, HEAD_SIZE), np.float32)
@@ -317,14 +319,14 @@ class Layer:
         return len(slots)
 
     def measure(self, what: str, function: Callable[[], T]) -> T:
-        """Times one call."""
+        """Times a call."""
         began_s = time.perf_counter()
         result = function()
         self.times_s.setdefault(what, []).append(time.perf_counter() - began_s)
         return result
 
     def round(self) -> None:
-        """Runs each variant once. The scores that are chosen from are those of the last scorer."""
+        """Runs each variant once. Blocks are chosen from the scores of the last scorer."""
         query = next(self.queries)
         self.measure("dense", lambda: self.attention.attend(self.whole_table, *self.whole_plan))
         for name in SCORERS:
@@ -334,7 +336,8 @@ class Layer:
         self.measure("attend", lambda: self.attention.attend(self.table, *schedule))
 
     def ms(self, what: str) -> float:
-        """Returns the median of what was timed; dense attention scaled to the whole context."""
+        """Returns the median of the times of `what`; dense attention is scaled to the whole
+        context."""
         value = median(self.times_s[what]) * 1e3
         return value * self.num_blocks / self.dense_blocks if what == "dense" else value
 
@@ -344,7 +347,7 @@ class Layer:
 
 
 def bandwidth_gb_s() -> float:
-    """Returns memory read by one thread, GB/s."""
+    """Returns the rate at which a thread reads memory, GB/s."""
     data = np.ones(1 << 26, np.float32)
     times_s = []
     for _ in range(5):

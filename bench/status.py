@@ -1,10 +1,13 @@
-"""What /api/v1/status costs a node with many blocks: of its event loop, and of the thread of HTTP.
+"""Measures the cost of /api/v1/status for a node with many blocks: on its event loop, and on the
+thread of HTTP.
 
 A full cache of slots of 4 KiB, as in bench.core, in a node with as many accounts as the ledger
-keeps, NUM_SESSIONS sessions and as many key spaces. `loop_ms`: the longest time of an answer on the
-node's loop, in processor time. `survey_ms`: of the loop for a whole survey, which is made behind,
-`survey_step_ms` its longest step. `write_ms`: to write the answer as JSON, on the thread of HTTP.
-`--json` prints one JSON object last.
+holds, NUM_SESSIONS sessions and as many key spaces. `--json` prints one JSON object last:
+
+- `loop_ms`: the longest time of an answer on the node's loop, in processor time.
+- `survey_ms`: time on the loop for a whole survey, which runs in the background; `survey_step_ms`:
+  its longest step.
+- `write_ms`: time to write the answer as JSON, on the thread of HTTP.
 """
 
 import asyncio
@@ -36,19 +39,19 @@ from hotkv_server.told.status import as_json_values, read_status
 
 BOUNDS = {"loop_ms": at_most(10.0)}
 NUM_SESSIONS = 1000
-"""About as many as a server takes; a status lists the first of them."""
+"""About the most that a server accepts; a status lists the first sessions only."""
 T = TypeVar("T")
 
 
 class NoCopies:
-    """A copy engine that nobody asks for copies."""
+    """A copy engine that is never used."""
 
     num_queued = 0
     busy_s = 0.0
 
 
 def timed(call: Callable[[], T]) -> tuple[T, float]:
-    """Returns what the call returns, and its processor time in milliseconds."""
+    """Returns the call's result, and its processor time in milliseconds."""
     began_s = time.thread_time()
     result = call()
     return result, (time.thread_time() - began_s) * 1e3
@@ -70,7 +73,7 @@ def make_node(core: Any, folder: Path) -> Node:
     for number in range(NUM_SESSIONS):
         key_space = KeySpace(f"model-{number}", "bench", "bfloat16", groups, 16)
         record = core.open_session(f"engine-{number}", "worker", key_space, 0.0)
-        # What Sessions.open does, without a stream.
+        # Does the same as Sessions.open, without a stream.
         node.sessions._open[str(number)] = LiveSession(record, str(number), key_space, "bench")
     now_s = time.monotonic()
     for number in range(NUM_SAMPLES):
@@ -80,7 +83,8 @@ def make_node(core: Any, folder: Path) -> Node:
 
 
 async def measure(node: Node, rounds: int) -> tuple[list[float], list[float], int, int]:
-    """Milliseconds of each answer on the loop, and of writing it; its bytes and its cells."""
+    """Returns the milliseconds of each answer on the loop, and of writing it; its bytes and its
+    cells."""
     while node.survey.latest(time.monotonic()) is None:
         await asyncio.sleep(0.05)
     read_ms, write_ms, text = [], [], b""
@@ -95,7 +99,7 @@ async def measure(node: Node, rounds: int) -> tuple[list[float], list[float], in
 
 
 def survey_steps_ms(node: Node) -> list[float]:
-    """Milliseconds of each step of a survey."""
+    """Returns the milliseconds of each step of a survey."""
     steps = []
     for walk in (inspect.census(node.core), inspect.arena_map(node.core, time.monotonic())):
         while True:

@@ -1,17 +1,21 @@
-"""The disk tier beside fio over the same kind of buffers, the restart over many records, and
+"""The disk tier beside fio over buffers of the same kind, the restart over many records, and
 compression.
 
-Prints a table; `--json` prints one JSON object last: `disk_read_ratio_64k`, `disk_read_ratio_1m`,
-`disk_write_ratio_64k`, `disk_write_ratio_1m` (bytes a second of the tier, seals included, over
-those of fio at depth 16, both with direct I/O and buffers in shared memory, one after the other in
-each round, median of the rounds; the tier has four calls of 16 MiB under way, so that it is never
-without work, as fio is not), `disk_read_ratio`, `disk_write_ratio` (the lowest of them), and the
-same with `_busy` while the event loop is busy half of the time;
-`loop_lag_p99_ms` of an event loop that is otherwise idle while the tier reads 64 KiB blocks, and
-`loop_lag_idle_p99_ms`; `restart_s` (from old records to a space that answers, as many blocks of
-64 KiB as `--records-gib` holds); and the figures of `bench.compression`, whose docstring explains
-them. Needs `fio` (Debian's package): without it no ratios of the disk are
-taken.
+Prints a table; `--json` prints one JSON object last:
+
+- `disk_read_ratio_64k`, `disk_read_ratio_1m`, `disk_write_ratio_64k`, `disk_write_ratio_1m`: bytes
+  a second of the tier, seals included, over bytes a second of fio at depth 16. Both use direct I/O
+  and buffers in shared memory, and run in turns; median of the rounds. Four calls of 16 MiB are
+  always under way in the tier, so that it never idles, like fio.
+- `disk_read_ratio`, `disk_write_ratio`: the lowest of them.
+- The same names with `_busy`: while the event loop is busy half of the time.
+- `loop_lag_p99_ms`: lag of an otherwise idle event loop while the tier reads 64 KiB blocks;
+  `loop_lag_idle_p99_ms`: without reads.
+- `restart_s`: from old records to a space that answers, with as many blocks of 64 KiB as
+  `--records-gib` holds.
+- The figures of `bench.compression`; see there.
+
+Needs `fio` (Debian's package); without it the ratios of the disk are left out.
 """
 
 import asyncio
@@ -82,14 +86,15 @@ class Disk:
         self.seals = np.empty(0, np.uint64)
 
     async def write(self, size: int, seconds: float, *, is_busy: bool = False) -> float:
-        """Bytes a second of writes at random places. `is_busy`: the loop is, half of the time."""
+        """Returns the bytes a second of writes at random places. `is_busy`: the loop is, half of
+        the time."""
         if size != self.size:
-            # Another size overwrites what lay there.
+            # Another size overwrites the old blocks.
             self.size, self.seals = size, np.zeros(FILE_BYTES // size, np.uint64)
         return await self._run(seconds, is_write=True, is_busy=is_busy)
 
     async def read(self, size: int, seconds: float, *, is_busy: bool = False) -> float:
-        """Bytes a second of reads of what was written."""
+        """Returns the bytes a second of reads of what was written."""
         assert size == self.size, "nothing of this size was written"
         return await self._run(seconds, is_write=False, is_busy=is_busy)
 
@@ -129,8 +134,8 @@ class Disk:
         return moved
 
     def _calls(self, lane: int, *, is_write: bool) -> list[Blocks]:
-        """Calls of as many bytes as the tier wants at a time, over all places of a lane, each place
-        once. For reads only those that have been written."""
+        """Returns calls of the size that the tier prefers, over all places of a lane, each place
+        once. Reads cover only written places."""
         count, lane_bytes = CALL_BYTES // self.size, FILE_BYTES // LANES
         slots = lane * CALL_BYTES + np.arange(count, dtype=np.int64) * self.size
         places = self.rng.permutation(lane_bytes // self.size) + lane * lane_bytes // self.size
@@ -158,7 +163,7 @@ async def half_busy() -> None:
 
 
 def fio(folder: Path, how: str, size: int) -> float:
-    """Bytes a second of fio with direct I/O at random places of a file of its own."""
+    """Returns bytes a second of fio with direct I/O at random places of a separate file."""
     answer = subprocess.run(
         [
             "fio",
@@ -184,7 +189,7 @@ def fio(folder: Path, how: str, size: int) -> float:
 
 
 async def ratios(folder: Path, rounds: int) -> dict[str, float]:
-    """Medians of the tier over fio, by key."""
+    """Returns medians of the tier over fio, by key."""
     disk = Disk(folder / "tier")
     found: dict[str, list[float]] = {}
     fio(folder, "randwrite", MIB)
@@ -237,7 +242,7 @@ def hashes(first: int, count: int) -> Words:
 
 
 def restart(folder: Path, num_bytes: int) -> float:
-    """Seconds from the records of a full tier to a space that answers."""
+    """Returns the seconds from the records of a full tier to a space that answers."""
     size, count = SIZES["64k"], num_bytes // SIZES["64k"]
     group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (size,))
     key_space = KeySpace("bench", "bench", "bfloat16", (group,), 16)

@@ -1,10 +1,10 @@
-"""What traces cost a lookup: off, on, and with a span for each call.
-`python -m bench.tracing [--before FOLDER] [--rounds N] [--json]`.
+"""Measures the cost of traces for a lookup: off, on, and with a span for each call. `python -m
+bench.tracing [--before FOLDER] [--rounds N] [--json]`.
 
-Four servers hold the same blocks and take turns, so that all meet the same moments of the machine:
-two without tracing, whose difference is what this machine can't tell apart, one with tracing whose
-clients trace nothing, and one with a span for each call, sent to a collector in a process of its
-own. `--before`: a checkout from before there were traces; its server is one more variant.
+Four servers hold the same blocks and take turns, so that the machine's noise affects all alike: two
+without tracing, whose difference is the noise of this machine; a server with tracing whose clients
+trace no call; and a server with a span for each call, sent to a collector in a separate process.
+`--before`: a checkout from before there were traces; its server is a further variant.
 """
 
 import multiprocessing
@@ -47,7 +47,7 @@ def collect(pipe: Connection) -> None:
 
 @contextmanager
 def collector() -> Iterator[Connection]:
-    """Starts a collector in a process of its own: here it would take the time of the calls."""
+    """Starts a collector in a separate process: in this process it would slow the calls down."""
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("spawn").Process(target=collect, args=(theirs,))
     child.start()

@@ -1,11 +1,11 @@
-"""How fast KV moves: store and load of paged KV through the running server, beside a memcpy of the
-same bytes with as many threads.
+"""Measures how fast KV moves: store and load of paged KV through the running server, beside a
+memcpy of the same bytes with as many threads.
 
 `python -m bench.transfer [--json]`. The model: 16 layers of 8 KV heads of 128, bfloat16, 64 MiB an
 operation, block sizes from 4 to 256 tokens, so runs of 16 KiB to 1 MiB. Every load is compared byte
 by byte. Variants are interleaved; every figure starts from the client's call. Before each timed
-operation comes one of a single block, so that what is timed is a transfer of a server at work, not
-the waking of one whose code the check of the bytes has pushed out of the caches.
+operation comes an operation of a single block. It warms the server's code, which the check of the
+bytes has pushed out of the caches.
 """
 
 import os
@@ -53,14 +53,14 @@ class Engine(PagedEngine):
             0, 256, self.kv.shape, dtype=np.uint8
         )
         self.connect()
-        # Scattered on both sides: sources and destinations in random order, none beside its
-        # neighbour in the prompt.
+        # Scattered on both sides: sources and destinations in random order, so that no block is
+        # beside its neighbour in the prompt.
         order = np.random.default_rng(1).permutation(pool).astype(np.int32)
         self.sources, self.destinations = order[: self.num_blocks], order[self.num_blocks :]
         self.positions = np.arange(self.num_blocks, dtype=np.int32)
 
     def store(self, hashes: list[bytes], name: str) -> float:
-        """Seconds of a store of one operation."""
+        """Returns the seconds of a store."""
         start_s = time.perf_counter()
         result = self.session.store(name, name, [BlockRun(0, hashes, self.sources)], 30).result(30)
         taken_s = time.perf_counter() - start_s
@@ -70,8 +70,8 @@ class Engine(PagedEngine):
         return taken_s
 
     def one_block(self, name: str) -> None:
-        """Runs a store and a load of one block, not timed. The server is through with all of it at
-        the end: calls are answered in order."""
+        """Runs a store and a load of a single block, not timed. At the end the server has finished
+        both, because calls are answered in order."""
         block = new_hashes(1)
         self.session.store(name, name, [BlockRun(0, block, self.sources[:1])], 30).result(30)
         self.session.acquire(f"{name}-l", [GroupHashes(0, block)]).result(10)
@@ -82,9 +82,8 @@ class Engine(PagedEngine):
         self.session.lookup([]).result(10)
 
     def load(self, hashes: list[bytes], name: str) -> float:
-        """Seconds of a load of one operation, lease apart; checks every byte."""
-        # Leased at once: blocks that nobody has used yet are the first to go when anything else is
-        # stored.
+        """Returns the seconds of a load, without the lease. Checks every byte."""
+        # Leased at once, because blocks that were never used are evicted first.
         assert self.session.acquire(name, [GroupHashes(0, hashes)]).result(10).pinned[0].all(), (
             "stored blocks are missing"
         )
@@ -104,8 +103,8 @@ class Engine(PagedEngine):
 
 
 def threaded_memcpy(dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> Callable[[], float]:
-    """Seconds of one memcpy of the same bytes, contiguous, cut over as many threads as the server
-    copies with."""
+    """Returns a function that times a memcpy of the same bytes, contiguous, cut over as many
+    threads as the server copies with."""
     kernels = native.load("hotkv_proto.kernels")
     assert kernels is not None, "the benchmark needs numba"
     bounds = np.linspace(0, dst.nbytes, COPY_THREADS + 1).astype(np.int64)
@@ -139,8 +138,8 @@ def wait_for_huge_pages(server: Server, timeout_s: float = 60.0) -> float:
 
 
 def measure(target: str, block_tokens: int, memcpy: Callable[[], float]) -> dict[str, list[float]]:
-    """Seconds of each operation, by name, once the arena is full: every store that is timed evicts
-    as much as it stores."""
+    """Returns the seconds of each operation, by name, once the arena is full: every timed store
+    evicts as much as it stores."""
     engine = Engine(target, block_tokens)
     times: dict[str, list[float]] = {"memcpy": [], "store": [], "load": []}
     for i in range(ARENA_BYTES // OPERATION_BYTES):

@@ -1,10 +1,10 @@
-"""Reads of the arena by a GPU: which ways the device allows, and how fast each moves fragments of
-8 KiB, beside plain pinned copies that take turns with them.
+"""Measures how a GPU reads the arena: the ways that the device allows, and the speed of each for
+fragments of 8 KiB, beside plain pinned copies, in turns.
 
 `python -m bench.gpu.arena [--json]`, on a machine with CuPy; some seconds, 64 MiB of host memory.
-An engine maps the arena read-only, and its device reads it in one of two ways: registered as
-read-only, or as pageable memory. `writable`: the mapping of `security.arena_writers`, which every
-GPU registers. Every byte that was pulled is compared. Without a server.
+An engine maps the arena read-only. Its device reads it in one of two ways: registered as read-only,
+or as pageable memory. `writable` is the mapping of `security.arena_writers`, which every GPU
+registers. Every byte that was pulled is compared. Runs without a server.
 """
 
 import mmap
@@ -31,7 +31,7 @@ from hotkv_sparse.cuda.hotsets import Fragment
 
 KV_HEADS, BLOCK_TOKENS, HEAD_SIZE = 8, 16, 128
 FRAGMENT_BYTES = BLOCK_TOKENS * HEAD_SIZE * 2 * 2
-"""K and V of one KV head's block in float16: 8 KiB, the least that a pull moves."""
+"""K and V of a KV head's block in float16: 8 KiB, the smallest size of a pull."""
 SEQUENCES, LOADS = 64, 4
 ROUNDS = 20
 PULL_TARGET = 0.6
@@ -39,7 +39,7 @@ READ_ONLY, PAGEABLE, WRITABLE = "registered read-only", "pageable", "registered 
 
 
 class Mapping:
-    """`num_bytes` of shared memory, as the server has it (`server`) and as an engine maps it."""
+    """Shared memory of `num_bytes`, as the server has it (`server`) and as an engine maps it."""
 
     def __init__(self, num_bytes: int) -> None:
         fd = os.memfd_create("arena")
@@ -119,7 +119,7 @@ def allowed() -> tuple[bool, bool]:
 
 
 def pulled_share(puller: Puller, kernels: "CudaArrays | HostArrays", rounds: int) -> float:
-    """Returns the rate of pulls over that of plain copies, in turns."""
+    """Returns the rate of pulls over the rate of plain copies, measured in turns."""
     pulls, copies = [], []
     for number in range(rounds + 2):
         pull_ms = kernels.milliseconds(puller.pull)
@@ -131,7 +131,7 @@ def pulled_share(puller: Puller, kernels: "CudaArrays | HostArrays", rounds: int
 
 
 def measure(kernels: "CudaArrays | HostArrays", rounds: int, sequences: int) -> list[Figure]:
-    """Measures all ways that the device allows; those that an engine takes have a target."""
+    """Measures all ways that the device allows. The ways that an engine uses have a target."""
     puller = Puller(kernels, sequences)
     mapping = Mapping(2 * puller.num_bytes)
     registers, pageable = allowed()

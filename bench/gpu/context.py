@@ -1,8 +1,9 @@
-"""Sequences whose blocks are all in host memory, but for sinks and recent window, without an
-engine: what its worker would give to the device.
+"""Sequences whose blocks are in host memory, except sinks and recent window. Runs without an
+engine, and passes to the device the data that an engine's worker would pass.
 
-Always true: all layers and sequences read the same host pages, at pages of their own in the cache;
-the bytes moved are those of all. Representations are each sequence's and layer's own.
+Always true: all layers and sequences read the same host pages, but have separate pages in the
+cache, so the bytes moved are the same as with separate host pages. Each sequence and layer has its
+own representations.
 
 Pages are [H, N, 2, D] in float16: H KV heads, N tokens, keys and values side by side, D channels.
 """
@@ -41,7 +42,7 @@ U8 = npt.NDArray[np.uint8]
 
 
 def page_bytes_of(shape: ModelShape) -> int:
-    """Returns the bytes of a block in one layer."""
+    """Returns the bytes of a block in a layer."""
     return BLOCK_TOKENS * shape.kv_heads * 2 * shape.head_size * 2
 
 
@@ -70,8 +71,11 @@ def registered(pages: U8) -> MappedArena:
 
 
 class Context:
-    """`rows` sequences of equal length. `place`: the address of an array of the device. Where
-    `is_away` is False all blocks lie on the device, chosen and attended to in the same way."""
+    """Sequences of equal length, one per row.
+
+    place: the address of an array of the device.
+    is_away: False: all blocks are on the device, chosen and attended to in the same way.
+    """
 
     def __init__(
         self,
@@ -172,8 +176,8 @@ class Context:
                 self.residents.give_back(row, self.freed)
 
     def fill(self, content: Callable[[int, np.ndarray], None]) -> None:
-        """Has `content(layer, pages)` write the arena's blocks to the pages int32 [R, B] that they
-        have on the device: all, or sinks and recent window. Page 0 is nobody's."""
+        """Lets `content(layer, pages)` write the arena's blocks to pages int32 [R, B] on the
+        device: all blocks, or sinks and recent window only. Page 0 is not used."""
         for layer in range(len(self.caches)):
             content(layer, self._table[:, : len(self.arena)])
 
@@ -222,7 +226,7 @@ class Context:
         self.work.begin_batch(self.batch)
 
     def layer_step(self, number: int, query: Array, kind: str) -> None:
-        """Runs one layer, from its new keys on to the table for attention; `query` [R, Q, D]."""
+        """Runs a layer, from its new keys on to the table for attention; `query` [R, Q, D]."""
         layer, residents, rows = self.layers[number], self.residents, self.num_rows
         size = self.shape.head_size
         layer.build(
@@ -245,12 +249,12 @@ class Context:
         )
 
     def pulled(self) -> int:
-        """Pages that came out of the arena so far."""
+        """Returns the pages that came out of the arena so far."""
         return int(self.device.read(self.work.faults)[2])
 
     def check(self) -> int:
-        """Compares the hot slots of blocks that are away, in all layers, with the arena; returns
-        how many there are. Raises ValueError where one differs."""
+        """Compares the hot slots of blocks that are away, in all layers, with the arena. Returns
+        the number of such slots. Raises ValueError if a slot differs."""
         count = 0
         faults = self.device.read(self.work.faults)
         if faults[0] or faults[1]:

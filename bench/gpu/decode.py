@@ -1,14 +1,16 @@
-"""Decoding over contexts in host memory with an 8B-shaped dummy model and torch's attention, beside
-the same model over contexts that are on the device whole.
+"""Decodes over contexts in host memory with an 8B-shaped dummy model and torch's attention, beside
+the same model over contexts that are on the device as a whole.
 
 `python -m bench.gpu.decode [--json] [--quick]`, on a machine with torch and CuPy; a minute, 30 GB
 of device memory, 1 GiB of host memory. 32 layers, 8 KV heads of 4 query heads, d = 128, budget
-2048. Steps are CUDA graphs. Memory is what the KV of a real model would take: `dense` counts whole
-contexts in all layers, residency its representations and pages. Queries come from random weights,
-so what a step pulls is the hard case. Also: the same tokens as with all blocks on the device, and
-as dense attention where the budget covers the context; and what residency adds to a prefill in
-chunks of 8k, where each layer puts its context together from host memory and builds
-representations. Stores to the server are not among it.
+2048. Steps are CUDA graphs. The memory is the KV of a real model: `dense` counts whole contexts in
+all layers, residency its representations and pages. Queries come from random weights, so the pulls
+of a step are the hard case.
+
+Also checks that the tokens are the same as with all blocks on the device, and as with dense
+attention if the budget covers the context. Also measures what residency adds to a prefill in chunks
+of 8k: each layer copies its context from host memory and builds representations. Stores to the
+server are not included.
 """
 
 import sys
@@ -34,7 +36,7 @@ from hotkv_sparse.config import SparseConfig
 
 BATCHES = (1, 3, 8)
 DENSE_ROWS = 3
-"""Whole contexts for which there is memory; residency gets no more."""
+"""Number of whole contexts for which there is memory. Residency gets the same memory."""
 NUM_TOKENS, EQUAL_TOKENS, EQUAL_STEPS, STEPS = 1 << 17, 4096, 16, 24
 SMALL_TOKENS, SMALL_STEPS = 768, 3
 RATIO_TARGET = 1.66
@@ -74,7 +76,7 @@ def equal_tokens(kernels: Some, model: DummyModel, small: bool) -> list[Figure]:
 
 
 def dense_rate(kernels: Some, model: DummyModel, rows: int, num_tokens: int, steps: int) -> float:
-    """Tokens a second."""
+    """Returns the tokens a second."""
     cache = DenseCache(model, rows, num_tokens, 1)
     ids = torch.ones(rows, dtype=torch.int64, device=model.device)
     positions = torch.full_like(ids, num_tokens - 1)
@@ -90,7 +92,7 @@ def dense_rate(kernels: Some, model: DummyModel, rows: int, num_tokens: int, ste
 def resident_rate(
     kernels: Some, model: DummyModel, host: HostPages, config: SparseConfig, rows: int, steps: int
 ) -> tuple[float, int]:
-    """Tokens a second, and bytes of device memory for KV and representations."""
+    """Returns the tokens a second, and bytes of device memory for KV and representations."""
     one = Resident(kernels, model, host, config, rows=rows, steps=steps + 4)
     context = one.context
     context.catch_up()

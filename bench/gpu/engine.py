@@ -43,16 +43,18 @@ from hotkv_server.testing.with_devices import FakeDevices
 from hotkv_vllm.worker.device_order import WORDS_HANDLE, CudaDevice, MarkEvent, Marks, Words
 from hotkv_vllm.worker.layout import ExportedMemory, cuda_handle
 
-# ----------------------------------------------------------------------------------- How blocks lie
+# ----------------------------------------------------------------------------- The layout of blocks
 
 HEADS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`num_blocks` blocks of `layers` pages. `layout`, with B blocks, L layers, H heads, N tokens,
-    C channels, K keys and values apart: `BLHNC` (a block is one run), `LBHNC` (a page is one),
-    `LKBNHC` (half a page), `LHBNC` (a page's head).
+    """Blocks of `layers` pages each, `num_blocks` of them.
+
+    layout: names the order of B blocks, L layers, H heads, N tokens, C channels, and K (keys and
+        values apart). A contiguous run is a block in `BLHNC`, a page in `LBHNC`, half a page in
+        `LKBNHC`, and a head's part of a page in `LHBNC`.
     """
 
     page_bytes: int
@@ -89,17 +91,16 @@ class Shape:
 
 
 # --------------------------------------------------------------------------------------- The device
-# The engine's device in the benchmarks: the first GPU, or memory of the host that stands for one.
-#
-# Always true: what a `MadeUp` device is given is done at once, so its bytes count and times on it
-# are no figures.
+# The engine's device in the benchmarks: the first GPU, or host memory that stands for a GPU.
+# Always true: a `MadeUp` device does all work at once, so its bytes count, but its times are
+# meaningless.
 
 
 class Cuda:
     """The first GPU."""
 
     is_made_up = False
-    """Then nothing that is timed is a figure."""
+    """True: times on this device are meaningless."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", 0)
@@ -110,7 +111,7 @@ class Cuda:
         return [sys.executable, "-m", "hotkv_server.cli", "run", "--copy.cuda", "on"]
 
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, MemoryHandle]:
-        """Returns uint8 [bytes] on the device, and what lets the server open it."""
+        """Returns uint8 [bytes] on the device, and the handle with which the server opens it."""
         memory = self.scratch(num_bytes)
         return memory, cuda_handle("kv", memory.untyped_storage())
 
@@ -127,16 +128,15 @@ class Cuda:
         return Marks(CudaDevice(self.device), wanted)
 
     def stream(self) -> Any:
-        """Returns a queue of its own, a context manager: work given to the device inside is put
-        there."""
+        """Returns a new stream as a context manager: work that is queued inside goes there."""
         return torch.cuda.stream(torch.cuda.Stream(self.device))
 
     def synchronize(self) -> None:
-        """Waits for all that was given to the device by this process."""
+        """Waits for all work that this process has queued on the device."""
         torch.cuda.synchronize(self.device)
 
     def wait_stream(self) -> None:
-        """Waits for what was given to the current stream."""
+        """Waits for all work on the current stream."""
         torch.cuda.current_stream(self.device).synchronize()
 
     def free_bytes(self) -> int:
@@ -239,7 +239,7 @@ def about(side: Side) -> dict[str, object]:
 
 
 def find_side(made_up: bool) -> Side:
-    """Returns the first GPU, or a made-up one. Ends the program if there is no GPU."""
+    """Returns the first GPU, or a made-up GPU. Ends the program if there is no GPU."""
     if made_up:
         print("made-up device: bytes are checked, times mean nothing", file=sys.stderr)
         return MadeUp()
@@ -271,13 +271,14 @@ class GpuServer(Server):
         return self
 
     def devices(self) -> dict[str, Any]:
-        """Its only device, as `hotkv devices --json` has it, with what it says of the arena."""
+        """Returns its only device as `hotkv devices --json` describes it, together with the
+        description of the arena."""
         answer: dict[str, Any] = json.loads(self.cli("devices", "--json"))
         return {**answer.pop("devices")[0], **answer}
 
     def wait_settled(self, *, calibrated: bool, timeout_s: float = 90.0) -> dict[str, Any]:
-        """Waits until all of the arena is pinned and copies are measured; says what `devices` says.
-        Raises ChildError."""
+        """Waits until all of the arena is pinned and copies are measured. Returns the same as
+        `devices`. Raises ChildError."""
         self.wait_ready(timeout_s)
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
@@ -352,7 +353,7 @@ class Engine:
         self.session.start()
 
     def connected(self) -> "Engine":
-        """Waits for it. Raises TimeoutError, with what the server said."""
+        """Waits until the session is connected. Raises TimeoutError with the server's message."""
         if not self.session.wait_connected(DEADLINE_S):
             raise TimeoutError(f"not connected: {self.session!r}: {self.said[-1:]}")
         return self
@@ -387,7 +388,7 @@ class Engine:
         return all(torch.equal(view[a], view[b]) for view in self._views)
 
     def content(self, ids: Int32s) -> bytes:
-        """Returns all bytes of these blocks, one tensor after the other."""
+        """Returns all bytes of these blocks, tensor by tensor."""
         at = self._at(ids)
         return b"".join(view[at].cpu().numpy().tobytes() for view in self._views)
 
@@ -432,9 +433,12 @@ def done(transfer: "Future[TransferResult]") -> TransferResult:
 def half_leased(
     side: Side, target: str, shape: Shape, *, order: str = "host", is_scattered: bool = False
 ) -> Iterator[tuple[Engine, Int32s, Int32s, str]]:
-    """Yields an engine with random bytes, half of whose blocks are stored and leased: the engine,
-    the ids of that half and of the other, the lease. Raises AssertionError at the end unless loads
-    have made the halves equal; leaves nothing stored."""
+    """Yields an engine with random bytes, of which half of the blocks are stored and leased: the
+    engine, the ids of that half and of the other half, and the lease.
+
+    Raises AssertionError at the end unless loads have made the halves equal. Deletes everything
+    that was stored.
+    """
     engine = Engine(side, target, shape, order=order).connected()
     try:
         engine.fill()
@@ -466,7 +470,7 @@ class PlainCopies:
         self._streams = [side.stream() for _ in range(2)]
 
     def seconds(self, *, load: bool, store: bool) -> float:
-        """Returns the seconds of one copy in each named direction, at once."""
+        """Returns the seconds of a copy in each named direction, both at once."""
         self._side.synchronize()
         start_s = time.perf_counter()
         self.give(load=load, store=store)
@@ -499,8 +503,8 @@ def until(reached: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S
 
 
 def operation_bytes(wanted_bytes: int, arenas: int) -> int:
-    """Bytes of an operation: as many as wanted, or the largest power of two that fits so many times
-    into shared memory."""
+    """Returns the bytes of an operation: `wanted_bytes`, or the largest power of two of which
+    `arenas` fit into shared memory."""
     free = shutil.disk_usage(SHM).free if SHM.is_dir() else 0
     found = wanted_bytes
     while found > 16 * MIB and free < arenas * found + 256 * MIB:

@@ -1,5 +1,4 @@
-"""Figures with targets: what the benchmarks of `bench.gpu` hand over, and the one table of them
-all.
+"""Figures with targets: the results of the benchmarks of `bench.gpu`, and a table of all of them.
 
 `python -m bench.gpu.figures FOLDER` reads the last line of each `*.json` there, writes
 `summary.json` beside them and prints the table.
@@ -18,7 +17,10 @@ from hotkv_client.command.tables import table
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """`target`: the least that will do, or the most if `at_most`; None if there is none."""
+    """A measured figure.
+
+    target: the least acceptable value, or the greatest if `at_most`; None without a target.
+    """
 
     name: str
     measured: float
@@ -33,7 +35,7 @@ class Figure:
 
 
 def gpu_parser(description: str) -> argparse.ArgumentParser:
-    """Options that these benchmarks share."""
+    """Returns options that these benchmarks share."""
     options = parser(description)
     options.add_argument(
         "--quick", action="store_true", help="less of everything: to see that it runs"
@@ -47,7 +49,7 @@ def gpu_parser(description: str) -> argparse.ArgumentParser:
 
 
 def print_figures(figures: Sequence[Figure], details: dict[str, object], *, as_json: bool) -> None:
-    """Prints the table, and with `--json` one object as the last line."""
+    """Prints the table, and with `--json` a JSON object as the last line."""
     print(
         table(("figure", "measured", "target", "met"), [_row(figure) for figure in figures]),
         flush=True,
@@ -69,7 +71,7 @@ def _row(figure: Figure) -> tuple[object, ...]:
 
 
 def read(path: Path) -> list[Figure]:
-    """Returns the figures of one benchmark; an empty list if it did not end."""
+    """Returns the figures of a benchmark; an empty list if it did not end."""
     lines = path.read_text().splitlines()
     try:
         found = json.loads(lines[-1]) if lines else {}

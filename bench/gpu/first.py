@@ -1,10 +1,11 @@
-"""The two answers that matter most, in half a minute: how fast stores and loads are beside plain
-pinned copies, and what they cost.
+"""Answers the two most important questions in half a minute: the speed of stores and loads beside
+plain pinned copies, and their cost.
 
 `python -m bench.gpu.first [--json]`, on a machine with a GPU; 2 GiB of device memory, 2 GiB of the
-host's. One server, 256 MiB an operation, layout LBHNC, where a page is one run: runs of 64 and of
-16 KiB, each way and both at once, in turns with plain copies; submission to first byte; what a loop
-of matrix products loses. `bench.gpu.transfer`, `latency` and `methods` have the whole.
+host's. A server, 256 MiB an operation, layout LBHNC, in which a page is a run. Measures runs of 64
+and of 16 KiB, each way and both at once, in turns with plain copies; the time from submission to
+first byte; the loss of a loop of matrix products. `bench.gpu.transfer`, `latency` and `methods`
+measure the rest.
 """
 
 import sys
@@ -22,13 +23,13 @@ LEAST_ARENA_BYTES = 256 * MIB
 
 
 def shape_of(run_bytes: int, op_bytes: int) -> Shape:
-    """Blocks of two operations, a page a run."""
+    """Returns the blocks of two operations, a page a run."""
     layers = layers_of(run_bytes, op_bytes)
     return Shape(run_bytes, layers, 2 * op_bytes // layers // run_bytes, "LBHNC")
 
 
 def copies(side: Side, target: str, op_bytes: int, rounds: int) -> list[Figure]:
-    """Rates, of those of plain copies."""
+    """Returns rates, relative to plain copies."""
     plain, figures = PlainCopies(side, op_bytes), []
     for run_bytes in RUNS:
         times = measure(side, target, plain, shape_of(run_bytes, op_bytes), rounds)

@@ -1,8 +1,7 @@
-"""Where the kernels of sparse decode run in the benchmarks: on the first GPU, or on the CPU, which
-plays one (`tests.device.cuda_on_cpu`) and needs g++.
+"""The place in which the kernels of sparse decode run in the benchmarks: the first GPU, or the CPU
+in place of a GPU (`tests.device.cuda_on_cpu`), which needs g++.
 
-Always true: what a made-up one is given is done at once, so its bytes count and times on it are no
-figures.
+Always true: a made-up GPU does all work at once, so its bytes count, but its times are meaningless.
 """
 
 import gc
@@ -21,7 +20,7 @@ U8 = npt.NDArray[np.uint8]
 
 
 class CudaArrays:
-    """The first GPU with CuPy's arrays, on a stream of its own, which becomes the current one."""
+    """The first GPU with CuPy's arrays, on a new stream, which becomes the current stream."""
 
     is_made_up = False
     xp: Any
@@ -50,7 +49,7 @@ class CudaArrays:
         return float(self.xp.cuda.get_elapsed_time(start, end))
 
     def captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Captures `run` as one graph of the device, which each call runs again."""
+        """Captures `run` as a graph of the device. Each call of the result replays it."""
         self.stream.begin_capture()
         run()
         graph = self.stream.end_capture()
@@ -114,7 +113,8 @@ class HostArrays(_Host):
 
 
 def array_kernels(made_up: bool) -> "CudaArrays | HostArrays":
-    """Kernels over CuPy's arrays. Ends the program if there is no GPU, or no g++ to play one."""
+    """Returns kernels over CuPy's arrays. Ends the program if there is no GPU, or no g++ to emulate
+    it."""
     if made_up:
         return HostArrays()
     try:
@@ -153,7 +153,7 @@ class CudaTensors:
         return float(start.elapsed_time(end))
 
     def captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        # Torch wants what it captures to have run before, on another stream than its first.
+        # Torch requires that captured code has run before, on another stream than its first.
         stream = self.xp.cuda.Stream(self.place)
         stream.wait_stream(self.xp.cuda.current_stream(self.place))
         with self.xp.cuda.stream(stream):
@@ -165,7 +165,7 @@ class CudaTensors:
         return lambda: graph.replay()
 
     def clear(self) -> None:
-        """Gives back what torch keeps of memory that nobody uses."""
+        """Frees the memory that torch caches."""
         gc.collect()
         self.xp.cuda.synchronize()
         self.xp.cuda.empty_cache()
@@ -191,7 +191,8 @@ class HostTensors(_Host):
 
 
 def tensor_kernels(made_up: bool) -> "CudaTensors | HostTensors":
-    """Kernels over torch's tensors. Ends the program if there is no GPU, or no g++ to play one."""
+    """Returns kernels over torch's tensors. Ends the program if there is no GPU, or no g++ to
+    emulate it."""
     import torch
 
     if made_up:
@@ -202,7 +203,7 @@ def tensor_kernels(made_up: bool) -> "CudaTensors | HostTensors":
 
 
 def _made_up_cupy() -> ModuleType:
-    """Returns what `MappedArena` uses of CuPy, for a device that can do all."""
+    """Returns the part of CuPy that `MappedArena` uses, for a device that supports everything."""
 
     class Device:
         def __init__(self, number: int) -> None:

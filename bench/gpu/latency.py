@@ -1,12 +1,14 @@
-"""Short times on a GPU: from a load's submission to its first byte on the device, a round trip, and
-an engine thread's time a step.
+"""Measures short times on a GPU: from a load's submission to its first byte on the device, a round
+trip, and the time of an engine's thread per step.
 
 `python -m bench.gpu.latency [--json]`, on a machine with a GPU; about half a minute. Each order
-(`events`, `flags`, `host`) has an engine of its own; `host` waits for the device by itself before
-it submits. The first byte is seen by reading it from the device again and again, on a stream of its
-own; `read` is what one such reading and a nap take: so much is not seen of. A step is what the
-connector's worker does in the engine's thread: a mark, a store behind it, a load behind it, a look
-at what has ended; without vLLM around it.
+(`events`, `flags`, `host`) has its own engine; with `host` the engine waits for the device before
+it submits.
+
+The first byte is detected by polling the device on a separate stream. `read` is the time of a poll
+and its pause, which bounds the error. A step is the work of the connector's worker in the engine's
+thread, without vLLM: it makes a mark, sends a store and a load behind it, and looks for ended
+transfers.
 """
 
 import ctypes
@@ -61,7 +63,7 @@ class FirstBytes:
             return int(self._engine.memory[block * PAGE_BYTES].item())
 
     def of_load(self, lease: str, sources: np.ndarray, ids: np.ndarray) -> tuple[float, float]:
-        """Seconds from submission to the first byte, and to the answer."""
+        """Returns the seconds from submission to the first byte, and to the answer."""
         engine = self._engine
         block, end_s = int(ids[0]), time.monotonic() + DEADLINE_S
         engine.memory[block * PAGE_BYTES] = 255 - self.read(int(sources[0]))
@@ -95,7 +97,8 @@ def first_byte_us(side: Side, target: str, rounds: int) -> float:
 
 
 def steps_us(engine: Engine, lease: str, count: int) -> list[float]:
-    """Microseconds of an engine's thread in each of so many steps, two milliseconds apart."""
+    """Returns the microseconds of an engine's thread in each of `count` steps, which are two
+    milliseconds apart. The first tenth is left out."""
     flying: list[tuple[Future[TransferResult], object]] = []
     marks = engine.marks
     found = []
@@ -129,7 +132,7 @@ def steps_us(engine: Engine, lease: str, count: int) -> list[float]:
 
 
 def measure(side: Side, target: str, order: str, rounds: int) -> dict[str, Any]:
-    """Measures one order; raises AssertionError if the server took another."""
+    """Measures an order. Raises AssertionError if the server chose another order."""
     shape = Shape(PAGE_BYTES, LAYERS, 2 * max(SIZES.values()), "LBHNC")
     with half_leased(side, target, shape, order=order) as (engine, ids, others, lease):
         probe = FirstBytes(side, engine)

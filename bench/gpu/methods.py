@@ -1,11 +1,11 @@
-"""Each way of giving copies to the device beside `auto`: how fast it is, and what matrix products
-in the engine lose while it loads.
+"""Compares each way of submitting copies to the device with `auto`: its speed, and how much matrix
+products in the engine slow down during loads.
 
-`python -m bench.gpu.methods [--json]`, on a machine with a GPU; about 20 s a method. A server a
+`python -m bench.gpu.methods [--json]`, on a machine with a GPU; about 20 s a method. A server per
 method, 1 GiB an operation, pages of layout LBHNC, every load compared. The products run in a loop
-in the engine's process, in bfloat16, the copies in the server's; windows with and without loads
-take turns. `plain`: what the loop loses while this process itself does nothing but plain copies to
-the device, the least that loads can cost.
+in the engine's process, in bfloat16, and the copies in the server's process; windows with and
+without loads take turns. `plain` is the slow-down while this process only does plain copies to the
+device: the least cost of loads.
 """
 
 import sys
@@ -57,8 +57,8 @@ class Products:
         self._stream = side.stream()
 
     def window_ms(self) -> float:
-        """Returns the milliseconds of one window of the loop, by events of the device if there is
-        one."""
+        """Returns the milliseconds of a window of the loop, by events of the device if it has
+        them."""
         if self._side.is_made_up:
             torch.mm(self._a, self._b, out=self._out)
             return 1.0
@@ -117,7 +117,8 @@ class Background:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Runs operations; enters when the first has ended. Raises what an operation raised."""
+        """Runs operations; enters when the first has ended. Raises the error of a failed
+        operation."""
         threads = [threading.Thread(target=self._run) for _ in range(2)]
         for thread in threads:
             thread.start()
@@ -234,7 +235,7 @@ class Plan:
 def measure_method(
     found: Found, method: str, plan: Plan, plain: PlainCopies, products: Products
 ) -> None:
-    """Measures a method with a server of its own."""
+    """Measures a method, with a new server."""
     side, arena_bytes = found.side, ARENA_OPERATIONS * plan.op_bytes
     flags = ("--copy.method", method)
     with settled(side, arena_bytes, *flags, is_calibrated=method == "auto") as server:

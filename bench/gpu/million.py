@@ -3,10 +3,11 @@ token of a prefix hit, time per token, and a whole prefill.
 
 `python -m bench.gpu.million [--json] [--quick]`, on a machine with torch and CuPy; a minute, 40 GB
 of device memory, 4 GiB of host memory (all layers read the same pages there). 48 layers, 8 KV heads
-of 5 query heads, d = 128, budget 2048; dummy weights, torch's attention, steps as CUDA graphs. The
-first token of a hit: representations of all layers from keys in the arena, and a first step. That
-of a whole prefill is computed: chunks of 8k are timed behind nothing, half and all of the context,
-in one layer.
+of 5 query heads, d = 128, budget 2048; dummy weights, torch's attention, steps as CUDA graphs.
+
+The first token of a hit takes two parts: representations of all layers from keys in the arena, and
+a first step. The time of a whole prefill is extrapolated: a layer's chunks of 8k are timed behind
+an empty context, half of the context and all of it.
 """
 
 import sys
@@ -28,7 +29,7 @@ OVERHEAD_TARGET = 0.55
 
 
 def decode(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> list[Figure]:
-    """Returns a hit's first token, and those that follow."""
+    """Returns the times of a hit's first token and of later tokens."""
     steps, config = (SMALL_STEPS, SMALL_CONFIG) if small else (STEPS, CONFIG)
     one = Resident(kernels, model, host, config, rows=1, steps=steps + 4)
     context, began_s = one.context, perf_counter()

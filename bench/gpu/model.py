@@ -1,10 +1,10 @@
-"""Dummy models in torch with the shapes of real ones: random weights, tokens in, tokens out.
+"""Dummy models in torch with the shapes of real models: random weights, tokens in, tokens out.
 
-Always true: all layers share one set of weights. One layer's are larger than a GPU's caches, so
-each layer reads its own from device memory all the same, and an 8B model needs 3 GB.
+Always true: all layers share the same weights. The weights of a layer are larger than a GPU's
+caches, so each layer still reads them from device memory, and an 8B model needs only 3 GB.
 
-Shapes: B rows of a step, Q query heads, H KV heads, G of the first for one of the second, D
-channels, C tokens of a chunk, T of a context.
+Shapes: B rows of a step, Q query heads, H KV heads, G = Q / H, D channels, C tokens of a chunk, T
+of a context.
 """
 
 import math
@@ -38,7 +38,7 @@ class ModelShape:
 
     @property
     def token_bytes(self) -> int:
-        """Returns the KV bytes of one token in all layers, two bytes a value."""
+        """Returns the KV bytes of a token in all layers, two bytes a value."""
         return self.layers * self.kv_heads * self.head_size * 4
 
 
@@ -49,7 +49,10 @@ TINY = ModelShape("tiny", 2, 64, 2, 2, 32, 96, 97)
 
 
 class DummyModel:
-    """`kind`: float16 on a GPU; what the CPU computes in is float32."""
+    """A model with random weights.
+
+    kind: type of the weights: float16 on a GPU, float32 on a CPU.
+    """
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -88,7 +91,7 @@ class DummyModel:
         return self._turned(q, positions), self._turned(k, positions), v
 
     def rest_of(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Returns a layer's output, from its input and what its attention says."""
+        """Returns a layer's output, from its input and the output of its attention."""
         x = x + attended.reshape(len(x), -1).to(self.kind) @ self._out
         gate, up = (self._norm(x) @ self._up).chunk(2, dim=-1)
         return x + (silu(gate) * up) @ self._down
@@ -103,9 +106,12 @@ class DummyModel:
         return torch.cat([one * cos - other * sin, other * cos + one * sin], -1).to(self.kind)
 
     def chunk(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Computes one layer of a prefill: a chunk [C, hidden] behind a context `keys`, `values`
-        [H, T, D]. Attention is the device's own over both, apart: the way to join them costs next
-        to nothing and is left out."""
+        """Computes a layer of a prefill: a chunk [C, hidden] behind a context `keys`, `values` [H,
+        T, D].
+
+        The device's own attention runs over context and chunk separately. Joining the two results
+        is left out, because it costs almost nothing.
+        """
         shape = self.shape
         q, k, v = self.heads_of(x, torch.arange(len(x), device=self.device))
         wide_k, wide_v = (

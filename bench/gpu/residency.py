@@ -1,4 +1,4 @@
-"""Contexts in host memory on a GPU: a decode step of an 8B-shaped model, what it pulls out of the
+"""Contexts in host memory on a GPU: a decode step of an 8B-shaped model, its pulls out of the
 arena, and a layer's whole context put together as a prefill needs it.
 
 `python -m bench.gpu.residency [--json] [--quick]`, on a machine with CuPy; 20 s, 4 GB of device
@@ -34,8 +34,10 @@ SMALL_TOKENS, SMALL_STEPS = 768, 6
 def measure(
     kernels: "CudaArrays | HostArrays", num_tokens: int, *, small: bool = False
 ) -> list[Figure]:
-    """Returns all figures of one length. `small`: a tiny model and few steps, for a made-up
-    device."""
+    """Returns all figures of a length.
+
+    small: a tiny model and few steps, for a made-up device.
+    """
     device, shape = kernels.device, TINY if small else LLAMA_8B
     count, steps = (SMALL_TOKENS, SMALL_STEPS) if small else (num_tokens, STEPS)
     config, page_bytes = SMALL_CONFIG if small else CONFIG, page_bytes_of(shape)

@@ -25,8 +25,8 @@ Some = CudaTensors | HostTensors
 
 
 class HostPages:
-    """One layer's pages of a context in host memory that the device reads, and the same as keys and
-    values [H, T, D] on the device."""
+    """A layer's pages of a context in host memory that the device reads, and the same data as keys
+    and values [H, T, D] on the device."""
 
     def __init__(self, shape: ModelShape, num_tokens: int) -> None:
         self.shape, self.num_tokens = shape, num_tokens
@@ -38,7 +38,7 @@ class HostPages:
         self._arena.close()
 
     def parts(self, model: DummyModel) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [H, T, D]."""
+        """Returns the keys and values [H, T, D]."""
         held = torch.from_numpy(self.pages.view(np.float16)).to(model.device)
         paged = held.view(-1, self.shape.kv_heads, BLOCK_TOKENS, 2, self.shape.head_size)
         keys, values = (
@@ -80,7 +80,7 @@ class Resident:
             torch.zeros(rows, dtype=torch.int64, device=model.device),
             torch.full((rows,), host.num_tokens, dtype=torch.int64, device=model.device),
         )
-        # What sinks and recent window hold, as an engine has computed it.
+        # The contents of sinks and recent window, as an engine has computed them.
         content = torch.from_numpy(host.pages.view(np.float16))
 
         def copy(layer: int, table: np.ndarray) -> None:
@@ -95,13 +95,12 @@ class Resident:
         self.context.fill(copy)
 
     def advance(self) -> None:
-        """Does the host's part before a step: the token that it computes is one more of the
-        context."""
+        """Does the host's part before a step: extends the context by the token that the step
+        computes."""
         self.context.advance(asks=False)
 
     def step(self) -> torch.Tensor:
-        """Returns the tokens [B] that come next; `tokens.ids` at `tokens.positions` are the last
-        ones."""
+        """Returns the next tokens [B]. `tokens.ids` at `tokens.positions` are the last tokens."""
         self.context.begin_step()
         return self.model.step(self.tokens.ids, self.tokens.positions, self.attend)
 
@@ -111,8 +110,9 @@ class Resident:
         self.tokens.positions.add_(1)
 
     def step_times_ms(self, count: int) -> list[float]:
-        """Milliseconds of so many steps as a graph of the device, each told the answers
-        of the one before; one has been made. Compares the hot sets with the arena."""
+        """Returns the milliseconds of `count` steps as a graph of the device. Each step gets the
+        answers of the step before; a step must have run before the call. Compares the hot sets with
+        the arena."""
         self.advance()
         run, times_ms = self._kernels.captured(self.go_on), []
         for _ in range(count):
@@ -148,7 +148,7 @@ class Resident:
 def dense_tokens(
     model: DummyModel, host: HostPages, ids: list[torch.Tensor], rows: int
 ) -> list[torch.Tensor]:
-    """Returns what the model answers over whole contexts on the device, told the tokens `ids`."""
+    """Returns the model's answers over whole contexts on the device, with `ids` as input tokens."""
     cache = DenseCache(model, rows, host.num_tokens + len(ids), model.shape.layers)
     keys, values = host.parts(model)
     cache.keys[:, :, :, : host.num_tokens] = keys
@@ -164,8 +164,8 @@ def dense_tokens(
 def resident_tokens(one: Resident, ids: list[torch.Tensor] | None, steps: int) -> tuple[
     list[torch.Tensor], list[torch.Tensor]
 ]:  # fmt: skip
-    """Tokens told and answered in so many steps: its own answers are told to it unless there are
-    `ids`."""
+    """Returns the input and output tokens of `steps` steps. The inputs are `ids`, or the model's
+    own answers if `ids` is None."""
     one.context.catch_up()
     told, answers = [], []
     last = torch.ones_like(one.tokens.ids)
@@ -188,15 +188,16 @@ def equal_share(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
 
 
 # ------------------------------------------------------------------------------------------ Prefill
-# What contexts in host memory add to a prefill, a chunk at a time: each layer puts the context
-# before the chunk together out of the arena, and builds the chunk's representations.
+# The cost that contexts in host memory add to a prefill, a chunk at a time: each layer copies the
+# context before the chunk out of the arena, and builds the chunk's representations.
 
 ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTimes:
-    """Seconds of a whole prompt in all layers: a dense prefill, and what residency adds."""
+    """Seconds of a whole prompt in all layers: of a dense prefill, and of the additional work of
+    residency."""
 
     dense_s: float
     added_s: float
@@ -207,8 +208,9 @@ class PrefillTimes:
 
 
 class Prefill:
-    """Times chunks behind nothing, half and all of the context. A chunk's time grows with what is
-    before it, so a prompt's is the mean of those, by Simpson's rule, for each chunk and layer."""
+    """Times chunks behind an empty context, half of the context and all of it. A chunk's time grows
+    with the context before it, so a prompt's time is the mean of these by Simpson's rule, for each
+    chunk and layer."""
 
     def __init__(
         self, kernels: Some, model: DummyModel, host: HostPages, config: SparseConfig, chunk: int

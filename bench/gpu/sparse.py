@@ -1,14 +1,17 @@
-"""Sparse decode's kernels on a GPU: scoring and building, beside copies of the same device that
-are measured in turn with them, and the whole selection step of a layer.
+"""Sparse decode's kernels on a GPU: scoring and building, beside copies of the same device, in
+turns, and the whole selection step of a layer.
 
 `python -m bench.gpu.sparse [--json]`, on a machine with CuPy; some 20 s and 6 GB of device memory.
-One layer of 8 KV heads of 4 query heads, d = 128, blocks of 16, one sequence of a million tokens;
-four pools take turns, so that no cache holds them. The selection step is one sequence of 128k
-tokens in a CUDA graph of four layers, with what a step shares: representations of new blocks, mass
-of what is always kept, scores, choice, hot sets, block table; queries stay, so nothing is pulled.
-Figures are medians, timed by events of the device. Ratios: the index's bytes a second over those of
-a device copy (read and written bytes counted). Build, of prefill: over a prefill at `--prefill-us`
-microseconds a token and layer.
+A layer of 8 KV heads of 4 query heads, d = 128, blocks of 16, a sequence of a million tokens. Four
+pools take turns, so that no cache holds them.
+
+The selection step is a sequence of 128k tokens in a CUDA graph of four layers, including the parts
+that layers of a step share: representations of new blocks, mass of the blocks that are always kept,
+scores, choice, hot sets, block table. Queries do not change, so no blocks are pulled.
+
+Figures are medians, timed by events of the device. Ratios: the index's bytes per second over a
+device copy's (read and written bytes counted). Build: its share of a prefill that takes
+`--prefill-us` microseconds per token and layer.
 """
 
 import sys
@@ -59,7 +62,7 @@ class Clock:
 
 
 class Layer:
-    """One sequence over `num_blocks` blocks of random codes, scored from several pools in turn."""
+    """A sequence over `num_blocks` blocks of random codes, scored from several pools in turn."""
 
     def __init__(self, kernels: Some, model: ModelShape, num_blocks: int, scorer: str) -> None:
         config, xp, device = SparseConfig(scorer=scorer), kernels.xp, kernels.device
@@ -122,7 +125,7 @@ class Builder:
 
 
 def step_us(kernels: Some, model: ModelShape, num_tokens: int, config: SparseConfig) -> float:
-    """Microseconds a layer of whole selection steps whose queries stay."""
+    """Returns the microseconds a layer of whole selection steps whose queries stay."""
     pages = random_pages(num_tokens // BLOCK_TOKENS, page_bytes_of(model))
     arena = registered(pages)
     layers = min(STEP_LAYERS, model.layers)
@@ -139,7 +142,7 @@ def step_us(kernels: Some, model: ModelShape, num_tokens: int, config: SparseCon
     if not context.check():
         raise ValueError("the hot sets are empty")
     arena.close()
-    # The last ones: by then the hot sets have all that the queries ask for.
+    # The last steps: by then the hot sets hold all blocks that the queries select.
     return median(times_ms[len(times_ms) // 2 :]) * 1e3 / layers
 
 
@@ -165,7 +168,7 @@ def measure(
 def figures_of(
     clock: Clock, layers: dict[str, Layer], builder: Builder, copy_bytes: int, prefill_us: float
 ) -> list[Figure]:
-    """Ratios with their targets, then the times behind them."""
+    """Returns ratios with their targets, then the times behind them."""
     copy_rate, figures = 2 * copy_bytes / clock.median_ms("copy"), []
     for scorer, layer in layers.items():
         share = layer.index_bytes / clock.median_ms(f"score {scorer}") / copy_rate

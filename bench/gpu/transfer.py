@@ -1,10 +1,10 @@
-"""Store and load through the server, 1 GiB an operation, beside plain pinned copies of as many
-bytes in one run, in turns.
+"""Store and load through the server, 1 GiB an operation, in turns with plain pinned copies of as
+many bytes in a single run.
 
 `python -m bench.gpu.transfer [--json]`, on a machine with a GPU; about a minute, 6 GiB of device
-memory, 8 GiB of the host's. Times are from the client's call to its answer, leases apart. Ratios
-are to the plain copy's rate, in its direction; for both directions at once, to the sum of the two,
-and to plain copies both ways at once. Every load is compared on the device.
+memory, 8 GiB of the host's. Times are from the client's call to its answer, without leases. Ratios
+are to the plain copy's rate in the same direction. For both directions at once they are to the sum
+of the two rates, and to plain copies both ways at once. Every load is compared on the device.
 """
 
 import sys
@@ -34,8 +34,8 @@ LAYOUTS = ("LBHNC", "BLHNC")
 TARGETS = {4 << 10: None, 16 << 10: 0.7, 64 << 10: 0.9, 256 << 10: 0.9, 2 << 20: 0.9}
 BOTH_TARGET = 0.8
 ARENA_OPERATIONS = 5
-"""What is leased, and room for what is stored meanwhile; after that a store evicts as much as it
-brings."""
+"""Room for the leased blocks and for stores beside them. When it is used up, a store evicts as many
+bytes as it writes."""
 
 
 def layers_of(page_bytes: int, operation_bytes: int) -> int:
@@ -45,7 +45,7 @@ def layers_of(page_bytes: int, operation_bytes: int) -> int:
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of operations, by what they were."""
+    """Seconds of operations, by their name."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
@@ -64,8 +64,8 @@ class Times:
         }
 
     def of_the_sum(self) -> float:
-        """Returns the rate of both directions at once, over the sum of plain copies' rates one way
-        at a time."""
+        """Returns the rate of both directions at once, over the sum of the rates of plain copies in
+        a single direction."""
         alone = 1 / self.median("plain store") + 1 / self.median("plain load")
         return 2 / self.median("both") / alone
 
@@ -79,8 +79,10 @@ def measure(
     *,
     with_both: bool = True,
 ) -> Times:
-    """Measures one layout and page size, in turns with the ceilings. `shape` has the blocks of two
-    operations."""
+    """Measures a layout and page size, in turns with the ceilings.
+
+    shape: has the blocks of two operations.
+    """
     times = Times()
     with half_leased(side, target, shape, is_scattered=True) as (engine, sources, others, lease):
         for number in range(rounds + 1):

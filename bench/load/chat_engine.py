@@ -1,9 +1,9 @@
 """A vLLM engine that holds conversations, as a child process: `python chat_engine.py SETTINGS`,
 with arguments of `vllm.LLM` as JSON.
 
-Reads one JSON request a line on stdin (`conversations`, as `bench.load.conversations` has them, and
-`clients`) and answers one JSON line on stdout. Needs vLLM and nothing of hotkv's: other caches have
-environments of their own.
+Reads one JSON request a line on stdin (`conversations`, in the form of `bench.load.conversations`,
+and `clients`) and answers one JSON line on stdout. Needs vLLM and no module of hotkv, because other
+caches run in separate environments.
 
 Each client takes the conversation that has waited longest, asks its next turn, and puts it back.
 """
@@ -17,8 +17,8 @@ from typing import Any
 
 
 def hold(llm: Any, conversations: list[dict[str, Any]], num_clients: int) -> dict[str, Any]:
-    """Holds them all. Returns the seconds that it took, and of each turn: seconds to the first
-    token, tokens of the prompt, those of them that were cached, and tokens of the answer."""
+    """Holds all conversations. Returns the seconds that it took, and for each turn: seconds to the
+    first token, tokens of the prompt, cached tokens of the prompt, and tokens of the answer."""
     from vllm import SamplingParams
 
     engine, began_s = llm.llm_engine, time.perf_counter()

@@ -1,16 +1,18 @@
-"""Clients of a server under load, each of these processes one kind: `python -m bench.load.clients
+"""Clients of a server under load. Each process runs a kind of client: `python -m bench.load.clients
 KIND TARGET ...`.
 
-`traffic SESSIONS SECONDS RATE SEED`: many sessions that look up, store and load, as fast as they
-are answered or at a given rate. Prints one JSON object: operations done by kind, errors by reason,
-and latencies of lookups in ms. RATE: operations a second over all sessions, open loop (latency
-counts from the moment an operation was due); 0 for closed loop. Sessions share a universe of
-blocks, four times what the arena holds.
+`traffic SESSIONS SECONDS RATE SEED`: many sessions that look up, store and load, at full speed or
+at a given rate. Prints one JSON object: number of operations by kind, errors by reason, and
+latencies of lookups in ms. RATE: operations a second over all sessions, open loop (latency counts
+from the time at which an operation was due); 0 for closed loop. Sessions share a universe of
+blocks, four times the size of the arena.
 
-Those that mean no good, until they are killed. `flood`: calls without waiting for answers.
-`garbage`: bytes that are no messages, streams that say nonsense. `deaf`: a session that asks for
-much and never reads. `spin`: no client at all, only a process that keeps a processor busy: what the
-others are compared with.
+Hostile clients run until they are killed:
+- `flood`: calls without waiting for answers.
+- `garbage`: bytes that are no messages, streams of nonsense.
+- `deaf`: a session that asks for much and never reads.
+- `spin`: not a client, only a process that keeps a processor busy. The other kinds are compared
+  with it.
 """
 
 import collections
@@ -43,13 +45,13 @@ CALL_TIMEOUT_S = 10.0
 
 
 def universe() -> list[bytes]:
-    """Hashes of all blocks; the same in every process."""
+    """Returns the hashes of all blocks; the same in every process."""
     return [random.Random(number).randbytes(32) for number in range(UNIVERSE_BLOCKS)]
 
 
 @dataclass
 class Tally:
-    """Counts of one session."""
+    """Counts of a session."""
 
     done: "collections.Counter[str]" = field(default_factory=collections.Counter)
     errors: "collections.Counter[str]" = field(default_factory=collections.Counter)
@@ -57,7 +59,7 @@ class Tally:
 
 
 class Client:
-    """One session and its thread."""
+    """A session and its thread."""
 
     def __init__(self, target: str, number: int, hashes: list[bytes], seed: int) -> None:
         self.tally = Tally()
@@ -74,7 +76,10 @@ class Client:
         self.count = 0
 
     def run(self, until_s: float, rate: float) -> None:
-        """Operations until then; `rate` of this session, 0 for one after the other."""
+        """Runs operations until `until_s`.
+
+        rate: operations a second of this session; 0: each follows the last at once.
+        """
         due_s = time.monotonic()
         while due_s < until_s:
             if rate:
@@ -225,7 +230,7 @@ def deaf(target: str) -> None:
 
 
 def spin(target: str) -> None:
-    """Keeps one processor busy."""
+    """Keeps a processor busy."""
     while True:
         sum(range(100_000))
 

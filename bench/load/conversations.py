@@ -1,5 +1,6 @@
-"""Conversations of several turns, of the shape of vLLM's `benchmarks/multi_turn`: a prefix that all
-share, one of each conversation, and turns of some tokens that ask for an answer of some tokens."""
+"""Conversations of several turns, with the shape of vLLM's `benchmarks/multi_turn`: a prefix that
+all conversations share, a prefix of each conversation, and turns of some tokens that ask for an
+answer of some tokens."""
 
 import math
 import random
@@ -50,13 +51,13 @@ UPSTREAM = Shape(
     turn_tokens=(120, 160),
     answer_tokens=(80, 120),
 )
-"""That of `generate_multi_turn.json`, but for prefixes of more than 2,400 tokens, which don't fit
-into 6,144 tokens with what follows them."""
+"""The shape of `generate_multi_turn.json`, without prefixes of more than 2,400 tokens: they don't
+fit into 6,144 tokens together with their turns."""
 
 
 def conversations(seed: int | str, num_tokens: int, shape: Shape) -> list[Conversation]:
-    """Returns so many conversations that they have `num_tokens` at least; the same for the same
-    seed."""
+    """Returns conversations with at least `num_tokens` tokens together. Equal seeds give equal
+    conversations."""
     dice = random.Random(seed)
 
     def tokens(count: int) -> list[int]:

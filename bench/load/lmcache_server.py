@@ -1,4 +1,4 @@
-"""LMCache's server in a child process, and what an engine on CPU needs to use it."""
+"""LMCache's server in a child process, and the settings that a CPU engine needs to use it."""
 
 import http.client
 import socket
@@ -13,7 +13,7 @@ READY_S = 180.0
 """Importing it takes most of that on a slow machine."""
 HOST = "127.0.0.1"
 START = "import sys; from lmcache.cli.main import main; sys.exit(main())"
-"""What its command `lmcache` does, which need not lie beside the interpreter."""
+"""Does the same as the command `lmcache`, which may not be installed beside the interpreter."""
 
 
 class LMCacheServer:
@@ -28,7 +28,7 @@ class LMCacheServer:
             "http-port": self._http_port,
             "l1-size-gb": size_gib,
             "eviction-policy": "LRU",
-            # The engine copies: what the server drives itself needs CUDA.
+            # The engine copies, because copies driven by the server need CUDA.
             "supported-transfer-mode": "engine_driven",
         }
         command = [python, "-c", START, "server", "--disable-observability"]
@@ -52,7 +52,7 @@ class LMCacheServer:
 
     @property
     def log(self) -> Path:
-        """Returns what the server has written."""
+        """Returns the file with the server's output."""
         return self._child.log
 
     def wait_ready(self) -> None:
@@ -87,7 +87,7 @@ class LMCacheServer:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
+    """Returns ports that no process listens on."""
     sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
     ports: list[int] = [one.getsockname()[1] for one in sockets]
     for one in sockets:

@@ -1,9 +1,9 @@
-"""Teacher-forced decode of a text's last tokens in many variants at once, each against the dense
-pass over the same tokens.
+"""Teacher-forced decode of a text's last tokens in many variants at once, each compared with the
+dense pass over the same tokens.
 
-Errors compound as they do in real decoding: a variant's hidden states, keys and queries are its own
-from the first sparse layer on. Dense layers come first in the model and attend to everything, so
-what they give is the same in every variant and is taken from the dense pass.
+Errors compound as they do in real decoding: from the first sparse layer on, a variant has its own
+hidden states, keys and queries. Dense layers come first in the model and attend to everything, so
+their output is the same in every variant and is taken from the dense pass.
 
 Shapes: V variants, W words, Q query heads, D channels, N compared tokens.
 """
@@ -40,10 +40,10 @@ I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 
 # -------------------------------------------------------------------------------------------- Pages
-# Keys and values of one text in many variants: what all share is there once, the tail that each
-# decodes itself is its own.
+# Keys and values of a text in many variants: the shared part is stored once, and each variant has
+# its own tail, which it decodes.
 #
-# A layer is one array of tokens: the shared ones, then one tail per variant. Shared part and tails
+# A layer is an array of tokens: the shared tokens, then a tail per variant. Shared part and tails
 # are whole numbers of blocks, so a block of a variant is a row of the array seen in blocks, and
 # attention over selected blocks is a gather.
 #
@@ -52,7 +52,7 @@ U8 = npt.NDArray[np.uint8]
 
 
 def open_slots(context_tokens: int, block_tokens: int) -> int:
-    """Tokens that the last block of a context could still take."""
+    """Returns the tokens that the last block of a context could still take."""
     return -context_tokens % block_tokens
 
 
@@ -99,7 +99,7 @@ class Pages:
         )
 
     def keys(self, layer: int, variant: int, blocks: I32, block_tokens: int) -> torch.Tensor:
-        """Keys [H, len(blocks) * T, D] of blocks."""
+        """Returns the keys [H, len(blocks) * T, D] of blocks."""
         return self._gather(
             self._keys[layer], self.rows(variant, blocks, block_tokens), block_tokens
         )
@@ -123,8 +123,11 @@ class Pages:
         context_tokens: int,
         block_tokens: int,
     ) -> torch.Tensor:
-        """Computes exact attention [Q, D] over ascending blocks, the last block of the context
-        among them; one set for all KV heads or one each."""
+        """Computes exact attention [Q, D] over ascending blocks, which include the last block of
+        the context.
+
+        blocks_of_set: a single set for all KV heads, or a set for each.
+        """
         keys, values = self._keys[layer], self._values[layer]
         kv_heads, _, head_size = keys.shape
         per_set = kv_heads // len(blocks_of_set)
@@ -221,7 +224,7 @@ def scorer_of(
     calibration: Calibration,
 ) -> Scorer | None:
     """Returns a scorer that knows the first `num_shared` keys and has room for `max_tokens`; None
-    if a variant needs none."""
+    if a variant needs no scorer."""
     name, _, centre = variant.scorer.partition(CENTRED)
     if name not in FORMATS:
         return None
@@ -249,17 +252,17 @@ def scorer_of(
 
 
 # --------------------------------------------------------------------------- From a query to blocks
-# A variant at work: from a step's query to the blocks that it attends to, with what `hotkv_sparse`
-# itself does at every stage.
+# A variant at work: from a step's query to the blocks that it attends to, with `hotkv_sparse`'s own
+# code at every stage.
 #
-# A `Chooser` is one variant over one text. Representations are built when blocks fill and hot sets
-# live as they do in an engine; the only copies that are missing are those of keys and values,
-# which all lie in memory anyway.
+# A `Chooser` is a variant over a text. Representations are built when blocks fill and hot sets
+# live as they do in an engine; only copies of keys and values are missing, which
+# are all in memory anyway.
 #
 # Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels.
 
 USUAL_SETS = 2
-"""A hot set is so many budgets large."""
+"""A hot set holds this many budgets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,8 +286,11 @@ class Context:
 
 
 class Chooser:
-    """See above. `scorer` knows the first `num_shared` tokens, which are those before the
-    first step; none if none is needed."""
+    """Chooses a variant's blocks over a text; see the section's comment.
+
+    scorer: knows the first `num_shared` tokens, the tokens before the first step; None if not
+        needed.
+    """
 
     def __init__(
         self,
@@ -321,7 +327,7 @@ class Chooser:
         return span(self.config, context_tokens, self.variant.block_tokens)
 
     def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
-        """A block has just become complete."""
+        """Builds the representation of a block that has become complete."""
         if self._scorer:
             self._scorer.block_filled(layer, block, keys_THD)
 
@@ -387,11 +393,13 @@ RECALL_EVERY_STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One variant on one text; means over the compared tokens.
+    """The result of a variant on a text; means over the compared tokens.
 
-    `kl`: KL(dense || sparse) per token; `delta_nll`: both in nats. `recall`: share of strong blocks
-    that were attended (None: there were none). `attended_ratio`: tokens attended over tokens of the
-    context, sparse layers. `moved_blocks`: per set, layer and step.
+    kl: KL(dense || sparse) per token, in nats.
+    delta_nll: rise of NLL per token, in nats.
+    recall: share of strong blocks that were attended; None if there were none.
+    attended_ratio: tokens attended over tokens of the context, sparse layers.
+    moved_blocks: per set, layer and step.
     """
 
     variant: Variant
@@ -403,7 +411,7 @@ class Outcome:
 
 
 class Tally:
-    """Sums of one variant."""
+    """Sums of a variant."""
 
     def __init__(self) -> None:
         self.kl = self.delta_nll = self.attended_ratio = 0.0
@@ -412,7 +420,7 @@ class Tally:
     def count_strong(
         self, choice: Choice, mass_QB: F32, always_log_mass: F32, where: Span, kv_heads: int
     ) -> None:
-        """Adds one layer's strong blocks, judged by exact mass."""
+        """Adds a layer's strong blocks, judged by exact mass."""
         log_mass = mass_QB[:, where.first : where.last]
         total = np.logaddexp(np.logaddexp.reduce(log_mass, axis=1), always_log_mass)
         shares = np.exp(log_mass - total[:, None])
@@ -424,7 +432,7 @@ class Tally:
                 self.num_found += bool((blocks == block + where.first).any())
 
     def count_choice(self, choice: Choice, context_tokens: int, block_tokens: int) -> None:
-        """Adds what one layer attended to and moved."""
+        """Adds the blocks that a layer attended to and moved."""
         for blocks in choice.blocks_of_set:
             self.attended_ratio += (
                 len(blocks) * block_tokens - open_slots(context_tokens, block_tokens)
@@ -447,8 +455,10 @@ class Tally:
 
 
 class Decode:
-    """All variants of one pass over one text. `tokens_S` ends with the token that the last compared
-    one predicts."""
+    """All variants of a pass over a text.
+
+    tokens_S: ends with the token that the last compared token predicts.
+    """
 
     def __init__(
         self,
@@ -553,7 +563,7 @@ class Decode:
     def _block_mass(
         self, layer: int, step: int, query_VQD: torch.Tensor, context_tokens: int
     ) -> dict[int, F32]:
-        """Computes the exact mass [Q, B] by variant, of those that need it at this step."""
+        """Returns the exact mass [Q, B] of each variant that needs it at this step."""
         needed: dict[int, list[int]] = {}
         for index, chooser in enumerate(self.choosers):
             if step % RECALL_EVERY_STEPS == 0 or chooser.variant.scorer == ORACLE:
@@ -575,10 +585,11 @@ class Decode:
 
 
 class Offline:
-    """Calibrated, as an engine is, by the first text that it sees, or by the file of the settings.
+    """Calibrates as an engine does: by the first text that it sees, or by the file of the settings.
 
-    The engine sees all of that text, since it computes a prompt in one step; here its beginning
-    counts."""
+    An engine sees the whole text, since it computes a prompt in one step; here only its beginning
+    counts.
+    """
 
     def __init__(self, model: Llama) -> None:
         self._model = model

@@ -1,11 +1,11 @@
-"""Decode in a real vLLM engine on CPU, attending to everything and to hot sets, over the same
-prompt and its same KV.
+"""Decodes in a real vLLM engine on CPU, attending to everything and to hot sets, over the same
+prompt and the same KV.
 
-The engine runs in this process, so nothing may have loaded numba before. The prompt is computed
-once, and every run finds it in the engine's own prefix cache, all but its last block: runs differ
-by what decode attends to, and by nothing else. `use` changes the settings of sparse decode between
-runs, which a real engine cannot: representations are built anew then, and what the engine has
-calibrated from its first prompt stays.
+The engine runs in this process, so numba must not be loaded before. The prompt is computed once,
+and every run finds it in the engine's own prefix cache, except its last block. So runs differ only
+in the blocks that decode attends to. `use` changes the settings of sparse decode between runs,
+which a real engine can't do: representations are then built anew, but the calibration from the
+engine's first prompt stays.
 
 Shapes: N compared tokens, W words.
 """
@@ -30,8 +30,11 @@ _then_free: list[bool] = [False]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Settings of an engine. `dense_layers`: so many layers from the first on. `budget`: a share of
-    the context (float) or tokens (int)."""
+    """Settings of an engine.
+
+    dense_layers: number of dense layers, from the first on.
+    budget: a share of the context (float) or tokens (int).
+    """
 
     block_tokens: int = 32
     budget: int | float = 0.1
@@ -71,10 +74,10 @@ class Setup:
 
 
 class Forced:
-    """Takes down what the model says and makes it say the given tokens. A vLLM logits processor."""
+    """Records the model's output and forces the given tokens. A vLLM logits processor."""
 
     def __init__(self, *_: Any) -> None:
-        """Takes what vLLM passes: its config, a device and whether to pin memory."""
+        """Accepts vLLM's arguments: its config, a device and whether to pin memory."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -114,7 +117,8 @@ class Engine:
             block_size=setup.block_tokens,
             max_model_len=context_tokens,
             max_num_seqs=1,
-            # A prompt in one step: vLLM asks logits processors at every step of a prompt.
+            # The whole prompt in a single step: vLLM calls logits processors at every step of a
+            # prompt.
             max_num_batched_tokens=context_tokens,
             enforce_eager=True,
             kv_cache_memory_bytes=KV_CACHE_BYTES,
@@ -155,8 +159,8 @@ class Engine:
             impl._sparse = (worker, of_name[name]) if name in of_name else None
 
     def _knows_mu(self, names: Sequence[str]) -> bool:
-        """Returns True for the formats that the engine itself would give a centre: those that it
-        calibrates, and all with a file."""
+        """Returns True for the formats to which the engine itself would give a centre: the formats
+        that it calibrates, or all formats with a file."""
         return CALIBRATING in names or self._rank.centres is not None
 
     def calibrate(self, tokens: Sequence[int]) -> None:

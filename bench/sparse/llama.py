@@ -1,7 +1,7 @@
 """A Llama forward pass small enough to read, which leaves attention to its caller.
 
-It computes in float32 whatever the weights are stored in, so that runs differ by what they attend
-to and by nothing else. Keys are those that attention sees: after RoPE. It refuses models that are
+It computes in float32, whatever the type of the stored weights, so that runs differ only in the
+tokens that they attend to. Keys are as attention sees them: after RoPE. It refuses models that are
 not plain Llama.
 
 Shapes: S tokens, V sequences of one token each, Q query heads, H KV heads, D channels of a head, E
@@ -28,7 +28,7 @@ from hotkv_sparse.centre import FIRST_TOKENS, TOKEN_FORMATS, Centres, LayerCentr
 SHORT_TOKENS = 2048
 """Tokens of a prompt after which an engine calibrates itself."""
 SAMPLE_EVERY_TOKENS = 256
-"""Of the queries, which centres' biases are measured with, one is kept of so many tokens."""
+"""One query of this many tokens is recorded, to measure the biases of centres."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Llama:
     def queries_keys_values(
         self, layer: int, x_SE: torch.Tensor, positions_S: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [S, Q, D] and keys [S, H, D] after RoPE, values [S, H, D]."""
+        """Returns the queries [S, Q, D] and keys [S, H, D] after RoPE, values [S, H, D]."""
         normed = self._norm(x_SE, self._weight(layer, "input_layernorm"))
         query, key, value = (
             functional.linear(normed, self._weight(layer, f"self_attn.{name}_proj")).unflatten(
@@ -155,11 +155,13 @@ class Llama:
 class Dense:
     """A dense pass over a whole text of S tokens, of which the last N are compared.
 
-    `keys_LHSD`, `values_LHSD`: of all tokens, in the layers from `first_layer` on. `inputs_NE`:
-    what enters layer `first_layer` for the last N tokens; `log_probs_NW`: what the model then says.
-    `moments_L`: of queries and keys in the same layers, of all tokens; `short_moments_L`: of the
-    first `SHORT_TOKENS`; `moved_moments_L`: of those, moved all over the text.
-    `sampled_queries_LQND`: queries of the tokens `sampled_N`, ascending.
+    keys_LHSD, values_LHSD: of all tokens, in the layers from `first_layer` on.
+    inputs_NE: input of layer `first_layer` for the last N tokens.
+    log_probs_NW: the model's output for these tokens.
+    moments_L: of queries and keys in the same layers, of all tokens.
+    short_moments_L: of the first `SHORT_TOKENS`.
+    moved_moments_L: of the first `SHORT_TOKENS`, moved all over the text.
+    sampled_queries_LQND: queries of the tokens `sampled_N`, ascending.
     """
 
     first_layer: int
@@ -180,8 +182,8 @@ def _moments(
     num_tokens: int,
     frequencies: npt.NDArray[np.float64] | None = None,
 ) -> AxesEstimate:
-    """Returns the moments of one layer's first `num_tokens` tokens but the very first ones; moved
-    all over the text if RoPE's frequencies are given."""
+    """Returns the moments of a layer's first `num_tokens` tokens, without the very first; moved all
+    over the text if RoPE's frequencies are given."""
     kv_heads, context_tokens, head_size = keys_HSD.shape
     estimate = AxesEstimate(kv_heads, head_size)
     keys, queries = (
@@ -236,13 +238,13 @@ def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_la
 
 
 # -------------------------------------------------------------------------------------- Calibration
-# What variants know of a model before they see a text: centres of its keys with their biases, and
-# their axes.
+# The calibration of a model before a variant sees a text: centres of its keys with their biases,
+# and their axes.
 #
-# A calibration's name is what follows the `+` of a scorer's name:
+# A calibration's name follows the `+` of a scorer's name:
 # - `mu`: from another text, all of it.
 # - `mu2k`: from the first 2048 tokens of that other text.
-# - `first`: from those, moved all over the context, as an engine takes it from the first prompt
+# - `first`: from these, moved all over the context, as an engine calibrates from the first prompt
 #   that it sees.
 # - `own`: from the first 2048 tokens of the text itself.
 # - `file`: from a file that `hotkv_vllm.sparse.calibrate` wrote.
@@ -259,8 +261,8 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What one text gives: centres from all of it, from its beginning, and from its beginning
-    moved."""
+    """The calibrations of a text: centres from all of it, from its beginning, and from its
+    beginning moved."""
 
     whole_L: Sequence[LayerCentre]
     short_L: Sequence[LayerCentre]
@@ -268,7 +270,7 @@ class Own:
 
     @staticmethod
     def of(dense: Dense) -> "Own":
-        """Statistics of a dense pass."""
+        """Returns statistics of a dense pass."""
         num_tokens = dense.keys_LHSD[0].shape[1]
         return Own(
             _centres(dense, dense.moments_L, num_tokens),

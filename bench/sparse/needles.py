@@ -1,9 +1,9 @@
-"""Prompts that hide facts in a long text and ask for one of them.
+"""Prompts that hide facts in a long text and ask for one fact.
 
-Two tasks of RULER (arXiv 2404.06654), in words of our own. `single`: one fact (niah_single_2).
-`multikey`: four facts alike, one of which is asked for (niah_multikey_1). A fact is a seven-digit
+Two tasks of RULER (arXiv 2404.06654), in other words. `single`: one fact (niah_single_2).
+`multikey`: four similar facts, of which one is asked for (niah_multikey_1). A fact is a seven-digit
 number that belongs to a name of two words. The haystack is running text that comes with Python: its
-licence, and the language reference as `help()` has it; every prompt has another part of it.
+licence, and the language reference of `help()`; every prompt uses another part of it.
 
 Equal seeds give equal prompts.
 """
@@ -79,7 +79,7 @@ def prompts(
         while True:
             if place == len(parts):
                 raise ValueError(f"the haystack is too short for {count} prompts")
-            # One token a joint is more than joints take.
+            # A token per joint is more than joints need.
             room -= len(encode(parts[place])) + 1
             if room < 0:
                 break

@@ -1,9 +1,9 @@
-"""Long English texts that lie about on a system, and the copy text made of one of them.
+"""Long English texts that are found on a system, and the copy text made from one of them.
 
 Kinds: licences (GPL-3 and LGPL-3, from Debian's common licences), vim's user manual, and prose
 (Newton's Opticks, which comes with libbacktrace's test data inside packages that vLLM needs, and
-with Go). The copy text, `repeat`, ends by quoting its own tokens word for word from far back: to
-continue it a model must find them.
+with Go). The copy text, `repeat`, ends with a literal quotation of its own tokens from far back. To
+continue it, a model must find these tokens.
 """
 
 import argparse
@@ -17,7 +17,7 @@ LICENCES = Path("/usr/share/common-licenses")
 OPTICKS = "Isaac.Newton-Opticks.txt"
 REPEAT = "repeat"
 QUOTED_FROM_RATIO = 0.25
-"""Where in the copy text the quotation begins that it ends with."""
+"""The place in the copy text at which the quoted tokens begin."""
 
 
 def add_model(flags: argparse.ArgumentParser) -> None:
@@ -54,7 +54,11 @@ def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """`source` says where it came from; `tokens` are as many as the benchmark asked for."""
+    """A text.
+
+    source: where it came from.
+    tokens: as many as the benchmark asked for.
+    """
 
     name: str
     source: str
@@ -98,8 +102,8 @@ def _read(
 
 
 def copy_text(source: Text, num_quoted: int) -> Text:
-    """Returns the text whose last `num_quoted` tokens repeat those that begin at
-    `QUOTED_FROM_RATIO` of it."""
+    """Returns the text whose last `num_quoted` tokens repeat the tokens from `QUOTED_FROM_RATIO` of
+    it on."""
     tokens = source.tokens[: len(source.tokens) - num_quoted]
     begin = int(QUOTED_FROM_RATIO * len(tokens))
     return Text(
@@ -112,10 +116,10 @@ def copy_text(source: Text, num_quoted: int) -> Text:
 def texts(
     files: Sequence[Path], encode: Callable[[str], list[int]], num_tokens: int, num_quoted: int
 ) -> list[Text]:
-    """Returns `files`, or what the system has, each of `num_tokens` tokens, then the copy text made
-    of the last one.
+    """Returns `files`, or the texts of the system, each of `num_tokens` tokens, then the copy text
+    made from the last.
 
-    ValueError if a file is too short, or the system has no text.
+    Raises ValueError if a file is too short, or the system has no text.
     """
     named = [(file.stem, [file]) for file in files] or [_licences(), _vim_manual(), _prose()]
     found = [_read(name, paths, encode, num_tokens) for name, paths in named]

@@ -1,6 +1,6 @@
 """Variants that are compared: ways to choose the blocks that a decode step attends to.
 
-A variant is a scorer, a budget, a block size, one set for all KV heads or one for each, and how
+A variant is a scorer, a budget, a block size, a set for all KV heads together or for each, and how
 fresh selections are:
 - `fresh`: the blocks that this step's query chooses.
 - `lru`: a hot set of twice the budget, fed by the previous steps' selections; all of it is
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from hotkv_sparse import FORMATS, SparseConfig
 
 ORACLE, ENDS, CENTRED = "oracle", "ends", "+"
-"""Beside the formats of `hotkv_sparse`: exact block mass; nothing but sinks and recent window; what
-stands before a centre's name."""
+"""In addition to the formats of `hotkv_sparse`: exact block mass; sinks and recent window only; the
+sign before a centre's name."""
 FRESH, LRU = "fresh", "lru"
 
 
@@ -52,7 +52,7 @@ class Variant:
 TIGHT = (0.05, 16, False)
 """Budget, block size and sharing of the first target."""
 SERVED = (0.10, 32, True)
-"""The same of the second: what vLLM's block tables allow."""
+"""The same of the second, within the limits of vLLM's block tables."""
 
 
 TIGHT_SCORERS = (
@@ -68,8 +68,8 @@ RESIDENT_SCORERS = ("rot2u", "mix2+first")
 
 
 def default_variants(*, with_file: bool = False) -> list[Variant]:
-    """Returns what the targets name, beside exact scores, summaries, codes on trial, and sinks and
-    recent window alone."""
+    """Returns the variants that have targets, and beside them exact scores, summaries, codes on
+    trial, and sinks and recent window alone."""
     more = FROM_FILE if with_file else ()
     tight = [Variant(scorer, *TIGHT) for scorer in (*TIGHT_SCORERS, *more)]
     served = [Variant(scorer, *SERVED, LRU, 2) for scorer in (*SERVED_SCORERS, *more)]
@@ -83,8 +83,8 @@ def default_variants(*, with_file: bool = False) -> list[Variant]:
 
 
 def resident_variants(*, with_file: bool = False) -> list[Variant]:
-    """Returns what residency does: sparse in every layer, at shares of the context and at absolute
-    budgets."""
+    """Returns the variants of residency: sparse in every layer, at shares of the context and at
+    absolute budgets."""
     more = FROM_FILE if with_file else ()
     rows = [
         Variant(scorer, budget, *RESIDENT)
@@ -99,7 +99,7 @@ def resident_variants(*, with_file: bool = False) -> list[Variant]:
 
 
 def passes(variants: Sequence[Variant], size: int) -> list[Sequence[Variant]]:
-    """Variants in runs of at most `size`, which decode together; those that share representations
-    lie side by side."""
+    """Returns groups of at most `size` variants that decode together. Variants that share
+    representations are neighbours."""
     ordered = sorted(variants, key=lambda variant: (variant.block_tokens, variant.scorer))
     return [ordered[first : first + size] for first in range(0, len(ordered), size)]

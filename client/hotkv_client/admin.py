@@ -60,7 +60,7 @@ class AdminClient:
             return _admin_wire.is_serving(channel, service, self._timeout_s, self._metadata)
 
     def tell(self, topic: str = "", **filters: str | float) -> dict[str, Any]:
-        """Returns what the server reports about a topic, in the form of JSON.
+        """Returns the server's report about a topic, in the form of JSON.
 
         Without a topic it returns the topics and their filters. docs/told.md describes the fields.
         """
@@ -76,7 +76,8 @@ class AdminClient:
         return list(self.tell("tiers")["tiers"])
 
     def key_spaces(self, key_space_id: int = 0) -> list[dict[str, Any]]:
-        """Returns the key spaces with the amount that each holds; with an id, only that one."""
+        """Returns the key spaces with the amount that each holds; with an id, only that key
+        space."""
         return list(self.tell("key_spaces", key_space_id=key_space_id)["key_spaces"])
 
     def sessions(self) -> list[dict[str, Any]]:
@@ -192,10 +193,8 @@ class AdminClient:
         )
 
     def explain_session(self, session_id: str, tenant: str = "") -> list[dict[str, Any]]:
-        """Says where the blocks of a session lie and what hints asked for them.
-
-        Returns an entry for each tenant that has a session of this name.
-        """
+        """Returns where the blocks of a session are stored and which hints asked for them: an entry
+        for each tenant that has a session of this name."""
         told = self.hints(session_id=session_id, tenant=tenant)
         spaces = self.explain(session_id=session_id, tenant=tenant)
         idle_s = {one["tenant"]: one["idle_s"] for one in told["sessions"]}
@@ -228,7 +227,8 @@ class AdminClient:
         return self.tell("residencies", page_size=page_size)
 
     def savings(self, since_s: float = 0.0) -> dict[str, Any]:
-        """Returns what the cache has saved, per engine, and what a larger cache would save.
+        """Returns the savings of the cache per engine, and the savings that a larger cache would
+        have.
 
         since_s: uses the requests of this many last seconds; 0: all requests.
         """

@@ -106,7 +106,7 @@ class Connection:
 
     @property
     def num_pending(self) -> int:
-        """Number of calls that wait for their answers."""
+        """Returns the number of calls that wait for their answers."""
         return len(self._pending)
 
     def open(self, ticket: bytes) -> None:
@@ -163,7 +163,7 @@ class Connection:
     ) -> HotKVError | None:
         """Sends a request; its answer resolves `pending`.
 
-        Returns the reason if it was not sent; nothing has changed then.
+        Returns the reason if it was not sent; `pending` is then unchanged.
         """
         if (too_large := _too_large(request)) is not None:
             return too_large
@@ -189,7 +189,8 @@ class Connection:
             return None
 
     def send_only(self, request: _wire.Request) -> None:
-        """Sends a request that has no answer. Drops one that is too large and logs a warning."""
+        """Sends a request that has no answer. Drops a request that is too large and logs a
+        warning."""
         if (too_large := _too_large(request)) is not None:
             log.warning("not sent: %s", too_large.message)
         else:

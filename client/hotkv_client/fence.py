@@ -38,7 +38,7 @@ TOKEN_BYTES = 16
 
 
 class Fence:
-    """A page of words 1 to FENCE_WORDS - 1, each for one store in flight. Thread-safe."""
+    """A page of words 1 to FENCE_WORDS - 1, each for a store in flight. Thread-safe."""
 
     def __init__(self) -> None:
         self.fd, self._words = _new_page(self)
@@ -59,7 +59,7 @@ class Fence:
         return index
 
     def revoke(self, index: int) -> None:
-        """Revokes the store of this word: it commits nothing after this call."""
+        """Revokes the store of this word: it can't commit after this call."""
         self._words[index] = 1
 
     def revoke_all(self) -> None:
@@ -88,7 +88,7 @@ class FencePlace:
 class SharedFence:
     """A session's side of a page whose words another process chooses. Thread-safe.
 
-    Sessions of one process may share it.
+    Sessions of the same process may share it.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class SharedFence:
         return bool(self._words[index])
 
     def revoke(self, index: int) -> None:
-        """Revokes the store of this word: it commits nothing after this call."""
+        """Revokes the store of this word: it can't commit after this call."""
         self._words[index] = 1
 
     def revoke_all(self) -> None:
@@ -165,7 +165,7 @@ class Revocations:
         return index
 
     def _answered(self) -> list[int]:
-        """Removes from the ended words those that no session waits for, and returns them."""
+        """Removes from the ended words all words that no session waits for, and returns them."""
         waiting = {
             index
             for index in self._ended
@@ -176,7 +176,7 @@ class Revocations:
         return answered
 
     def revoke(self, index: int) -> None:
-        """Revokes the store of this word in all sessions: it commits nothing after this call."""
+        """Revokes the store of this word in all sessions: it can't commit after this call."""
         for page in self._pages:
             page[index] = 1
 

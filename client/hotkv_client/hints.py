@@ -80,7 +80,7 @@ class HintClient:
         )
 
     def _ticket(self) -> bytes:
-        """Returns a ticket for this process's user; empty if there is none or no tenant is set.
+        """Returns a ticket for this process's user; empty without a ticket or if no tenant is set.
 
         A server without tenants needs no ticket.
         """

@@ -28,7 +28,7 @@ class SessionLife:
     """Maintains a session's connection from `start` to `close`.
 
     connection: the open connection, or None.
-    opened: what the server answered when the last connection was opened.
+    opened: the server's answer when the last connection was opened.
     fence: the memory's fence, or the session's own.
     """
 
@@ -95,7 +95,7 @@ class SessionLife:
             delay_s = min(2 * delay_s, self._config.reconnect_max_s)
 
     def _connect_and_serve(self) -> str:
-        """Connects and serves one stream. Returns the reason why it ended."""
+        """Connects and serves a stream. Returns the reason why it ended."""
         config, why_no_ticket = self._config, ""
         connection = Connection(config, self.memory, self.fence)
         try:

@@ -101,19 +101,20 @@ class Session:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the cache last connected to; 0 before. It changes when the cache's contents are
-        lost."""
+        """Returns the epoch of the cache last connected to; 0 before. It changes when the cache's
+        contents are lost."""
         return self._life.opened.epoch
 
     @property
     def protocol_version(self) -> int:
-        """Protocol version of the session; 0 without a connection."""
+        """Returns the protocol version of the session; 0 without a connection."""
         connection = self._connection
         return connection.opened.protocol_version if connection is not None else 0
 
     @property
     def wants_token_ids(self) -> bool:
-        """Whether the server last connected to publishes events, which need `BlockRun.token_ids`.
+        """Returns True if the server last connected to publishes events, which need
+        `BlockRun.token_ids`.
 
         False before the first connection.
         """
@@ -121,12 +122,12 @@ class Session:
 
     @property
     def has_residency(self) -> bool:
-        """Whether the server last connected to has residencies; False before."""
+        """Returns True if the server last connected to has residencies; False before."""
         return self._life.opened.has_residency
 
     @property
     def has_tiers(self) -> bool:
-        """Whether the server last connected to has tiers; False before.
+        """Returns True if the server last connected to has tiers; False before.
 
         With tiers `lookup` finds more blocks than `probe`.
         """
@@ -134,8 +135,8 @@ class Session:
 
     @property
     def order_kind(self) -> OrderKind:
-        """The kind of mark that transfers use (`After`). The server chose it from the memory's
-        order.
+        """Returns the kind of mark that transfers use (`After`). The server chose it from the
+        memory's order.
 
         HOST without a connection or an order.
         """
@@ -144,7 +145,8 @@ class Session:
 
     @property
     def order_message(self) -> str:
-        """Why the server accepted less of the memory's order than was offered; empty otherwise."""
+        """Returns why the server accepted less of the memory's order than was offered; empty
+        otherwise."""
         connection = self._connection
         return connection.order_message if connection is not None else ""
 
@@ -175,9 +177,9 @@ class Session:
     def lookup(
         self, groups: Sequence[GroupHashes], traceparent: str | None = None
     ) -> "Future[tuple[BoolMask, ...]]":
-        """Asks the server which blocks are ready. Gives a mask for each group.
+        """Asks the server which blocks are ready. Resolves to a mask for each group.
 
-        Sends several messages if the hashes are too many for one.
+        Sends several messages if the hashes are too many for a single message.
 
         traceparent: the caller's span in the form of W3C Trace Context, for a server that records
             traces; None: no span.

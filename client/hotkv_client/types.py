@@ -171,7 +171,7 @@ class EngineMemory:
     """Memory that the server may read and write during transfers.
 
     fds: descriptor of each file handle of the layout. The caller keeps them open.
-    order: ways in which the server may learn what the engine's device has done.
+    order: ways in which the server may follow the work of the engine's device.
         `Session.order_kind` says which way the server chose.
     fence: a fence whose words the caller chooses for each store; None: the session uses its own
         fence.
@@ -184,7 +184,7 @@ class EngineMemory:
 
     @property
     def is_on_devices(self) -> bool:
-        """Whether any of the memory is on a device."""
+        """Returns True if any of the memory is on a device."""
         return any(handle.is_cuda for handle in self.layout.handles)
 
 
@@ -249,7 +249,7 @@ class SessionConfig:
     reconnect_max_s: float = 5.0
     credentials: Credentials = NO_CREDENTIALS
     on_state: Callable[[LinkState, str], None] | None = None
-    """Called from a client thread at each change of state, with one sentence that says why."""
+    """Called from a client thread at each change of state, with a sentence that explains it."""
     on_evicted: Callable[[Evicted], None] | None = None
 
     def representation_group(self, representation: Representation) -> int:

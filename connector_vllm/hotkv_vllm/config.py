@@ -46,16 +46,16 @@ class ConnectorConfig:
         weights.
     lookup_timeout_s: how long a request may wait for the answer to a lookup or lease before it
         counts as a miss.
-    load: `auto` takes a hit if loading it is sooner than computing it, as far as this engine has
-        measured both, and tells the server how fast it computes prompts, so that a hit leaves in a
-        slow tier what is computed sooner; `always` takes all that the server can bring in.
+    load: `auto` takes a hit if loading it is faster than computing it, as far as this engine has
+        measured both. It also reports its prefill speed, so that the server does not load from a
+        slow tier blocks that are computed sooner. `always` takes every block that the server has.
     lease_ttl_s: lifetime of a read lease; it must outlast the wait for admission and the load.
     load_timeout_s: a load that takes longer is cancelled, and its request computes its prompt.
     store_timeout_s: the server gives up a store that takes longer.
     flush_timeout_s: how long a step waits for a store that reads blocks which the step overwrites,
-        before it takes them back.
+        before it revokes the store.
     device_order: how the server learns what the engine's device has done (CUDA). `auto` offers
-        events and flags, and the server takes what works; `events` (interprocess events; containers
+        events and flags, and the server picks; `events` (interprocess events; containers
         need hostIPC); `flags` (words in device memory); `host` (the worker waits itself).
     reset_timeout_s: how long vLLM's reset of external caches waits for the server to empty its own.
     startup_wait_s: how long the engine's start waits for the server, so that the first request can
@@ -66,27 +66,27 @@ class ConnectorConfig:
     allow_untested_vllm: use hotkv with versions of vLLM that it is not tested with
         (`hotkv_vllm.versions`), even if they change what hotkv uses of vLLM's API.
     use_table: probe the shared block table if the server offers it.
-    state_interval_tokens: of recurrent states (Mamba and the like) store those at multiples of this
-        many tokens, rounded up to a boundary that can be hit, and the last one of a prompt; 0 for
+    state_interval_tokens: store recurrent states (Mamba and the like) only at multiples of this
+        many tokens, rounded up to a boundary that can be hit, and at the end of a prompt; 0 for
         every state that vLLM hands over.
     hook_timing_file: file for the time spent in connector hooks, as JSON, written at shutdown;
-        empty for none.
+        empty: no file.
     sparse: sparse decode (CPU engines; CUDA engines only with `residency` and
         `allow_sparse_cuda_never_run`), an object with the fields of `SparseConfig`; absent:
         attention is vLLM's own.
     sparse_centre: file with the model's calibrated centres (`python -m
-        hotkv_vllm.sparse.calibrate`), which make selections better; empty for none. Engines share
+        hotkv_vllm.sparse.calibrate`), which improve selections; empty: no centres. Engines share
         representations only if their files are the same.
     tracing: where spans of requests go (OpenTelemetry): the URL of an OTLP/HTTP receiver, `env` for
         the variables OTEL_EXPORTER_OTLP_*, as vLLM's own; empty for no spans.
     tracing_sample_ratio: share of requests without a trace context that begin a trace, 0 to 1;
-        requests with one are traced if their client traces them.
-    residency_timeout_s: how long a request whose old blocks are in host memory waits for the server
-        to take its blocks, before it ends with an error.
-    allow_sparse_cuda_never_run: use `sparse` with `residency` in CUDA engines, though nothing of it
-        has run on a GPU; without it such an engine does not start.
+        a request with a trace context is traced if its client traces it.
+    residency_timeout_s: how long a request with old blocks in host memory waits for the server
+        to store its blocks, before it ends with an error.
+    allow_sparse_cuda_never_run: use `sparse` with `residency` in CUDA engines, although this code
+        has never run on a GPU; without it such an engine does not start.
     representation_tokens: on CUDA, tokens of all running contexts whose representations the
-        device's memory holds.
+        device's memory can hold.
     sparse_recall_steps: after so many decode steps each time, one layer's selection is measured
         against exact attention; 0 for never.
     """
@@ -151,18 +151,19 @@ class ConnectorConfig:
 
     @property
     def credentials(self) -> Credentials:
-        """The credentials that this engine shows to a server over TCP."""
+        """Returns the credentials that this engine shows to a server over TCP."""
         return Credentials(
             self.tls_ca, self.tls_certificate, self.tls_key, self.tls_server_name, self.token_file
         )
 
     @property
     def is_resident(self) -> bool:
-        """Whether contexts are to live in host memory."""
+        """Returns True if contexts are to live in host memory."""
         return self.sparse is not None and self.sparse.residency == "host"
 
     def read_centres(self) -> Centres | None:
-        """Reads the file that `sparse_centre` names; None if it names none. Raises ConfigError."""
+        """Reads the file named by `sparse_centre`; None if the setting is empty. Raises
+        ConfigError."""
         if not self.sparse_centre:
             return None
         try:
@@ -252,7 +253,7 @@ defaults: a budget that does not grow with the context, in all layers."""
 
 
 def resident_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
-    """Returns the settings of sparse decode if the engine asks for `residency`; None for others.
+    """Returns the settings of sparse decode if the engine asks for `residency`; None otherwise.
     Raises ConfigError."""
     value = extra.get(SPARSE)
     if not isinstance(value, Mapping) or value.get("residency", "off") == "off":
@@ -261,16 +262,15 @@ def resident_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
 
 
 def cuda_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
-    """Returns the settings of sparse decode if a CUDA engine asks for `residency` and allows what
-    has never run on a GPU; None for others. Raises ConfigError."""
+    """Returns the settings of sparse decode if a CUDA engine asks for `residency` and allows code
+    that has never run on a GPU; None otherwise. Raises ConfigError."""
     config = resident_settings(extra)
     return config if extra.get(ALLOW_CUDA) is True else None
 
 
 def is_sparse_configured(extra: Mapping[str, Any]) -> bool:
-    """Returns True if an engine with these settings may ask for sparse decode.
-
-    A MultiConnector's settings count as such: one of its connectors may ask for it."""
+    """Returns True if an engine with these settings may ask for sparse decode. True for every
+    MultiConnector, because one of its connectors may ask for it."""
     return SPARSE in extra or "connectors" in extra
 
 

@@ -4,7 +4,7 @@ Fails open: no exception of hotkv reaches vLLM from a hook. A hook that raises i
 counted, and answered by its fallback (`hooks` says why each fallback is safe). Only a wrong
 configuration raises, when vLLM constructs the connector.
 
-The connector is thin. It holds a scheduler side and a worker side, one of them real and the other a
+The connector is thin. It holds a scheduler side and a worker side: one is real, the other a
 `NoSide`. Each hook calls one of the sides. No hook does work per layer.
 """
 

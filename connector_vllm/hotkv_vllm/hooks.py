@@ -143,8 +143,8 @@ FALLBACKS: dict[str, str] = {
     "build_kv_connector_stats": "Nothing is counted.",
     "build_prom_metrics": "vLLM has no metrics of hotkv's.",
 }
-"""Why the fallback of each hook is safe: what vLLM gets if the hook raises, and why no request is
-lost and no wrong KV is served.
+"""Why the fallback of each hook is safe: the answer that vLLM gets if the hook raises, and why no
+request is lost and no wrong KV is served.
 
 The keys are hooks, and parts of hooks that the rest of the hook can do without. `hook` refuses a
 name that is missing here.
@@ -167,7 +167,7 @@ class Clock(Protocol):
 
 
 class HookEdge:
-    """Keeps the exceptions of one connector's hooks from vLLM.
+    """Stops the exceptions of a connector's hooks before they reach vLLM.
 
     clock: records the time of each hook.
     broken: names of the hooks that have raised.
@@ -193,8 +193,8 @@ class HookEdge:
 def hook(
     otherwise: Callable[..., Any], *, last: Any = None, is_part: bool = False, of: str = ""
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorates a hook: records its time and keeps its exceptions from vLLM. The decorated method's
-    object must have an attribute `edge`, a HookEdge.
+    """Decorates a hook: records its time and stops its exceptions before they reach vLLM. The
+    decorated method's object must have an attribute `edge`, a HookEdge.
 
     of: whose hook it is, if not the connector's own; part of its name.
     otherwise: the fallback, called with the object and the hook's arguments if the hook raises.

@@ -1,5 +1,5 @@
 """The seam between connector and client: the session as the connector uses it, and the function
-that opens one.
+that opens it.
 
 Nothing here blocks. A change of a session's state is logged once, never per request.
 """
@@ -152,7 +152,7 @@ def open_session(
 
 
 def log_state(who: str, level: int) -> "StateLog":
-    """Returns a callback for `SessionConfig.on_state` that logs one line per change."""
+    """Returns a callback for `SessionConfig.on_state` that logs one line per change of state."""
     return StateLog(who, level)
 
 

@@ -29,7 +29,7 @@ from hotkv_vllm.sparse.rows import SparseRows
 
 @dataclass(slots=True)
 class LoadJob:
-    """Blocks of one request to load under a read lease.
+    """Blocks of a request to load under a read lease.
 
     representations: representations to load with the blocks.
     traceparent: names the load's trace span to the server; None if the request is not traced.
@@ -72,7 +72,7 @@ class HotKVMetadata(KVConnectorMetadata):
     flush_stores: stores that must have ended before this step's first write.
     cancel_loads: request ids whose load is to be cancelled.
     abandoned_loads: request ids whose load was never begun and is to be reported as failed.
-    held_loads: transfers whose blocks the scheduler keeps out of vLLM's pool, so their requests
+    held_loads: transfers whose blocks the scheduler holds back from vLLM's pool, so their requests
         need not wait.
     asks_links: True if each rank must report whether it has a session.
     lost_track: True if it is not known which blocks this step reallocates. Workers then revoke all
@@ -84,7 +84,7 @@ class HotKVMetadata(KVConnectorMetadata):
     allocated_blocks: blocks that are about to be filled.
     last_reports_of: ended requests whose last selections the workers report.
     wants_handshake: True while the scheduler has no handshake.
-    settles_step, timed_step: numbers to report with this step's output; 0 for none.
+    settles_step, timed_step: numbers to report with this step's output; 0: report no number.
     adapters: LoRA adapters to name, and ids to release.
     weights: the order to check weights that may have changed.
     """
@@ -110,7 +110,7 @@ class HotKVMetadata(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class StoreReport:
-    """How one store ended: the `BlockResult` bytes of its blocks, one entry per rank, in arbitrary
+    """The end of a store: the `BlockResult` bytes of its blocks, one entry per rank, in arbitrary
     order. The entry of a rank is empty if its transfer failed as a whole."""
 
     results: list[bytes]
@@ -122,7 +122,7 @@ class StoreReport:
 
 @dataclass(slots=True)
 class HotKVHandshake(KVConnectorHandshakeMetadata):
-    """What a rank found when it registered its memory: the key space, or why it runs without the
+    """A rank's findings when it registered its memory: the key space, or why it runs without the
     cache.
 
     why_off: why the rank has no key space.
@@ -130,7 +130,7 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
     sparse_layers: (layer, vLLM's group) of the rank's sparse layers.
     fence: the page in which the scheduler revokes the rank's stores; None if it need not.
     host: the rank's `hotkv_vllm.identity.ranks.this_host`.
-    absent: why the rank has no session yet; empty if it has one.
+    absent: why the rank has no session yet; empty if it has a session.
     weights_in_doubt: True if the rank's weights may differ from the weights that the key space
         names.
     """
@@ -148,21 +148,21 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass(slots=True)
 class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
-    """What the workers report with a step: transfers that ended since the last step, and more.
+    """The workers' report about a step: transfers that ended since the last step, and more.
 
     Always true: the reports of several ranks give the same result in whatever order and grouping
-    vLLM joins them. Each field keeps the worst that a rank reported (`JOINS`).
+    vLLM joins them. For most fields the worst report of any rank counts (`JOINS`).
 
     stores: ended stores, by id.
     counters: summed over ranks.
-    sparse, adapters: None if there is nothing to report.
+    sparse, adapters: None without a report.
     handshakes: one per rank, if the scheduler asked for them.
-    settled_step, timed_step: the step's numbers; 0 for none.
+    settled_step, timed_step: the step's numbers; 0 without a number.
     overdue_loads: transfers that the server was asked to end and has not ended.
     settled_loads: by held transfer, the number of ranks in which the server can't write any more.
     load_seconds: by request, the longest time that the server took for its load in any rank. Below
         0 if a rank's time limit was reached.
-    links: by rank, why it has no session; empty if it has one.
+    links: by rank, why it has no session; empty if it has a session.
     weights: reports by rank.
     """
 
@@ -184,7 +184,7 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
         self.counters[name] = self.counters.get(name, 0) + value
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "HotKVWorkerMetadata":
-        """Returns the reports of two ranks joined. Changes neither."""
+        """Returns the joined report of two ranks. Changes neither report."""
         if not isinstance(other, HotKVWorkerMetadata):
             return self
         return HotKVWorkerMetadata(
@@ -195,7 +195,7 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
         )
 
     def is_empty(self) -> bool:
-        """Returns True if there is nothing to report."""
+        """Returns True if the report is empty."""
         return self == HotKVWorkerMetadata()
 
 
@@ -246,7 +246,7 @@ def _slower(one: float, other: float) -> float:
 
 
 def _worse_answer(one: WeightsReport, other: WeightsReport) -> WeightsReport:
-    """Joins two reports of the same rank and keeps the worse of each field: a notice before an
+    """Joins two reports of the same rank. For each field the worse value counts: a notice before an
     answer, changed weights before original weights, written before not written."""
     worse = min(one, other, key=lambda said: (said.question, said.is_original, said.digest))
     return replace(worse, was_written=one.was_written or other.was_written)

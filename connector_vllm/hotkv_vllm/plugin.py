@@ -1,8 +1,8 @@
 """Entry point `vllm.general_plugins`: vLLM calls `register` in every process, before it builds a
 model.
 
-Changes nothing for engines without `hotkv.sparse` (see `hotkv_vllm.sparse.backend` and
-`cuda_backend`), but for one thing: vLLM knows the connector by its name, which its MultiConnector
+Engines without `hotkv.sparse` run as before (see `hotkv_vllm.sparse.backend` and
+`cuda_backend`), except that vLLM knows the connector by its name, which its MultiConnector
 asks for (the connector's module registers the name too, as VLLM_PLUGINS may leave this plugin out).
 Never raises: an exception here would keep vLLM from starting.
 """
@@ -18,8 +18,8 @@ CUDA_BACKEND = "hotkv_vllm.residency.cuda_backend.HotFlashBackend"
 
 
 def register() -> None:
-    """Puts hotkv's attention backends in place of vLLM's `CPU_ATTN` and `FLASH_ATTN`, and names the
-    connector; leaves what others have done alone."""
+    """Puts hotkv's attention backends in place of vLLM's `CPU_ATTN` and `FLASH_ATTN`, and registers
+    the connector's name. Backends replaced by another plugin stay as they are."""
     try:
         from hotkv_vllm.compat import checks, sparse_layers
 

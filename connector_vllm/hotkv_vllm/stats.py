@@ -129,7 +129,7 @@ class HookClock:
             self._step_began_s = 0.0
 
     def log(self) -> None:
-        """Logs one line with the sums."""
+        """Logs the sums in one line."""
         logger.info(
             "hotkv %s: %.3f s in hooks over %d steps, longest %.1f ms",
             self.who,

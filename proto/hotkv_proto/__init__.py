@@ -1,4 +1,5 @@
-"""Holds what client and server must agree on: keys, groups, layouts, the block table, the wire."""
+"""The parts on which client and server must agree: keys, groups, layouts, the block table, the
+wire."""
 
 import os
 

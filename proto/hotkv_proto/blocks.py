@@ -18,7 +18,7 @@ Int32s = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class GroupHashes:
-    """Block hashes of one group, in chain order."""
+    """Block hashes of a group, in chain order."""
 
     group_index: int
     hashes: Sequence[bytes]
@@ -34,7 +34,7 @@ KEY_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """A chain of consecutive blocks of one group.
+    """A chain of consecutive blocks of a group.
 
     block_ids: blocks in engine memory, int32 [n]; empty if the call only reserves.
     parent_hash: hash of the block before the first; empty at the root.
@@ -44,7 +44,7 @@ class BlockRun:
 
     token_ids: tokens of all the blocks.
     lora_name: name of the adapter.
-    extra_keys: for each block, what is hashed into it besides its tokens, as in vLLM's events;
+    extra_keys: for each block, the keys hashed into it beside its tokens, as in vLLM's events;
         empty if no block has any.
     """
 
@@ -62,7 +62,7 @@ class BlockRun:
 class RunContent:
     """An engine's description of a run for events, without the hashes.
 
-    token_ids: int32 [blocks · block_tokens]; empty if the engine sent none.
+    token_ids: int32 [blocks · block_tokens]; empty if the engine sent no tokens.
     extra_keys: one entry per block, or empty.
     """
 
@@ -80,7 +80,7 @@ class RunContent:
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """Blocks of one group to load.
+    """Blocks of a group to load.
 
     lease_positions: positions in the lease's hash list of that group, int32 [n].
     block_ids: blocks in engine memory that receive them, int32 [n].
@@ -91,7 +91,7 @@ class LoadRun:
     block_ids: Int32s
 
 
-# --------------------------------------------------------------------------- what is asked for them
+# ---------------------------------------------------------------------------- requests about blocks
 
 MAX_PRIORITY = 8
 MAX_TTL_S = 86_400.0
@@ -99,7 +99,7 @@ MAX_TTL_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What a request may ask of eviction for the blocks it uses.
+    """A request's wish about the eviction of the blocks that it uses.
 
     It is a hint: a cache that can't honour it serves as before. Requests set it in
     `kv_transfer_params` (keys `hotkv.priority`, `hotkv.ttl_s`, `hotkv.pin`); on the wire it is
@@ -134,13 +134,13 @@ NO_RETENTION = Retention()
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """Options of a store besides its blocks. The connector's plan and the server's books use this
-    one value.
+    """Options of a store, in addition to its blocks. The connector's plan and the server's books
+    share this value.
 
     retention: set by the store that reserves; stores of other ranks join it.
-    residency_id: an open residency of this engine; empty for none. It pins blocks that are ready
+    residency_id: an open residency of this engine, or empty. It pins blocks that are ready
         already when the store starts, and the other blocks as soon as the store makes them ready.
-    traceparent: names the caller's span, in the form of W3C's header; empty for none.
+    traceparent: names the caller's span, in the form of W3C's header; empty without a span.
     """
 
     retention: Retention = NO_RETENTION
@@ -151,11 +151,11 @@ class StoreOptions:
 NO_OPTIONS = StoreOptions()
 
 
-# ------------------------------------------------------------------------------ what became of them
+# ------------------------------------------------------------------------------- results for blocks
 
 
 class BlockResult(enum.IntEnum):
-    """The result for one block of a store; numbered as `hotkv.v1.BlockResult`."""
+    """The result for a block of a store; numbered as `hotkv.v1.BlockResult`."""
 
     STORED = 1
     """Committed by all ranks: the next lookup finds it."""

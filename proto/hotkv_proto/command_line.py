@@ -1,5 +1,4 @@
-"""A parser of command lines. Each error is one line that suggests the flag or word that was
-meant."""
+"""A parser of command lines. Each error is a line that suggests the flag or word that was meant."""
 
 import argparse
 import difflib
@@ -15,7 +14,7 @@ class Parser(argparse.ArgumentParser):
     """An argparse parser with such errors. Its subparsers have them, too."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with status 2 and one line on standard error."""
+        """Ends the program with status 2 and a line on standard error."""
         self.exit(2, f"{self.prog}: {self.meant(message)}; {self.prog} --help lists all\n")
 
     def meant(self, message: str) -> str:

@@ -1,4 +1,4 @@
-"""Estimates what transfers cost, from a few measured transfers."""
+"""Estimates the cost of transfers, from a few measured transfers."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,7 +12,7 @@ def fitted(sizes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
     """Returns the fixed seconds of a transfer, and the seconds per unit of size.
 
     sizes: sizes of the measured transfers [n].
-    seconds: what these transfers took [n].
+    seconds: durations of these transfers [n].
 
     It is a least-squares fit; both results are at least 0. If the sizes are much alike, or the
     fixed part would be negative, all of the cost counts as cost per unit. Returns zeros if no size

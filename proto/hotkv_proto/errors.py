@@ -70,7 +70,7 @@ class HotKVError(Exception):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same call, unchanged, may succeed later."""
+        """Returns True if the same call, unchanged, may succeed later."""
         return RETRYABLE[self.reason]
 
     def __str__(self) -> str:

@@ -45,11 +45,11 @@ WINDOWED = frozenset({GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL})
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One KV cache group.
+    """A KV cache group.
 
-    block_tokens: tokens in one block, over all ranks that share its tokens.
+    block_tokens: tokens in a block, over all ranks that share its tokens.
     window_tokens: size of the window (sliding) or chunk (chunked local); 0 for other kinds.
-    shard_bytes: bytes of one block in each shard; the slot holds the shards in order. A shard is
+    shard_bytes: bytes of a block in each shard; the slot holds the shards in order. A shard is
         empty if a pipeline stage has no layer of the group.
 
     Raises ValueError if the numbers contradict each other.
@@ -76,7 +76,7 @@ class GroupSpec:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot: the sum of all shards."""
+        """Returns the bytes of a slot: the sum of all shards."""
         return sum(self.shard_bytes)
 
     def first_needed_token(self, hit_tokens: int) -> int:

@@ -22,7 +22,7 @@ ACTION_MAJORS = ("0", "1")
 PREFIX = "kv."
 """An optional prefix of an action's type, as in KVCR's `kv.fetch`."""
 MAX_ACTIONS = 64
-"""Actions of one envelope that are read; the rest is rejected together."""
+"""Most actions of an envelope that are read; the rest is rejected together."""
 MAX_ID_CHARS = 128
 MAX_REASON_CHARS = 200
 MAX_DEADLINE_S = 600.0
@@ -34,7 +34,7 @@ Kind = TypeVar("Kind", bound=enum.Enum)
 
 
 class ActionType(enum.Enum):
-    """What an action asks for.
+    """The kind of an action.
 
     retain: evict the blocks later than other blocks.
     pin: do not evict the blocks for a time.
@@ -94,7 +94,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action that can be tried.
+    """An action that can be tried.
 
     priority, ttl_s: for `retain` and `pin`, as in `Retention`.
     deadline_s: for `prefetch`, from the moment of reading.
@@ -111,7 +111,7 @@ class Action:
 
     @property
     def retention(self) -> Retention:
-        """The retention that the action asks for its blocks."""
+        """Returns the retention that the action asks for its blocks."""
         match self.kind:
             case ActionType.RETAIN:
                 return Retention(self.priority, self.ttl_s)
@@ -134,7 +134,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """The actions and rejections of one envelope."""
+    """The actions and rejections of an envelope."""
 
     message_id: str = ""
     actions: tuple[Action, ...] = ()
@@ -155,7 +155,7 @@ class Hints:
         return Hints(self.message_id, now, self.rejected), Hints(self.message_id, later)
 
     def retention(self) -> Retention:
-        """Combines what the actions ask for all blocks of the request.
+        """Returns the combined retention of the actions that concern all blocks of the request.
 
         The result has the highest priority and the longest `ttl_s`. Actions that keep the blocks
         outweigh actions that drop them. If there are pins, only they decide `ttl_s`.

@@ -307,7 +307,7 @@ def find(
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _copy_run(dst: Any, src: Any, count: Any, following: Any, streaming: Any) -> None:
-    """Copies one run with memcpy or streaming stores.
+    """Copies a run with memcpy or streaming stores.
 
     following: source address of the next run, which the hardware can't predict. Its first lines are
         prefetched while the last lines of this run are copied. Otherwise each short run would wait
@@ -381,7 +381,7 @@ def copy_blocks(
         the bytes to the next block, its offset in the slot, and its length.
     streaming: as for `copy_runs`.
 
-    Neighbouring runs that are contiguous on both sides are copied as one run.
+    Neighbouring runs that are contiguous on both sides are copied together.
     """
     dst, src, count = np.int64(0), np.int64(0), np.int64(0)
     for i in range(block_ids.shape[0]):

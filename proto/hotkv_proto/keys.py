@@ -25,11 +25,11 @@ MAX_NAME = 64
 
 @dataclass(frozen=True, slots=True)
 class Representation:
-    """A kind of representation of the blocks of one KV cache group. Only equal kinds are shared.
+    """A kind of representation of the blocks of a KV cache group. Only equal kinds are shared.
 
     format, version: define the meaning of its bytes, see `hotkv_sparse.formats`; `version` fits 63
         bits.
-    shard_bytes: bytes of one block's representation in each shard, as `GroupSpec.shard_bytes`.
+    shard_bytes: bytes of a block's representation in each shard, as `GroupSpec.shard_bytes`.
 
     Raises ValueError if a number is out of range.
     """
@@ -60,7 +60,7 @@ class Representation:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot: the sum of all shards."""
+        """Returns the bytes of a slot: the sum of all shards."""
         return sum(self.shard_bytes)
 
 
@@ -114,12 +114,12 @@ class KeySpace:
 
     @property
     def num_shards(self) -> int:
-        """Number of shards in a slot: the number of ranks that hold different KV."""
+        """Returns the number of shards in a slot: the number of ranks that hold different KV."""
         return len(self.groups[0].shard_bytes)
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """SHA-256 over the canonical JSON of all fields, 32 bytes."""
+        """Returns SHA-256 over the canonical JSON of all fields, 32 bytes."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(b"hotkv-key-space-1\0" + text.encode()).digest()
 

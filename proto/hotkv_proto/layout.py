@@ -24,10 +24,10 @@ FENCE_HANDLE = "hotkv-fence"
 FENCE_WORDS = 1024
 
 MAX_RUNS = 1 << 19
-"""Most runs of one block in all tensors of a layout. Recipes take 32 bytes per run, 16 MiB in
+"""Most runs of a block in all tensors of a layout. Recipes take 32 bytes per run, 16 MiB in
 all."""
 MAX_DIMS = 8
-"""Most repetitions (`dims`) of one tensor."""
+"""Most repetitions (`dims`) of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class MemoryHandle:
 
 @dataclass(frozen=True, slots=True)
 class PageTensor:
-    """Pages of one or several layers of one group or representation. The page of block b starts at
+    """Pages of one or several layers of a group or representation. The page of block b starts at
     base + b * block_stride.
 
     dims: (count, stride_bytes) repetitions of the `run_bytes` run, outermost first.
@@ -68,7 +68,7 @@ class PageTensor:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one block in this tensor."""
+        """Returns the bytes of a block in this tensor."""
         return self.run_bytes * math.prod(count for count, _ in self.dims)
 
     def run_offsets(self) -> Int64s:
@@ -99,7 +99,7 @@ class CopyRuns:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All runs of one block in one handle, in slot order. Runs that are neighbours on both sides
+    """All runs of a block in a handle, in slot order. Runs that are neighbours on both sides
     are joined, also across tensors.
 
     bases: engine offsets in block 0.
@@ -116,7 +116,7 @@ class Recipe:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
+        """Returns the bytes of a block."""
         return int(self.num_bytes.sum())
 
     def copy_runs(self, block_ids: Int64s, slot_offsets: Int64s) -> CopyRuns:
@@ -167,7 +167,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The memory of one rank. `validate` must pass before any copy."""
+    """The memory of a rank. `validate` must pass before any copy."""
 
     shard_index: int
     num_blocks: int
@@ -180,7 +180,7 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all handles."""
+        """Returns the bytes of all handles."""
         return sum(handle.num_bytes for handle in self.handles)
 
     def covers(self, group_index: int) -> bool:
@@ -296,7 +296,7 @@ class Layout:
         if math.prod(count for count, _ in tensor.dims) > MAX_RUNS:
             raise ValueError(f"{name}.dims enumerate more than {MAX_RUNS} runs of a block")
         # Slot order may differ from memory order. Sorted by stride, each dimension must step over
-        # everything that is nested in it; the blocks are one more dimension.
+        # everything that is nested in it; the blocks are a further dimension.
         span = tensor.run_bytes
         named = {f"dims[{index}].stride_byte_count": dim for index, dim in enumerate(tensor.dims)}
         named["block_stride_byte_count"] = (self.num_blocks, tensor.block_stride_bytes)
@@ -334,7 +334,7 @@ class Layout:
 
     def recipes(self, group_index: int, group: GroupSpec | Representation) -> list[Recipe]:
         """Returns the recipes of a group's blocks, or of representations: one per handle. They are
-        made once."""
+        cached."""
         if group_index not in self._recipes:
             mine = [tensor for tensor in self.tensors if tensor.group_index == group_index]
             shard_start = sum(group.shard_bytes[: self.shard_index])
@@ -352,7 +352,7 @@ class Layout:
         block_ids: Int64s,
         slot_offsets: Int64s,
     ) -> list[CopyRuns]:
-        """Returns the runs that copy blocks of one group, one CopyRuns per handle; see
+        """Returns the runs that copy blocks of a group, one CopyRuns per handle; see
         `Recipe.copy_runs`."""
         return [
             recipe.copy_runs(block_ids, slot_offsets) for recipe in self.recipes(group_index, group)

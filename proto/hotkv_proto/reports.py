@@ -18,8 +18,8 @@ class Miss(enum.IntEnum):
     UNKNOWN = 0
     """Neither the engine nor the server can say."""
     ABSENT = 1
-    """The engine asked, and the server had no more blocks. The server then replaces this by one of
-    the next three reasons."""
+    """The engine asked, and the server did not have the block. The server then replaces this by one
+    of the next three reasons."""
     NEVER_STORED = 2
     """The block was never stored here, or was evicted so long ago that the server has forgotten
     it."""
@@ -121,13 +121,13 @@ class RequestReport(Generic[Hashes_co]):
     device_hit_tokens: tokens that hit in the engine's own device cache.
     hit_tokens: tokens that hit there or in hotkv.
     age_s: time since the request reached the engine.
-    retention: what its hints ask for its own blocks; applied to the blocks that it stores.
+    retention: retention that its hints ask for; applied to the blocks that it stores.
     session_id: the session as its router has named it.
     hints: all hints of the request.
     miss: why the tokens beyond the hit missed, one of `SAID_BY_ENGINES`.
     saved_s: prefill time saved by the hit in hotkv.
     wait_s: time spent on lookups and leases.
-    report_id: names the request in `LoadEnd`; 0 for none.
+    report_id: names the request in `LoadEnd`; 0: no name.
     """
 
     hashes: Hashes_co

@@ -72,14 +72,14 @@ class Span:
 
     @property
     def traceparent(self) -> str:
-        """The W3C Trace Context header that names this span as the parent of others."""
+        """Returns the W3C Trace Context header that names this span as the parent of others."""
         carrier: dict[str, str] = {}
         _W3C.inject(carrier, trace.set_span_in_context(self._span))
         return carrier[TRACEPARENT]
 
     @property
     def began_ns(self) -> int:
-        """Nanoseconds since 1970."""
+        """Returns the nanoseconds since 1970."""
         return int(self._span.start_time)  # type: ignore[attr-defined]
 
     def child(self, name: str, began_ns: int = 0, *, is_call: bool = False) -> "Span":
@@ -157,8 +157,8 @@ class Traces:
     def begin(self, name: str, traceparent: str, *, is_served: bool = False) -> Span | None:
         """Begins the span of a call. Returns None for a call that is not traced.
 
-        traceparent: the caller's span; empty for none. A call without it, or with one that can't be
-            read, is traced with a chance of `sample_ratio`.
+        traceparent: the caller's span, or empty. A call without a span, or with a header that
+            can't be read, is traced with a chance of `sample_ratio`.
         is_served: the call came from another process.
         """
         kind = SpanKind.SERVER if is_served else SpanKind.INTERNAL

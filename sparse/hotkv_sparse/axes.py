@@ -10,7 +10,7 @@ coding; Loki, arXiv 2406.02542, is the case of 16 or 0 bits).
 Axes are calibrated, not computed from a seed. Codes of different axes can't be compared, so
 `to_bytes` is part of a representation's version.
 
-A key's codes are relative to the usual rms of their run and to one gain of the token's own. Its
+A key's codes are relative to the usual rms of their run and to a gain of the token. Its
 scale sigma = |y|² / (y · code) preserves the norm, as with rot2u.
 
 RoPE turns the slow channels of a key so slowly that a few thousand tokens cover a small part of a
@@ -61,7 +61,7 @@ def run_channels(head_size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Axes:
-    """The axes of one layer. Raises INVALID_FIELD if they can't be used.
+    """The axes of a layer. Raises INVALID_FIELD if they can't be used.
 
     into: float32 [H, D, D]; y = (k - mu) @ into[h] are a key's channels, the coded channels first.
     rms: float32 [H, R], usual size of the channels of each run.
@@ -118,7 +118,7 @@ class Axes:
 
 
 class AxesEstimate:
-    """Collects moments of one layer's keys and queries, after RoPE, for its centre and axes.
+    """Collects moments of a layer's keys and queries, after RoPE, for its centre and axes.
 
     The caller leaves out the first tokens of a context (`centre.FIRST_TOKENS`).
     """

@@ -3,7 +3,7 @@
 
 `hotkv_sparse.kernels` loads them. Their references are in `tests/oracles/sparse.py`. Callers pass
 checked arrays. The kernels run without the GIL and allocate only scratch memory. Sixteen tokens of
-one head, or the queries of sixteen heads, lie side by side in the lanes of a vector. Loops assign
+a head, or the queries of sixteen heads, lie side by side in the lanes of a vector. Loops assign
 single elements: numba needs a second to compile an assignment of slices, with its error messages.
 
 Operations are written with the vectors of `hotkv_sparse.vectors`, which run on any machine. Their

@@ -2,7 +2,7 @@
 
 A centre is calibrated once per model from any ordinary text. It makes codes of the same size
 clearly better (SmolLM2-135M, 4k tokens, 5 % budget, centre from other text: strong-block recall on
-long-range copy .90 to .98 with rot2u). A centre that does not fit is worse than none. It is part of
+long-range copy .90 to .98 with rot2u). A wrong centre is worse than no centre. It is part of
 a representation's version.
 
 `axes.AxesEstimate` measures a centre and `measured_bias` the error that remains. `Centres` holds
@@ -98,12 +98,12 @@ def measured_bias(
 
 
 TOKEN_FORMATS = tuple(name for name, form in FORMATS.items() if form.bits)
-"""Formats that use a centre; summaries need none."""
+"""Formats that use a centre; summaries do not."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCentre:
-    """The calibration of one layer.
+    """The calibration of a layer.
 
     mu: float32 [H, D], the centre.
     bias: by token format, how much block log mass is overestimated with the centre, in nats.
@@ -121,8 +121,8 @@ class Centres:
 
     A layer that is absent has centre 0.
 
-    model: what it was made from, for people to read.
-    num_tokens: number of keys that each centre is the mean of.
+    model: name of the model that was measured, for people to read.
+    num_tokens: each centre is the mean of this many keys.
     """
 
     model: str

@@ -199,7 +199,7 @@ def _exps(
     runs, rest = num_blocks // 16, num_blocks % 16
     row, words_at = scores.ctypes.data + head * num_blocks * 4, words.ctypes.data
     weights_at, sums_at = weights.ctypes.data, sums.ctypes.data
-    # The blocks after the last whole run are copied to a run of their own with padding.
+    # The blocks after the last whole run are copied to an extra run with padding.
     for i in range(rest):
         tail[i] = scores[head, runs * 16 + i]
     for i in range(rest, 16):

@@ -15,7 +15,7 @@ COPY_METHODS = ("memcpy", "batch", "kernel", "auto")
 RESIDENCIES = ("off", "host")
 CACHE_POLICIES = ("lru", "none")
 MIN_ADAPTIVE_TOKENS = 128
-"""Adaptive selections contain at least this many tokens besides the always kept tokens."""
+"""Adaptive selections contain at least this many tokens, without the always kept tokens."""
 
 
 def _refuse(name: str, value: object, fix: str) -> HotKVError:
@@ -38,9 +38,9 @@ class SparseConfig:
     dense_layers: layers that attend to the whole context.
     max_correction_blocks: most blocks that a hot set may load per layer and step with the fresh
         query.
-    cache_policy: decides which block leaves the hot set, one of `CACHE_POLICIES`; `none`: no hot
+    cache_policy: decides which block leaves the hot set; see `CACHE_POLICIES`. `none`: no hot
         set.
-    copy_method: how `ArrayPages` copies blocks, one of `COPY_METHODS`; engines ignore it.
+    copy_method: how `ArrayPages` copies blocks; see `COPY_METHODS`. Engines ignore it.
     min_context_tokens: shorter contexts stay dense.
     residency: `host` keeps old blocks in host memory only, so a context may be larger than the
         device's memory; `off`.
@@ -183,7 +183,7 @@ class SparseConfig:
 
     @property
     def always_tokens(self) -> int:
-        """Number of tokens that are kept regardless of their score."""
+        """Returns the number of tokens that are kept regardless of their score."""
         return self.sink_tokens + self.recent_tokens
 
     def max_always_blocks(self, block_tokens: int) -> int:
@@ -208,7 +208,7 @@ class SparseConfig:
     def scorers_of(self, layer: int) -> Mapping[str, float]:
         """Returns the exponents of a layer's scorers by name; empty if the layer is dense.
 
-        Without fusion it is the one scorer with exponent 1.
+        Without fusion it is the only scorer, with exponent 1.
         """
         if layer in self.dense_layers:
             return {}

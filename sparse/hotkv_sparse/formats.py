@@ -1,6 +1,6 @@
 """The byte formats of representations.
 
-A representation holds the keys of one block, KV head and layer, small enough to score every step.
+A representation holds the keys of a block, KV head and layer, small enough to score every step.
 There are two kinds. A *token* format has a code of some bits per channel and a scale per token. A
 *summary* format has one or two vectors per block. Byte order is little-endian. These bytes are
 stored beside blocks and other engines read them, so any change to them changes `LAYOUT_VERSION`.
@@ -68,12 +68,12 @@ class Format:
 
     @property
     def kind(self) -> int:
-        """The number by which kernels identify a summary format."""
+        """Returns the number by which kernels identify a summary format."""
         return ("quest", "mean").index(self.name)
 
     @property
     def kernel(self) -> int:
-        """The number by which `score_tokens` identifies a token format: its bits, or
+        """Returns the number by which `score_tokens` identifies a token format: its bits, or
         `AXES_KERNEL`."""
         return AXES_KERNEL if self.by_axes else self.bits
 
@@ -147,14 +147,14 @@ def padded_channels(form: Format, head_size: int) -> int:
 
 
 def run_bytes(form: Format, head_size: int) -> int:
-    """Returns the bytes of one run of 16 tokens in a token format."""
+    """Returns the bytes of a run of 16 tokens in a token format."""
     if form.by_axes:
         return LINE_BYTES * sum(num_lines(head_size)) + 2 * RUN_TOKENS
     return RUN_TOKENS * (padded_channels(form, head_size) * form.bits // 8 + 2)
 
 
 def head_bytes(name: str, block_tokens: int, head_size: int) -> int:
-    """Returns the bytes of one block and KV head."""
+    """Returns the bytes of a block and KV head."""
     form = format_named(name)
     if form.bits:
         return num_runs(block_tokens) * run_bytes(form, head_size)
@@ -162,7 +162,7 @@ def head_bytes(name: str, block_tokens: int, head_size: int) -> int:
 
 
 def bytes_per_block(name: str, block_tokens: int, kv_heads: int, head_size: int) -> int:
-    """Returns the bytes of one block in one layer, all KV heads."""
+    """Returns the bytes of a block in a layer, all KV heads."""
     return kv_heads * head_bytes(name, block_tokens, head_size)
 
 

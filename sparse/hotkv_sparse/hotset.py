@@ -1,4 +1,4 @@
-"""The hot set of one sequence, layer and set of heads: the blocks in its hot slots, and its size.
+"""The hot set of a sequence, layer and set of heads: the blocks in its hot slots, and its size.
 
 Always true (`check_invariants`):
 - A slot is free, mapped, loading (a prefetch writes it), ready (written, not adopted yet) or
@@ -7,7 +7,7 @@ Always true (`check_invariants`):
     blocks, at most `capacity_blocks` of them.
 - A map that was handed out never changes. `version` grows with every change of the current map.
 - Mapped blocks that are always kept (sinks, recent window, the partial block) or have no copy in
-    host memory are never evicted. Of the remaining blocks, the least recently selected is evicted
+    host memory are never evicted. Of the other blocks, the least recently selected is evicted
     first, of equals the lowest.
 - Prefetch uses free slots only. A block that it wrote becomes visible in `adopt`, at a step
     boundary, in a new map. A correction may use the slot of the block that it evicts, because the
@@ -88,7 +88,7 @@ class SlotMoves:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A layer's part of one decode step.
+    """A layer's part of a decode step.
 
     The caller carries out `load`, attends to all of `map`, and passes `prefetch` (int32, heaviest
     first) on.
@@ -120,7 +120,7 @@ class Growth:
 
 
 class HotSet:
-    """One hot set. A call that raises changes nothing.
+    """A hot set. A call that raises leaves it unchanged.
 
     Raises INVALID_FIELD for arguments that make no sense.
 
@@ -176,7 +176,7 @@ class HotSet:
 
     @property
     def num_slots(self) -> int:
-        """Total number of hot slots. Slot numbers are below it."""
+        """Returns the total number of hot slots. Slot numbers are below it."""
         return len(self.state)
 
     def map(self) -> HotMap:
@@ -258,7 +258,7 @@ class HotSet:
         return SlotMoves(blocks, slots, NO_BLOCKS)
 
     def step(self, selection: Selection, max_loads: int) -> Step:
-        """Makes one step with a fresh selection over the current span.
+        """Makes a step with a fresh selection over the current span.
 
         At most `max_loads` missing candidates are loaded at once, heaviest first. Always kept
         blocks are resident, unless they were never seeded. Missing ones are loaded first,
@@ -387,7 +387,7 @@ class HotSet:
 
     @property
     def _num_mapped(self) -> int:
-        """Number of blocks in the map."""
+        """Returns the number of blocks in the map."""
         return len(self.map().blocks)
 
     def _is_mapped(self) -> Mask:
@@ -439,7 +439,7 @@ class HotSet:
     # ------------------------------------------------------------------------------- who is evicted
 
     def _room(self, count: int) -> tuple[I32, I32]:
-        """Returns slots for `count` blocks, and the blocks to evict first. Changes nothing.
+        """Returns slots for `count` blocks, and the blocks to evict first. The set stays as it is.
 
         Uses free slots while the map may grow, then slots of victims. Returns fewer slots if too
         few blocks may be evicted. There may be more victims than slots, because a map above a
@@ -507,7 +507,7 @@ class HotSet:
 
 @dataclass(slots=True)
 class AdaptiveCapacity:
-    """Learns the capacity of one hot set from the blocks that its steps needed.
+    """Learns the capacity of a hot set from the blocks that its steps needed.
 
     With `adaptive_p`, selections are as large as the attention mass requires, up to the budget. The
     hot set follows: twice the size of recent selections (growing quickly, shrinking slowly), and
@@ -528,7 +528,7 @@ class AdaptiveCapacity:
     sets: float = USUAL_SETS
 
     def observe(self, selected_blocks: int, left_blocks: int) -> int:
-        """Updates the estimate with one step's selected blocks and the blocks left to prefetch.
+        """Updates the estimate with a step's selected blocks and the blocks left to prefetch.
 
         Returns the capacity to use.
         """
@@ -544,6 +544,7 @@ class AdaptiveCapacity:
 
     @property
     def capacity_blocks(self) -> int:
-        """Blocks that the hot set should hold; before the first step, twice the budget."""
+        """Returns the blocks that the hot set should hold; before the first step, twice the
+        budget."""
         needed = self.needed_blocks or float(self.budget_blocks)
         return round(max(self.sets * needed, USUAL_SETS * self.always_blocks, 1.0))

@@ -3,8 +3,8 @@
 
 The invariants are in `hotkv_sparse.hotset`, a naive model in `tests/sparse/naive.py`. Kernels
 change the caller's arrays, by slot and by block, in place. A call that refuses its arguments
-changes nothing. All kernels run without the GIL. The values that they sort by (age, weight, block)
-are packed into non-negative int64 keys.
+leaves them unchanged. All kernels run without the GIL. The values that they sort by (age, weight,
+block) are packed into non-negative int64 keys.
 
 Shapes: n selected blocks, K slots, M blocks of the map, C blocks of the context.
 """
@@ -226,7 +226,7 @@ def _missing(
 def _merged(old: Any, joined: Any, num_joined: Any, state: Any, slot_of: Any, maps: Any) -> Any:
     """Fills maps [2, M] with blocks, ascending, and their slots. Returns M.
 
-    The blocks are those of the old map that are still mapped, and the blocks that joined.
+    The blocks are the blocks of the old map that are still mapped, and the blocks that joined.
     """
     keys, num, place = np.empty(num_joined, np.int64), 0, 0
     for i in range(num_joined):

@@ -75,7 +75,7 @@ def build(
     mu_HD: centre of the keys; None: 0.
     num_tokens_B: valid tokens of each block; None: all.
     out: array to write to; any array with a contiguous last axis.
-    axes: required for mix2; other formats have none.
+    axes: required for mix2; other formats have no axes.
     """
     form = formats.format_named(name)
     keys_BTHD, mu_HD, num_tokens_B = _checked(keys_BTHD, mu_HD, num_tokens_B)

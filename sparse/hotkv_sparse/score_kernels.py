@@ -2,12 +2,12 @@
 """Numba kernels that score blocks with a step's queries. `hotkv_sparse.kernels` loads them.
 
 Their references are in `tests/oracles/sparse.py`. Callers pass checked arrays. The kernels run
-without the GIL and allocate only scratch memory. Sixteen tokens of one head lie side by side in the
+without the GIL and allocate only scratch memory. Sixteen tokens of a head lie side by side in the
 lanes of a vector.
 
 Operations are written with the vectors of `hotkv_sparse.vectors`, which run on any machine. Their
 operands are integer addresses and counts without bounds checks; the kernels own the arrays.
-(numba's disk cache does not notice changes of `vectors`.) With AVX-512 and VNNI, one instruction
+(numba's disk cache does not notice changes of `vectors`.) With AVX-512 and VNNI, an instruction
 multiplies 64 unsigned by 64 signed bytes, and another looks up 64 codes.
 
 Shapes: B blocks, H KV heads, Q query heads, D channels, C channels with padding, P parts.
@@ -74,7 +74,7 @@ _I8_2, _I32_1, _I32_2 = (
 
 
 def _codes(builder: Any, bits: int, low: Any, high: Any, plane: int) -> Any:
-    """Emits: levels plus offset, 64 unsigned bytes, of one plane of a low line.
+    """Emits: levels plus offset, 64 unsigned bytes, of a plane of a low line.
 
     Lines are 16 ints each. 3-bit codes also need a high line.
     """
@@ -159,7 +159,7 @@ def _axes_operation(num_heads: int) -> Any:
 
 
 def _run_operation(bits: int, num_heads: int) -> Any:
-    """Makes an operation that scores one run of 16 tokens for `num_heads` query heads.
+    """Makes an operation that scores a run of 16 tokens for `num_heads` query heads.
 
     Operands: (run, num_steps, query, query_stride, bias, factor, out, out_stride). A step is one
     line of codes (3 bits: two low lines and a high line). `query` int8 [heads][query_stride],
@@ -214,7 +214,7 @@ def _run_operation(bits: int, num_heads: int) -> Any:
 
 
 def _part_operation(num_heads: int) -> Any:
-    """Makes an operation that scores one summary for `num_heads` query heads.
+    """Makes an operation that scores a summary for `num_heads` query heads.
 
     Operands: (parts, num_parts, num_steps, query, query_stride, bias, factor, out, out_stride). A
     step is 32 bytes of a part. `query` int8 [heads][query_stride], its parts one after the other,

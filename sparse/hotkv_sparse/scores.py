@@ -30,7 +30,7 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A step's query, prepared for one format: int8, where 127 is a head's largest channel.
+    """A step's query, prepared for a format: int8, where 127 is a head's largest channel.
 
     codes: int8 [Q, P * C] (token formats: P = 1).
     offsets: int32 [Q, P], -`LEVEL_OFFSET` times the sum of a part's codes.

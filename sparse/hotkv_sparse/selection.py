@@ -1,8 +1,8 @@
 """Selects the blocks that a layer attends to: from a query through scores and weights to a
 selection.
 
-`select_layer` does all of it for one layer and step. Engines call it for every layer, and the
-server calls it for clients that can't. The layer's KV heads share the selection, as they share
+`select_layer` does all of it for a layer and step. Engines call it for every layer, and the
+server calls it for clients that can't. The layer's KV heads share the selection, because they share
 block tables. Blocks that are always kept are not candidates: `Span` names them, and a selection
 adds them. Of equal weights the lower block wins, so the same weights give the same selection
 everywhere.
@@ -42,12 +42,12 @@ class Span:
 
     @property
     def num_always(self) -> int:
-        """Number of blocks that are always kept."""
+        """Returns the number of blocks that are always kept."""
         return self.count - (self.last - self.first)
 
     @property
     def always(self) -> I32:
-        """The always kept blocks, ascending."""
+        """Returns the always kept blocks, ascending."""
         return np.concatenate(
             [
                 np.arange(self.first, dtype=np.int32),
@@ -57,7 +57,7 @@ class Span:
 
     @property
     def candidates(self) -> I32:
-        """The candidate blocks, ascending."""
+        """Returns the candidate blocks, ascending."""
         return np.arange(self.first, self.last, dtype=np.int32)
 
 

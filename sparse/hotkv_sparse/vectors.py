@@ -130,8 +130,8 @@ def log2(builder: Any, x: Any) -> Any:
 
 
 def operation(num_args: int, emit: Callable[[Any, Any], None]) -> Any:
-    """Makes an intrinsic with `num_args` integer addresses and counts as arguments. It returns
-    nothing."""
+    """Makes an intrinsic with `num_args` integer addresses and counts as arguments, without a
+    result."""
 
     def operation(typingctx: Any, *args: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:

@@ -33,7 +33,7 @@ from hotkv_client.types import BlockRun, GroupHashes, LoadRun
 from hotkv_proto.blocks import TransferStatus
 from hotkv_proto.errors import HotKVError
 
-# ------------------------------------------------------------------------------ a server of its own
+# --------------------------------------------------------------------------- the bench's own server
 
 # The server of `hotkv bench` is a process of the installed `hotkv-server`. It has its own arena and
 # sockets, which are removed with it.
@@ -49,7 +49,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 class BenchError(Exception):
-    """The benchmark can't run. The message says why and what to do."""
+    """The benchmark can't run. The message gives the reason and the remedy."""
 
 
 @contextlib.contextmanager
@@ -173,8 +173,7 @@ class Times:
 
 
 def timed(work: Callable[[], float | None], seconds: float, num_bytes: int = 0) -> Times:
-    """Repeats `work` for about `seconds`, at least LEAST_ROUNDS times, after one call that is not
-    counted.
+    """Repeats `work` for about `seconds`, at least LEAST_ROUNDS times. A first call is not counted.
 
     work: may return its own seconds; None: the call is timed.
     """
@@ -299,13 +298,13 @@ class BenchEngine:
         return timed(lambda: self._loaded(known, with_lease=False), seconds, num_bytes)
 
     def small_hits(self, seconds: float) -> Times:
-        """Times lease and load of one block: the least that a hit takes."""
+        """Times lease and load of a single block: the least time of a hit."""
         known = hashes(1)
         self._stored(known)
         return timed(lambda: self._loaded(known, with_lease=True), seconds, BLOCK_BYTES)
 
 
-# -------------------------------------------------------------------------------- what figures mean
+# --------------------------------------------------------------------------- the meaning of figures
 
 
 BLOCK_TOKENS = 16

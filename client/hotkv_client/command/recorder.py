@@ -18,7 +18,7 @@ from hotkv_proto.errors import HotKVError, Reason
 
 
 class TraceWriter:
-    """Formats the requests of one key space as lines of a trace.
+    """Formats the requests of a key space as lines of a trace.
 
     block_tokens: tokens of a trace block, rounded up to whole hash blocks.
     """
@@ -44,7 +44,7 @@ class TraceWriter:
         return len(self._ids)
 
     def line(self, request: WatchedRequest) -> str:
-        """Returns the request as one line.
+        """Returns the request as a line.
 
         Timestamps never decrease: a request that was reported late gets the previous request's
         time.

@@ -66,7 +66,7 @@ def grouped(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
 
 
 def show_savings(answer: dict[str, Any]) -> str:
-    """Formats the rows, the reasons of misses, and what a larger cache would save."""
+    """Formats the rows, the reasons of misses, and the savings of a larger cache."""
     if not answer["rows"]:
         return "no engine has reported a request in this time"
     fields, whole = NAMES[answer["by"]], answer["total"]

@@ -214,7 +214,7 @@ def show_flush(answer: dict[str, Any]) -> str:
 
 
 def event_line(item: dict[str, Any]) -> str:
-    """Formats one event."""
+    """Formats an event."""
     if item["event"] == "lost":
         return f"{item['count']} events lost: they came faster than they could be read"
     at = datetime.datetime.fromtimestamp(item["unix_time_ms"] / 1000).isoformat(" ", "milliseconds")
@@ -430,7 +430,7 @@ def tier_rows(tiers: list[dict[str, Any]]) -> list[str]:
 
 
 def residency_line(counters: dict[str, Any]) -> list[str]:
-    """Formats one line on residencies; empty if no counter of theirs is set."""
+    """Formats a line about residencies; empty if none of their counters is set."""
     names = ("residencies", "residencies_waiting", "residency_grace_bytes")
     if not any(counters.get(name) for name in names):
         return []
@@ -447,7 +447,7 @@ def residency_line(counters: dict[str, Any]) -> list[str]:
 
 
 def gpu_line(answer: dict[str, Any]) -> str:
-    """Formats the GPUs in one line; `hotkv devices` shows more."""
+    """Formats the GPUs in a line; `hotkv devices` shows more."""
     problems = [d["problem"] for d in answer["devices"] if d["problem"]]
     why = f"  {answer['registering_error']}" if answer["registering_error"] else ""
     return (

@@ -17,7 +17,7 @@ from hotkv_client.admin import AdminClient
 
 FORMAT = "hotkv-blocks-1"
 CALL_BLOCKS = 2_000
-"""Blocks that one call names. Calls follow each other, so the hottest blocks come in first."""
+"""Blocks in a call. Calls follow each other, so the hottest blocks come in first."""
 TOKEN_BYTES = 4
 COUNTS = (
     "present_block_count",

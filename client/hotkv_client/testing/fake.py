@@ -2,7 +2,7 @@
 
 It really copies bytes, through the layout. Ranks join a write lease as with the real server
 (`FakeWrites`): a block is ready when every shard is written. A store whose session is closed, or
-has revoked its stores, commits nothing. A cancelled store over a shared fence ends at once for the
+has revoked its stores, can't commit. A cancelled store over a shared fence ends at once for the
 session; the server continues with it and finds it revoked. `residencies`: see `FakeResidencies`.
 
 Knobs of `FakeServer`:
@@ -112,7 +112,7 @@ class FakeServer:
         return (space, group, block_hash) in self.blocks
 
     def settle(self, kind: str = "") -> int:
-        """Resolves the held calls, or those of one kind. Returns their number."""
+        """Resolves the held calls, or only the held calls of a kind. Returns their number."""
         now = [
             entry
             for entry in self.held

@@ -25,7 +25,7 @@ Shards = dict[int, bytes]
 
 
 class FakeMemory:
-    """Memory of one session. Without a layout it has no memory, only the groups' shapes."""
+    """Memory of a session. Without a layout it has no memory, only the groups' shapes."""
 
     def __init__(
         self, config: SessionConfig, layout: Layout | None, fds: Mapping[str, int]
@@ -131,7 +131,7 @@ class FakeResidency:
 
 
 class FakeResidencies:
-    """All residencies of one server, by engine id and residency id.
+    """All residencies of a server, by engine id and residency id.
 
     most: the most that may be open; opening another fails as NO_ROOM_FOR_RESIDENCY. None: no limit.
     """
@@ -222,7 +222,7 @@ class FakeResidencies:
 
 @dataclass(frozen=True, slots=True)
 class WriteRun:
-    """The blocks of one run.
+    """The blocks of a run.
 
     blocks: for representations, the blocks that they belong to; otherwise None.
     """
@@ -252,7 +252,7 @@ class FakeWriteLease:
 
 @dataclass(slots=True, eq=False)
 class FakeStore:
-    """A store of one shard that has begun. The blocks that it writes have the result RESERVED."""
+    """A store of a shard that has begun. The blocks that it writes have the result RESERVED."""
 
     lease: FakeWriteLease
     shard: int
@@ -422,6 +422,6 @@ class FakeWrites:
                 self._settle(lease)
 
     def forget(self) -> None:
-        """Acts as a dead server: stores that have begun commit nothing."""
+        """Acts as a dead server: stores that have begun don't commit."""
         self.leases.clear()
         self._owners.clear()

@@ -65,7 +65,7 @@ def call(
 def tell(
     stubs: Stubs, topic: str, timeout_s: float, metadata: Metadata, filters: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns what the server reports about a topic. Raises HotKVError."""
+    """Returns the server's report about a topic. Raises HotKVError."""
     request = admin_pb2.TellRequest(topic=topic, filters=filters)
     try:
         answer = stubs.admin.Tell(request, timeout=timeout_s, metadata=metadata)

@@ -170,7 +170,8 @@ def ticket(packet: bytes) -> bytes:
 
 
 def as_error(error: grpc.RpcError) -> HotKVError:
-    """Returns a failed call as a HotKVError, with the server's reason if it sent a readable one."""
+    """Returns a failed call as a HotKVError, with the server's reason if it sent a readable
+    reason."""
     trailers = dict(getattr(error, "trailing_metadata", lambda: ())() or ())
     with contextlib.suppress(DecodeError):
         packed = trailers.get(STATUS_KEY, b"")

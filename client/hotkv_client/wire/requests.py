@@ -228,7 +228,7 @@ def report_requests(
 ) -> Iterator[Request]:
     """Yields the report of scheduled requests, ended requests and ended loads.
 
-    One message, or several if it would be too large.
+    Several messages if a single message would be too large.
     """
     messages = [report_message(report, hash_bytes) for report in reports]
     over = [ended_message(one, hash_bytes) for one in ended]

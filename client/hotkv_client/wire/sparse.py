@@ -108,7 +108,7 @@ def delete_sequence(sequence_id: str) -> Request:
 def report_sparse(
     positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]
 ) -> Request:
-    """Builds the report of what sparse decode did. Raises INVALID_FIELD for an unknown counter."""
+    """Builds the report about sparse decode. Raises INVALID_FIELD for an unknown counter."""
     for layer, values in counters.items():
         unknown = values.keys() - set(SPARSE_COUNTERS)
         if unknown:

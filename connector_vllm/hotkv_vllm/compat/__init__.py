@@ -1,14 +1,15 @@
-"""What the connector reads out of vLLM beyond its public base classes.
+"""All that the connector reads of vLLM beyond vLLM's public base classes.
 
 Everything that may change with vLLM's version is in this package, in `worker.layout`,
 `identity.weights_watch`, `identity.adapter_watch`, `sparse.backend` and `residency.cuda_backend`.
-Each module says which of vLLM's attributes it reads. `tools/check_vllm_api.py` compares them with
+Each module lists the attributes of vLLM that it reads. `tools/check_vllm_api.py` compares them with
 the sources of every supported version.
 """
 
 NULL_BLOCK = 0
-"""Id of the block that stands for 'nothing here' in block tables."""
+"""Id of vLLM's null block: it marks an empty entry of a block table."""
 
 
 class Unsupported(Exception):
-    """hotkv can't work with this engine: it runs without the cache, and the text says why."""
+    """hotkv can't work with this engine, which then runs without the cache. The text gives the
+    reason."""

@@ -1,11 +1,11 @@
-"""What hotkv asks about an engine, or sets in it, before and while it runs.
+"""Questions of hotkv about an engine, and the few settings of it that hotkv changes.
 
 Reads `ParallelConfig` (context-parallel sizes, `nnodes_within_dp`, `distributed_executor_backend`),
 `KVCacheConfig.needs_kv_cache_zeroing`, `VllmConfig.use_v2_model_runner`,
 `KVCacheConfig.kv_tp_replicas`, vLLM's process groups, `MultiModalConfig.mm_processor_cache_gb`,
 `CacheConfig.enable_prefix_caching`, `current_platform`, and functions on the call stack
-(`is_pausing`, `outer_configs`). Sets
-`KVTransferConfig.kv_load_failure_policy`, and registers the connector by name.
+(`is_pausing`, `outer_configs`). Sets `KVTransferConfig.kv_load_failure_policy`, and registers the
+connector by name.
 """
 
 import sys
@@ -20,8 +20,8 @@ from hotkv_vllm.link import logger
 
 
 def check_ranks(vllm_config: Any) -> None:
-    """Raises Unsupported where hotkv can't keep the KV of all ranks together, whatever the ranks
-    find."""
+    """Raises Unsupported if the engine runs its ranks in a way that hotkv can't serve: on several
+    machines, or each with a scheduler. Needs no answer from the ranks."""
     parallel = vllm_config.parallel_config
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise Unsupported("prefill context parallelism is not supported yet")
@@ -39,11 +39,11 @@ def check_ranks(vllm_config: Any) -> None:
 
 
 def writes_before_it_tells(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Returns whether the runner overwrites blocks before it tells the connector's worker side, so
-    that only the scheduler can revoke in time.
+    """Returns True if the runner overwrites blocks before it notifies the connector's worker side.
+    Then only the scheduler can revoke stores in time.
 
-    Source: `GPUModelRunner.execute_model` of the V2 runner in vLLM 0.32: new blocks are zeroed,
-    blocks copied and recurrent states moved before `pre_forward` calls `handle_preemptions`. The V1
+    Source: `GPUModelRunner.execute_model` of the V2 runner in vLLM 0.32: it zeroes new blocks,
+    copies blocks and moves recurrent states before `pre_forward` calls `handle_preemptions`. The V1
     runner calls it first.
     """
     return bool(
@@ -53,11 +53,11 @@ def writes_before_it_tells(vllm_config: Any, kv_cache_config: Any) -> bool:
 
 
 def counts_media(vllm_config: Any) -> bool:
-    """Returns whether vLLM names images and other media by a counter of its process, so that block
-    hashes do not cover their content.
+    """Returns True if vLLM names images and other media by a counter of its process. Block hashes
+    then do not cover their content.
 
-    Source: `BaseRenderer._process_mm_uuids` in vLLM 0.32: it skips hashing them where neither of
-    its own caches needs a name.
+    Source: `BaseRenderer._process_mm_uuids` in vLLM 0.32: it does not hash media if vLLM's own
+    caches don't need the hash.
     """
     media = vllm_config.model_config.multimodal_config
     return (
@@ -68,12 +68,12 @@ def counts_media(vllm_config: Any) -> bool:
 
 
 def is_pausing() -> bool:
-    """Returns whether vLLM resets its caches because the engine pauses, sleeps or gives back KV
-    memory, not because somebody asked for a reset.
+    """Returns True if vLLM resets its caches because the engine pauses, sleeps or frees KV memory;
+    False if a user asked for the reset.
 
-    Connectors get the same call for both, without arguments, and see no pause state, so the callers
-    are looked at. Source: in vLLM 0.32 and 0.33 `EngineCore._reset_caches` makes the call for
-    pauses only. Without such a caller it is taken for a reset.
+    vLLM makes the same call for both, without arguments, and shows connectors no pause state. So
+    this looks for the caller on the stack. Source: in vLLM 0.32 and 0.33 only pauses go through
+    `EngineCore._reset_caches`. Without such a caller the call counts as a user's reset.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -97,19 +97,19 @@ def is_device_empty(kv_cache_manager: Any) -> bool:
 
 
 def preferred_layout() -> str | None:
-    """Returns the KV cache layout to ask vLLM for: blocks outermost on CUDA, so that a block of all
-    layers is one run; elsewhere none."""
+    """Returns the KV cache layout to ask vLLM for. On CUDA the block dimension comes first, so that
+    a block of all layers is contiguous. None on other platforms."""
     from vllm.platforms import current_platform
 
     return "BLHNC" if current_platform.is_cuda() else None
 
 
 def use_recompute_policy(configs: tuple[Any, ...], is_child: bool) -> None:
-    """Makes vLLM compute what could not be loaded: sets the policy for failed loads to `recompute`.
-    Must run before vLLM's scheduler reads it.
+    """Sets the policy for failed loads to `recompute`: vLLM then computes the tokens of a failed
+    load. Must run before vLLM's scheduler reads the policy.
 
-    `configs`: those that the scheduler may read, as `outer_configs`; `is_child`: of a
-    MultiConnector.
+    configs: every configuration that the scheduler may read, as `outer_configs` returns them.
+    is_child: True if hotkv runs inside a MultiConnector.
     """
     if None in configs:
         logger.warning(
@@ -130,8 +130,8 @@ def use_recompute_policy(configs: tuple[Any, ...], is_child: bool) -> None:
 
 
 def name_connector(name: str, module: str) -> None:
-    """Makes the connector known to vLLM by name, unless it is. Its MultiConnector wants that of all
-    it holds, module path or not."""
+    """Registers the connector's name with vLLM, unless it is registered. MultiConnector looks its
+    children up by name, even if they have a module path."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:
@@ -146,8 +146,11 @@ def name_connector(name: str, module: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where a rank's shard lies. Of ranks that hold the same KV only the first writes. `rank`
-    counts the engine's ranks, `stage` those of its pipeline.
+    """The place of a rank's shard in a slot.
+
+    rank: counts the engine's ranks.
+    is_writer: True for the first of the ranks that hold the same KV; only it writes.
+    stage: counts the stages of the engine's pipeline.
     """
 
     rank: int
@@ -158,8 +161,8 @@ class RankPlace:
 
 
 def rank_place(vllm_config: Any, kv_cache_config: Any) -> RankPlace:
-    """This worker's place among the shards of a slot, if all stages hold as many copies as this one
-    does."""
+    """Returns this worker's place among the shards of a slot. Assumes that every pipeline stage
+    holds as many copies of the KV as this stage."""
     from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
     parallel = vllm_config.parallel_config
@@ -181,7 +184,8 @@ def rank_place(vllm_config: Any, kv_cache_config: Any) -> RankPlace:
 
 
 def num_ranks(vllm_config: Any) -> int:
-    """Workers of this engine; another data-parallel rank is another engine."""
+    """Returns the number of this engine's workers. Every data-parallel rank is an engine by
+    itself."""
     parallel = vllm_config.parallel_config
     return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
 
@@ -192,17 +196,17 @@ MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 
 
 def outer_configs() -> tuple[Any, ...]:
-    """Returns the engine's configuration, once for each MultiConnector that calls us, innermost
-    first; empty if none does.
+    """Returns the configuration of each MultiConnector that is calling us, innermost first; empty
+    if hotkv is not in a MultiConnector.
 
     MultiConnector gives each child a copy of the engine's configuration that holds the child's own
-    `kv_transfer_config`. The copy has no reference to the original, and vLLM does not see what a
-    child changes in it. MultiConnector also forwards the handshake of one child only, to all
-    children, and raises if two children ask for different KV cache layouts. So a child has to know
-    that it is one, and looks for the MultiConnector that is constructing or asking it on the call
-    stack. It reads frames, changes nothing of vLLM and keeps nothing.
+    `kv_transfer_config`. The copy has no reference to the original, and vLLM does not see the
+    changes that a child makes in it. MultiConnector also forwards the handshake of a single child,
+    to all children, and raises if two children ask for different KV cache layouts. So a child must
+    find out that it is a child. It looks on the call stack for the MultiConnector that is calling
+    it. It only reads frames, and keeps no reference to them.
 
-    None stands for a configuration that was not found in the frame of its MultiConnector.
+    An entry is None if the frame of its MultiConnector holds no configuration.
     """
     multi: type | None = getattr(sys.modules.get(MULTI_CONNECTOR), "MultiConnector", None)
     found: list[Any] = []
@@ -224,9 +228,10 @@ def _has_children(config: Any) -> bool:
 
 
 def others_state_a_layout(connector: type, outer: tuple[Any, ...]) -> bool:
-    """Returns True if another child asks for a KV cache layout, or if that can't be found out."""
+    """Returns True if another child of the MultiConnector asks for a KV cache layout, or if this is
+    not known."""
     if len(outer) != 1 or outer[0] is None:
-        # Of MultiConnectors within each other the outer one would ask us again.
+        # With nested MultiConnectors the outer connector would ask us again.
         return True
     children = getattr(
         sys.modules[MULTI_CONNECTOR].MultiConnector, "_get_connector_classes_and_configs", None

@@ -1,9 +1,8 @@
-"""Which of vLLM's settings decide the bytes of a KV block: all of them, but for those in
+"""Selects the settings of vLLM that decide the bytes of a KV block: all settings, except those in
 `HARMLESS` and `HARMLESS_ENVIRONMENT`.
 
-So a setting that is new in another vLLM version keeps engines apart until somebody has looked at
-it. Nothing here knows a model, a layer or a value: `key_space_factors` walks vLLM's config objects
-as they are.
+So a setting that a new version of vLLM adds keeps engines apart until it has been reviewed. No
+model, layer or value is named here: `key_space_factors` walks vLLM's config objects as they are.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ from vllm import envs
 
 from hotkv_vllm import versions
 
-# --------------------------------------------------------------------------------- what is left out
+# -------------------------------------------------------------------------------- settings left out
 
 # A field is harmless if two engines that differ in it alone compute the same KV for the same
 # tokens, up to the rounding that batch size and kernel fusion change anyway.
@@ -178,17 +177,18 @@ HARMLESS_ENVIRONMENT = _names("""
 space."""
 
 
-# --------------------------------------------------------------------------------- what is taken in
+# ------------------------------------------------------------------------------ settings that count
 
 
 _WITHOUT_OWN_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
-"""Methods of speculation that keep no KV of their own."""
+"""Methods of speculation without a KV cache of their own."""
 
 
 def key_space_factors(vllm_config: Any, layer_specs: Mapping[str, Any]) -> tuple[str, ...]:
-    """What of an engine's settings decides KV bytes: `name=digest` for each of vLLM's config
-    objects, so that two engines that don't share can be compared part by part. `layer_specs`: KV
-    cache spec by layer name.
+    """Returns `name=digest` for each of vLLM's config objects, over the settings that decide KV
+    bytes. Two engines that don't share can be compared part by part.
+
+    layer_specs: KV cache spec by layer name.
     """
     return _factors(_parts(vllm_config, layer_specs))
 
@@ -221,8 +221,8 @@ def _factors(parts: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def draft_model(vllm_config: Any) -> Any | None:
-    """vLLM's config of the model that drafts, and may keep KV of its own; None where nothing
-    drafts, or no model does."""
+    """Returns vLLM's config of the draft model, which may have KV of its own; None if the engine
+    drafts without a model, or not at all."""
     speculative = vllm_config.speculative_config
     return (
         None
@@ -232,7 +232,7 @@ def draft_model(vllm_config: Any) -> Any | None:
 
 
 def environment() -> dict[str, str]:
-    """vLLM's environment variables that are set and not known to be harmless."""
+    """Returns vLLM's environment variables that are set and not known to be harmless."""
     known = envs.compile_factors()
     return {
         name: os.environ[name]
@@ -242,17 +242,19 @@ def environment() -> dict[str, str]:
 
 
 def digest(value: Any) -> str:
-    """32 hexadecimal digits over `canonical(value)`."""
+    """Returns 32 hexadecimal digits over `canonical(value)`."""
     text = json.dumps(canonical(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def canonical(value: Any, within: tuple[int, ...] = ()) -> Any:
-    """`value` as JSON that is equal in every process for equal settings: no addresses, no order of
-    sets.
+    """Returns `value` as JSON that is equal in every process for equal settings. It holds no
+    addresses and does not depend on the order of sets.
 
-    Objects of unknown classes stand for their class and attributes, an object inside itself for its
-    class. `within`: ids of the objects around this one.
+    An object of an unknown class is written as its class and attributes; an object inside itself as
+    its class.
+
+    within: ids of the objects that contain this object.
     """
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
@@ -296,19 +298,19 @@ def _canonical_object(value: Any, within: tuple[int, ...]) -> Any:
     attributes = getattr(value, "__dict__", None)
     if attributes is not None and type(value).__module__ != "torch":
         return [name, canonical(attributes, within)]
-    # The text of dtypes, devices, numbers and patterns says what they are. Where it is only an
-    # address, the class has to do.
+    # The text of a dtype, device, number or pattern identifies it. If the text is only an address,
+    # the class name is used alone.
     text = str(value)
     return name if f"at {id(value):#x}" in text else [name, text]
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Returns a config object's fields that are not harmless, by the lists of its class and that
-    class's bases."""
+    """Returns the fields of a config object, without those that are harmless for its class or a
+    base."""
     harmless = frozenset[str]().union(
         *(HARMLESS.get(kind.__name__, frozenset()) for kind in type(value).__mro__)
     )
-    # A field that vLLM declares and never sets has no value to differ in.
+    # Leave out a field that vLLM declares and never sets: it has no value that could differ.
     names = [
         field.name
         for field in dataclasses.fields(value)
@@ -318,8 +320,8 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _model_settings(config: Any) -> Any:
-    """Returns a transformers config without where it was read from and what wrote it, at any
-    depth."""
+    """Returns a transformers config without its path and the version of the library that wrote it,
+    at any depth."""
     if isinstance(config, dict):
         return {
             name: _model_settings(entry)

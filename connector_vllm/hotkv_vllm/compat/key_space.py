@@ -31,10 +31,10 @@ def key_space(
     num_shards: int,
     page_format: str,
 ) -> KeySpace:
-    """All that decides the bytes of a block. `shard_bytes`: per group, of this rank; the ranks'
-    shards are equally large.
+    """Returns the identity of the engine's key space. Raises Unsupported if a part of the identity
+    can't be found out, OSError if the weights can't be read.
 
-    Raises Unsupported where an identity can't be had, OSError where the weights can't be read.
+    shard_bytes: this rank's shard, per group. All ranks' shards have the same size.
     """
     model, cache, parallel = (
         vllm_config.model_config,
@@ -76,8 +76,8 @@ def key_space(
 
 
 def _model_name(model: Any) -> str:
-    """What people read. A folder's name is the user's choice, and must not keep engines apart:
-    there the architecture has to do."""
+    """Returns a name for people to read. The name of a local folder is the user's choice and must
+    not keep engines apart, so a folder is named by its architecture."""
     if not Path(model.model).exists():
         return str(model.model)
     return str(
@@ -102,7 +102,7 @@ def _hash_bytes(algorithm: str) -> int:
 
 
 def _hash_seed(algorithm: str) -> str:
-    """Returns the seed of the engine's block hashes. Raises Unsupported where it is drawn anew in
+    """Returns the seed of the engine's block hashes. Raises Unsupported if vLLM draws a new seed in
     every process."""
     from vllm.utils.hashing import get_hash_fn_by_name
 
@@ -120,13 +120,13 @@ def _hash_seed(algorithm: str) -> str:
 def packing(
     vllm_config: Any, kv_cache_config: Any, groups: tuple[CacheGroup, ...], device_type: str
 ) -> str:
-    """How the engine packs K and V inside a page: attention backend, and on CPU the instruction
-    set."""
+    """Returns the way in which the engine packs K and V inside a page: the attention backend, and
+    on CPU also the instruction set."""
     parts = []
     for group in groups:
         names = kv_cache_config.kv_cache_groups[group.vllm_group].layer_names
         if not names:
-            # Another stage of the pipeline has them.
+            # These layers are in another stage of the pipeline.
             continue
         parts.append(_backend_name(vllm_config, names))
         spec = next(

@@ -29,12 +29,12 @@ _KINDS: dict[KVCacheSpecKind, GroupKind] = {
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """One prefix-cacheable group as the connector sees it.
+    """One prefix-cacheable group of the engine. Its index in hotkv is its place in the list.
 
-    `vllm_group`: its id in vLLM; its index in hotkv is its place in the list. `states_by_handoff`:
-    Mamba "align" mode, where only blocks that vLLM hands over (`boundary_state_offloads`) hold a
-    state that can be stored. `is_draft`: layers of a drafter, whose last block may change while
-    decoding.
+    vllm_group: its id in vLLM.
+    states_by_handoff: Mamba "align" mode: only blocks that vLLM hands over
+        (`boundary_state_offloads`) hold a state that can be stored.
+    is_draft: layers of a drafter, whose last block may change while decoding.
     """
 
     vllm_group: int
@@ -46,8 +46,8 @@ class CacheGroup:
 
 
 def cache_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup, ...]:
-    """The groups hotkv keeps. Raises Unsupported where a hit could not restore all the engine
-    needs."""
+    """Returns the groups that hotkv stores. Raises Unsupported if a hit could not restore
+    everything that the engine needs."""
     parallel = vllm_config.parallel_config
     pcp_size = getattr(parallel, "prefill_context_parallel_size", 1)
     # Only the stage that holds a drafter's layers knows which group they are in.
@@ -114,18 +114,19 @@ def _cache_group(group_id: int, group: Any, dcp_size: int, pcp_size: int) -> Cac
 
 
 def hit_alignment_tokens(kv_cache_config: Any, groups: tuple[CacheGroup, ...]) -> int:
-    """Hits are multiples of this: vLLM's own granularity, and whole blocks of every group."""
+    """Returns the unit of hit lengths: a multiple of vLLM's own granularity and of the block size
+    of every group."""
     return math.lcm(
         kv_cache_config.cache_hit_alignment_tokens or 1, *(group.block_tokens for group in groups)
     )
 
 
 def draft_groups(vllm_config: Any, groups: tuple[CacheGroup, ...]) -> frozenset[int]:
-    """Indices of groups whose KV of a token depends on the token after it, so that a hit must know
-    that one too.
+    """Returns the groups in which the KV of a token depends on the next token. A hit there must
+    include the next token, so it loses its last block.
 
-    Source: the EAGLE last-block drop of `HybridKVCacheCoordinator` in vLLM 0.32; all groups where
-    none is marked, states never.
+    If no group is marked as a drafter's, all groups except Mamba states count. Source: the EAGLE
+    last-block drop of `HybridKVCacheCoordinator` in vLLM 0.32.
     """
     if not _drops_last_block(vllm_config):
         return frozenset()
@@ -141,8 +142,8 @@ def _drops_last_block(vllm_config: Any) -> bool:
 
 
 def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
-    """Tokens in a block per vLLM group, for `fresh_block_ids`; 0 for states, which need not follow
-    token order."""
+    """Returns the tokens of a block per vLLM group, for `fresh_block_ids`; 0 for states, whose
+    blocks need not follow token order."""
     dcp = vllm_config.parallel_config.decode_context_parallel_size
     return tuple(
         0
@@ -153,7 +154,7 @@ def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...
 
 
 def layer_specs(kv_cache_config: Any) -> dict[str, Any]:
-    """KV cache spec of each layer of this worker, by the layer's name."""
+    """Returns the KV cache spec of each layer of this worker, by layer name."""
     return {
         name: getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
         for group in kv_cache_config.kv_cache_groups

@@ -1,8 +1,8 @@
-"""The identity of the weights that an engine has loaded, those of a draft model included.
+"""The identity of the weights that an engine has loaded, including a draft model's weights.
 
 Reads `ModelConfig.model`, `model_weights`, `revision`, `hf_config` and `seed`,
-`LoadConfig.load_format` and `SpeculativeConfig.draft_load_config`. `weight_files` takes the digest
-of the files.
+`LoadConfig.load_format` and `SpeculativeConfig.draft_load_config`. `files_identity` computes the
+digest of the files.
 """
 
 import hashlib
@@ -19,14 +19,14 @@ from hotkv_vllm.compat.fingerprint import digest, draft_model
 
 # -------------------------------------------------------------------------------------------- files
 
-# Identity of a model's weights: equal only where the weights are.
-#
-# Never a path. A revision's commit where the model comes from a hub; else a digest of the files:
-# all names, sizes and small files whole, of each tensor in a safetensors file its header entry and
-# pieces, of other large files a page in every mebibyte. Fine-tunes share index and headers, so
-# these alone would not do. Training moves a share of all elements of what it trains, but that may
-# be one expert alone, or the embeddings of a few tokens: so each expert of a stacked tensor has
-# pieces of its own, and embeddings are read whole.
+# Identity of a model's weights: equal only if the weights are equal. It is never a path.
+# A model from a hub is identified by the commit of its revision. Any other model is identified by a
+# digest over its files: all names and sizes; small files as a whole; of each tensor in a
+# safetensors file its header entry and pieces of its data; of other large files a page in every
+# mebibyte. Index and headers alone would not do, because fine-tunes share them. Training changes
+# part of every tensor that it trains, but it may train a single expert or the embeddings of a few
+# tokens. So each expert of a stacked tensor has pieces of its own, and embeddings are read as a
+# whole.
 
 
 WHOLE_FILE_BYTES = 8 << 20
@@ -35,7 +35,7 @@ STRIDE_BYTES = 1 << 20
 CHUNK_BYTES = 8 << 20
 MAX_HEADER_BYTES = 256 << 20
 MAX_SLICES = 4096
-"""A tensor stacked of more is sampled as one."""
+"""A stacked tensor with more slices is sampled like a tensor without slices."""
 MAX_LINKS = 40
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".ckpt")
 SIDE_FILES = (
@@ -45,7 +45,7 @@ SIDE_FILES = (
     "quantize_config.json",
     "hf_quant_config.json",
     "params.json",
-    # What makes embeddings of images, video and sound.
+    # Configuration of the processors that embed images, video and sound.
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
@@ -53,17 +53,17 @@ SIDE_FILES = (
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _EMBEDDINGS = re.compile(r"embed|wte|wpe")
-"""In the names of tensors of which a model reads single rows."""
+"""Matches names of embedding tensors, of which a model reads single rows."""
 
 
 def is_commit(revision: str) -> bool:
-    """True for a full commit hash, which names bytes; a branch or a tag does not."""
+    """Returns True for a full commit hash, which identifies bytes; a branch or a tag does not."""
     return bool(_COMMIT.fullmatch(revision))
 
 
 def files_identity(path: Path) -> str:
-    """Digest of a weights file, or of all weights files of a folder. Raises OSError, or ValueError
-    where there are none."""
+    """Returns a digest of a weights file, or of all weights files of a folder. Raises OSError, or
+    ValueError if there are no such files."""
     files = _weights_files(path)
     if not files:
         raise ValueError(f"{path} has no weights files ({', '.join(WEIGHT_SUFFIXES)})")
@@ -82,8 +82,9 @@ def files_identity(path: Path) -> str:
 
 
 def changed_since(path: Path, moment_s: float) -> bool:
-    """Returns whether a file that `files_identity` reads, its folder, or a symbolic link on the way
-    to them was made, moved or written after a moment of the system's clock. Raises OSError."""
+    """Returns True if a file that `files_identity` reads was created, moved or written after
+    `moment_s` of the system's clock. The folder and symbolic links on the way to it count too.
+    Raises OSError."""
     files = [*_weights_files(path), *_side_files(path)]
     times = [place.stat().st_ctime for place in (path, *files)]
     times += [
@@ -93,8 +94,8 @@ def changed_since(path: Path, moment_s: float) -> bool:
 
 
 def process_start_s() -> float:
-    """When this process began, by the system's clock; at most 10 ms late. A forked one begins with
-    its fork. Raises OSError."""
+    """Returns the time at which this process began, by the system's clock, at most 10 ms late. A
+    forked process begins with the fork. Raises OSError."""
     hertz = os.sysconf("SC_CLK_TCK")
     began_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - (began_ticks + 1) / hertz)
@@ -109,7 +110,8 @@ def _weights_files(path: Path) -> list[Path]:
 
 
 def _side_files(path: Path) -> list[Path]:
-    """What else decides how a model computes; its code among them, if it brings its own."""
+    """Returns the other files that decide how a model computes: configuration, and the model's own
+    code."""
     if not path.is_dir():
         return []
     return [side for name in SIDE_FILES if (side := path / name).is_file()] + sorted(
@@ -118,7 +120,7 @@ def _side_files(path: Path) -> list[Path]:
 
 
 def _links(path: Path) -> Iterator[Path]:
-    """Symbolic links that lead to where an absolute path ends."""
+    """Yields the symbolic links that the resolution of an absolute path follows."""
     for _ in range(MAX_LINKS):
         link = next(
             (place for place in (*reversed(path.parents), path) if place.is_symlink()), None
@@ -142,7 +144,8 @@ def _sampled_ranges(file: Path, stream: BinaryIO, size: int) -> Iterable[tuple[i
 
 
 def _tensor_ranges(stream: BinaryIO, size: int) -> list[tuple[int, int]]:
-    """Header, and samples of every tensor; nothing where the header can't be read."""
+    """Returns the ranges of the header and of samples of every tensor; empty if the header is not
+    readable."""
     header_bytes = int.from_bytes(stream.read(8), "little")
     data = 8 + header_bytes
     if header_bytes > min(MAX_HEADER_BYTES, size - 8):
@@ -161,8 +164,8 @@ def _tensor_ranges(stream: BinaryIO, size: int) -> list[tuple[int, int]]:
 
 
 def _pieces(name: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
-    """What is read of a tensor, as bytes behind the header: begin, middle and end of each slice, or
-    all of it."""
+    """Returns the ranges to read of a tensor, in bytes behind the header: the begin, middle and end
+    of each slice, or an embedding as a whole."""
     (begin, end), shape = entry["data_offsets"], entry["shape"]
     if len(shape) > 1 and _EMBEDDINGS.search(name):
         return [(begin, end)]
@@ -180,8 +183,8 @@ def _pieces(name: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def weights_identity(vllm_config: Any) -> str:
-    """Identity of the weights, those of a draft model included: commit, content digest, or (random
-    weights) config and seed.
+    """Returns the identity of the weights, including a draft model's: commit, content digest, or
+    (for random weights) config and seed.
 
     Raises Unsupported, OSError.
     """
@@ -189,8 +192,8 @@ def weights_identity(vllm_config: Any) -> str:
 
 
 def weights_may_be_older(vllm_config: Any) -> bool:
-    """Returns whether files that `weights_identity` reads have changed since this process began: it
-    may have loaded what they were before. True also if that can't be seen."""
+    """Returns True if files that `weights_identity` reads have changed since this process began, so
+    that it may have loaded their old contents. True also if this can't be found out."""
     paths = [
         _weights_path(model) for model, load in _models(vllm_config) if load.load_format != "dummy"
     ]
@@ -202,7 +205,8 @@ def weights_may_be_older(vllm_config: Any) -> bool:
 
 
 def _models(vllm_config: Any) -> list[tuple[Any, Any]]:
-    """Configs of the models whose weights decide KV bytes, each with how it is loaded."""
+    """Returns the configs of the models whose weights decide KV bytes, each with its load
+    config."""
     target, draft = vllm_config.model_config, draft_model(vllm_config)
     models = [(target, vllm_config.load_config)]
     if draft is not None and draft.model != target.model:

@@ -1,13 +1,14 @@
-"""Residency on vLLM's side: a KV cache spec whose old blocks live in host memory, its manager, and
-how many blocks a request holds on the device.
+"""vLLM's side of residency: a KV cache spec whose old blocks live in host memory, the manager of
+its blocks, and the number of blocks that a request holds on the device.
 
-A request holds its first blocks (sinks), the recent window with what is in flight, and hot slots:
-blocks of vLLM's pool that belong to no position, with contents of their own in each layer. All
-other complete blocks are given back to the pool once `ResidentManager.stored_tokens` says that the
-server keeps them; in the block table they become the null block.
+A request holds its first blocks (sinks), the recent window together with tokens in flight, and hot
+slots. A hot slot is a block of vLLM's pool that belongs to no position and has contents of its own
+in each layer. All other complete blocks return to the pool once `ResidentManager.stored_tokens`
+says that the server has pinned them; the block table then has the null block in their place.
 
-What is always true: no block is given back before the server has pinned its bytes; a request that
-has lost bytes gets no more blocks, so that vLLM preempts it and computes it anew.
+Always true:
+- No block is freed before the server has pinned its bytes.
+- A request that has lost bytes gets no further block, so vLLM preempts it and computes it anew.
 
 Uses, of vLLM 0.32: `AttentionBackend.customize_spec` (temporary there, see RFC #42449),
 `FullAttentionSpec`, `FullAttentionManager` with its block tables and pool, `KVCacheSpecRegistry`,
@@ -31,20 +32,21 @@ from hotkv_sparse.hotset import USUAL_SETS
 from hotkv_vllm.config import SPARSE, ConfigError
 from hotkv_vllm.link import logger
 
-# ------------------------------------------------------------------------------- what vLLM is given
+# ------------------------------------------------------------------------- the spec and its manager
 
 
 SPARE_SLOTS = 8
-"""Hot slots beyond a hot set's capacity, in which blocks arrive that the next step adopts."""
+"""Hot slots beyond the capacity of a hot set. Blocks arrive here before the next step adopts them.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResidentSpec(FullAttentionSpec):
     """Full attention whose old blocks live in host memory.
 
-    `keeps_tokens`: what a request keeps on the device whatever it is: the recent window, tokens in
-    flight, and those whose store is under way. `sparse_from_tokens`: contexts below are dense, so
-    they stay on the device as a whole.
+    keeps_tokens: tokens that any request keeps on the device: the recent window, tokens in flight,
+        and tokens whose store is under way.
+    sparse_from_tokens: shorter contexts are dense, so they stay on the device as a whole.
     """
 
     sink_blocks: int
@@ -55,7 +57,7 @@ class ResidentSpec(FullAttentionSpec):
 
     @staticmethod
     def of(spec: FullAttentionSpec, config: SparseConfig, vllm_config: Any) -> "ResidentSpec":
-        """Returns the spec of a layer that vLLM would keep on the device as a whole."""
+        """Returns the resident spec in place of vLLM's spec of a layer."""
         tokens = spec.block_size
         scheduler = vllm_config.scheduler_config
         step_tokens = int(scheduler.max_num_batched_tokens)
@@ -70,35 +72,38 @@ class ResidentSpec(FullAttentionSpec):
 
     @property
     def whole_blocks(self) -> int:
-        """Most blocks of a request none of which is ever given back."""
+        """Returns the most blocks that a request can have and still stay on the device as a
+        whole."""
         window = _blocks(self.keeps_tokens, self.block_size) + 1
         short = _blocks(self.sparse_from_tokens, self.block_size) + 1
         return max(self.sink_blocks + window, short)
 
     def device_blocks(self, num_tokens: int) -> int:
-        """Most blocks that a request of so many tokens holds, hot slots included."""
+        """Returns the most blocks that a request of `num_tokens` holds, hot slots included."""
         needed = _blocks(num_tokens, self.block_size)
         return needed if needed <= self.whole_blocks else self.whole_blocks + self.hot_blocks
 
     def gap(self, hit_tokens: int) -> range:
-        """Blocks between the sinks and the recent window of a hit that outgrows the device."""
+        """Returns the blocks between the sinks and the recent window of a hit; empty if the hit
+        fits on the device as a whole."""
         if _blocks(hit_tokens, self.block_size) <= self.whole_blocks:
             return range(0)
         return range(self.sink_blocks, (hit_tokens - self.recent_tokens) // self.block_size)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """What vLLM's start asks of the pool for one request."""
+        """Returns the bytes that one request needs of the pool. vLLM checks them at its start."""
         return self.device_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
 
     @classmethod
     def merge(cls, specs: list[Any]) -> Any:
-        """Returns the spec of one group, that of its first layer. Raises AssertionError if layers
-        differ; vLLM's own would merge them."""
+        """Returns the first layer's spec for a group. Raises AssertionError if layers differ;
+        vLLM's own method would merge them."""
         return KVCacheSpec.merge.__func__(cls, specs)
 
 
 def hot_blocks(config: SparseConfig, block_tokens: int) -> int:
-    """Hot slots of a request: as many as the hot set of a layer can use at most."""
+    """Returns the number of hot slots of a request: the most that the hot set of a layer can
+    use."""
     endless = 1 << 40
     budget = config.budget_blocks(endless, block_tokens)
     return USUAL_SETS * max(budget, config.max_always_blocks(block_tokens)) + SPARE_SLOTS
@@ -109,9 +114,12 @@ def _blocks(num_tokens: int, block_tokens: int) -> int:
 
 
 class ResidentManager(FullAttentionManager):
-    """vLLM's manager of the blocks of resident requests. The scheduler side sets `stored_tokens`
-    and `has_room`; `freed_blocks` says, by request, up to which block those behind the sinks
-    were given back; `hot` has the hot slots."""
+    """Manages the blocks of resident requests for vLLM. The scheduler side sets `stored_tokens` and
+    `has_room`.
+
+    `freed_blocks`: by request, the end of the freed blocks, which begin behind the sinks.
+    `hot`: the hot slots by request.
+    """
 
     def __init__(self, kv_cache_spec: ResidentSpec, **more: Any) -> None:
         super().__init__(kv_cache_spec, **more)
@@ -131,21 +139,21 @@ class ResidentManager(FullAttentionManager):
     def find_longest_cache_hit(
         cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], *_: Any, **__: Any
     ) -> Any:
-        """No hits of the device's own: what it has of a prefix is no proof that the server has the
-        rest. The connector answers."""
+        """Finds no hit on the device: blocks there don't prove that the server has the rest of the
+        prefix. The connector looks hits up instead."""
         return tuple([] for _ in kv_cache_group_ids), 0
 
     # --------------------------------------------------------------------------------- hot slots
 
     def _missing_hot(self, request_id: str, num_tokens: int) -> int:
-        """Hot slots still to take for a request that is to have so many tokens: all or none."""
+        """Returns how many hot slots a request of `num_tokens` still needs: all of them or 0."""
         if not self._outgrows(request_id, num_tokens):
             return 0
         return self.spec.hot_blocks - len(self.hot.get(request_id, ()))
 
     def _outgrows(self, request_id: str, num_tokens: int) -> bool:
-        """Returns whether a request that is to have so many tokens, or was admitted with more, has
-        hot slots. Only such a one gives blocks back."""
+        """Returns True if a request of `num_tokens`, or admitted with more, does not fit on the
+        device as a whole. Only such a request has hot slots and frees blocks."""
         longest = max(num_tokens, self._longest.get(request_id, 0))
         return _blocks(longest, self.block_size) > self.spec.whole_blocks
 
@@ -162,7 +170,7 @@ class ResidentManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        """As vLLM's, for what stays on the device."""
+        """Does the same as vLLM's method, for the blocks that stay on the device."""
         if request_id in self.lost:
             # No allocation succeeds, so the scheduler preempts the request, and it starts anew.
             return int(self.block_pool.num_gpu_blocks) + 1
@@ -170,7 +178,8 @@ class ResidentManager(FullAttentionManager):
             self._longest[request_id] = num_tokens
         is_new = not self.req_to_blocks.get(request_id)
         if is_new and self._outgrows(request_id, num_tokens) and not self.has_room(request_id):
-            # Requests that ask for no hit don't wait for the answer to it.
+            # A request that asks for no hit has not waited for the answer, so check for room here
+            # too.
             return int(self.block_pool.num_gpu_blocks) + 1
         needed: int = super().get_num_blocks_to_allocate(
             request_id,
@@ -190,8 +199,8 @@ class ResidentManager(FullAttentionManager):
         return needed + self._missing_hot(request_id, num_tokens)
 
     def _gap(self, request_id: str, computed_tokens: int, num_held: int) -> tuple[int, int]:
-        """Blocks [first, last) of a hit that are never allocated nor loaded: those between the
-        sinks and the recent window, as far as the server keeps them for the request."""
+        """Returns the blocks [first, last) of a hit that are neither allocated nor loaded: those
+        between the sinks and the recent window that the server has pinned for the request."""
         first = max(self.spec.sink_blocks, num_held)
         kept = min(computed_tokens - self.spec.recent_tokens, self.stored_tokens(request_id))
         if not self._outgrows(request_id, computed_tokens):
@@ -205,7 +214,8 @@ class ResidentManager(FullAttentionManager):
         num_external_computed_tokens: int,
         record_for_zeroing: bool = True,
     ) -> None:
-        """Blocks for sinks and recent window of a hit; null blocks between them."""
+        """Allocates blocks for the sinks and the recent window of a hit; null blocks between
+        them."""
         total = num_local_computed_tokens + num_external_computed_tokens
         blocks = self.req_to_blocks[request_id]
         first, last = self._gap(request_id, total, len(blocks))
@@ -227,7 +237,8 @@ class ResidentManager(FullAttentionManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
-        """As vLLM's, and the hot slots with the first of them."""
+        """Does the same as vLLM's method. With a request's first blocks it also allocates the hot
+        slots."""
         count = self._missing_hot(request_id, num_tokens)
         if count > 0:
             hot = self.hot[request_id] = self.block_pool.get_new_blocks(count)
@@ -240,7 +251,7 @@ class ResidentManager(FullAttentionManager):
         self.most_held = max(self.most_held, held)
         return new
 
-    # ------------------------------------------------------------------------------- giving back
+    # ------------------------------------------------------------------------------------- freeing
 
     def remove_skipped_blocks(
         self,
@@ -248,8 +259,8 @@ class ResidentManager(FullAttentionManager):
         processed_computed_tokens: int,
         num_prompt_tokens: int | None = None,
     ) -> None:
-        """Gives back what the server keeps, behind the recent window of tokens whose steps have
-        ended. vLLM calls it before it allocates for the request."""
+        """Frees the blocks that the server has pinned, as far as they are behind the recent window
+        of completed steps. vLLM calls it before it allocates for the request."""
         spec = self.spec
         if request_id not in self.hot:
             return
@@ -261,7 +272,7 @@ class ResidentManager(FullAttentionManager):
             self.freed_blocks[request_id] = last
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """As vLLM's, with the hot slots."""
+        """Does the same as vLLM's method, and includes the hot slots."""
         self.lost.discard(request_id)
         self.freed_blocks.pop(request_id, None)
         self.hot_ids.pop(request_id, None)
@@ -271,8 +282,8 @@ class ResidentManager(FullAttentionManager):
 
 
 def customized(spec: Any, config: SparseConfig, vllm_config: Any) -> Any:
-    """Returns the spec of a layer of a resident engine; layers that are not of plain full attention
-    keep theirs."""
+    """Returns the spec of a layer of a resident engine. A layer without plain full attention
+    retains its spec."""
     if type(spec) is not FullAttentionSpec:
         return spec
     if spec.sliding_window or spec.attention_chunk_size or spec.non_causal:
@@ -281,14 +292,14 @@ def customized(spec: Any, config: SparseConfig, vllm_config: Any) -> Any:
 
 
 def resident_spec(kv_cache_config: Any) -> ResidentSpec | None:
-    """Returns the spec of the engine's one group, if that is resident."""
+    """Returns the spec of the engine's only group if it is resident; None otherwise."""
     groups = kv_cache_config.kv_cache_groups
     spec = groups[0].kv_cache_spec if len(groups) == 1 else None
     return spec if isinstance(spec, ResidentSpec) else None
 
 
 def check_residency(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -> None:
-    """Refuses (ConfigError) engines whose context can't be resident in host memory."""
+    """Raises ConfigError if the engine's contexts can't be resident in host memory."""
     name = f"{SPARSE}.residency"
     spec = resident_spec(kv_cache_config)
     if spec is None:
@@ -319,8 +330,8 @@ def check_residency(vllm_config: Any, kv_cache_config: Any, config: SparseConfig
 
 
 def _register() -> None:
-    """Makes spec and manager known to vLLM, in each process that imports this module. Its own come
-    first: a registry that is not empty counts as complete."""
+    """Registers spec and manager with vLLM, in each process that imports this module. vLLM's own
+    specs come first, because vLLM takes a registry that is not empty for complete."""
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(ResidentSpec, ResidentManager, uniform_type_base_spec=ResidentSpec)
 
@@ -328,18 +339,18 @@ def _register() -> None:
 _register()
 
 
-# --------------------------------------------------------------------- what the scheduler side sees
+# ------------------------------------------------------------------------ the scheduler side's view
 
 
 class DevicePool:
-    """The pool of a resident engine as the scheduler side sees it: what requests hold, and how one
-    is lost or fails.
+    """The pool of a resident engine as the scheduler side sees it: which blocks requests hold, and
+    how to preempt or fail a request.
 
-    Uses, of vLLM 0.32: what `ResidentManager` holds, `Scheduler.requests` and
-    `encoder_cache_mismatch_reqs`, and of `Request` what says how much output is in flight.
+    Usable once vLLM has constructed its pool and called `bind`. Uses, of vLLM 0.32: the state of
+    `ResidentManager`, `Scheduler.requests`, `encoder_cache_mismatch_reqs`, and the fields of
+    `Request` that count output in flight.
 
-    The engine's pool as the scheduler side sees it, once vLLM has made it (`bind`). `spec`: None
-    for an engine that is not resident.
+    spec: None for an engine that is not resident.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
@@ -358,8 +369,11 @@ class DevicePool:
         stored_tokens: Callable[[str], int],
         has_room: Callable[[str], bool],
     ) -> None:
-        """Called by vLLM's scheduler as it is made. `stored_tokens`: leading tokens of a request
-        that need not stay on the device. `has_room`: whether one that outgrows it may begin."""
+        """Connects to vLLM's manager. vLLM's scheduler calls it from its constructor.
+
+        stored_tokens: returns the leading tokens of a request that need not stay on the device.
+        has_room: returns True if a request that outgrows the device may begin.
+        """
         self._scheduler = _scheduler_of_caller()
         managers = kv_cache_manager.coordinator.single_type_managers
         found = next((one for one in managers if isinstance(one, ResidentManager)), None)
@@ -369,7 +383,8 @@ class DevicePool:
             self._manager = found
 
     def describe(self) -> str:
-        """What a request holds on the device, and how many fit, for the log."""
+        """Returns a text for the log: how many blocks a request holds on the device, and how many
+        requests fit."""
         assert self.spec is not None
         held = self.spec.device_blocks(self.max_model_len)
         size = held * self.spec.page_size_bytes / 2**20
@@ -381,44 +396,45 @@ class DevicePool:
         )
 
     def longest(self, request: Any) -> int:
-        """Most tokens that a request can come to."""
+        """Returns the most tokens that a request can reach."""
         return min(int(request.num_prompt_tokens + request.max_tokens), self.max_model_len)
 
     def holds_whole(self, request: Any) -> bool:
-        """Returns whether a request stays on the device as a whole, as long as it may grow."""
+        """Returns True if a request stays on the device as a whole, even at its greatest length."""
         spec = self.spec
         return spec is None or -(-self.longest(request) // spec.block_size) <= spec.whole_blocks
 
     def left_out(self, hit_tokens: int) -> range:
-        """Blocks of a hit that need not come to the device, if the server keeps them all for the
-        request. As `ResidentManager` has it."""
+        """Returns the blocks of a hit that need not come to the device if the server pins them all
+        for the request. Agrees with `ResidentManager._gap`."""
         spec = self.spec
         return range(0) if spec is None else spec.gap(hit_tokens)
 
     def hot_blocks(self, request_id: str) -> tuple[int, ...]:
-        """Ids of the request's hot slots."""
+        """Returns the ids of the request's hot slots."""
         return () if self._manager is None else self._manager.hot_ids.get(request_id, ())
 
     def has_blocks(self, request_id: str) -> bool:
-        """Returns whether the request has blocks of the device."""
+        """Returns True if the request has blocks on the device."""
         return self._manager is not None and request_id in self._manager.req_to_blocks
 
     def num_freed(self, request_id: str) -> int:
-        """Blocks of the request from the sinks up to here were given back."""
+        """Returns the end of the request's freed blocks, which begin behind the sinks; 0 if none
+        was freed."""
         return 0 if self._manager is None else self._manager.freed_blocks.get(request_id, 0)
 
     def has_away(self, request_id: str) -> bool:
-        """Returns whether blocks of the request are in host memory only."""
+        """Returns True if some blocks of the request are in host memory only."""
         return self.spec is not None and self.num_freed(request_id) > self.spec.sink_blocks
 
     @property
     def has_lost(self) -> bool:
-        """Whether vLLM is still to preempt a request that was lost."""
+        """Returns True if vLLM has not yet preempted a lost request."""
         return self._manager is not None and bool(self._manager.lost)
 
     def lose(self, request_id: str) -> None:
-        """Makes vLLM preempt the request before it gets another block, and drop what steps in
-        flight answer for it."""
+        """Makes vLLM preempt the request before it gets another block, and drop the output of steps
+        in flight for it."""
         if self._manager is not None and request_id in self._manager.req_to_blocks:
             self._manager.lost.add(request_id)
         request = None if self._scheduler is None else self._scheduler.requests.get(request_id)
@@ -427,7 +443,7 @@ class DevicePool:
             request.num_stale_output_tokens = request.num_in_flight_tokens
 
     def lose_blocks(self, first_blocks: Set[int]) -> None:
-        """The same for the requests that have one of these blocks. Shares nothing with `lose`."""
+        """Makes vLLM preempt the requests that hold one of these blocks. Independent of `lose`."""
         if self._manager is not None:
             for request_id, blocks in self._manager.req_to_blocks.items():
                 if not first_blocks.isdisjoint(block.block_id for block in blocks):
@@ -437,16 +453,16 @@ class DevicePool:
                     request.num_stale_output_tokens = request.num_in_flight_tokens
 
     def fail(self, request_id: str, why: str) -> None:
-        """Makes vLLM end the request with an error. Its scheduler has one list of requests to end
-        so with the next output, whatever made them fail."""
+        """Makes vLLM end the request with an error, in the next output. vLLM has a single list of
+        requests that end with an error, for any cause."""
         logger.error("hotkv: request %s ends with an error: %s", request_id, why)
         if self._scheduler is not None:
             self._scheduler.encoder_cache_mismatch_reqs.add(request_id)
 
     def requests_of(self, blocks: Set[int]) -> list[str]:
-        """Returns the requests that have one of these blocks. Beside the one that was meant, when
-        its step was planned, that is whoever has been given the block since; vLLM sets both
-        back."""
+        """Returns the requests that hold one of these blocks. A block may have moved to another
+        request since its step was planned; then that request is among them too, and vLLM recomputes
+        both."""
         tables = {} if self._manager is None else self._manager.req_to_blocks
         return [
             request_id
@@ -456,8 +472,8 @@ class DevicePool:
 
 
 def _scheduler_of_caller() -> Any:
-    """vLLM's scheduler, which calls `bind_kv_cache_manager` as it is made and is shown to no
-    connector; None without one."""
+    """Returns vLLM's scheduler from the call stack; None without a scheduler. It calls
+    `bind_kv_cache_manager` from its constructor and is not passed to connectors."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

@@ -1,16 +1,17 @@
-"""Why vLLM itself forbids that the KV of a prefix is used again in this engine.
+"""Finds the reason for which vLLM itself forbids that the KV of a prefix is used again in this
+engine.
 
-vLLM keeps one flag (`CacheConfig.enable_prefix_caching`) for two things: what the user asked for,
-and its own decision that a prefix hit would be wrong in this engine or would end it. Turned off by
-the user it concerns the device's cache alone, and hotkv goes on. vLLM's own decision binds hotkv.
+vLLM has one flag (`CacheConfig.enable_prefix_caching`) for two things: the user's choice, and
+vLLM's own decision that a prefix hit would be wrong in this engine or would end it. If the user
+turned the flag off, only the device's cache is off, and hotkv goes on. vLLM's own decision binds
+hotkv.
 
-The flag alone does not tell them apart, and the connector may not even see vLLM's decision:
-`EngineCore` makes one when the workers already have their copies of the config, and layers make one
-in the worker's process. So vLLM is asked again (`ModelConfig.is_prefix_caching_supported`, KV cache
-specs); where its decision stands in the middle of other code, what that code reads is read here.
-`tools/check_vllm_reuse.py` finds all such places in vLLM's sources, and says what answers each.
-
-What concerns single requests (`Request.skip_reading_prefix_cache`) is the scheduler side's.
+The flag alone does not tell the two apart, and the connector may not even see vLLM's decision:
+`EngineCore` makes a decision after the workers have copied the config, and layers decide in the
+worker's process. So this module asks vLLM again (`ModelConfig.is_prefix_caching_supported`, KV
+cache specs). If vLLM decides in the middle of other code, this module reads the same inputs.
+`tools/check_vllm_reuse.py` finds all such places in vLLM's sources, and names the check that covers
+each. The scheduler side handles rules for single requests (`Request.skip_reading_prefix_cache`).
 
 Reads `ModelConfig` (`is_prefix_caching_supported`, `attn_type`, `runner_type`, `pooler_config`,
 `use_mla`), `VllmConfig.is_mm_encoder_only`, `CacheConfig.enable_prefix_caching`,
@@ -29,12 +30,13 @@ from vllm.v1.kv_cache_interface import RSWASpec, iter_layer_specs
 from hotkv_vllm.compat import Unsupported
 
 NO_REUSE_IF_BATCH_INVARIANT = frozenset({"FLASHINFER", "TRITON_MLA"})
-"""Names of attention backends. Source: `Attention.__init__` and `MLAAttention.__init__`."""
+"""Attention backends without prefix caching if batch invariance is on. Source: `Attention.__init__`
+and `MLAAttention.__init__`."""
 
 
 def check_reuse(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises Unsupported with vLLM's reason if vLLM itself forbids prefix caching in this engine.
-    Every rank asks for its own layers."""
+    Every rank checks its own layers."""
     if why := why_forbidden(vllm_config, kv_cache_config):
         raise Unsupported(why)
 
@@ -80,7 +82,7 @@ def _of_model(vllm_config: Any) -> str:
             f"{pooler.tok_pooling_type})"
         )
     if vllm_config.cache_config.enable_prefix_caching:
-        # Of models that generate, vLLM takes a user's --enable-prefix-caching without a warning.
+        # vLLM accepts --enable-prefix-caching for a generating model without a warning.
         return ""
     return f"its default for models of this kind ({model.attn_type})"
 

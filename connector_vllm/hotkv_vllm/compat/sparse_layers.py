@@ -1,9 +1,9 @@
-"""Which layers of an engine can decode sparsely, and what keeps an engine from it.
+"""Finds the layers of an engine that can decode sparsely, and the reason if an engine can't.
 
 Reads `device_config`, `speculative_config`, `CacheConfig.cache_dtype`, `ParallelConfig`, the specs
 of `KVCacheConfig.kv_cache_groups`, and of each layer in `static_forward_context` its `impl` and
-`isa`, and the rotary modules that the model has made in this process (`_ROPE_DICT`). Puts
-attention backends in the place of vLLM's for CPU and of its FlashAttention.
+`isa`, and the rotary modules that the model has made in this process (`_ROPE_DICT`). Replaces
+vLLM's attention backend for CPU and its FlashAttention.
 """
 
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ from hotkv_vllm.config import ALLOW_CUDA, CENTRE, SPARSE, ConfigError
 
 
 def override_cpu_attention(class_path: str) -> None:
-    """Puts `class_path` in place of vLLM's CPU attention backend, unless somebody else has done
-    so."""
+    """Puts `class_path` in place of vLLM's CPU attention backend, unless another plugin has
+    replaced it."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if not AttentionBackendEnum.CPU_ATTN.is_overridden():
@@ -33,8 +33,9 @@ def override_cpu_attention(class_path: str) -> None:
 
 
 def override_cuda_attention(class_path: str) -> None:
-    """The same for vLLM's FlashAttention. Engines that don't ask for hotkv's get vLLM's classes
-    from it (`residency.cuda_backend`)."""
+    """Puts `class_path` in place of vLLM's FlashAttention, unless another plugin has replaced it.
+    For engines that don't ask for hotkv's attention it returns vLLM's classes
+    (`residency.cuda_backend`)."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if not AttentionBackendEnum.FLASH_ATTN.is_overridden():
@@ -42,8 +43,8 @@ def override_cuda_attention(class_path: str) -> None:
 
 
 def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -> None:
-    """Refuses (ConfigError) what sparse decode can't do in this engine, and settings that do not
-    fit the model."""
+    """Raises ConfigError if sparse decode can't work in this engine, or if settings do not fit the
+    model."""
     parallel = vllm_config.parallel_config
     device = vllm_config.device_config.device_type
     why = ""
@@ -60,7 +61,7 @@ def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -
     elif parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
         why = "it does not work with pipeline or context parallelism"
     else:
-        # Its blocks are named, stored and pinned as those of a shared prefix.
+        # A context's blocks are named, stored and pinned like the blocks of a shared prefix.
         why = reuse.why_forbidden(vllm_config, kv_cache_config)
     if why:
         raise ConfigError(f"{SPARSE}: {why}; or leave out {SPARSE}")
@@ -74,7 +75,7 @@ def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -
 
 
 def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
-    """Why an engine that does not run on the CPU can't decode sparsely; empty if it can."""
+    """Returns the reason for which a CUDA engine can't decode sparsely; empty if it can."""
     device = vllm_config.device_config.device_type
     if device != "cuda" or config.residency != "host":
         return (
@@ -93,7 +94,7 @@ def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
 
 
 def replays_decode(vllm_config: Any) -> bool:
-    """Returns whether steps of one token a row may be replayed from full CUDA graphs."""
+    """Returns True if vLLM may replay decode steps from full CUDA graphs."""
     mode = vllm_config.compilation_config.cudagraph_mode
     # vLLM may lower the mode in its workers; it never raises it.
     return mode is None or bool(mode.has_full_cudagraphs())
@@ -105,7 +106,7 @@ def _is_cuda_scorer(name: str) -> bool:
 
 
 def check_centres(vllm_config: Any, kv_cache_config: Any, centres: Centres) -> None:
-    """Refuses (ConfigError) centres of another model than this worker's."""
+    """Raises ConfigError if the centres belong to another model than this worker's."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
@@ -133,7 +134,7 @@ def check_centres(vllm_config: Any, kv_cache_config: Any, centres: Centres) -> N
 
 
 def sparse_groups(kv_cache_config: Any) -> tuple[tuple[int, int], ...]:
-    """(group, block tokens) of the KV cache groups whose layers may be sparse: plain full
+    """Returns (group, block tokens) of the KV cache groups whose layers may be sparse: plain full
     attention."""
     return tuple(
         (index, group.kv_cache_spec.block_size)
@@ -144,8 +145,10 @@ def sparse_groups(kv_cache_config: Any) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """A layer that could be sparse: causal full attention over its own keys, without ALiBi. `index`
-    counts the model's layers."""
+    """A layer that could be sparse: causal full attention over its own keys, without ALiBi.
+
+    index: counts the model's layers.
+    """
 
     name: str
     index: int
@@ -156,8 +159,8 @@ class AttentionLayer:
 
 
 def full_attention_layers(vllm_config: Any, kv_cache_config: Any) -> tuple[AttentionLayer, ...]:
-    """Returns the layers that could be sparse, in the model's order. Windows, chunks, ALiBi and
-    keys shared with other layers are left out."""
+    """Returns the layers that could be sparse, in the model's order. Layers with windows, chunks,
+    ALiBi or keys of another layer are left out."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     found = []
@@ -187,8 +190,8 @@ def full_attention_layers(vllm_config: Any, kv_cache_config: Any) -> tuple[Atten
 
 
 def _is_plain(impl: Any) -> bool:
-    """Returns whether a layer is a decoder's, attends to all tokens before, without ALiBi, and has
-    keys of its own."""
+    """Returns True for a decoder's layer that attends to all earlier tokens, without ALiBi, and has
+    its own keys."""
     shape = (impl.attn_type, impl.kv_sharing_target_layer_name)
     is_whole = impl.sliding_window in (-1, (-1, -1))
     return shape == ("decoder", None) and is_whole and impl.alibi_slopes is None
@@ -198,9 +201,13 @@ def _is_plain(impl: Any) -> bool:
 
 
 def rope_frequencies(head_size: int) -> npt.NDArray[np.float64] | None:
-    """Radians a token float64 [F] by which heads of this size are turned, channel i with channel
-    i + F; None if that is not known: no such module, several unlike ones, or another order of
-    channels. The tables of the model's rotary modules hold for any scaling of RoPE."""
+    """Returns the rotation of heads of this size in radians per token, float64 [F]. Channel i
+    rotates with channel i + F.
+
+    None if the rotation is not known: no rotary module has this size, several differ, or the
+    channels have another order. It is read from the tables of the model's rotary modules, which
+    hold for any scaling of RoPE.
+    """
     from vllm.model_executor.layers import rotary_embedding
 
     found: list[npt.NDArray[np.float64]] = []

@@ -1,9 +1,9 @@
-"""What a step of vLLM's scheduler says of blocks and requests.
+"""Reads blocks and requests out of a step of vLLM's scheduler.
 
 Reads `SchedulerOutput` (new, cached and resumed requests with their block ids,
 `kv_cache_block_copies`, `new_block_ids_to_zero`, `kv_connector_block_state`), block tables by
-`KVCacheManager.get_blocks`, `Request.shared_prefix_boundary`, and what a request's blocks are
-hashed with besides tokens.
+`KVCacheManager.get_blocks`, `Request.shared_prefix_boundary`, and the extra keys that are hashed
+into a request's blocks beside its tokens.
 """
 
 import copy
@@ -17,8 +17,9 @@ from hotkv_vllm.compat import NULL_BLOCK
 
 
 class BlockIds(Sequence[int]):
-    """A request's block table in one group, as vLLM's manager holds it: a read costs as much as it
-    returns, however long the table is. To be read while the step is planned, and not kept."""
+    """A view of a request's block table in one group, as vLLM's manager holds it. The cost of a
+    read grows with the ids that it returns, not with the table. Valid only while the step is
+    planned."""
 
     __slots__ = ("_blocks",)
 
@@ -44,9 +45,11 @@ class BlockIds(Sequence[int]):
 
 
 def read_in_place(scheduler_output: Any, manager: Any) -> Any:
-    """Returns the step, with block tables that are read in place (`BlockIds`). vLLM's own answer to
-    `get_block_ids` builds a request's whole table: 50 to 100 us at 128k tokens. `manager`: vLLM's
-    `KVCacheManager`; without one the step as it is."""
+    """Returns the step with block tables that are read in place (`BlockIds`). vLLM's own
+    `get_block_ids` builds a request's whole table: 50 to 100 us at 128k tokens.
+
+    manager: vLLM's `KVCacheManager`; without a manager the step is returned unchanged.
+    """
     state = scheduler_output.kv_connector_block_state
     if manager is None or state is None:
         return scheduler_output
@@ -61,10 +64,10 @@ def read_in_place(scheduler_output: Any, manager: Any) -> Any:
 
 
 def fresh_block_ids(scheduler_output: Any, tokens_per_block: tuple[int, ...]) -> set[int]:
-    """Blocks that this step may write for the first time. `tokens_per_block`: per vLLM group; 0
-    takes all blocks of the group.
+    """Returns the blocks that this step may write for the first time. Blocks of a local prefix hit
+    are not among them. Source: `SchedulerOutput` in vLLM 0.32.
 
-    Source: `SchedulerOutput` in vLLM 0.32. Blocks of a local prefix hit are not among them.
+    tokens_per_block: per vLLM group; 0 selects all blocks of the group.
     """
     fresh: set[int] = set()
     for new in scheduler_output.scheduled_new_reqs:
@@ -80,16 +83,18 @@ def fresh_block_ids(scheduler_output: Any, tokens_per_block: tuple[int, ...]) ->
         for tokens, ids in zip(tokens_per_block, new_ids, strict=False):
             fresh.update(ids[computed // tokens :] if resumed and tokens else ids)
     fresh.update(copy.dst_block_id for copy in scheduler_output.kv_cache_block_copies or ())
-    # Among them those of requests that were preempted in the same call.
+    # These include the blocks of requests that were preempted in the same call.
     fresh.update(scheduler_output.new_block_ids_to_zero or ())
     fresh.discard(NULL_BLOCK)
     return fresh
 
 
 def scheduled_rows(scheduler_output: Any) -> Iterator[tuple[int, int]]:
-    """Of each request of a step: tokens that the step computes, and those computed before.
+    """Yields for each request of a step the tokens that the step computes, and the tokens computed
+    before.
 
-    Source: `SchedulerOutput` in vLLM 0.32."""
+    Source: `SchedulerOutput` in vLLM 0.32.
+    """
     scheduled = scheduler_output.num_scheduled_tokens
     for new in scheduler_output.scheduled_new_reqs:
         yield scheduled.get(new.req_id, 0), new.num_computed_tokens
@@ -101,8 +106,8 @@ def scheduled_rows(scheduler_output: Any) -> Iterator[tuple[int, int]]:
 def event_extra_keys(
     request: Any, blocks: range, block_tokens: int
 ) -> tuple[tuple[Any, ...] | None, ...]:
-    """What is hashed into each block besides tokens, as vLLM's events name it; nothing where no
-    block has any.
+    """Returns the extra keys that are hashed into each block beside its tokens, as vLLM's events
+    name them; empty if no block has extra keys.
 
     Source: `BlockPool.cache_full_blocks` in vLLM 0.32.
     """
@@ -119,5 +124,6 @@ def event_extra_keys(
 
 
 def shared_prefix_boundary(request: Any) -> int:
-    """Tokens of a prefix that vLLM saw shared by others and keeps a state for; 0 for none."""
+    """Returns the length of the prefix for which vLLM has a state because several requests share
+    it; 0 without such a prefix."""
     return int(getattr(request, "shared_prefix_boundary", 0))

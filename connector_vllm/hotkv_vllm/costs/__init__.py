@@ -1,1 +1,1 @@
-"""When a hit is worth its time."""
+"""Decides when a hit is worth its time."""

@@ -1,4 +1,4 @@
-"""How long the server takes for an answer, whenever the engine looks at it.
+"""Measures how long the server takes for an answer, even if the engine looks at it late.
 
 An engine looks between its steps, which may take longer than the answer. Any thread.
 """
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class AnswerTime:
-    """The time from now until `answer` is there, in seconds. `span`: of the call; it ends then."""
+    """Seconds from the construction until `answer` has a result.
+
+    span: the span of the call; it ends with the answer.
+    """
 
     __slots__ = ("_asked_s", "_came_s")
 
@@ -37,12 +40,12 @@ class AnswerTime:
 
     @property
     def seconds(self) -> float:
-        """So far, if it is not there yet."""
+        """Returns the seconds until the answer came, or until now if it has not come."""
         return (self._came_s or time.monotonic()) - self._asked_s
 
 
 def end_call(span: "Span", answer: "Future[Any]") -> None:
-    """Ends the span of a lookup or lease that was answered, or was not. Any thread."""
+    """Ends the span of a lookup or lease, whether it was answered or failed. Any thread."""
     if answer.cancelled():
         span.end("CANCELLED")
         return

@@ -1,15 +1,17 @@
-"""Takes a hit where loading it is sooner than computing it.
+"""Takes a hit if loading it is faster than computing it.
 
-The engine learns what the server takes for answers and for loads, and what its prefill takes. Only
-the server's time counts: between two steps an engine that is busy would wait in any case. Always
-true: a load has no more time than computing its hit takes, as soon as that is known; while loads
-lose, TRIED_SHARE of what computing their hits takes is spent on trying them again. What a trial
-takes beyond its time is made up for before the next one, as far as trials usually take so long: one
-stall says little of the next trial. That debt fades with time, too.
+The engine measures the server's time for answers and loads, and its own time for prefill. Only the
+server's time counts: an engine that is busy would wait between two steps in any case.
+
+Always true: a load has a time limit, the time to compute its hit, as soon as that is known. While
+loads lose against prefill, TRIED_SHARE of the prefill time of such hits is spent on trials of
+loading. A trial that exceeds its time limit makes a debt, and no trial begins until the debt is
+paid. The debt is bounded by the usual time of trials, because one stall says little about the next
+trial, and it fades with time.
 
 A trial loads a few tokens of its hit, since a load that has begun can't always be ended at once. If
-it ends in time the next one loads twice as many: that tells what any load takes from what each
-token takes. Scheduler thread only.
+it ends in time, the next trial loads twice as many tokens. From both the engine learns the fixed
+time of a load and the time per token. Scheduler thread only.
 """
 
 from collections import deque
@@ -25,28 +27,31 @@ from hotkv_vllm.scheduler.request import NO_HIT, Answer, HitChoice, RequestState
 from hotkv_vllm.stats import HotKVStats
 
 COSTED = 16
-"""Answers and loads from which costs are learnt: they follow the server's load."""
+"""Number of recent answers and loads from which costs are learnt, so that costs follow the server's
+load."""
 CHANGED = 4.0
-"""One that took so many times as long as predicted, or so much less, tells of another server than
-those before it: they are forgotten."""
+"""If a time differs from its prediction by this factor, up or down, the server has changed: earlier
+times are forgotten."""
 TRIED_SHARE = 0.03
 LEAST_TRIED_TOKENS = 32
 LATE = 2.0
-"""What was given up counts as if it had taken so many times its time."""
+"""A call that was given up counts as this multiple of the time that it had taken."""
 USUAL_TRIALS = 5
-"""Trials whose median is what a trial usually takes; those that have not been count as in time."""
+"""The usual time of a trial is the median of this many. Before there were so many trials, the
+missing ones count as in time."""
 DEBT_TRIALS = 3
-"""No more than what so many trials usually take is made up for."""
+"""Bounds the debt of trials to this many usual trials."""
 DEBT_HALF_LIFE_S = 300.0
 SLACK_S = 0.01
-"""Loads that lose no more than this are taken: they spare the device its work."""
+"""A load that is slower than prefill by no more than this is still taken: it frees the device for
+other work."""
 LEAST_BUDGET_S, LEAST_LOAD_S = 0.05, 0.001
-"""A hit that wins has this long at least: less is no harm, and timers are coarse. The second for
-the load of any hit."""
+"""The shortest time limits: of a hit that is worth loading, and of the load of any hit. Timers are
+coarse, and so short a wait does no harm."""
 
 
 class ServerCosts:
-    """What the server takes for the answers of a hit, and for the load of its tokens."""
+    """Predicts the server's time for the answers of a hit, and for the load of its tokens."""
 
     def __init__(self) -> None:
         self._answers: deque[float] = deque(maxlen=COSTED)
@@ -58,18 +63,18 @@ class ServerCosts:
 
     @property
     def answers_s(self) -> float:
-        """Of one hit; 0 before any was measured."""
+        """Returns the time for the answers of one hit; 0 before the first measurement."""
         return float(np.median(self._answers)) if self._answers else 0.0
 
     def load_s(self, num_tokens: int) -> float:
-        """0 before any was measured."""
+        """Returns the predicted time to load `num_tokens`; 0 before the first measurement."""
         if not self._loads:
             return 0.0
         fixed_s, token_s = fitted(*zip(*self._loads, strict=True))
         return fixed_s + num_tokens * token_s
 
     def forget_loads(self) -> None:
-        """What they took holds no more."""
+        """Discards the times of loads, which no longer hold."""
         self._loads.clear()
 
     def note_answers(self, seconds: float) -> None:
@@ -84,7 +89,8 @@ class ServerCosts:
         self._is_guess = False
 
     def guess_load(self, num_tokens: int, seconds: float) -> None:
-        """A load was given up; it would have taken about so long. Holds until one is measured."""
+        """Replaces the times of loads by an estimate, after a load was given up. The next measured
+        load replaces the estimate."""
         self._loads.clear()
         self._loads.append((num_tokens, seconds))
         self._is_guess = True
@@ -113,7 +119,7 @@ class LoadChoice:
     def match(
         self, finder: HitFinder, state: RequestState, computed_tokens: int, now_s: float
     ) -> Answer:
-        """What the finder answers, if loading is sooner than computing; else no hit."""
+        """Returns the finder's answer if loading is faster than computing; else no hit."""
         self._let_debt_fade(now_s)
         if not self._may_ask(state, computed_tokens):
             return _left(finder, state)
@@ -131,8 +137,8 @@ class LoadChoice:
         return answer
 
     def _may_ask(self, state: RequestState, computed_tokens: int) -> bool:
-        """Returns whether a request may go on with its hit, whose length is not known. False once
-        it has lost, or its time is up."""
+        """Returns True if the request may ask for its hit, whose length is not known yet. False
+        once the hit has lost, or its time is up."""
         choice = state.choice
         if choice is None:
             stop_tokens = state.request.num_tokens - 1
@@ -148,7 +154,8 @@ class LoadChoice:
         return False
 
     def _missed(self, state: RequestState, spent_s: float, was_late: bool) -> None:
-        """There is no hit, or no answer in the time that any request has."""
+        """Ends the choice: there is no hit, or the answer exceeded the time limit that every
+        request has."""
         choice, state.choice = state.choice, None
         if choice is not None and was_late:
             self._answers_lost(choice, spent_s)
@@ -164,8 +171,7 @@ class LoadChoice:
     def _weigh(
         self, finder: HitFinder, state: RequestState, num_tokens: int, computed_tokens: int
     ) -> None:
-        """Chooses whether a hit of so many tokens, which has a lease, is loaded, and how much of
-        it."""
+        """Decides whether a leased hit of `num_tokens` is loaded, and how much of it."""
         choice = state.choice
         assert choice is not None, "a hit that was not asked for"
         if choice.num_tokens == num_tokens:
@@ -181,7 +187,7 @@ class LoadChoice:
             choice.prefill_s = self._prefill_s(computed_tokens, computed_tokens + choice.num_tokens)
 
     def _weigh_load(self, choice: HitChoice) -> None:
-        """Chooses anew, now that the length of the hit is known and its answers are there."""
+        """Decides again, now that the server has answered and the length of the hit is known."""
         held_s = choice.budget_s if choice.verdict is Verdict.TRY else 0.0
         if self.costs.load_s(choice.num_tokens) <= choice.prefill_s + SLACK_S:
             if held_s:
@@ -200,20 +206,24 @@ class LoadChoice:
         self._stats.add("tried_requests")
 
     def _trial_load_s(self, prefill_s: float) -> float:
-        """Seconds that the load of a trial has, of a hit whose computing takes `prefill_s`."""
+        """Returns the time limit of a trial's load, for a hit that takes `prefill_s` to compute."""
         few_s = self.costs.load_s(self._tried_tokens)
         return min(prefill_s, max(self._share * prefill_s, few_s))
 
     def time_for(self, state: RequestState, timeout_s: float) -> float:
-        """Seconds that the load of a request has: `timeout_s`, or what is left of its own."""
+        """Returns the time limit of a request's load: `timeout_s`, or the rest of the hit's own
+        limit if that is shorter."""
         choice = state.choice
         if choice is None or not choice.budget_s:
             return timeout_s
         return min(timeout_s, max(choice.budget_s - choice.ask_s, LEAST_LOAD_S))
 
     def told(self, states: Mapping[str, RequestState], load_seconds: Mapping[str, float]) -> None:
-        """Ranks say what the server took for the loads of these requests, below 0 if their time was
-        up."""
+        """Takes in the ranks' reports of load times.
+
+        load_seconds: the server's time for the load, by request; negative if the time limit was
+            reached.
+        """
         for request_id, load_s in load_seconds.items():
             choice = states[request_id].choice if request_id in states else None
             if choice is not None:
@@ -221,12 +231,13 @@ class LoadChoice:
                 choice.is_late |= load_s < 0
 
     def end(self, state: RequestState, has_failed: bool) -> bool:
-        """The load has ended in all ranks. Returns True if it failed because its time was up."""
+        """Ends the choice of a request whose load has ended in all ranks. Returns True if the load
+        failed because its time was up."""
         choice, state.choice = state.choice, None
         if choice is None:
             return False
         if has_failed and choice.is_late:
-            # vLLM asks for it anew.
+            # vLLM will ask for this hit again: retain the choice.
             state.choice = choice
             if self._lost(choice, choice.ask_s + choice.load_s):
                 self.costs.note_answers(choice.ask_s)
@@ -236,7 +247,7 @@ class LoadChoice:
         return has_failed and choice.is_late
 
     def _won(self, choice: HitChoice) -> None:
-        """The load ended well within its time; more is known only with `load_s`."""
+        """Learns from a load that ended in time. Times are learnt only if `load_s` is known."""
         self._share = TRIED_SHARE
         was_tried = choice.verdict is Verdict.TRY
         self._tried_tokens = 2 * choice.num_tokens if was_tried else LEAST_TRIED_TOKENS
@@ -260,7 +271,7 @@ class LoadChoice:
         return 0.0 if self._prefill is None else self._prefill.seconds(start_tokens, stop_tokens)
 
     def _chosen(self, computed_tokens: int, stop_tokens: int) -> HitChoice:
-        """What is done about a hit whose length is not known: as if it were all of the prompt."""
+        """Returns a first choice for a hit of unknown length, as if it covered the whole prompt."""
         prefill_s = self._prefill_s(computed_tokens, stop_tokens)
         if not prefill_s:
             return HitChoice(Verdict.TAKE, 0.0)
@@ -281,8 +292,8 @@ class LoadChoice:
         self._stats.add("left_requests")
 
     def _lost(self, choice: HitChoice, seconds: float) -> bool:
-        """The hit's time was up, and it was over after these seconds. Returns True if that says
-        what it takes; a trial had too little time to say anything new."""
+        """Counts a hit whose time was up; it ended after `seconds`. Returns True if `seconds` tells
+        the hit's cost; a trial had too little time for that."""
         was_taken = choice.verdict is Verdict.TAKE
         self._judge(choice, is_sooner=False)
         self._stats.add("late_requests")
@@ -294,7 +305,7 @@ class LoadChoice:
         return was_taken
 
     def _make_up_for(self, seconds: float, budget_s: float) -> None:
-        """A trial has lost after these seconds: what it took beyond its time is a debt."""
+        """Adds a lost trial to the debt: the time that it took beyond its limit."""
         self._trials_s.append(seconds)
         in_time = [budget_s] * (USUAL_TRIALS - len(self._trials_s))
         usual_s = max(budget_s, float(np.median([*self._trials_s, *in_time])))
@@ -307,7 +318,7 @@ class LoadChoice:
         self._seen_s = now_s
 
     def _judge(self, choice: HitChoice, is_sooner: bool) -> None:
-        """Counts whether what was believed of a hit held."""
+        """Counts whether the choice about a hit proved right."""
         if choice.prefill_s:
             self._stats.add("judged_choices")
             if (choice.verdict is Verdict.TAKE) == is_sooner:
@@ -321,7 +332,7 @@ def _left(finder: HitFinder, state: RequestState) -> Answer:
 
 
 def _shorten(finder: HitFinder, state: RequestState, computed_tokens: int, limit: int) -> int:
-    """Makes a granted hit at most so many tokens long, as far as a shorter one is whole. Returns
+    """Shortens a granted hit to about `limit` tokens, if a whole hit of that length exists. Returns
     its length."""
     hit = state.hit
     while not hit.left_out and computed_tokens + limit < hit.hit_tokens:

@@ -1,7 +1,7 @@
-"""How fast the engine computes prompts, from its own steps.
+"""Learns how fast the engine computes prompts, from the engine's steps.
 
-Always true: only steps that are mostly prefill count, and no time in which the engine was idle.
-Scheduler thread only.
+Always true: only steps that are mostly prefill count, and idle time does not count. Scheduler
+thread only.
 """
 
 from collections import deque
@@ -13,19 +13,24 @@ import numpy as np
 from hotkv_vllm.stats import HotKVStats
 
 LEAST_CHUNK_TOKENS = 64
-"""So many tokens of a request in one step are prefill: decode has one, or a few drafts."""
+"""This many tokens of a request in a step count as prefill. A decode step has one token, or a few
+drafts."""
 LEAST_STEP_TOKENS = 256
-"""Smaller steps say what a step costs, not what tokens cost."""
+"""Smaller steps are not measured: the fixed cost of a step dominates there."""
 RECENT = 15
-"""The speed is the median of so many steps: some wait for stores, or for a compiler."""
+"""The speed is the median of this many steps, since some steps wait for stores or for a compiler.
+"""
 LEAST_SPREAD_TOKENS = 2048
-"""Steps whose contexts differ less say nothing of what a longer context costs."""
+"""The cost of context is learnt only from steps whose contexts differ by at least this."""
 MAX_OPEN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A step that was planned. `context_tokens`: before a token of it, on average."""
+    """A step that was planned.
+
+    context_tokens: number of tokens before a token of the step, on average.
+    """
 
     num_tokens: int
     context_tokens: float
@@ -33,10 +38,13 @@ class Planned:
 
 
 class PrefillSpeed:
-    """Learns how fast the engine computes prompts. A step is begun when it is planned, and ended
-    when its results come; the worker repeats its number. With asynchronous scheduling the next
-    one is planned before. `last_end_s`: when the results of the last step of all have come,
-    whose owner is the caller."""
+    """Learns how fast the engine computes prompts. A step begins when it is planned and ends when
+    its results come; the worker repeats its number. With asynchronous scheduling the next step is
+    planned before that.
+
+    `last_end_s`: the time at which the results of the last step of any kind came. The caller sets
+        it.
+    """
 
     def __init__(self, stats: HotKVStats) -> None:
         self._stats = stats
@@ -52,12 +60,13 @@ class PrefillSpeed:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of prefill that the engine computes in a second; 0 before any was measured."""
+        """Returns the tokens of prefill that the engine computes per second; 0 before the first
+        measurement."""
         return 1 / float(np.median([cost for _, cost in self._costs])) if self._costs else 0.0
 
     def seconds(self, start_tokens: int, stop_tokens: int) -> float:
-        """What computing the tokens from `start_tokens` to `stop_tokens` of a prompt takes; 0
-        before any was measured."""
+        """Returns the time to compute the tokens from `start_tokens` to `stop_tokens` of a prompt;
+        0 before the first measurement."""
         if self._fit is None:
             self._fit = self._fitted()
         token_s, context_s = self._fit
@@ -66,9 +75,11 @@ class PrefillSpeed:
         )
 
     def begin_step(self, rows: Iterable[tuple[int, int]], now_s: float) -> int:
-        """A step is planned: of each request the tokens that it computes and those before them.
-        Returns the number that the worker is to repeat with its results; 0 if the step is not
-        timed."""
+        """Begins a step. Returns the number that the worker repeats with the results; 0 if the step
+        is not timed.
+
+        rows: for each request, the tokens that the step computes and the tokens before them.
+        """
         num_tokens, num_prefill, contexts = 0, 0, 0.0
         for count, computed in rows:
             num_tokens += count
@@ -83,7 +94,7 @@ class PrefillSpeed:
         return self._number
 
     def end_step(self, number: int, now_s: float) -> None:
-        """The results of a step that is timed have come."""
+        """Ends a timed step: its results have come."""
         planned = self._open.pop(number, None)
         if planned is None:
             return
@@ -101,10 +112,11 @@ class PrefillSpeed:
         self._fit = None
 
     def _fitted(self) -> tuple[float, float]:
-        """Seconds a token, and beyond for each token before it.
+        """Returns the seconds per token, and the additional seconds per token for each token of
+        context.
 
-        Medians of slopes and of what they leave (Theil 1950, Sen 1968): a third of the steps may
-        have waited for something else.
+        Uses medians of slopes and of residuals (Theil 1950, Sen 1968), because up to a third of the
+        steps may have waited for something else.
         """
         if not self._costs:
             return 0.0, 0.0

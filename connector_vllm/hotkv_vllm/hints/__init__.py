@@ -1,1 +1,1 @@
-"""What requests ask of the cache."""
+"""Hints of requests to the cache."""

@@ -1,9 +1,9 @@
-"""What a request asks of the cache: vLLM's `kv_hints` and `session_id`, and their short form in
+"""Reads the hints of a request: vLLM's `kv_hints` and `session_id`, and their short form in
 `kv_transfer_params`.
 
-Keys of the short form begin with `hotkv.`; others are other connectors' and pass by. vLLM before
-0.32 has no `kv_hints`. A wrong hint is left out, counted, and named in the log at most once in
-`LOG_INTERVAL_S`; it never touches the request. Read once, when the request arrives.
+Keys of the short form begin with `hotkv.`; other keys belong to other connectors and are ignored.
+vLLM before 0.32 has no `kv_hints`. A wrong hint is dropped, counted, and logged at most once in
+`LOG_INTERVAL_S`; it never affects the request. Hints are read once, when the request arrives.
 """
 
 import math
@@ -31,8 +31,12 @@ _ALLOWED = {
 
 @dataclass(frozen=True, slots=True)
 class RequestHints:
-    """What a request asks. `retention`: for all its blocks, which its stores carry; `hints`: all of
-    it, for the server. `session_id`: empty for none."""
+    """The hints of a request.
+
+    retention: retention of all its blocks; its stores carry it.
+    session_id: empty without a session.
+    hints: all hints, for the server.
+    """
 
     retention: Retention = NO_RETENTION
     session_id: str = ""
@@ -40,11 +44,12 @@ class RequestHints:
 
     @property
     def lasts(self) -> bool:
-        """Whether the server is to know when the request ends."""
+        """Returns True if the server must be notified when the request ends."""
         return bool(self.session_id or self.hints.actions)
 
     def at_end(self) -> Hints:
-        """What is told again then: what was to wait for the end."""
+        """Returns the hints to send again when the request ends: the actions, of which some wait
+        for the end."""
         return Hints(self.hints.message_id, self.hints.actions)
 
 
@@ -52,14 +57,14 @@ NOTHING = RequestHints()
 
 
 class HintReader:
-    """Reads hints and says what is wrong with them."""
+    """Reads hints and logs wrong hints."""
 
     def __init__(self, stats: HotKVStats) -> None:
         self._stats = stats
         self._quiet_until_s = -math.inf
 
     def asked(self, request: Any, now_s: float) -> RequestHints:
-        """What a request of vLLM's asks."""
+        """Returns the hints of a request of vLLM."""
         params = request.kv_transfer_params
         envelope, session = getattr(request, "kv_hints", None), getattr(request, "session_id", None)
         if envelope is None and session is None and not params:
@@ -87,11 +92,11 @@ class HintReader:
         return RequestHints(together.retention(), session or "", together)
 
     def read(self, params: Any, now_s: float) -> Retention:
-        """Returns the retention that the short form asks for; NO_RETENTION for none."""
+        """Returns the retention of the short form; NO_RETENTION without hints."""
         return self._short(params, now_s)[0]
 
     def _short(self, params: Any, now_s: float) -> tuple[Retention, dict[str, Any]]:
-        """Returns the retention, and all hints of the short form that can be used."""
+        """Returns the retention, and all valid hints of the short form."""
         if not isinstance(params, dict):
             return NO_RETENTION, {}
         given = {
@@ -138,8 +143,8 @@ class HintReader:
 
 
 def _message_id(request_id: str) -> str:
-    """Names the hints of a request that came without a message's id. Clients choose a part of a
-    request's id, and may choose anything."""
+    """Returns an id for the hints of a request without a message id. Clients choose a part of a
+    request's id, so it may contain anything."""
     printable = "".join(filter(str.isprintable, request_id[:MAX_ID_CHARS]))
     return f"request {printable}"[:MAX_ID_CHARS]
 

@@ -1,1 +1,2 @@
-"""What decides the bytes of a block in this engine, and that the ranks agree on it."""
+"""The identity of everything that decides the bytes of a block in this engine, and the ranks'
+agreement on it."""

@@ -4,11 +4,12 @@ vLLM reads an adapter's files when the adapter is added, or in the first step th
 again after it was evicted. The identity is a digest of the adapter in memory after the read. So
 files that are written at that moment can't make it wrong.
 
-What is always true: an adapter that was named to the scheduler is the one that vLLM uses until it
-is released or evicted. If vLLM has not loaded it yet, it is read ahead, and vLLM is given that
-copy. The number of adapters that are read ahead is bounded. `is_trusted` is False from the moment
-that other bytes are loaded under a known id until the scheduler has acknowledged it: stores and
-loads that were planned on the old bytes must not be carried out.
+Always true:
+- vLLM uses the adapter that was named to the scheduler until the adapter is released or evicted. If
+  vLLM has not loaded it yet, it is read ahead, and vLLM gets that copy. The number of adapters read
+  ahead is bounded.
+- `is_trusted` is False from the moment that other bytes are loaded under a known id until the
+  scheduler has acknowledged it. Stores and loads that were planned on the old bytes must not run.
 """
 
 import hashlib
@@ -28,11 +29,11 @@ limit."""
 
 
 class AdapterWatch:
-    """Watches the LoRA manager of one vLLM worker.
+    """Watches the LoRA manager of a vLLM worker.
 
-    `manager`: None if there is none; then every adapter is UNKNOWN. `settings`: digest of the
-    settings that decide an adapter's KV besides its bytes. `max_ahead`: most adapters that are read
-    ahead.
+    manager: None without LoRA; then every adapter is UNKNOWN.
+    settings: digest of the settings that decide an adapter's KV in addition to its bytes.
+    max_ahead: most adapters that are read ahead.
     """
 
     def __init__(
@@ -60,16 +61,16 @@ class AdapterWatch:
 
     @property
     def is_watching(self) -> bool:
-        """True if there is a manager."""
+        """Returns True if there is a manager."""
         return self._manager is not None
 
     @property
     def is_trusted(self) -> bool:
-        """True if the scheduler's plans rest on the bytes that this worker holds."""
+        """Returns True if the scheduler's plans rest on the bytes that this worker holds."""
         return not self._unacknowledged
 
     def before_step(self, work: AdapterWork) -> None:
-        """Carries out the work in a step's metadata, put-off questions first."""
+        """Carries out the work in a step's metadata. Postponed questions come first."""
         self._unacknowledged -= work.acknowledged
         for adapter_id in work.released:
             self._ahead.pop(adapter_id, None)
@@ -90,7 +91,7 @@ class AdapterWatch:
             self._answers[number] = {self._rank: identity}
 
     def take_report(self) -> AdapterReport | None:
-        """Returns the report for the scheduler; None if there is none."""
+        """Returns the report for the scheduler, and clears it; None if it is empty."""
         if not self._answers and not self._unacknowledged:
             return None
         report = AdapterReport(self._answers, self._unacknowledged)
@@ -99,9 +100,10 @@ class AdapterWatch:
 
     def _name(self, lora_request: Any) -> str:
         """Returns the identity of the adapter that vLLM uses, or will use; UNKNOWN or LATER without
-        one.
+        an identity.
 
-        Reads the adapter ahead if vLLM has not loaded it."""
+        Reads the adapter ahead if vLLM has not loaded it.
+        """
         if self._manager is None:
             return UNKNOWN
         adapter_id = lora_request.lora_int_id
@@ -120,7 +122,7 @@ class AdapterWatch:
         return UNKNOWN if adapter_id in self._changed else self._held.get(adapter_id, UNKNOWN)
 
     def _load(self, lora_request: Any) -> Any:
-        """Takes the place of vLLM's method that reads an adapter's files."""
+        """Reads an adapter's files. Replaces vLLM's method."""
         adapter_id = lora_request.lora_int_id
         model = self._ahead.pop(adapter_id, None)
         if model is None or lora_request.load_inplace:

@@ -1,15 +1,16 @@
 """Keys for requests of LoRA adapters, by the adapter's content. Scheduler thread only; pure.
 
-vLLM's block hashes cover an adapter's name and path, and not its bytes. Here a key is a hash over
+vLLM's block hashes cover an adapter's name and path, but not its bytes. Here a key is a hash over
 vLLM's hash and the identity of the bytes that this engine's workers hold. So engines share KV of an
 adapter only if their adapters are equal.
 
-What is always true: a request of an adapter has no keys (so neither hits nor stores) unless all
-ranks have named the bytes that they hold for each id of that adapter, and the names were the same
-each time. If an adapter was seen with two identities, its requests have no keys for the rest of the
-engine's life: vLLM's own cache names both alike and mixes their KV. While requests of an adapter
-live, workers keep the bytes that they have named, and a question about it is asked until all ranks
-have answered, whatever steps or reports are lost.
+Always true:
+- A request of an adapter has no keys (so neither hits nor stores) unless all ranks have named the
+  bytes that they hold for each id of that adapter, and the names were always equal.
+- If an adapter was seen with two identities, its requests have no keys for the rest of the engine's
+  life: vLLM's own cache gives both the same name and mixes their KV.
+- While requests of an adapter live, workers retain the bytes that they have named. A question about
+  the adapter is repeated until all ranks have answered, whatever steps or reports are lost.
 """
 
 import enum
@@ -28,21 +29,22 @@ way."""
 MAX_ADAPTERS = 4096
 """Most adapters that are remembered. Requests of further adapters have no keys."""
 UNKNOWN = ""
-"""A rank's answer if it can't tell what it holds."""
+"""A rank's answer if it can't name the bytes that it holds."""
 LATER = "later"
 """A rank's answer if it has read as many adapters ahead as it may. It answers again, unasked, as
 soon as it can."""
 
 AdapterName = tuple[str, str]
-"""An adapter's name and path. vLLM's block hashes tell adapters apart by these."""
+"""An adapter's name and path. vLLM's block hashes identify an adapter by these."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterWork:
-    """What a step's metadata asks of the workers. They carry out `released` before `asked`.
+    """The work for the workers in a step's metadata. They carry out `released` before `asked`.
 
-    asked: (number of the question, vLLM's LoRARequest) of adapters to name. released: ids that no
-    request uses any more. acknowledged: ids whose change of bytes the scheduler has taken in.
+    asked: (number of the question, vLLM's LoRARequest) of adapters to name.
+    released: ids without a live request.
+    acknowledged: ids whose change of bytes the scheduler has processed.
     """
 
     asked: tuple[tuple[int, Any], ...] = ()
@@ -55,16 +57,18 @@ NO_WORK = AdapterWork()
 
 @dataclass(frozen=True, slots=True)
 class AdapterReport:
-    """What workers report.
+    """The workers' report about adapters.
 
-    answers: identities, by number of the question and rank. changed: ids whose bytes have changed
-    and were not acknowledged yet."""
+    answers: identities, by number of the question and rank.
+    changed: ids whose bytes have changed, until the change is acknowledged.
+    """
 
     answers: Mapping[int, Mapping[int, str]] = field(default_factory=dict)
     changed: frozenset[int] = frozenset()
 
     def join(self, other: "AdapterReport") -> "AdapterReport":
-        """Returns the union of two ranks' reports; of two answers of one rank the worse."""
+        """Returns the union of two ranks' reports. If both have an answer of the same rank, the
+        worse answer counts."""
         answers = {number: dict(said) for number, said in self.answers.items()}
         for number, said in other.answers.items():
             known = answers.setdefault(number, {})
@@ -79,10 +83,13 @@ def _badness(identity: str) -> tuple[bool, bool, str]:
 
 
 class Standing(enum.Enum):
-    """Whether a request of an adapter may use the shared cache.
+    """Says whether a request of an adapter may use the shared cache.
 
-    `WAIT`: its answer is still to come. `NOT_YET`: it has waited long enough, or a rank answers
-    later, so it is computed without. `NEVER`: it never may."""
+    WAIT: the answer is still to come.
+    NOT_YET: the request has waited long enough, or a rank has postponed its answer. The request is
+        computed without the cache.
+    NEVER: the request may never use the cache.
+    """
 
     KNOWN = "known"
     WAIT = "wait"
@@ -92,10 +99,11 @@ class Standing(enum.Enum):
 
 @dataclass(slots=True)
 class _Id:
-    """One of vLLM's adapter ids.
+    """The state of one of vLLM's adapter ids.
 
-    `asked`: number of the open question; 0 if none is open. `is_put_off`: a rank answers it
-    later."""
+    asked: number of the open question; 0 without an open question.
+    is_put_off: True if a rank has postponed its answer.
+    """
 
     names: set[AdapterName] = field(default_factory=set)
     num_live: int = 0
@@ -107,7 +115,10 @@ class _Id:
 
 @dataclass(slots=True)
 class _Question:
-    """What an id's bytes are. `asked_s`: when a step last took it to the workers; None before."""
+    """Asks the ranks for the identity of an id's bytes.
+
+    asked_s: when a step last carried it to the workers; None before.
+    """
 
     adapter_id: int
     lora: Any
@@ -130,9 +141,11 @@ class _Keys:
 
 
 class Adapters:
-    """Adapters, their ids, and the requests that use them.
+    """Tracks adapters, their ids, and the requests that use them.
 
-    `num_ranks`: number of ranks that answer. `say`: logs for people, once per adapter."""
+    num_ranks: number of ranks that answer.
+    say: logs a message; called at most once per adapter.
+    """
 
     def __init__(self, num_ranks: int, say: Callable[[str], None]) -> None:
         self._num_ranks = num_ranks
@@ -158,9 +171,10 @@ class Adapters:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any, now_s: float) -> None:
-        """Takes in a new request of an adapter.
+        """Registers a new request of an adapter.
 
-        The workers are asked if no other request of the id lives, or if the id has a new name."""
+        Asks the workers if no other request of the id lives, or if the id has a new name.
+        """
         lora = request.lora_request
         name = (lora.lora_name, lora.lora_path)
         if name not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
@@ -184,7 +198,7 @@ class Adapters:
             self._ask(one, lora)
 
     def ended(self, request_id: str) -> None:
-        """Forgets a request that has ended. Does nothing if it has no adapter."""
+        """Forgets a request that has ended. A request without an adapter is ignored."""
         live = self._live.pop(request_id, None)
         if live is None:
             return
@@ -207,9 +221,8 @@ class Adapters:
         )
 
     def keys(self, request: Any) -> Sequence[bytes]:
-        """Returns the keys of a request's complete blocks, as many as vLLM has hashes.
-
-        None of them while its adapter's identity is not known."""
+        """Returns the keys of a request's complete blocks, as many as vLLM has hashes; empty while
+        its adapter's identity is not known."""
         hashes: Sequence[bytes] = request.block_hashes
         lora = request.lora_request
         if lora is None:
@@ -220,8 +233,8 @@ class Adapters:
         mine = self._keys.setdefault(request, _Keys())
         count = len(mine.keys)
         if count > len(hashes) or (count and hashes[count - 1] != mine.last):
-            # vLLM takes tokens back in streaming sessions. Each hash covers those before it, so it
-            # is enough to compare the last.
+            # vLLM removes tokens in streaming sessions. Each hash covers all earlier tokens, so it
+            # is enough to compare the last hash.
             mine.keys, count = [], 0
         if count < len(hashes):
             salted = hashlib.sha256(b"hotkv-adapter-1\0" + adapter.identity.encode() + b"\0")
@@ -235,7 +248,7 @@ class Adapters:
     # ---------------------------------------------------------------------------------------- steps
 
     def take_work(self, now_s: float) -> AdapterWork:
-        """Takes the work that the next step's metadata carries."""
+        """Returns the work for the next step's metadata, and marks it as sent."""
         self._taken = NO_WORK
         if not self._questions and not self._to_release and not self._to_acknowledge:
             return NO_WORK
@@ -245,7 +258,7 @@ class Adapters:
         if not asked and not self._to_release and not self._to_acknowledge:
             return NO_WORK
         if any(one.asked_s is not None for _, one in asked):
-            # What was released with the lost step was lost, too.
+            # The releases of the lost step were lost, too.
             self._to_release |= {number for number, one in self._ids.items() if not one.num_live}
         for _, one in asked:
             one.asked_s = now_s
@@ -259,7 +272,7 @@ class Adapters:
         return self._taken
 
     def give_back(self) -> None:
-        """The step that was to carry the work is lost: the next one carries it."""
+        """Queues the work of a lost step again, for the next step."""
         for number, _ in self._taken.asked:
             if number in self._questions:
                 self._questions[number].asked_s = None
@@ -274,7 +287,7 @@ class Adapters:
         return is_late and self._ids[question.adapter_id].num_live > 0
 
     def reported(self, report: AdapterReport) -> None:
-        """Takes in what the workers reported with a step."""
+        """Processes the workers' report of a step."""
         self._to_acknowledge |= report.changed
         for adapter_id in report.changed:
             one = self._ids.setdefault(adapter_id, _Id())

@@ -1,11 +1,12 @@
-"""Tracks the KV on the device that differs from what its key promises and so must not be stored.
+"""Tracks the inexact KV on the device: KV that differs from the KV its key promises, and so must
+not be stored.
 
-That is KV of steps that decoded sparsely, KV computed from it, and KV of weights that the engine no
-longer has.
+Inexact is KV of steps that decoded sparsely, KV computed from it, and KV of weights that the engine
+no longer has.
 
-What is always true: a token is exact only if it and every token before it was computed exactly. A
-block loses its mark only when vLLM gives the block away anew, or copies an exact block into it. A
-request whose admission was not seen has no exact tokens. Scheduler thread only.
+Always true: a token is exact only if it and every token before it was computed exactly. A block
+loses its mark only when vLLM reallocates the block, or copies an exact block into it. A request
+whose admission was not seen has no exact tokens. Scheduler thread only.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,8 @@ EVERYTHING = 1 << 62
 class Exactness:
     """Marks inexact blocks, and counts the exact tokens of each running request.
 
-    Costs nothing until something is inexact."""
+    Has no cost while all blocks are exact.
+    """
 
     def __init__(self, tokens_per_block: Sequence[int], num_blocks: int) -> None:
         """`tokens_per_block`: per vLLM group; 0 if the group's blocks do not follow token order."""
@@ -39,9 +41,8 @@ class Exactness:
         )
 
     def exact_tokens(self, request_id: str) -> int:
-        """Number of leading tokens of a running request that are exact, or will be.
-
-        EVERYTHING if all are."""
+        """Returns the number of leading tokens of a running request that are exact, or will be;
+        EVERYTHING if all are exact."""
         return self._exact_tokens.get(request_id, 0) if self.is_watching else EVERYTHING
 
     def distrust_all(self) -> None:
@@ -52,18 +53,18 @@ class Exactness:
         self._exact_tokens.clear()
 
     def step_was_lost(self) -> None:
-        """Marks everything if anything is watched: a step that vLLM has planned was not taken
-        in."""
+        """Marks everything, after a step that vLLM planned was not processed. Does nothing while
+        all blocks are exact."""
         if self.is_watching:
             self.distrust_all()
 
     def step(
         self, scheduler_output: Any, allocated: Iterable[int], sparse_requests: Iterable[str]
     ) -> None:
-        """Takes in a step that vLLM has planned.
+        """Processes a step that vLLM has planned.
 
-        `allocated`: blocks given away anew since the step before, or in this one.
-        `sparse_requests`: requests whose row attends sparsely, as `sparse.rows` has decided.
+        allocated: blocks reallocated since the last step, or in this step.
+        sparse_requests: requests whose row attends sparsely, as `sparse.rows` has decided.
         """
         if not self.is_watching:
             return
@@ -123,14 +124,12 @@ class Exactness:
             self._inexact[NULL_BLOCK] = False
 
     def ended(self, request_id: str) -> None:
-        """Forgets a request that has ended. Its blocks keep their marks."""
+        """Forgets a request that has ended. Its blocks retain their marks."""
         self._exact_tokens.pop(request_id, None)
 
     def _exact_prefix(self, tables: Sequence[Sequence[int]], computed: int) -> int:
-        """Number of tokens before the first marked block of those that hold the first `computed`
-        ones.
-
-        EVERYTHING if no block of them is marked."""
+        """Returns the number of tokens before the first marked block, among the blocks of the first
+        `computed` tokens; EVERYTHING if no block is marked."""
         exact = EVERYTHING
         for tokens, ids in zip(self._block_tokens, tables, strict=False):
             marked = np.flatnonzero(

@@ -1,10 +1,11 @@
-"""The ranks of one engine agree on one key space when they register their KV caches.
+"""The ranks of an engine agree on a key space when they register their KV caches.
 
 A slot holds a shard of each rank that has KV of its own, ordered by pipeline stage and within a
-stage by tensor-parallel rank. No rank knows the layers and sizes of the others. So each rank posts
-a note of what it found, or of why it can't take part, and reads all notes. All ranks decide by the
-same notes, so all decide the same. A rank also posts a note if it has failed, so that nobody waits
-for it. If a rank posts none, the others stop waiting after AGREE_TIMEOUT_S.
+stage by tensor-parallel rank. A rank does not know the layers and sizes of other ranks. So each
+rank posts a note with its key space, or with the reason why it can't take part, and reads all
+notes. All ranks decide by the same notes, so their decisions are equal. A rank that has failed
+posts a note too, so that the other ranks need not wait for it. If a rank's note is missing, the
+other ranks stop waiting after AGREE_TIMEOUT_S.
 
 Notes go through the store of torch's process group and not through vLLM's collectives: a collective
 that was given up would leave its group unusable for vLLM.
@@ -26,10 +27,11 @@ from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.checks import RankPlace
 
 AGREE_TIMEOUT_S = 300.0
-"""How long a rank waits for the others' notes. They may still be reading weights to name them."""
+"""How long a rank waits for the other ranks' notes. They may still be reading weights to name
+them."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MAX_SHARDS = 31
-"""The most shards that the server takes."""
+"""The most shards that the server accepts."""
 _JOINED = frozenset({"groups", "page_format", "extra"})
 """Fields of a key space that describe a rank's own layers, and so may differ between stages."""
 _rounds = itertools.count()
@@ -45,11 +47,12 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankNote:
-    """What one rank found.
+    """The findings of a rank.
 
-    `host`: the machine that it runs on. `space`: its own key space, of one shard; None if it can't
-    take part. `shard_bytes`: bytes of a block per group; 0 if the rank has no layer of the group.
-    `why_off`: why it can't take part.
+    host: the machine on which it runs.
+    space: its own key space, of a single shard; None if it can't take part.
+    shard_bytes: bytes of a block per group; 0 if the rank has no layer of the group.
+    why_off: why it can't take part.
     """
 
     place: RankPlace
@@ -60,9 +63,8 @@ class RankNote:
 
 
 def this_host() -> str:
-    """Returns the id of this machine's boot, or its name if the kernel does not give one.
-
-    Containers on one machine have the same id."""
+    """Returns the id of this machine's boot, or its name if the kernel does not provide the id.
+    Containers on the same machine have the same id."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -102,9 +104,8 @@ def process_group_store() -> Store:
 def exchange(
     store: Store, prefix: str, note: RankNote, num_ranks: int, timeout_s: float
 ) -> list[RankNote]:
-    """Posts this rank's note and returns the notes of all ranks.
-
-    Raises Unsupported if one does not come in time."""
+    """Posts this rank's note and returns the notes of all ranks. Raises Unsupported if a note does
+    not come in time."""
     until_s = time.monotonic() + timeout_s
     rank = 0
     try:
@@ -159,7 +160,7 @@ def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
 
 
 def _check(notes: Sequence[RankNote]) -> None:
-    """Raises Unsupported, naming the fields, if the notes can't be those of one engine."""
+    """Raises Unsupported, naming the fields, if the notes can't come from the same engine."""
     first = _space(notes[0])
     differing = {
         field.name
@@ -192,15 +193,17 @@ def _differs(space: KeySpace, note: RankNote, name: str) -> bool:
 def _rule(group: GroupSpec) -> tuple[Any, ...]:
     """Returns the part of a group that must be equal in all stages.
 
-    Window sizes may differ: a stage that has no layer of the group can't know them all."""
+    Window sizes may differ: a stage without a layer of the group can't know them all.
+    """
     return group.kind, group.block_tokens, group.window_tokens > 0
 
 
 def _joined(notes: Sequence[RankNote], writers: Sequence[RankNote]) -> KeySpace:
-    """Returns one key space of all ranks.
+    """Returns the common key space of all ranks.
 
-    Sizes and layers are in the order of ranks. Formats and further parts stand once if all stages
-    have the same."""
+    Sizes and layers are in the order of ranks. A format or further part that is equal in all stages
+    appears once.
+    """
     groups = []
     for index, group in enumerate(_space(notes[0]).groups):
         sizes = tuple(writer.shard_bytes[index] for writer in writers)

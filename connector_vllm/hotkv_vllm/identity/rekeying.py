@@ -1,13 +1,15 @@
-"""Moves an engine whose weights have changed in place to a new key space.
+"""Moves an engine whose weights have changed in place to a new key space. The scheduler and all
+ranks agree on it.
 
-The scheduler and all ranks agree on it.
+Always true:
+- From the moment the weights may have changed, the engine neither stores nor loads until every rank
+  has reported its weights and all sessions belong to the new key space.
+- If the weights are the engine's original weights, the key space stays. So a reset alone costs no
+  sharing.
+- If any rank reports that weights were written (`were_written`), KV on the device is not trusted,
+  even if the weights are the original weights now: they may have differed for a step.
 
-What is always true: from the moment the weights may have changed, nothing is stored and nothing is
-loaded until every rank has reported its weights and the sessions are those of the new key space. If
-the weights are those that the engine started with, the key space stays, so a reset by itself costs
-no sharing. If any rank says that weights were written (`were_written`), what the device has is not
-trusted, whatever the weights are by now: they may have been others for a step. Both sides here only
-decide: they have no sessions, no models, no clock.
+Both sides here only decide: they have no sessions, no models, no clock.
 """
 
 import hashlib
@@ -23,19 +25,19 @@ PATIENCE_S = 2.0
 """How long requests wait for the ranks' answers. After that they are computed without the shared
 cache."""
 RECONNECT_S = 1.0
-"""How long a step waits at most for the session of the new key space; usually it takes some ten
+"""Longest time that a step waits for the session of the new key space; usually it takes some ten
 milliseconds."""
 _questions = itertools.count(1)
-"""Numbers of checks. None comes twice in a scheduler's process, because ranks may outlive a
-`Rekeying`."""
+"""Numbers of checks. A number is never used twice in a scheduler's process, because ranks may
+outlive a `Rekeying`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsOrder:
-    """What the scheduler tells the ranks.
+    """The scheduler's order to the ranks.
 
-    `question`: number of the check, which every rank answers once. `identity`: of the weights that
-    the ranks go on with; empty until it is settled.
+    question: number of the check, which every rank answers once.
+    identity: identity of the weights with which the ranks go on; empty until it is settled.
     """
 
     question: int
@@ -44,11 +46,13 @@ class WeightsOrder:
 
 @dataclass(frozen=True, slots=True)
 class WeightsReport:
-    """What a rank tells the scheduler.
+    """A rank's report to the scheduler.
 
-    `question`: number of the check that it answers; 0 if the rank has noticed a change unasked and
-    has no digest yet. `is_original`: the rank has the weights that it started with. `was_written`:
-    they were written, by whatever, since the last check that was settled."""
+    question: number of the check that it answers; 0 if the rank has noticed a change unasked and
+        has no digest yet.
+    is_original: the rank has the weights that it started with.
+    was_written: the weights were written since the last check that was settled.
+    """
 
     question: int
     digest: str = ""
@@ -66,8 +70,8 @@ class Watch(Protocol):
 
 
 class Rekeying:
-    """The scheduler's side. There is one check at a time; a new one voids the answers to the
-    last."""
+    """The scheduler's side. At most one check is open; a new check voids the answers to the check
+    before it."""
 
     def __init__(self, num_ranks: int, original: str, in_doubt: bool = False) -> None:
         """`original`: the weights' identity at the start.
@@ -93,16 +97,16 @@ class Rekeying:
 
     @property
     def under_way(self) -> bool:
-        """True while nothing may be stored or loaded."""
+        """Returns True while stores and loads are forbidden."""
         return self._is_due or self._is_asking
 
     def suspect(self) -> None:
-        """Makes a check due when the engine next runs something: it pauses, or its caches were
-        reset."""
+        """Makes a check due for the time when the engine next runs a request. Called when it
+        pauses, or its caches were reset."""
         self._is_due = True
 
     def ask(self, now_s: float) -> None:
-        """Begins a check: the weights may have changed."""
+        """Begins a check, because the weights may have changed."""
         if not self._is_asking:
             self._since_s = now_s
         self._question = next(_questions)
@@ -120,7 +124,7 @@ class Rekeying:
         return self._is_asking and now_s < self._since_s + PATIENCE_S
 
     def reported(self, reports: Mapping[int, WeightsReport], now_s: float) -> bool:
-        """Takes in the ranks' reports, by rank. Returns True if a rank has noticed a change."""
+        """Processes the ranks' reports, by rank. Returns True if a rank has noticed a change."""
         noticed = not self._is_asking and any(report.question == 0 for report in reports.values())
         if noticed:
             self.ask(now_s)
@@ -134,8 +138,9 @@ class Rekeying:
         """Returns the identity of the weights to go on with, once all ranks have answered; None
         before.
 
-        Called for every planned step. Begins a check that is due, and repeats one whose answers are
-        late."""
+        Called for every planned step. Begins a check that is due, and repeats a check whose answers
+        are late.
+        """
         if self._is_due and runs_something:
             self.ask(now_s)
         if not self._is_asking:
@@ -160,7 +165,7 @@ class Rekeying:
         self._is_asking = False
 
     def adopt(self, identity: str) -> None:
-        """Ends the check: the sessions are those of this identity from now on."""
+        """Ends the check: the sessions belong to this identity from now on."""
         self.identity = identity
         self._is_asking = False
         self.were_written = False
@@ -194,7 +199,7 @@ class RankWeights:
         return self._waits or (self._watch is not None and self._watch.touched)
 
     def obey(self, order: WeightsOrder | None) -> bool:
-        """Takes in the step's order. Returns True if the session must be opened anew, under
+        """Processes the step's order. Returns True if the session must be opened anew, under
         `identity`."""
         if order is not None and not order.identity and order.question != self._answered:
             self._answer(order.question)
@@ -217,7 +222,8 @@ class RankWeights:
         self._report = WeightsReport(question, digest, is_original, self._was_written)
 
     def take_report(self) -> WeightsReport | None:
-        """Returns the report that goes to the scheduler with this step; None if there is none."""
+        """Returns the report for the scheduler in this step, and clears it; None without a
+        report."""
         if self._report is None and self._watch is not None and self._watch.touched:
             return WeightsReport(0, was_written=True)
         report, self._report = self._report, None

@@ -1,11 +1,13 @@
 """Notices that an engine's weights may have changed in place, and computes a digest of them.
 
-What is always true: weights that were written through vLLM (`reload_weights`, weight transfer,
-waking up) or through the model's own `load_weights` are noticed before the next step. `digest` then
-reads all of them, so one element that differs changes it. If nothing was noticed, as after a reset,
-`digest` reads samples, which show most writes that bypass both. Equal digests stand for equal
-weights, in any process with the same parallel shape. Worker side. Nothing here runs in a step
-unless a write was noticed.
+Always true:
+- A write to the weights through vLLM (`reload_weights`, weight transfer, waking up) or through the
+  model's own `load_weights` is noticed before the next step. `digest` then reads all weights, so a
+  single different element changes it.
+- If no write was noticed, as after a reset, `digest` reads samples, which reveal most other writes.
+- Equal digests stand for equal weights, in any process with the same parallel shape.
+
+Worker side. Nothing here runs in a step unless a write was noticed.
 """
 
 import functools
@@ -23,7 +25,7 @@ WHOLE_BYTES = 1 << 20
 SAMPLE_BYTES = 4096
 NUM_SAMPLES = 64
 """Number of evenly spread pieces of a larger tensor that are samples. A step of training changes a
-share of all elements, not one."""
+share of all elements, never a single element."""
 ROW_WORDS = 4096
 """Words in a row of a larger tensor, which is summed over rows and over columns. Only deliberate
 changes cancel in both sums."""
@@ -41,9 +43,9 @@ MAX_FRAMES = 40
 
 
 class WeightsWatch:
-    """Watches the models of one worker.
+    """Watches the models of a worker.
 
-    `original`: digest of the weights that the engine started with; empty if these are not known.
+    original: digest of the weights that the engine started with; empty if these are not known.
     """
 
     def __init__(self, models: Sequence[Any], writers: Sequence[Any] = ()) -> None:
@@ -68,9 +70,9 @@ class WeightsWatch:
         )
 
     def digest(self) -> str:
-        """Returns the digest of the weights as they are now.
+        """Returns the digest of the present weights.
 
-        Takes some tenths of a second for a large model. If weights were written, and lie in host
+        Takes some tenths of a second for a large model. If weights were written, and are in host
         memory, it takes the time to read them twice.
         """
         # Cleared before the read, so that a write during the read is noticed.
@@ -213,7 +215,7 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _samples(tensor: torch.Tensor) -> Iterator[bytes]:
-    """Yields all bytes of a small tensor, evenly spread pieces of a large one."""
+    """Yields all bytes of a small tensor, and evenly spread pieces of a large tensor."""
     data = _memory(tensor)
     if len(data) <= WHOLE_BYTES:
         yield _bytes(data)
@@ -228,8 +230,8 @@ def _samples(tensor: torch.Tensor) -> Iterator[bytes]:
 
 
 def _sums(tensor: torch.Tensor) -> Iterator[bytes]:
-    """Yields all bytes of a small tensor, sums of a large one that depend on each byte and its
-    place."""
+    """Yields all bytes of a small tensor, and sums of a large tensor that depend on each byte and
+    its place."""
     data = _memory(tensor)
     if len(data) <= WHOLE_BYTES:
         yield _bytes(data)

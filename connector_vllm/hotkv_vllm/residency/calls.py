@@ -1,8 +1,8 @@
 """The calls of resident requests to the server: to reserve room for all their blocks, and to pin
 stored blocks.
 
-Always true: a request has at most one call of each kind in flight. After the server was away it is
-asked again, and blocks that it does not pin at their old place are lost.
+Always true: a request has at most one call of each kind in flight. After the server was away, the
+calls are repeated. Blocks that the server does not pin at their old place are lost.
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ TURN_S = 2.0
 """Once a request has waited this long for room, reservations that were refused later are not
 retried."""
 OF_THE_SESSION = (Reason.UNKNOWN_SESSION, Reason.DUPLICATE_ID)
-"""Refusals that say nothing about the next session."""
+"""Refusals that concern only the present session."""
 CLOSED = -1
 """Stands for a stream without the residency."""
 
@@ -96,7 +96,7 @@ class ResidencyCalls:
             logger.info("hotkv: request %s waits for room in host memory: %s", one.request_id, why)
 
     def _opened(self, one: Resident, opened: ResidencyOpened) -> None:
-        """Notes that the server has room. If the server was away, asks it to pin the kept blocks
+        """Notes that the server has room. If the server was away, asks it to pin the known blocks
         again."""
         self._refused.pop(one.request_id, None)
         is_new = one.opened is None
@@ -124,14 +124,14 @@ class ResidencyCalls:
         self._compared.append((request_id, opened, is_same))
 
     def take_compared(self) -> list[tuple[str, ResidencyOpened, bool]]:
-        """Returns the requests for which a server that came back has answered: the pin under which
-        to read their bytes, and whether it holds them where they were."""
+        """Returns the answers of a server that came back: the request, the pin under which to read
+        its bytes, and whether the pinned blocks are at their old place."""
         return [self._compared.popleft() for _ in range(len(self._compared))]
 
     # ----------------------------------------------------------------------------------------- pins
 
     def ask(self, one: Resident, until: int) -> None:
-        """Asks the server to pin the blocks before `until` that are not kept yet. They must have
+        """Asks the server to pin the blocks before `until` that are not pinned yet. They must have
         names."""
         blocks = range(one.kept, min(until, len(one.names)))
         if one.asked is None and one.opened is not None and self._session.connected and blocks:

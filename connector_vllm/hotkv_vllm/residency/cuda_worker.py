@@ -179,7 +179,7 @@ class CudaSequences:
         self._lost.add(sequence.first_block)
 
     def lose_away(self, among: Iterable[CudaSequence], why: str) -> None:
-        """Marks those of these requests as lost that have blocks in host memory only."""
+        """Marks the requests in `among` as lost if they have blocks in host memory only."""
         for sequence in among:
             if self.is_away(sequence):
                 self.lose(sequence, why)
@@ -271,7 +271,7 @@ class CudaLayer:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRun:
-    """Rows [first, last) of the batch that one call of attention serves.
+    """Rows [first, last) of the batch, served by one call of attention.
 
     staged_blocks: number of pages in the staging area, for a run with a single row that attends to
         its whole context; 0 if the run attends to the layer's pages.
@@ -291,7 +291,7 @@ class HostBatch:
 
     @property
     def is_decode(self) -> bool:
-        """Whether all rows have at most one query, so that row r's query is token r."""
+        """Returns True if all rows have at most one query, so that row r's query is token r."""
         return int(np.diff(self.starts).max(initial=0)) <= 1
 
 
@@ -445,7 +445,7 @@ class CudaWorker:
         count = residents.num_complete(batch.device.num_rows, batch.device.num_tokens)
         selector.build(residents.complete_pages, residents.complete_rows, count)
         if not batch.is_decode:
-            # A row's query is its last token; only rows of one token decode.
+            # A row's query is its last token, because only single-token rows decode.
             places = torch.from_numpy(np.maximum(batch.starts[1:] - 1, 0).astype(np.int64))
             query = query.index_select(0, places.to(query.device, non_blocking=True))
         kind = str(query.dtype).removeprefix("torch.")
@@ -500,7 +500,7 @@ class CudaWorker:
 
     def find_lost(self) -> None:
         """Finds lost requests, as `ResidentSequences.find_lost`. Waits for the device if a request
-        of the step has blocks away: only then is it known what was read."""
+        of the step has blocks away: only then is it known which bytes were read."""
         away = [one for one in self._step if self.sequences.is_away(one) and not one.is_lost]
         if away:
             faults = self._work.device.read(self._work.faults)
@@ -525,7 +525,7 @@ class CudaWorker:
 
     def will_capture(self) -> None:
         """Notes that vLLM captures a graph, so that the next step resets all tables. Only vLLM's
-        model runner V2 tells connectors when it has captured all graphs."""
+        model runner V2 notifies connectors when it has captured all graphs."""
         self._has_captured = True
 
     def _reset_capture_state(self) -> None:

@@ -139,7 +139,7 @@ class PageCopier:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """A copy of these slots' pages of a layer into one of the areas."""
+    """A copy of a layer's pages, for these slots, into one of the areas."""
 
     layer_idx: int
     slots: I64
@@ -302,7 +302,7 @@ class ResidentPages:
     def copy_rows(
         self, layer: SparseLayer, name: str, pool: npt.NDArray[np.uint8], rows: I32, slots: I64
     ) -> None:
-        """Copies representations of one format from their slots into rows of `pool`."""
+        """Copies representations of a format from their slots into rows of `pool`."""
         row_bytes = layer.shape.row_bytes(name)
         place = self._places.representations[layer.index][name]
         to = pool.ctypes.data + rows.astype(np.int64) * row_bytes

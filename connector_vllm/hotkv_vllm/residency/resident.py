@@ -1,8 +1,9 @@
-"""One resident request on the scheduler side: which of its blocks the server holds, under which
-names, and what the workers know of that.
+"""A resident request on the scheduler side: its blocks in the server, their names, and what the
+workers know about them.
 
-Always true: `places` say where the first `kept` blocks are, in order and without gaps; a block
-keeps its name as long as the server holds the block.
+Always true:
+- `places` say where the first `kept` blocks are, in order and without gaps.
+- A block retains its name as long as the server holds the block.
 """
 
 import hashlib
@@ -23,12 +24,12 @@ from hotkv_vllm.sparse.rows import RowNames
 ENDLESS = 1 << 40
 
 
-# -------------------------------------------------------------------------------------- one request
+# ---------------------------------------------------------------------------------------- a request
 
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """One request. `num_blocks` is the most blocks that it may ever have.
+    """A request. `num_blocks` is the most blocks that it may ever have.
 
     Blocks:
     computed: most complete blocks that it has ever had.
@@ -47,7 +48,7 @@ class Resident:
     pin: the pin under which workers may read the kept blocks. It differs from `opened` while it is
         not known whether a server that came back holds the blocks where they were.
     refusal: why the server will never reserve room.
-    waited_s: for how long, up to `seen_s`, the server has accepted none of its blocks.
+    waited_s: for how long, up to `seen_s`, the server has not accepted any of its blocks.
     """
 
     state: RequestState
@@ -98,7 +99,7 @@ class Resident:
 
     @property
     def has_private_names(self) -> bool:
-        """Whether blocks were stored, or will be stored, under private names."""
+        """Returns True if blocks were stored, or will be stored, under private names."""
         return self.private_from < len(self.names)
 
     def name(self, hashes: Sequence[bytes], until: int, num_shared: int) -> Sequence[bytes]:
@@ -160,8 +161,9 @@ class Resident:
         return row
 
     def begin_anew(self, kept: int) -> None:
-        """Resets the request after vLLM has freed its blocks. Voids its private blocks. Of the rest
-        the server still holds the first `kept` blocks. The workers know nothing of it any more."""
+        """Resets the request after vLLM has freed its blocks. Voids its private blocks. The server
+        still holds the first `kept` of the other blocks. Everything must be sent to the workers
+        again."""
         self.kept = min(kept, self.private_from)
         self.told, self.told_pin, self.told_hot = 0, None, ()
         self.places = [place.up_to(self.kept) for place in self.places if place.first < self.kept]
@@ -175,8 +177,8 @@ class Resident:
 
 
 class ResidentRows:
-    """Builds the rows of a step's requests, which tell the workers where blocks are that are not on
-    the device.
+    """Builds the rows of a step's requests. They give the workers the location of blocks that are
+    not on the device.
 
     residents: by request id, the requests that outgrow the device.
     """

@@ -84,7 +84,7 @@ class ResidentRequests:
         return f"{self._prefix}-{next(self._numbers)}-{request_id}"
 
     def ended(self, request_id: str) -> None:
-        """Closes the request's residency. The next step tells the workers that the request has
+        """Closes the request's residency. The next step notifies the workers that the request has
         ended."""
         one = self._residents.pop(request_id, None)
         self._ended.append(request_id)
@@ -95,7 +95,7 @@ class ResidentRequests:
         return request_id in self._residents
 
     def residency_of(self, request_id: str) -> str:
-        """Returns the residency that pins stores of the request; empty for none."""
+        """Returns the residency that pins stores of the request; empty without a residency."""
         one = self._residents.get(request_id)
         return "" if one is None or one.opened is None else one.residency_id
 
@@ -165,8 +165,8 @@ class ResidentRequests:
         one.store_from(one.kept)
 
     def distrust(self) -> None:
-        """Makes all blocks private that are not kept yet, because no KV on the device is exact any
-        more."""
+        """Makes all blocks private that the server does not hold yet, because KV on the device has
+        become inexact."""
         for request_id in self._residents:
             self.reset(request_id)
 
@@ -207,8 +207,8 @@ class ResidentRequests:
     # ---------------------------------------------------------------------------------------- steps
 
     def step(self, scheduler_output: Any, rows: RowNames, now_s: float) -> ResidentStep:
-        """Returns what the workers must hear with the planned step. Must be called before vLLM
-        advances its requests, which `rows` knows."""
+        """Returns the step's message to the workers about resident requests. Must be called before
+        vLLM advances its requests, which `rows` knows."""
         for request_id in scheduler_output.preempted_req_ids or ():
             self._ended.append(request_id)
             if request_id in self._residents:
@@ -253,8 +253,8 @@ class ResidentRequests:
             one.computed, one.state.request.num_computed_tokens // self._block_tokens
         )
         is_waiting = one.opened is None or one.computed > one.kept
-        # In the queue it waits for vLLM, or for room in host memory. A slow step says nothing about
-        # the server.
+        # While queued, a request waits for vLLM or for room in host memory. A slow step says
+        # nothing about the server.
         is_queued = calls.is_connected and not self._pool.has_blocks(one.request_id)
         passed_s, one.seen_s = min(now_s - one.seen_s, SLOW_STEP_S), now_s
         if not is_waiting:

@@ -1,4 +1,4 @@
-"""The requests of a resident engine in one worker, from the scheduler's first row to their end, and
+"""The requests of a resident engine in a worker, from the scheduler's first row to their end, and
 the representations of their blocks.
 
 Always true:
@@ -90,7 +90,7 @@ class KeptRows:
             self._of(layer_idx, name, source)[rows] = source.pool[blocks]
 
     def _of(self, layer_idx: int, name: str, source: Source) -> U8:
-        """Returns a layer's rows of one format, uint8 [rows, H, N]."""
+        """Returns a layer's rows of a format, uint8 [rows, H, N]."""
         rows = self._rows.get((layer_idx, name))
         if rows is None or len(rows) < self._num_rows:
             grown = np.zeros((self._num_rows, *source.pool.shape[1:]), np.uint8)
@@ -100,12 +100,12 @@ class KeptRows:
         return rows
 
 
-# -------------------------------------------------------------------------------------- one request
+# ---------------------------------------------------------------------------------------- a request
 
 
 @dataclass(slots=True, eq=False)
 class ResidentSequence:
-    """One request.
+    """A request.
 
     addresses: int64, by position, address of the block's slot in this process; -1 if the server is
         not known to hold it.
@@ -136,7 +136,7 @@ class ResidentSequence:
 
     def kept(self, first: int, slots: I64, representations: I64) -> None:
         """Sets the addresses int64 [n] of blocks from `first` on, and of their representations; -1
-        for none."""
+        for a missing representation."""
         stop = first + len(slots)
         if stop > len(self.addresses):
             more = max(stop, 2 * len(self.addresses), _FIRST_BLOCKS) - len(self.addresses)
@@ -147,8 +147,8 @@ class ResidentSequence:
         self.representations[first:stop] = representations
 
     def hot_content(self, layer_idx: int) -> I32:
-        """Returns the position that each hot slot of a layer holds; -1 for none. The caller may
-        write it."""
+        """Returns the position that each hot slot of a layer holds; -1 for an empty slot. The
+        caller may write it."""
         content = self.content.get(layer_idx)
         if content is None or len(content) != len(self.hot_blocks):
             content = self.content[layer_idx] = np.full(len(self.hot_blocks), -1, np.int32)

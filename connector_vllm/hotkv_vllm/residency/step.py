@@ -1,4 +1,4 @@
-"""What the scheduler side tells the workers with each step about resident requests.
+"""The scheduler side's messages to the workers about resident requests, one per step.
 
 A worker's block tables still have the ids of blocks that the scheduler has freed. So each step says
 how far each request's blocks were freed, and where the server holds them.
@@ -61,7 +61,7 @@ class ResidentRow:
 
 @dataclass(frozen=True, slots=True)
 class ResidentStep:
-    """What a step says about resident requests.
+    """A step's message about resident requests.
 
     ended: requests that have ended or were preempted.
     lost: requests whose bytes the server has lost, to be reported with the step.

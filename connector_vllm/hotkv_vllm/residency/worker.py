@@ -1,10 +1,10 @@
-"""Decides what each row attends to if old blocks of a context are in host memory only.
+"""Decides which blocks each row attends to if old blocks of a context are in host memory only.
 
 Rows that the scheduler has named choose a hot set, as in `worker.SparseWorker`. Chosen blocks that
 are not on the device are copied from the mapped arena into the request's hot slots. These are
-blocks of vLLM's pool, so one call of vLLM's attention serves the whole batch. Rows that attend to
-everything (rows without a name, and rows whose selection raised) use a staging area of one layer,
-into which the whole context is copied.
+blocks of vLLM's pool, so a single call of vLLM's attention serves the whole batch. Rows that attend
+to everything (rows without a name, and rows whose selection raised) use a staging area of one
+layer, into which the whole context is copied.
 
 Always true: attention reads no freed block; a page copied from the arena counts only if the server
 still pinned it afterwards (`take_lost`). Otherwise the request is reported as lost, its token is
@@ -120,9 +120,9 @@ class ResidentWorker(SparseWorker):
         batch: Callable[[], Batch],
         query_of: Callable[[int], F32],
     ) -> Rewrite | None:
-        """Chooses what the rows attend to, as `SparseWorker.attend`. The answer may name a staging
-        area to use in place of the layer's pages. None: all rows attend to everything, in the
-        layer's pages."""
+        """Chooses the blocks that the rows attend to, as `SparseWorker.attend`. The answer may name
+        a staging area to use in place of the layer's pages. None: all rows attend to everything, in
+        the layer's pages."""
         plan = self._plans.get(layer.group)
         if not isinstance(plan, ResidentPlan) or plan.key is not key:
             plan = self._plans[layer.group] = self._resident_plan(layer, key, batch())
@@ -139,7 +139,7 @@ class ResidentWorker(SparseWorker):
         return rewrite
 
     def _resident_plan(self, layer: SparseLayer, key: object, batch: Batch) -> ResidentPlan:
-        """Forgets what the step has overwritten, and finds the request of each row."""
+        """Forgets the blocks that the step has overwritten, and finds the request of each row."""
         tokens, plan = layer.shape.block_tokens, ResidentPlan(key, batch)
         self._forget_written(layer, batch)
         num_queries = np.diff(batch.starts)

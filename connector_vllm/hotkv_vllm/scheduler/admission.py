@@ -188,7 +188,7 @@ class Admission:
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Begins the request's load into its allocated blocks, or releases its lease if vLLM loads
-        nothing."""
+        no block."""
         self.written.allocated(request, blocks)
         self.others.admitted(request.request_id)
         self.room.admitted(request.request_id, blocks)
@@ -241,7 +241,8 @@ class Admission:
             self._adapters.ended(request.request_id)
 
     def _finish(self, request: Any, block_ids: Any, all_is_there: bool) -> None:
-        # If a hook raises from here on, its fallback finds the state and releases what it holds.
+        # If a hook raises after this line, its fallback finds the state and releases its lease and
+        # load.
         state, cache = self.states.get(request.request_id), self._sharing.cache
         if state is None or cache is None:
             self.states.pop(request.request_id, None)
@@ -250,7 +251,7 @@ class Admission:
             self.loads.cancel(request.request_id)
         finder = cache.finder
         # vLLM counts tokens as computed from the moment their load begins, which vLLM 0.33 may have
-        # postponed. Until the load has ended the blocks hold nothing to store.
+        # postponed. Until the load has ended the blocks must not be stored.
         is_computed = (
             state.hit.phase not in (Phase.LOADING, Phase.GRANTED)
             and request.request_id not in self.failed_loads
@@ -320,7 +321,7 @@ class Admission:
 
 class WrittenBlocks:
     """Collects the blocks that are about to be written for the first time since vLLM reallocated
-    them. What was known of such blocks is void, and stores that read them must end.
+    them. Everything noted about such blocks is void, and stores that read them must end.
 
     There are three sources. A step's prefill and decode appear in its schedule, and loads of this
     connector in its plan. Loads of another connector beside this one only appear when vLLM says

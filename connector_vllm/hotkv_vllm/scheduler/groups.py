@@ -23,11 +23,11 @@ class CachedGroups:
     makes.
 
     Always true:
-    - A hit ends at a multiple of the alignment and leaves at least one token to compute.
+    - A hit ends at a multiple of the alignment and does not cover the last token.
     - A request that may not be shared has no shared names. So it gets no hit, and other requests
       can't find its stores. Its adapter is unknown, or vLLM's hashes don't cover its media.
 
-    draft_groups: indices of groups in which a hit requires the hash of one further block.
+    draft_groups: indices of groups in which a hit requires the hash of a further block.
     counts_media: True if vLLM's hashes name media by a counter. Requests with media then have no
         shared names.
     """
@@ -67,15 +67,16 @@ class CachedGroups:
         return self._adapters.keys(request)
 
     def hashes(self, request: Any, index: int) -> Sequence[bytes]:
-        """Returns the shared names of one group's blocks, as far as the request's tokens are
+        """Returns the shared names of a group's blocks, as far as the request's tokens are
         known."""
         return self._of_group(self.keys(request), index)
 
     def own_hashes(self, request: Any, index: int) -> Sequence[bytes]:
-        """Returns vLLM's hashes of one group's blocks; every request has them.
+        """Returns vLLM's hashes of a group's blocks; every request has them.
 
-        They distinguish the blocks of one request. They must be salted before they name blocks in
-        the server, because two requests with equal hashes may differ in what vLLM leaves out.
+        They distinguish the blocks of a request. They must be salted before they name blocks in the
+        server, because two requests with equal hashes may differ in inputs that vLLM's hash does
+        not cover.
         """
         return self._of_group(request.block_hashes, index)
 

@@ -7,13 +7,13 @@ longer than `Patience` allows.
 Always true:
 - A request has at most one lease. Every lease is released or expires.
 - An answer after its deadline is a miss, and its lease is released. While a late answer is
-  outstanding, requests without a call of their own are misses.
-- A hit leaves at least one token to compute.
+  outstanding, requests without a call in flight are misses.
+- A hit does not cover the last token, which is always computed.
 - Keys of a failed load are not offered again until the server answers for them or has a new epoch.
 - Representations never change the length of a hit.
 
 `HitFinder` does this. It uses the parts above it: `HiddenKeys`, `TableProbe`, arithmetic over the
-blocks of one hit, and `Patience`.
+blocks of a hit, and `Patience`.
 """
 
 import itertools
@@ -164,9 +164,9 @@ class TableProbe:
         return np.arange(len(hashes)) < first + longest_prefix(ready_at, max(0, left))
 
 
-# ---------------------------------------------------------------------------- the blocks of one hit
+# ------------------------------------------------------------------------------ the blocks of a hit
 
-# Arithmetic over the blocks of one hit: which of them its lease has pinned, which to load into
+# Arithmetic over the blocks of a hit: which of them its lease has pinned, which to load into
 # which block, and which need not be stored afterwards. Pure.
 #
 # Always true: only blocks that the lease pins are loaded.
@@ -186,8 +186,8 @@ def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
         num_blocks = hit.hit_tokens // spec.block_tokens
         mask = hit.represented.get(index)
         if mask is not None and not mask.all():
-            # Blocks that came without a representation are considered once more, so that they get
-            # one.
+            # Blocks that came without a representation are considered once more, to store their
+            # representation.
             positions = leased_positions(hit.leased[index], hit.left_out)
             num_blocks = min(num_blocks, int(positions[np.argmin(mask)]))
         found.append(num_blocks)
@@ -219,8 +219,8 @@ def load_runs(
     hit_tokens: int,
     null_block: int,
 ) -> list[LoadRun]:
-    """Returns what to load into which blocks for a hit of `hit_tokens`, per group. Returns an empty
-    list if the lease does not cover all of it."""
+    """Returns the blocks to load, and their destinations, for a hit of `hit_tokens`, per group.
+    Empty if the lease does not cover the hit."""
     runs = []
     for index, (spec, blocks) in enumerate(
         zip(groups.specs, needed_blocks(groups.specs, hit_tokens), strict=True)
@@ -247,7 +247,7 @@ def load_runs(
 ANSWER_PATIENCE_S = 0.002
 """Longest wait per step. With asynchronous scheduling the workers compute during the wait."""
 MOST_PASSED_BY = 63
-"""Most answers that are not waited for after a wait in vain."""
+"""After a wait in vain, at most this many answers are not waited for."""
 
 
 def _is_there_in(answer: "Future[Any]", seconds: float) -> bool:
@@ -366,7 +366,7 @@ class HitFinder:
         return answer
 
     def _match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
-        """Does the same without waiting."""
+        """Does the same as `match`, without waiting."""
         hit = state.hit
         num_failed = hit.failed_loads + hit.unproved_loads
         if not self._session.connected or num_failed > self._config.max_load_retries:
@@ -481,7 +481,7 @@ class HitFinder:
             answer.add_done_callback(lambda _: self._session.release(lease_id))
 
     def forget(self, state: RequestState, failed_too: bool = False) -> None:
-        """Drops what is known of the cache for a request, so that it is looked up anew. Releases
+        """Voids the answers about the cache for a request, so that it is looked up anew. Releases
         its lease, unless its load is under way.
 
         failed_too: also forget its failed loads.

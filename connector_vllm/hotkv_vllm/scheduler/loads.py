@@ -17,7 +17,7 @@ from hotkv_vllm.compat.residency import ResidentManager
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import LoadJob
 
-# ----------------------------------------------------------------------- what the workers are to do
+# ---------------------------------------------------------------------------- orders to the workers
 
 
 class LoadOrders:
@@ -109,7 +109,7 @@ class Quarantine:
     them. The load's own request need not wait, however.
 
     Always true: before a worker may report such a load as failed (it reads `held`), the pool counts
-    one more user of its blocks. So the blocks stay out of the pool when vLLM has freed the
+    another user of its blocks. So the blocks stay out of the pool when vLLM has freed the
     request's own use. They return to it when all ranks report in one step that their transfer is
     over.
 
@@ -204,7 +204,7 @@ class FailedLoads:
       would wait for ever. So the hit is dropped after ADMISSION_PATIENCE_S, and its request is
       computed.
     - vLLM leaves such a request at the head of its queue of requests that hold blocks, although it
-      holds none any more. If it does not fit, the requests behind it never free their blocks. If it
+      no longer holds any. If it does not fit, the requests behind it never free their blocks. If it
       is answered 'ask again' once, it moves to the ordinary queue.
     """
 
@@ -244,7 +244,7 @@ class FailedLoads:
         return bool(self._waiting) and now_s > granted_s + ADMISSION_PATIENCE_S
 
     def scheduled(self, request_ids: Iterable[str]) -> None:
-        """Removes requests that a step runs: vLLM reserves nothing for them any more."""
+        """Removes requests that a step runs: vLLM has dropped their reservations."""
         if self._waiting:
             self._waiting.difference_update(request_ids)
 
@@ -375,8 +375,8 @@ class OtherLoads:
     - vLLM counts tokens of an asynchronous load as computed from its start. A request is trusted
       again when a step runs it.
     - A synchronous load runs within the step that uses it, and its failure is known when the step's
-      output has arrived. Until then nothing is stored of the requests admitted since, because they
-      may build on its blocks. If the load failed, nothing is ever stored of them.
+      output has arrived. Until then no block is stored of the requests admitted since, because they
+      may build on its blocks. If the load failed, their blocks are never stored.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler side knows of one request of the engine, in parts with one owner each.
+"""The scheduler side's state of a request, in parts with one owner each.
 
 `HitState` belongs to `hits.HitFinder`, `StoreState` to `stores.StorePlanner`, `UseState` to
 `reports.UseReports`, `HitChoice` to `load_choice.LoadChoice`. Only the owner writes a part's
@@ -96,7 +96,7 @@ class StoreState:
 
 @dataclass(slots=True)
 class UseState:
-    """What is reported once of a request, and of its loads.
+    """The figures to report once about a request and its loads.
 
     device_hit_tokens: hit in the engine's own cache, as of the last call.
     external_tokens: tokens to come from hotkv, as of the last admission.
@@ -149,7 +149,7 @@ class HitChoice:
 
 @dataclass(slots=True)
 class RequestState:
-    """One request of the engine, from its arrival to its end.
+    """A request of the engine, from its arrival to its end.
 
     request: vLLM's request.
     asked: hints that came with the request.
@@ -179,5 +179,5 @@ class RequestState:
 
     @property
     def is_loading(self) -> bool:
-        """Whether a load of the request has begun and its end is not known yet."""
+        """Returns True if a load of the request has begun and its end is not known yet."""
         return self.hit.phase is Phase.LOADING

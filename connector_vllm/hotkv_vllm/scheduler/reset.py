@@ -1,10 +1,10 @@
 """Empties the shared cache of this key space on request (`reset_prefix_cache` with
 `reset_external`).
 
-Always true: from the reset on, this engine stores no block that was computed before it. It loads
-nothing until the server has accepted a flush that was sent after the last store of such a block
-ended. A flush that failed, or found no server, is retried while steps go on. A pause or a sleep of
-one engine is not such a reset (`checks.is_pausing`).
+Always true: after the reset, this engine stores no block that was computed before it. It does not
+load until the server has accepted a flush that was sent after the last store of such a block ended.
+A flush that failed, or found no server, is retried while steps go on. A pause or a sleep of an
+engine is not such a reset (`checks.is_pausing`).
 """
 
 import time
@@ -47,8 +47,8 @@ class CacheReset:
         """Flushes and waits for the answer, at most `timeout_s`. Returns False if a connected
         server did not flush.
 
-        Returns True without a server: nothing can be loaded, and the flush is sent when the server
-        is back.
+        Returns True without a server: loads are impossible then, and the flush is sent when the
+        server is back.
         """
         self.under_way = self._stores.is_held = True
         answer = self._session.flush()

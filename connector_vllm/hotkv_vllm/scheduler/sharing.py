@@ -3,13 +3,13 @@
 Always true:
 - There is a `cache` only while the ranks of the engine agree on a key space. It stands for the
   engine's weights as far as the ranks have reported them.
-- Nothing is offered or stored while a rank has no session, while the weights may have changed, or
+- Hits and stores are off while a rank has no session, while the weights may have changed, or
   while a reset is under way.
 
 Scheduler thread only. Waits for the server only at the start and after the weights have changed.
 
 `Sharing` decides. It uses the parts above it: `WorkerLinks` (which workers have a session),
-`Joining` (a start whose handshakes come late), `agree` (what the ranks must agree on) and
+`Joining` (a start whose handshakes come late), `agree` (the ranks' agreement) and
 `Assembly` (the parts that work over one key space).
 """
 
@@ -52,17 +52,17 @@ from hotkv_vllm.tracing.requests import RequestTraces, open_traces
 # -------------------------------------------------------------------------- sessions of the workers
 
 ABSENCE_PATIENCE_S = 5.0
-"""How long a worker may be without a session before a warning. Sessions reconnect by themselves,
-one after the other."""
+"""How long a worker may be without a session before a warning. Sessions reconnect by themselves, in
+sequence."""
 
 
 class WorkerLinks:
     """Tracks which of the engine's workers have a session with the server, as they report it.
     Scheduler thread only.
 
-    Always true: while a worker has no session, nothing is offered and no store is planned, because
-    that worker could neither load nor store. Workers report when their state changes, and in each
-    step that asks for it. Steps ask while a worker is absent.
+    Always true: while a worker has no session, hits and stores are off, because that worker could
+    neither load nor store. Workers report when their state changes, and in each step that asks for
+    it. Steps ask while a worker is absent.
     """
 
     def __init__(self) -> None:
@@ -85,9 +85,9 @@ class WorkerLinks:
         return bool(self._absent) and not self._heard
 
     def told(self, links: Mapping[int, str], now_s: float, is_connected: bool = True) -> None:
-        """Takes in the reports of workers.
+        """Processes the reports of workers.
 
-        links: by rank, why it has no session; empty if it has one.
+        links: by rank, why it has no session; empty if it has a session.
         is_connected: whether the scheduler's own session is connected.
         """
         if links:
@@ -135,10 +135,10 @@ class Joining:
     """The start of a connector whose handshakes come with a step's report, because vLLM has not
     forwarded them (MultiConnector).
 
-    Until all ranks have reported theirs the scheduler side stores and loads nothing, so there is
-    nothing to revoke. Requests that arrive before are kept and answered "ask again". The step that
-    this leaves empty brings the reports within milliseconds. A rank that never answers delays the
-    first requests once, by at most `JOINING_PATIENCE_S`.
+    Until all ranks have sent their handshakes, the scheduler side does not store or load, so it
+    need not revoke. Requests that arrive earlier are kept and answered "ask again". The next step
+    is therefore empty, and brings the reports within milliseconds. A rank that never answers delays
+    the first requests once, by at most `JOINING_PATIENCE_S`.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -184,12 +184,12 @@ class Joining:
         return taken
 
 
-# -------------------------------------------------------------------------- what the ranks agree on
+# ----------------------------------------------------------------------------- the ranks' agreement
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks have agreed on.
+    """The key space and settings on which all ranks agree.
 
     kinds: the kinds of representation.
     sparse_layers: (layer, vLLM's group) of each sparse layer.
@@ -205,8 +205,7 @@ class Agreement:
 def agree(
     handshakes: Sequence[HotKVHandshake], vllm_config: Any, kv_cache_config: Any
 ) -> Agreement:
-    """Returns what the handshakes of the ranks agree on. Maps the ranks' fences if stores need
-    words.
+    """Returns the agreement of the ranks' handshakes. Maps the ranks' fences if stores need words.
 
     An engine shares KV only if every rank has reported, all ranks are on the scheduler's machine,
     and they have the same key space. Raises Unsupported otherwise, with the reason for the engine's
@@ -261,12 +260,12 @@ def _revocations(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> Revoca
     return Revocations(places)
 
 
-# -------------------------------------------------------------------- what works over one key space
+# ----------------------------------------------------------------------- the parts over a key space
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What lives as long as the engine, across key spaces.
+    """The parts that live as long as the engine, across key spaces.
 
     counts_media: True if block hashes do not cover the content of images and other media.
     pool: the device's blocks.
@@ -300,8 +299,8 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The parts that work over one key space on the scheduler side. Made when the ranks agree, and
-    made again for another key space.
+    """The parts that work over a key space on the scheduler side. Created when the ranks agree, and
+    again for another key space.
 
     cache_groups: the groups, as vLLM numbers them.
     memory: the sequences of sparse decode; None without sparse decode.

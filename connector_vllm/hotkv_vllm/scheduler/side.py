@@ -165,8 +165,8 @@ class HotKVScheduler:
     # ---------------------------------------------------------------------------------------- reset
 
     def reset_cache(self) -> bool | None:
-        """Empties the shared cache of this key space, for all engines, and forgets what this side
-        knows of it.
+        """Empties the shared cache of this key space, for all engines, and voids this side's
+        knowledge of it.
 
         Returns False only if a connected server did not flush. Blocks `hotkv.reset_timeout_s` at
         most.
@@ -208,8 +208,8 @@ class HotKVScheduler:
                 cache.finder.give_up(state)
 
     def reset_broke(self) -> bool:
-        """Stops all loads and stores until a flush is accepted; running requests store none of
-        their blocks. Returns True for a pause, which needs no server and would otherwise fail."""
+        """Stops all loads and stores until a flush is accepted. Running requests do not store their
+        blocks. Returns True for a pause, which needs no server and would otherwise fail."""
         if self.sharing.cache is not None:
             self.sharing.cache.reset.hold()
         for state in self.requests.states.values():

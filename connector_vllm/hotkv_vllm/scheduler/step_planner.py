@@ -179,8 +179,8 @@ class StepPlanner:
         """Returns the work of a step whose planning raised.
 
         The blocks that the step reallocates are not known. So all stores are revoked, also those
-        that no worker has received. Loads that were to begin count as failed, and nothing that the
-        step computes is stored.
+        that no worker has received. Loads that were to begin count as failed, and the blocks that
+        the step computes are not stored.
         """
         self._exactness.step_was_lost()
         self._requests.others.lost()

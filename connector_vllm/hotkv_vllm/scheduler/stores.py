@@ -39,10 +39,10 @@ from hotkv_vllm.tracing.requests import RequestTrace
 
 
 class StorableBlocks:
-    """The blocks of one group that a hit could ever use, and that are therefore worth storing.
+    """The blocks of a group that a hit could ever use. Only these are worth storing.
 
     Hits end at multiples of the hit alignment. A block is reachable if such a boundary at or behind
-    the block's end needs it. A later boundary reaches back no further than an earlier one, so the
+    the block's end needs it. A later boundary never reaches further back than an earlier, so the
     first boundary behind the block decides. Reachability repeats along the prompt, so each group
     has a pattern of one period.
 
@@ -256,7 +256,7 @@ class MissingBlocks:
         ids: Int32s,
         wanted: BoolMask,
     ) -> list[BlockRun]:
-        """Returns the wanted blocks of `ids` as chains of neighbours, each no longer than a
+        """Returns the wanted blocks of `ids` as chains of neighbours, each at most as long as a
         store."""
         places = np.flatnonzero(wanted)
         chains = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []
@@ -285,8 +285,8 @@ class MissingBlocks:
 
 
 def portions(runs: Sequence[BlockRun]) -> list[list[BlockRun]]:
-    """Groups runs, in their order, into stores of at most STORE_BLOCKS blocks. Each run must be no
-    longer than that."""
+    """Groups runs, in their order, into stores of at most STORE_BLOCKS blocks. Each run must fit
+    into a store."""
     stores: list[list[BlockRun]] = []
     room = 0
     for run in runs:
@@ -347,10 +347,10 @@ class Tails:
         self.blocks = set()
 
 
-# ------------------------------------------------------------------------------- what a step stores
+# ----------------------------------------------------------------------------- the stores of a step
 
 Whose = tuple[Retention, str, RequestTrace | None]
-"""Properties that the blocks of one store share: retention, resident request (or empty), trace."""
+"""Properties that the blocks of a store share: retention, resident request (or empty), trace."""
 
 
 class StorePlanner:
@@ -392,7 +392,7 @@ class StorePlanner:
         )
         self.tails = Tails()
         self.is_held = False
-        """True: nothing new is stored, and every step waits for the stores in flight."""
+        """True: no new store begins, and every step waits for the stores in flight."""
         self.is_rekeying = False
         """The same, while it is not known which key space stands for the engine's weights."""
 
@@ -402,7 +402,7 @@ class StorePlanner:
     # ------------------------------------------------------------------------------------- requests
 
     def new_state(self) -> StoreState:
-        """Returns the state of a request of which nothing is stored yet."""
+        """Returns the state of a request before its first store."""
         first_check = min(group.block_tokens for group in self._cache_groups)
         return StoreState([0] * len(self._cache_groups), first_check)
 
@@ -413,9 +413,9 @@ class StorePlanner:
             mine[index] = max(mine[index], num_blocks)
 
     def reset(self, state: RequestState) -> None:
-        """Voids what was stored of the request. It stores anew, unless it holds blocks computed
-        before the reset. A resident request always stores anew: no other request finds its
-        blocks."""
+        """Voids the record of the request's stores. It stores anew, unless it holds blocks computed
+        before the reset. A resident request always stores anew: no other request finds its blocks.
+        """
         if self._residencies is not None and self._is_resident(state):
             self._residencies.reset(state.request.request_id)
         elif state.request.num_computed_tokens:
@@ -446,7 +446,10 @@ class StorePlanner:
         handoffs: Handoffs,
     ) -> list[tuple[RequestState, int]]:
         """Returns the requests that fill a block in this step, each with its number of computed
-        tokens after the step. `held`: requests of which nothing may be stored now."""
+        tokens after the step.
+
+        held: requests whose blocks may not be stored now.
+        """
         found = []
         for request_id, num_tokens in num_scheduled_tokens.items():
             state = requests.get(request_id)

@@ -47,14 +47,14 @@ class StoreFence:
         return f"StoreFence({self.revocations or 'workers take back'})"
 
     def take(self) -> int | None:
-        """Returns a word for a new store; 0 if it needs none. Returns None if all words are in use:
-        the store could not be revoked and must not be sent."""
+        """Returns a word for a new store; 0 if the store needs no word. Returns None if all words
+        are in use: the store could not be revoked and must not be sent."""
         if self.revocations is None:
             return 0
         return self.revocations.take() or None
 
     def revoke(self, index: int) -> None:
-        """Revokes the store of this word: from here on it commits nothing."""
+        """Revokes the store of this word: from here on it can't commit."""
         if self.revocations is not None:
             self.revocations.revoke(index)
 
@@ -88,7 +88,7 @@ class StoreInFlight:
     read: all blocks that it reads.
     ranks_left: number of ranks that have not reported its end.
     results: the ranks' results, `BlockResult` bytes.
-    fence_index: the word that revokes it; 0 for none.
+    fence_index: the word that revokes it; 0 without a word.
     planned_s: time of the plan, monotonic clock.
     request_id: the resident request that it belongs to, or empty.
     span: None if it is not traced.

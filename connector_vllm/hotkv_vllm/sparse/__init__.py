@@ -1,8 +1,8 @@
 """Sparse decode in CPU engines: attention to a hot set of blocks, chosen with each step's own
 query.
 
-`backend` is what vLLM calls for every layer; `worker` decides there what each row of the batch
-attends to, with `sequence` (one sequence's hot sets) and `pool` (representations of the engine's
-blocks). `rows` tells the worker, from the scheduler, which request a row is. `offloading` gives the
-same pieces the names of vLLM's RFC #37263. The arithmetic is `hotkv_sparse`.
+vLLM calls `backend` for every layer. There `worker` decides which blocks each row of the batch
+attends to. It uses `sequence` (hot sets of a sequence) and `pool` (representations of the engine's
+blocks). `rows` names each row's request to the worker, from the scheduler. `offloading` offers the
+same parts under the names of vLLM's RFC #37263. The arithmetic is in `hotkv_sparse`.
 """

@@ -56,7 +56,7 @@ class HotAttentionBackend(CPUAttentionBackend):
 
 
 class HotAttentionImpl(CPUAttentionBackendImpl):
-    """One layer's attention. `attach` makes it sparse."""
+    """A layer's attention. `attach` makes it sparse."""
 
     _sparse: "tuple[SparseWorker, SparseLayer] | None" = None
 
@@ -75,7 +75,8 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As vLLM's; decoding rows with a long context attend to their hot set."""
+        """Computes attention as vLLM does, but decode rows with a long context attend to their hot
+        set."""
         if self._sparse is not None and attn_metadata is not None:
             worker, sparse_layer = self._sparse
             try:
@@ -202,7 +203,10 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
 
 @dataclass(slots=True)
 class _Made:
-    """Metadata over the arrays of a rewrite. `key`: what its schedule was made for."""
+    """Metadata over the arrays of a rewrite.
+
+    key: the state for which its schedule was made.
+    """
 
     metadata: CPUAttentionMetadata
     key: tuple[bytes, int, int, int, str, torch.dtype] | None

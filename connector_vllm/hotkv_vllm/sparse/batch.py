@@ -1,6 +1,7 @@
-"""A step's batch as sparse decode sees it: its layers and rows, and the block tables it gives back.
+"""A step's batch as sparse decode sees it: its layers and rows, and the block tables that it
+returns.
 
-Always true: arrays of vLLM are views and are not written; a rewrite has arrays of its own.
+Always true: arrays of vLLM are views and are not written; a rewrite has its own arrays.
 
 Shapes: R rows, C blocks of a context, Q query heads, H KV heads, D channels, T tokens of a block.
 """
@@ -35,16 +36,18 @@ class SparseLayer:
     sink_logits: F32 | None = None
 
     def keys_of(self, blocks: I32) -> F32:
-        """Unpacked keys float32 [B, T, H, D] of blocks int32 [B]."""
+        """Returns the unpacked keys float32 [B, T, H, D] of blocks int32 [B]."""
         return self.pages.keys_of(blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's rows as vLLM's metadata has them, numpy views: `starts` [R + 1] of queries,
-    `seq_lens` [R], `tables` [R, ≥ C].
+    """A step's rows from vLLM's metadata, as numpy views.
 
-    `written_slots`: slots that the step has written; negative ones are padding.
+    starts: [R + 1], first query of each row.
+    seq_lens: [R].
+    tables: [R, ≥ C].
+    written_slots: slots that the step has written; negative slots are padding.
     """
 
     starts: I32
@@ -82,9 +85,13 @@ class SparseRow:
     def of(
         row: int, token: int, request_id: str, table_C: I32, rows_C: I32, context: "Context"
     ) -> "SparseRow":
-        """`table_C`: the row's block table; `rows_C`: where the blocks' representations are."""
+        """Returns the row.
+
+        table_C: the row's block table.
+        rows_C: the places of the blocks' representations.
+        """
         always = table_C[span(context.config, context.num_tokens, context.block_tokens).always]
-        # The partial block is the last one, so the tokens that do not exist yet are at the end.
+        # The last block may be partial, so the missing tokens are at the end.
         missing = len(table_C) * context.block_tokens - context.num_tokens
         num_tokens = len(always) * context.block_tokens - missing
         return SparseRow(row, token, request_id, context.num_tokens, rows_C, always, num_tokens)
@@ -92,11 +99,11 @@ class SparseRow:
 
 @dataclass(slots=True)
 class Rewrite:
-    """Block tables int32 [R, width] and lengths int32 [R] of the whole batch; the group's next
-    layer writes its own into the same arrays.
+    """Block tables int32 [R, width] and lengths int32 [R] of the whole batch. The group's next
+    layer overwrites these arrays.
 
-    `made`: what the engine's side has made around the arrays, once a step. `pages`: a tensor to
-    which the tables point in place of the layer's pages.
+    made: data that the engine's side builds around the arrays, once per step.
+    pages: a tensor to which the tables point in place of the layer's pages.
     """
 
     tables: I32
@@ -118,7 +125,7 @@ class StepPlan:
     rewritten: list[int] = field(default_factory=list)
 
     def restored(self) -> Rewrite:
-        """Returns the rewrite without what the layer before wrote."""
+        """Returns the rewrite, without the changes of the layer before."""
         batch = self.batch
         if self.rewrite is None:
             self.rewrite = Rewrite(batch.tables.copy(), batch.seq_lens.copy())
@@ -131,7 +138,10 @@ class StepPlan:
         return rewrite
 
     def rewritten_with(self, chosen: list[tuple[SparseRow, I32]], block_tokens: int) -> Rewrite:
-        """Writes what the rows of one layer attend to: `chosen` has positions int32 of blocks."""
+        """Writes the blocks that the rows of a layer attend to.
+
+        chosen: per row, the positions of the blocks, int32.
+        """
         rewrite = self.restored()
         self.rewritten = [one.row for one, _ in chosen]
         for one, blocks in chosen:

@@ -1,10 +1,10 @@
 """Calibrates the centres and axes of a model's keys: `python -m hotkv_vllm.sparse.calibrate --model
 MODEL --output centres.npz`.
 
-Runs the model once over ordinary text in a vLLM engine of its own, in this process, and takes every
-layer's keys and some queries where attention gets them: after RoPE, in the model's dtype. So it
-works for whatever model vLLM runs on a CPU with layers of plain full attention. The file is for
-`hotkv.sparse_centre`; what it holds is a property of model and context length, not of the text.
+Runs the model over ordinary text in a vLLM engine in this process. Records every layer's keys and
+some queries at the input of attention: after RoPE, in the model's dtype. So it works for any model
+that vLLM runs on a CPU with layers of plain full attention. The file is for `hotkv.sparse_centre`.
+Its contents depend on the model and the context length, not on the text.
 
 Shapes: S tokens of a context, N sampled tokens, Q query heads, H KV heads, D channels.
 """
@@ -35,12 +35,12 @@ from hotkv_sparse.centre_file import write_centres
 F32 = npt.NDArray[np.float32]
 DEFAULT_TOKENS = 8192
 QUERY_EVERY_TOKENS = 256
-"""Of the queries, which biases are measured with, one is kept of so many tokens."""
+"""One query of this many tokens is recorded. The queries serve to measure biases."""
 
 
 @dataclass(slots=True)
 class Recorder:
-    """Stands before one layer's attention and keeps what passes, of one context at a time."""
+    """Wraps a layer's attention and records its keys and queries, for one context at a time."""
 
     forward: Any
     kv_heads: int
@@ -68,7 +68,8 @@ class Recorder:
         *more: Any,
         **named: Any,
     ) -> Any:
-        """As the attention's `forward`. Runs that only try memory out come without metadata."""
+        """Records, then calls the attention's `forward`. vLLM's memory profiling passes no
+        metadata; it is not recorded."""
         if metadata is not None:
             self._keep(query, key, metadata.num_actual_tokens)
         return self.forward(layer, query, key, value, kv_cache, metadata, *more, **named)
@@ -88,8 +89,8 @@ class Recorder:
         self.num_tokens += num_tokens
 
     def take(self) -> tuple[F32, F32, list[int]]:
-        """Keys float32 [S, H, D] and queries float32 [N, Q, D] of the context, and the queries'
-        positions; the recorder is empty then."""
+        """Returns the keys float32 [S, H, D] and queries float32 [N, Q, D] of the context, and the
+        queries' positions; the recorder is empty then."""
         keys: F32 = torch.cat(self.keys).float().numpy()
         queries: F32 = torch.stack(self.queries).numpy()
         positions = self.positions
@@ -119,7 +120,7 @@ class ContextSums:
         self._moments: dict[int, AxesEstimate] = {}
 
     def add(self, layers: Mapping[int, Recorder]) -> None:
-        """Adds the recorded keys and queries of one context."""
+        """Adds the recorded keys and queries of a context."""
         for index, recorder in layers.items():
             keys_SHD, queries_NQD, positions = recorder.take()
             self._moments[index] = recorder.moments
@@ -128,8 +129,8 @@ class ContextSums:
             )
 
     def centres(self, model: str) -> Centres:
-        """Centre and biases of every layer, each bias the mean over contexts. INVALID_FIELD if
-        there were too few tokens."""
+        """Returns centre and biases of every layer; each bias is the mean over contexts. Raises
+        INVALID_FIELD if there were too few tokens."""
         layers = {}
         for index, contexts in self._contexts.items():
             calibrated = self._moments[index].axes()
@@ -158,14 +159,15 @@ def _bias(
 
 
 def default_text() -> str:
-    """English that comes with Python: the language reference, as `help()` has it."""
+    """Returns English text that comes with Python: the language reference of `help()`."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics.values())
 
 
 def contexts_of(texts: Mapping[str, str], tokenizer: Any, num_tokens: int) -> list[list[int]]:
-    """Returns the first `num_tokens` tokens of every text; ValueError if one is too short."""
+    """Returns the first `num_tokens` tokens of every text. Raises ValueError if a text is too
+    short."""
     contexts = []
     for name, text in texts.items():
         tokens = list(tokenizer.encode(text[: 16 * num_tokens]))[:num_tokens]
@@ -214,8 +216,8 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def calibrate(model: str, texts: Mapping[str, str], num_tokens: int, **engine: Any) -> Centres:
-    """Centres of a model from texts by name; ValueError or HotKVError (INVALID_FIELD) if that is
-    not possible. Blocks for minutes."""
+    """Returns the centres of a model from texts by name; ValueError or HotKVError (INVALID_FIELD)
+    if that is not possible. Blocks for minutes."""
     from vllm import LLM, SamplingParams
 
     settings = {

@@ -1,6 +1,6 @@
-"""What is measured of sparse decode: counters by layer, and samples of recall.
+"""Measures sparse decode: counters by layer, and samples of recall.
 
-Counters only grow; each `take` returns the growth since its last call. Counting costs a few
+Counters only grow; each `take` returns the growth since the last call. Counting costs a few
 additions of Python floats; tables are made only when counters are taken. A sample of recall reads
 every key of a context.
 
@@ -54,7 +54,7 @@ class LayerCounters:
     def add_step(
         self, index: int, attended: Attended, context_blocks: int, page_bytes: int
     ) -> None:
-        """Counts one selection of a layer whose blocks have pages of `page_bytes`."""
+        """Counts a selection of a layer whose blocks have pages of `page_bytes`."""
         row = self._rows[index]
         num_joined = attended.num_seeded + attended.num_corrected + attended.num_prefetched
         values = (
@@ -99,10 +99,11 @@ class LayerCounters:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """Quality of a selection.
+    """Quality of a selection that attended n blocks.
 
-    `recall`: share of the exactly heaviest blocks, as many as were selected, that was attended.
-    `mass`: exact share of the attention mass that was attended."""
+    recall: share of the n heaviest blocks, by exact attention, that was attended.
+    mass: exact share of the attention mass that was attended.
+    """
 
     recall: float
     mass: float
@@ -138,7 +139,7 @@ def measure(
     scale: float,
     attended: Attended,
 ) -> Recall:
-    """Measures what one row attended to against its exact attention."""
+    """Compares a row's selection with its exact attention."""
     share = block_mass(keys_of, query_QD, blocks_C, context_tokens, block_tokens, scale)
     best = top(share.astype(np.float32), len(attended.selection.blocks))
     return Recall(float(np.isin(best, attended.blocks).mean()), float(share[attended.blocks].sum()))

@@ -1,8 +1,8 @@
 """A CUDA device whose memory is torch's, for kernels that take part in an engine's step.
 
-What is always true: launches and copies go to the stream that torch uses at that moment, so a CUDA
-graph that vLLM captures has them, too. `write` does not wait: values pass through pinned memory,
-which torch keeps until the copy is done.
+Always true: launches and copies go to torch's current stream, so a CUDA graph that vLLM captures
+includes them. `write` does not wait: values pass through pinned memory, which torch retains until
+the copy is done.
 """
 
 from collections.abc import Sequence
@@ -22,19 +22,19 @@ class TorchDevice(CupyDevice):
         super().__init__(device.index or 0, torch.cuda.current_stream(device).cuda_stream)
 
     def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
-        """See `Device`."""
+        """Implements `Device`."""
         kind = torch.from_numpy(np.empty(0, dtype)).dtype
         return torch.zeros(tuple(shape), dtype=kind, device=self.device)
 
     def write(self, target: Array, start: Sequence[int], values: Host) -> None:
-        """See `Device`; here it does not wait, and `values` may be changed at once."""
+        """Implements `Device`. It does not wait, and the caller may change `values` at once."""
         assert isinstance(target, torch.Tensor)
         place = tuple(slice(at, at + size) for at, size in zip(start, values.shape, strict=True))
         pinned = torch.from_numpy(np.array(values)).pin_memory()
         target[place].copy_(pinned, non_blocking=True)
 
     def read(self, source: Array) -> Host:
-        """See `Device`."""
+        """Implements `Device`."""
         assert isinstance(source, torch.Tensor)
         found: Host = source.cpu().numpy()
         return found
@@ -47,6 +47,6 @@ class TorchDevice(CupyDevice):
         args: Sequence[Argument],
         shared_bytes: int = 0,
     ) -> None:
-        """See `Device`."""
+        """Implements `Device`."""
         self.use_stream(torch.cuda.current_stream(self.device).cuda_stream)
         super().launch(kernel, grid, threads, args, shared_bytes)

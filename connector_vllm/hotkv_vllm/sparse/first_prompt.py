@@ -1,11 +1,11 @@
 """Calibrates a rank's layers from the first prompt that the engine computes.
 
-Representations along principal axes (mix2) need to know how keys and queries of a layer lie. Until
-a layer has seen `ENOUGH_TOKENS` tokens it has no such representations, and its rows attend to
-everything; from then on its axes are fixed. The tokens count as if they lay all over the longest
-context that the engine takes: axes of a short prompt alone would fail further on
-(`hotkv_sparse.axes`). Tokens whose KV was found in a cache are not computed and tell nothing.
-Nothing here is shared: other engines see other prompts.
+Representations along principal axes (mix2) need the distribution of a layer's keys and queries. A
+layer has no such representations until it has seen `ENOUGH_TOKENS` tokens; until then its rows
+attend to everything. After that its axes are fixed. The tokens are treated as spread over the
+longest context that the engine accepts: axes of a short prompt alone would fail at later positions
+(`hotkv_sparse.axes`). Tokens whose KV came from a cache are not computed and don't count. Engines
+don't share this calibration, because they see different prompts.
 
 Shapes: N tokens of a step, R rows, H KV heads, Q query heads, D channels.
 """
@@ -53,7 +53,7 @@ class FirstPrompt:
 
     @staticmethod
     def of(layers: Iterable[SparseLayer], turning: Turning, then: Calibrated) -> "FirstPrompt":
-        """For those of the layers that are not calibrated."""
+        """Returns the calibration for the layers that are not calibrated yet."""
         shapes = {layer.index: layer.shape for layer in layers if not layer.shape.is_calibrated}
         return FirstPrompt(
             {index: (shape.kv_heads, shape.head_size) for index, shape in shapes.items()},
@@ -65,7 +65,8 @@ class FirstPrompt:
         return f"FirstPrompt({len(self.waiting)} layers wait)"
 
     def see(self, index: int, batch: Batch, keys_NHD: F32, queries_NQD: F32) -> None:
-        """Takes in what a waiting layer's step has computed; calls `then` once it is enough."""
+        """Records the keys and queries of a waiting layer's step. Calls `then` once there are
+        enough."""
         estimate = self.waiting[index]
         counts = np.maximum(np.diff(batch.starts), 0)
         first = np.repeat(batch.seq_lens - counts - batch.starts[:-1], counts)

@@ -1,16 +1,18 @@
 """Sparse offloading under the names of vLLM's RFC #37263: host memory holds every block, hot slots
-those that are attended.
+hold the attended blocks.
 
-`SparseOffloadingManager` is the scheduler's part: it says which blocks of a prefix matter, pins
-them while they are loaded, and gives out new blocks of host memory. `SparseOffloadingHandler` is
-the worker's part: one layer's step and the copies that it asks for. `BlockReprManager` (`pool`)
-keeps representations by host block. All three are thin: selection and hot sets are those of
-`hotkv_sparse`. Host memory is an array of this process (`ArrayPages`) or a residency of
-hotkv-server (`ResidencyPages`).
+`SparseOffloadingManager` is the scheduler's part: it selects the relevant blocks of a prefix, pins
+them while they are loaded, and allocates new blocks of host memory. `SparseOffloadingHandler` is
+the worker's part: a layer's step and the copies that it needs. `BlockReprManager` (`pool`) holds
+representations by host block. All three are thin: selection and hot sets come from `hotkv_sparse`.
+Host memory is an array of this process (`ArrayPages`) or a residency of hotkv-server
+(`ResidencyPages`).
 
-Always true: a block is attended only in a hot slot that holds its bytes; a new block stays in its
-hot slot until its copy in host memory is complete; a pinned host block is not given out again; a
-block is ready only when its copy in host memory is complete.
+Always true:
+- A block is attended only in a hot slot that holds its bytes.
+- A new block stays in its hot slot until its copy in host memory is complete. Only then is it
+  ready.
+- A pinned host block is not allocated again.
 
 Shapes: L layers, Q query heads, H KV heads, D channels, T tokens of a block, C blocks of the
 context, n blocks of one call, S blocks of the staging memory.
@@ -53,7 +55,7 @@ class LoadSpec:
 
 
 class SparseOffloadingManager:
-    """Host blocks by hash. The representations are those that `representations` has, by host block.
+    """Manages host blocks by hash. `representations` holds the representation of each host block.
     One thread."""
 
     def __init__(
@@ -81,12 +83,12 @@ class SparseOffloadingManager:
     def lookup_with_sparse(
         self, block_hashes: Sequence[bytes], query: F32, layer_idx: int
     ) -> tuple[I32, F32]:
-        """(selected_blocks, scores) of the longest prefix that is ready, for a query float32 [Q,
+        """Returns (selected_blocks, scores) of the longest ready prefix, for a query float32 [Q,
         D].
 
-        `selected_blocks` int32 are host blocks in the context's order, `scores` float32 their share
-        of the attention mass, inf where a block is kept whatever its score. The mass of those is
-        estimated, too: no keys are at hand here.
+        `selected_blocks` int32 are host blocks in the context's order. `scores` float32 are their
+        shares of the attention mass; inf for a block that is always attended. The mass of those
+        blocks is estimated too, because their keys are not available here.
         """
         rows = self._ready_prefix(block_hashes)
         context_tokens = len(rows) * self._block_tokens
@@ -121,7 +123,7 @@ class SparseOffloadingManager:
         return np.array(rows, np.int32)
 
     def prepare_sparse_load(self, selected_blocks: I32) -> LoadSpec:
-        """Pins the blocks until `complete_load`; INVALID_FIELD if one isn't ready."""
+        """Pins the blocks until `complete_load`. Raises INVALID_FIELD if a block isn't ready."""
         if not self._is_ready[selected_blocks].all():
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -143,8 +145,8 @@ class SparseOffloadingManager:
         np.subtract.at(self._pins, selected_blocks, 1)
 
     def prepare_store(self, block_hashes: Sequence[bytes]) -> I32:
-        """Host blocks int32 for new blocks, which are not ready before `complete_store`; OVERLOADED
-        if there are too few."""
+        """Allocates host blocks int32 for new blocks, which become ready in `complete_store`.
+        Raises OVERLOADED if there are too few."""
         fresh = [block_hash for block_hash in block_hashes if block_hash not in self._block_of]
         if len(fresh) > len(self._free):
             raise HotKVError(
@@ -160,7 +162,7 @@ class SparseOffloadingManager:
         return np.array([self._block_of[block_hash] for block_hash in block_hashes], np.int32)
 
     def complete_store(self, new_blocks: I32, success: bool = True) -> None:
-        """Host memory holds `new_blocks`, or, without success, they are free again."""
+        """Marks `new_blocks` as ready; frees them if the store failed."""
         for block in new_blocks.tolist():
             if block not in self._hash_of:
                 raise HotKVError(
@@ -182,7 +184,7 @@ class HostPages(Protocol):
     """Pages by layer and host block. One thread at a time."""
 
     def read(self, layer_idx: int, blocks: I32) -> U8:
-        """Pages uint8 [n, page bytes] of blocks that are stored."""
+        """Returns the pages uint8 [n, page bytes] of blocks that are stored."""
         ...
 
     def load(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
@@ -190,16 +192,17 @@ class HostPages(Protocol):
         ...
 
     def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        """Copies pages of `hot` to blocks [n]. Raises what keeps them from being stored."""
+        """Copies pages of `hot` to blocks [n]. Raises an error if they can't be stored."""
         ...
 
 
 class ArrayPages:
-    """Host memory of this process. `pages`: uint8 [L, blocks, page bytes], contiguous.
+    """Host memory of this process.
 
-    `copy_method`: as `SparseConfig.copy_method`. `memcpy` copies each run of blocks that is
-    contiguous on both sides, `batch` hands all blocks over in one call, `kernel` and `auto` run the
-    compiled loop of `PageCopier`.
+    pages: uint8 [L, blocks, page bytes], contiguous.
+    copy_method: as `SparseConfig.copy_method`. `memcpy` copies each run of blocks that is
+        contiguous on both sides, `batch` passes all blocks in a single call, `kernel` and `auto`
+        run the compiled loop of `PageCopier`.
     """
 
     def __init__(self, pages: U8, copy_method: str = "auto") -> None:
@@ -269,13 +272,13 @@ class _Staged:
 
 
 class ResidencyPages:
-    """A residency of hotkv-server: pages are read where the server's arena is mapped, without a
-    call; a block is stored once all layers have given their page of it, and read from then on only
-    as long as the server pins it.
+    """A residency of hotkv-server. Pages are read from the mapped arena, without a call. A block is
+    stored once all layers have provided their page of it. After that it is read only while the
+    server pins it.
 
-    `memory` uint8 [L, S, page bytes]: the engine's memory that `session` has registered, in which
-    blocks wait for their store; a server's slot has the pages of a block's layers in this order.
-    `layers`: indices of layers, in that order.
+    memory: uint8 [L, S, page bytes], the engine's memory that `session` has registered. Blocks wait
+        here for their store. A server's slot has the pages of a block's layers in this order.
+    layers: indices of layers, in that order.
     """
 
     def __init__(
@@ -305,12 +308,12 @@ class ResidencyPages:
 
     def open(self, sequence_id: str, num_blocks: int) -> None:
         """Reserves room for all blocks that a sequence may ever have. Raises HotKVError if the
-        server has none."""
+        server has no room."""
         answer = self._session.open_residency(sequence_id, {0: num_blocks})
         self._opened[sequence_id] = answer.result(self._timeout_s)
 
     def close(self, sequence_id: str) -> None:
-        """The server may forget the sequence's blocks."""
+        """Closes the sequence's residency, so that the server may evict its blocks."""
         del self._opened[sequence_id]
         self._session.close_residency(sequence_id)
         for block in [block for block, name in self._names.items() if name[0] == sequence_id]:
@@ -318,7 +321,8 @@ class ResidencyPages:
             self._offsets.pop(block, None)
 
     def name(self, sequence_id: str, first: int, hashes: Sequence[bytes], blocks: I32) -> None:
-        """These host blocks are the sequence's from its block `first` on, by these names."""
+        """Assigns these host blocks to a sequence, from its block `first` on, under these
+        hashes."""
         for place, (block_hash, block) in enumerate(
             zip(hashes, blocks.tolist(), strict=True), first
         ):
@@ -403,7 +407,7 @@ class ResidencyPages:
 
 @dataclass(frozen=True, slots=True)
 class SwapSpec:
-    """Copies of one sequence and layer: host block `blocks[i]`, at `positions[i]` of the context,
+    """Copies for a sequence and layer: host block `blocks[i]`, at `positions[i]` of the context,
     and hot slot `slots[i]`; int32 arrays.
 
     The copies go to the slots if `is_load`, else to host memory.
@@ -419,11 +423,11 @@ class SwapSpec:
 
 @dataclass(frozen=True, slots=True)
 class DecodeMetadata:
-    """One sequence in one layer. `block_table` int32: what to attend to, in order; the last block
-    holds the tokens up to `seq_len`.
+    """A sequence in a layer.
 
-    Given to `handle_layer`, it names host blocks of the whole context; what comes back names hot
-    slots.
+    block_table: int32, the blocks to attend to, in order. The last block holds the tokens up to
+        `seq_len`. The argument of `handle_layer` names host blocks of the whole context; its result
+        names hot slots.
     """
 
     sequence_id: str
@@ -433,8 +437,10 @@ class DecodeMetadata:
 
 @dataclass(slots=True)
 class _LayerState:
-    """A sequence in one layer. `pending` int32: complete blocks whose swap-out is yet to be asked
-    for, as positions in the context."""
+    """A sequence in a layer.
+
+    pending: int32, positions of complete blocks whose swap-out has not been requested yet.
+    """
 
     hot: HotSet
     has_begun: bool = False
@@ -445,10 +451,13 @@ class SparseOffloadingHandler:
     """Hot slots of every layer, cut into one region per sequence, and the copies between them and
     host memory.
 
-    `host`: pages of all blocks. `hot`: uint8 [layers, slots, page bytes].
-    `keys_of(pages)`: unpacked keys float32 [n, T, H, D] of pages uint8 [n, page bytes].
-    `slots_per_sequence` is what a hot set may hold. Decides in the caller's thread; copies run in
-    one of its own, in the order they were given.
+    host: pages of all blocks.
+    hot: uint8 [layers, slots, page bytes].
+    keys_of: returns unpacked keys float32 [n, T, H, D] of pages uint8 [n, page bytes].
+    slots_per_sequence: capacity of a hot set.
+
+    Decides in the caller's thread. Copies run in a thread of the handler, in the order in which
+    they were submitted.
     """
 
     def __init__(
@@ -508,8 +517,8 @@ class SparseOffloadingHandler:
             del self._states[owner]
 
     def extend(self, sequence_id: str, layer_idx: int, seq_len: int) -> int:
-        """The context has `seq_len` tokens; returns the hot slot of the last one's block. Call
-        before the step's keys are written."""
+        """Extends the context to `seq_len` tokens. Returns the hot slot of the last token's block.
+        Call before the step's keys are written."""
         block_tokens = self._layers[layer_idx].block_tokens
         where = span(self._config, seq_len, block_tokens)
         state = self._states.get((sequence_id, layer_idx))
@@ -539,11 +548,11 @@ class SparseOffloadingHandler:
     def handle_layer(
         self, attn_metadata: DecodeMetadata, layer_idx: int, query: F32
     ) -> tuple[DecodeMetadata, SwapSpec, SwapSpec]:
-        """(new_attn_metadata, swap_in_spec, swap_out_spec) of one layer's step with a query float32
-        [Q, D].
+        """Returns (new_attn_metadata, swap_in_spec, swap_out_spec) of a layer's step with a query
+        float32 [Q, D].
 
         Carry out the swap-in, attend with the new metadata, then carry out the swap-out. A
-        sequence's first step loads its whole selection, every other one at most
+        sequence's first step loads its whole selection, every later step at most
         `max_correction_blocks`.
         """
         sequence_id, table, seq_len = (
@@ -589,8 +598,8 @@ class SparseOffloadingHandler:
         )
 
     def _always_log_mass(self, metadata: DecodeMetadata, layer_idx: int, query: F32) -> F32:
-        """Exact log mass float32 [Q] of what is always kept, from hot slots where it is resident,
-        else from host memory."""
+        """Returns the exact log mass float32 [Q] of the blocks that are always attended, read from
+        hot slots where possible, else from host memory."""
         hot, block_tokens = (
             self._states[metadata.sequence_id, layer_idx].hot,
             self._layers[layer_idx].block_tokens,
@@ -608,7 +617,7 @@ class SparseOffloadingHandler:
         return exact_log_mass(query, keys_RHD[: len(keys_RHD) - excess])
 
     def _host_keys(self, layer_idx: int, blocks: I32) -> F32:
-        """Keys of host blocks; waits for copies that write them."""
+        """Returns the keys of host blocks; waits for copies that write them."""
         wait_futures(
             [
                 job
@@ -633,9 +642,10 @@ class SparseOffloadingHandler:
         copy(spec.layer_idx, spec.blocks, self._hot[spec.layer_idx], spec.slots)
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Waits until these jobs have ended; raises what they raised.
+        """Waits until these jobs have ended. Raises the error of a failed job.
 
-        Blocks that were swapped out may leave their hot slots from then on."""
+        Afterwards, blocks that were swapped out may leave their hot slots.
+        """
         jobs = [self._jobs.pop(job_id) for job_id in job_ids]
         wait_futures([job for _, job in jobs])
         for spec, job in jobs:

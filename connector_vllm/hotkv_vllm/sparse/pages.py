@@ -1,7 +1,7 @@
-"""One layer's pages as vLLM's CPU kernels write them, read without them: keys, and the mass that
-attention gives to some of them.
+"""Reads a layer's pages as vLLM's CPU kernels write them: keys, and the attention mass of some of
+them. Does not call vLLM's kernels.
 
-Never writes. Block numbers are the engine's; one outside the layer raises IndexError.
+Never writes. Block numbers are the engine's; a number outside the layer raises IndexError.
 
 Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels, n blocks to read.
 """
@@ -33,32 +33,32 @@ class KeyPages:
         self._address = 0
         self._bytes: U8 = np.empty((0, 0, 0), np.uint8)
         self.page_bytes = pages[0].numel() * pages.element_size()
-        """Bytes of one block: keys and values of all heads."""
+        """Bytes of a block: keys and values of all heads."""
 
     def __repr__(self) -> str:
         return f"KeyPages({list(self._pages.shape)}, {self._pages.dtype}, {self._packing})"
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The layer's pages."""
+        """Returns the layer's pages."""
         return self._pages
 
     def over(self, pages: torch.Tensor) -> "KeyPages":
-        """Other pages of the same layer."""
+        """Returns a reader of other pages of the same layer."""
         return KeyPages(pages, self._packing)
 
     def keys_of(self, blocks: I32) -> F32:
-        """Unpacked keys float32 [n, T, H, D]."""
+        """Returns unpacked keys float32 [n, T, H, D]."""
         keys: F32 = unpacked_keys(self._pages, torch.from_numpy(blocks), self._packing).numpy()
         return keys
 
     def log_mass(self, query_QD: F32, blocks: I32, num_tokens: int, scale: float) -> F32:
-        """logsumexp of q · k * scale, float32 [Q], over the first `num_tokens` tokens of `blocks`
-        int32, in their order; -inf of none."""
+        """Returns logsumexp of q · k * scale, float32 [Q], over the first `num_tokens` tokens of
+        `blocks` int32, in their order; -inf without tokens."""
         if not num_tokens or not self._is_plain():
             keys = self.keys_of(blocks)
             return exact_log_mass(query_QD, keys.reshape(-1, *keys.shape[2:])[:num_tokens], scale)
-        # Negative numbers are large ones where the sign is a digit.
+        # As uint32 a negative number is large, so a single comparison checks both bounds.
         if blocks.view(np.uint32).max() >= len(self._pages):
             raise IndexError(f"blocks {blocks.tolist()} of a layer that has {len(self._pages)}")
         out = np.empty(len(query_QD), np.float32)

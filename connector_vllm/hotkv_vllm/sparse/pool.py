@@ -1,13 +1,13 @@
 """Representations of the engine's blocks, by layer and block id, in memory that the server may map.
 
-What is always true: a block that is marked built holds the representation of the keys in its page.
-Whoever writes a page calls `forget` first; `update` builds from the pages what is missing,
-`mark_built` says that somebody else has written it. So it makes no difference how keys came: by
-prefill, decode, a local prefix hit, or a load.
-
-A row is written only while it is not marked, and a mark is cleared only when the block's page is
-written anew. A step that does so waits for the stores that read the block, so no row changes under
-a store.
+Always true:
+- A block that is marked built holds the representation of the keys in its page. Before a page is
+  written, `forget` must be called. `update` builds missing representations from the pages;
+  `mark_built` says that another writer has provided them. So the source of the keys does not
+  matter: prefill, decode, a local prefix hit, or a load.
+- A row is written only while it is not marked. A mark is cleared only when the block's page is
+  written anew. A step that does so waits for the stores that read the block, so a row never changes
+  under a store.
 
 Shapes: B blocks, T tokens of a block, H KV heads, D channels, N bytes of a block and head.
 """
@@ -35,7 +35,7 @@ KeysOf = Callable[[I32], F32]
 """Unpacked keys float32 [B, T, H, D] of the blocks int32 [B]."""
 
 BUILD_BLOCKS = 64
-"""Blocks built at a time: bounds what unpacked keys weigh."""
+"""Blocks built at a time: bounds the memory of unpacked keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +57,22 @@ class LayerShape:
 
     @property
     def is_calibrated(self) -> bool:
-        """True if representations of all formats can be built."""
+        """Returns True if representations of all formats can be built."""
         return self.axes is not None or not any(map(needs_axes, self.formats))
 
     def row_bytes(self, name: str) -> int:
-        """Bytes of one block's representation in a format."""
+        """Returns the bytes of a block's representation in a format."""
         return bytes_per_block(name, self.block_tokens, self.kv_heads, self.head_size)
 
     def centre_of(self, name: str) -> F32 | None:
-        """Returns the centre in a format; summaries have none."""
+        """Returns the centre in a format; None for summaries."""
         return self.mu if token_scorer(name) else None
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRows:
-    """Where a layer's representations of one format lie in the pool: block b's at byte `offset` + b
-    * `row_bytes`."""
+    """The place of a layer's representations of one format in the pool: block b is at byte `offset`
+    + b * `row_bytes`."""
 
     layer: int
     name: str
@@ -81,12 +81,12 @@ class PoolRows:
 
 
 class BlockReprManager:
-    """Owns the representations of all sparse layers. One thread. Memory is taken as blocks are
+    """Owns the representations of all sparse layers. One thread. Memory is allocated as blocks are
     built.
 
-    `fd`: the pool as a file that another process can map, open as long as this object lives; None
-    where there is none. `rows`: the pool's parts, layers ascending, each layer's formats in their
-    order.
+    fd: the pool as a file that another process can map, open as long as this object lives; None
+        without such a file.
+    rows: the pool's parts, layers ascending, each layer's formats in their order.
     """
 
     def __init__(self, layers: Mapping[int, LayerShape], keys_of: Mapping[int, KeysOf]) -> None:
@@ -139,8 +139,10 @@ class BlockReprManager:
         return self._built[layer_idx].copy()
 
     def forget(self, blocks: I32, layers: Sequence[int] | None = None) -> None:
-        """The pages of `blocks` are about to change, or have changed (`layers` None: in all
-        layers)."""
+        """Clears the marks of blocks whose pages are about to change, or have changed.
+
+        layers: None for all layers.
+        """
         for index in self._built if layers is None else layers:
             self._built[index][blocks] = False
 
@@ -154,8 +156,8 @@ class BlockReprManager:
         self._built[layer_idx][blocks] = True
 
     def update(self, layer_idx: int, new_blocks: I32) -> int:
-        """Builds what is missing of `new_blocks`, all of them complete; returns how many blocks
-        that were. None are built before the layer is calibrated."""
+        """Builds the missing representations of `new_blocks`, which must be complete. Returns the
+        number of blocks built; 0 before the layer is calibrated."""
         built, shape = self._built[layer_idx], self._layers[layer_idx]
         if not shape.is_calibrated:
             return 0
@@ -175,7 +177,7 @@ def _source(shape: LayerShape, name: str, pool: U8) -> Source:
 
 
 def _placed(layers: Mapping[int, LayerShape]) -> tuple[tuple[PoolRows, ...], int]:
-    """Returns the parts of a pool, each on memory pages of its own, and its size."""
+    """Returns the size of a pool and its parts. Each part begins on a new memory page."""
     rows, at = [], 0
     for index in sorted(layers):
         for name in layers[index].formats:
@@ -185,9 +187,10 @@ def _placed(layers: Mapping[int, LayerShape]) -> tuple[tuple[PoolRows, ...], int
 
 
 def _zeros(num_bytes: int) -> tuple[int | None, U8]:
-    """Zeroed memory, and the file behind it; None where the system gives no such file. The file is
-    allocated as a whole: what the server touched first would be charged to it, and it takes no file
-    with holes.
+    """Returns zeroed memory, and the file behind it; None if the system provides no such file.
+
+    The whole file is allocated here, for two reasons: memory that the server touches first would be
+    charged to the server, and it rejects a file with holes.
     """
     try:
         fd = os.memfd_create("hotkv-representations")

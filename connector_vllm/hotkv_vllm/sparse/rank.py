@@ -1,8 +1,8 @@
-"""Sparse decode of one rank, as the connector's worker side drives it from step to step.
+"""Sparse decode of a rank, as the connector's worker side drives it from step to step.
 
-What is always true: attention uses no representation of a block that was written since. If it is
-not known which blocks a step writes all are forgotten, and if that fails sparse decode is off. A
-fault here leaves rows that attend to everything, or blocks without representations.
+Always true: attention never uses a representation of a block that was written since. If it is not
+known which blocks a step writes, all representations are forgotten; if that fails, sparse decode is
+turned off. After a fault here rows attend to everything, or blocks have no representations.
 """
 
 import time
@@ -44,7 +44,7 @@ class SparseRank:
         edge: HookEdge,
         arena_of: Callable[[], Arena | None] = lambda: None,
     ) -> None:
-        """`arena_of`: the server's arena, as this process maps it now."""
+        """arena_of: returns the server's arena, as this process maps it now."""
         self.edge = edge
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -61,7 +61,7 @@ class SparseRank:
 
     @property
     def layers(self) -> tuple[tuple[int, int], ...]:
-        """(layer, vLLM's group) of the layers that decode sparsely."""
+        """Returns (layer, vLLM's group) of the layers that decode sparsely."""
         layers = self.worker.layers.values() if self.worker is not None else ()
         return tuple((layer.index, layer.group) for layer in layers)
 
@@ -91,7 +91,8 @@ class SparseRank:
 
     @property
     def lacks_residency(self) -> bool:
-        """Whether contexts were to be resident, and no layer is: no block may be given back."""
+        """Returns True if contexts were to be resident, but no layer is. Then no block may be freed
+        early."""
         return self._is_resident and self.worker is None and self.cuda is None
 
     def _install_cuda(self, config: SparseConfig, kv_caches: Mapping[str, Any]) -> None:
@@ -110,7 +111,7 @@ class SparseRank:
 
     @hook(nothing, is_part=True)
     def opened(self) -> None:
-        """The session is open. On CUDA the arena is made readable now, before graphs are
+        """Handles the opened session. On CUDA it makes the arena readable now, before graphs are
         captured."""
         if self.cuda is not None and not self.cuda.map_arena():
             logger.warning(
@@ -130,7 +131,7 @@ class SparseRank:
         self.will_write(np.arange(self._kv_cache_config.num_blocks, dtype=np.int32))
 
     def begin_step(self, meta: HotKVMetadata) -> None:
-        """Takes in what the scheduler says of a step's rows and blocks."""
+        """Receives the scheduler's data about a step's rows and blocks."""
         rows = meta.sparse_rows or SparseRows()
         if self.cuda is not None:
             self.cuda.begin_resident(meta.resident or ResidentStep(), rows)
@@ -142,8 +143,8 @@ class SparseRank:
             self.worker.begin_step(rows)
 
     def find_lost(self, request_ids: Iterable[str]) -> set[str]:
-        """Those of these requests whose bytes in host memory were gone as the step read them, or
-        in an earlier step. Call it after the step's last layer."""
+        """Returns the requests among `request_ids` whose bytes in host memory were lost before this
+        step, or before an earlier step, read them. Call it after the step's last layer."""
         asked = set(request_ids)
         if asked and self.cuda is not None:
             self.cuda.find_lost()
@@ -154,14 +155,15 @@ class SparseRank:
         return set()
 
     def take_lost(self) -> set[int]:
-        """First blocks of requests whose bytes in host memory are gone."""
+        """Returns the first blocks of requests whose bytes in host memory were lost."""
         if self.cuda is not None:
             return self.cuda.take_lost()
         worker = self.worker
         return worker.residents.take_lost() if isinstance(worker, ResidentWorker) else set()
 
     def lost_broke(self) -> set[int]:
-        """It is not known which bytes are gone: all of them."""
+        """Returns the first blocks of all requests with blocks in host memory: it is not known
+        which bytes were lost."""
         if self.cuda is not None:
             return self.cuda.all_away()
         worker = self.worker
@@ -190,7 +192,7 @@ class SparseRank:
 
     @hook(nothing, is_part=True)
     def sparse_report(self, report: HotKVWorkerMetadata) -> None:
-        """Adds to the report what was counted and selected since the last one."""
+        """Adds the counts and selections since the last report."""
         worker = self.cuda if self.worker is None else self.worker
         if worker is not None:
             for name, value in worker.take_counters().items():

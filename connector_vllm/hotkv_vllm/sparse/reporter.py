@@ -1,9 +1,9 @@
-"""The worker's side of telling the server about sparse decode: reports leave after a step.
+"""The worker's reports to the server about sparse decode. A report is sent after a step.
 
-What is always true: nothing that was selected or counted is left out of the reports of a worker
-that goes on stepping; a report leaves once in `REPORT_INTERVAL_S`, and with every step that names
-ended requests, whose last selections it then holds. So most steps only read the clock. The server
-counts a block as used once a second at most, so more reports would add nothing.
+Always true: the reports of a worker that goes on stepping include every selection and count. A
+report is sent once in `REPORT_INTERVAL_S`, and with every step that names ended requests, whose
+last selections it then holds. So most steps only read the clock. The server counts a use of a block
+at most once a second, so more reports would add no information.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,10 @@ Positions = dict[str, I32]
 class SparseReport:
     """The activity of sparse decode since the last report.
 
-    `positions`: what any layer has selected. `layers`: growth of counters by layer index and the
-    names of `SPARSE_COUNTERS`. `ended`: requests that the scheduler has asked for, whose last
-    selections are in this report or an earlier one.
+    positions: by request, the blocks that any layer has selected.
+    layers: growth of counters by layer index and the names of `SPARSE_COUNTERS`.
+    ended: requests for which the scheduler has asked, whose last selections are in this report or
+        an earlier one.
     """
 
     positions: Positions = field(default_factory=dict)
@@ -38,8 +39,8 @@ class SparseReport:
         return not (self.positions or self.layers or self.ended)
 
     def join(self, other: "SparseReport") -> "SparseReport":
-        """Joins the reports of two ranks, or two of one: all positions and ended requests, sums of
-        counters."""
+        """Joins two reports, of different ranks or of the same rank: all positions and ended
+        requests, sums of counters."""
         positions = dict(self.positions)
         for request_id, more in other.positions.items():
             known = positions.get(request_id)
@@ -72,7 +73,7 @@ class SparseReporter:
             self._report = self._report.join(last)
 
     def after_step(self, now_s: float) -> SparseReport | None:
-        """Returns the report that is due; None if none is."""
+        """Returns the report if it is due; None otherwise."""
         if now_s < self._due_s and not self._report.ended:
             return None
         self._due_s = now_s + REPORT_INTERVAL_S

@@ -1,13 +1,13 @@
 """Decides which rows of a step attend sparsely, and names them to the workers.
 
-What is always true: the scheduler side decides alone, once a step (`RowNames.of_step`). Attention,
-the kernels on CUDA and `identity.exactness` read that decision and make none of their own. A row
-that is not named attends to its whole context; a row that is named may do so too, for instance
-after a fault, and counts as inexact all the same.
+Always true: the scheduler side decides alone, once per step (`RowNames.of_step`). Attention, the
+kernels on CUDA and `identity.exactness` read that decision and never decide themselves. A row
+without a name attends to its whole context. A named row may do so too, for instance after a fault,
+and counts as inexact all the same.
 
 A worker's attention sees block tables, not requests. The block that a decode step writes belongs to
-one request alone: shared blocks are complete, and complete blocks are not written. So the pair
-(block being written, request) identifies rows, in whatever order the runner gives them, and also
+a single request: shared blocks are complete, and complete blocks are not written. So the pair
+(block being written, request) identifies rows, in whatever order the runner passes them, and also
 after preemption, which changes all block ids.
 """
 
@@ -21,8 +21,11 @@ from hotkv_sparse import SparseConfig
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """The rows of one step that attend sparsely: `block_ids[i]` is the block that request
-    `request_ids[i]` writes (one pair per group). `ended`: requests that have ended."""
+    """The rows of a step that attend sparsely: request `request_ids[i]` writes block
+    `block_ids[i]`, one pair per group.
+
+    ended: requests that have ended.
+    """
 
     block_ids: tuple[int, ...] = ()
     request_ids: tuple[str, ...] = ()
@@ -31,12 +34,12 @@ class SparseRows:
 
 @dataclass(frozen=True, slots=True)
 class ResidentOnly:
-    """What limits the decision on CUDA, where only requests that outgrow the device (`outgrows`)
-    have kernels that attend sparsely.
+    """Limits the decision on CUDA, where only requests that outgrow the device (`outgrows`) have
+    kernels that attend sparsely.
 
-    `replays_decode`: steps in which every row has one token may be replayed from CUDA graphs. A
-    graph stages no contexts, so there a row some of whose blocks are in host memory only
-    (`has_away`) must attend sparsely, whatever its token is.
+    replays_decode: steps in which every row has one token may be replayed from CUDA graphs. A graph
+        can't stage contexts, so a row with blocks in host memory only (`has_away`) must then attend
+        sparsely, whatever its token is.
     """
 
     outgrows: Callable[[str], bool]
@@ -53,8 +56,9 @@ class RowNames:
         groups: Sequence[tuple[int, int]],
         limits: ResidentOnly | None = None,
     ) -> None:
-        """`groups`: (vLLM's group, its block tokens) of each full attention group. `limits`: None
-        in a CPU engine, where any row can attend sparsely or not."""
+        """groups: (vLLM's group, its block tokens) of each full attention group.
+        limits: None in a CPU engine, where any row can attend sparsely or not.
+        """
         self._min_tokens = config.min_context_tokens
         self._groups = tuple(groups)
         self._limits = limits
@@ -73,7 +77,7 @@ class RowNames:
             self._ended.append(request_id)
 
     def request(self, request_id: str) -> Any:
-        """vLLM's request of this id; None if it is not known."""
+        """Returns vLLM's request of this id; None if it is not known."""
         return self._requests.get(request_id)
 
     def of_step(self, scheduler_output: Any) -> SparseRows:
@@ -111,8 +115,8 @@ class RowNames:
         return SparseRows(tuple(block_ids), tuple(request_ids), ended)
 
     def _is_sparse(self, request: Any, is_replayed: bool) -> bool:
-        """Returns True for a row of one token behind its prompt with a long context, if the device
-        can do that, and for one that a graph could not attend to otherwise."""
+        """Returns True for a decode row with a long context, if the device can attend sparsely, and
+        for a row that a replayed graph could not attend to otherwise."""
         position, limits = request.num_computed_tokens, self._limits
         decodes = position >= request.num_prompt_tokens and position + 1 >= self._min_tokens
         if limits is None:
@@ -126,8 +130,8 @@ _NAMES_OF: "WeakValueDictionary[str, RowNames]" = WeakValueDictionary()
 
 
 def announce(engine_id: str, names: RowNames) -> None:
-    """Tells other connectors of this engine, beside hotkv in vLLM's MultiConnector, that it decodes
-    sparsely."""
+    """Makes it known to other connectors of this engine, beside hotkv in vLLM's MultiConnector,
+    that it decodes sparsely."""
     _NAMES_OF[engine_id] = names
 
 

@@ -1,12 +1,12 @@
-"""Decides, step by step, what one sequence attends to in one layer.
+"""Decides, step by step, which blocks a sequence attends to in a layer.
 
-What is always true: sinks, recent window and the partial block are attended; after the first step
-at most `max_correction_blocks` others join the hot set within a step; what a step would have wanted
-beyond that joins at the next, through spare slots.
+Always true: sinks, recent window and the partial block are attended. After the first step, at most
+`max_correction_blocks` other blocks join the hot set within a step. Further wanted blocks join in
+the next step, through spare slots.
 
 The first step fills the hot set, twice the budget, with the best blocks: prefill has just had all
-of them on the device. Where all blocks of a context stay in the engine, as here, every complete
-block counts as one that host memory has.
+of them on the device. If all blocks of a context stay in the engine, as here, every complete block
+counts as a block in host memory.
 """
 
 from collections.abc import Mapping
@@ -26,11 +26,14 @@ NO_BLOCKS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """One step of one layer: attend to `blocks` int32, ascending positions in the context.
+    """A step of a layer: attend to `blocks` int32, ascending positions in the context.
 
-    Counts of blocks: `num_seeded` joined in the first step, `num_corrected` with the fresh query,
-    `num_prefetched` from the step before; `num_hits` of `num_wanted` selected ones (always kept
-    ones aside) were resident before.
+    Counts of blocks:
+    num_seeded: joined in the first step.
+    num_corrected: joined with the fresh query.
+    num_prefetched: joined from the step before.
+    num_wanted: selected, without the blocks that are always attended.
+    num_hits: the wanted blocks that were resident before.
     """
 
     blocks: I32
@@ -43,7 +46,7 @@ class Attended:
 
 
 class LayerSequence:
-    """The hot set of one sequence and layer, shared by the layer's KV heads."""
+    """The hot set of a sequence and layer, shared by the layer's KV heads."""
 
     def __init__(self, config: SparseConfig, layer: int, block_tokens: int) -> None:
         self._config = config

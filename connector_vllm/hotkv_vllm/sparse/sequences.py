@@ -1,13 +1,13 @@
-"""The scheduler's side of telling the server about sparse decode: sequences on the server, one per
+"""The scheduler's reports to the server about sparse decode: sequences on the server, one per
 request and group.
 
-A sequence begins when a request with a long prompt arrives, or when one has grown to it; it grows
-as blocks complete, and ends once the workers have given the request's last selections, with the
-step after the end. What workers report goes out in one message.
+A sequence begins when a request with a long prompt arrives, or when a request has grown long. It
+grows as blocks complete. It ends with the step after the request's end, once the workers have
+reported the request's last selections. The reports of all workers go out in one message.
 
-What is always true: nothing here waits, and no request depends on it; a server that comes back is
-told anew of the requests that still run; a server that does not answer is sent nothing more until
-it does. Bounded: `MAX_FOLLOWED` requests, `MAX_UNANSWERED` calls and the ends of those requests.
+Always true: nothing here waits, and no request depends on it. After a restart the server learns
+again of the requests that still run. No further message is sent to a server until it answers.
+Bounded: `MAX_FOLLOWED` requests, `MAX_UNANSWERED` calls and the ends of those requests.
 """
 
 import itertools
@@ -35,10 +35,10 @@ HashesOf = Callable[[Any, int], Sequence[bytes]]
 
 
 class StreamCount:
-    """Counts how often the session has found a server; all sequences end with the stream that they
-    were created in.
+    """Counts how often the session has found a server. All sequences end with the stream in which
+    they were created.
 
-    Called by the session's thread; `then` is told as well.
+    The session's thread calls it; it then calls `then`.
     """
 
     def __init__(self, then: Callable[[LinkState, str], None]) -> None:
@@ -60,12 +60,13 @@ class SparseGroup:
 
 @dataclass(slots=True, eq=False)
 class _Followed:
-    """A request. `ids`: its sequences, one a group, in stream `stream`; none before they were
-    created.
+    """A request.
 
-    `num_sent`: blocks that the server knows, a group; another is complete at `next_tokens`.
-    `answers`: those that were not looked at. `has_decoded`: its first sparse step has been planned.
-    `end_by_s`: when it ends without the last selections, once the request has ended.
+    ids: its sequences, one per group, in stream `stream`; empty before they were created.
+    num_sent: blocks that the server knows, per group. The next block is complete at `next_tokens`.
+    answers: answers that were not read yet.
+    has_decoded: its first sparse step has been planned.
+    end_by_s: when it ends without the last selections, once the request has ended.
     """
 
     request: Any
@@ -93,8 +94,8 @@ class SparseSequences:
         self._session = session
         self._streams = streams
         self._groups = tuple(groups)
-        # A worker gives positions of all its layers together, which mean the same blocks only where
-        # blocks are of one size.
+        # A worker reports the positions of all its layers together. They name the same blocks only
+        # if all blocks have the same size.
         self._is_even = len({group.block_tokens for group in groups}) == 1
         self._hashes_of = hashes_of
         self._min_tokens = min_context_tokens
@@ -152,10 +153,11 @@ class SparseSequences:
     def step(
         self, rows: SparseRows, requests: Mapping[str, RequestState], now_s: float
     ) -> tuple[str, ...]:
-        """For the step that is planned: ended requests whose last selections the workers are to
-        give.
+        """Processes the planned step. Returns ended requests whose last selections the workers must
+        report.
 
-        `rows`: its sparse rows. `requests`: those whose KV others may use.
+        rows: the step's sparse rows.
+        requests: requests whose KV may be shared.
         """
         self._notice_stream()
         can_send = self._can_send()
@@ -177,7 +179,7 @@ class SparseSequences:
         return named
 
     def reported(self, report: SparseReport) -> None:
-        """Takes in what the workers report of a step, joined over all ranks."""
+        """Processes the workers' report of a step, joined over all ranks."""
         for index, growth in report.layers.items():
             counters = self._counters.setdefault(index, {})
             for name, value in growth.items():

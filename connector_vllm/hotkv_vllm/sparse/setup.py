@@ -34,8 +34,8 @@ def install(
     kv_caches: Mapping[str, torch.Tensor],
     centres: Centres | None = None,
 ) -> SparseWorker:
-    """Attaches a worker to all layers that may be sparse. Raises Unsupported if there are none, or
-    no kernels for the CPU."""
+    """Attaches a worker to all layers that may be sparse. Raises Unsupported if there is no such
+    layer, or the CPU has no kernels."""
     if not native.available():
         raise Unsupported(native.why_unavailable())
     from hotkv_vllm.sparse.backend import HotAttentionImpl
@@ -84,7 +84,8 @@ def install(
 
 
 def _turning(layers: list[SparseLayer], vllm_config: Any) -> Turning:
-    """What layers that calibrate themselves need to know. Raises Unsupported if it is not known."""
+    """Returns the key rotation, which layers need to calibrate themselves. Raises Unsupported if it
+    is not known."""
     sizes = {layer.shape.head_size for layer in layers if not layer.shape.is_calibrated}
     if not sizes:
         return NO_TURNING

@@ -1,10 +1,10 @@
 """Describes a rank's representations to the server: their kinds, and the place of their bytes.
 
-One kind for each KV cache group that has sparse layers. A slot holds, per rank, all sparse layers
-of the group in the model's order, and of each layer its formats in the order that the configuration
-names them. The kind's version covers all that gives those bytes their meaning, so engines of
-unequal scorers, dense layers, centres or axes never share any. Engines that calibrate themselves
-share none at all.
+There is one kind for each KV cache group that has sparse layers. A slot holds, per rank, all sparse
+layers of the group in the model's order, and of each layer its formats in the order of the
+configuration. The kind's version covers everything that gives the bytes their meaning. So engines
+with different scorers, dense layers, centres or axes never share representations. Engines that
+calibrate themselves never share any.
 """
 
 import hashlib
@@ -28,8 +28,10 @@ HANDLE = "representations"
 
 @dataclass(frozen=True, slots=True)
 class SharedPool:
-    """The pool of a rank. `kinds`: one a group, in the order of the groups; `tensors` names them by
-    that order, from 0 on."""
+    """The pool of a rank.
+
+    kinds: one per group, in the order of the groups. `tensors` names them by that order, from 0 on.
+    """
 
     kinds: tuple[Representation, ...]
     tensors: tuple[PageTensor, ...]
@@ -103,8 +105,8 @@ def _name(layers: Sequence[SparseLayer]) -> str:
 
 
 def _version(layers: Sequence[SparseLayer], centres: Centres | None) -> int:
-    """63 bits over number, format and meaning of each layer's bytes; the same in all ranks, so
-    centres count as a whole."""
+    """Returns 63 bits over number, format and meaning of each layer's bytes. The result is the same
+    in all ranks, so it covers the centres of all layers."""
     parts = []
     for layer in layers:
         mu = centres.mu(layer.index) if centres is not None else None

@@ -1,12 +1,15 @@
-"""Decides, for every layer of a step, what each row of the batch attends to.
+"""Decides, for every layer of a step, which blocks each row of the batch attends to.
 
-What is always true: only rows that the scheduler has named (`rows`) may be sparse; all others keep
-their block table and length. A row that is sparse keeps the order of its blocks and ends with its
-last one, so that its length says how many tokens of that one count. Where hot set and context are
-the same, the row is left alone: a budget that covers the context is exact.
+Always true:
+- Only rows that the scheduler has named (`rows`) may be sparse; all other rows retain their block
+  table and length.
+- A sparse row retains the order of its blocks and ends with its last block, so its length tells how
+  many tokens of the last block count.
+- If hot set and context are the same, the row is unchanged: a budget that covers the context is
+  exact.
 
-Dense are: rows the scheduler has not named, layers that were not attached, layers whose
-representations are not calibrated yet, layers that keep failing.
+Dense are: rows without a name, layers that were not attached, layers whose representations are not
+calibrated yet, layers that keep failing.
 
 Shapes: R rows, C blocks of a context, Q query heads, H KV heads, D channels, T tokens of a block.
 """
@@ -51,10 +54,10 @@ class LayerFaults:
     """Turns sparse attention off for a layer that keeps failing: an exception in every step would
     cost more than dense attention. The caller counts the steps.
 
-    A layer that has failed `MAX_IN_A_ROW` times without a good step between rests for
+    A layer that has failed `MAX_IN_A_ROW` times without a good step between is turned off for
     `FIRST_REST_STEPS` steps, then for twice as many with each further fault, up to
-    `LONGEST_REST_STEPS`. One good step resets this. The first fault and the first rest of a layer
-    are logged, once each.
+    `LONGEST_REST_STEPS`. A good step resets this. The first fault and the first rest of a layer are
+    logged, once each.
     """
 
     def __init__(self) -> None:
@@ -105,14 +108,17 @@ class LayerFaults:
 
 @dataclass(slots=True)
 class _Sequence:
-    """One request. `layers` by name; `selected` bool: positions that were selected since somebody
-    asked."""
+    """A request.
+
+    layers: by name.
+    selected: bool, positions that were selected since the last report.
+    """
 
     layers: dict[str, LayerSequence] = field(default_factory=dict)
     selected: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
 
     def note(self, positions: I32, num_blocks: int) -> None:
-        """`positions` of a context of `num_blocks` were selected."""
+        """Marks `positions` of a context of `num_blocks` as selected."""
         if num_blocks > len(self.selected):
             self.selected = np.concatenate([self.selected, np.zeros(max(num_blocks, 64), np.bool_)])
         self.selected[positions] = True
@@ -156,7 +162,7 @@ class SparseWorker:
     # ---------------------------------------------------------------------------------------- steps
 
     def begin_step(self, rows: SparseRows) -> None:
-        """Takes in what the scheduler says of the coming step."""
+        """Receives the scheduler's data about the coming step."""
         for request_id in rows.ended:
             self._sequences.pop(request_id, None)
         self._request_of = dict(zip(rows.block_ids, rows.request_ids, strict=True))
@@ -202,8 +208,8 @@ class SparseWorker:
         return self._counters.take_by_layer()
 
     def take_steps(self) -> dict[str, I32]:
-        """By request: positions of the blocks that some layer has selected since the last call,
-        ascending; those always kept as well."""
+        """Returns by request the positions of the blocks that any layer has selected since the last
+        call, ascending, including the blocks that are always attended."""
         taken = {}
         for request_id, sequence in self._sequences.items():
             positions = np.flatnonzero(sequence.selected).astype(np.int32)
@@ -222,15 +228,15 @@ class SparseWorker:
             sequence.layers.pop(layer_name, None)
         self._faults.broke(layer_name, self._num_steps)
         if self._faults.rests(layer_name, self._num_steps + 1):
-            # While it rests, nobody may look at what the steps overwrite.
+            # While the layer is off, the blocks that the steps overwrite are not tracked.
             layer = self.layers[layer_name]
             self.representations.forget(
                 np.arange(layer.shape.num_blocks, dtype=np.int32), [layer.index]
             )
 
     def gave_up(self, layer_name: str) -> None:
-        """The layer attends to everything in this step, as it could not be rewritten. Called while
-        an exception is handled, if there is one."""
+        """Notes that the layer attends to everything in this step, because it could not be
+        rewritten. If an exception is being handled, it counts as the layer's fault."""
         if sys.exception() is not None:
             self.fault(layer_name)
 
@@ -243,11 +249,14 @@ class SparseWorker:
         batch: Callable[[], Batch],
         query_of: Callable[[int], F32],
     ) -> Rewrite | None:
-        """Returns what `layer` attends to in the present step; None: everything.
+        """Returns the blocks that `layer` attends to in the present step; None for all blocks.
 
-        `key` stands for the step's metadata: layers of a group that pass the same object share a
-        plan. `query_of(token)` is the query float32 [Q, D] of a token of the batch. The step's keys
-        are in the pages already. The result holds until the group's next layer.
+        key: stands for the step's metadata: layers of a group that pass the same object share a
+            plan.
+        query_of: returns the query float32 [Q, D] of a token of the batch.
+
+        The step's keys must be in the pages already. The result is valid until the group's next
+        layer.
         """
         if self.is_off or self._faults.rests(layer.name, self._num_steps):
             return None
@@ -286,7 +295,8 @@ class SparseWorker:
         self.representations.forget(np.unique(written).astype(np.int32), indices)
 
     def _planned(self, layer: SparseLayer, key: object, batch: Batch) -> StepPlan:
-        """Forgets what the step has overwritten, and finds the rows that matter."""
+        """Forgets the blocks that the step has overwritten, and finds the rows that can be
+        sparse."""
         block_tokens, plan = layer.shape.block_tokens, StepPlan(key, batch)
         self._forget_written(layer, batch)
         num_queries, lengths = np.diff(batch.starts), batch.seq_lens
@@ -311,7 +321,7 @@ class SparseWorker:
         return self._request_of.get(written_block) if num_queries == 1 else None
 
     def _select(self, layer: SparseLayer, row: SparseRow, query_QD: F32) -> I32:
-        """Blocks of the row's context to attend to, ascending positions."""
+        """Returns the blocks of the row's context to attend to, ascending positions."""
         block_tokens = layer.shape.block_tokens
         budget = self._config.budget_blocks(row.context_tokens, block_tokens)
         if budget >= len(row.blocks_C):
@@ -344,7 +354,7 @@ class SparseWorker:
     # ------------------------------------------------------------------------------------- sampling
 
     def _is_sampled(self, layer: SparseLayer) -> bool:
-        """Returns True for one layer every `recall_steps` steps, each in its turn."""
+        """Returns True for a single layer in every `recall_steps` steps; the layers take turns."""
         if not self._recall_steps or self._num_steps % self._recall_steps:
             return False
         return self._order[layer.name] == self._num_steps // self._recall_steps % len(self._order)

@@ -1,11 +1,10 @@
-"""Spans of an engine's requests: what hotkv did for each, and how long it took.
+"""Spans of an engine's requests: the work of hotkv for each, and its duration.
 
-Always true: without tracing there are no such objects, and nothing of OpenTelemetry is imported.
-Nothing here waits: spans are exported by a thread. vLLM makes its own span of a request,
-`llm_request`, when the request has ended, below the span that the client named. `hotkv.request`
-lies below the same one, so both stand side by side in one trace; calls, loads and stores lie below
-`hotkv.request`, and what the server records below these. Scheduler thread, but for the ends of
-calls.
+Always true: without tracing these objects don't exist, and OpenTelemetry is not imported. The
+methods do not wait: a thread exports spans. When a request has ended, vLLM makes its own span of
+it, `llm_request`, below the span that the client named. `hotkv.request` has the same parent. Calls,
+loads and stores are below `hotkv.request`, and the server's spans are below these. Scheduler
+thread, except for the ends of calls.
 """
 
 import atexit
@@ -27,12 +26,12 @@ if TYPE_CHECKING:
 SERVICE = "hotkv-connector"
 TRACEPARENT = "traceparent"
 VLLM_PROTOCOL = "grpc"
-"""What vLLM exports its own spans by, unless the environment names another protocol."""
+"""The protocol by which vLLM exports its own spans, unless the environment names another."""
 
 
 @final
 class RequestTrace:
-    """The spans of one request."""
+    """The spans of a request."""
 
     def __init__(self, root: "Span") -> None:
         self._root = root
@@ -64,7 +63,7 @@ class RequestTrace:
         return span.traceparent
 
     def load_ended(self, failed: bool) -> None:
-        """The load has ended in all ranks."""
+        """Ends the load's span: the load has ended in all ranks."""
         if self._loading is not None:
             self._loading.end("FAILED" if failed else "")
             self._loading = None
@@ -79,8 +78,12 @@ class RequestTrace:
     def ended(
         self, prompt_tokens: int, device_hit_tokens: int, hit_tokens: int, miss: Miss, wait_s: float
     ) -> None:
-        """The request has ended. `hit_tokens`: that were to come from hotkv; `miss`: why no more;
-        `wait_s`: how long it waited for answers."""
+        """Ends the request's span.
+
+        hit_tokens: tokens that were to come from hotkv.
+        miss: why the hit was not longer.
+        wait_s: how long the request waited for answers.
+        """
         if self._loading is not None:
             self._loading.end("CANCELLED")
         self._root.attributes = {
@@ -94,7 +97,7 @@ class RequestTrace:
         self._root.end()
 
     def left(self) -> None:
-        """The request goes on without hotkv."""
+        """Ends the spans of a request that goes on without hotkv."""
         if self._loading is not None:
             self._loading.end("CANCELLED")
         self._root.end("LEFT")
@@ -118,11 +121,11 @@ class RequestTraces:
         return None if root is None else RequestTrace(root)
 
     def flush(self) -> None:
-        """Exports what waits, for a bounded time."""
+        """Exports the waiting spans, for a bounded time."""
         self._traces.flush()
 
     def close(self) -> None:
-        """The same, and records nothing any more."""
+        """Exports the waiting spans, and stops recording."""
         atexit.unregister(self.close)
         self._traces.close()
 

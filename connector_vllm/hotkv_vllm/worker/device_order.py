@@ -6,7 +6,7 @@ Always true:
   before, whether that work writes the blocks or reads them.
 - An interprocess event is recorded again only after every transfer that names it has ended.
 - A word only counts up, and belongs to one stream.
-- In a step nothing here waits for the device.
+- No method that runs in a step waits for the device.
 
 If the device or the server supports neither events nor words, or if all are in use, a mark serves
 this process alone: the worker sends the transfer when the mark has passed.

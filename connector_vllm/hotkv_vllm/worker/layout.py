@@ -120,7 +120,7 @@ Dims = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """The pages of one layer: block b's page starts at byte `base` + b * `block_stride` of storage
+    """The pages of a layer: block b's page starts at byte `base` + b * `block_stride` of storage
     `handle_id`. `dims` and `run` (bytes) have the same meaning as in PageTensor."""
 
     name: str
@@ -401,14 +401,14 @@ def unpacked_keys(pages: torch.Tensor, blocks: torch.Tensor, packing: KeyPacking
     return keys.float().reshape(count, tokens, heads, head_size).contiguous()
 
 
-# --------------------------------------------------------------------- what a rank finds of its own
+# ------------------------------------------------------------------------------ a rank's own memory
 
 
 @dataclass(frozen=True, slots=True)
 class OwnMemory:
-    """What a rank finds out about its own memory.
+    """A rank's description of its own memory.
 
-    note: what the other ranks must know.
+    note: the part for the other ranks.
     memory: None if it can't be exported; the note says why.
     """
 

@@ -59,8 +59,8 @@ class ActiveLoad:
 
     @property
     def is_over(self) -> bool:
-        """Whether the server no longer writes the load's blocks. A load that was not sent is over
-        only while it stays unsent."""
+        """Returns True if the server no longer writes the load's blocks. A load that was not sent
+        is over only while it stays unsent."""
         return self.answer is None or self.answer.done()
 
 

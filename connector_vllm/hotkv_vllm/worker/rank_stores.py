@@ -258,13 +258,14 @@ def _all_done(waiting: Iterable[ActiveStore], timeout_s: float) -> bool:
 
 
 def report_of(result_arrays: Sequence[Any]) -> StoreReport:
-    """Returns a rank's report of one store. `result_arrays` is empty for a store that failed as a
+    """Returns a rank's report of a store. `result_arrays` is empty for a store that failed as a
     whole."""
     return StoreReport([b"".join(np.asarray(a, np.uint8).tobytes() for a in result_arrays)])
 
 
 def nothing_to_write(job: StoreJob) -> StoreReport:
-    """Returns the report of a rank that holds a copy of what another rank writes."""
+    """Returns the report of a rank that holds a copy of another rank's bytes, and so has not
+    written."""
     return report_of(
         [np.full(sum(len(run.hashes) for run in job.runs), BlockResult.WRITTEN, np.uint8)]
     )

@@ -1,4 +1,4 @@
-"""Collects what one rank reports to the scheduler with each step.
+"""Collects the report of a rank to the scheduler, in each step.
 
 Always true: counters and ends of transfers are reported once; states (hung loads, the session, the
 weights) are reported as of now; if reading a part raises, the rest is sent without it.
@@ -103,7 +103,7 @@ class RankReport:
     def _step_report(
         self, meta: HotKVMetadata | None, handshake: Callable[[], HotKVHandshake | None]
     ) -> None:
-        """Adds what the scheduler asked to be reported with this step."""
+        """Adds the answers that the scheduler requested with this step."""
         if meta is None:
             return
         self._next.timed_step = meta.timed_step

@@ -4,10 +4,10 @@ registered session, and sends transfers.
 Always true:
 - A session is opened only over memory that the server can map, and under a key space that all ranks
   have agreed on. Memory that the engine is about to unmap has no session.
-- Nothing is sent without a server, or while this rank's weights or adapters differ from those in
-  the scheduler's plans.
+- No transfer is sent without a server, or while this rank's weights or adapters differ from the
+  scheduler's plans.
 - A transfer that could not be begun has failed.
-- `handshake` always holds what the scheduler has to know, including why this rank is off.
+- `handshake` always holds the facts for the scheduler, including why this rank is off.
 """
 
 import logging
@@ -231,8 +231,8 @@ class RankSession:
         )
 
     def leave(self) -> bool:
-        """Ends the session without waiting for the server. Nothing more is sent over it, even if no
-        new session can be opened. Returns False if there was none."""
+        """Ends the session without waiting for the server. Its transfers stop even if no new
+        session can be opened. Returns False without a session."""
         if self.session is None or self._session_config is None or self.memory is None:
             return False
         session, self.session = self.session, None

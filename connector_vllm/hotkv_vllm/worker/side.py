@@ -95,7 +95,7 @@ class HotKVWorker:
         self.sparse.will_write_all()
 
     def unregister_broke(self) -> None:
-        """Closes everything, because it is not known what still reaches the discarded memory."""
+        """Closes everything, because transfers may still reach the discarded memory."""
         self.rank.shutdown()
 
     def restore(self) -> None:
@@ -106,7 +106,7 @@ class HotKVWorker:
             self.rank.open(self.sparse.worker, self.sparse.centres)
 
     def memory_broke(self, what: str) -> None:
-        """Turns the rank off, because its memory could not be `what`."""
+        """Turns the rank off. `what` says what could not be done with its memory, for the log."""
         self.rank.turn_off(f"its memory could not be {what}; see the engine's log")
 
     def shutdown(self) -> None:
@@ -124,9 +124,9 @@ class HotKVWorker:
         """Ends all transfers, the session and the export of memory that the engine is about to
         unmap.
 
-        Waits for the server as long as for the end of a store. A hung server keeps mappings of its
-        own, so its later writes reach no memory that the engine gets afterwards. A load that it has
-        not ended stays unreported, and vLLM keeps the load's blocks.
+        Waits for the server as long as for the end of a store. A hung server has its own mappings,
+        so its later writes can't reach memory that the engine gets afterwards. A load that it has
+        not ended stays unreported, and vLLM retains the load's blocks.
         """
         if self.rank.session is not None:
             self.loads.make_void()
@@ -216,8 +216,8 @@ class HotKVWorker:
         self.stores.fail_unsent(meta.stores)
 
     def _built(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
-        """Builds the representations of the runs and returns the runs. Returns none if building
-        fails, or if the server could not receive them."""
+        """Builds the representations of the runs and returns the runs. Returns an empty tuple if
+        building fails, or if the server could not receive them."""
         if not runs or self.rank.shared is None or not self.rank.is_connected:
             return ()
         built = self.sparse.build(self.rank.shared, runs, self.rank.shared_group)

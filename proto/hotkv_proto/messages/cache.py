@@ -37,7 +37,7 @@ MAX_STORED_BLOCKS = 1 << 16
 """Most blocks that a call may reserve or store: half of MAX_LOADED_BLOCKS, because making room
 takes longer than finding blocks."""
 MAX_LOADED_BLOCKS = 1 << 17
-"""Most blocks of a load: as many as one lease call finds."""
+"""Most blocks of a load: as many as a single lease call finds."""
 
 # ---------------------------------------------------------------------------------------- hashes
 
@@ -195,7 +195,7 @@ def read_run_content(message: cache_pb2.BlockRun, key_space: KeySpace) -> RunCon
 
 
 def extra_keys_message(keys: BlockExtraKeys) -> cache_pb2.BlockExtraKeys:
-    """Makes the message of one block's extra keys."""
+    """Makes the message of a block's extra keys."""
     message = cache_pb2.BlockExtraKeys()
     for key in keys or ():
         match key:

@@ -45,7 +45,7 @@ class Array(Protocol):
 
     @property
     def shape(self) -> Sequence[int]:
-        """Elements along each axis."""
+        """Returns the elements along each axis."""
 
 
 Argument = Array | Scalar | int | None
@@ -120,7 +120,7 @@ class _Module(Protocol):
 
 
 def cupy_module() -> ModuleType:
-    """Returns CuPy. Raises an ImportError that says what to install."""
+    """Returns CuPy. Raises an ImportError that names the package to install."""
     try:
         import cupy
     except ImportError as error:
@@ -159,20 +159,20 @@ class CupyDevice:
                 self._kernel(kernel)
 
     def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
-        """See `Device`."""
+        """Implements `Device`."""
         with self._cupy.cuda.Device(self._number), self._stream:
             array: Array = self._cupy.zeros(tuple(shape), dtype)
         return array
 
     def write(self, target: Array, start: Sequence[int], values: Host) -> None:
-        """See `Device`."""
+        """Implements `Device`."""
         place = tuple(slice(at, at + size) for at, size in zip(start, values.shape, strict=True))
         with self._cupy.cuda.Device(self._number), self._stream:
             self._cupy.asarray(target)[place] = self._cupy.asarray(values)
             self._stream.synchronize()
 
     def read(self, source: Array) -> Host:
-        """See `Device`."""
+        """Implements `Device`."""
         with self._cupy.cuda.Device(self._number), self._stream:
             values: Host = self._cupy.asnumpy(self._cupy.asarray(source))
             self._stream.synchronize()
@@ -186,7 +186,7 @@ class CupyDevice:
         args: Sequence[Argument],
         shared_bytes: int = 0,
     ) -> None:
-        """See `Device`."""
+        """Implements `Device`."""
         values = [
             arg if isinstance(arg, np.generic) else np.uint64(address_of(arg)) for arg in args
         ]

@@ -1,4 +1,4 @@
-"""The hot sets of one layer on CUDA: tables by slot and by block, corrections, table for attention.
+"""The hot sets of a layer on CUDA: tables by slot and by block, corrections, table for attention.
 
     hot_sets.grow()      before the layer writes the step's keys and values to `pages` of the slots
     hot_sets.correct()   after the choice, before attention
@@ -32,7 +32,7 @@ LOADED, VICTIMS, PREFETCH, SELECTED, RESIDENT, ATTENDED, SEQUENCE_TOKENS = range
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A piece of a block in one layer.
+    """A piece of a block in a layer.
 
     offset_bytes: start of the piece in the block's slot in the arena.
     address: the piece's place in page 0 of the cache.

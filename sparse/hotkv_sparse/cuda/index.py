@@ -84,12 +84,12 @@ class IndexShape:
 
     @property
     def form(self) -> Format:
-        """The representation format."""
+        """Returns the representation format."""
         return formats.format_named(self.name)
 
     @property
     def channels(self) -> int:
-        """Channels of a head, with padding."""
+        """Returns the channels of a head, with padding."""
         return formats.padded_channels(self.form, self.head_size)
 
     @property
@@ -99,17 +99,18 @@ class IndexShape:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of a block and head, N."""
+        """Returns the bytes of a block and head, N."""
         return formats.head_bytes(self.name, self.block_tokens, self.head_size)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a block: H * N rounded up to a multiple of 32, the memory's sector."""
+        """Returns the bytes of a block: H * N rounded up to a multiple of 32, the memory's
+        sector."""
         return -(-self.kv_heads * self.head_bytes // 32) * 32
 
     @property
     def num_lines(self) -> int:
-        """Lines of a run, as `score_tokens` counts them."""
+        """Returns the lines of a run, as `score_tokens` counts them."""
         return self.channels // _LINE_CHANNELS[self.form.bits]
 
     @property
@@ -119,7 +120,7 @@ class IndexShape:
 
     @property
     def tile_bytes(self) -> int:
-        """Bytes of the prepared queries of 8 heads, in the order of `score_tokens`."""
+        """Returns the bytes of the prepared queries of 8 heads, in the order of `score_tokens`."""
         return self.line_groups * (4 if self.form.bits == 2 else 8) * 128
 
     def level_words(self) -> tuple[int, int]:
@@ -131,7 +132,7 @@ class IndexShape:
 
 
 class Index:
-    """The pool of one layer.
+    """The pool of a layer.
 
     pool: uint8 [R, row_bytes].
     mu_HD: the centre; None: 0.
@@ -164,7 +165,8 @@ class Index:
 
     @functools.cached_property
     def _levels(self) -> Array:
-        """Levels, then the thresholds halfway between neighbours, in units of the rms."""
+        """Returns the levels, then the thresholds halfway between neighbours, in units of the
+        rms."""
         levels = np.array(self.shape.form.levels, np.float64)
         thresholds = (levels[1:] + levels[:-1]) / 2.0 / self.shape.form.level_unit
         return upload(self._device, np.concatenate([levels, thresholds]).astype(np.float32))

@@ -59,13 +59,13 @@ class NamedRow(NamedTuple):
 
     @property
     def word(self) -> np.int32:
-        """The word that kernels read; -1 would mean no row."""
+        """Returns the word that kernels read; -1 would mean that there is no row."""
         return np.int32(2 * self.state + self.is_sparse)
 
 
 @dataclass(frozen=True, slots=True)
 class PagePlaces:
-    """The places of one layer's pages.
+    """The places of a layer's pages.
 
     cache: address of page 0.
     page_bytes: bytes of a page.

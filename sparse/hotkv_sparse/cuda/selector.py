@@ -46,7 +46,7 @@ class Queries:
 
 
 class CudaSelector:
-    """One layer.
+    """A layer's step on CUDA; see the module.
 
     index: its representations.
     keys, values: its cache.
@@ -101,13 +101,13 @@ class CudaSelector:
 
     @property
     def _tiles(self) -> int:
-        """Tiles of 8 query heads, for each KV head."""
+        """Returns the tiles of 8 query heads, for each KV head."""
         return -(-self._workspace.shape.group // 8)
 
     @property
     def _tile_bytes(self) -> int:
-        """Bytes of a tile of prepared queries. Summaries store the parts of all heads side by
-        side."""
+        """Returns the bytes of a tile of prepared queries. Summaries store the parts of all heads
+        side by side."""
         shape = self.index.shape
         return shape.tile_bytes if shape.form.bits else 8 * shape.form.parts * shape.channels
 

@@ -56,13 +56,13 @@ class StepShape:
 
     @property
     def states(self) -> int:
-        """Number of sequences that may have hot sets at a time; `num_sequences` of them are in a
-        step."""
+        """Returns the number of sequences that may have hot sets at a time; `num_sequences` of them
+        are in a step."""
         return self.num_states or self.num_sequences
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Returns the query heads of a KV head."""
         return self.num_heads // self.kv_heads
 
 
@@ -71,7 +71,7 @@ class Workspace:
 
     pages: int32 [S, K], the page of the engine's cache for each hot slot of a state, in all layers;
         initially numbered in order.
-    state_of: int32 [R], the state of each row, -1 for none; initially in order.
+    state_of: int32 [R], the state of each row, -1 without a state; initially in order.
     residents: set if an engine owns pages and block tables; then `begin_batch` begins a step.
     faults: int32 [3], counts that only grow: sequences without room for new blocks, blocks without
         an address, and (no fault) pages that came from the arena.
@@ -153,7 +153,7 @@ class Workspace:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in the step. Grids have this size."""
+        """Returns the number of rows in the step. Grids have this size."""
         residents = self.residents
         batch = None if residents is None else residents.batch
         return self.shape.num_sequences if batch is None else batch.num_rows

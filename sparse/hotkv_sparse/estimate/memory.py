@@ -43,7 +43,7 @@ def figures_of(owner: "DataclassInstance") -> dict[str, Figure]:
 
 
 def human_bytes(value: float) -> str:
-    """Formats bytes in the largest binary unit that gives a number of at least one."""
+    """Formats bytes in the largest binary unit that gives at least 1."""
     for unit in _BINARY[:-1]:
         if abs(value) < 1024:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
@@ -56,7 +56,7 @@ def human_bytes(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one device, except `host_…`: bytes of all ranks together.
+    """Bytes of a device, except `host_…`: bytes of all ranks together.
 
     largest_batch: requests of this context that fit in device and host memory.
     """

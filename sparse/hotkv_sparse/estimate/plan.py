@@ -27,7 +27,7 @@ HERE = "here"
 
 
 def refuse(name: str, value: object, fix: str) -> HotKVError:
-    """Returns the error for a field: its name, its value and what to write instead."""
+    """Returns the error for a field: its name, its value and the fix."""
     return HotKVError(Reason.INVALID_FIELD, f"{name} is {value!r}; {fix}")
 
 
@@ -143,7 +143,8 @@ class Model:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of a layer: four projections, their biases, a gated MLP, two norms."""
+        """Returns the parameters of a layer: four projections, their biases, a gated MLP, two
+        norms."""
         queries, keys = self.query_heads * self.head_size, self.kv_heads * self.head_size
         projections = 2 * self.hidden * queries + 2 * self.hidden * keys
         biases = queries + 2 * keys if self.qkv_bias else 0
@@ -151,12 +152,12 @@ class Model:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embedding. The output matrix has the same number."""
+        """Returns the parameters of the embedding. The output matrix has the same number."""
         return self.vocab * self.hidden
 
     @property
     def parameters(self) -> int:
-        """All parameters, as the model's card counts them."""
+        """Returns the number of all parameters, as the model's card counts them."""
         matrices = 1 if self.tied else 2
         layers = self.layers * self.layer_parameters
         return layers + matrices * self.embedding_parameters + self.hidden
@@ -166,8 +167,8 @@ class Model:
         return 2 * self.layers * self.kv_heads * self.head_size * element_bytes
 
 
-# From the config.json of each model on Hugging Face. The resulting parameter counts are those of
-# the models' cards (tests/sparse/test_estimate.py).
+# From the config.json of each model on Hugging Face. The resulting parameter counts equal the
+# counts of the models' cards (tests/sparse/test_estimate.py).
 MODELS: dict[str, Model] = {
     model.name: model
     for model in (
@@ -339,43 +340,43 @@ class Plan:
         """Returns the plan with some fields replaced, checked again."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
-    # ------------------------------------------------------------------------- counts of one layer
+    # --------------------------------------------------------------------------- counts of a layer
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a number in keys and values."""
+        """Returns the bytes of a number in keys and values."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of a parameter."""
+        """Returns the bytes of a parameter."""
         return (self.weight_bits or 8 * self.element_bytes) / 8
 
     @property
     def context_blocks(self) -> int:
-        """Blocks of a request's context."""
+        """Returns the blocks of a request's context."""
         return -(-self.tokens // self.block_tokens)
 
     @property
     def always_blocks(self) -> int:
-        """Blocks of sinks, recent window and partial block."""
+        """Returns the blocks of sinks, recent window and partial block."""
         return min(self.sparse.max_always_blocks(self.block_tokens), self.context_blocks)
 
     @property
     def budget_blocks(self) -> int:
-        """Blocks that a step chooses, K, including the always kept blocks."""
+        """Returns the blocks that a step chooses, K, including the always kept blocks."""
         return self.sparse.budget_blocks(self.tokens, self.block_tokens)
 
     @property
     def hot_blocks(self) -> int:
-        """Blocks that a request has on the device and attends to: the hot set.
+        """Returns the blocks that a request has on the device and attends to: the hot set.
 
         It includes the always kept blocks and is at most the context.
         """
         hot = max(math.ceil(self.hot_sets * self.budget_blocks), self.always_blocks)
         return min(hot, self.context_blocks)
 
-    # ----------------------------------------------------------------------- share of one device
+    # ------------------------------------------------------------------------- share of a device
 
     def sparse_layers(self, model: Model) -> int:
         """Returns the number of layers that select."""
@@ -387,11 +388,11 @@ class Plan:
         return max(1, model.kv_heads // self.tensor_parallel)
 
     def layer_token_bytes(self, model: Model) -> int:
-        """Returns the bytes of a token's keys and values in one layer, on one device."""
+        """Returns the bytes of a token's keys and values in a layer, on a device."""
         return 2 * self.rank_kv_heads(model) * model.head_size * self.element_bytes
 
     def block_representation_bytes(self, model: Model) -> int:
-        """Returns the bytes of a block's representations in all sparse layers, on one device."""
+        """Returns the bytes of a block's representations in all sparse layers, on a device."""
         names = [name for layer in range(model.layers) for name in self.sparse.scorers_of(layer)]
         heads = self.rank_kv_heads(model)
         return heads * sum(head_bytes(name, self.block_tokens, model.head_size) for name in names)

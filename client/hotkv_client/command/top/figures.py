@@ -24,7 +24,7 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The server's answers at one moment.
+    """The server's answers at a moment.
 
     at_s: monotonic time when `info` arrived.
     ledger: counts since the ledger began.
@@ -183,7 +183,7 @@ class _Between:
 
 
 def is_same_server(before: Reading, after: Reading) -> bool:
-    """Returns whether both readings are of one process.
+    """Returns True if both readings come from the same process.
 
     In a container the next process may have the same process id, so its age counts too.
     """

@@ -113,7 +113,7 @@ def show_lines(client: AdminClient, interval_s: float, count: int, *, as_json: b
 
 
 def _figures(client: AdminClient, interval_s: float, count: int) -> Iterator[Figures]:
-    """Yields figures, each over one interval."""
+    """Yields figures, each over an interval."""
     before, number = read(client), 0
     while not count or number < count:
         time.sleep(interval_s)

@@ -33,7 +33,7 @@ def head(figures: Figures) -> list[str]:
 
 
 def flow(figures: Figures) -> str:
-    """Formats one line on tokens, bytes and blocks per second."""
+    """Formats a line about tokens, bytes and blocks per second."""
     return (
         f"prompts {figures.prompt_tokens_per_s:,.0f} tokens/s  loaded "
         f"{per_s(figures.loaded_bytes_per_s)}  stored {per_s(figures.stored_bytes_per_s)}  evicted "

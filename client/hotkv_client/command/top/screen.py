@@ -30,7 +30,7 @@ SORTS = {
 
 @dataclass
 class View:
-    """What the user looks at.
+    """The user's view.
 
     chosen: the engine under the cursor.
     inside: show only the chosen engine.
@@ -148,7 +148,7 @@ def _all(engines: Sequence[EngineRates], chosen: int) -> list[RenderableType]:
 
 
 def _one(engine: EngineRates) -> Panel:
-    """Draws one engine, with the reasons of its misses."""
+    """Draws an engine, with the reasons of its misses."""
     pairs = [
         *zip(plain.ENGINE_HEADERS[1:], plain.engine_row(engine)[1:], strict=True),
         ("sessions", str(engine.num_sessions)),
