@@ -23,7 +23,6 @@ from vllm.v1.kv_cache_interface import KVCacheSpecKind
 from demo.processes import ROOT, Server
 from hotkv_client import BlockRun
 from hotkv_client.admin import AdminClient
-from hotkv_proto.errors import HotKVError
 from hotkv_proto.groups import GroupKind, GroupSpec
 from tests.server.routers import (
     DECODER,
@@ -118,18 +117,6 @@ def test_extra_keys_and_adapters_are_passed_on(
     assert reader.events(1) == [
         stored(prompt, None, ids, 0, lora_name="adapter", extra_keys=decoded)
     ]
-
-
-def test_blocks_without_tokens_look_as_vllm_publishes_what_it_cannot_describe(
-    engine: Make, router: Callable[[GroupsEngine], Router]
-) -> None:
-    one = engine("events-bare")
-    reader = router(one)
-    prompt = hashes(2)
-    one.store(BlockRun(0, prompt, block_ids(2)))
-    (event,) = reader.events(1)
-    assert event == stored(prompt, None, [], 0)
-    assert event.block_size == 0
 
 
 def test_evicted_blocks_are_removed_and_a_flush_clears(
@@ -359,28 +346,6 @@ def wait_for_readers(server: Server, count: int) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(
-    ("run", "words"),
-    [
-        (
-            BlockRun(0, hashes(2), block_ids(2), token_ids=[1] * 31),
-            "runs.token_ids has 124 bytes; 32 tokens of 2 blocks take 4 each",
-        ),
-        (
-            BlockRun(0, hashes(2), block_ids(2), extra_keys=[None]),
-            "runs.extra_keys has 1 entries for 2 blocks",
-        ),
-        (
-            BlockRun(0, hashes(1), block_ids(1), lora_name="x" * 300),
-            "runs.lora_name is longer than 256 characters",
-        ),
-    ],
-)
-def test_contents_that_do_not_fit_are_refused(engine: Make, run: BlockRun, words: str) -> None:
-    with pytest.raises(HotKVError, match=words):
-        engine("events-refused").store(run)
-
-
 def test_kinds_of_groups_have_vllms_names() -> None:
     from hotkv_server.events.wire import KINDS
 
@@ -405,27 +370,6 @@ def test_our_classes_are_vllms() -> None:
             theirs.__struct_config__.array_like,
         )
         assert ours.__struct_config__.omit_defaults == theirs.__struct_config__.omit_defaults
-
-
-def test_a_server_that_cannot_publish_says_so_and_does_not_start(tmp_path: Path) -> None:
-    for endpoint, words in (
-        ("ipc:///nowhere/at/all", "events: "),
-        ("udp://x", "events.endpoint is 'udp://x': must begin with tcp:// or ipc://"),
-    ):
-        command = [
-            sys.executable,
-            "-m",
-            "hotkv_server",
-            "run",
-            "--runtime-dir",
-            str(tmp_path / "run"),
-            "--arena.dir",
-            str(tmp_path / "arena"),
-        ]
-        command += ["--arena.bytes", "16MiB", "--http.port", "-1", "--events.endpoint", endpoint]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
-        assert done.returncode in (1, 2)
-        assert words in done.stderr
 
 
 def test_settings_of_events_are_checked() -> None:

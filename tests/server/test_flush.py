@@ -69,36 +69,6 @@ def test_a_flush_reaches_every_engine_of_the_key_space_and_no_other(engine: Make
     assert ready(other, blocks) == 20
 
 
-def test_what_a_lease_was_promised_is_still_loaded(engine: Make) -> None:
-    one = engine(model="flush-leased")
-    one.kv[:, :4] = np.random.default_rng(3).integers(0, 256, one.kv[:, :4].shape, dtype=np.uint8)
-    blocks = hashes(4)
-    one.session.store("s", "s", [BlockRun(0, blocks, block_ids(4))], 20).result(60)
-    assert one.session.acquire("lease", [GroupHashes(0, blocks)]).result(60).pinned[0].all()
-    assert one.session.flush().result(60) == 4
-    assert not one.session.acquire("late", [GroupHashes(0, blocks)]).result(60).pinned[0].any()
-    one.session.store("t", "t", [BlockRun(0, blocks, block_ids(4, 40))], 20).result(60)
-    end = one.session.load("l", "lease", [LoadRun(0, block_ids(4), block_ids(4, 20))], 20).result(
-        20
-    )
-    assert end.status is TransferStatus.DONE
-    assert np.array_equal(one.kv[:, 20:24], one.kv[:, :4])
-
-
-def test_what_is_reserved_is_refused_when_it_comes(engine: Make) -> None:
-    one = engine(model="flush-reserved")
-    blocks = hashes(3)
-    one.session.reserve("lease", [BlockRun(0, blocks)]).result(60)
-    one.session.flush().result(60)
-    end = one.session.store("s", "lease", [BlockRun(0, blocks, block_ids(3))], 20).result(60)
-    assert not set(end.results[0].tolist()) & {
-        BlockResult.STORED,
-        BlockResult.PRESENT,
-        BlockResult.WRITTEN,
-    }
-    assert ready(one, blocks) == 0
-
-
 def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> None:
     """Weights change under the same hashes: each generation is flushed while the last of it is
     still being stored."""

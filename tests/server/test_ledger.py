@@ -2,7 +2,6 @@
 to operators, and that it goes on after a restart or a kill."""
 
 import json
-import math
 import os
 import signal
 import threading
@@ -20,7 +19,6 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.command.savings_tables import show_savings
 from hotkv_client.testing import PagedEngine
-from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.reports import SAID_BY_ENGINES, Miss
 from hotkv_proto.v1 import session_pb2
 from hotkv_server.cache.room.policies import POLICIES
@@ -211,26 +209,6 @@ def test_loads_are_counted_in_bytes(server: Server, engine: Make) -> None:
     assert row["loaded_byte_count"] == row["stored_byte_count"] == 2 * PAGE_BYTES
 
 
-@pytest.mark.parametrize("field", ["saved_s", "wait_s"])
-@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
-def test_times_that_are_none_are_refused(engine: Make, field: str, value: float) -> None:
-    one = engine("ledger-refused")
-    said = session_pb2.RequestReport(prompt_token_count=5, **{field: value})  # type: ignore[arg-type]
-    request = session_pb2.ConnectRequest(report_use=session_pb2.ReportUse(requests=[said]))
-    with pytest.raises(HotKVError, match=rf"requests\.{field} is") as caught:
-        one.session._call(lambda: request).result(60)
-    assert caught.value.reason is Reason.INVALID_FIELD
-
-
-def test_too_many_ends_of_loads_are_refused(engine: Make) -> None:
-    one = engine("ledger-ends")
-    ends = [session_pb2.LoadEnd(report_id=number) for number in range(1025)]
-    request = session_pb2.ConnectRequest(report_use=session_pb2.ReportUse(loads=ends))
-    with pytest.raises(HotKVError, match="loads has 1025 entries") as caught:
-        one.session._call(lambda: request).result(60)
-    assert caught.value.reason is Reason.TOO_LARGE
-
-
 def test_the_outlook_follows_what_is_reported(server: Server, engine: Make) -> None:
     """Half of all blocks come a second time, and nothing is stored: only an endless cache hits."""
     one, prompt = engine("ledger-outlook"), hashes(50)
@@ -332,27 +310,6 @@ def test_pages_get_the_same_over_http(server: Server, engine: Make) -> None:
     for wrong in ("-1", "x", "nan", "inf"):
         status, _, body = fetch(server, f"/api/v1/savings?since_s={wrong}")
         assert status == 400 and "since_s" in body
-
-
-def test_metrics_name_tiers_and_reasons(server: Server, engine: Make) -> None:
-    def samples() -> dict[str, float]:
-        lines = fetch(server, "/metrics")[2].splitlines()
-        return {
-            line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
-            for line in lines
-            if line.startswith("hotkv_ledger_")
-        }
-
-    one, before = engine("ledger-metrics"), samples()
-    report(one, RequestReport(hashes(4), 70, 16, 32, 0.0, saved_s=1.5, wait_s=0.5))
-    after = samples()
-    grown = {name: after[name] - before.get(name, 0.0) for name in after}
-    assert grown['hotkv_ledger_hit_tokens_total{tier="device"}'] == 16
-    assert grown['hotkv_ledger_hit_tokens_total{tier="host"}'] == 16
-    assert grown['hotkv_ledger_missed_tokens_total{reason="never_stored"}'] == 32
-    assert grown["hotkv_ledger_saved_seconds_total"] == 1.5
-    assert grown["hotkv_ledger_waited_seconds_total"] == 0.5
-    assert 0 < after["hotkv_ledger_rows"] <= 64
 
 
 def test_the_command_shows_a_row_each_and_the_outlook(
@@ -511,30 +468,3 @@ def test_no_file_is_left_of_a_server_that_keeps_nothing(place: Place) -> None:
     wait_for(lambda: num_written(place) == 1)
     place.stop(signal.SIGTERM)
     assert not (place.folder / "arena").exists()
-
-
-def test_tenants_have_rows_of_their_own_and_no_names_over_http(tmp_path: Path) -> None:
-    """Engines of two tenants under one id; only admins see whose rows there are."""
-    config = tmp_path / "hotkv.toml"
-    names = ("blue", "red")
-    config.write_text(
-        "".join(f'[[security.tenants]]\nname = "{n}"\nuids = [{os.getuid()}]\n' for n in names)
-    )
-    port = free_port()
-    flags = ("--config", str(config), "--arena.slab-bytes", "64KiB", "--http.port", str(port))
-    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", *flags) as running:
-        running.wait_ready()
-        running.http_port = port  # type: ignore[attr-defined]
-        for tenant in names:
-            one = PagedEngine(running.target, tenant=tenant).connect()
-            one.session.report_requests([RequestReport(hashes(1), 20, 0, 0, 0.0)])
-            one.session.ping(10)
-            one.close()
-        with AdminClient(running.target) as admin:
-            rows = admin.savings()["rows"]
-        figures = json.loads(fetch(running, "/api/v1/savings")[2])
-        shown = fetch(running, "/metrics")[2]
-    assert {row["tenant"] for row in rows} == set(names)
-    assert all(row["request_count"] == 1 and not row["hits"]["host"] for row in rows)
-    assert figures["rows"] == [] and figures["total"]["request_count"] == 2
-    assert "blue" not in shown and "paged-engine" not in shown

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import given
 
 from demo.processes import ROOT, Server
@@ -102,45 +101,6 @@ def test_a_recording_holds_what_engines_reported_and_the_simulator_reads_it(
     )
     trace = load_trace(file)
     assert trace.num_accesses == 5 and trace.num_unique_blocks == 4
-
-
-def test_a_recording_ends_by_itself(server: Server, engine: Make, tmp_path: Path) -> None:
-    one = engine(model="record-ends")
-    number = str(key_space_of(server, "record-ends"))
-    assert "recorded 0 requests" in server.cli(
-        "record", str(tmp_path / "none"), "--key-space", number, "--seconds", "0.5"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "hotkv_client.command.cli",
-        "record",
-        str(tmp_path / "full"),
-        "--key-space",
-        number,
-        "--max-blocks",
-        "3",
-    ]
-    flags = ["--block-tokens", "16", "--json", "--target", server.target]
-    with subprocess.Popen(
-        [*command, *flags], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
-        wait_for(lambda: server.counter("request_watchers") == 1, "the recording did not begin")
-        one.session.report_requests([RequestReport(hashes(3), 50, 0, 0, 0.0)])
-        assert json.loads(process.communicate(timeout=30)[0])["is_full"]
-
-
-def test_a_recording_needs_one_key_space(server: Server, engine: Make, tmp_path: Path) -> None:
-    engine(model="record-a"), engine(model="record-b")
-    for flags, words in (
-        ([], "name a key space with --key-space; known are"),
-        (["--key-space", "4000"], "record-a"),
-    ):
-        with pytest.raises(Exception, match=words):
-            server.cli("record", str(tmp_path / "x"), *flags)
-    with pytest.raises(Exception, match="--block-tokens is 0; it must be positive"):
-        server.cli("record", str(tmp_path / "x"), "--block-tokens", "0")
-    assert not (tmp_path / "x").exists()
 
 
 def test_a_slow_watcher_is_told_what_it_missed(server: Server, engine: Make) -> None:

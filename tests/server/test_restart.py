@@ -226,12 +226,6 @@ def test_reset_starts_empty(place: Place) -> None:
     assert not any(found(engine, blocks))
 
 
-def test_nothing_is_left_where_that_is_asked_for(place: Place) -> None:
-    place.start("--arena.keep", "false")
-    place.stop(signal.SIGTERM)
-    assert not (place.folder / "arena").exists()
-
-
 @pytest.mark.parametrize("hangs", [pytest.param(False, marks=pytest.mark.long), True])
 def test_one_arena_has_one_server(place: Place, *, hangs: bool) -> None:
     """Also where the runtime directories differ, and while the one that has it hangs; the refusal

@@ -40,8 +40,7 @@ from tests.core.support import make_key_space
 from tests.server.capable import capable
 from tests.server.ledger_world import World
 from tests.server.page_support import Traffic, get, listed, status_of
-from tests.server.support import hashes, http_port
-from tests.server.tiered import tiered
+from tests.server.support import http_port
 from tests.support.waiting import wait_for
 
 PAGE = Path(hotkv_server.__file__).parent / "told" / "pages" / "page.html"
@@ -120,28 +119,6 @@ def test_it_says_what_the_admin_api_says(server: Server, traffic: Callable[..., 
     one.engine.session.release(lease)
 
 
-def test_tiers_below_are_those_of_the_admin_api() -> None:
-    with tiered() as place:
-        place.start_tiered()
-        place.connect()
-        chain = hashes(4)
-        place.loads(chain, place.fill(chain))
-        server, found = place.server, dict[str, Any]()
-        assert server is not None
-
-        def is_same() -> bool:
-            """Both are asked one after the other, and the disk may still be at work."""
-            found.update(status_of(server))
-            disk, told = found["tiers"][1], listed(server)[1][1]
-            return {name: told[name] for name in disk} == disk
-
-        wait_for(is_same)
-        assert found["counters"]["tier_demoted_blocks_total"] == 4
-    host, disk = found["tiers"]
-    assert (host["name"], disk["name"]) == ("host", "disk") and "activity" not in host
-    assert disk["activity"]["is_up"] and disk["block_count"] == 4
-
-
 def test_savings_are_those_of_the_ledger(server: Server, traffic: Callable[..., Traffic]) -> None:
     one = traffic("page-savings")
     one.prompt()
@@ -183,14 +160,6 @@ def test_the_map_adds_up_to_the_arena(server: Server, traffic: Callable[..., Tra
     assert set(arena["slot_byte_counts"]) == {r["slot_byte_count"] for r in host["slab_classes"]}
     ages = [age for age in arena["idle_s"] if age is not None]
     assert len(ages) == len(lent) and min(ages) < 60
-
-
-def test_no_prompt_and_no_hash_is_in_it(server: Server, traffic: Callable[..., Traffic]) -> None:
-    blocks = traffic("page-secret").prompt()
-    body = get(http_port(server), "/api/v1/status").text
-    assert "page-secret" in body
-    for block in blocks:
-        assert block.hex()[:12] not in body and block[::-1].hex()[:12] not in body
 
 
 # What is over time
@@ -483,17 +452,6 @@ def test_odd_requests(server: Server, path: str, method: str, status: int) -> No
 
 
 # Who sees it
-
-
-@pytest.mark.parametrize("path", ["/", "/api/v1/status", "/api/v1/savings"])
-def test_a_page_of_another_name_is_refused(server: Server, path: str) -> None:
-    port = http_port(server)
-    answer = get(port, path, Host="evil.example:9433")
-    assert answer.status == 403 and "http.token_file" in answer.text
-    assert "page-" not in answer.text and "evil.example" in answer.text
-    assert get(port, path, Host=f"localhost:{port}").status == 200
-    assert get(port, "/metrics", Host="evil.example").status == 200
-    assert get(port, "/livez", Host="evil.example").status == 200
 
 
 @pytest.fixture(scope="module")

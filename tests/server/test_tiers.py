@@ -203,21 +203,6 @@ def test_status_says_how_the_disk_answers(place: Tiered) -> None:
     assert "100.0%" in row and row.endswith("90.9 TiB")
 
 
-def test_a_flush_reaches_the_disk(place: Tiered) -> None:
-    place.start_tiered()
-    engine = place.connect()
-    chains = [hashes(CHAIN) for _ in range(8)]
-    for chain in chains:
-        place.fill(chain)
-    engine.session.flush().result(60)
-    for chain in chains:
-        assert not engine.session.lookup([GroupHashes(0, chain)]).result(60)[0].any()
-    place.stop(signal.SIGKILL)
-    place.start_tiered()
-    for chain in chains:
-        assert not engine.session.lookup([GroupHashes(0, chain)]).result(60)[0].any()
-
-
 def test_what_a_lease_does_not_wait_for_comes_up_for_the_next_one(place: Tiered) -> None:
     place.start_tiered("--tiers.lookup-wait-ms", "0")
     engine = place.connect()
@@ -229,18 +214,6 @@ def test_what_a_lease_does_not_wait_for_comes_up_for_the_next_one(place: Tiered)
     engine.session.release("a")
     wait_for(lambda: bool(engine.session.probe(0, chain).all()))
     assert place.loads(chain, content)
-
-
-@pytest.mark.long
-def test_a_reset_drops_what_is_on_the_disk(place: Tiered) -> None:
-    place.start_tiered()
-    engine = place.connect()
-    chain = hashes(CHAIN)
-    place.fill(chain)
-    place.stop(signal.SIGTERM)
-    place.start_tiered("--reset")
-    assert not engine.session.lookup([GroupHashes(0, chain)]).result(60)[0].any()
-    assert place.loads(chain, place.fill(chain))
 
 
 def test_a_disk_of_another_server_is_refused(place: Tiered) -> None:
