@@ -175,3 +175,9 @@ def test_one_arena_has_one_server(place: Place) -> None:
     assert done.returncode == 1 and said in done.stderr
     place.stop()
     place.start()
+
+
+def test_nothing_is_left_where_that_is_asked_for(place: Place) -> None:
+    place.start("--arena.keep", "false")
+    place.stop(signal.SIGTERM)
+    assert not (place.folder / "arena").exists()
