@@ -202,7 +202,7 @@ def _metrics(server: DeviceServer) -> str:
 # Deaths
 
 
-@pytest.mark.parametrize("offers", ["[]", '["events"]', '["flags"]'])
+@pytest.mark.parametrize("offers", ['["events"]', '["flags"]'])
 def test_a_killed_engines_memory_is_let_go(server: DeviceServer, offers: str) -> None:
     """With copies in flight, and with marks that will never be reached."""
     child = subprocess.Popen(

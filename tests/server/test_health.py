@@ -108,7 +108,6 @@ def test_a_broken_invariant_is_seen_wherever_it_comes_up(folder: Path, where: st
         ("hotkv_server.integrity.verifier:Verifier.next_batch", "die", "scrubber has died"),
         ("hotkv_server.dataplane.host:HostCopyEngine._copy", "die", "a copy thread has died"),
         ("hotkv_server.events.publisher:ZmqPublisher._send", "die", "the event publisher has died"),
-        ("hotkv_server.wire.guard.limits:Guests.end_late", "die", "the end of guests has died"),
     ],
 )
 def test_what_has_died_is_named(

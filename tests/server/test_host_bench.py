@@ -38,7 +38,7 @@ def test_a_host_is_measured_and_nothing_stays(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_whatever_ends_it_ends_its_server_too(how: signal.Signals) -> None:
     program = "from hotkv_client.command import cli; "
     program += "from hotkv_client.command import host_bench; "

@@ -108,7 +108,7 @@ def hung(tmp_path: Path) -> Iterator[HungNode]:
     "calls",
     [
         pytest.param(tuple(faults.CALLS), id="every"),
-        *(pytest.param((call,), id=call) for call in faults.CALLS),
+        *(pytest.param((call,), id=call) for call in ("pread", "pwrite", "fsync", "stat")),
     ],
 )
 def test_a_disk_that_hangs_costs_its_own_blocks_only(

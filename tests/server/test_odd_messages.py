@@ -122,8 +122,8 @@ def nonsense_in_a_session(target: str, engine: PagedEngine, count: int) -> None:
     ("send", "count"),
     [
         (nonsense_in_calls, 4_096),
-        pytest.param(nonsense_in_selections, 48_000, marks=[pytest.mark.slow, pytest.mark.long]),
-        pytest.param(nonsense_in_a_session, 48_000, marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(nonsense_in_selections, 16_000, marks=pytest.mark.long),
+        pytest.param(nonsense_in_a_session, 16_000, marks=pytest.mark.long),
     ],
 )
 def test_what_is_refused_leaves_nothing_in_memory(

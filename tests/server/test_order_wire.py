@@ -96,6 +96,12 @@ def registered(
     raise AssertionError("no answer")
 
 
+def test_an_odd_order_is_refused_by_name(engine: Make) -> None:
+    """`test_devices_order` has the others."""
+    with pytest.raises(AssertionError, match=r"order\.flag_count"):
+        registered(engine(), DeviceOrder(num_flags=3))
+
+
 @pytest.fixture
 def words_engine(engine: Make) -> Any:
     """(engine, its session with words, the words)."""

@@ -303,7 +303,6 @@ ROWS = [
     Row(f"{TENSOR}.dims", [{"count": 1 << 40, "stride_byte_count": 1}], LAYOUT, "dims"),
     Row(f"{TENSOR}.dims", [{"count": 2, "stride_byte_count": 8}], LAYOUT, "overlap"),
     Row("register_memory.layout.tensors", [], LAYOUT, "fill"),
-    Row("register_memory.order.flag_count", 3, FIELD, "order.flag_count"),
     Row(f"{HANDLES}[0].handle_id", "k" * 257, LARGE, "layout.handles[0].handle_id is longer than"),
     Row(HANDLES, [{"handle_id": "kv", "byte_count": 1, "file_mapping": {}}], LAYOUT, "handle_id"),
     Row(HANDLES, [{"handle_id": "more", "byte_count": 8}], LAYOUT, "source"),

@@ -40,11 +40,10 @@ def valkey(tmp_path: Path) -> Iterator[Valkey]:
         yield server
 
 
-@pytest.mark.parametrize("compress", [pytest.param("off", marks=pytest.mark.long), "auto"])
 def test_what_one_node_stores_another_loads(
-    nodes: tuple[SharingNode, SharingNode], valkey: Valkey, compress: str
+    nodes: tuple[SharingNode, SharingNode], valkey: Valkey
 ) -> None:
-    flags = ("--tiers.valkey.address", f"unix:{valkey.path}", "--tiers.valkey.compress", compress)
+    flags = ("--tiers.valkey.address", f"unix:{valkey.path}", "--tiers.valkey.compress", "auto")
     flags += PATIENT
     a, b = (one.start_sharing(*flags) for one in nodes)
     chain = hashes(CHAIN)
@@ -217,11 +216,10 @@ def check_missed_flush(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("is_away", [False, True])
 def test_a_server_that_was_down_during_a_flush_drops_what_it_had(
-    nodes: tuple[SharingNode, SharingNode], valkey: Valkey, is_away: bool
+    nodes: tuple[SharingNode, SharingNode], valkey: Valkey
 ) -> None:
-    """`is_away`: the store, as the server comes back."""
+    """The store is away, too, as the server comes back."""
     flags = flags_of(valkey)
     a, b = (one.start_sharing(*flags) for one in nodes)
     chain = hashes(CHAIN)
@@ -230,7 +228,7 @@ def test_a_server_that_was_down_during_a_flush_drops_what_it_had(
     a.stop(signal.SIGKILL)
     assert b.engine is not None
     b.engine.session.flush().result(60)
-    with valkey.stopped() if is_away else contextlib.nullcontext():
+    with valkey.stopped():
         a.start_sharing(*flags)
     wait_for(lambda: not a.finds(chain))
     time.sleep(1.5)
