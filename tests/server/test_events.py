@@ -33,7 +33,16 @@ from tests.server.routers import (
     published,
     topic,
 )
-from tests.server.support import FULL, WIDE, WINDOW, GroupsEngine, block_ids, hashes
+from tests.server.support import (
+    FULL,
+    WIDE,
+    WINDOW,
+    GroupsEngine,
+    block_ids,
+    hashes,
+    number_of,
+)
+from tests.support.waiting import wait_for
 
 __all__ = ["engine", "published"]
 
@@ -128,11 +137,7 @@ def test_evicted_blocks_are_removed_and_a_flush_clears(
     one.store(*(BlockRun(g, prompt, block_ids(4), token_ids=ids) for g in (0, 1)))
     reader.events(2)
     with AdminClient(published[0].target) as admin:
-        number = next(
-            k["key_space_id"]
-            for k in admin.key_spaces()
-            if k["key_space"]["model"] == "events-removed"
-        )
+        number = number_of(admin, "events-removed")
         admin.evict(number, 1, prompt[0] + prompt[3])
         (event,) = reader.events(1)
         assert isinstance(event, BlockRemoved)
@@ -219,23 +224,15 @@ def test_what_a_router_believes_is_what_the_server_holds(
     believed: set[tuple[int, Any]] = set()
     num_removed = 0
     with AdminClient(published[0].target) as admin:
-        number = next(
-            k["key_space_id"]
-            for k in admin.key_spaces()
-            if k["key_space"]["model"] == "events-view"
-        )
+        number = number_of(admin, "events-view")
         for step in range(100):
             start, count = int(rng.integers(0, 260)), int(rng.integers(1, 40))
             run = pool[start : start + count]
-            one.store(
-                BlockRun(
-                    int(rng.integers(0, 2)), run, block_ids(len(run)), b"", 0, tokens(16 * len(run))
-                )
-            )
+            group, of_run = int(rng.integers(0, 2)), tokens(16 * len(run))
+            one.store(BlockRun(group, run, block_ids(len(run)), b"", 0, of_run))
             if step % 15 == 14:
-                admin.evict(
-                    number, int(rng.integers(0, 2)), b"".join(pool[:: int(rng.integers(1, 5))])
-                )
+                some = b"".join(pool[:: int(rng.integers(1, 5))])
+                admin.evict(number, int(rng.integers(0, 2)), some)
             if step % 40 == 39:
                 admin.flush(number)
         for event in reader.events():
@@ -268,19 +265,12 @@ def test_tools_read_the_same_over_grpc(published: tuple[Server, Path], engine: M
     one, stranger = engine("events-grpc"), engine("events-grpc-other")
     prompt, ids = hashes(2), tokens(32)
     with AdminClient(server.target) as admin:
-        number = next(
-            k["key_space_id"]
-            for k in admin.key_spaces()
-            if k["key_space"]["model"] == "events-grpc"
-        )
+        number = number_of(admin, "events-grpc")
         stream = admin.events(number, 60)
         assert next(stream) == ([], 0)
         stranger.store(BlockRun(0, prompt, block_ids(2)))
-        one.store(
-            BlockRun(
-                0, prompt, block_ids(2), b"", 0, ids, "adapter", [("adapter", ("image", 3)), None]
-            )
-        )
+        keys = [("adapter", ("image", 3)), None]
+        one.store(BlockRun(0, prompt, block_ids(2), b"", 0, ids, "adapter", keys))
         admin.evict(number, 0, prompt[0])
         one.session.flush().result(60)
         seen: list[dict[str, Any]] = []
@@ -306,44 +296,25 @@ def test_the_command_line_prints_events(published: tuple[Server, Path], engine: 
     server = published[0]
     one = engine("events-cli")
     for flags in ([], ["--json"]):
-        command = [
-            sys.executable,
-            "-u",
-            "-m",
-            "hotkv_client.command.cli",
-            "events",
-            "--seconds",
-            "30",
-            "--target",
-            server.target,
-            *flags,
-        ]
+        command = [sys.executable, "-u", "-m", "hotkv_client.command.cli", "events", *flags]
+        command += ["--seconds", "30", "--target", server.target]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
             assert process.stdout is not None
             try:
-                wait_for_readers(server, 1)
+                wait_for(lambda: server.counter("event_readers") == 1)
                 one.store(BlockRun(0, hashes(1), block_ids(1), token_ids=tokens(16)))
                 line = process.stdout.readline()
                 one.session.flush().result(60)
                 cleared = process.stdout.readline()
             finally:
                 process.terminate()
-        wait_for_readers(server, 0)
+        wait_for(lambda: server.counter("event_readers") == 0)
         if flags:
-            assert (
-                json.loads(line)["event"] == "stored" and json.loads(cleared)["event"] == "cleared"
-            )
+            told = [json.loads(one)["event"] for one in (line, cleared)]
+            assert told == ["stored", "cleared"]
         else:
-            assert (
-                "stored  group 0  1 blocks" in line and "tokens 16" in line and "cleared" in cleared
-            )
-
-
-def wait_for_readers(server: Server, count: int) -> None:
-    deadline_s = time.monotonic() + 60
-    while server.counter("event_readers") != count:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
+            assert "stored  group 0  1 blocks" in line and "tokens 16" in line
+            assert "cleared" in cleared
 
 
 def test_kinds_of_groups_have_vllms_names() -> None:

@@ -30,7 +30,8 @@ from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig, Run
 from hotkv_server.node.node import Node
 from tests.core.support import begin_store, flush, make_key_space, make_table, words_of
-from tests.server.support import block_ids, hashes
+from tests.server.places import store
+from tests.server.support import block_ids, hashes, number_of
 
 Make = Callable[..., PagedEngine]
 
@@ -64,8 +65,7 @@ def test_a_flush_reaches_every_engine_of_the_key_space_and_no_other(engine: Make
     assert {h for notice in told for group in notice.groups for h in group.hashes} == set(blocks)
     assert other.session.flush().result(60) == 0
     # Stored anew, they are as good as new.
-    again = one.session.store("t", "t", [BlockRun(0, blocks, block_ids(20))], 20).result(60)
-    assert set(again.results[0].tolist()) == {BlockResult.STORED}
+    assert store(one, blocks) == {BlockResult.STORED}
     assert ready(other, blocks) == 20
 
 
@@ -130,12 +130,10 @@ def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> No
 def test_the_command_line_flushes(server: Server, engine: Make) -> None:
     one = engine(model="flush-cli")
     blocks = hashes(2)
-    one.session.store("s", "s", [BlockRun(0, blocks, block_ids(2))], 20).result(60)
+    store(one, blocks)
     one.session.acquire("lease", [GroupHashes(0, blocks[:1])]).result(60)
     with AdminClient(server.target) as admin:
-        number = next(
-            k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == "flush-cli"
-        )
+        number = number_of(admin, "flush-cli")
     assert json.loads(server.cli("flush", "--key-space", str(number), "--json")) == {
         "flushed_block_count": 2,
         "pending_tiers": [],

@@ -10,7 +10,7 @@ from hotkv_client import BlockRun, RequestReport, Retention
 from hotkv_client.admin import AdminClient
 from hotkv_proto.blocks import StoreOptions
 from hotkv_proto.groups import GroupSpec
-from tests.server.support import FULL, WIDE, WINDOW, GroupsEngine, block_ids, hashes
+from tests.server.support import FULL, WIDE, WINDOW, GroupsEngine, block_ids, hashes, number_of
 
 Make = Callable[..., GroupsEngine]
 
@@ -30,8 +30,7 @@ def engine(server: Server) -> Iterator[Make]:
 
 def blocks(admin: AdminClient, model: str) -> dict[tuple[int, bytes], dict[str, object]]:
     """What is listed of a model's blocks, by group and hash."""
-    number = next(k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == model)
-    listed = admin.blocks(number, 1000)["blocks"]
+    listed = admin.blocks(number_of(admin, model), 1000)["blocks"]
     return {(b["group_index"], bytes.fromhex(b["block_hash"])): b for b in listed}
 
 
