@@ -16,7 +16,7 @@ import grpc
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv_client import Credentials, GroupHashes, LinkState
+from hotkv_client import Credentials, LinkState
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.command import cli
@@ -399,25 +399,6 @@ def test_a_budget_and_the_log_level_change(running: Reloading) -> None:
     assert running.logged("settings reloaded") == number, "below the level"
     del running.top["log_level"], running.top["policy"]
     running.reload("settings reloaded", "log_level")
-
-
-def test_a_signal_drains_as_long_as_the_new_settings_say() -> None:
-    """There is a lease that nobody ends."""
-    with runtime_folder(64 << 20) as folder:
-        config = folder / "hotkv.toml"
-        config.write_text("drain_timeout_s = 300\n")
-        flags = ("--config", str(config), "--arena.slab-bytes", "64KiB")
-        with Server(folder, "16MiB", *flags) as server:
-            server.wait_ready()
-            engine = PagedEngine(server.target).connect()
-            names = store(engine)
-            engine.session.acquire("lease", [GroupHashes(0, names)]).result(60)
-            config.write_text("drain_timeout_s = 0.1\n")
-            os.kill(server.pid, signal.SIGHUP)
-            wait_for(lambda: "changed=drain_timeout_s" in server.log.read_text())
-            os.kill(server.pid, signal.SIGTERM)
-            wait_for(lambda: "stopped" in server.log.read_text())
-            engine.close()
 
 
 def test_admins_tokens_and_certificates_are_replaced(running: Reloading) -> None:

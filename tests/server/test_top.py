@@ -348,13 +348,6 @@ def test_every_engine_can_be_scrolled_to(
         view.chosen, view.inside = "", False
 
 
-def test_ctrl_c_ends_it_as_q_does(server: Server) -> None:
-    terminal = Terminal(server)
-    wait_for(lambda: terminal.shows("hotkv-server"))
-    terminal.press("\x03")
-    assert terminal.end() == 0 and terminal.said_nothing_wrong()
-
-
 def test_names_of_engines_are_no_markup(server: Server, engines: list[GroupsEngine]) -> None:
     figures = figures_of(None, readings(server, engines)[1])
     odd = dataclasses.replace(figures.engines[0], name="pod[/gpu]", model="[red]")
