@@ -67,16 +67,15 @@ def compare(name: str, percent: float, max_keys: int, policy: str) -> tuple[floa
         ("mixture", 5, 256, "hotness"),
         ("drift", 2, 4096, "lru"),
         ("agents", 5, 512, "hotness"),
-        *(pytest.param(name, 10, 256, "hotness", marks=pytest.mark.long) for name in MAKERS),
         *(
-            pytest.param(name, percent, max_keys, "hotness", marks=pytest.mark.campaign)
+            pytest.param(name, percent, max_keys, "hotness", marks=pytest.mark.long)
             for name in MAKERS
-            for percent, max_keys in ((2, 256), (2, 4096), (10, 4096))
+            for percent, max_keys in ((2, 4096), (10, 256))
         ),
         *(
-            pytest.param(name, percent, 4096, "hotness", marks=pytest.mark.campaign)
+            pytest.param(name, percent, 4096, "hotness", marks=pytest.mark.long)
             for name in ("agents", "conversation", "synthetic")
-            for percent in (1, 10)
+            for percent in (10,)
         ),
     ],
 )

@@ -4,19 +4,27 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv_client import BlockRun, Evicted, GroupHashes, LoadRun, TransferStatus
+from hotkv_client import BlockRun, Evicted, GroupHashes, LoadRun, Session, TransferStatus
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
+from hotkv_client.types import Int32s
 from tests.server.support import block_ids
 from tests.support.waiting import wait_for
 
 FLAGS = ("--arena.slab-bytes", "64KiB", "--integrity.scrub-bytes-per-s", "0")
 PAGE_BYTES, LAYERS, NUM_BLOCKS = 4096, 2, 128
+
+
+class Connected(Protocol):
+    """An engine of any kind."""
+
+    session: Session
 
 
 class Place:
@@ -74,28 +82,30 @@ def place() -> Iterator[Place]:
             made.server.__exit__()
 
 
-def store(engine: PagedEngine, blocks: list[bytes], first: int = 0) -> set[int]:
+def as_ids(blocks: list[bytes], at: int | Int32s) -> Int32s:
+    """Returns the block ids from `at` on, or `at` itself."""
+    return block_ids(len(blocks), at) if isinstance(at, int) else at
+
+
+def store(engine: Connected, blocks: list[bytes], at: int | Int32s = 0) -> set[int]:
+    """Stores the engine's blocks, from `at` on or those of `at`, under these hashes; results."""
     name = os.urandom(8).hex()
-    return set(
-        engine.session.store(name, name, [BlockRun(0, blocks, block_ids(len(blocks), first))], 20)
-        .result(60)
-        .results[0]
-        .tolist()
-    )
+    run = BlockRun(0, blocks, as_ids(blocks, at))
+    return set(engine.session.store(name, name, [run], 20).result(60).results[0].tolist())
 
 
-def found(engine: PagedEngine, blocks: list[bytes]) -> list[bool]:
+def found(engine: Connected, blocks: list[bytes]) -> list[bool]:
     masks = engine.session.lookup([GroupHashes(0, blocks)]).result(60)
     found_here: list[bool] = masks[0].tolist()
     return found_here
 
 
-def load(engine: PagedEngine, blocks: list[bytes], first: int) -> TransferStatus:
-    name, ids = os.urandom(8).hex(), block_ids(len(blocks))
+def load(engine: Connected, blocks: list[bytes], at: int | Int32s) -> TransferStatus:
+    """Leases the blocks, of which each must be there, and loads them to `at`."""
+    name = os.urandom(8).hex()
     assert engine.session.acquire(name, [GroupHashes(0, blocks)]).result(60).pinned[0].all()
-    result = engine.session.load(name, name, [LoadRun(0, ids, ids + np.int32(first))], 20).result(
-        20
-    )
+    run = LoadRun(0, block_ids(len(blocks)), as_ids(blocks, at))
+    result = engine.session.load(name, name, [run], 20).result(60)
     engine.session.release(name)
     return result.status
 

@@ -10,7 +10,7 @@ import pytest
 
 import hotkv_sparse
 from hotkv_client import BlockRun, EngineMemory, Role, SelectConfig, Session, SessionConfig
-from hotkv_client.types import Int32s
+from hotkv_client.types import Evicted, Int32s
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, Representation
@@ -45,7 +45,15 @@ class RepresentationEngine:
     [layer, block, T, H, D]. Close it."""
 
     def __init__(
-        self, target: str, model: str, engine_id: str = "", centres: Centres | None = None
+        self,
+        target: str,
+        model: str,
+        engine_id: str = "",
+        centres: Centres | None = None,
+        *,
+        version: int = 7,
+        with_pages: bool = True,
+        on_evicted: Callable[[Evicted], None] | None = None,
     ) -> None:
         self.centres = centres
         random = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
@@ -82,13 +90,15 @@ class RepresentationEngine:
             (GroupSpec(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, (PAGE_BYTES,)),),
             BLOCK_TOKENS,
         )
-        kind = Representation(0, "rot2u", 7 if centres is None else 8, (self.shard_bytes,))
+        version += centres is not None
+        kind = Representation(0, "rot2u", version, (self.shard_bytes,))
         config = SessionConfig(
             target,
             engine_id or os.urandom(8).hex(),
             Role.WORKER,
             self.key_space,
             representations=(kind,),
+            on_evicted=on_evicted,
             reconnect_max_s=0.5,
         )
         self.group = config.representation_group(kind)
@@ -100,9 +110,10 @@ class RepresentationEngine:
                 pool.shape
             )
             self.pools[layer][:] = pool
-            tensors.append(
-                PageTensor(self.group, "representations", at * NUM_BLOCKS, size, size, at)
-            )
+            if with_pages:
+                tensors.append(
+                    PageTensor(self.group, "representations", at * NUM_BLOCKS, size, size, at)
+                )
             at += size
         handles = tuple(MemoryHandle(name, size) for name, size in sizes.items())
         self.layout = Layout(0, NUM_BLOCKS, handles, tuple(tensors), "LBHNC")

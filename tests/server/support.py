@@ -8,6 +8,7 @@ import numpy as np
 
 from demo.processes import Server
 from hotkv_client import BlockRun, EngineMemory, Role, Session, SessionConfig, TransferResult
+from hotkv_client.admin import AdminClient
 from hotkv_client.types import Int32s
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
@@ -61,6 +62,12 @@ def hashes(count: int) -> list[bytes]:
 
 def block_ids(count: int, first: int = 0) -> Int32s:
     return np.arange(first, first + count, dtype=np.int32)
+
+
+def number_of(admin: AdminClient, model: str) -> int:
+    """Returns the number of the only key space of a model."""
+    (row,) = [row for row in admin.key_spaces() if row["key_space"]["model"] == model]
+    return int(row["key_space_id"])
 
 
 def http_port(server: Server) -> int:

@@ -157,25 +157,24 @@ def test_a_session_without_a_link_has_no_arena(
     bare.close()
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_a_new_server_gives_a_new_arena(place: Place, is_kept: bool) -> None:
+def test_a_new_server_gives_a_new_arena(place: Place) -> None:
+    """Over the file of the one before, unless that has another size."""
     place.start()
-    engine = place.connect()
-    blocks = hashes(10)
+    engine, blocks = place.connect(), hashes(10)
     store(engine, blocks)
     grant, old = leased(engine.session, blocks, "old"), mapped(engine.session)
-    place.stop(signal.SIGKILL)
-    assert engine.session.arena() is None
-    assert np.array_equal(in_place(old, grant), expected(engine, 10)), "who holds it reads on"
-    place.start(arena="16MiB" if is_kept else "32MiB")
-    new = mapped(engine.session)
-    assert new is not old and (new.file_id == old.file_id) == is_kept
-    assert new.memory.size == (16 << 20 if is_kept else 32 << 20)
-    if not is_kept:
+    for size, is_kept in ((16, True), (32, False)):
+        place.stop(signal.SIGKILL)
+        assert engine.session.arena() is None
+        assert np.array_equal(in_place(old, grant), expected(engine, 10)), "who holds it reads on"
+        place.start(arena=f"{size}MiB")
+        new = mapped(engine.session)
+        assert new is not old and (new.file_id == old.file_id) == is_kept
+        assert new.memory.size == size << 20
+        assert is_kept == all(found(engine, blocks))
         store(engine, blocks)
-    assert np.array_equal(
-        in_place(new, leased(engine.session, blocks, "new")), expected(engine, 10)
-    )
+        again = leased(engine.session, blocks, f"new {size}")
+        assert np.array_equal(in_place(new, again), expected(engine, 10))
 
 
 def test_what_came_back_is_compared_before_it_is_read_in_place(place: Place) -> None:

@@ -295,10 +295,7 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("attack", ATTACKS[:2], ids=lambda attack: attack.__name__)
-def test_messages_that_never_come_whole_cost_their_own_bytes(
-    own_server: Server, attack: Attack
-) -> None:
+def test_messages_that_never_come_whole_cost_their_own_bytes(own_server: Server) -> None:
     """No more than their number times the largest message; and no session ends for it, silent ones
     neither."""
     states: list[LinkState] = []
@@ -317,7 +314,7 @@ def test_messages_that_never_come_whole_cost_their_own_bytes(
         states.clear()
         speaker = held.enter_context(session_of(own_server))
         watch = Watched(own_server.pid)
-        attack(own_server, held)
+        halves_of_sessions(own_server, held)
         for _ in range(20):
             speaker.lookup([GroupHashes(0, hashes(4))]).result(60)
             time.sleep(0.05)

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from demo.processes import ROOT, ChildError, Server, runtime_folder
-from hotkv_client.types import After, TransferStatus
-from hotkv_proto.errors import HotKVError, Reason, SessionLostError
-from hotkv_proto.order import DeviceMark, OrderKind
+from hotkv_client.types import TransferStatus
+from hotkv_proto.errors import SessionLostError
+from hotkv_proto.order import OrderKind
 from hotkv_server.testing.with_devices import FakeDevices
 from tests.server.devices_support import SHAPES, DeviceEngine, DeviceServer, block_ids, done, hashes
 from tests.support.waiting import wait_for
@@ -73,39 +73,6 @@ def test_one_engine_reads_what_another_on_another_device_has_stored(
     done(one.store(names, block_ids(0, 1, 2, 3))[1])
     done(two.load(names, block_ids(9, 8, 7, 6))[1])
     assert two.content(block_ids(9, 8, 7, 6)) == one.content(block_ids(0, 1, 2, 3))
-
-
-def test_two_sessions_over_one_allocation(
-    server: DeviceServer, engine: Callable[..., DeviceEngine]
-) -> None:
-    """Several sessions of one engine: its memory is open once, and stays until the last has
-    closed."""
-    one = engine()
-    two = engine(engine_id=one.engine_id, shared=one)
-    assert server.num_held() == 1
-    two.close()
-    names = hashes(2)
-    one.fill(block_ids(0, 1), 3)
-    done(one.store(names, block_ids(0, 1))[1])
-    done(one.load(names, block_ids(5, 6))[1])
-    assert one.content(block_ids(0, 1)) == one.content(block_ids(5, 6))
-
-
-def test_two_ranks_of_one_device(server: DeviceServer, engine: Callable[..., DeviceEngine]) -> None:
-    one, two = engine(), engine()
-    assert server.num_held() == 2
-    names = [hashes(8), hashes(8)]
-    ids = np.arange(8, dtype=np.int32)
-    for rank, at in ((one, 0), (two, 1)):
-        rank.fill(ids, at)
-    for future in [rank.store(names[at], ids)[1] for rank, at in ((one, 0), (two, 1))]:
-        done(future)
-    for future in [rank.load(names[at], ids + 8)[1] for rank, at in ((one, 0), (two, 1))]:
-        done(future)
-    for rank in (one, two):
-        assert rank.content(ids) == rank.content(ids + 8)
-    two.close()
-    wait_for(lambda: server.num_held() == 1, "closing")
 
 
 # Order
@@ -180,17 +147,6 @@ def test_a_load_writes_nothing_before_its_mark_and_can_be_cancelled(
     assert one.content(ids + 6) == one.content(ids)
 
 
-def test_marks_that_are_wrong_are_refused(engine: Callable[..., DeviceEngine]) -> None:
-    one, plain = engine(offers=("events",)), engine()
-    for bad, word in ((DeviceMark(4), "after.index"), (DeviceMark(-1), "after.index")):
-        with pytest.raises(HotKVError, match=word) as refusal:
-            one.store(hashes(1), block_ids(0), After(OrderKind.EVENTS, bad))[1].result(60)
-        assert refusal.value.reason is Reason.INVALID_FIELD
-    assert plain.session.order_kind is OrderKind.HOST
-    with pytest.raises(HotKVError, match="after"):
-        plain.store(hashes(1), block_ids(0), After(OrderKind.HOST, DeviceMark(0)))[1].result(60)
-
-
 def test_a_session_that_ends_with_transfers_that_wait(
     server: DeviceServer, engine: Callable[..., DeviceEngine]
 ) -> None:
@@ -246,7 +202,7 @@ def _metrics(server: DeviceServer) -> str:
 # Deaths
 
 
-@pytest.mark.parametrize("offers", ["[]", '["events"]', '["flags"]'])
+@pytest.mark.parametrize("offers", ['["events"]', '["flags"]'])
 def test_a_killed_engines_memory_is_let_go(server: DeviceServer, offers: str) -> None:
     """With copies in flight, and with marks that will never be reached."""
     child = subprocess.Popen(

@@ -30,7 +30,8 @@ from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig, Run
 from hotkv_server.node.node import Node
 from tests.core.support import begin_store, flush, make_key_space, make_table, words_of
-from tests.server.support import block_ids, hashes
+from tests.server.places import store
+from tests.server.support import block_ids, hashes, number_of
 
 Make = Callable[..., PagedEngine]
 
@@ -64,39 +65,8 @@ def test_a_flush_reaches_every_engine_of_the_key_space_and_no_other(engine: Make
     assert {h for notice in told for group in notice.groups for h in group.hashes} == set(blocks)
     assert other.session.flush().result(60) == 0
     # Stored anew, they are as good as new.
-    again = one.session.store("t", "t", [BlockRun(0, blocks, block_ids(20))], 20).result(60)
-    assert set(again.results[0].tolist()) == {BlockResult.STORED}
+    assert store(one, blocks) == {BlockResult.STORED}
     assert ready(other, blocks) == 20
-
-
-def test_what_a_lease_was_promised_is_still_loaded(engine: Make) -> None:
-    one = engine(model="flush-leased")
-    one.kv[:, :4] = np.random.default_rng(3).integers(0, 256, one.kv[:, :4].shape, dtype=np.uint8)
-    blocks = hashes(4)
-    one.session.store("s", "s", [BlockRun(0, blocks, block_ids(4))], 20).result(60)
-    assert one.session.acquire("lease", [GroupHashes(0, blocks)]).result(60).pinned[0].all()
-    assert one.session.flush().result(60) == 4
-    assert not one.session.acquire("late", [GroupHashes(0, blocks)]).result(60).pinned[0].any()
-    one.session.store("t", "t", [BlockRun(0, blocks, block_ids(4, 40))], 20).result(60)
-    end = one.session.load("l", "lease", [LoadRun(0, block_ids(4), block_ids(4, 20))], 20).result(
-        20
-    )
-    assert end.status is TransferStatus.DONE
-    assert np.array_equal(one.kv[:, 20:24], one.kv[:, :4])
-
-
-def test_what_is_reserved_is_refused_when_it_comes(engine: Make) -> None:
-    one = engine(model="flush-reserved")
-    blocks = hashes(3)
-    one.session.reserve("lease", [BlockRun(0, blocks)]).result(60)
-    one.session.flush().result(60)
-    end = one.session.store("s", "lease", [BlockRun(0, blocks, block_ids(3))], 20).result(60)
-    assert not set(end.results[0].tolist()) & {
-        BlockResult.STORED,
-        BlockResult.PRESENT,
-        BlockResult.WRITTEN,
-    }
-    assert ready(one, blocks) == 0
 
 
 def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> None:
@@ -160,12 +130,10 @@ def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> No
 def test_the_command_line_flushes(server: Server, engine: Make) -> None:
     one = engine(model="flush-cli")
     blocks = hashes(2)
-    one.session.store("s", "s", [BlockRun(0, blocks, block_ids(2))], 20).result(60)
+    store(one, blocks)
     one.session.acquire("lease", [GroupHashes(0, blocks[:1])]).result(60)
     with AdminClient(server.target) as admin:
-        number = next(
-            k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == "flush-cli"
-        )
+        number = number_of(admin, "flush-cli")
     assert json.loads(server.cli("flush", "--key-space", str(number), "--json")) == {
         "flushed_block_count": 2,
         "pending_tiers": [],

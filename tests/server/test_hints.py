@@ -21,7 +21,7 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.hints import Action, ActionType, Hints, Target
 from hotkv_proto.v1 import hints_pb2, hints_pb2_grpc
-from tests.server.support import FULL, WIDE, GroupsEngine, block_ids, hashes
+from tests.server.support import FULL, WIDE, GroupsEngine, block_ids, hashes, number_of
 from tests.support.waiting import wait_for
 
 BLOCK_TOKENS = 16
@@ -42,6 +42,12 @@ class Chat:
 
     def store(self, blocks: list[bytes]) -> None:
         self.engine.store(BlockRun(0, blocks, block_ids(len(blocks))))
+
+    def prompt(self, num_blocks: int) -> list[bytes]:
+        """Stores so many blocks; returns their hashes."""
+        blocks = hashes(num_blocks)
+        self.store(blocks)
+        return blocks
 
     def report(
         self,
@@ -72,11 +78,7 @@ class Chat:
 
     @property
     def key_space_id(self) -> int:
-        return next(
-            k["key_space_id"]
-            for k in self.admin.key_spaces()
-            if k["key_space"]["model"] == self.model
-        )
+        return number_of(self.admin, self.model)
 
     def blocks(self) -> dict[bytes, dict[str, Any]]:
         listed = self.admin.blocks(self.key_space_id, 1000)["blocks"]
@@ -99,15 +101,18 @@ class Chat:
         with HintClient(self.server.target) as client:
             return {one["action_id"]: one for one in client.outcomes(message_id)[0]}
 
-    def send(self, *actions: dict[str, Any], message_id: str = "", **of: Any) -> dict[str, Any]:
-        """Sends an envelope without a request; the outcome of its first action."""
+    def send(
+        self, *actions: dict[str, Any], message_id: str = "", of: list[bytes] | None = None
+    ) -> dict[str, Any]:
+        """Sends an envelope without a request, on the blocks `of`; the outcome of its first
+        action."""
         envelope = {
             "protocol_version": "0.1",
             "message_id": message_id or os.urandom(6).hex(),
             "actions": [{"action_id": str(i), **one} for i, one in enumerate(actions)],
         }
         with HintClient(self.server.target) as client:
-            return client.send(envelope, **of)[0]
+            return client.send(envelope, self.key_space_id if of else 0, of or ())[0]
 
     def close(self) -> None:
         self.engine.close()
@@ -150,54 +155,47 @@ def pin(action_id: str = "p", target: Target = ALL, ttl_s: float = 60.0) -> Acti
 
 
 def test_a_pin_that_comes_with_a_request_keeps_its_blocks(chat: Make) -> None:
-    one, prompt = chat(), hashes(5)
-    one.store(prompt)
+    one = chat()
+    prompt = one.prompt(5)
     message = named("pin")
     one.report(prompt, "", pin(), message_id=message, retention=Retention(0, 60.0, pin=True))
     assert one.pinned() == set(prompt)
     outcome = one.outcomes(message)["p"]
     assert (outcome["status"], outcome["done_block_count"]) == ("accepted", 5)
-
-
-def test_a_moment_is_long_enough_for_a_pin(chat: Make) -> None:
-    one, prompt, message = chat(), hashes(2), named("short")
-    one.store(prompt)
-    short = Retention(0, 1e-4, pin=True)
+    # A moment is long enough.
+    message, short = named("short"), Retention(0, 1e-4, pin=True)
     one.report(prompt, "", pin(ttl_s=1e-4), message_id=message, retention=short)
     assert one.outcomes(message)["p"]["status"] == "accepted"
 
 
 def test_what_is_given_up_is_pinned_no_more(chat: Make) -> None:
-    one, prompt = chat(), hashes(4)
-    one.store(prompt)
+    one = chat()
+    prompt = one.prompt(4)
     one.report(prompt, "", pin(), message_id=named("pin"))
     assert one.pinned() == set(prompt)
-    outcome = one.send(
-        {"action_type": "demote", "payload": {"token_range": [32, None]}},
-        key_space_id=one.key_space_id, hashes=prompt,
-    )  # fmt: skip
+    outcome = one.send({"action_type": "demote", "payload": {"token_range": [32, None]}}, of=prompt)
     assert outcome["status"] == "accepted" and one.pinned() == set(prompt[:2])
 
 
 @pytest.mark.parametrize("kind", ["demote", "retain", "pin"])
 def test_a_block_that_is_named_twice_counts_once(chat: Make, small: Server, kind: str) -> None:
-    one, prompt = chat(LARGE, at=small), hashes(2)
-    one.store(prompt)
+    one = chat(LARGE, at=small)
+    prompt = one.prompt(2)
     outcome = one.send(
         {"action_type": kind, "payload": {} if kind == "demote" else {"ttl_s": 60}},
-        key_space_id=one.key_space_id, hashes=[*prompt, *prompt],
-    )  # fmt: skip
+        of=[*prompt, *prompt],
+    )
     assert (outcome["status"], outcome["done_block_count"]) == ("accepted", 2)
     assert one.pinned() == (set(prompt) if kind == "pin" else set())
-    one.send({"action_type": "demote"}, key_space_id=one.key_space_id, hashes=[*prompt, *prompt])
+    one.send({"action_type": "demote"}, of=[*prompt, *prompt])
     # What is stored next needs the room of both.
     one.fill(4)
     assert not one.there(prompt).any()
 
 
 def test_a_range_pins_the_blocks_that_have_its_tokens(chat: Make) -> None:
-    one, prompt = chat(), hashes(6)
-    one.store(prompt)
+    one = chat()
+    prompt = one.prompt(6)
     message = named("range")
     one.report(prompt, "", pin(target=Target("", 17, 40)), message_id=message)
     assert one.pinned() == set(prompt[1:3])
@@ -282,8 +280,8 @@ def test_a_released_session_goes_first_and_what_others_share_stays(
 
 
 def test_a_session_that_goes_on_is_not_released(chat: Make) -> None:
-    one, session, prompt = chat(), named("on"), hashes(3)
-    one.store(prompt)
+    one, session = chat(), named("on")
+    prompt = one.prompt(3)
     message, release = named("release"), Action("r", ActionType.RELEASE)
     one.report(prompt, session, release, message_id=message)
     one.end(prompt, session, release, message_id=message)
@@ -295,21 +293,15 @@ def test_a_session_that_goes_on_is_not_released(chat: Make) -> None:
     )
 
 
-def test_an_unknown_session_is_missing(chat: Make) -> None:
-    outcome = chat().send({"action_type": "prefetch", "payload": {"session_id": "unheard of"}})
-    assert (outcome["status"], outcome["reason"]) == ("missing", "there is no session of this name")
-
-
 # --------------------------------------------------------------------------- without a request
 
 
 def test_an_envelope_with_hashes_needs_no_request(chat: Make) -> None:
-    one, prompt = chat(), hashes(4)
-    one.store(prompt)
+    one = chat()
+    prompt = one.prompt(4)
     outcome = one.send(
         {"action_type": "kv.pin", "action_version": "1.0", "payload": {"ttl_s": 60}},
-        key_space_id=one.key_space_id,
-        hashes=prompt + hashes(1),
+        of=prompt + hashes(1),
     )
     assert outcome["status"] == "clipped" and "1 of the blocks are not there" in outcome["reason"]
     assert one.pinned() == set(prompt)
@@ -317,31 +309,29 @@ def test_an_envelope_with_hashes_needs_no_request(chat: Make) -> None:
 
 
 def test_a_prefetch_without_a_tier_says_what_is_there(chat: Make) -> None:
-    one, prompt = chat(), hashes(4)
-    one.store(prompt)
-    of = {"key_space_id": one.key_space_id}
+    one = chat()
+    prompt = one.prompt(4)
     ask = {"action_type": "prefetch", "payload": {"deadline_s": 1}}
-    assert one.send(ask, hashes=prompt, **of)["status"] == "accepted"
-    some = one.send(ask, hashes=prompt + hashes(2), **of)
+    assert one.send(ask, of=prompt)["status"] == "accepted"
+    some = one.send(ask, of=prompt + hashes(2))
     assert (some["status"], some["done_block_count"], some["block_count"]) == ("clipped", 4, 6)
-    assert one.send(ask, hashes=hashes(2), **of)["status"] == "missing"
+    assert one.send(ask, of=hashes(2))["status"] == "missing"
 
 
 def test_an_action_is_done_once(chat: Make) -> None:
-    one, prompt = chat(), hashes(3)
-    one.store(prompt)
-    of = {"key_space_id": one.key_space_id, "hashes": prompt}
+    one = chat()
+    prompt = one.prompt(3)
     held = one.admin.info()["counters"]["held_blocks_total"]
     message = named("twice")
     ask = {"action_type": "pin", "payload": {"ttl_s": 60}}
-    answers = [one.send(ask, message_id=message, **of) for _ in range(2)]
+    answers = [one.send(ask, message_id=message, of=prompt) for _ in range(2)]
     assert answers[0]["sequence"] == answers[1]["sequence"]
     assert one.admin.info()["counters"]["held_blocks_total"] == held + 3
 
 
 def test_bad_actions_are_rejected_alone(chat: Make) -> None:
-    one, prompt = chat(), hashes(2)
-    one.store(prompt)
+    one = chat()
+    prompt = one.prompt(2)
     envelope = {
         "message_id": named("mixed"),
         "actions": [
@@ -385,32 +375,12 @@ def test_a_foreign_key_space_is_unknown(chat: Make) -> None:
     assert caught.value.reason is Reason.UNKNOWN_KEY_SPACE
 
 
-def test_a_session_of_another_tenant_is_missing(chat: Make) -> None:
-    one, session, prompt = chat(), named("mine"), hashes(2)
-    one.store(prompt)
-    one.report(prompt, session)
-    ask = {"message_id": "m", "actions": [
-        {"action_id": "x", "action_type": "demote", "payload": {"session_id": session}}
-    ]}  # fmt: skip
-    with HintClient(one.server.target, tenant="somebody else") as client:
-        (foreign,) = client.send(ask)
-        assert client.outcomes("m")[0][0]["status"] == "missing"
-    with HintClient(one.server.target, tenant="somebody else") as client:
-        (unknown,) = client.send(
-            {"message_id": "n", "actions": [
-                {"action_id": "x", "action_type": "demote", "payload": {"session_id": "none"}}
-            ]}
-        )  # fmt: skip
-    assert (foreign["status"], foreign["reason"]) == (unknown["status"], unknown["reason"])
-    assert not [o for o in one.outcomes("m").values() if o["status"] == "missing"]
-
-
 # ------------------------------------------------------------------------------------- receipts
 
 
 def test_a_receipt_says_what_was_used_again_and_what_it_saved(chat: Make) -> None:
-    one, prompt, message = chat(), hashes(8), named("paid")
-    one.store(prompt)
+    one, message = chat(), named("paid")
+    prompt = one.prompt(8)
     one.report(prompt, "", pin(target=Target("", 32)), message_id=message)
     assert one.outcomes(message)["p"]["reused_block_count"] == 0
     for _ in range(2):
@@ -421,8 +391,8 @@ def test_a_receipt_says_what_was_used_again_and_what_it_saved(chat: Make) -> Non
 
 
 def test_a_router_polls_what_has_changed(chat: Make) -> None:
-    one, prompt = chat(), hashes(3)
-    one.store(prompt)
+    one = chat()
+    prompt = one.prompt(3)
     with HintClient(one.server.target) as client:
         _, cursor = client.outcomes(page_size=1000)
         first, second = named("first"), named("second")
@@ -463,8 +433,8 @@ def test_the_command_line_shows_hints_and_sessions(
 
 
 def test_a_flood_of_one_tenant_is_rejected_and_others_are_served(chat: Make) -> None:
-    one, prompt = chat(), hashes(1)
-    one.store(prompt)
+    one = chat()
+    prompt = one.prompt(1)
     statuses: set[str] = set()
     with HintClient(one.server.target, tenant="flood") as client:
         for number in range(20):
@@ -474,10 +444,7 @@ def test_a_flood_of_one_tenant_is_rejected_and_others_are_served(chat: Make) -> 
         assert any("too many actions" in reason for reason in statuses), statuses
         assert any("actions has 100" in reason for reason in statuses), statuses
         assert len(client.outcomes(page_size=1000)[0]) <= 1000
-    outcome = one.send(
-        {"action_type": "pin", "payload": {"ttl_s": 5}},
-        key_space_id=one.key_space_id, hashes=prompt,
-    )  # fmt: skip
+    outcome = one.send({"action_type": "pin", "payload": {"ttl_s": 5}}, of=prompt)
     assert outcome["status"] == "accepted"
 
 
@@ -487,10 +454,7 @@ def test_pins_beyond_the_share_are_clipped(chat: Make, small: Server) -> None:
     for _ in range(room // 6 + 2):
         prompt = hashes(6)
         one.store(prompt)
-        outcome = one.send(
-            {"action_type": "pin", "payload": {"ttl_s": 60}},
-            key_space_id=one.key_space_id, hashes=prompt,
-        )  # fmt: skip
+        outcome = one.send({"action_type": "pin", "payload": {"ttl_s": 60}}, of=prompt)
         if outcome["status"] != "accepted":
             break
     assert outcome["status"] in ("clipped", "rejected") and "share" in outcome["reason"]

@@ -37,14 +37,8 @@ def test_a_host_is_measured_and_nothing_stays(
     assert "what it means for you" in shown and "tokens/s" in shown
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(signal.SIGTERM, marks=pytest.mark.long),
-        pytest.param(signal.SIGHUP, marks=pytest.mark.campaign),
-        pytest.param(signal.SIGINT, marks=pytest.mark.campaign),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_whatever_ends_it_ends_its_server_too(how: signal.Signals) -> None:
     program = "from hotkv_client.command import cli; "
     program += "from hotkv_client.command import host_bench; "

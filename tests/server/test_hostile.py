@@ -206,23 +206,6 @@ def test_memory_that_is_given_back_takes_no_loads(server: Server) -> None:
             ).result(60)
 
 
-def test_idle_http_connections_cost_no_threads_and_keep_nobody_out(server: Server) -> None:
-    port = http_port(server)
-    threads = len(os.listdir(f"/proc/{server.pid}/task"))
-    held = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
-    try:
-        for one in held[::2]:
-            with contextlib.suppress(OSError):
-                one.send(b"GET /metrics HTTP/1.1\r\nHost: ")
-        for path in ("livez", "readyz", "metrics"):
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=20) as answer:
-                assert answer.status == 200
-        assert len(os.listdir(f"/proc/{server.pid}/task")) <= threads + 2
-    finally:
-        for one in held:
-            one.close()
-
-
 def test_http_connections_that_read_no_answer_keep_nobody_out(server: Server) -> None:
     port, held = http_port(server), list[socket.socket]()
     with marked_engine(server.target) as session:

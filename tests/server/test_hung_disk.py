@@ -103,18 +103,12 @@ def hung(tmp_path: Path) -> Iterator[HungNode]:
             made.heal()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "calls",
     [
-        pytest.param(tuple(faults.CALLS), id="every", marks=pytest.mark.long),
-        *(
-            pytest.param(
-                (call,),
-                id=call,
-                marks=pytest.mark.long if call == BY_A_CUT[0] else pytest.mark.campaign,
-            )
-            for call in faults.CALLS
-        ),
+        pytest.param(tuple(faults.CALLS), id="every"),
+        *(pytest.param((call,), id=call) for call in ("pread", "pwrite", "fsync", "stat")),
     ],
 )
 def test_a_disk_that_hangs_costs_its_own_blocks_only(

@@ -296,6 +296,10 @@ def test_only_memory_is_mapped(tmp_path: Path) -> None:
         ('[]\nsocket_mode = "888"', "security.socket_mode"),
         ('[]\nadmin_socket_mode = "rw"', "security.admin_socket_mode"),
         ('[tls]\ncertificate = "/x"', "certificate and key must be set together"),
+        ('[arena]\nbytes = "10Gx"', "arena.bytes"),
+        ('[arena]\nbytes = "16MiB"\nslab_bytes = "32MiB"', "slab_bytes must not be larger"),
+        ("[copy]\nthreads = -1", "copy.threads"),
+        ('log_level = "loud"', "log_level"),
         ('[tls]\nclient_ca = "/x"', "client_ca only with them"),
     ],
 )

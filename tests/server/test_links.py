@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from demo.processes import Server
 from hotkv_client import BlockRun, Role, Session, SessionConfig
@@ -15,7 +14,7 @@ from hotkv_client.link import descriptor_socket
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.blocks import NO_OPTIONS, BlockResult
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import Reason
 from hotkv_proto.layout import FENCE_HANDLE, FENCE_WORDS
 from hotkv_proto.order import NO_ORDER
 from hotkv_proto.v1 import (
@@ -121,26 +120,3 @@ def test_the_page_of_the_link_that_holds_is_read(server: Server, engine: Make) -
         peer.close()
     for fd in files:
         os.close(fd)
-
-
-def test_a_store_with_a_fence_index_and_no_fence_is_refused(server: Server, engine: Make) -> None:
-    """A session that links its memory and no fence stores only what it never takes back."""
-    one = engine()
-    bare = Session(
-        SessionConfig(server.target, "bare", Role.WORKER, one.key_space, use_table=False)
-    )
-    bare.start()
-    assert bare.wait_connected(10) and bare._connection is not None
-    kv = memory_file(one.kv.nbytes)
-    peer, answer = linked(server, bare._connection.session_id, {"kv": kv})
-    assert answer.linked
-    bare._call(lambda: _wire.register_memory(one.layout, NO_ORDER)).result(60)
-    runs = [BlockRun(0, [os.urandom(32)], np.zeros(1, np.int32))]
-    with pytest.raises(HotKVError, match="linked no fence") as raised:
-        bare._call(
-            lambda: _wire.store("t", "t", runs, 5.0, NO_OPTIONS, 5, 32), transfer_id="t"
-        ).result(60)
-    assert raised.value.reason is Reason.INVALID_FIELD
-    bare.close()
-    peer.close()
-    os.close(kv)

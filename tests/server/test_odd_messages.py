@@ -4,14 +4,11 @@ import importlib
 import os
 import pkgutil
 import queue
-import time
 from collections.abc import Callable, Iterator
 
 import grpc
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import hotkv_client
 import hotkv_proto
@@ -19,15 +16,12 @@ import hotkv_server
 import hotkv_sparse
 from demo.processes import Server
 from hotkv_client import BlockRun, GroupHashes
-from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.v1 import (
-    cache_pb2,
     session_pb2,
-    session_pb2_grpc,
     sparse_pb2,
     sparse_pb2_grpc,
 )
@@ -45,61 +39,6 @@ KEPT_BYTES = 12 << 20
 PACKAGES = (hotkv_proto, hotkv_client, hotkv_server, hotkv_sparse)
 SILENT = ("ping", "report_use", "report_sparse")
 """Bodies that are never refused, or not answered where all is well."""
-
-
-@pytest.mark.long
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(st.binary(max_size=400))
-def test_random_bytes_do_no_harm(server: Server, data: bytes) -> None:
-    with (
-        grpc.insecure_channel(server.target) as channel,
-        grpc.insecure_channel(admin_target(server.target)) as admins,
-    ):
-        for method in (
-            "CacheService/Lookup",
-            "CacheService/Load",
-            "CacheService/Store",
-            "SparseService/CreateSequence",
-            "SparseService/AppendBlocks",
-            "SparseService/DeleteSequence",
-            "AdminService/Explain",
-            "AdminService/Tell",
-        ):
-            call = (admins if "Admin" in method else channel).unary_unary(
-                f"/hotkv.v1.{method}", request_serializer=bytes, response_deserializer=bytes
-            )
-            try:
-                call(data, timeout=5)
-            except grpc.RpcError as error:
-                assert reason_of(error) != Reason.INTERNAL, error
-        for method in ("AdminService/WatchRequests", "EventService/Subscribe"):
-            watch = admins.unary_stream(
-                f"/hotkv.v1.{method}", request_serializer=bytes, response_deserializer=bytes
-            )
-            answers = watch(data, timeout=5)
-            try:
-                next(answers)
-                answers.cancel()
-            except grpc.RpcError as error:
-                assert reason_of(error) in (Reason.INVALID_FIELD, Reason.UNKNOWN_KEY_SPACE), error
-        selects = channel.stream_stream(
-            "/hotkv.v1.SparseService/SelectBlocks",
-            request_serializer=bytes,
-            response_deserializer=sparse_pb2.SelectBlocksResponse.FromString,
-        )
-        first, second = selects(iter([data, data]), timeout=5)
-        assert first == second
-        assert first.error.reason in (Reason.INVALID_FIELD, Reason.UNKNOWN_SESSION)
-        stream = channel.stream_stream(
-            "/hotkv.v1.SessionService/Connect",
-            request_serializer=bytes,
-            response_deserializer=bytes,
-        )
-        with pytest.raises(grpc.RpcError) as caught:
-            list(stream(iter([data]), timeout=5))
-        assert reason_of(caught.value) != Reason.INTERNAL
 
 
 @pytest.mark.parametrize(
@@ -183,8 +122,8 @@ def nonsense_in_a_session(target: str, engine: PagedEngine, count: int) -> None:
     ("send", "count"),
     [
         (nonsense_in_calls, 4_096),
-        pytest.param(nonsense_in_selections, 48_000, marks=[pytest.mark.slow, pytest.mark.long]),
-        pytest.param(nonsense_in_a_session, 48_000, marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(nonsense_in_selections, 16_000, marks=pytest.mark.long),
+        pytest.param(nonsense_in_a_session, 16_000, marks=pytest.mark.long),
     ],
 )
 def test_what_is_refused_leaves_nothing_in_memory(
@@ -275,36 +214,3 @@ def test_selections_with_random_fields_are_answered(
     assert sum(not answer.HasField("error") for answer in answers) > 30
     lists = [GroupHashes(0, blocks)]
     assert engine.session.lookup(lists).result(60)[0].all()
-
-
-@pytest.mark.long
-def test_a_client_that_does_not_read_is_closed_and_nobody_else_suffers(
-    server: Server, engine: Make
-) -> None:
-    one = engine()
-    requests: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
-    opening_message = _wire.open_session(one.session.config)
-    opening_message.open_session.engine_id = "never-reads"
-    requests.put(opening_message)
-    small_window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
-    with (
-        grpc.insecure_channel(server.target, small_window) as channel,
-        AdminClient(server.target) as admin,
-    ):
-        stream = session_pb2_grpc.SessionServiceStub(channel).Connect(iter(requests.get, None))
-        next(stream)
-        # A read lease, and then calls whose refusal repeats its long name.
-        requests.put(
-            session_pb2.ConnectRequest(
-                acquire_lease=cache_pb2.AcquireLeaseRequest(lease_id="x" * 250)
-            )
-        )
-        unheard = cache_pb2.ReserveBlocksRequest(lease_id="x" * 250)
-        for i in range(1, 40_000):
-            requests.put(session_pb2.ConnectRequest(request_id=i, reserve_blocks=unheard))
-        deadline_s = time.monotonic() + 60
-        while any(s["engine_id"] == "never-reads" for s in admin.sessions()):
-            one.session.ping(5)
-            assert time.monotonic() < deadline_s, "a client that does not read keeps its session"
-        requests.put(None)
-        stream.cancel()

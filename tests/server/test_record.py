@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import given
 
 from demo.processes import ROOT, Server
@@ -20,38 +19,26 @@ from hotkv_client.testing import PagedEngine
 from hotkv_client.types import WatchedRequest
 from hotkv_client.wire.admin import _read_stream
 from hotkv_server.simulate.trace import load_trace
-from tests.server.support import hashes
+from tests.server.support import hashes, number_of
 from tests.support.waiting import wait_for
 
 Make = Callable[..., PagedEngine]
 
 
-def key_space_of(server: Server, model: str) -> int:
+def number_in(server: Server, model: str) -> int:
     with AdminClient(server.target) as admin:
-        return int(
-            next(k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == model)
-        )
+        return number_of(admin, model)
 
 
 def test_a_recording_holds_what_engines_reported_and_the_simulator_reads_it(
     server: Server, engine: Make, tmp_path: Path
 ) -> None:
     one, stranger = engine(model="record-one"), engine(model="record-other")
-    number, file = key_space_of(server, "record-one"), tmp_path / "trace.jsonl"
+    number, file = number_in(server, "record-one"), tmp_path / "trace.jsonl"
     first, second = hashes(9), hashes(8)
     # 16 tokens a hash; 60 are rounded up to 64, so four hashes make a block.
-    command = [
-        sys.executable,
-        "-m",
-        "hotkv_client.command.cli",
-        "record",
-        str(file),
-        "--key-space",
-        str(number),
-        "--block-tokens",
-        "60",
-        "--json",
-    ]
+    command = [sys.executable, "-m", "hotkv_client.command.cli", "record", str(file), "--json"]
+    command += ["--key-space", str(number), "--block-tokens", "60"]
     with subprocess.Popen(
         [*command, "--target", server.target], stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as process:
@@ -104,50 +91,11 @@ def test_a_recording_holds_what_engines_reported_and_the_simulator_reads_it(
     assert trace.num_accesses == 5 and trace.num_unique_blocks == 4
 
 
-def test_a_recording_ends_by_itself(server: Server, engine: Make, tmp_path: Path) -> None:
-    one = engine(model="record-ends")
-    number = str(key_space_of(server, "record-ends"))
-    assert "recorded 0 requests" in server.cli(
-        "record", str(tmp_path / "none"), "--key-space", number, "--seconds", "0.5"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "hotkv_client.command.cli",
-        "record",
-        str(tmp_path / "full"),
-        "--key-space",
-        number,
-        "--max-blocks",
-        "3",
-    ]
-    flags = ["--block-tokens", "16", "--json", "--target", server.target]
-    with subprocess.Popen(
-        [*command, *flags], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
-        wait_for(lambda: server.counter("request_watchers") == 1, "the recording did not begin")
-        one.session.report_requests([RequestReport(hashes(3), 50, 0, 0, 0.0)])
-        assert json.loads(process.communicate(timeout=30)[0])["is_full"]
-
-
-def test_a_recording_needs_one_key_space(server: Server, engine: Make, tmp_path: Path) -> None:
-    engine(model="record-a"), engine(model="record-b")
-    for flags, words in (
-        ([], "name a key space with --key-space; known are"),
-        (["--key-space", "4000"], "record-a"),
-    ):
-        with pytest.raises(Exception, match=words):
-            server.cli("record", str(tmp_path / "x"), *flags)
-    with pytest.raises(Exception, match="--block-tokens is 0; it must be positive"):
-        server.cli("record", str(tmp_path / "x"), "--block-tokens", "0")
-    assert not (tmp_path / "x").exists()
-
-
 def test_a_slow_watcher_is_told_what_it_missed(server: Server, engine: Make) -> None:
     one = engine(model="record-slow")
     prompt = hashes(512)
     with AdminClient(server.target) as admin:
-        watch = admin.watch_requests(key_space_of(server, "record-slow"), 120)
+        watch = admin.watch_requests(number_in(server, "record-slow"), 120)
         assert next(watch) == ([], 0)
         sent = 0
         while not admin.info()["counters"]["watched_requests_lost_total"]:

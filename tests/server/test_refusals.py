@@ -2,6 +2,7 @@
 message with one field spoiled. The answer has the row's reason and words; nothing has changed, and
 the session goes on."""
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -20,17 +21,13 @@ from hotkv_client.channels import admin_target
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
 from hotkv_client.wire.sparse import _select_message
-from hotkv_proto.blocks import BlockResult, TransferStatus
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.groups import GroupKind
 from hotkv_proto.order import NO_ORDER
 from hotkv_proto.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     cache_pb2,
     cache_pb2_grpc,
-    errors_pb2,
-    layout_pb2,
     residency_pb2,
     session_pb2,
     sparse_pb2,
@@ -105,6 +102,9 @@ class World:
             "report_sparse": lambda: sparse_pb2.ReportSparse(
                 sequences=[sparse_pb2.SequenceReport(sequence_id="s")], layers=[layer]
             ),
+            "report_use": lambda: session_pb2.ReportUse(
+                requests=[session_pb2.RequestReport(hashes=bytes(64), prompt_token_count=40)]
+            ),
             "open_residency": lambda: residency_pb2.OpenResidencyRequest(
                 residency_id="a", groups=[room]
             ),
@@ -160,6 +160,7 @@ SELECT, TENSOR, HANDLES = (
     "register_memory.layout.tensors[0]",
     "register_memory.layout.handles",
 )
+REPORT = "report_use.requests[0]"
 BOTH = [{"layer_index": 2, "mu": ZEROS}]
 ROWS = [
     Row("load.lease_id", "nobody's", Reason.UNKNOWN_LEASE, "lease_id"),
@@ -194,6 +195,26 @@ ROWS = [
     Row("reserve_blocks.retention.ttl_ms", 86_400_001, FIELD, "86400.001; allowed are 0 to 86400"),
     Row("reserve_blocks.retention.ttl_ms", -1, FIELD, "retention.ttl_ms is -1"),
     Row("reserve_blocks.retention.pin", True, FIELD, "retention.pin needs retention.ttl_s"),
+    Row(f"{RUN}.token_ids", bytes(60), FIELD, "token_ids has 60 bytes; 16 tokens of 1 blocks"),
+    Row(f"{RUN}.extra_keys", [{}, {}], FIELD, "runs.extra_keys has 2 entries for 1 blocks"),
+    Row(f"{RUN}.lora_name", "x" * 300, LARGE, "runs.lora_name is longer than 256 characters"),
+    Row("store.after.index", 1, FIELD, "after"),
+    Row(f"{REPORT}.prompt_token_count", 31, FIELD, "hashes has 2 hashes of 16 tokens each"),
+    Row(f"{REPORT}.prompt_token_count", 1 << 40, FIELD, "1099511627776; at most 4294967296"),
+    Row(f"{REPORT}.hit_token_count", 50, FIELD, "must rise in this order"),
+    Row(f"{REPORT}.device_hit_token_count", -16, FIELD, "must rise in this order"),
+    Row(f"{REPORT}.age_ms", -1, FIELD, "requests.age_ms is -1"),
+    Row(f"{REPORT}.hashes", bytes(33), HASH, "requests.hashes has 33 bytes"),
+    Row(f"{REPORT}.saved_s", -1.0, FIELD, "requests.saved_s is -1.0"),
+    Row(f"{REPORT}.saved_s", math.inf, FIELD, "requests.saved_s is inf"),
+    Row(f"{REPORT}.wait_s", math.nan, FIELD, "requests.wait_s is nan"),
+    Row(f"{REPORT}.retention.priority", 9, FIELD, "requests.retention: retention.priority is 9"),
+    Row(f"{REPORT}.retention.ttl_ms", 86_400_001, FIELD, "retention.ttl_s is 86400.001"),
+    Row(f"{REPORT}.retention.ttl_ms", -1, FIELD, "requests.retention.ttl_ms is -1"),
+    Row(f"{REPORT}.retention.pin", True, FIELD, "retention.pin needs retention.ttl_s"),
+    Row("report_use.loads", [{"report_id": 1}] * 1025, LARGE, "loads has 1025 entries"),
+    Row("report_use.prefill_tokens_per_s", -1.0, FIELD, "prefill_tokens_per_s is -1.0"),
+    Row("report_use.prefill_tokens_per_s", math.nan, FIELD, "prefill_tokens_per_s is nan"),
     Row("open_residency.groups[0].group_index", 7, FIELD, "group_index"),
     Row("open_residency.groups[0].block_count", 0, FIELD, "block_count"),
     Row("create_sequence.sequence_id", "", FIELD, "sequence_id is empty"),
@@ -220,7 +241,7 @@ ROWS = [
     Row(f"{SELECT}.scorer", "oracle", FIELD, "select.scorer is 'oracle'"),
     Row(f"{SELECT}.scorer", "mix2", FIELD, "is scored by mix2, whose axes only the engine has"),
     Row(f"{SELECT}.sparse_topk_ratio", 1.5, FIELD, "select.sparse_topk is 1.5"),
-    Row(f"{SELECT}.sparse_topk_ratio", float("nan"), FIELD, "select.sparse_topk is nan"),
+    Row(f"{SELECT}.sparse_topk_ratio", math.nan, FIELD, "select.sparse_topk is nan"),
     Row(f"{SELECT}.sparse_topk_ratio", None, FIELD, "select.sparse_topk is missing"),
     Row(f"{SELECT}.sparse_topk_token_count", 3, FIELD, "select.sparse_topk is 3"),
     Row(f"{SELECT}.adaptive_p", -1.0, FIELD, "select.adaptive_p is -1.0"),
@@ -235,7 +256,7 @@ ROWS = [
     Row("report_sparse.layers", [{"layer_index": -1}], FIELD, "layers.layer_index is -1"),
     Row("report_sparse.layers", [{"layer_index": 256}], FIELD, "layers.layer_index is 256"),
     Row("report_sparse.layers[0].selects", -1.0, FIELD, "layers.selects is -1.0"),
-    Row("report_sparse.layers[0].recall", float("nan"), FIELD, "layers.recall is nan"),
+    Row("report_sparse.layers[0].recall", math.nan, FIELD, "layers.recall is nan"),
     Row("report_sparse.layers[0].swap_bytes", 1e300, FIELD, "layers.swap_bytes is 1e+300"),
     Row("open_session", None, FIELD, "open_session"),
     Row("open_session.protocol_version", 99, Reason.VERSION_MISMATCH, "protocol_version"),
@@ -485,25 +506,3 @@ def test_memory_is_registered_once(world: World) -> None:
 
 
 # ------------------------------------------------------------------------------ numbers of the wire
-
-
-def test_every_reason_has_a_code_and_a_number() -> None:
-    assert set(CODES) == set(Reason)
-    assert {r.name: int(r) for r in Reason} == {
-        n.removeprefix("ERROR_REASON_"): v for n, v in errors_pb2.ErrorReason.items() if v
-    }
-
-
-@pytest.mark.parametrize(
-    ("ours", "wire", "prefix"),
-    [
-        (BlockResult, cache_pb2.BlockResult, "BLOCK_RESULT_"),
-        (TransferStatus, cache_pb2.TransferStatus, "TRANSFER_STATUS_"),
-        (GroupKind, layout_pb2.KvGroupKind, "KV_GROUP_KIND_"),
-        (Role, session_pb2.SessionRole, "SESSION_ROLE_"),
-    ],
-)
-def test_enums_have_the_numbers_of_the_wire(ours: Any, wire: Any, prefix: str) -> None:
-    assert {one.name: int(one) for one in ours} == {
-        name.removeprefix(prefix): number for name, number in wire.items() if number
-    }

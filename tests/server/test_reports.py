@@ -1,6 +1,5 @@
 """Reports of scheduled requests, and retention: blocks that they touch or keep, and refusals."""
 
-import math
 import time
 from collections.abc import Callable, Iterator
 
@@ -10,10 +9,8 @@ from demo.processes import Server
 from hotkv_client import BlockRun, RequestReport, Retention
 from hotkv_client.admin import AdminClient
 from hotkv_proto.blocks import StoreOptions
-from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupSpec
-from hotkv_proto.v1 import cache_pb2, session_pb2
-from tests.server.support import FULL, WIDE, WINDOW, GroupsEngine, block_ids, hashes
+from tests.server.support import FULL, WIDE, WINDOW, GroupsEngine, block_ids, hashes, number_of
 
 Make = Callable[..., GroupsEngine]
 
@@ -33,8 +30,7 @@ def engine(server: Server) -> Iterator[Make]:
 
 def blocks(admin: AdminClient, model: str) -> dict[tuple[int, bytes], dict[str, object]]:
     """What is listed of a model's blocks, by group and hash."""
-    number = next(k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == model)
-    listed = admin.blocks(number, 1000)["blocks"]
+    listed = admin.blocks(number_of(admin, model), 1000)["blocks"]
     return {(b["group_index"], bytes.fromhex(b["block_hash"])): b for b in listed}
 
 
@@ -139,43 +135,6 @@ def test_a_refused_report_is_in_the_servers_log_once(server: Server, engine: Mak
     assert len(refusals) == 1 and "must rise in this order" in refusals[0]
 
 
-@pytest.mark.parametrize(
-    ("fields", "retention", "words"),
-    [
-        (
-            {"prompt_token_count": 31},
-            {},
-            "requests.hashes has 2 hashes of 16 tokens each; prompt_token_count is 31",
-        ),
-        ({"hit_token_count": 50}, {}, "must rise in this order"),
-        ({"device_hit_token_count": -16}, {}, "must rise in this order"),
-        (
-            {"prompt_token_count": 1 << 40},
-            {},
-            "requests.prompt_token_count is 1099511627776; at most 4294967296",
-        ),
-        ({"age_ms": -1}, {}, "requests.age_ms is -1"),
-        ({"hashes": bytes(33)}, {}, "requests.hashes has 33 bytes"),
-        ({}, {"priority": 9}, "requests.retention: retention.priority is 9; allowed are -8 to 8"),
-        ({}, {"ttl_ms": 86_400_001}, "retention.ttl_s is 86400.001"),
-        ({}, {"ttl_ms": -1}, "requests.retention.ttl_ms is -1"),
-        ({}, {"pin": True}, "retention.pin needs retention.ttl_s"),
-    ],
-)
-def test_what_contradicts_itself_is_refused(
-    engine: Make, fields: dict[str, object], retention: dict[str, object], words: str
-) -> None:
-    one = engine("reports-refused")
-    good = {"hashes": bytes(64), "prompt_token_count": 40}
-    report = session_pb2.RequestReport(
-        **{**good, **fields}, retention=cache_pb2.Retention(**retention)
-    )  # type: ignore[arg-type]
-    request = session_pb2.ConnectRequest(report_use=session_pb2.ReportUse(requests=[report]))
-    with pytest.raises(HotKVError, match=words.replace(".", r"\.")) as caught:
-        one.session._call(lambda: request).result(60)
-    assert caught.value.reason in (Reason.INVALID_FIELD, Reason.INVALID_HASH)
-
-
 def test_an_engines_prefill_speed_is_known_until_it_says_another(
     server: Server, engine: Make
 ) -> None:
@@ -193,15 +152,3 @@ def test_an_engines_prefill_speed_is_known_until_it_says_another(
     for said, known in ((1234.5, 1234.5), (0.0, 1234.5), (8.0, 8.0)):
         one.session.report_requests([RequestReport([], 5, 0, 0, 0.0)], said)
         assert told() == known
-
-
-@pytest.mark.parametrize("speed", [-1.0, math.inf, math.nan])
-def test_a_speed_that_is_none_is_refused(server: Server, engine: Make, speed: float) -> None:
-    one = engine("reports-no-speed", FULL)
-    with pytest.raises(HotKVError, match="prefill_tokens_per_s is") as caught:
-        one.session._call(
-            lambda: session_pb2.ConnectRequest(
-                report_use=session_pb2.ReportUse(prefill_tokens_per_s=speed)
-            )
-        ).result(60)
-    assert caught.value.reason is Reason.INVALID_FIELD

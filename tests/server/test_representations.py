@@ -1,10 +1,9 @@
 """Representations through a real server: stored with blocks by one engine, loaded with them by
 another, removed with them."""
 
-import mmap
+import contextlib
 import os
 import queue
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +16,6 @@ from demo.processes import Server
 from hotkv_client import (
     BlockResult,
     BlockRun,
-    EngineMemory,
     Evicted,
     GroupHashes,
     LoadRun,
@@ -28,94 +26,21 @@ from hotkv_client import (
 )
 from hotkv_client.admin import AdminClient
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.groups import GroupKind, GroupSpec
-from hotkv_proto.keys import KeySpace, Representation
-from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
-from tests.server.support import block_ids, hashes
+from hotkv_proto.keys import Representation
+from tests.server.sparse_support import RepresentationEngine
+from tests.server.support import block_ids, hashes, number_of
 from tests.support.waiting import wait_for
 
-NUM_BLOCKS = 64
-PAGE_BYTES = 4096
-REPRESENTATION_BYTES = 272
-"""Of one layer."""
-LAYERS = 3
 
+class Engine(RepresentationEngine):
+    """An engine with representations beside its KV, whose calls name both groups."""
 
-class SparseEngine:
-    """A CPU engine with representations beside its KV, each in memory of its own; its worker
-    session is connected.
-
-    `kv` uint8 [layers, blocks, page], `representations` uint8 [layers, blocks, bytes]; both shared
-    with the server. `group`: index of the representations.
-    """
-
-    def __init__(
-        self,
-        target: str,
-        model: str,
-        version: int = 7,
-        *,
-        without_pages: bool = False,
-        on_evicted: Callable[[Evicted], None] | None = None,
-    ) -> None:
-        sizes = {"kv": PAGE_BYTES, "representations": REPRESENTATION_BYTES}
-        self.fds = {name: os.memfd_create(f"hotkv-engine-{name}") for name in sizes}
-        arrays = {}
-        for name, size in sizes.items():
-            os.posix_fallocate(self.fds[name], 0, LAYERS * NUM_BLOCKS * size)
-            arrays[name] = np.frombuffer(
-                mmap.mmap(self.fds[name], LAYERS * NUM_BLOCKS * size), np.uint8
-            )
-        self.kv, self.representations = (
-            arrays[name].reshape(LAYERS, NUM_BLOCKS, -1) for name in sizes
-        )
-        self.key_space = KeySpace(
-            model,
-            model,
-            "bfloat16",
-            (GroupSpec(GroupKind.FULL_ATTENTION, 16, (LAYERS * PAGE_BYTES,)),),
-            16,
-        )
-        kind = Representation(0, "rot2u", version, (LAYERS * REPRESENTATION_BYTES,))
-        config = SessionConfig(
-            target,
-            os.urandom(8).hex(),
-            Role.WORKER,
-            self.key_space,
-            representations=(kind,),
-            on_evicted=on_evicted,
-            reconnect_max_s=0.5,
-        )
-        self.group = config.representation_group(kind)
-        tensors = tuple(
-            PageTensor(group, name, layer * NUM_BLOCKS * size, size, size, layer * size)
-            for group, (name, size) in zip((0, self.group), sizes.items(), strict=True)
-            for layer in range(LAYERS)
-            if group == 0 or not without_pages
-        )
-        handles = tuple(
-            MemoryHandle(name, LAYERS * NUM_BLOCKS * size) for name, size in sizes.items()
-        )
-        self.session = Session(
-            config, EngineMemory(Layout(0, NUM_BLOCKS, handles, tensors, "LBHNC"), self.fds)
-        )
-        self.session.start()
-        assert self.session.wait_connected(20), repr(self.session)
-
-    def fill(self) -> "SparseEngine":
-        """Bytes that no other engine has."""
-        random = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
-        self.kv[:] = random.integers(0, 256, self.kv.shape, np.uint8)
-        self.representations[:] = random.integers(0, 256, self.representations.shape, np.uint8)
-        return self
-
-    def store(self, *runs: tuple[int, list[bytes]]) -> list[set[int]]:
+    def store_runs(self, *runs: tuple[int, list[bytes]]) -> list[set[int]]:
         """Stores under a name of its own from the first block ids on; results a run."""
         name = os.urandom(8).hex()
         made = [BlockRun(group, blocks, block_ids(len(blocks))) for group, blocks in runs]
-        return [
-            set(run.tolist()) for run in self.session.store(name, name, made, 20).result(60).results
-        ]
+        done = self.session.store(name, name, made, 20).result(60)
+        return [set(run.tolist()) for run in done.results]
 
     def found(self, blocks: list[bytes]) -> tuple[list[bool], list[bool]]:
         """Which blocks and which representations are found: by a call, by the table, by a lease
@@ -125,93 +50,90 @@ class SparseEngine:
         probes = [self.session.probe(group, blocks) for group in (0, self.group)]
         assert [None if probe is None else probe.tolist() for probe in probes] == looked_up
         name = os.urandom(8).hex()
-        assert [
-            mask.tolist() for mask in self.session.acquire(name, lists).result(60).pinned
-        ] == looked_up
+        pinned = self.session.acquire(name, lists).result(60).pinned
+        assert [mask.tolist() for mask in pinned] == looked_up
         self.session.release(name)
         return looked_up[0], looked_up[1]
 
     def load(self, blocks: list[bytes], first: int) -> TransferStatus:
         """Blocks with their representations, to block ids from `first` on."""
-        name = os.urandom(8).hex()
+        name, count = os.urandom(8).hex(), len(blocks)
         lists = [GroupHashes(group, blocks) for group in (0, self.group)]
         assert all(mask.all() for mask in self.session.acquire(name, lists).result(60).pinned)
-        runs = [
-            LoadRun(group, block_ids(len(blocks)), block_ids(len(blocks), first))
-            for group in (0, self.group)
-        ]
+        ids = block_ids(count), block_ids(count, first)
+        runs = [LoadRun(group, *ids) for group in (0, self.group)]
         result = self.session.load(name, name, runs, 20).result(60)
         self.session.release(name)
         return result.status
 
-    def close(self) -> None:
-        self.session.close()
-        for fd in self.fds.values():
-            os.close(fd)
+    def has_copied(self, at: slice, other: "Engine", source: slice, *, kv: bool = True) -> bool:
+        """Returns whether these blocks' representations, and KV, are those of the other."""
+        return (not kv or np.array_equal(self.kv[at], other.kv[source])) and all(
+            np.array_equal(pool[at], other.pools[layer][source])
+            for layer, pool in self.pools.items()
+        )
 
 
-Make = Callable[..., SparseEngine]
+Make = Callable[..., Engine]
 
 
 @pytest.fixture
 def sparse(server: Server) -> Iterator[Make]:
     """Makes connected engines of one model; closes them."""
-    made: list[SparseEngine] = []
     model = os.urandom(8).hex()
+    with contextlib.ExitStack() as stack:
 
-    def make(*, version: int = 7, **settings: object) -> SparseEngine:
-        made.append(SparseEngine(server.target, model, version, **settings))  # type: ignore[arg-type]
-        return made[-1]
+        def make(**settings: object) -> Engine:
+            made = Engine(server.target, model, **settings)  # type: ignore[arg-type]
+            stack.callback(made.close)
+            return made
 
-    yield make
-    for engine in made:
-        engine.close()
+        yield make
 
 
 def test_a_hit_brings_the_representations_along(sparse: Make) -> None:
-    one, other = sparse().fill(), sparse()
+    one, other = sparse(), sparse()
     blocks = hashes(20)
-    assert one.store((one.group, blocks), (0, blocks)) == [{BlockResult.STORED}] * 2
+    assert one.store_runs((one.group, blocks), (0, blocks)) == [{BlockResult.STORED}] * 2
     assert other.found([*blocks, *hashes(2)]) == ([True] * 20 + [False] * 2,) * 2
     assert other.load(blocks, 30) is TransferStatus.DONE
-    assert np.array_equal(other.kv[:, 30:50], one.kv[:, :20])
-    assert np.array_equal(other.representations[:, 30:50], one.representations[:, :20])
+    assert other.has_copied(slice(30, 50), one, slice(20))
 
 
 def test_versions_never_mix_and_the_last_one_stored_is_kept(sparse: Make) -> None:
-    old, new = sparse(version=1).fill(), sparse(version=2).fill()
+    old, new = sparse(version=1), sparse(version=2)
     blocks = hashes(8)
-    assert old.store((0, blocks), (old.group, blocks)) == [{BlockResult.STORED}] * 2
+    assert old.store_runs((0, blocks), (old.group, blocks)) == [{BlockResult.STORED}] * 2
     assert new.found(blocks) == ([True] * 8, [False] * 8)
     # The new version for some of the blocks: their KV is there already.
-    assert new.store((0, blocks), (new.group, blocks[:3])) == [
+    assert new.store_runs((0, blocks), (new.group, blocks[:3])) == [
         {BlockResult.PRESENT},
         {BlockResult.STORED},
     ]
     assert new.found(blocks) == ([True] * 8, [True] * 3 + [False] * 5)
     assert old.found(blocks) == ([True] * 8, [False] * 3 + [True] * 5)
     assert new.load(blocks[:3], 40) is TransferStatus.DONE
-    assert np.array_equal(new.representations[:, 40:43], new.representations[:, :3])
-    assert np.array_equal(new.kv[:, 40:43], old.kv[:, :3])
+    assert new.has_copied(slice(40, 43), new, slice(3), kv=False)
+    assert np.array_equal(new.kv[40:43], old.kv[:3])
 
 
 def test_a_representation_without_its_block_is_not_kept(sparse: Make) -> None:
-    engine = sparse().fill()
+    engine = sparse()
     blocks = hashes(6)
-    assert engine.store((engine.group, blocks)) == [{BlockResult.NO_SPACE}]
+    assert engine.store_runs((engine.group, blocks)) == [{BlockResult.NO_SPACE}]
     engine.session.reserve("r", [BlockRun(0, blocks[:2])]).result(60)
-    other = sparse().fill()
-    assert other.store((other.group, blocks[:2])) == [{BlockResult.IN_FLIGHT}]
+    other = sparse()
+    assert other.store_runs((other.group, blocks[:2])) == [{BlockResult.IN_FLIGHT}]
     assert other.found(blocks) == ([False] * 6, [False] * 6)
 
 
 def test_it_goes_with_its_block_and_nobody_is_told_apart(sparse: Make, server: Server) -> None:
     told: list[Evicted] = []
-    engine = sparse(on_evicted=told.append).fill()
+    engine = sparse(on_evicted=told.append)
     blocks = hashes(10)
     with AdminClient(server.target) as admin:
         before = admin.info()["counters"]["representation_bytes"]
-        engine.store((0, blocks), (engine.group, blocks))
+        engine.store_runs((0, blocks), (engine.group, blocks))
         counters, (row,) = (
             admin.info()["counters"],
             [k for k in admin.key_spaces() if k["key_space"]["model"] == engine.key_space.model],
@@ -243,17 +165,12 @@ def test_it_goes_with_its_block_and_nobody_is_told_apart(sparse: Make, server: S
 
 
 def test_events_and_explanations_are_of_blocks_alone(sparse: Make, server: Server) -> None:
-    engine = sparse().fill()
-    blocks = hashes(4)
+    engine, blocks = sparse(), hashes(4)
     with AdminClient(server.target) as admin:
-        (number,) = (
-            k["key_space_id"]
-            for k in admin.key_spaces()
-            if k["key_space"]["model"] == engine.key_space.model
-        )
+        number = number_of(admin, engine.key_space.model)
         stream = admin.events(number, seconds=60)
         assert next(stream) == ([], 0)
-        engine.store((engine.group, blocks), (0, blocks))
+        engine.store_runs((engine.group, blocks), (0, blocks))
         (answer,) = admin.explain(number, b"".join(blocks))
         assert (answer["hit_token_count"], len(answer["blocks"])) == (64, 4)
         admin.evict(number, 0, blocks[3])
@@ -269,15 +186,15 @@ def test_events_and_explanations_are_of_blocks_alone(sparse: Make, server: Serve
 
 
 def test_what_is_not_declared_is_refused(sparse: Make, server: Server) -> None:
-    engine, bare = sparse().fill(), sparse(without_pages=True)
+    engine, bare = sparse(), sparse(with_pages=False)
     blocks = hashes(2)
-    engine.store((0, blocks), (engine.group, blocks))
+    engine.store_runs((0, blocks), (engine.group, blocks))
     for group in (-1, engine.group + 1, 256):
         with pytest.raises(HotKVError) as raised:
-            engine.store((group, blocks))
+            engine.store_runs((group, blocks))
         assert raised.value.reason == Reason.INVALID_FIELD and "group_index" in raised.value.message
     with pytest.raises(HotKVError) as raised:
-        bare.store((bare.group, blocks))
+        bare.store_runs((bare.group, blocks))
     assert "layout" in raised.value.message
     with pytest.raises(HotKVError) as raised:
         bare.load(blocks, 0)
@@ -314,11 +231,10 @@ def test_what_cannot_be_served_is_refused_with_its_field(
 
 VICTIM = """
 import os, sys
-from tests.server.test_representations import SparseEngine, block_ids
+from tests.server.test_representations import Engine, block_ids
 from hotkv_client import BlockRun
-engine = SparseEngine(sys.argv[1], "victim").fill()
+engine = Engine(sys.argv[1], "victim")
 print("ready", flush=True)
-blocks = [os.urandom(32) for _ in range(64)]
 while True:
     some = [os.urandom(32) for _ in range(32)]
     for name, first in ((some[0].hex(), 0), (some[1].hex(), 32)):
@@ -332,38 +248,29 @@ while True:
 
 @pytest.mark.long
 def test_an_engine_killed_amid_stores_leaves_pairs_only(own_server: Server) -> None:
+    command = [sys.executable, "-c", VICTIM, own_server.target]
     with AdminClient(own_server.target) as admin:
-        for _ in range(3):
-            victim = subprocess.Popen(
-                [sys.executable, "-c", VICTIM, own_server.target], stdout=subprocess.PIPE, text=True
-            )
+        for _ in range(2):
+            victim = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             assert victim.stdout is not None
             assert victim.stdout.readline() == "ready\n"
             time.sleep(0.3)
             wait_for(lambda: admin.info()["counters"]["evicted_blocks_total"] > 0)
-            victim.send_signal(signal.SIGKILL)
+            victim.kill()
             victim.wait()
-            deadline_s = time.monotonic() + 60
-            while admin.sessions() and time.monotonic() < deadline_s:
-                time.sleep(0.02)
-        counters = admin.info()["counters"]
-        assert (
-            counters["leases"],
-            counters["transfers_in_flight"],
-            counters["arena_pinned_bytes"],
-        ) == (0, 0, 0)
-        blocks = admin.blocks(page_size=10_000)["blocks"]
+            wait_for(lambda: not admin.sessions())
+        counters, answer = admin.info()["counters"], admin.blocks(page_size=10_000)
+        blocks = answer["blocks"]
+        while answer["next_page_token"]:
+            answer = admin.blocks(page_size=10_000, page_token=answer["next_page_token"])
+            blocks += answer["blocks"]
+        left = ("leases", "transfers_in_flight", "arena_pinned_bytes")
+        assert [counters[name] for name in left] == [0, 0, 0]
         assert {b["state"] for b in blocks} == {"ready"}
-        with_one = sum(b["representation_byte_count"] > 0 for b in blocks)
-        assert 0 < with_one == admin.key_spaces()[0]["representation_count"]
-        assert counters["representation_bytes"] == with_one * 4096
+        have_one = [b["representation_byte_count"] > 0 for b in blocks]
+        assert 0 < sum(have_one) == admin.key_spaces()[0]["representation_count"]
+        assert counters["representation_bytes"] == sum(have_one) * 4096
         assert counters["evicted_blocks_total"] > 0
-    after = SparseEngine(own_server.target, "victim")
-    try:
-        hash_of = [bytes.fromhex(b["block_hash"]) for b in blocks[:30]]
-        assert after.found(hash_of) == (
-            [True] * len(hash_of),
-            [b["representation_byte_count"] > 0 for b in blocks[:30]],
-        )
-    finally:
-        after.close()
+    with contextlib.closing(Engine(own_server.target, "victim")) as after:
+        names = [bytes.fromhex(b["block_hash"]) for b in blocks[:30]]
+        assert after.found(names) == ([True] * len(names), have_one[:30])

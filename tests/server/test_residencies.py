@@ -6,14 +6,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from demo.processes import runtime_folder
 from hotkv_client import (
     Arena,
     BlockResult,
@@ -29,12 +27,12 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.blocks import StoreOptions
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.table import BlockTable
-from tests.server.places import LAYERS, NUM_BLOCKS, PAGE_BYTES, Place
+from tests.server.places import LAYERS, NUM_BLOCKS, PAGE_BYTES, Place, place
 from tests.server.support import block_ids, hashes
 from tests.support.waiting import wait_for
 
 SLOT_BYTES = LAYERS * PAGE_BYTES
+__all__ = ["place"]
 GRACE = ("--residency.grace-s", "3")
 TIMEOUT_S = 20
 
@@ -101,17 +99,6 @@ class Writer:
         self._ends.set()
         self._thread.join()
         self.engine.close()
-
-
-@pytest.fixture
-def place() -> Iterator[Place]:
-    with runtime_folder(64 << 20) as folder:
-        made = Place(folder)
-        yield made
-        if made.engine is not None:
-            made.engine.close()
-        if made.server is not None:
-            made.server.__exit__()
 
 
 def store(
@@ -287,26 +274,6 @@ def test_a_server_that_dies_in_the_grace_hands_readers_on(place: Place) -> None:
             time.sleep(0.01)
     finally:
         writer.close()
-
-
-@pytest.mark.long
-def test_an_arena_without_words_gets_some(place: Place) -> None:
-    """As a server before residencies has left it."""
-    server = place.start()
-    engine = place.connect()
-    blocks = hashes(8)
-    store(engine, blocks, 0)
-    place.stop()
-    directory = next(path.parent for path in place.folder.rglob("arena") if path.is_file())
-    os.truncate(directory / "arena", 16 << 20)
-    geometry = BlockTable.open(np.fromfile(directory / "table", np.uint8)).geometry
-    os.truncate(directory / "table", geometry.file_bytes)
-    place.start()
-    assert place.counter("restored_blocks_total") == 8
-    reader = Reader(engine.session, "r", 8)
-    reader.expect(reader.extend(0, blocks), engine, 0)
-    assert reader.check() and reader.opened.generation == 1
-    assert place.server is not None and server.target == place.server.target
 
 
 @pytest.mark.long

@@ -26,6 +26,7 @@ from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.blocks import TransferStatus
 from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import KeySpace
 from hotkv_proto.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -53,6 +54,7 @@ from tests.server.guarded import (
     store,
     why_absent,
 )
+from tests.server.support import block_ids, hashes
 
 guarded, engine = support.guarded, support.engine
 
@@ -79,15 +81,8 @@ def test_a_user_acts_for_its_own_tenants_only(guarded: Guarded, engine: Make) ->
 @pytest.mark.skipif(MINE != 0, reason="only root may become another user")
 def test_other_users(guarded: Guarded) -> None:
     def act(uid: int, groups: str, tenant: str) -> dict[str, Any]:
-        command = [
-            sys.executable,
-            "-m",
-            "tests.server.other_user",
-            str(uid),
-            groups,
-            guarded.target,
-            tenant,
-        ]
+        command = [sys.executable, "-m", "tests.server.other_user", str(uid), groups]
+        command += [guarded.target, tenant]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
         assert done.returncode == 0, done.stderr
         answer: dict[str, Any] = json.loads(done.stdout)
@@ -156,36 +151,22 @@ def test_a_tenant_can_not_probe_another(guarded: Guarded, engine: Make) -> None:
     assert mine is not None and its is not None
     with AdminClient(guarded.target) as admin:
         space = {s["engine_id"]: s["key_space_id"] for s in admin.sessions()}["alpha/shared-name"]
+    groups = [cache_pb2.GroupHashes(hashes=b"".join(blocks))]
     with grpc.insecure_channel(guarded.target) as channel:
-        lookup = cache_pb2_grpc.CacheServiceStub(channel).Lookup
-        groups = [cache_pb2.GroupHashes(hashes=b"".join(blocks))]
-        there = refused(
-            lambda: lookup(
-                cache_pb2.LookupRequest(
-                    session_id=its.session_id, key_space_id=space, groups=groups
-                )
+
+        def lookup(session_id: str = "", number: int = 0) -> Any:
+            asked = cache_pb2.LookupRequest(
+                session_id=session_id, key_space_id=number, groups=groups
             )
-        )
-        nowhere = refused(
-            lambda: lookup(
-                cache_pb2.LookupRequest(session_id=its.session_id, key_space_id=3333, groups=groups)
-            )
-        )
+            return cache_pb2_grpc.CacheServiceStub(channel).Lookup(asked)
+
+        there = refused(lambda: lookup(its.session_id, space))
+        nowhere = refused(lambda: lookup(its.session_id, 3333))
         assert there[0] is nowhere[0] is Reason.UNKNOWN_KEY_SPACE
         assert there[1].replace(str(space), "…") == nowhere[1].replace("3333", "…")
-        assert (
-            refused(lambda: lookup(cache_pb2.LookupRequest(key_space_id=space, groups=groups)))[0]
-            is Reason.UNAUTHENTICATED
-        )
-        assert (
-            refused(lambda: lookup(cache_pb2.LookupRequest(session_id="guess", groups=groups)))[0]
-            is Reason.UNKNOWN_SESSION
-        )
-        assert all(
-            lookup(cache_pb2.LookupRequest(session_id=mine.session_id, groups=groups))
-            .groups[0]
-            .flags
-        )
+        assert refused(lambda: lookup(number=space))[0] is Reason.UNAUTHENTICATED
+        assert refused(lambda: lookup("guess"))[0] is Reason.UNKNOWN_SESSION
+        assert all(lookup(mine.session_id).groups[0].flags)
     assert guarded.logged("refused", "UNKNOWN_KEY_SPACE")
     assert guarded.logged("refused", "UNKNOWN_SESSION")
     one.session.release("lease")
@@ -197,51 +178,57 @@ def test_eviction_notices_go_to_the_tenant_alone(guarded: Guarded, engine: Make)
     blocks = store(one)
     store(other)
     with AdminClient(guarded.target) as admin:
-        space = next(
-            k["key_space_id"]
-            for k in admin.key_spaces()
-            if k["fingerprint"] == one.key_space.fingerprint.hex()
-        )
-        admin.evict(space, hashes=b"".join(blocks))
+        mine = one.key_space.fingerprint.hex()
+        spaces = {k["fingerprint"]: k["key_space_id"] for k in admin.key_spaces()}
+        admin.evict(spaces[mine], hashes=b"".join(blocks))
     other.session.ping(5)
     one.session.ping(5)
     assert [h for e in seen["alpha"] for g in e.groups for h in g.hashes] and not seen["blind"]
 
 
-def test_no_tenant_is_told_where_blocks_lie(guarded: Guarded, engine: Make) -> None:
-    one = engine("alpha")
-    blocks = store(one)
-    assert one.session.arena() is None
-    reason, message = refused(
-        lambda: one.session.acquire("l", [GroupHashes(0, blocks)], wants_offsets=True).result(60)
-    )
-    assert (reason, "wants_offsets" in message) == (Reason.NOT_ALLOWED, True)
+def bare_session(guarded: Guarded, key_space: KeySpace) -> tuple[Session, str]:
+    """Returns a session that links nothing by itself, and its id."""
+    config = SessionConfig(guarded.target, "bare", Role.TOOL, key_space, use_table=False)
+    bare = Session(config)
+    bare.start()
+    assert bare.wait_connected(10) and bare._connection is not None
+    return bare, bare._connection.session_id
+
+
+def linked(guarded: Guarded, session_id: str, fds: dict[str, int]) -> tuple[bytes, list[int]]:
+    """Returns the answer to a link by hand, and what came with it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.connect(str(descriptor_socket(guarded.target)))
+        packet = _wire.link_request(session_id, list(fds))
+        socket.send_fds(peer, [packet], list(fds.values()))
+        answer, received, _, _ = socket.recv_fds(peer, 65536, 4)
+    return answer, received
 
 
 def test_only_who_may_maps_the_table_and_nobody_the_arena(guarded: Guarded, engine: Make) -> None:
+    """Nor is anybody told where blocks lie."""
     one, other = engine("alpha"), engine("blind")
     blocks = store(one)
+    assert one.session.arena() is None
+    asked = [GroupHashes(0, blocks)]
+    reason, message = refused(
+        lambda: one.session.acquire("l", asked, wants_offsets=True).result(60)
+    )
+    assert (reason, "wants_offsets" in message) == (Reason.NOT_ALLOWED, True)
     assert one.session.probe(0, blocks) is not None
     assert other.session.probe(0, blocks) is None
     own = store(other)
     assert other.session.lookup([GroupHashes(0, own)]).result(60)[0].all(), "it looks up by calls"
-    for session, sizes in ((one, (0, 1)), (other, (0, 0))):
-        bare = Session(
-            SessionConfig(guarded.target, "bare", Role.TOOL, session.key_space, use_table=False)
-        )
-        bare.start()
-        assert bare.wait_connected(10) and bare._connection is not None
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
-            peer.connect(str(descriptor_socket(guarded.target)))
-            peer.send(_wire.link_request(bare._connection.session_id, []))
-            answer, fds, _, _ = socket.recv_fds(peer, 65536, 4)
-            found = _answers.link_sizes(answer)
-            assert (bool(found.arena_bytes), bool(found.table_bytes)) == tuple(map(bool, sizes))
-            assert len(fds) == sum(sizes) and not found.num_words
-            for fd in fds:
-                with pytest.raises(OSError):
-                    os.write(fd, b"x")
-                os.close(fd)
+    for session, has_table in ((one, True), (other, False)):
+        bare, session_id = bare_session(guarded, session.key_space)
+        answer, fds = linked(guarded, session_id, {})
+        sizes = _answers.link_sizes(answer)
+        assert (bool(sizes.arena_bytes), bool(sizes.table_bytes)) == (False, has_table)
+        assert len(fds) == has_table and not sizes.num_words
+        for fd in fds:
+            with pytest.raises(OSError):
+                os.write(fd, b"x")
+            os.close(fd)
         bare.close()
 
 
@@ -269,32 +256,23 @@ def test_a_link_needs_the_same_proof(guarded: Guarded, engine: Make) -> None:
     assert guarded.logged("refused descriptor socket", f"uid={OTHER_UID}", "NOT_ALLOWED")
 
 
-def test_memory_that_is_none_is_refused(guarded: Guarded, engine: Make, tmp_path: Path) -> None:
-    bare = Session(
-        SessionConfig(guarded.target, "bare", Role.TOOL, engine("alpha").key_space, use_table=False)
-    )
-    bare.start()
-    assert bare.wait_connected(10) and bare._connection is not None
+def test_memory_that_is_none_is_refused(guarded: Guarded, engine: Make) -> None:
+    bare, session_id = bare_session(guarded, engine("alpha").key_space)
     pipe, (one, other) = os.pipe(), socket.socketpair()
-    short = os.memfd_create("short")
-    cases = [
-        (pipe[0], "no file"),
-        (one.fileno(), "no file"),
-        (os.open("/dev/zero", os.O_RDWR), "no file"),
-        (short, "fence"),
-    ]
-    cases.append((os.open("/usr/bin/env", os.O_RDONLY), "on a disk"))
-    for fd, words in cases:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
-            peer.connect(str(descriptor_socket(guarded.target)))
-            name = "hotkv-fence" if words == "fence" else "../../etc/passwd"
-            socket.send_fds(peer, [_wire.link_request(bare._connection.session_id, [name])], [fd])
-            answer, fds, _, _ = socket.recv_fds(peer, 65536, 4)
+    short, zero = os.memfd_create("short"), os.open("/dev/zero", os.O_RDWR)
+    disk = os.open("/usr/bin/env", os.O_RDONLY)
+    for name, fd, words in (
+        ("../../etc/passwd", pipe[0], "no file"),
+        ("../../etc/passwd", one.fileno(), "no file"),
+        ("../../etc/passwd", zero, "no file"),
+        ("../../etc/passwd", disk, "on a disk"),
+        ("hotkv-fence", short, "fence"),
+    ):
+        answer, fds = linked(guarded, session_id, {name: fd})
         error = session_pb2.LinkResponse.FromString(answer).error
-        assert (error.reason, words in error.message, fds) == (Reason.INVALID_LAYOUT, True, []), (
-            error
-        )
-    for fd in (*pipe, short, cases[2][0], cases[4][0]):
+        found = error.reason, words in error.message, fds
+        assert found == (Reason.INVALID_LAYOUT, True, []), error
+    for fd in (*pipe, short, zero, disk):
         os.close(fd)
     one.close()
     other.close()
@@ -308,38 +286,23 @@ def test_the_admin_api_is_on_its_own_socket(guarded: Guarded) -> None:
     path = Path(admin_target(guarded.target).removeprefix("unix:"))
     assert path.stat().st_mode & 0o777 == 0o600
     assert Path(guarded.target.removeprefix("unix:")).stat().st_mode & 0o777 == 0o666
-    with grpc.insecure_channel(guarded.target) as channel:
-        for call in (
-            lambda: admin_pb2_grpc.AdminServiceStub(channel).Tell(
-                admin_pb2.TellRequest(topic="blocks"), timeout=5
-            ),
-            lambda: admin_pb2_grpc.AdminServiceStub(channel).Explain(
-                admin_pb2.ExplainRequest(hashes=bytes(32)), timeout=5
-            ),
-            lambda: next(
-                admin_pb2_grpc.AdminServiceStub(channel).WatchRequests(
-                    admin_pb2.WatchRequestsRequest(), timeout=5
-                )
-            ),
-            lambda: next(
-                events_pb2_grpc.EventServiceStub(channel).Subscribe(
-                    events_pb2.SubscribeRequest(), timeout=5
-                )
-            ),
+    told, explained = admin_pb2.TellRequest(topic="blocks"), admin_pb2.ExplainRequest()
+    opening, events = iter([session_pb2.ConnectRequest()]), events_pb2.SubscribeRequest()
+    with (
+        grpc.insecure_channel(guarded.target) as users,
+        grpc.insecure_channel(admin_target(guarded.target)) as admins,
+    ):
+        stub = admin_pb2_grpc.AdminServiceStub(users)
+        for call, request in (
+            (stub.Tell, told),
+            (stub.Explain, explained),
+            (stub.WatchRequests, admin_pb2.WatchRequestsRequest()),
+            (events_pb2_grpc.EventServiceStub(users).Subscribe, events),
+            (session_pb2_grpc.SessionServiceStub(admins).Connect, opening),
         ):
             with pytest.raises(grpc.RpcError) as caught:
-                call()
+                list(call(request, timeout=5))
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    with (
-        grpc.insecure_channel(admin_target(guarded.target)) as channel,
-        pytest.raises(grpc.RpcError) as caught,
-    ):
-        list(
-            session_pb2_grpc.SessionServiceStub(channel).Connect(
-                iter([session_pb2.ConnectRequest()]), timeout=5
-            )
-        )
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert guarded.server.cli("status")
 
 
@@ -355,26 +318,16 @@ def test_admins_over_tcp_prove_it(guarded: Guarded, capsys: pytest.CaptureFixtur
         guarded.credentials("nobody", TOKEN),
     ):
         with AdminClient(guarded.tcp, credentials=proof) as admin:
-            assert refused(admin.info)[0] is Reason.NOT_ALLOWED
-            assert (
-                refused(lambda admin=admin: next(admin.events(seconds=5)))[0] is Reason.NOT_ALLOWED
-            )
-            assert (
-                refused(lambda admin=admin: next(admin.watch_requests(seconds=5)))[0]
-                is Reason.NOT_ALLOWED
-            )
+            for ask in (
+                admin.info,
+                lambda admin=admin: next(admin.events(seconds=5)),
+                lambda admin=admin: next(admin.watch_requests(seconds=5)),
+            ):
+                assert refused(ask)[0] is Reason.NOT_ALLOWED
     assert guarded.logged("refused", "NOT_ALLOWED: this token or certificate is no admin's")
     proof = guarded.credentials("operator")
-    flags = [
-        "--target",
-        guarded.tcp,
-        "--tls-ca",
-        proof.tls_ca,
-        "--tls-certificate",
-        proof.tls_certificate,
-        "--tls-key",
-        proof.tls_key,
-    ]
+    flags = ["--target", guarded.tcp, "--tls-ca", proof.tls_ca]
+    flags += ["--tls-certificate", proof.tls_certificate, "--tls-key", proof.tls_key]
     assert cli.main(["status", *flags]) == 0
     assert "hotkv-server" in capsys.readouterr().out
     assert cli.main(["status", *flags[:-1], "/nowhere"]) == 1
@@ -396,14 +349,8 @@ def test_a_message_of_too_many_parts_is_refused_before_it_is_parsed(
         assert refused(lambda: lookup(bomb.lookup))[0] is Reason.TOO_LARGE
     del bomb.lookup.groups[2000:]
     assert refused(lambda: one.session._call(lambda: bomb).result(60))[0] is Reason.TOO_LARGE
-    assert (
-        refused(
-            lambda: one.session.acquire(
-                "all", [GroupHashes(0, [bytes(32)] * ((1 << 17) + 1))]
-            ).result(60)
-        )[0]
-        is Reason.TOO_LARGE
-    )
+    many = [GroupHashes(0, [bytes(32)] * ((1 << 17) + 1))]
+    assert refused(lambda: one.session.acquire("all", many).result(60))[0] is Reason.TOO_LARGE
     with AdminClient(guarded.target) as admin:
         assert admin.info()["counters"]["refused_total"] > 0
     store(one)
@@ -440,14 +387,8 @@ def test_a_session_has_so_many_transfers_in_flight(guarded: Guarded, engine: Mak
     """A flood of stores is shed with a canonical code; the session goes on, and so does its
     neighbour."""
     one, neighbour = engine("alpha", num_blocks=512, page_bytes=65536), engine("blind")
-    blocks = [os.urandom(32) for _ in range(400)]
-    futures = []
-    for i in range(3000):
-        futures.append(
-            one.session.store(
-                f"f{i}", f"f{i}", [BlockRun(0, blocks, np.arange(400, dtype=np.int32))], 60
-            )
-        )
+    run = BlockRun(0, hashes(400), block_ids(400))
+    futures = [one.session.store(f"f{i}", f"f{i}", [run], 60) for i in range(3000)]
     neighbour.session.ping(20)
     reasons = {getattr(future.exception(60), "reason", None) for future in futures}
     assert reasons <= {None, Reason.OVERLOADED}
@@ -467,10 +408,9 @@ def test_a_client_that_cuts_its_memory_short_ends_no_server(guarded: Guarded, en
     outcomes = set()
     for i in range(16):
         one = engine("alpha", num_blocks=32, page_bytes=1 << 18, layers=4)
-        blocks = [os.urandom(32) for _ in range(32)]
-        future = one.session.store(
-            f"cut{i}", f"cut{i}", [BlockRun(0, blocks, np.arange(32, dtype=np.int32))], 20
-        )
+        blocks = hashes(32)
+        run = BlockRun(0, blocks, block_ids(32))
+        future = one.session.store(f"cut{i}", f"cut{i}", [run], 20)
         time.sleep(random.uniform(0, 0.006))
         os.ftruncate(one.fd, 0)
         error = future.exception(60)
@@ -496,9 +436,7 @@ def test_a_fault_elsewhere_still_ends_the_server() -> None:
                     os.kill(server.pid, signal.SIGBUS)
                 else:
                     os.truncate(folder / "arena" / "arena", 0)
-                    one.session.store(
-                        "s", "s", [BlockRun(0, [os.urandom(32)], np.zeros(1, np.int32))], 5
-                    )
+                    one.session.store("s", "s", [BlockRun(0, hashes(1), block_ids(1))], 5)
                 assert server._child.process.wait(60) == -signal.SIGBUS
                 one.close()
 

@@ -6,8 +6,6 @@ import mmap
 import re
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,14 +17,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from demo.processes import Server
-from hotkv_client import BlockRun
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.command import cli
 from hotkv_client.hints import HintClient
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.keys import KeySpace
-from tests.server.support import http_port
+from tests.server.page_support import get
+from tests.server.places import store
+from tests.server.support import http_port, number_of
 
 Make = Callable[..., PagedEngine]
 
@@ -76,47 +75,22 @@ def test_health_reflection_and_channelz(server: Server) -> None:
 
 
 def test_http(server: Server) -> None:
-    base = f"http://127.0.0.1:{http_port(server)}"
+    port = http_port(server)
     for path in ("/livez", "/readyz"):
-        with urllib.request.urlopen(base + path, timeout=10) as answer:
-            assert answer.read() == b"ok\n"
-    with urllib.request.urlopen(base + "/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    names = [
-        "stored_blocks_total",
-        "evicted_blocks_total",
-        "flushed_blocks_total",
-        "arena_used_bytes",
-        "sessions",
-    ]
-    names += [
-        "held_bytes",
-        "held_budget_bytes",
-        "held_blocks_total",
-        "reported_requests_total",
-        "reported_hit_tokens_total",
-    ]
-    names += [
-        "events_published_total",
-        "events_lost_total",
-        "events_queued_bytes",
-        "event_readers",
-        "request_watchers",
-    ]
-    for name in ("process_open_fds", *(f"hotkv_{name}" for name in names)):
+        assert get(port, path).text == "ok\n"
+    # `test_metrics` has all of them.
+    text = get(port, "/metrics").text
+    for name in ("process_open_fds", "hotkv_stored_blocks_total", "hotkv_event_readers"):
         assert re.search(rf"^{name} [0-9.e+]+$", text, re.MULTILINE), name
     assert re.search(r'^hotkv_refused_total{reason="overloaded"} [0-9.e+]+$', text, re.MULTILINE)
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(base + "/../etc/passwd", timeout=10)
+    assert get(port, "/../etc/passwd").status == 404
 
 
 def test_the_command_line(server: Server, engine: Make) -> None:
     one = engine(engine_id="cli-engine", model="cli-model")
     tokens = list(range(16 * 3 + 5))
     hashes = prompt_hashes(one.key_space, tokens)
-    one.session.store("s", "s", [BlockRun(0, hashes[:2], np.arange(2, dtype=np.int32))], 10).result(
-        10
-    )
+    store(one, hashes[:2])
     assert "cli-model" in server.cli("status")
     assert "cli-engine" in server.cli("sessions")
     assert hashes[0].hex()[:16] in server.cli("blocks", "--limit", "1000")
@@ -128,14 +102,9 @@ def test_the_command_line(server: Server, engine: Make) -> None:
         ["evict", "--key-space", "1", hashes[0].hex()],
     ):
         assert json.loads(server.cli(*command, "--json"))
-    one.session.store(
-        "again", "again", [BlockRun(0, hashes[:2], np.arange(2, dtype=np.int32))], 10
-    ).result(60)
-    space = next(
-        k["key_space_id"]
-        for k in server.status()["key_spaces"]
-        if k["key_space"]["model"] == "cli-model"
-    )
+    store(one, hashes[:2])
+    with AdminClient(server.target) as admin:
+        space = number_of(admin, "cli-model")
     by_tokens = server.cli("explain", "--key-space", str(space), *map(str, tokens))
     assert f"key space {space}: 32 of 48 tokens hit" in by_tokens
     assert "never stored" in by_tokens

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hotkv_client import BlockResult, GroupHashes, RequestReport, TransferStatus
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.command.tables import show_explain, show_status
-from tests.server.places import load, store
+from tests.server.places import found, load, store
 from tests.server.support import hashes
 from tests.server.tiered import CHAIN, SLOT_BYTES, Tiered, tiered
 from tests.support.waiting import wait_for
@@ -26,6 +27,15 @@ ARENA_SLOTS = (16 << 20) // SLOT_BYTES
 @pytest.fixture
 def place() -> Iterator[Tiered]:
     with tiered() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Tiered]:
+    """Yields a place whose disk has a budget and whose tests take blocks of their own."""
+    with tiered() as made:
+        made.start_tiered("--tiers.disk.write-gb-per-day", "1e5")
+        made.connect()
         yield made
 
 
@@ -43,32 +53,31 @@ def test_what_the_arena_has_evicted_comes_back_from_the_disk(place: Tiered) -> N
 
 
 def test_an_engine_that_computes_sooner_than_the_disk_reads_is_told_of_no_hit(
-    place: Tiered,
+    shared: Tiered,
 ) -> None:
-    place.start_tiered()
-    engine = place.connect()
-    chains = [hashes(CHAIN) for _ in range(10)]
-    contents = [place.fill(chain) for chain in chains]
+    engine, chains = shared.engine, [hashes(CHAIN) for _ in range(3)]
+    assert engine is not None
+    contents = [shared.fill(chain) for chain in chains]
     # Two reads, so that what the disk takes is known.
     for at in (0, 1):
-        assert place.loads(chains[at], contents[at])
+        shared.forget()
+        assert shared.loads(chains[at], contents[at])
+    before = shared.counter("tier_left_blocks_total")
     engine.session.report_requests([RequestReport([], 5, 0, 0, 0.0)], 1e15)
-    asked = [GroupHashes(0, chains[2])]
-    assert not engine.session.lookup(asked).result(60)[0].any()
-    assert place.counter("tier_left_blocks_total") == CHAIN
+    assert not any(found(engine, chains[2]))
+    assert shared.counter("tier_left_blocks_total") == before + CHAIN
     engine.session.report_requests([RequestReport([], 5, 0, 0, 0.0)], 1e-3)
-    assert place.loads(chains[2], contents[2])
+    assert shared.loads(chains[2], contents[2])
 
 
-def test_a_lookup_fetches_its_hit_before_the_lease_asks(place: Tiered) -> None:
-    place.start_tiered()
-    engine = place.connect()
-    chains = [hashes(CHAIN) for _ in range(10)]
-    contents = [place.fill(chain) for chain in chains]
-    assert not engine.session.probe(0, chains[0]).any()
-    assert engine.session.lookup([GroupHashes(0, chains[0])]).result(60)[0].all()
-    wait_for(lambda: bool(engine.session.probe(0, chains[0]).all()))
-    assert place.loads(chains[0], contents[0])
+def test_a_lookup_fetches_its_hit_before_the_lease_asks(shared: Tiered) -> None:
+    engine, chain = shared.engine, hashes(CHAIN)
+    assert engine is not None
+    content = shared.fill(chain)
+    shared.forget()
+    assert not engine.session.probe(0, chain).any() and all(found(engine, chain))
+    wait_for(lambda: bool(engine.session.probe(0, chain).all()))
+    assert shared.loads(chain, content)
 
 
 @pytest.mark.parametrize(
@@ -77,12 +86,10 @@ def test_a_lookup_fetches_its_hit_before_the_lease_asks(place: Tiered) -> None:
 def test_the_disk_outlives_the_server_and_the_arena(place: Tiered, how: signal.Signals) -> None:
     place.start_tiered()
     place.connect()
-    chains = [hashes(CHAIN) for _ in range(8)]
+    chains = [hashes(CHAIN) for _ in range(6)]
     contents = [place.fill(chain) for chain in chains]
     place.stop(how)
-    # As after a reboot: the arena is gone, the disk is there.
-    for path in (place.folder / "arena").iterdir():
-        path.unlink()
+    place.lose_arena()
     place.start_tiered()
     for chain, content in zip(chains, contents, strict=True):
         assert place.loads(chain, content)
@@ -91,11 +98,9 @@ def test_the_disk_outlives_the_server_and_the_arena(place: Tiered, how: signal.S
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("reset", [(), ("--reset",)], ids=["", "reset"])
-def test_what_was_written_today_counts_after_a_restart(
-    place: Tiered, reset: tuple[str, ...]
-) -> None:
-    """Also if the cache is made anew: the disk has worn all the same."""
+def test_what_was_written_today_counts_after_a_restart(place: Tiered) -> None:
+    """Also after a kill that comes once it is noted, and if the cache is made anew: the disk has
+    worn all the same."""
     budget = ("--tiers.disk.write-gb-per-day", "100000")
     place.start_tiered(*budget)
     place.connect()
@@ -103,9 +108,11 @@ def test_what_was_written_today_counts_after_a_restart(
         place.fill(hashes(CHAIN))
     left = place.counter("tier_budget_left_bytes")
     assert left == 10**14 - 2 * CHAIN * SLOT_BYTES
-    place.stop(signal.SIGTERM)
-    place.start_tiered(*budget, *reset)
-    assert place.counter("tier_budget_left_bytes") == left
+    for how, flags in ((signal.SIGKILL, ()), (signal.SIGTERM, ("--reset",))):
+        wait_for((place.folder / "disk" / "written.json").exists)
+        place.stop(how)
+        place.start_tiered(*budget, *flags)
+        assert place.counter("tier_budget_left_bytes") == left
     place.stop(signal.SIGTERM)
     (place.folder / "disk" / "written.json").write_text("[[1e999, 3]]")
     place.start_tiered(*budget)
@@ -113,109 +120,64 @@ def test_what_was_written_today_counts_after_a_restart(
     assert "the disk's write budget begins anew" in place.server.log.read_text()
 
 
-@pytest.mark.long
-def test_a_kill_forgets_what_was_not_noted_yet_and_no_more(place: Tiered) -> None:
-    budget = ("--tiers.disk.write-gb-per-day", "100000")
-    place.start_tiered(*budget)
-    place.connect()
-    place.fill(hashes(CHAIN))
-    left = place.counter("tier_budget_left_bytes")
-    noted = place.folder / "disk" / "written.json"
-    wait_for(noted.exists)
-    place.stop(signal.SIGKILL)
-    place.start_tiered(*budget)
-    assert place.counter("tier_budget_left_bytes") == left
-
-
-def test_bytes_that_changed_on_the_disk_are_a_miss(place: Tiered) -> None:
-    place.start_tiered()
-    engine = place.connect()
-    chain = hashes(CHAIN)
-    content = place.fill(chain)
-    for _ in range(6):
-        place.fill(hashes(CHAIN))
-    slabs = np.memmap(place.folder / "disk" / "slabs", np.uint8, "r+")
+def test_bytes_that_changed_on_the_disk_are_a_miss(shared: Tiered) -> None:
+    engine, chain, before = shared.engine, hashes(CHAIN), shared.counter("tier_lost_blocks_total")
+    assert engine is not None
+    content = shared.fill(chain)
+    shared.forget()
+    slabs = np.memmap(shared.folder / "disk" / "slabs", np.uint8, "r+")
     at = slabs.tobytes().find(content[0, 7].tobytes())
     assert at >= 0
     slabs[at + 4097] ^= 1
     slabs.flush()
     grant = engine.session.acquire("a", [GroupHashes(0, chain)]).result(60)
-    assert [at for at, good in enumerate(grant.pinned[0]) if not good] == [7]
+    assert np.flatnonzero(~grant.pinned[0]).tolist() == [7]
     engine.session.release("a")
-    assert place.counter("tier_lost_blocks_total") == 1
+    assert shared.counter("tier_lost_blocks_total") == before + 1
     good = [block for at, block in enumerate(chain) if at != 7]
-    assert place.loads(good, np.delete(content, 7, axis=1))
-    assert not engine.session.lookup([GroupHashes(0, chain[7:8])]).result(60)[0].any()
+    assert shared.loads(good, np.delete(content, 7, axis=1))
+    assert not any(found(engine, chain[7:8]))
 
 
-def test_the_command_line_says_what_lies_on_the_disk(place: Tiered) -> None:
-    place.start_tiered()
-    engine = place.connect()
-    chains = [hashes(CHAIN) for _ in range(6)]
-    for chain in chains:
-        place.fill(chain)
-    assert place.server is not None
-    with AdminClient(place.server.target) as admin:
-        (told,) = admin.explain(hashes=b"".join(chains[0]))
-        assert [block["verdict"] for block in told["blocks"]] == ["below"] * CHAIN
-        assert told["hit_token_count"] == 16 * CHAIN
-        assert {block["tier"] for block in told["blocks"]} == {"disk"}
-        bytes_of_chain = CHAIN * SLOT_BYTES
-        assert told["loads"] == [
-            {"tier": "disk", "block_count": CHAIN, "byte_count": bytes_of_chain, "load_s": 0.0}
-        ]
-        assert f"from disk: {CHAIN} blocks, 3.8 MiB, time not measured yet" in show_explain([told])
-        (told,) = admin.explain(hashes=b"".join(chains[-1]))
-        assert {block["tier"] for block in told["blocks"]} == {"host"} and not told["loads"]
-        tiers = admin.tiers()
-        status = show_status(cli.status(admin, argparse.Namespace()))
-    assert [(t["name"], t["block_count"]) for t in tiers][1] == ("disk", 6 * CHAIN)
-    disk = tiers[1]["activity"]
-    assert (disk["is_up"], disk["is_shared"], disk["problem"]) == (True, False, "")
-    assert disk["written_byte_count"] == 6 * CHAIN * SLOT_BYTES
-    assert (disk["read_count"], disk["budget_byte_count"]) == (0, 0)
-    row = next(line for line in status.splitlines() if line.startswith("disk "))
-    assert row.split()[1:6] == ["up", "22.5", "MiB", "64.0", "MiB"]
-    assert row.endswith("no limit")
-    assert engine.session.connected
-
-
-def test_status_says_how_the_disk_answers(place: Tiered) -> None:
+def test_what_lies_on_the_disk_and_how_it_answers_is_said(place: Tiered) -> None:
     place.start_tiered("--tiers.disk.write-gb-per-day", "1e5")
     place.connect()
-    chains = [hashes(CHAIN) for _ in range(6)]
-    contents = [place.fill(chain) for chain in chains]
-    assert place.loads(chains[0], contents[0])
+    chains, of_chain = [hashes(CHAIN) for _ in range(3)], CHAIN * SLOT_BYTES
+    contents = [place.fill(chain) for chain in chains[:2]]
+    place.forget()
+    place.fill(chains[2])
     assert place.server is not None
     with AdminClient(place.server.target) as admin:
-        (told,) = admin.explain(hashes=b"".join(chains[1]))
+
+        def told(chain: list[bytes]) -> Any:
+            (found_here,) = admin.explain(hashes=b"".join(chain))
+            return found_here
+
+        below = told(chains[0])
+        assert {(b["verdict"], b["tier"]) for b in below["blocks"]} == {("below", "disk")}
+        assert below["hit_token_count"] == 16 * CHAIN
+        load = {"tier": "disk", "block_count": CHAIN, "byte_count": of_chain, "load_s": 0.0}
+        assert below["loads"] == [load]
+        assert f"disk: {CHAIN} blocks, 3.8 MiB, time not measured yet" in show_explain([below])
+        here = told(chains[2])
+        assert {block["tier"] for block in here["blocks"]} == {"host"} and not here["loads"]
+        assert place.loads(chains[0], contents[0])
+        below = told(chains[1])
+        assert 0 < below["loads"][0]["load_s"] < 60 and " ms" in show_explain([below])
         status = cli.status(admin, argparse.Namespace())
-    assert 0 < told["loads"][0]["load_s"] < 60 and " ms" in show_explain([told])
-    (disk,) = [tier["activity"] for tier in status["tiers"] if tier["name"] == "disk"]
+    (tier,) = [tier for tier in status["tiers"] if tier["name"] == "disk"]
+    disk, left = tier["activity"], 10**14 - 3 * of_chain
+    assert tier["block_count"] == 3 * CHAIN
+    assert (disk["is_up"], disk["is_shared"], disk["problem"]) == (True, False, "")
     assert disk["asked_block_count"] == disk["hit_block_count"] == CHAIN
-    assert disk["read_byte_count"] == CHAIN * SLOT_BYTES
+    assert (disk["read_byte_count"], disk["written_byte_count"]) == (of_chain, 3 * of_chain)
     assert disk["read_count"] >= 1 and 0 < disk["read_p50_s"] <= disk["read_p99_s"] < 20
     assert disk["read_bytes_per_s"] > 0
-    assert disk["budget_byte_count"] == 10**14
-    assert disk["budget_left_byte_count"] == 10**14 - 6 * CHAIN * SLOT_BYTES
-    assert status["counters"]["tier_budget_left_bytes"] == disk["budget_left_byte_count"]
+    assert (disk["budget_byte_count"], disk["budget_left_byte_count"]) == (10**14, left)
+    assert status["counters"]["tier_budget_left_bytes"] == left
     row = next(line for line in show_status(status).splitlines() if line.startswith("disk "))
+    assert row.split()[1:6] == ["up", "11.2", "MiB", "64.0", "MiB"]
     assert "100.0%" in row and row.endswith("90.9 TiB")
-
-
-def test_a_flush_reaches_the_disk(place: Tiered) -> None:
-    place.start_tiered()
-    engine = place.connect()
-    chains = [hashes(CHAIN) for _ in range(8)]
-    for chain in chains:
-        place.fill(chain)
-    engine.session.flush().result(60)
-    for chain in chains:
-        assert not engine.session.lookup([GroupHashes(0, chain)]).result(60)[0].any()
-    place.stop(signal.SIGKILL)
-    place.start_tiered()
-    for chain in chains:
-        assert not engine.session.lookup([GroupHashes(0, chain)]).result(60)[0].any()
 
 
 def test_what_a_lease_does_not_wait_for_comes_up_for_the_next_one(place: Tiered) -> None:
@@ -223,24 +185,11 @@ def test_what_a_lease_does_not_wait_for_comes_up_for_the_next_one(place: Tiered)
     engine = place.connect()
     chain = hashes(CHAIN)
     content = place.fill(chain)
-    for _ in range(6):
-        place.fill(hashes(CHAIN))
+    place.forget()
     engine.session.acquire("a", [GroupHashes(0, chain)]).result(60)
     engine.session.release("a")
     wait_for(lambda: bool(engine.session.probe(0, chain).all()))
     assert place.loads(chain, content)
-
-
-@pytest.mark.long
-def test_a_reset_drops_what_is_on_the_disk(place: Tiered) -> None:
-    place.start_tiered()
-    engine = place.connect()
-    chain = hashes(CHAIN)
-    place.fill(chain)
-    place.stop(signal.SIGTERM)
-    place.start_tiered("--reset")
-    assert not engine.session.lookup([GroupHashes(0, chain)]).result(60)[0].any()
-    assert place.loads(chain, place.fill(chain))
 
 
 def test_a_disk_of_another_server_is_refused(place: Tiered) -> None:
@@ -261,8 +210,7 @@ def test_a_smaller_disk_keeps_what_fits(place: Tiered) -> None:
     chain = hashes(CHAIN)
     content = place.fill(chain)
     place.stop(signal.SIGTERM)
-    for path in (place.folder / "arena").iterdir():
-        path.unlink()
+    place.lose_arena()
     place.start_tiered(disk="16MiB")
     assert place.loads(chain, content)
 

@@ -117,16 +117,16 @@ def counter(target: str, name: str) -> float:
 
 
 def test_a_request_is_seen_from_its_lookup_to_the_disk(
-    request_: Request, collector: OtlpReceiver
+    request_: Request, traced: Server, collector: OtlpReceiver
 ) -> None:
+    """A transfer has its wait and its copy below it. No span has a hash or a name of the client."""
     blocks, parent = hashes(8), request_.traceparent
     request_.store(blocks, parent)
     assert request_.session.lookup([GroupHashes(0, [*blocks, *hashes(2)])], parent).result(60)
     request_.load(blocks, parent)
-    spans = request_.spans(
-        collector, *("hotkv.lookup", "hotkv.lease", "hotkv.load", "hotkv.store"), "hotkv.tier.write"
-    )
-    calls = [spans[f"hotkv.{name}"] for name in ("lookup", "lease", "load", "store")]
+    names = ("lookup", "lease", "load", "store", "tier.write", "wait", "copy")
+    spans = request_.spans(collector, *(f"hotkv.{name}" for name in names))
+    calls = [spans[f"hotkv.{name}"] for name in names[:4]]
     assert {one.parent_id for one in calls} == {f"{7:016x}"}
     assert {one.kind for one in calls} == {"server"}
     assert {one.service for one in spans.values()} == {"hotkv-server"}
@@ -137,22 +137,24 @@ def test_a_request_is_seen_from_its_lookup_to_the_disk(
     for name in ("hotkv.load", "hotkv.store"):
         assert counted[name]["hotkv.blocks"] == 8
         assert counted[name]["hotkv.bytes"] == 8 * SLOT_BYTES
-    assert counted["hotkv.store"]["hotkv.stored_blocks"] == 8
-    write = spans["hotkv.tier.write"]
-    assert write.parent_id == spans["hotkv.store"].span_id
+    store, write = spans["hotkv.store"], spans["hotkv.tier.write"]
+    assert store.attributes["hotkv.stored_blocks"] == 8
+    assert write.parent_id == store.span_id
     assert write.attributes == {"hotkv.tier": "disk", "hotkv.blocks": 8}
-
-
-def test_a_transfer_has_its_wait_and_its_copy_below_it(
-    request_: Request, collector: OtlpReceiver
-) -> None:
-    request_.store(hashes(4), request_.traceparent)
-    spans = request_.spans(collector, "hotkv.store", "hotkv.wait", "hotkv.copy")
-    store, wait, copy = (spans[f"hotkv.{name}"] for name in ("store", "wait", "copy"))
-    assert wait.parent_id == copy.parent_id == store.span_id
+    both = [one for one in collector.spans if one.trace_id == request_.trace_id]
+    wait, copy = (
+        next(s for s in both if (s.name, s.parent_id) == (f"hotkv.{name}", store.span_id))
+        for name in ("wait", "copy")
+    )
     assert store.encloses(wait) and store.encloses(copy) and wait.ended_ns == copy.began_ns
-    assert copy.attributes == {"hotkv.bytes": 4 * SLOT_BYTES}
+    assert copy.attributes == {"hotkv.bytes": 8 * SLOT_BYTES}
     assert not store.error and not copy.error
+    for one in both:
+        assert all(isinstance(value, int) or len(value) < 16 for value in one.attributes.values())
+        assert not any(block.hex() in repr(one) for block in blocks)
+    wait_for(lambda: counter(traced.target, "trace_spans_exported_total") > 0)
+    assert counter(traced.target, "trace_spans_failed_total") == 0
+    assert counter(traced.target, "trace_spans_dropped_total") == 0
 
 
 def test_reads_from_the_disk_lie_below_the_lease_that_waits_for_them(
@@ -162,9 +164,8 @@ def test_reads_from_the_disk_lie_below_the_lease_that_waits_for_them(
     before = counter(traced.target, "tier_demoted_blocks_total")
     request_.store([*blocks, *others])
     wait_for(lambda: counter(traced.target, "tier_demoted_blocks_total") >= before + 16)
-    for _ in range(6):
-        request_.store(hashes(NUM_BLOCKS))
-        time.sleep(0.2)
+    with AdminClient(traced.target) as admin:
+        admin.evict(everything=True)
     # What follows a traced call is not traced by that.
     promoted = counter(traced.target, "tier_promoted_blocks_total")
     request_.session.lookup([GroupHashes(0, hashes(1))], parent).result(60)
@@ -188,8 +189,9 @@ def test_reads_from_the_disk_lie_below_the_lease_that_waits_for_them(
 
 
 def test_a_call_that_fails_says_why_and_nothing_that_was_sent(
-    request_: Request, collector: OtlpReceiver
+    request_: Request, traced: Server, collector: OtlpReceiver
 ) -> None:
+    """Unary calls are traced too."""
     name = "a-secret-lease"
     ids = np.arange(1, dtype=np.int32)
     parent = request_.traceparent
@@ -197,16 +199,9 @@ def test_a_call_that_fails_says_why_and_nothing_that_was_sent(
         request_.session.load("t", name, [LoadRun(0, ids, ids)], 5, traceparent=parent).result(60)
     load = request_.spans(collector, "hotkv.load")["hotkv.load"]
     assert load.error == "UNKNOWN_LEASE" and name not in repr(load)
-
-
-def test_unary_calls_are_traced_too(
-    request_: Request, traced: Server, collector: OtlpReceiver
-) -> None:
     with grpc.insecure_channel(traced.target) as channel:
         group = cache_pb2.GroupHashes(group_index=0, hashes=b"".join(hashes(3)))
-        asked = cache_pb2.LookupRequest(
-            key_space_id=1, groups=[group], traceparent=request_.traceparent
-        )
+        asked = cache_pb2.LookupRequest(key_space_id=1, groups=[group], traceparent=parent)
         cache_pb2_grpc.CacheServiceStub(channel).Lookup(asked)
     assert request_.spans(collector, "hotkv.lookup")["hotkv.lookup"].kind == "server"
 
@@ -225,24 +220,6 @@ def test_calls_without_a_context_and_with_an_odd_one_are_served_untraced(
     request_.session.lookup([GroupHashes(0, blocks)], request_.traceparent).result(60)
     request_.spans(collector, "hotkv.lookup")
     assert len([one for one in collector.spans if one.trace_id == request_.trace_id]) == 1
-
-
-def test_no_span_has_a_hash_or_a_name_of_the_client(
-    request_: Request, collector: OtlpReceiver
-) -> None:
-    blocks, parent = hashes(3), request_.traceparent
-    request_.store(blocks, parent)
-    request_.load(blocks, parent)
-    request_.spans(collector, "hotkv.load", "hotkv.store")
-    for one in collector.spans:
-        assert all(isinstance(value, int) or len(value) < 16 for value in one.attributes.values())
-        assert not any(block.hex() in repr(one) for block in blocks)
-
-
-def test_the_metrics_page_counts_spans(traced: Server, collector: OtlpReceiver) -> None:
-    wait_for(lambda: counter(traced.target, "trace_spans_exported_total") > 0)
-    assert counter(traced.target, "trace_spans_failed_total") == 0
-    assert counter(traced.target, "trace_spans_dropped_total") == 0
 
 
 # ------------------------------------------------------------------------------- odd collectors
@@ -359,41 +336,17 @@ def test_an_exporter_ends_when_no_thread_can_be_made_any_more(
         assert len(one.spans) == 2
 
 
-def test_a_slow_collector_fills_a_bounded_queue_and_nobody_waits(
-    sink: Callable[..., Traces],
-) -> None:
-    with OtlpReceiver() as one:
-        one.delay_s = 1.5
-        made = sink(one.url, queue_spans=20)
-        end_spans(made, 1)
-        flushing = threading.Thread(target=made.flush)
-        flushing.start()
-        wait_for(lambda: bool(one.paths))
-        end_spans(made, 100)
-        assert made.num_dropped == 80
-        one.delay_s = 0.0
-        flushing.join()
-    assert one.paths[0] == "/v1/traces"
-
-
-def test_an_endpoint_with_a_path_stays_as_it_is(sink: Callable[..., Traces]) -> None:
-    with OtlpReceiver() as one:
-        made = sink(one.url + "/otlp/mine")
-        end_spans(made, 1)
-        made.flush()
-        assert one.paths == ["/otlp/mine"]
-
-
 def test_the_environment_may_name_the_collector(
     sink: Callable[..., Traces], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An endpoint with a path stays as it is."""
     with OtlpReceiver() as one:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", one.url)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=me")
-        made = sink(traces.FROM_ENVIRONMENT)
-        end_spans(made, 1)
-        made.flush()
-        assert one.paths == ["/v1/traces"] and one.headers["x-tenant"] == "me"
+        for made in (sink(traces.FROM_ENVIRONMENT), sink(one.url + "/otlp/mine")):
+            end_spans(made, 1)
+            made.flush()
+        assert one.paths == ["/v1/traces", "/otlp/mine"] and one.headers["x-tenant"] == "me"
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
         with pytest.raises(ValueError, match="allowed are"):
             sink(traces.FROM_ENVIRONMENT)
@@ -588,29 +541,22 @@ def test_headers_come_from_a_private_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_server_without_its_collector_serves_and_stops_at_once() -> None:
-    with runtime_folder(64 << 20) as folder:
-        flags = ("--tracing.endpoint", "http://127.0.0.1:1", "--tracing.sample-ratio", "1")
-        server = Server(folder, "16MiB", *flags)
-        with server:
-            server.wait_ready()
-            one = Request(server.target)
-            one.store(hashes(2))
-            one.engine.close()
-            wait_for(lambda: counter(server.target, "trace_spans_failed_total") > 0)
-        assert server.log.read_text().count("takes no spans") == 1
-
-
-@pytest.mark.long
-def test_a_server_with_a_collector_that_hangs_ends() -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_server_serves_and_stops_without_its_collector(hangs: bool) -> None:
+    """Nobody listens there, or nobody answers."""
     with runtime_folder(64 << 20) as folder, socket.create_server(("127.0.0.1", 0)) as silent:
-        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        flags = ("--tracing.endpoint", endpoint, "--tracing.sample-ratio", "1")
+        port = silent.getsockname()[1] if hangs else 1
+        flags = ("--tracing.endpoint", f"http://127.0.0.1:{port}", "--tracing.sample-ratio", "1")
         with Server(folder, "16MiB", *flags) as server:
             server.wait_ready()
             one = Request(server.target)
             one.store(hashes(2))
-            silent.settimeout(20)
-            _asking = silent.accept()
+            if hangs:
+                silent.settimeout(20)
+                _asking = silent.accept()
+            else:
+                wait_for(lambda: counter(server.target, "trace_spans_failed_total") > 0)
             one.engine.close()
-        assert "hotkv_server.daemon stopped" in server.log.read_text()
+        said = server.log.read_text()
+        assert "hotkv_server.daemon stopped" in said
+        assert hangs or said.count("takes no spans") == 1

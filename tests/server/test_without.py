@@ -62,7 +62,7 @@ def run_tests(files: tuple[str, ...], environment: dict[str, str]) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CAPABILITIES)
 def test_a_server_without_one_keeps_its_other_promises(name: str, tmp_path: Path) -> None:
-    run_tests(QUICK, without(tmp_path, (name,)))
+    run_tests(QUICK[:1], without(tmp_path, (name,)))
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ import numpy as np
 
 from demo.processes import runtime_folder
 from hotkv_client import BlockResult, GroupHashes, TransferStatus
+from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from tests.server.places import Place, load, store
 from tests.server.support import PATIENT
@@ -46,6 +47,17 @@ class Tiered(Place):
         wait_for(lambda: self.counter("tier_demoted_blocks_total") == before + count)
         wait_for(lambda: not self.counter("tier_unsaved_blocks"))
         return content
+
+    def forget(self) -> None:
+        """Host memory forgets all; the disk does not."""
+        assert self.server is not None
+        with AdminClient(self.server.target) as admin:
+            admin.evict(everything=True)
+
+    def lose_arena(self) -> None:
+        """As a reboot does; the server is not there."""
+        for path in (self.folder / "arena").iterdir():
+            path.unlink()
 
     def loads(self, blocks: list[bytes], content: np.ndarray) -> bool:
         """Returns whether the blocks are found and loaded with these bytes."""

@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv_client import BlockRun
+from hotkv_client import BlockRun, Role
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import admin as _admin_wire
+from hotkv_proto.blocks import BlockResult, TransferStatus
 from hotkv_proto.errors import RETRYABLE, Reason
+from hotkv_proto.groups import GroupKind
 from hotkv_proto.messages import fields
+from hotkv_proto.order import OrderKind
+from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_proto.v1 import (
     admin_pb2,
     cache_pb2,
@@ -127,9 +131,27 @@ def test_the_client_shows_a_number_that_it_does_not_know() -> None:
     assert _admin_wire.plain(group)["kind"] == 99
 
 
-def test_features_have_the_numbers_of_the_wire() -> None:
-    wire = {f"FEATURE_{feature.name}": int(feature) for feature in Feature}
-    assert wire == {name: number for name, number in session_pb2.Feature.items() if number}
+@pytest.mark.parametrize(
+    ("ours", "wire", "prefix"),
+    [
+        (Reason, errors_pb2.ErrorReason, "ERROR_REASON_"),
+        (BlockResult, cache_pb2.BlockResult, "BLOCK_RESULT_"),
+        (TransferStatus, cache_pb2.TransferStatus, "TRANSFER_STATUS_"),
+        (GroupKind, layout_pb2.KvGroupKind, "KV_GROUP_KIND_"),
+        (OrderKind, layout_pb2.DeviceOrderKind, "DEVICE_ORDER_KIND_"),
+        (Role, session_pb2.SessionRole, "SESSION_ROLE_"),
+        (Feature, session_pb2.Feature, "FEATURE_"),
+    ],
+)
+def test_enums_have_the_numbers_of_the_wire(ours: Any, wire: Any, prefix: str) -> None:
+    assert {one.name: int(one) for one in ours} == {
+        name.removeprefix(prefix): number for name, number in wire.items() if number
+    }
+
+
+def test_counters_of_sparse_layers_have_the_names_of_the_wire() -> None:
+    names = tuple(field.name for field in sparse_pb2.LayerCounters.DESCRIPTOR.fields)
+    assert names == ("layer_index", *SPARSE_COUNTERS)
 
 
 def test_answers_of_a_server_have_their_enums_as_words() -> None:

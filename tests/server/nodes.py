@@ -1,0 +1,74 @@
+"""Nodes in this process, over an arena of 1 MiB in a folder, and sessions with memory in a file."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hotkv_proto.blocks import TransferStatus
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.layout import FENCE_HANDLE, Layout, MemoryHandle, PageTensor
+from hotkv_proto.table import hash_words
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import LRU
+from hotkv_server.cache.values import CoreConfig, Run
+from hotkv_server.dataplane.host import HostCopyEngine
+from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.node.node import Node
+from hotkv_server.node.session import LiveSession
+
+PAGE = 4096
+SPACE = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (PAGE,)),), 16)
+
+
+@contextlib.contextmanager
+def local_node(
+    folder: Path, *, copies: Any = None, config: Any = None, **more: Any
+) -> Iterator[Node]:
+    """Yields a node without capabilities, which `capable` gives it.
+
+    copies: the copy engine; one with a thread by default.
+    config: settings of the core beside its sizes.
+    more: of the node.
+    """
+    memory = NodeMemory.open(folder / "arena", 1 << 20, 1 << 16, 64, 1, prefault=False)
+    core = CacheCore(CoreConfig(1 << 20, 1 << 16, 64, **(config or {})), memory.table, LRU(64))
+    own = HostCopyEngine(1) if copies is None else copies
+    node = Node(core, memory, own, **more)
+    yield node
+    if copies is None:
+        own.close()
+    memory.remove()
+
+
+def memory_file(num_bytes: int) -> int:
+    """Returns the descriptor of a file of zeros in memory."""
+    fd = os.memfd_create("test")
+    if num_bytes:
+        os.posix_fallocate(fd, 0, num_bytes)
+    return fd
+
+
+async def worker(node: Node, num_blocks: int = 1, fence_fd: int | None = None) -> LiveSession:
+    """Opens a session and registers memory of so many blocks."""
+    session = await node.sessions.open("e", "worker", SPACE, "test")
+    session.receive("kv", memory_file(num_blocks * PAGE))
+    if fence_fd is not None:
+        session.receive(FENCE_HANDLE, fence_fd)
+    handles = (MemoryHandle("kv", num_blocks * PAGE),)
+    tensors = (PageTensor(0, "kv", 0, PAGE, PAGE, 0),)
+    await node.sessions.register_memory(session, Layout(0, num_blocks, handles, tensors))
+    return session
+
+
+async def store_in(node: Node, session: LiveSession, hashes: list[bytes], **more: Any) -> list[int]:
+    """Stores the session's first blocks under these hashes; returns their results."""
+    name, run = os.urandom(4).hex(), Run(0, hash_words(b"".join(hashes), 32))
+    ids = [np.arange(len(hashes))]
+    end = await (await node.transfers.store(session, name, name, [run], ids, 5.0, **more))
+    assert end.status is TransferStatus.DONE
+    return list(end.results[0].tolist())
