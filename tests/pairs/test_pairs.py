@@ -61,12 +61,6 @@ def test_a_pair(names: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("names", [names_of(pair) for pair in of_kind(Kind.HARNESS)])
-def test_a_pair_in_longer_traffic(names: str, tmp_path: Path) -> None:
-    run(names.split("+"), 1, tmp_path, turns=25)
-
-
-@pytest.mark.long
 def test_random_triples(tmp_path: Path) -> None:
     """A failure names its features and its seed."""
     seed, num_walked = FIRST_SEED, 0

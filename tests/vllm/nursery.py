@@ -105,9 +105,7 @@ class Nursery:
             listener.bind(address)
             listener.listen()
             command = [sys.executable, str(Path(__file__)), str(listener.fileno())]
-            self._process = subprocess.Popen(
-                command, pass_fds=[listener.fileno()], env=environment
-            )
+            self._process = subprocess.Popen(command, pass_fds=[listener.fileno()], env=environment)
 
     def fork(self, driver: str, log: IO[bytes]) -> Child:
         """Forks an engine that runs `driver`'s main, with pipes for standard input and output and

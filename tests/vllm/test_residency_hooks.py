@@ -37,7 +37,6 @@ CALLED_BY_VLLM = {"ResidentManager", "ResidentSpec"}
     ("is_async", "later", "every"),
     [
         pytest.param(True, True, 4, id="async-later"),
-        pytest.param(True, True, 2, id="async-later-all"),
         pytest.param(False, False, 2, id="sync-first"),
     ],
 )
