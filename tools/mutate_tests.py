@@ -230,7 +230,7 @@ TESTS: dict[str, str] = {
     ),
     "connector_vllm/hotkv_vllm/compat/": f"tests/vllm/test_fingerprint.py {SEAMS}",
     "connector_vllm/hotkv_vllm/worker/device_order.py": (
-        "tests/vllm/test_marks.py tests/vllm/test_device_order.py"
+        "tests/vllm/test_marks.py tests/vllm/test_device_order.py tests/vllm/test_cuda_export.py"
     ),
     "connector_vllm/hotkv_vllm/worker/rank_stores.py": RANK,
     "connector_vllm/hotkv_vllm/worker/rank_loads.py": RANK,

@@ -17,6 +17,15 @@ if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py", "harness.py"]
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Has the process that forks engines import vLLM while the first tests run."""
+    needed = any("engines" in getattr(item, "fixturenames", ()) for item in session.items)
+    if needed and not session.config.option.collectonly:
+        from tests.vllm.nursery import nursery
+
+        nursery()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _models_are_inspected_here() -> None:
     from tests.vllm.nursery import inspect_models_here

@@ -1,8 +1,8 @@
 """Engines that start in a second: a process that has imported vLLM once forks one child for each.
 
-Importing vLLM takes longer than most tests. `nursery()` starts one such process for the whole run;
-tests use a `Child` as they would use `subprocess.Popen`. Children die with the nursery, and the
-nursery with the tests.
+Importing vLLM takes longer than most tests. `nursery()` starts one such process for the whole run,
+which the workers of xdist share; tests use a `Child` as they would use `subprocess.Popen`. Children
+die with the nursery, and the nursery when its last worker has ended.
 
 Imported objects are frozen for the garbage collector, and vLLM cannot unfreeze them. A collection
 would otherwise walk 700,000 objects for a third of a second, and vLLM asks for several in each
@@ -11,6 +11,7 @@ start and each stop.
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import gc
 import importlib
@@ -21,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -76,19 +78,34 @@ class Child:
 
 
 class Nursery:
-    """The tests' side of the process that forks engines."""
+    """A worker's connection to the process that forks engines."""
 
     def __init__(self) -> None:
-        self._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        address = f"\0hotkv-nursery-{run}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with (Path(tempfile.gettempdir()) / f"hotkv-nursery-{os.getuid()}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                self._socket.connect(address)
+            except ConnectionRefusedError:
+                self._start(address)
+                self._socket.connect(address)
+
+    def _start(self, address: str) -> None:
+        """Starts the process. It can be connected to at once, and answers when it has imported
+        vLLM."""
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_LOGGING_LEVEL": "INFO",
         }
-        command = [sys.executable, str(Path(__file__)), str(far.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[far.fileno()], env=environment)
-        far.close()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(address)
+            listener.listen()
+            command = [sys.executable, str(Path(__file__)), str(listener.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[listener.fileno()], env=environment)
 
     def fork(self, driver: str, log: IO[bytes]) -> Child:
         """Forks an engine that runs `driver`'s main, with pipes for standard input and output and
@@ -132,11 +149,12 @@ def nursery() -> Nursery:
     return Nursery()
 
 
-def _become(driver: str, fds: list[int], link: socket.socket) -> None:
+def _become(driver: str, fds: list[int], links: Sequence[socket.socket]) -> None:
     """Runs the driver's main in the child, as if it had been started as a script."""
     end_with_the_parent(signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    link.close()
+    for link in links:
+        link.close()
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)
@@ -204,29 +222,43 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     gc.unfreeze = lambda: None
-    link = socket.socket(fileno=int(sys.argv[1]))
     # No process waits for the children.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    workers: list[socket.socket] = []
     while True:
-        order, fds, _, _ = socket.recv_fds(link, MAX_ORDER_BYTES, 3)
-        if not order:
+        ready, _, _ = select.select([listener, *workers], [], [])
+        if listener in ready:
+            workers.append(listener.accept()[0])
+        for worker in [one for one in ready if one is not listener]:
+            order, fds, _, _ = socket.recv_fds(worker, MAX_ORDER_BYTES, 3)
+            if order:
+                _fork(worker, json.loads(order)["driver"], fds, [listener, *workers])
+            else:
+                workers.remove(worker)
+                worker.close()
+        if not workers:
             # A regular exit of Python would take seconds, and triton reports leaks.
             os._exit(0)
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                _become(json.loads(order)["driver"], fds, link)
-                status = 0
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-            finally:
-                with contextlib.suppress(Exception):
-                    sys.stderr.flush()
-                os._exit(status)
-        for fd in fds:
-            os.close(fd)
-        link.send(json.dumps({"pid": pid}).encode())
+
+
+def _fork(worker: socket.socket, driver: str, fds: list[int], links: list[socket.socket]) -> None:
+    """Forks an engine for a worker, and answers with its number."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            _become(driver, fds, links)
+            status = 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stderr.flush()
+            os._exit(status)
+    for fd in fds:
+        os.close(fd)
+    worker.send(json.dumps({"pid": pid}).encode())
 
 
 if __name__ == "__main__":

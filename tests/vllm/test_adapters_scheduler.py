@@ -21,7 +21,6 @@ from hotkv_vllm.identity.adapters import (
     Adapters,
     Standing,
 )
-from hotkv_vllm.metadata import HotKVWorkerMetadata
 from tests.vllm.lora_manager import Manager, lora
 
 # ------------------------------------------------------------------------------------ the scheduler
@@ -171,20 +170,6 @@ def test_more_adapters_than_are_remembered_are_left_out() -> None:
     ]
     assert not one.keys(requests[-1]) and len(said) == 1
     one.ended(requests[-1].request_id)
-
-
-def test_what_ranks_report_is_joined() -> None:
-    one = HotKVWorkerMetadata(adapters=AdapterReport({1: {0: "x"}}, frozenset({5})))
-    two = HotKVWorkerMetadata(adapters=AdapterReport({1: {1: "y"}, 2: {1: "z"}}, frozenset({6})))
-    assert one.aggregate(two).adapters == AdapterReport(
-        {1: {0: "x", 1: "y"}, 2: {1: "z"}}, frozenset({5, 6})
-    )
-    assert (
-        one.aggregate(HotKVWorkerMetadata()).adapters
-        == HotKVWorkerMetadata().aggregate(one).adapters
-        == one.adapters
-    )
-    assert not one.is_empty() and HotKVWorkerMetadata().is_empty()
 
 
 # Two adapters of two ids each; what happens is a list of these. Files are rewritten, adapters

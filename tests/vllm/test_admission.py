@@ -6,14 +6,10 @@ from typing import Any
 
 import pytest
 
-from hotkv_proto.blocks import NO_RETENTION, Retention
-from hotkv_sparse.config import SparseConfig
-from hotkv_vllm.compat import NULL_BLOCK
+from hotkv_proto.blocks import NO_RETENTION
 from hotkv_vllm.identity.adapters import Standing
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Phase
-from hotkv_vllm.scheduler.sharing import LINKS_PATIENCE_S, Joining
-from hotkv_vllm.sparse import rows
-from hotkv_vllm.sparse.rows import SparseRows
+from hotkv_vllm.scheduler.sharing import LINKS_PATIENCE_S
 from tests.vllm.desks import (
     LONG,
     Memory,
@@ -34,23 +30,6 @@ def test_a_request_that_arrives_is_known_and_its_hit_looked_up(desk: Any) -> Non
     state = one.arrive(request("a", LONG))
     assert state.arrived_s == one.now_s and state.hit.hint is not None
     assert state.retention == NO_RETENTION and not one.parts.count("unserved_requests")
-
-
-def test_hints_of_a_request_are_read(desk: Any) -> None:
-    asks = request("a", LONG)
-    asks.kv_transfer_params = {"hotkv.priority": 2}
-    assert desk().arrive(asks).retention == Retention(priority=2)
-
-
-def test_without_a_cache_no_request_is_known(desk: Any) -> None:
-    one = desk()
-    asks = request("a", LONG)
-    one.sharing.cache = None
-    assert one.arrive(asks) is None
-    assert one.desk.match(asks, 0) == NO_HIT
-    one.desk.allocated(asks, blocks([1]), 0)
-    one.desk.finished(asks, [[1]])
-    assert not one.desk.loads.abandoned and not one.tails()
 
 
 @pytest.mark.parametrize("counts_media", [True, False])
@@ -86,50 +65,7 @@ def test_requests_that_a_lacking_worker_can_not_serve_are_counted(
     assert one.parts.count("unserved_requests") == counted
 
 
-@pytest.mark.parametrize("why", ["producer", "absent worker", "request"])
-def test_who_may_not_read_is_answered_no_hit(desk: Any, why: str) -> None:
-    one = desk(loads=why != "producer")
-    one.parts.put("a", range(4))
-    asks = request("a", LONG)
-    if why == "absent worker":
-        one.sharing.links.told({0: "gone"}, one.now_s)
-    asks.skip_reading_prefix_cache = why == "request"
-    state = one.arrive(asks)
-    assert state.hit.hint is None and one.hit(asks) == 0
-    assert not one.parts.server.count("acquire")
-
-
 # -------------------------------------------------------------------------------------------- match
-
-
-def test_a_hit_is_offered_and_reported(desk: Any) -> None:
-    one = desk()
-    one.parts.put("a", range(4))
-    asks = request("a", LONG)
-    state = one.arrive(asks)
-    assert one.hit(asks, TOKENS) == 3 * TOKENS
-    assert state.use.device_hit_tokens == TOKENS
-    assert one.desk.written._matched_tokens == {"a": TOKENS}
-
-
-def test_a_request_that_is_not_known_is_no_hit(desk: Any) -> None:
-    one = desk()
-    one.parts.put("a", range(4))
-    assert one.desk.match(request("a", LONG), 0) == NO_HIT
-
-
-def test_while_ranks_have_not_said_what_they_store_requests_wait(desk: Any) -> None:
-    one = desk()
-    one.sharing.joining = Joining(1)
-    asks = request("a", LONG)
-    one.arrive(asks)
-    assert one.desk.match(asks, 0) == ASK_AGAIN
-    assert one.sharing.joining.take_requests() == [asks]
-    one.now_s += 100
-    assert one.desk.match(asks, 0) == NO_HIT
-    one.sharing.joining.arrived(asks)
-    one.desk.finished(asks, [[]])
-    assert not one.sharing.joining.take_requests()
 
 
 def test_a_request_waits_a_moment_for_workers_that_may_be_back(desk: Any) -> None:
@@ -140,14 +76,6 @@ def test_a_request_waits_a_moment_for_workers_that_may_be_back(desk: Any) -> Non
     assert one.desk.match(asks, 0) == ASK_AGAIN
     one.now_s += LINKS_PATIENCE_S
     assert one.desk.match(asks, 0) == NO_HIT
-
-
-def test_a_request_whose_load_failed_steps_aside_once(desk: Any) -> None:
-    one = desk(max_load_retries=5)
-    asks = request("a", LONG)
-    one.arrive(asks)
-    one.parts.finder.load_failed(one.desk.states["a"])
-    assert one.desk.match(asks, 0) == ASK_AGAIN and one.desk.match(asks, 0) == NO_HIT
 
 
 class WithAdapter:
@@ -206,28 +134,6 @@ def test_a_load_is_begun_in_the_blocks_that_vllm_gives(desk: Any) -> None:
     one.cache.reports.send(one.now_s)
     (report,) = dict(one.parts.server.calls)["report_requests"]
     assert (report.hit_tokens, report.device_hit_tokens) == (4 * TOKENS, 0)
-
-
-def test_null_blocks_are_not_loaded(desk: Any) -> None:
-    one = desk()
-    one.parts.put("a", range(4))
-    asks = request("a", LONG)
-    one.arrive(asks)
-    one.hit(asks)
-    one.desk.allocated(asks, blocks([NULL_BLOCK, 2, 3, 4]), 4 * TOKENS)
-    assert one.desk.loads.jobs["a"].runs[0].block_ids.tolist() == [2, 3, 4]
-
-
-def test_a_hit_that_vllm_does_not_take_is_given_back(desk: Any) -> None:
-    one = desk()
-    one.parts.put("a", range(4))
-    asks = request("a", LONG)
-    state = one.arrive(asks)
-    one.hit(asks)
-    one.desk.allocated(asks, blocks([1]), 0)
-    assert state.hit.phase is Phase.IDLE and len(one.parts.server.released) == 1
-    assert not one.desk.loads.jobs and not one.parts.count("loads")
-    assert not one.desk.loads.abandoned
 
 
 def test_more_blocks_for_a_request_that_loads_leave_its_load_alone(desk: Any) -> None:
@@ -311,22 +217,6 @@ def test_what_may_not_be_stored_is_not_stored_at_the_end(desk: Any, why: str) ->
     assert one.desk.others.may_store("a") and "a" not in one.parts.finder.failed_loads
 
 
-def test_a_load_is_cancelled_when_its_request_ends(desk: Any) -> None:
-    one = desk()
-    asks = one.load()
-    lease_id = one.desk.states["a"].hit.lease_id
-    asks.num_computed_tokens = 4 * TOKENS
-    assert ended(one, asks) == []
-    assert one.desk.loads.cancelled == ["a"] and one.parts.server.released == [lease_id]
-
-
-def test_a_request_that_does_not_load_cancels_nothing_at_its_end(desk: Any) -> None:
-    one = desk()
-    asks = request("a", LONG, computed=LONG)
-    one.arrive(asks)
-    assert ended(one, asks) == [[1, 2, 3, 4]] and not one.desk.loads.cancelled
-
-
 def test_what_was_known_of_a_request_is_forgotten_at_its_end(desk: Any) -> None:
     memory = Memory()
     one = desk(memory=memory)
@@ -342,28 +232,6 @@ def test_what_was_known_of_a_request_is_forgotten_at_its_end(desk: Any) -> None:
     assert not one.edge.broken
 
 
-def test_an_end_without_a_cache_forgets_the_request(desk: Any) -> None:
-    one = desk()
-    asks = request("a", LONG)
-    one.arrive(asks)
-    one.sharing.cache = None
-    one.desk.finished(asks, [[1]])
-    assert not one.desk.states
-
-
-def test_an_end_that_breaks_forgets_the_request_elsewhere(
-    desk: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = desk()
-    asks = WithAdapter("a")
-    one.arrive(asks)
-    monkeypatch.setattr(one.desk, "_finish", lambda *_: 1 // 0)
-    one.parts.exactness._exact_tokens["a"] = 5
-    with pytest.raises(ZeroDivisionError):
-        one.desk.finished(asks, [[1]])
-    assert not one.parts.exactness._exact_tokens and not one.adapters._live
-
-
 # ------------------------------------------------------------------------------------ sparse decode
 
 
@@ -376,18 +244,6 @@ def test_the_memory_follows_requests_that_have_a_name(desk: Any, adapter: bool) 
     one.sharing.cache = None
     one.desk.arrived(request("b", LONG))
     assert len(memory.told) == (0 if adapter else 1) and not one.edge.broken
-
-
-def test_an_engine_that_decodes_sparsely_tells_its_other_connectors(desk: Any) -> None:
-    step = SimpleNamespace(
-        scheduled_new_reqs=[],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-        num_scheduled_tokens={},
-        kv_connector_block_state=None,
-    )
-    assert rows.sparse_rows("engine", step) is None
-    one = desk(sparse=SparseConfig())
-    assert one.desk.rows is not None and rows.sparse_rows("engine", step) == SparseRows()
 
 
 class Rows(Memory):
@@ -408,14 +264,6 @@ def test_rows_follow_every_request(desk: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------- broken hooks
-
-
-def test_loads_under_way_are_cancelled_and_no_others(desk: Any) -> None:
-    one = desk()
-    one.load()
-    one.arrive(request("b", LONG))
-    one.desk.cancel_loads()
-    assert one.desk.loads.cancelled == ["a"]
 
 
 @pytest.mark.parametrize("how", ["request_broke", "end_broke"])
@@ -447,13 +295,6 @@ def test_a_hook_that_broke_without_a_cache_gives_nothing_back(desk: Any, how: st
     one.sharing.cache = None
     getattr(one.desk, how)("a")
     assert not one.desk.states and not one.parts.server.released
-
-
-def test_a_broken_hook_of_an_adapters_request_ends_its_use(desk: Any) -> None:
-    one = desk()
-    one.arrive(WithAdapter("a"))
-    one.desk.request_broke("a")
-    assert not one.adapters._live
 
 
 @pytest.mark.parametrize("external", [0, TOKENS])

@@ -190,21 +190,6 @@ def test_marks_of_a_cuda_device(released: list[Any], monkeypatch: pytest.MonkeyP
     assert not marks.make(device_order.OrderKind.HOST).lets_send()
 
 
-def test_streams_beyond_the_words_are_waited_for(
-    released: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tests.vllm.device import ToldDevice
-
-    told = ToldDevice()
-    marks = device_order.Marks(told, "flags")
-    found = []
-    for stream in range(6):
-        told.stream = stream
-        after = marks.make(device_order.OrderKind.FLAGS).after
-        found.append(None if after is None else after.mark.index)
-    assert found == [0, 1, 2, 3, None, None]
-
-
 def test_a_device_that_refuses_everything_offers_nothing(
     released: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,20 +139,6 @@ def test_after_a_reconnect_marks_are_of_the_kind_that_the_server_takes_then(
     )
 
 
-@pytest.mark.parametrize(
-    ("wanted", "events", "flags"),
-    [("auto", True, True), ("events", True, False), ("flags", False, True), ("host", False, False)],
-)
-def test_only_what_is_wanted_is_offered(
-    engine: Any, server: Any, device: ToldDevice, wanted: str, events: bool, flags: bool
-) -> None:
-    one = engine(device=device, extra={"device_order": wanted})
-    offer = next(session.order for session in server.sessions if session.layout is not None)
-    assert (bool(offer.event_handles), bool(offer.num_flags)) == (events, flags)
-    assert (device_order.WORDS_HANDLE in worker_of(one).rank.memory.fds) == flags
-    assert one.generate("a", PROMPT, 2)[0]
-
-
 def test_a_device_that_can_share_nothing_is_waited_for_by_the_worker(
     engine: Any, server: Any
 ) -> None:

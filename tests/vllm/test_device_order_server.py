@@ -85,9 +85,10 @@ def test_nothing_is_read_before_the_device_is_there(make: Make) -> None:
 
 @pytest.mark.parametrize(
     ("order", "model", "layout"),
-    [("host", full_model, KVCacheLayout.BLHNC)]
-    + [
-        ("flags", model, layout) for model in (full_model, hybrid_model) for layout in KVCacheLayout
+    [
+        ("host", full_model, KVCacheLayout.BLHNC),
+        *[("flags", full_model, layout) for layout in KVCacheLayout],
+        ("flags", hybrid_model, KVCacheLayout.LBHNC),
     ],
 )
 def test_random_lag(make: Make, order: str, model: Any, layout: KVCacheLayout) -> None:

@@ -162,20 +162,6 @@ def test_hung_server_does_not_hang_the_engine(
     assert warm["tokens"] == cold["tokens"][:2] and warm["cached"] == [usable(p) for p in batch[:2]]
 
 
-@pytest.mark.long
-def test_preemption_with_real_stores(daemon: Daemon, start: Callable[..., EngineProcess]) -> None:
-    daemon.start()
-    roomy = start(None)
-    batch = prompts(8, (200, 210, 220, 230))
-    expected = roomy.ask("generate", prompts=batch, max_tokens=200)
-    roomy.stop()
-    tight = start(daemon.target, blocks=34, max_model_len=512)
-    answer = tight.ask("generate", prompts=batch, max_tokens=200)
-    again = tight.ask("generate", prompts=batch, max_tokens=200)
-    assert difference(expected, answer) < 0.05 and difference(expected, again) < 0.05
-    assert "hook_errors" not in tight.ask("stats")["totals"]
-
-
 def test_hints_and_resets_reach_the_server(
     daemon: Daemon, start: Callable[..., EngineProcess]
 ) -> None:

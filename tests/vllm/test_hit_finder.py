@@ -1,7 +1,6 @@
 """How one request comes to its hit, step by step: what is asked, what is answered to vLLM, what is
 given back. No engine; the server is a double and time stands still."""
 
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from hotkv_vllm.scheduler.hits import (
 from hotkv_vllm.scheduler.loads import ADMISSION_PATIENCE_S
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, HitState, Phase
 from tests.vllm.desks import LONG, granted
-from tests.vllm.parts import FULL, STATES, TOKENS, WINDOW, Parts, request
+from tests.vllm.parts import FULL, TOKENS, WINDOW, Parts, request
 
 
 def loading(parts: Parts, name: str = "a", blocks: int = 4) -> Any:
@@ -29,15 +28,6 @@ def loading(parts: Parts, name: str = "a", blocks: int = 4) -> Any:
 
 
 # ---------------------------------------------------------------------------------------- the limit
-
-
-@pytest.mark.parametrize("tokens, hit", [(LONG, 4), (4 * TOKENS + 1, 4), (4 * TOKENS, 3)])
-@pytest.mark.parametrize("table", [True, False], ids=["table", "calls"])
-def test_a_hit_leaves_a_token_to_compute(table: bool, tokens: int, hit: int) -> None:
-    parts = Parts()
-    parts.server.table = table
-    parts.put("a", range(5))
-    assert parts.hit(parts.state(request("a", tokens))) == hit * TOKENS
 
 
 @pytest.mark.parametrize("table", [True, False], ids=["table", "calls"])
@@ -54,16 +44,6 @@ def test_no_more_is_asked_for_than_a_hit_could_use(table: bool) -> None:
         assert len(looked_up.hashes) == 3
 
 
-@pytest.mark.parametrize("table", [True, False], ids=["table", "calls"])
-def test_a_prompt_without_a_full_block_asks_nothing(table: bool) -> None:
-    parts = Parts()
-    parts.server.table = table
-    state = parts.state(request("a", TOKENS))
-    parts.finder.arrive(state, parts.clock)
-    assert parts.match(state) == NO_HIT
-    assert not parts.server.count("lookup") and not parts.server.count("acquire")
-
-
 def test_what_the_engine_holds_is_neither_leased_nor_offered() -> None:
     parts = Parts()
     state = granted(parts, computed=TOKENS)
@@ -73,14 +53,6 @@ def test_what_the_engine_holds_is_neither_leased_nor_offered() -> None:
     parts.put("b", range(1, 4))
     assert parts.hit(other, TOKENS + 3) == 3 * TOKENS - 3
     assert other.hit.leased == [range(1, 4)]
-
-
-def test_a_hit_that_the_engine_holds_itself_is_a_miss() -> None:
-    parts = Parts()
-    parts.put("a", range(2))
-    state = parts.state(request("a", LONG))
-    assert parts.hit(state, 2 * TOKENS) == 0 and not parts.server.count("acquire")
-    assert parts.count("miss_requests") == 1
 
 
 # ------------------------------------------------------------------------------------ hint and miss
@@ -99,28 +71,6 @@ def test_the_hint_of_an_arrival_is_used_for_a_moment() -> None:
         # It is used once.
         assert state.hit.hint is None
         parts.finder.give_back(state)
-
-
-def test_the_hint_is_not_used_where_the_engine_has_blocks_itself() -> None:
-    parts = Parts()
-    state = parts.state(request("a", LONG))
-    parts.finder.arrive(state, parts.clock)
-    # Without its first block the table had nothing to offer.
-    parts.put("a", range(1, 4))
-    assert parts.hit(state, TOKENS) == 3 * TOKENS
-
-
-def test_an_arrival_looks_up_only_where_there_is_no_table() -> None:
-    parts = Parts()
-    parts.finder.arrive(parts.state(request("a", LONG)), parts.clock)
-    assert not parts.server.count("lookup")
-    parts.server.table = False
-    state = parts.state(request("b", LONG))
-    parts.finder.arrive(state, parts.clock)
-    assert parts.server.count("lookup") == 1 and state.hit.phase is Phase.ASKED
-    parts.server.up = False
-    parts.finder.arrive(parts.state(request("c", LONG)), parts.clock)
-    assert parts.server.count("lookup") == 1
 
 
 def test_a_miss_is_remembered_for_a_moment_and_counted_once() -> None:
@@ -180,30 +130,6 @@ def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
     # The lease that came late was let go again.
     assert lease.keys() <= set(parts.server.released) or not lease
     assert list(parts.server.leases) == [other.hit.lease_id]
-
-
-@pytest.mark.parametrize("kind", ["lookup", "acquire"])
-def test_a_call_that_fails_is_a_miss(kind: str) -> None:
-    parts = Parts()
-    parts.server.table, parts.server.hold = kind == "acquire", {kind}
-    parts.put("a", range(4))
-    for break_it in (Future.cancel, lambda future: future.set_exception(OSError("gone"))):
-        state = parts.state(request("a", LONG))
-        assert parts.match(state) == ASK_AGAIN
-        break_it(state.hit.answer)
-        parts.server.held.clear()
-        assert parts.match(state) == NO_HIT and state.hit.phase is Phase.IDLE
-    assert parts.count("miss_requests") == 2
-
-
-def test_without_a_server_what_a_request_holds_is_given_back() -> None:
-    parts = Parts()
-    state = granted(parts)
-    lease_id = state.hit.lease_id
-    parts.server.up = False
-    assert parts.match(state) == NO_HIT
-    assert parts.server.released == [lease_id] and state.hit.phase is Phase.IDLE
-    assert not state.hit.lease_id and not state.hit.ready
 
 
 # ------------------------------------------------------------------------------------------- leases
@@ -273,17 +199,6 @@ def test_a_lease_for_another_local_hit_is_given_back(moment: str) -> None:
     assert parts.hit(state, TOKENS) == 3 * TOKENS
 
 
-def test_leases_and_transfers_have_names_of_their_own() -> None:
-    parts = Parts()
-    parts.put("a", range(4))
-    names = set()
-    for _ in range(3):
-        state = loading(parts)
-        names.add(state.hit.lease_id)
-        parts.finder.end_load(state, False)
-    assert len(names) == 3 and all(name.startswith("e-r") for name in names)
-
-
 # -------------------------------------------------------------------------------------------- loads
 
 
@@ -302,45 +217,9 @@ def test_no_load_is_longer_than_its_lease(external: int, fits: bool) -> None:
         assert (job.lease_id, job.timeout_s) == (state.hit.lease_id, parts.config.load_timeout_s)
 
 
-def test_a_request_without_a_grant_loads_nothing() -> None:
-    parts = Parts()
-    parts.server.hold = {"acquire"}
-    parts.put("a", range(4))
-    state = parts.state(request("a", LONG))
-    assert parts.match(state) == ASK_AGAIN
-    assert parts.load(state, 4 * TOKENS, [[1, 2, 3, 4]]) is None
-
-
-def test_blocks_that_vllm_left_out_are_not_loaded() -> None:
-    parts = Parts()
-    job = parts.load(granted(parts), 4 * TOKENS, [[1, 0, 0, 4]])
-    (run,) = job.runs
-    assert run.lease_positions.tolist() == [0, 3] and run.block_ids.tolist() == [1, 4]
-    assert parts.load(granted(parts, "b"), 4 * TOKENS, [[0, 0, 0, 0]]) is None
-
-
 def test_a_table_that_is_too_short_is_no_load() -> None:
     parts = Parts()
     assert parts.load(granted(parts), 4 * TOKENS, [[1, 2, 3]]) is None
-
-
-def test_behind_a_local_hit_positions_count_from_the_lease() -> None:
-    parts = Parts()
-    state = granted(parts, computed=2 * TOKENS)
-    (run,) = parts.load(state, 2 * TOKENS, [[1, 2, 3, 4]]).runs
-    assert run.lease_positions.tolist() == [0, 1] and run.block_ids.tolist() == [3, 4]
-
-
-def test_of_a_window_only_the_blocks_before_the_hit_are_leased_and_loaded() -> None:
-    parts = Parts([FULL, WINDOW])
-    parts.put("a", range(4))
-    parts.put("a", [2, 3], 1)
-    state = parts.state(request("a", LONG))
-    assert parts.hit(state) == 4 * TOKENS
-    assert state.hit.leased == [range(4), range(2, 4)]
-    job = parts.load(state, 4 * TOKENS, [[1, 2, 3, 4], [0, 0, 13, 14]])
-    assert [run.lease_positions.tolist() for run in job.runs] == [[0, 1, 2, 3], [0, 1]]
-    assert [run.block_ids.tolist() for run in job.runs] == [[1, 2, 3, 4], [13, 14]]
 
 
 def test_a_load_that_needs_more_than_is_leased_is_none() -> None:
@@ -379,43 +258,7 @@ def test_blocks_that_are_leased_and_were_not_pinned_are_not_loaded() -> None:
     assert parts.load(state, 4 * TOKENS, [[1, 2, 3, 4], [0, 0, 13, 14]]) is None
 
 
-def test_behind_a_drafters_hit_the_next_block_must_be_known() -> None:
-    parts = Parts(drafts=[0])
-    parts.put("a", range(3))
-    assert parts.hit(parts.state(request("a", LONG))) == 2 * TOKENS
-    # It is looked at, and not leased.
-    parts.put("a", [3])
-    state = parts.state(request("a", LONG))
-    assert parts.hit(state) == 3 * TOKENS and state.hit.leased == [range(3)]
-
-
 # ------------------------------------------------------------------------------------ ends of loads
-
-
-def test_a_load_that_ends_well_gives_its_lease_back() -> None:
-    parts = Parts()
-    state = loading(parts)
-    lease_id = state.hit.lease_id
-    assert state.hit.unproved_loads == 1
-    assert parts.finder.end_load(state, False) == (4,)
-    assert parts.server.released == [lease_id] and state.hit.phase is Phase.IDLE
-    assert not state.hit.unproved_loads and not state.hit.failed_loads
-    # Its end is taken once.
-    assert parts.finder.end_load(state, True) == () and not state.hit.failed_loads
-
-
-def test_keys_of_a_failed_load_are_hidden_and_the_request_is_offered_no_more() -> None:
-    parts = Parts()
-    state = loading(parts)
-    assert parts.finder.end_load(state, True) == ()
-    parts.clock += 1
-    assert state.hit.failed_loads == 1 and parts.match(state) == NO_HIT
-    assert "a" in parts.finder.failed_loads
-    other = parts.state(request("a", LONG))
-    assert parts.hit(other) == 0
-    parts.server.epoch += 1
-    parts.clock += 1
-    assert parts.hit(other) == 4 * TOKENS
 
 
 def test_only_what_was_leased_is_hidden() -> None:
@@ -489,25 +332,6 @@ def test_what_is_void_is_forgotten_and_a_load_under_way_goes_on(failed_too: bool
     assert state.is_loading and state.hit.lease_id in parts.server.leases
 
 
-def test_a_lease_that_is_granted_after_its_release_is_released_again() -> None:
-    parts = Parts()
-    parts.server.late = {"acquire"}
-    parts.put("a", range(4))
-    state = parts.state(request("a", LONG))
-    assert parts.match(state) == ASK_AGAIN
-    lease_id = state.hit.lease_id
-    parts.finder.give_back(state)
-    assert parts.server.released == [lease_id]
-    parts.server.settle()
-    assert parts.server.released == [lease_id] * 2 and not parts.server.leases
-    # One that was answered before is released once, and one that was never taken not at all.
-    parts.server.late = set()
-    other = granted(parts, "b")
-    parts.finder.give_back(other)
-    parts.finder.give_back(other)
-    assert parts.server.released[2:] and len(parts.server.released) == 3
-
-
 # ----------------------------------------------------------------------------- groups of many kinds
 
 
@@ -533,39 +357,7 @@ def test_of_windows_no_block_is_probed_that_no_hit_could_use() -> None:
     assert [what for kind, what in parts.server.calls if kind == "probe"] == [3]
 
 
-def test_a_full_group_is_probed_behind_what_the_engine_holds() -> None:
-    parts = Parts()
-    parts.put("a", [3])
-    assert parts.hit(parts.state(request("a", LONG)), 3 * TOKENS) == TOKENS
-    parts.put("a", [2])
-    assert parts.hit(parts.state(request("a", LONG)), 3 * TOKENS - 1) == TOKENS + 1
-    assert parts.hit(parts.state(request("a", LONG)), TOKENS) == 0
-
-
-def test_states_are_loaded_one_a_hit() -> None:
-    parts = Parts([STATES, FULL])
-    parts.put("a", [1], 0)
-    parts.put("a", range(4), 1)
-    state = parts.state(request("a", LONG))
-    assert parts.hit(state) == 2 * TOKENS and state.hit.leased == [range(1, 2), range(2)]
-
-
 # ---------------------------------------------------------------------------------- representations
-
-
-def test_representations_come_along_where_they_are_and_change_no_hit() -> None:
-    parts = Parts(represented=[0])
-    parts.put("a", range(4))
-    parts.put("a", [0, 2], 1)
-    state = parts.state(request("a", LONG))
-    assert parts.hit(state) == 4 * TOKENS
-    assert state.hit.represented[0].tolist() == [True, False, True, False]
-    job = parts.load(state, 4 * TOKENS, [[1, 2, 3, 4]])
-    (come,) = job.representations
-    assert come.group_index == 1 and come.block_ids.tolist() == [1, 3]
-    assert come.lease_positions.tolist() == [0, 2]
-    # Blocks from the first that came without one are looked at once more.
-    assert parts.finder.end_load(state, False) == (1,)
 
 
 def test_blocks_that_all_came_with_representations_are_not_looked_at_again() -> None:

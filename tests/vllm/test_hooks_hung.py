@@ -4,21 +4,13 @@ and no late write reaches anybody."""
 import logging
 import os
 import signal
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from hotkv_client.types import LoadRun
-from hotkv_vllm.metadata import HotKVWorkerMetadata, LoadJob
 from hotkv_vllm.scheduler import sharing
-from hotkv_vllm.scheduler.loads import Quarantine
 from hotkv_vllm.worker import rank_loads
-from hotkv_vllm.worker.device_order import Mark
-from hotkv_vllm.worker.rank_loads import RankLoads, never_begun
 from tests.vllm.engine_core import Core
 from tests.vllm.harness import prompt
 from tests.vllm.processes import Daemon, Engines
@@ -191,90 +183,6 @@ def test_shutdown_in_the_middle_of_loads(engine: Any, server: Any) -> None:
     one.worker.shutdown()
     assert all(session.closed for session in server.sessions[-2:])
     assert not one.connector.edge.broken and not one.worker.edge.broken
-
-
-def job(number: int) -> LoadJob:
-    run = LoadRun(0, np.array([0], np.int32), np.array([number], np.int32))
-    return LoadJob(f"r{number}", f"t{number}", f"lease{number}", (run,), 0.0)
-
-
-class Pool:
-    """Counts users of blocks as vLLM's does."""
-
-    def __init__(self) -> None:
-        self.users: dict[int, int] = {}
-        self.num_gpu_blocks = 10
-
-    def touch(self, blocks: Any) -> None:
-        for block in blocks:
-            self.users[block.block_id] = self.users.get(block.block_id, 0) + 1
-
-    def free_blocks(self, blocks: Any) -> None:
-        for block in blocks:
-            self.users[block.block_id] -= 1
-
-
-def test_blocks_are_held_until_all_ranks_are_settled() -> None:
-    from concurrent.futures import Future
-
-    sent: list[list[Any]] = [[], []]
-    ranks = [
-        RankLoads(lambda job, _, s=s: s.append(Future()) or s[-1], lambda _: None) for s in sent
-    ]
-    holds = Quarantine(2)
-    holds.pool = pool = Pool()
-    holds.begun(
-        job(7),
-        SimpleNamespace(blocks=([SimpleNamespace(block_id=7), SimpleNamespace(block_id=8)],)),
-    )
-
-    def step() -> tuple[list[set[str]], HotKVWorkerMetadata]:
-        finished, reports = [], []
-        for rank in ranks:
-            rank.give_up(holds.held)
-            finished.append(rank.take()[0])
-            rank.watch(time.monotonic())
-            settled = rank.settled(holds.held)[0] if holds.held else []
-            reports.append(
-                HotKVWorkerMetadata(
-                    overdue_loads=rank.overdue(time.monotonic()),
-                    settled_loads=dict.fromkeys(settled, 1),
-                )
-            )
-        joined = reports[0].aggregate(reports[1])
-        holds.overdue(joined.overdue_loads)
-        holds.settled(joined.settled_loads)
-        return finished, joined
-
-    for rank in ranks:
-        rank.begin(job(7), Mark())
-    assert step()[0] == [set(), set()]
-    # One rank's load ends well just now; the other's hangs.
-    sent[0][0].set_exception(ConnectionError("cancelled"))
-    finished, joined = step()
-    assert finished == [{"r7"}, set()] and joined.overdue_loads == ("t7",) and pool.users == {7: 1}
-    holds.loading.pop("r7")
-    finished, joined = step()
-    assert (
-        finished == [set(), {"r7"}] and joined.settled_loads == {"t7": 1} and pool.users == {7: 1}
-    )
-    assert step()[1].settled_loads == {"t7": 1} and pool.users == {7: 1}
-    sent[1][0].set_exception(ConnectionError("dead"))
-    assert (
-        step()[1].settled_loads == {"t7": 2}
-        and pool.users == {7: 0}
-        and not holds.held
-        and pool.num_gpu_blocks == 10
-    )
-    assert step() == ([set(), set()], HotKVWorkerMetadata())
-
-
-def test_a_load_that_was_never_sent_is_not_sent_once_its_blocks_are_held() -> None:
-    mark = Mark(event=SimpleNamespace(query=lambda: False))
-    one = RankLoads(lambda *_: never_begun("not now"), lambda _: None)
-    one.begin(job(1), mark)
-    assert one.settled(("t1",)) == (["t1"], [])
-    assert one.take()[:2] == ({"r1"}, {"r1"})
 
 
 def test_results_that_break_once_are_reported_once(

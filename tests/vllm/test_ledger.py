@@ -164,10 +164,6 @@ def test_what_a_hit_saves_begins_behind_the_device_hit() -> None:
     assert hit.saved_s == prefill.seconds(16, 48) > 0
 
 
-def test_a_speed_that_was_not_measured_saves_nothing() -> None:
-    assert PrefillSpeed(HotKVStats()).seconds(0, 1000) == 0.0
-
-
 LEAVE = Verdict.LEAVE
 
 

@@ -53,14 +53,6 @@ def test_a_request_that_ends_is_neither_waited_for_nor_in_the_way() -> None:
     assert failed.is_empty
 
 
-def test_a_request_that_was_asked_and_scheduled_is_nobodys_business() -> None:
-    failed = FailedLoads()
-    failed.add("a")
-    assert failed.steps_aside("a")
-    failed.scheduled(["a"])
-    assert failed.is_empty
-
-
 # ---------------------------------------------------------------------------- loads and held blocks
 
 
@@ -148,11 +140,6 @@ def test_blocks_of_a_load_that_hangs_are_kept_until_every_rank_has_ended_it(
 # ---------------------------------------------------------------------------------- loads of others
 
 
-def test_without_other_loads_nobody_needs_to_know_of_a_steps_end() -> None:
-    others = OtherLoads()
-    assert others.step(["a"], False) == 0 and others.may_store("a")
-
-
 def test_a_request_is_trusted_when_a_step_runs_it() -> None:
     others = OtherLoads()
     others.admitted("a")
@@ -183,15 +170,6 @@ def test_a_synchronous_load_holds_back_what_was_admitted_until_its_step_has_ende
     others.ended("a")
     others.ended("b")
     assert not others.held and others.may_store("a")
-
-
-def test_each_step_is_numbered_until_the_last_one_has_ended() -> None:
-    others = OtherLoads()
-    assert [others.step([], True), others.step([], False)] == [1, 2]
-    others.settled(1, True)
-    assert others.step([], False) == 3
-    others.settled(3, True)
-    assert others.step([], False) == 0
 
 
 def test_a_step_whose_report_was_lost_is_not_trusted() -> None:
@@ -242,12 +220,6 @@ def test_blocks_behind_what_a_request_hit_are_new_to_it(
     written.allocated(asks("a", computed), given([1, 2, 3], [11, 12]))
     assert written.of_step() == fresh and written.take() == fresh
     assert written.take() == set() == written.of_step()
-
-
-def test_a_request_that_hit_nothing_writes_every_block_however_small() -> None:
-    written = WrittenBlocks([1])
-    written.allocated(asks("a"), given([1, 2, 3]))
-    assert written.take() == {1, 2, 3}
 
 
 def test_a_local_hit_is_of_one_admission() -> None:

@@ -8,14 +8,10 @@ import torch
 
 from hotkv_proto.layout import Layout, MemoryHandle
 from hotkv_proto.order import NO_ORDER, OrderKind
-from hotkv_vllm.compat import Unsupported
-from hotkv_vllm.worker import device_order
 from hotkv_vllm.worker.device_order import (
     NUM_EVENTS,
     NUM_WORDS,
     WORDS_HANDLE,
-    CudaDevice,
-    CudaWords,
     Mark,
     Marks,
     marks_for,
@@ -128,14 +124,6 @@ def test_more_streams_than_words_are_waited_for_by_the_worker() -> None:
         assert (mark.after is not None) == (stream < NUM_WORDS) and mark.event is not None
 
 
-def test_a_word_begins_anew_behind_its_last_value() -> None:
-    device = ToldDevice()
-    marks = Marks(device, "flags")
-    marks._values[0] = (1 << 32) - 2
-    values = [one.mark.value for _ in range(3) if (one := marks.make(OrderKind.FLAGS).after)]
-    assert values == [(1 << 32) - 1, 0, 1]
-
-
 def test_the_servers_words_are_shown_beside_the_memory() -> None:
     layout = Layout(0, 1, (MemoryHandle("kv0", 64),), (), "test")
     memory = ExportedMemory(layout, {"kv0": 5})
@@ -144,70 +132,3 @@ def test_the_servers_words_are_shown_beside_the_memory() -> None:
     assert [one.handle_id for one in both.layout.handles] == ["kv0", WORDS_HANDLE]
     assert both.fds.keys() == {"kv0", WORDS_HANDLE} and both.fds["kv0"] == 5
     assert memory.fds == {"kv0": 5}
-
-
-# ---------------------------------------------------------------------------------- through torch
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """torch's device calls, noted; tensors are on the CPU."""
-    called: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: called.append("synchronize"))
-    monkeypatch.setattr(
-        device_order,
-        "cuda_handle",
-        lambda name, storage: called.append("handle") or MemoryHandle(name, storage.nbytes()),
-    )
-    return called
-
-
-@pytest.mark.parametrize("value", [0, 1, (1 << 31) - 1, 1 << 31, (1 << 31) + 1, (1 << 32) - 1])
-def test_a_word_holds_what_was_written_as_the_server_reads_it(
-    on_cpu: list[str], value: int
-) -> None:
-    words = CudaWords(torch.device("cpu"), 3)
-    # Zero is on the device before the server can hear of the words.
-    assert on_cpu == ["synchronize", "handle"] and words.handle == MemoryHandle(WORDS_HANDLE, 12)
-    words.write(1, value)
-    base = words._cells[0]._base
-    assert base is not None
-    assert base.view(torch.uint8).numpy().view("<u4").tolist() == [0, value, 0]
-
-
-class Stream:
-    cuda_stream = 77
-
-
-class CudaEvent:
-    """Stands for `torch.cuda.Event`."""
-
-    def __init__(self, interprocess: bool) -> None:
-        self.interprocess, self.recorded = interprocess, list[Any]()
-
-    def record(self, stream: Any) -> None:
-        self.recorded.append(stream)
-
-
-def test_events_are_recorded_on_the_current_stream_as_soon_as_they_are_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stream = Stream()
-    monkeypatch.setattr(device_order, "cuda_device_uuid", lambda device: b"u" * 16)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "Event", CudaEvent)
-    device = CudaDevice(torch.device("cuda:0"))
-    assert (device.uuid, device.stream) == (b"u" * 16, 77)
-    for interprocess in (True, False):
-        event: Any = device.new_event(interprocess=interprocess)
-        assert event.interprocess == interprocess and event.recorded == [stream]
-
-
-def test_a_torch_that_tells_too_little_of_its_device_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(device_order, "cuda_device_uuid", lambda device: device.no_such_thing)
-    with pytest.raises(Unsupported, match="does not tell enough"):
-        marks_for(torch.device("cuda:0"), "auto")
-    monkeypatch.setattr(device_order, "CudaDevice", lambda device: ToldDevice())
-    assert marks_for(torch.device("cuda:0"), "flags").order.num_flags == NUM_WORDS

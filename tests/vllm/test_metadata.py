@@ -74,12 +74,6 @@ def test_two_reports_are_joined_and_stay_as_they_are() -> None:
     assert (one, two) == before
 
 
-def test_what_one_rank_alone_reports_is_in_the_joined_report() -> None:
-    one, nothing = HotKVWorkerMetadata(**copy.deepcopy(FULL)), HotKVWorkerMetadata()
-    assert one.aggregate(nothing) == nothing.aggregate(one) == one
-    assert nothing.aggregate(nothing) == nothing
-
-
 def test_reports_of_other_connectors_pass_by() -> None:
     class Other(KVConnectorWorkerMetadata):
         def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
@@ -93,13 +87,6 @@ def test_reports_of_other_connectors_pass_by() -> None:
 def test_a_report_that_has_anything_is_not_empty(name: str) -> None:
     assert HotKVWorkerMetadata().is_empty()
     assert not HotKVWorkerMetadata(**{name: FULL[name]}).is_empty()
-
-
-def test_counters_begin_at_nothing_and_grow() -> None:
-    report = HotKVWorkerMetadata()
-    report.count("loads", 2.0)
-    report.count("loads", 3.0)
-    assert report.counters == {"loads": 5.0}
 
 
 # ------------------------------------------------------------------------------- in whatever order

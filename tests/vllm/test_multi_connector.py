@@ -21,7 +21,6 @@ from hotkv_vllm.compat import checks
 from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StoreReport
 from hotkv_vllm.scheduler import sharing
-from hotkv_vllm.scheduler.loads import OtherLoads
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.other_connectors import (
     PLAN,
@@ -337,27 +336,3 @@ def test_synchronous_load_of_another(
     stored = len(server.blocks)
     one.generate("c", prompt(3, 200), 40)
     assert len(server.blocks) >= stored + 6 and "hook_errors" not in one.counters
-
-
-def test_steps_whose_report_was_lost() -> None:
-    """What ran in such a step is not trusted any more; what comes later is."""
-    loads = OtherLoads()
-    for name in "ab":
-        loads.admitted(name)
-    assert not loads.may_store("a") and loads.step(["a"], True) == 1 and loads.held == {"a"}
-    assert loads.step(["a", "b"], False) == 2 and loads.held == {"a", "b"}
-    loads.settled(2, True)
-    assert loads.held == {"a"} and loads.step(["a", "b"], False) == 0
-    loads.admitted("c")
-    assert loads.step(["c"], True) == 3
-    loads.admitted("d")
-    assert loads.step(["d"], False) == 4
-    loads.settled(3, False)
-    loads.settled(4, True)
-    assert loads.held == {"a", "c", "d"} and loads.may_store("b")
-    loads.admitted("e")
-    loads.lost()
-    assert loads.step(["e"], False) == 0 and not loads.may_store("e")
-    for name in "abcde":
-        loads.ended(name)
-    assert not loads.held and repr(loads) == "OtherLoads(admitted=0, unsettled=0, held=0)"

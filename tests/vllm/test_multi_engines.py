@@ -1,6 +1,5 @@
 """Real vLLM with a MultiConnector and a real daemon: hotkv as first and as second child."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.processes import Daemon, EngineProcess, Engines
-from tests.vllm.runs import _state, difference, prompts, settled, usable
+from tests.vllm.runs import difference, prompts, settled, usable
 from tests.vllm.tiny import transfer_config, write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -87,38 +86,3 @@ def test_beside_the_example_connector(start: Start, tmp_path: Path, ours_first: 
         sum(usable(p) for p in batch) if ours_first else usable(batch[2])
     )
     assert not {"hook_errors", "failed_loads"} & totals.keys()
-
-
-@pytest.mark.long
-def test_beside_one_that_checks_its_handshake(start: Start, shared_daemon: Daemon) -> None:
-    """The engines start, the first request ever hits, and loads that a killed server leaves behind
-    are computed."""
-    first = start([None, CHECKING])
-    batch = prompts(2, (300, 333, 411))
-    cold = first.ask("generate", prompts=batch, max_tokens=8)
-    settled(first)
-    second = start([CHECKING, None])
-    warm = second.ask("generate", prompts=batch, max_tokens=8)
-    assert (
-        warm["cached"] == [usable(p) for p in batch]
-        and warm["tokens"] == cold["tokens"]
-        and difference(cold, warm) < 1e-3
-    )
-    for engine in (second, first):
-        engine.ask("wait", connected=True, timeout_s=60)
-        engine.ask("reset")
-        engine.ask("freeze", call="load", pid=shared_daemon.pid)
-        engine.begin("generate", prompts=batch, max_tokens=8)
-        until_s = time.monotonic() + 60
-        while time.monotonic() < until_s and _state(shared_daemon.pid) != "T":
-            time.sleep(0.01)
-        shared_daemon.kill()
-        answer = engine.answer()
-        assert (
-            answer["ended"] == ["length"] * 3
-            and answer["tokens"] == cold["tokens"]
-            and difference(cold, answer) < 1e-3
-        )
-        totals = engine.ask("stats")["totals"]
-        assert totals["failed_loads"] >= 1 and "hook_errors" not in totals
-        shared_daemon.start()

@@ -255,21 +255,6 @@ def test_what_no_rank_can_do_is_refused_without_asking_the_others(
         checks.check_ranks(SimpleNamespace(parallel_config=SimpleNamespace(**shape | parallel)))
 
 
-def test_handshakes_that_are_missing_or_from_elsewhere_turn_hotkv_off(
-    engine: Any, server: Any
-) -> None:
-    for change in ("missing", "elsewhere"):
-        one = engine()
-        scheduler, handshake = one.connector._scheduler, one.worker.get_handshake_metadata()
-        scheduler.sharing.cache = None
-        if change == "missing":
-            one.vllm_config.parallel_config.world_size = 2
-        else:
-            handshake = replace(handshake, host="elsewhere")
-        one.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
-        assert scheduler.cache is None and one.generate("a", PROMPT, 2)[1] == 0
-
-
 def test_engines_of_other_shapes_do_not_share() -> None:
     shape = {
         "tensor_parallel_size": 2,

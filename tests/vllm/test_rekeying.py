@@ -15,7 +15,6 @@ from hotkv_vllm.compat import checks, model_weights
 from hotkv_vllm.identity.rekeying import ASK_AGAIN_S, RankWeights, Rekeying
 from tests.vllm.changing_weights import load
 from tests.vllm.harness import prompt
-from tests.vllm.parts import TOKENS, Parts, request
 from tests.vllm.rekeyed import (
     OTHER,
     PROMPT,
@@ -364,18 +363,6 @@ def test_what_vllm_still_has_of_old_weights_is_not_stored_under_the_new_ones(upd
     ):
         assert other.generate(name, tokens, 2)[1] == 0
     assert other.generate("e", [*OTHER, 5], 2)[1] == 32
-
-
-def test_a_load_of_other_weights_that_was_made_to_fail_counts_no_more() -> None:
-    parts = Parts()
-    parts.put("a", range(4))
-    state = parts.state(request("a", 5 * TOKENS))
-    assert parts.hit(state) == 4 * TOKENS
-    assert parts.load(state, 4 * TOKENS, [[1, 2, 3, 4]])
-    parts.finder.end_load(state, True)
-    parts.finder.forget(state, failed_too=True)
-    parts.finder.hidden.clear_all()
-    assert parts.hit(state) == 4 * TOKENS
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])

@@ -98,14 +98,6 @@ def test_without_a_server_nothing_is_kept_to_be_reported(engine: Any, server: An
     assert [r.prompt_tokens for r in reports(server)] == [50]
 
 
-def test_requests_that_may_not_read_are_reported_without_hits(engine: Any, server: Any) -> None:
-    one = engine()
-    one.generate("a", PROMPT, 2)
-    one.add("b", PROMPT, 2).skip_reading_prefix_cache = True
-    one.run()
-    assert [r.hit_tokens for r in reports(server)] == [0, 0]
-
-
 # -------------------------------------------------------------------------------------------- hints
 
 

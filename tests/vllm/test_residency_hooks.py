@@ -36,9 +36,8 @@ CALLED_BY_VLLM = {"ResidentManager", "ResidentSpec"}
 @pytest.mark.parametrize(
     ("is_async", "later", "every"),
     [
-        pytest.param(True, True, 4, id="async-later", marks=pytest.mark.campaign),
-        pytest.param(True, True, 2, id="async-later-all"),
-        pytest.param(False, False, 2, id="sync-first", marks=pytest.mark.campaign),
+        pytest.param(True, True, 4, id="async-later"),
+        pytest.param(False, False, 2, id="sync-first"),
     ],
 )
 def test_whatever_breaks_no_token_is_wrong(

@@ -1,20 +1,16 @@
 """The small books of the scheduler side, each alone: names of blocks, hidden keys, representations,
 reports, hints, links of workers."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hotkv_client.types import BlockRun, GroupHashes
 from hotkv_proto.blocks import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
-from hotkv_proto.keys import Representation
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
 from hotkv_vllm.hints.requests import LOG_INTERVAL_S, HintReader
-from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata
 from hotkv_vllm.scheduler import hits, sharing
-from hotkv_vllm.scheduler.groups import CachedGroups, RepresentationPlanner
+from hotkv_vllm.scheduler.groups import CachedGroups
 from hotkv_vllm.scheduler.hits import HiddenKeys
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.sharing import Joining, WorkerLinks
@@ -22,16 +18,6 @@ from hotkv_vllm.stats import HotKVStats
 from tests.vllm.parts import FULL, TOKENS, Parts, request
 
 # ---------------------------------------------------------------------------------- names of blocks
-
-
-def test_only_requests_of_an_adapter_are_named_by_it() -> None:
-    adapters: Any = SimpleNamespace(keys=lambda one: [b"adapter"])
-    plain, own = request("a", 32), request("b", 32)
-    own.lora_request = object()
-    groups = CachedGroups([FULL], TOKENS, TOKENS, adapters=adapters)
-    assert groups.keys(plain) == plain.block_hashes and groups.keys(own) == [b"adapter"]
-    groups = CachedGroups([FULL], TOKENS, TOKENS)
-    assert groups.keys(own) == own.block_hashes
 
 
 def test_masks_of_other_groups_than_there_are_make_no_hit() -> None:
@@ -86,42 +72,6 @@ def test_the_oldest_keys_are_forgotten_beyond_the_most(monkeypatch: pytest.Monke
     assert shown(hidden, 0, b"a", b"b", b"c") == [False] * 3
     hidden.hide(0, [b"d"])
     assert shown(hidden, 0, b"a", b"b", b"c", b"d") == [True, False, False, False]
-
-
-# ---------------------------------------------------------------------------------- representations
-
-
-def test_kinds_are_numbered_behind_the_groups_in_their_order() -> None:
-    kinds = [Representation(group, "test", 1, (64 + group,)) for group in (0, 2)]
-    planner = RepresentationPlanner(3, kinds)
-    asked = planner.asked([GroupHashes(group, [b"a"]) for group in range(3)])
-    assert [group.group_index for group in asked] == [3, 4] and planner.slot_bytes == (64, 66)
-    granted = planner.granted([np.array([True]), np.array([False])])
-    assert {group: mask.tolist() for group, mask in granted.items()} == {0: [True], 2: [False]}
-    with pytest.raises(ValueError, match="shorter"):
-        planner.granted([np.array([True])])
-
-
-def test_a_run_of_representations_is_told_from_one_of_blocks() -> None:
-    planner = RepresentationPlanner(2, [Representation(1, "test", 1, (64,))])
-    runs = [BlockRun(group, [b"a"], token_ids=[1]) for group in (0, 1)]
-    along = planner.of_run(runs[1])
-    assert along.group_index == 2 and not len(along.token_ids)
-    assert planner.split([*runs, along]) == (tuple(runs), (along,))
-
-
-def test_what_the_server_lacks_is_known_of_groups_with_representations_only() -> None:
-    parts = Parts(represented=[0])
-    planner = parts.finder.representations
-    hashes = request("a", 32).block_hashes
-    parts.put("a", [1], 1)
-    assert planner.lacking(parts.session, 1, hashes) is None
-    lacking = planner.lacking(parts.session, 0, hashes)
-    assert lacking is not None and lacking.tolist() == [True, False]
-    # Without a table all may be lacking.
-    parts.server.table = False
-    lacking = planner.lacking(parts.session, 0, hashes)
-    assert lacking is not None and lacking.tolist() == [True, True]
 
 
 # ------------------------------------------------------------------------------------------ reports
@@ -184,17 +134,6 @@ def test_a_request_without_a_name_is_not_reported_and_a_short_one_is() -> None:
     reports.admitted(parts.state(request("short", 5)), 0)
     reports.send(100.0)
     assert len(sent(parts)) == 1
-
-
-def test_reports_are_dropped_without_a_server() -> None:
-    parts = Parts()
-    reports = reports_of(parts)
-    reports.admitted(parts.state(request("a", 37)), 0)
-    parts.server.up = False
-    reports.send(100.0)
-    parts.server.up = True
-    reports.send(101.0)
-    assert not sent(parts) and not parts.count("reported_requests")
 
 
 # -------------------------------------------------------------------------------------------- hints
@@ -262,19 +201,6 @@ def test_wrong_hints_are_said_once_in_a_while(warnings: list[str]) -> None:
 # --------------------------------------------------------------------------------- links of workers
 
 
-def test_links_are_complete_while_every_rank_has_one() -> None:
-    links = WorkerLinks()
-    assert links.are_complete and not links.will_say
-    links.told({0: "", 1: "gone"}, 1.0)
-    assert not links.are_complete and not links.will_say
-    links.told({}, 2.0, is_connected=False)
-    assert not links.will_say
-    links.told({1: "gone"}, 2.0, is_connected=False)
-    assert links.will_say
-    links.told({1: ""}, 3.0)
-    assert links.are_complete and not links.will_say
-
-
 @pytest.mark.parametrize("patience_s", [None, 0.5, 0.0])
 def test_a_worker_that_stays_absent_is_warned_of_once(
     warnings: list[str], patience_s: float | None
@@ -320,19 +246,3 @@ def test_requests_ask_again_until_ranks_are_late(warnings: list[str]) -> None:
     for _ in range(3):
         assert not one.asks_again(10.0 + sharing.JOINING_PATIENCE_S)
         assert one.was_late and len(warnings) == 1
-
-
-def test_requests_wait_in_their_order_and_leave_once() -> None:
-    one = Joining(2)
-    first, second, third = (request(name, 5) for name in "abc")
-    for each in (first, second, third):
-        one.arrived(each)
-    one.ended("b")
-    one.ended("unknown")
-    assert one.take_requests() == [first, third] and one.take_requests() == []
-
-
-@pytest.mark.parametrize("count, complete", [(0, False), (1, False), (2, True), (3, True)])
-def test_handshakes_are_taken_when_all_ranks_have_sent_theirs(count: int, complete: bool) -> None:
-    report = HotKVWorkerMetadata(handshakes=(HotKVHandshake(None),) * count)
-    assert len(Joining(2).handshakes(report)) == (count if complete else 0)

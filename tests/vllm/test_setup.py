@@ -1,6 +1,5 @@
 """Settings, identities, memory export, and what turns the connector off: before any request."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -16,7 +15,6 @@ import torch
 from hotkv_client import Credentials
 from hotkv_vllm.compat import Unsupported, kv_groups
 from hotkv_vllm.config import DEFAULT_TARGET, ConfigError, ConnectorConfig
-from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StoreReport
 from hotkv_vllm.stats import HotKVStats
 from hotkv_vllm.worker import layout
 from tests.vllm.harness import prompt
@@ -114,12 +112,6 @@ def test_everything_that_changes_bytes_changes_the_key_space(engine: Any) -> Non
     assert engine().connector._scheduler.cache.session.config.key_space.fingerprint == spaces[0]
 
 
-def test_tenants_do_not_share(engine: Any) -> None:
-    engine(extra={"tenant": "blue"}).generate("a", PROMPT, 1)
-    assert engine(extra={"tenant": "red"}).generate("b", PROMPT, 1)[1] == 0
-    assert engine(extra={"tenant": "blue"}).generate("c", PROMPT, 1)[1] == 192
-
-
 # ------------------------------------------------------------------------------------------- memory
 
 
@@ -166,51 +158,6 @@ def test_memory_that_cannot_be_shown_turns_hotkv_off(
     one = engine()
     answer, external = one.generate("a", PROMPT, 2)
     assert answer and external == 0 and not server.sessions
-
-
-def test_ranks_that_disagree_turn_hotkv_off(engine: Any, server: Any) -> None:
-    one = engine()
-    space = one.worker.get_handshake_metadata().key_space
-    other = dataclasses.replace(space, dtype="float16")
-    two = engine()
-    scheduler = two.connector._scheduler
-    scheduler.sharing.cache = None
-    two.connector.set_xfer_handshake_metadata_pp_aware(
-        {(0, 0): HotKVHandshake(space), (0, 1): HotKVHandshake(other)}
-    )
-    assert scheduler.cache is None and two.generate("a", PROMPT, 2)[1] == 0
-
-
-def test_reports_of_ranks_add_up(engine: Any, server: Any) -> None:
-    """A block counts as stored when every rank wrote its shard and one saw it complete."""
-    one = HotKVWorkerMetadata({1: StoreReport([b"\x03\x03\x02\x05"])}, {"load_bytes": 5})
-    both = one.aggregate(
-        HotKVWorkerMetadata(
-            {1: StoreReport([b"\x01\x07\x02\x01"]), 2: StoreReport([b""])}, {"load_bytes": 7}
-        )
-    )
-    assert both.stores[1].results == [
-        b"\x01\x07\x02\x01",
-        b"\x03\x03\x02\x05",
-    ] and both.counters == {"load_bytes": 12}
-    planner = engine().connector._scheduler.cache.planner
-    planner.in_flight._num_ranks = 2
-    hashes = [bytes([i]) * 32 for i in range(4)]
-    from hotkv_client.types import BlockRun
-    from hotkv_proto.blocks import NO_RETENTION
-
-    runs = [BlockRun(0, hashes, np.arange(1, 5, dtype=np.int32))]
-    store_id = planner._job(runs, (NO_RETENTION, "", None)).store_id
-    planner.reported(HotKVWorkerMetadata({store_id: StoreReport([b"\x03\x03\x02\x05"])}))
-    assert len(planner.in_flight) == 1
-    planner.reported(HotKVWorkerMetadata({store_id: StoreReport([b"\x01\x07\x02\x01"])}))
-    counted = planner._stats.data
-    assert len(planner.in_flight) == 0
-    assert (counted["stored_blocks"], counted["present_blocks"], counted["refused_blocks"]) == (
-        1,
-        1,
-        2,
-    )
 
 
 # -------------------------------------------------------------------------------------------- stats

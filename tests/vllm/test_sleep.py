@@ -67,14 +67,6 @@ def test_without_a_server(engine: Any, server: Any, way: str) -> None:
     assert one.generate("d", PROMPT, 4) == (answer, 192) and not server.flushes
 
 
-def test_a_hook_that_breaks_does_not_fail_the_pause(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = engine()
-    monkeypatch.setattr(one.connector._scheduler, "reset_cache", lambda: 1 // 0)
-    Core(one).pause()
-
-
 def test_kept_requests_go_on_and_their_blocks_are_shared(engine: Any, server: Any) -> None:
     """Mode "keep": vLLM computes them anew after the sleep."""
     one = engine()

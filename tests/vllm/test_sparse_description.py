@@ -1,6 +1,5 @@
 """What tells one kind of representation from another, and whose centres fit a model."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from hotkv_sparse.centre import Centres, LayerCentre
 from hotkv_sparse.centre_file import write_centres
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.config import ConfigError, ConnectorConfig
-from hotkv_vllm.scheduler.admission import WrittenBlocks
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 from hotkv_vllm.sparse.setup import centre_of
 from hotkv_vllm.sparse.shared import HANDLE
@@ -85,24 +83,6 @@ def test_the_pool_lies_beside_the_pages() -> None:
         handle.handle_id for handle in memory.layout.handles
     ] == ["kv0", HANDLE]
     memory.close()
-
-
-def test_allocated_blocks_are_those_behind_what_is_valid() -> None:
-    one = WrittenBlocks((32, 0, 16))
-    blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4], [5, 6], [0, 0, 7, 8]))
-    request = SimpleNamespace(request_id="a", num_computed_tokens=0)
-    one.matched("a", 64)
-    one.allocated(request, blocks)
-    assert one.take() == {3, 4, 5, 6} and one.take() == set()
-    # After a load that covered the first three blocks.
-    request.num_computed_tokens = 96
-    one.allocated(request, blocks)
-    assert one.take() == {4, 5, 6}
-    one.matched("a", 64)
-    one.ended("a")
-    request.num_computed_tokens = 0
-    one.allocated(request, blocks)
-    assert one.take() == {1, 2, 3, 4, 5, 6, 7, 8}
 
 
 # ------------------------------------------------------------------------------------------ centres

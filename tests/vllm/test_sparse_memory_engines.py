@@ -1,15 +1,13 @@
 """The server shows what sparse decode does: real vLLM, a real daemon."""
 
 import json
-import time
 from typing import Any
 
 import pytest
 
 from hotkv_client.command import cli
 from tests.vllm.processes import Daemon, EngineProcess
-from tests.vllm.runs import difference
-from tests.vllm.sparse_runs import NOISE, SMALL, prompts
+from tests.vllm.sparse_runs import SMALL, prompts
 from tests.vllm.sparse_sharing import (
     SPARSE_LAYERS,
     Start,
@@ -65,31 +63,3 @@ def test_the_server_shows_what_engines_count(
     )
     for name in ("hit_blocks", "wanted_blocks", "swap_bytes", "estimated_mass", "true_mass"):
         assert shown["total"][name] == pytest.approx(counted[f"sparse_{name}"])
-
-
-@pytest.mark.long
-def test_a_server_that_dies_while_requests_decode(
-    start: Start,
-    daemon: Daemon,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The answer is that without a fault, and reports go on."""
-    (prompt,) = prompts(12, (LENGTH,))
-    engine = start(SMALL)
-    expected = engine.ask("generate", prompts=[prompt], max_tokens=600)
-    assert figures(daemon, capsys)["total"]["selects"] > 0, (
-        "a report leaves while a request decodes"
-    )
-    engine.ask("reset", connector=True)
-    engine.ask("pace", seconds=0.015)
-    engine.begin("generate", prompts=[prompt], max_tokens=600)
-    time.sleep(0.5)
-    daemon.kill()
-    daemon.start()
-    answer = engine.answer()
-    assert answer["tokens"] == expected["tokens"] and difference(answer, expected) < NOISE
-    engine.ask("wait", connected=True, timeout_s=60)
-    _, counted = asked(engine, prompt)
-    assert "hook_errors" not in counted and "sparse_faults" not in counted
-    shown = figures(daemon, capsys)["total"]
-    assert shown["selects"] > SPARSE_LAYERS * ANSWER and shown["faults"] == 0

@@ -18,8 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from hotkv_proto.errors import HotKVError
-from hotkv_sparse import SparseConfig, build, span
+from hotkv_sparse import SparseConfig, span
 from hotkv_sparse.selection import exact_log_mass
 from hotkv_vllm import plugin
 from hotkv_vllm.compat import sparse_layers
@@ -359,49 +358,6 @@ def test_what_a_step_could_not_load_is_there_at_the_next() -> None:
     assert two.num_prefetched == min(len(missing), 8) and np.isin(missing[:1], two.blocks).all()
 
 
-# --------------------------------------------------------------------------------------------- pool
-
-
-@settings(max_examples=40)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["write", "update", "forget one layer"]),
-            st.sets(st.integers(0, 11), min_size=1),
-        ),
-        max_size=25,
-    )
-)
-def test_representations_are_those_of_the_pages(steps: list[tuple[str, set[int]]]) -> None:
-    rng = np.random.default_rng(0)
-    pages = {
-        index: rng.standard_normal((12, BLOCK, HEADS, 32)).astype(np.float32) for index in (1, 4)
-    }
-    shape = LayerShape(12, BLOCK, HEADS, 32, ("rot2u", "mean"))
-    manager = BlockReprManager(
-        {1: shape, 4: shape}, {index: (lambda b, i=index: pages[i][b]) for index in pages}
-    )  # type: ignore[misc]
-    built: dict[int, set[int]] = {1: set(), 4: set()}
-    for what, chosen in steps:
-        blocks = np.array(sorted(chosen), np.int32)
-        if what == "write":
-            manager.forget(blocks)
-            for index in pages:
-                pages[index][blocks] = rng.standard_normal((len(blocks), BLOCK, HEADS, 32))
-                built[index] -= chosen
-        elif what == "update":
-            for index in pages:
-                assert manager.update(index, blocks) == len(chosen - built[index])
-                built[index] |= chosen
-        else:
-            manager.forget(blocks, [4])
-            built[4] -= chosen
-        for index in pages:
-            rows = np.array(sorted(built[index]), np.int32)
-            for name, source in manager.sources(index).items():
-                assert np.array_equal(source.pool[rows], build(name, pages[index][rows]))
-
-
 # --------------------------------------------------------------------------------------------- rows
 
 
@@ -550,8 +506,3 @@ def test_wrong_settings_name_field_and_fix(value: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         ConnectorConfig.from_extra_config({"hotkv.sparse": value})
     assert message in str(error.value)
-
-
-def test_a_config_checks_itself_too() -> None:
-    with pytest.raises(HotKVError, match="min_context_tokens"):
-        SparseConfig(min_context_tokens=-1)

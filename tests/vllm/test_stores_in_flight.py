@@ -1,16 +1,12 @@
 """Which stores a step waits for, and what a store has come to: the planner of stores alone, over
 requests that are names and hashes."""
 
-import itertools
-
 import numpy as np
 import pytest
 
-from hotkv_client.fence import Revocations, SharedFence
 from hotkv_client.types import BlockResult, BlockRun
 from hotkv_vllm.metadata import StoreJob
 from hotkv_vllm.scheduler import stores_in_flight
-from hotkv_vllm.scheduler.stores_in_flight import StoreFence, StoreInFlight, stored_whole
 from tests.vllm.parts import (
     BLOCK_BYTES,
     Parts,
@@ -66,12 +62,6 @@ def test_while_nothing_is_stored_every_step_waits_for_what_is_in_flight(how: str
     assert stored(plan(parts, (state, 32), tables=[[11, 12]])[0]) == [(0, [11, 12])]
 
 
-def test_without_a_server_nothing_new_is_stored_and_tails_are_fenced() -> None:
-    parts = Parts()
-    parts.server.up = False
-    assert plan(parts, (parts.state(request("a", 32)), 32)) == ((), ())
-
-
 def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -85,67 +75,6 @@ def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
     assert plan(parts) == ((), (job.store_id,))
     assert parts.count("dropped_blocks") == 2 and not parts.planner.in_flight.num_bytes
     assert plan(parts) == ((), ())
-
-
-class Fenced:
-    """A planner whose stores are revoked in a page; two are in flight."""
-
-    def __init__(self) -> None:
-        self.page = SharedFence()
-        self.parts = Parts(fence=StoreFence(Revocations([self.page.place])))
-        (self.one,), _ = plan(self.parts, (self.parts.state(request("a", 32)), 32))
-        two = self.parts.state(request("b", 32))
-        (self.two,), _ = plan(self.parts, (two, 32), tables=[[11, 12]])
-
-    @property
-    def revoked(self) -> list[bool]:
-        return [self.page.is_revoked(job.fence_index) for job in (self.one, self.two)]
-
-    @property
-    def given_back(self) -> list[bool]:
-        """Of each: whether its word is free, or will be when the server has answered."""
-        revocations = self.parts.planner.in_flight.fence.revocations
-        assert revocations is not None
-        free = {*revocations._free, *revocations._ended}
-        return [job.fence_index in free for job in (self.one, self.two)]
-
-
-def test_a_store_is_revoked_before_its_blocks_are_written() -> None:
-    fenced = Fenced()
-    assert fenced.revoked == [False, False]
-    plan(fenced.parts, written=[11])
-    assert fenced.revoked == [False, True]
-    fenced.parts.planner.take_all_back()
-    assert fenced.revoked == [True, True] and not fenced.parts.planner.in_flight.reading
-
-
-def test_the_word_of_a_store_that_has_ended_is_revoked_and_free() -> None:
-    fenced = Fenced()
-    fenced.parts.planner.reported(report((fenced.one.store_id, [STORED] * 2)))
-    assert fenced.revoked == [True, False] == fenced.given_back
-
-
-def test_a_store_whose_end_was_taken_in_half_is_struck_off_with_the_next_step() -> None:
-    parts = Parts()
-    (job,), _ = plan(parts, (parts.state(request("a", 32)), 32))
-    parts.planner.in_flight.stores[job.store_id].ranks_left = 0
-    assert plan(parts) == ((), (job.store_id,)) and not parts.planner.in_flight.reading
-
-
-def test_a_plan_that_broke_revokes_all_and_frees_the_words_of_what_was_not_sent() -> None:
-    fenced = Fenced()
-    # The second store was planned in the step whose plan is lost.
-    fenced.parts.planner.plan_broke()
-    assert fenced.revoked == [True, True] and fenced.given_back == [False, True]
-    assert list(fenced.parts.planner.in_flight.stores) == [fenced.one.store_id]
-
-
-def test_the_first_store_of_a_process_may_be_lost_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores_in_flight, "_store_ids", itertools.count(1))
-    flight = Parts().planner.in_flight
-    assert flight.begin([BlockRun(0, [b"x"], ids([9]))], [], 5)
-    flight.plan_broke()
-    assert not flight.stores and not flight.num_bytes
 
 
 def test_a_plan_that_broke_takes_back_what_no_worker_was_told_of() -> None:
@@ -191,11 +120,6 @@ def test_a_block_is_stored_if_every_rank_has_stored_its_shard(
     names = ("stored_blocks", "present_blocks", "refused_blocks")
     assert tuple(parts.count(name) for name in names) == counts
     assert all(parts.stats.data.get(name, 1) for name in names)
-
-
-def test_a_store_without_any_report_has_stored_nothing() -> None:
-    whole, num_stored = stored_whole(StoreInFlight(1, (BlockRun(0, [b"a", b"b"]),), (), 0, 0, []))
-    assert whole.tolist() == [False, False] and not num_stored
 
 
 def test_only_what_was_stored_whole_is_offered_again() -> None:

@@ -3,11 +3,9 @@ double, faults on demand."""
 
 import logging
 import time
-from operator import attrgetter
 from typing import Any
 
 import pytest
-from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from hotkv_client.types import LinkState
@@ -205,16 +203,6 @@ def test_hit_needs_every_group(engine: Any, server: Any) -> None:
     assert again == answer and external == 12 * BLOCK_TOKENS
 
 
-def test_lora_requests_do_not_share(engine: Any, server: Any) -> None:
-    filled(engine)
-    one = engine()
-    server.calls.clear()
-    request = one.add("a", PROMPT, 2, lora_request=LoRARequest("x", 1, "/nowhere"))
-    assert request.lora_request is not None
-    one.run()
-    assert one.external["a"] == 0 and server.count("store") == server.count("acquire") == 0
-
-
 def test_cache_salt_separates(engine: Any) -> None:
     filled(engine)
     one = engine()
@@ -303,44 +291,6 @@ def test_state_changes_are_logged_once_each(
         server.sessions[-1].tell(LinkState.ABSENT, "still not")
     server.come_back()
     assert len(lines) == 3, lines
-
-
-def test_no_exception_reaches_vllm(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every hook of ours breaks, one after the other, and all requests are answered."""
-    answer = filled(engine)
-    hooks = {
-        "_scheduler": ["update", "take_stats"],
-        "_scheduler.steps": ["plan"],
-        "_scheduler.requests": ["arrived", "match", "allocated", "finished"],
-        "_worker": ["before_step", "start_loads", "save", "take_report"],
-    }
-
-    def broken(*_: Any, **__: Any) -> None:
-        raise RuntimeError("told to break")
-
-    for side, names in hooks.items():
-        for name in names:
-            one = engine()
-            owner = one.worker if side == "_worker" else one.connector
-            monkeypatch.setattr(attrgetter(side)(owner), name, broken)
-            assert one.generate("a", PROMPT, 4)[0] == answer, name
-            assert owner.edge.broken, name
-
-
-def test_broken_load_submission_fails_the_load_only(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer = filled(engine)
-    one = engine()
-
-    def broken(*_: Any) -> None:
-        raise RuntimeError("told to break")
-
-    monkeypatch.setattr(one.worker._worker.rank.session, "load", broken)
-    assert one.generate("a", PROMPT, 4)[0] == answer
-    assert one.counters["failed_loads"] == 1
 
 
 def test_nothing_per_layer(engine: Any) -> None:

@@ -8,7 +8,6 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.vllm.harness import prompt
-from tests.vllm.specs import full_model, hybrid_model
 from tests.vllm.traps import PROMPT, filled
 
 
@@ -16,17 +15,6 @@ def test_requires_no_delivery_and_recomputes_failed_loads(engine: Any) -> None:
     one = engine()
     assert one.vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
     assert one.scheduler.recompute_kv_load_failures and not one.scheduler.requires_kv_delivery
-
-
-@pytest.mark.parametrize("model", [full_model, hybrid_model])
-def test_failed_load_recomputes_and_ends(engine: Any, server: Any, model: Any) -> None:
-    """No livelock, and no block ids reported, which more than one group would turn into a
-    RuntimeError."""
-    answer = filled(engine, specs=model())
-    one = engine(specs=model())
-    server.fail_loads = True
-    again, _ = one.generate("a", PROMPT, 4)
-    assert again == answer and server.count("load") == 1 and one.counters["failed_loads"] == 1
 
 
 def test_a_load_is_not_lost_with_the_plan_that_was_to_begin_it(

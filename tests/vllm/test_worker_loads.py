@@ -15,17 +15,6 @@ from tests.vllm.worker_parts import (
 # -------------------------------------------------------------------------------------------- loads
 
 
-def test_a_load_is_sent_and_reported_once(rig: Any) -> None:
-    one = rig()
-    one.step(loads=(load(),))
-    assert one.session.sent["t-a-k0"][0] == "l-a" and one.session.sent["t-a-k0"][2] == 10.0
-    assert one.worker.take_results() == (set(), set())
-    one.session.end("t-a-k0", num_bytes=9)
-    assert one.worker.take_results() == ({"a"}, set()) and one.counters == {"load_bytes": 9}
-    assert one.worker.take_results() == (set(), set()) and not one.worker.loads
-    assert len(one.rank.marks._spare) == 1
-
-
 @pytest.mark.parametrize("how", ["cancelled", "refused", "unreadable", "aborted", "not trusted"])
 def test_a_load_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
     one = rig()
@@ -149,18 +138,6 @@ def test_a_late_load_is_timed_until_it_is_over_or_given_up(rig: Any, hangs: bool
     assert told(one) == {"a": pytest.approx(-6.0)}
 
 
-def test_a_load_that_was_not_sent_has_no_deadline(rig: Any) -> None:
-    """The device may pass the mark between the look at it and the look at deadlines."""
-    one = rig()
-    one.device.is_there = False
-    one.step(loads=(load(timeout_s=0.0),))
-    one.device.is_there = True
-    one.worker.loads.watch(one.now_s)
-    one.worker.loads.watch(one.now_s + 1)
-    active = one.worker.loads._active["a"]
-    assert active.deadline_s is None and active.cancelled_s is None
-
-
 def test_a_cancelled_load_is_cancelled_once(rig: Any) -> None:
     one = rig()
     one.session.ends_cancelled = False
@@ -171,16 +148,6 @@ def test_a_cancelled_load_is_cancelled_once(rig: Any) -> None:
     one.now_s += 50
     one.worker.take_results()
     assert one.session.cancelled == ["t-a-k0"]
-
-
-def test_a_cancelled_load_that_was_not_sent_is_not_sent_any_more(rig: Any) -> None:
-    one = rig()
-    one.device.is_there = False
-    one.step(loads=(load(),))
-    one.step(cancel_loads=("a",))
-    one.device.is_there = True
-    assert one.worker.take_results() == ({"a"}, {"a"})
-    assert not one.session.sent and not one.session.cancelled
 
 
 def hung(rig: Any) -> Rig:
@@ -199,13 +166,6 @@ def test_a_load_that_the_server_does_not_end_is_overdue_after_a_moment(rig: Any)
     for _ in range(2):
         assert one.worker.take_report(None).overdue_loads == ("t-a",)
     one.session.end("t-a-k0")
-    assert one.worker.take_report(None) is None
-
-
-def test_a_load_that_goes_well_is_never_overdue(rig: Any) -> None:
-    one = rig()
-    one.step(loads=(load(),))
-    one.now_s += 100
     assert one.worker.take_report(None) is None
 
 
@@ -252,26 +212,3 @@ def test_a_load_that_is_held_and_was_not_sent_is_never_sent(rig: Any) -> None:
     one.step()
     assert list(one.session.sent) == ["t-b-k0"]
     assert one.worker.take_results() == ({"a"}, {"a"})
-
-
-def test_results_that_break_are_taken_as_failures(rig: Any) -> None:
-    one = rig()
-    one.step(loads=(load("a"), load("b")), abandoned_loads=("x",))
-    one.session.end("t-a-k0")
-    one.device.is_there = False
-    one.step(loads=(load("c"),))
-    assert one.worker.take_failed_results() == {"a", "c", "x"}
-    assert one.worker.take_failed_results() == set() and len(one.worker.loads) == 1
-    one.worker.take_report(None)
-    assert len(one.rank.marks._spare) == 1
-
-
-def test_what_follows_a_load_may_break_and_its_request_is_told(
-    rig: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = rig()
-    one.step(loads=(load(),))
-    one.session.end("t-a-k0")
-    monkeypatch.setattr(one.worker, "_load_ended", lambda *_: 1 // 0)
-    assert one.worker.take_results() == ({"a"}, set())
-    assert one.counters == {"hook_errors": 1}

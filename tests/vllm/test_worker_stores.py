@@ -5,41 +5,18 @@ from typing import Any
 
 import pytest
 
-from hotkv_proto.blocks import StoreOptions
 from hotkv_vllm.compat.checks import RankPlace
 from hotkv_vllm.metadata import HotKVMetadata
-from hotkv_vllm.worker import rank_stores, side
+from hotkv_vllm.worker import rank_stores
 from tests.vllm.worker_parts import (
     FAILED,
     REPRESENTED,
     STORED,
     WRITTEN,
     store,
-    with_sparse,
 )
 
 # ------------------------------------------------------------------------------------------- stores
-
-
-def test_a_store_is_sent_and_reported_once_when_it_has_ended(rig: Any) -> None:
-    one = rig()
-    asked = StoreOptions(residency_id="of a", traceparent="a span")
-    one.step(stores=(store(fence_index=7, options=asked),))
-    lease_id, runs, timeout_s, options, _, fence_index = one.session.sent["w1-k0"]
-    assert options == asked
-    assert (lease_id, fence_index, timeout_s) == ("w1", 7, one.config.store_timeout_s)
-    assert len(runs) == 1 and not one.report() and len(one.worker.stores) == 1
-    one.session.end("w1-k0", [STORED, WRITTEN], num_bytes=30)
-    assert one.results() == {1: [bytes([STORED, WRITTEN])]}
-    assert not one.worker.stores and not one.report()
-    assert one.worker.stores.active == {}
-
-
-def test_bytes_that_were_stored_are_counted(rig: Any) -> None:
-    one = rig()
-    one.step(stores=(store(),))
-    one.session.end("w1-k0", [STORED, STORED], num_bytes=30)
-    assert one.worker.take_report(None).counters == {"store_bytes": 30}
 
 
 @pytest.mark.parametrize("how", ["cancelled", "refused", "unreadable", "breaks", "absent"])
@@ -115,28 +92,10 @@ def test_a_hook_that_broke_fails_what_it_has_not_sent(rig: Any) -> None:
 # -------------------------------------------------------------------------------------- taking back
 
 
-def test_a_step_goes_on_at_once_if_the_stores_that_it_awaits_have_ended(rig: Any) -> None:
-    one = rig()
-    one.step(stores=(store(),))
-    one.session.end("w1-k0", [STORED, STORED])
-    one.step(flush_stores=(1, 99))
-    assert not one.session.cancelled and "flush_s" in one.counters
-    assert one.results() == {1: [bytes([STORED] * 2)]}
-
-
 def test_unknown_stores_are_not_awaited(rig: Any) -> None:
     one = rig()
     one.step(flush_stores=(99,))
     assert "flush_s" not in one.counters
-
-
-def test_a_store_that_does_not_end_is_taken_back(rig: Any) -> None:
-    one = rig()
-    one.step(stores=(store(1), store(2)))
-    one.step(flush_stores=(1,))
-    assert one.session.cancelled == ["w1-k0"]
-    assert one.results() == {1: [FAILED]} and list(one.worker.stores.active) == [2]
-    assert not one.opened
 
 
 def test_the_time_that_a_step_waited_is_counted(rig: Any) -> None:
@@ -228,24 +187,6 @@ def test_a_store_that_a_server_does_not_end_takes_the_session(
     assert len(one.rank.marks._spare) == 2
 
 
-def test_without_a_session_nothing_is_taken_back(rig: Any) -> None:
-    one = rig()
-    one.step(stores=(store(),))
-    one.rank.session = None
-    one.step(flush_stores=(1,))
-    assert not one.session.cancelled and not one.opened
-
-
-def test_a_step_that_finds_no_session_to_ask_goes_on_over_a_fence(rig: Any) -> None:
-    """Whoever closed the session has ended its stores."""
-    one = rig()
-    one.rank.fence = object()
-    one.step(stores=(store(),))
-    one.rank.session = None
-    one.step(flush_stores=(1,))
-    assert "flush_s" in one.counters and not one.opened
-
-
 @pytest.mark.parametrize("how", ["well", "breaks", "absent"])
 def test_a_step_that_was_lost_track_of_takes_everything_back(rig: Any, how: str) -> None:
     one = rig()
@@ -262,32 +203,3 @@ def test_a_step_that_was_lost_track_of_takes_everything_back(rig: Any, how: str)
     assert one.results() == {1: [FAILED], 2: [FAILED]} and not one.worker.stores.active
     # Marks come back once.
     assert len(one.rank.marks._spare) == 2 and one.results() == {}
-
-
-def test_representations_that_can_not_be_forgotten_are_shared_no_more(
-    rig: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = rig()
-    sparse = with_sparse(one, monkeypatch)
-    monkeypatch.setattr(one.worker.sparse, "distrust", lambda: True)
-    one.step(lost_track=True)
-    assert one.rank.shared is sparse
-    monkeypatch.setattr(one.worker.sparse, "distrust", lambda: False)
-    one.step(lost_track=True)
-    assert one.rank.shared is None
-
-
-def test_changed_weights_begin_another_session(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = rig(startup_wait_s=0.5)
-    one.step(stores=(store(),))
-    one.step()
-    assert not one.opened
-    monkeypatch.setattr(one.rank, "follow", lambda order: True)
-    one.step()
-    (session,) = one.opened
-    assert one.session.is_closed and session.waited_s == [min(0.5, side.RECONNECT_S)]
-    assert one.results() == {1: [FAILED]}
-    # Without a server there is nothing to wait for.
-    session.connected = False
-    one.step()
-    assert one.opened[-1].waited_s == []
