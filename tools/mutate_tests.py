@@ -8,7 +8,7 @@ CORE = (
     "tests/core/test_verifier.py tests/core/test_sums.py tests/core/test_index.py "
     "tests/core/test_representations.py tests/core/test_catalog.py tests/core/test_incremental.py "
     "tests/core/test_counters.py tests/core/test_residencies.py tests/core/test_restore.py "
-    "tests/core/test_starvation.py"
+    "tests/core/test_holding.py tests/core/test_starvation.py"
 )
 KERNELS = (
     "tests/core/test_index.py tests/core/test_slabs.py tests/core/test_chains.py "
@@ -137,7 +137,7 @@ TESTS: dict[str, str] = {
         "tests/wire/test_packing.py tests/server/test_reports.py"
     ),
     "client/hotkv_client/command/savings_tables.py": "tests/server/test_ledger.py",
-    "server/hotkv_server/cache/room/shares.py": "tests/core/test_bounds.py",
+    "server/hotkv_server/cache/room/shares.py": f"tests/core/test_bounds.py {CORE}",
     "server/hotkv_server/cache/histogram.py": "tests/core/test_histogram.py",
     "server/hotkv_server/cache/leases/retentions.py": (
         f"tests/core/test_pins.py tests/core/test_retention.py {CORE}"

@@ -224,3 +224,15 @@ def test_a_hot_block_in_every_slab_does_not_hold_them_all(
     assert attention.resident(hot) == len(hot)
     assert lost <= len(hot), "hot blocks went more than once"
     core.check_invariants()
+
+
+@pytest.mark.parametrize("units", [3, *STATE_UNITS])
+def test_a_burst_grows_at_once_in_an_arena_of_many_slabs(units: int) -> None:
+    """Comparing sizes is rare in a large arena; a size that has just won goes on winning without
+    evicting its own meanwhile."""
+    core = make_core("lru", 512)
+    attention, states = Model(core, "attention", 1), Model(core, "states", units)
+    _, now_s = attention.burst(range(512 * SLAB_UNITS), 64, 1.0)
+    working_set = range(256 * SLAB_UNITS // units)
+    states.burst(working_set, 4, now_s)
+    assert states.resident(working_set) >= 0.99 * len(working_set)
