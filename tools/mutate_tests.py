@@ -82,7 +82,8 @@ TIERS = (
 """The daemon's side of tiers, over a tier in memory."""
 DISK = (
     "tests/tiers/test_slab_file.py tests/tiers/test_disk_tier.py tests/tiers/test_disk_encoded.py "
-    "tests/tiers/test_disk_faults.py tests/tiers/test_disk_calls.py"
+    "tests/tiers/test_disk_faults.py tests/tiers/test_disk_calls.py "
+    "tests/tiers/test_disk_kernels.py"
 )
 S3 = (
     "tests/tiers/test_s3_words.py tests/tiers/test_s3_packs.py tests/tiers/test_s3_lister.py "

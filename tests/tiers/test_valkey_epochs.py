@@ -23,6 +23,7 @@ from hotkv_server.testing.flush_contract import (
 from hotkv_server.testing.tier_contract import SLOT_BYTES
 from hotkv_server.tiers.protocol import NO_EPOCH, Read, begun
 from hotkv_server.tiers.remote.calls import PART_KEYS
+from hotkv_server.tiers.remote.client import LostError
 from hotkv_server.tiers.valkey.epochs import (
     GRACE_S,
     YOUNG_S,
@@ -30,8 +31,9 @@ from hotkv_server.tiers.valkey.epochs import (
     epoch_key,
     get,
     now_us,
+    parsed,
 )
-from hotkv_server.tiers.valkey.resp import ErrorReply, command
+from hotkv_server.tiers.valkey.resp import ErrorReply, Reply, command
 from hotkv_server.tiers.valkey.tier import ValkeyTier
 from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import Server, bench_over, running, tier_over
@@ -172,6 +174,12 @@ def test_a_read_that_loses_its_epoch_finds_nothing(
         proxy.on_reply = cut_after(2 * len(b":1\r\n"))
         assert probe(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
     proxy.close()
+
+
+@pytest.mark.parametrize("reply", [0, -1, b"", b"x", b"9" * 20, ErrorReply(b"WRONGTYPE no"), []])
+def test_a_reply_that_is_no_epoch_is_lost(reply: Reply) -> None:
+    with pytest.raises(LostError):
+        parsed(reply)
 
 
 def test_nobody_answers_for_a_dead_server(tmp_path: Path) -> None:
