@@ -51,8 +51,8 @@ NGRAM = {
     "prompt_lookup_max": 3,
     "prompt_lookup_min": 1,
 }
-FEW_BLOCKS = {"num_gpu_blocks_override": 26, "max_model_len": 512}
-"""A device that holds three requests of 200 tokens with their answers."""
+FEW_BLOCKS = {"num_gpu_blocks_override": 23, "max_model_len": 512}
+"""A device that holds three prompts of 200 tokens, and not their answers."""
 LENGTHS = (33, 100, 257)
 TOKENS = 40
 
@@ -338,23 +338,32 @@ def test_embeddings_meet_only_where_they_are_equal(stage: Stage) -> None:
 
 
 def test_hints_and_sessions_reach_the_server(stage: Stage) -> None:
+    """A pin for a request of a chat, and the end of the chat."""
     (text,) = prompts(2, (300,))
-    action = {"action_id": "a", "action_version": "1.0"}
-    for kind, payload in (("pin", {"ttl_s": 600}), ("release", {})):
+
+    def ask(kind: str, payload: dict[str, Any]) -> None:
+        action = {"action_id": "a", "action_type": kind, "action_version": "1.0"}
         asked = {
             "protocol_version": "0.1",
             "message_id": kind,
-            "actions": [action | {"action_type": kind, "payload": payload}],
+            "actions": [action | {"payload": payload}],
         }
         stage.one.ask("hinted", prompt=text, max_tokens=TOKENS, hints=asked, session="chat")
 
-    def outcomes() -> set[str]:
+    def told(what: str, **of: Any) -> Any:
         stage.one.ask("sample", requests=[{"tokens": [7, 8, 9]}])
-        with AdminClient(stage.daemon.target, 20.0) as client:
-            told = client.explain_session("chat")
-        return {one["message_id"] for session in told for one in session["outcomes"]}
+        return stage.daemon.admin(what, **of)
 
-    wait_for(lambda: outcomes() == {"pin", "release"}, "the outcomes of both hints")
+    ask("pin", {"ttl_s": 600})
+    wait_for(lambda: told("explain_session", session_id="chat"), "the session")
+    ask("release", {})
+
+    def done() -> dict[str, int]:
+        outcomes = told("hints")["outcomes"]
+        return {one["action_type"]: one["done_block_count"] for one in outcomes}
+
+    num_blocks = (len(text) + TOKENS - 1) // BLOCK_TOKENS
+    wait_for(lambda: done() == {"pin": num_blocks, "release": num_blocks}, "both hints")
 
 
 def test_requests_that_are_preempted(stage: Stage) -> None:

@@ -14,6 +14,8 @@ def pause(llm: Any) -> dict[str, Any]:
     core = llm.llm_engine.engine_core.engine_core
     core.pause_scheduler(mode="abort")
     core.resume_scheduler()
+    # The core has lost its images; so must the front end, whose cache mirrors the core's.
+    llm.llm_engine.reset_mm_cache()
     return {}
 
 
