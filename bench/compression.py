@@ -116,8 +116,8 @@ def _full(count: int, number: int) -> Int64s:
 
 
 def used_bytes(content: Codes, size: int) -> Int64s:
-    """Returns the bytes of the form of each block, however many escapes it has. Checks that all
-    come back."""
+    """Returns the bytes of the form of each block, whatever its number of escapes. Checks that
+    every block decodes to its old bytes."""
     run = Run(content, size, escapes_at(size // 2) + size // 2 * ESCAPE_BYTES)
     used = run.encode()
     assert (run.decode() == 1).all() and np.array_equal(run.back, content)
@@ -158,7 +158,7 @@ def float16_ratio(floats: NDArray[np.float32]) -> float:
 
 
 def speeds(content: Codes, size: int) -> dict[str, float]:
-    """Returns the bytes of blocks a second, in billions, by key."""
+    """Returns the speed of each operation in 10^9 bytes of blocks per second."""
     content = np.tile(content, -(-SPEED_BYTES // len(content)))
     run = Run(content, size, room_bytes(size))
     count, step = len(run.sizes), max(1, CALL_BYTES // size)

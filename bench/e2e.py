@@ -52,8 +52,8 @@ class Round:
 
 
 def hook_share(path: Path) -> float:
-    """Returns the seconds in hooks, of scheduler and worker together, over seconds of engine steps,
-    as the connector wrote them when it ended."""
+    """Returns the share of engine steps' time spent in hooks, of scheduler and worker together. The
+    connector wrote the times when it ended."""
     timing = json.loads(path.read_text())
     if len(timing["sides"]) < 2:
         raise RuntimeError(f"{path.name} has figures of {sorted(timing['sides'])} only")
@@ -68,7 +68,7 @@ def alone(engine: Engine, tokens: list[int]) -> Answer:
 
 
 def measure(model: Path, num_rounds: int) -> tuple[list[Round], float]:
-    """Returns rounds, and the share of hooks in `miss`."""
+    """Returns the rounds, and the share of hooks in `miss`."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(ARENA_BYTES))
         folder = server.log.parent

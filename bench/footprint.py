@@ -53,15 +53,16 @@ def rss_beyond_arena_bytes(pid: int) -> int:
 
 
 def start_once() -> tuple[float, int]:
-    """Starts a server with a 1 GiB arena: seconds until ready, resident bytes when idle."""
+    """Starts a server with a 1 GiB arena. Returns the seconds until it is ready, and its resident
+    bytes when idle."""
     with serving(GIB) as server:
         time.sleep(SETTLE_S)
         return server.ready_s, rss_beyond_arena_bytes(server.pid)
 
 
 def start_large() -> tuple[float, float]:
-    """Starts a server with an arena of LARGE_GIB: seconds until ready, GiB/s at which the rest of
-    it gets memory."""
+    """Starts a server with an arena of LARGE_GIB. Returns the seconds until it is ready, and the
+    GiB/s at which the rest of the arena gets memory."""
     arena_bytes = LARGE_GIB * GIB
     with serving(arena_bytes) as server, AdminClient(server.target) as admin:
         began_s, began_bytes = time.monotonic(), admin.tiers()[0]["capacity_byte_count"]

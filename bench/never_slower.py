@@ -70,7 +70,7 @@ def measure(model: Path, num_well: int, num_slow: int, times: float) -> dict[str
 
 
 def first(pairs: list[Pair], *, hits: bool) -> int:
-    """Requests before the first that hits, or does not."""
+    """Returns the number of requests before the first hit, or before the first miss."""
     return next(
         (at for at, (one, _) in enumerate(pairs) if bool(one.hit_tokens) == hits), len(pairs)
     )

@@ -47,7 +47,7 @@ class Model:
 
     @property
     def block_bytes(self) -> int:
-        """Returns the keys and values of a block in all layers."""
+        """Returns the bytes of a block's keys and values in all layers."""
         return BLOCK_TOKENS * self.kv_token_bytes
 
     def prompt(self, seed: str, num_tokens: int) -> list[int]:

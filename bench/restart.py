@@ -41,7 +41,7 @@ def connected(server: Server) -> PagedEngine:
 
 
 def fill(server: Server) -> list[bytes]:
-    """Stores all blocks; their hashes."""
+    """Stores all blocks. Returns their hashes."""
     engine = connected(server)
     engine.kv[:] = np.random.default_rng(0).integers(0, 256, engine.kv.shape, np.uint8)
     stored: list[bytes] = []

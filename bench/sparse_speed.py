@@ -296,7 +296,7 @@ class Layer:
     def score(
         self, name: str, query: np.ndarray[tuple[int, int], np.dtype[np.float32]]
     ) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-        """Scores of the candidates."""
+        """Returns the scores of the candidates."""
         return hotkv_sparse.score(
             hotkv_sparse.prepare(name, query),
             self.pools[name],
@@ -304,7 +304,7 @@ class Layer:
         )
 
     def choose(self, scores: np.ndarray[tuple[int, int], np.dtype[np.float32]]) -> int:
-        """Goes from scores to pages in the table to attend to: weights, choice, hot set, pulls,
+        """Turns scores into a table of pages to attend to: weights, choice, hot set, pulls,
         table."""
         selection = choose(scores, self.always_log_mass, self.where, self.budget)
         step = self.hot.step(selection, MAX_CORRECTIONS)

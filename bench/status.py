@@ -83,8 +83,8 @@ def make_node(core: Any, folder: Path) -> Node:
 
 
 async def measure(node: Node, rounds: int) -> tuple[list[float], list[float], int, int]:
-    """Returns the milliseconds of each answer on the loop, and of writing it; its bytes and its
-    cells."""
+    """Returns the milliseconds of each answer on the loop, and of writing it as JSON; then the
+    answer's bytes and cells."""
     while node.survey.latest(time.monotonic()) is None:
         await asyncio.sleep(0.05)
     read_ms, write_ms, text = [], [], b""

@@ -86,15 +86,17 @@ class Disk:
         self.seals = np.empty(0, np.uint64)
 
     async def write(self, size: int, seconds: float, *, is_busy: bool = False) -> float:
-        """Returns the bytes a second of writes at random places. `is_busy`: the loop is, half of
-        the time."""
+        """Returns bytes a second of writes at random places.
+
+        is_busy: the event loop is busy half of the time.
+        """
         if size != self.size:
             # Another size overwrites the old blocks.
             self.size, self.seals = size, np.zeros(FILE_BYTES // size, np.uint64)
         return await self._run(seconds, is_write=True, is_busy=is_busy)
 
     async def read(self, size: int, seconds: float, *, is_busy: bool = False) -> float:
-        """Returns the bytes a second of reads of what was written."""
+        """Returns bytes a second of reads of written places."""
         assert size == self.size, "nothing of this size was written"
         return await self._run(seconds, is_write=False, is_busy=is_busy)
 
@@ -189,7 +191,7 @@ def fio(folder: Path, how: str, size: int) -> float:
 
 
 async def ratios(folder: Path, rounds: int) -> dict[str, float]:
-    """Returns medians of the tier over fio, by key."""
+    """Returns the medians of the tier's rate over fio's, by key."""
     disk = Disk(folder / "tier")
     found: dict[str, list[float]] = {}
     fio(folder, "randwrite", MIB)

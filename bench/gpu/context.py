@@ -195,7 +195,7 @@ class Context:
         return PagePlaces(self._place(self.caches[layer]), self.page_bytes, 0)
 
     def catch_up(self) -> None:
-        """Representations of whole contexts in all layers, from keys where they lie."""
+        """Builds the representations of whole contexts in all layers, from the keys in place."""
         self.work.begin_batch(self.batch)
         count, found = self.num_tokens // BLOCK_TOKENS, self.residents
         for number, layer in enumerate(self.layers):
@@ -249,7 +249,7 @@ class Context:
         )
 
     def pulled(self) -> int:
-        """Returns the pages that came out of the arena so far."""
+        """Returns the number of pages pulled from the arena so far."""
         return int(self.device.read(self.work.faults)[2])
 
     def check(self) -> int:

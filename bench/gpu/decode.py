@@ -76,7 +76,7 @@ def equal_tokens(kernels: Some, model: DummyModel, small: bool) -> list[Figure]:
 
 
 def dense_rate(kernels: Some, model: DummyModel, rows: int, num_tokens: int, steps: int) -> float:
-    """Returns the tokens a second."""
+    """Returns tokens a second."""
     cache = DenseCache(model, rows, num_tokens, 1)
     ids = torch.ones(rows, dtype=torch.int64, device=model.device)
     positions = torch.full_like(ids, num_tokens - 1)
@@ -92,7 +92,7 @@ def dense_rate(kernels: Some, model: DummyModel, rows: int, num_tokens: int, ste
 def resident_rate(
     kernels: Some, model: DummyModel, host: HostPages, config: SparseConfig, rows: int, steps: int
 ) -> tuple[float, int]:
-    """Returns the tokens a second, and bytes of device memory for KV and representations."""
+    """Returns tokens a second, and bytes of device memory for KV and representations."""
     one = Resident(kernels, model, host, config, rows=rows, steps=steps + 4)
     context = one.context
     context.catch_up()

@@ -124,7 +124,8 @@ class Cuda:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def marks(self, wanted: str) -> Marks:
-        """Marks at the end of the current stream; `wanted` as in the connector's setting."""
+        """Returns marks at the end of the current stream; `wanted` as in the connector's
+        setting."""
         return Marks(CudaDevice(self.device), wanted)
 
     def stream(self) -> Any:
@@ -376,7 +377,7 @@ class Engine:
         self.side.synchronize()
 
     def clear(self, ids: Int32s) -> None:
-        """Zeros in these blocks."""
+        """Writes zeros to these blocks."""
         at = self._at(ids)
         for view in self._views:
             view[at] = 0

@@ -92,7 +92,7 @@ class Loss:
 def loss_of(
     products: Products, background: Callable[[Callable[[], None]], "Background"], rounds: int
 ) -> Loss:
-    """Windows in turns: alone, and with the background at work."""
+    """Measures windows in turns: alone, and with the background at work."""
     found = Loss()
     products.window_ms()
     for _ in range(rounds):

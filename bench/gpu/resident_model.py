@@ -261,7 +261,7 @@ class Prefill:
         return median([self._kernels.milliseconds(run) for _ in range(ROUNDS)]) / 1e3
 
     def _build(self) -> None:
-        """Representations of a chunk, from keys on the device."""
+        """Builds the representations of a chunk, from keys on the device."""
         self._context.layers[0].build(self._pages, self._rows, self._chunk // BLOCK_TOKENS)
 
     def _check(self) -> None:

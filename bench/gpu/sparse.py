@@ -125,7 +125,7 @@ class Builder:
 
 
 def step_us(kernels: Some, model: ModelShape, num_tokens: int, config: SparseConfig) -> float:
-    """Returns the microseconds a layer of whole selection steps whose queries stay."""
+    """Returns the microseconds per layer of whole selection steps with constant queries."""
     pages = random_pages(num_tokens // BLOCK_TOKENS, page_bytes_of(model))
     arena = registered(pages)
     layers = min(STEP_LAYERS, model.layers)

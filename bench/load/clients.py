@@ -142,7 +142,7 @@ class Client:
 
 
 def traffic(target: str, *options: str) -> None:
-    """Connects, says so, waits for a line on standard input, and begins."""
+    """Connects, reports it, waits for a line on standard input, and begins."""
     sessions, seed = int(options[0]), int(options[3])
     seconds, rate = float(options[1]), float(options[2])
     hashes = universe()
@@ -180,7 +180,7 @@ def _as_is(message: bytes) -> bytes:
 
 
 def flood(target: str) -> None:
-    """Lookups and stores of as many blocks as fit, never waiting."""
+    """Sends lookups and stores of as many blocks as fit, without waiting for answers."""
     engine = PagedEngine(target, model="hostile", engine_id=f"hostile-{os.getpid()}").connect(60.0)
     hashes = universe()
     while True:

@@ -93,7 +93,7 @@ def prompts(
 
 
 def _facts(dice: random.Random, count: int) -> list[tuple[str, str]]:
-    """Names and numbers, each once; the first is asked for."""
+    """Returns names and numbers, each of them once. The first fact is asked for."""
     names = dice.sample([f"{quality} {thing}" for quality in QUALITIES for thing in THINGS], count)
     return list(zip(names, map(str, dice.sample(range(10**6, 10**7), count)), strict=True))
 

@@ -79,7 +79,7 @@ class Span:
 
     @property
     def began_ns(self) -> int:
-        """Returns the nanoseconds since 1970."""
+        """Returns the time of its begin, in nanoseconds since 1970."""
         return int(self._span.start_time)  # type: ignore[attr-defined]
 
     def child(self, name: str, began_ns: int = 0, *, is_call: bool = False) -> "Span":

@@ -544,7 +544,7 @@ class AdaptiveCapacity:
 
     @property
     def capacity_blocks(self) -> int:
-        """Returns the blocks that the hot set should hold; before the first step, twice the
-        budget."""
+        """Returns the number of blocks that the hot set should hold; before the first step, twice
+        the budget."""
         needed = self.needed_blocks or float(self.budget_blocks)
         return round(max(self.sets * needed, USUAL_SETS * self.always_blocks, 1.0))

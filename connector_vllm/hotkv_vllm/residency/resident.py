@@ -130,7 +130,7 @@ class Resident:
         return count
 
     def store_from(self, block: int) -> None:
-        """Considers blocks from this block on for storing again."""
+        """Makes the blocks from this block on due for storing again."""
         mine = self.state.store
         mine.stored_blocks[0] = min(mine.stored_blocks[0], block)
         mine.next_check_tokens = 0

@@ -118,7 +118,7 @@ class Admission:
         )
 
     def match(self, request: Any, num_computed_tokens: int) -> Answer:
-        """Answers vLLM, whose own hit is `num_computed_tokens` long."""
+        """Returns the answer for vLLM, whose own hit is `num_computed_tokens` long."""
         self.written.matched(request.request_id, num_computed_tokens)
         self.room.comes(request)
         now_s = time.monotonic()

@@ -359,7 +359,7 @@ class HitFinder:
             self._ask(state, now_s)
 
     def match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
-        """Answers vLLM, whose own hit is `computed_tokens` long."""
+        """Returns the answer for vLLM, whose own hit is `computed_tokens` long."""
         answer = self._match(state, computed_tokens, now_s)
         while answer == ASK_AGAIN and state.hit.answer and self.patience.awaits(state.hit.answer):
             answer = self._match(state, computed_tokens, now_s)
@@ -511,7 +511,7 @@ class HitFinder:
         return ASK_AGAIN
 
     def _after_call(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
-        """Goes on when the server has answered the lookup or the lease."""
+        """Continues with a hit once the server has answered its lookup or lease."""
         hit, answer = state.hit, state.hit.answer
         if answer is not None and not answer.done():
             if now_s < hit.deadline_s:

@@ -89,8 +89,8 @@ class Recorder:
         self.num_tokens += num_tokens
 
     def take(self) -> tuple[F32, F32, list[int]]:
-        """Returns the keys float32 [S, H, D] and queries float32 [N, Q, D] of the context, and the
-        queries' positions; the recorder is empty then."""
+        """Returns the context's keys float32 [S, H, D], its queries float32 [N, Q, D] and their
+        positions, and clears the recorder."""
         keys: F32 = torch.cat(self.keys).float().numpy()
         queries: F32 = torch.stack(self.queries).numpy()
         positions = self.positions
@@ -99,7 +99,10 @@ class Recorder:
 
 
 def recorders(worker: Any) -> dict[int, Recorder]:
-    """Puts a recorder before every layer that may be sparse; by layer index. `worker` is vLLM's."""
+    """Puts a recorder before every layer that may be sparse. Returns the recorders by layer index.
+
+    worker: vLLM's.
+    """
     from hotkv_vllm.compat.sparse_layers import full_attention_layers
 
     found = {}
@@ -216,8 +219,8 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def calibrate(model: str, texts: Mapping[str, str], num_tokens: int, **engine: Any) -> Centres:
-    """Returns the centres of a model from texts by name; ValueError or HotKVError (INVALID_FIELD)
-    if that is not possible. Blocks for minutes."""
+    """Returns the centres of a model, from texts by name. Blocks for minutes. Raises ValueError or
+    HotKVError (INVALID_FIELD) if the model can't be calibrated."""
     from vllm import LLM, SamplingParams
 
     settings = {

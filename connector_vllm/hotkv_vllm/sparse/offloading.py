@@ -133,7 +133,7 @@ class SparseOffloadingManager:
         return LoadSpec(selected_blocks)
 
     def complete_load(self, selected_blocks: I32) -> None:
-        """Unpins blocks that were loaded or will not be."""
+        """Unpins blocks whose load has ended or will not happen."""
         if not (self._pins[selected_blocks] > 0).all():
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -617,7 +617,7 @@ class SparseOffloadingHandler:
         return exact_log_mass(query, keys_RHD[: len(keys_RHD) - excess])
 
     def _host_keys(self, layer_idx: int, blocks: I32) -> F32:
-        """Returns the keys of host blocks; waits for copies that write them."""
+        """Returns the keys of host blocks. Waits for copies that write them."""
         wait_futures(
             [
                 job

@@ -281,7 +281,8 @@ class SparseWorker:
         return len(blocks) < len(row.blocks_C)
 
     def _update(self, index: int, blocks: list[I32]) -> None:
-        """Representations of complete blocks that are new to a layer, or were overwritten."""
+        """Builds the representations of complete blocks that are new to a layer, or were
+        overwritten."""
         began_s = time.perf_counter()
         num_built = sum(self.representations.update(index, part) for part in blocks)
         if num_built:

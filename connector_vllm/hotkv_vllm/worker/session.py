@@ -241,7 +241,7 @@ class RankSession:
         return True
 
     def follow(self, order: WeightsOrder | None) -> bool:
-        """Obeys the scheduler's order about weights that may have changed. Returns True if the
+        """Follows the scheduler's order about weights that may have changed. Returns True if the
         session must be opened anew, under the weights' new key space."""
         weights, config = self.weights, self._session_config
         if weights is None or not weights.obey(order) or config is None or self._space is None:

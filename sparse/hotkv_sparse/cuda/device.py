@@ -45,7 +45,7 @@ class Array(Protocol):
 
     @property
     def shape(self) -> Sequence[int]:
-        """Returns the elements along each axis."""
+        """Returns the number of elements along each axis."""
 
 
 Argument = Array | Scalar | int | None

@@ -89,12 +89,12 @@ class IndexShape:
 
     @property
     def channels(self) -> int:
-        """Returns the channels of a head, with padding."""
+        """Returns the number of channels of a head, with padding."""
         return formats.padded_channels(self.form, self.head_size)
 
     @property
     def num_runs(self) -> int:
-        """Runs of a block, in token formats."""
+        """Returns the number of runs of a block, in token formats."""
         return formats.num_runs(self.block_tokens)
 
     @property
@@ -110,12 +110,12 @@ class IndexShape:
 
     @property
     def num_lines(self) -> int:
-        """Returns the lines of a run, as `score_tokens` counts them."""
+        """Returns the number of lines of a run, as `score_tokens` counts them."""
         return self.channels // _LINE_CHANNELS[self.form.bits]
 
     @property
     def line_groups(self) -> int:
-        """Groups of four lines."""
+        """Returns the number of groups of four lines."""
         return -(-self.num_lines // 4)
 
     @property

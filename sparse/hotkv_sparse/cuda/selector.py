@@ -101,7 +101,7 @@ class CudaSelector:
 
     @property
     def _tiles(self) -> int:
-        """Returns the tiles of 8 query heads, for each KV head."""
+        """Returns the number of tiles of 8 query heads, for each KV head."""
         return -(-self._workspace.shape.group // 8)
 
     @property

@@ -143,8 +143,8 @@ class Model:
 
     @property
     def layer_parameters(self) -> int:
-        """Returns the parameters of a layer: four projections, their biases, a gated MLP, two
-        norms."""
+        """Returns the number of parameters of a layer: four projections, their biases, a gated MLP,
+        two norms."""
         queries, keys = self.query_heads * self.head_size, self.kv_heads * self.head_size
         projections = 2 * self.hidden * queries + 2 * self.hidden * keys
         biases = queries + 2 * keys if self.qkv_bias else 0
@@ -152,7 +152,8 @@ class Model:
 
     @property
     def embedding_parameters(self) -> int:
-        """Returns the parameters of the embedding. The output matrix has the same number."""
+        """Returns the number of parameters of the embedding. The output matrix has the same
+        number."""
         return self.vocab * self.hidden
 
     @property
@@ -354,25 +355,23 @@ class Plan:
 
     @property
     def context_blocks(self) -> int:
-        """Returns the blocks of a request's context."""
+        """Returns the number of blocks of a request's context."""
         return -(-self.tokens // self.block_tokens)
 
     @property
     def always_blocks(self) -> int:
-        """Returns the blocks of sinks, recent window and partial block."""
+        """Returns the number of blocks of sinks, recent window and partial block."""
         return min(self.sparse.max_always_blocks(self.block_tokens), self.context_blocks)
 
     @property
     def budget_blocks(self) -> int:
-        """Returns the blocks that a step chooses, K, including the always kept blocks."""
+        """Returns the number of blocks that a step chooses, K, including the always kept blocks."""
         return self.sparse.budget_blocks(self.tokens, self.block_tokens)
 
     @property
     def hot_blocks(self) -> int:
-        """Returns the blocks that a request has on the device and attends to: the hot set.
-
-        It includes the always kept blocks and is at most the context.
-        """
+        """Returns the size of the hot set: the number of blocks that a request has on the device
+        and attends to. It includes the always kept blocks and is at most the context."""
         hot = max(math.ceil(self.hot_sets * self.budget_blocks), self.always_blocks)
         return min(hot, self.context_blocks)
 
