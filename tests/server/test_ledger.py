@@ -103,8 +103,11 @@ def test_tokens_are_counted_where_they_came_from(server: Server, engine: Make) -
 
 
 class Case(NamedTuple):
-    """A request whose prompt has `named` blocks, of which the first `stored` are there. `said`: the
-    engine's reason. `misses`: tokens by reason; those of no whole block are counted by themselves."""
+    """A request whose prompt has `named` blocks, of which the first `stored` are there.
+
+    said: the engine's reason.
+    misses: tokens by reason, without those of no whole block.
+    """
 
     named: int
     stored: int
