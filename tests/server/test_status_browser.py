@@ -200,9 +200,8 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], list[dict[str, Any]]], tuple[
 }
 
 
-@pytest.mark.parametrize(
-    ("viewport", "scheme"), [(WIDE, "dark"), (NARROW, "light")], ids=["wide", "narrow"]
-)
+@pytest.mark.parametrize("viewport", [WIDE, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_is_readable_wide_and_narrow_dark_and_light(
     server: Server,
     traffic: list[Traffic],
