@@ -7,7 +7,7 @@ import pytest
 
 from hotkv_vllm.compat.checks import RankPlace
 from hotkv_vllm.metadata import HotKVMetadata
-from hotkv_vllm.worker import rank_stores
+from hotkv_vllm.worker import rank_stores, side
 from tests.vllm.worker_parts import (
     FAILED,
     REPRESENTED,
