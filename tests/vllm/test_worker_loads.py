@@ -212,3 +212,26 @@ def test_a_load_that_is_held_and_was_not_sent_is_never_sent(rig: Any) -> None:
     one.step()
     assert list(one.session.sent) == ["t-b-k0"]
     assert one.worker.take_results() == ({"a"}, {"a"})
+
+
+def test_a_load_is_sent_and_reported_once(rig: Any) -> None:
+    one = rig()
+    one.step(loads=(load(),))
+    assert one.session.sent["t-a-k0"][0] == "l-a" and one.session.sent["t-a-k0"][2] == 10.0
+    assert one.worker.take_results() == (set(), set())
+    one.session.end("t-a-k0", num_bytes=9)
+    assert one.worker.take_results() == ({"a"}, set()) and one.counters == {"load_bytes": 9}
+    assert one.worker.take_results() == (set(), set()) and not one.worker.loads
+    assert len(one.rank.marks._spare) == 1
+
+
+def test_results_that_break_are_taken_as_failures(rig: Any) -> None:
+    one = rig()
+    one.step(loads=(load("a"), load("b")), abandoned_loads=("x",))
+    one.session.end("t-a-k0")
+    one.device.is_there = False
+    one.step(loads=(load("c"),))
+    assert one.worker.take_failed_results() == {"a", "c", "x"}
+    assert one.worker.take_failed_results() == set() and len(one.worker.loads) == 1
+    one.worker.take_report(None)
+    assert len(one.rank.marks._spare) == 1

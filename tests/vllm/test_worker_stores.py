@@ -7,7 +7,7 @@ import pytest
 
 from hotkv_vllm.compat.checks import RankPlace
 from hotkv_vllm.metadata import HotKVMetadata
-from hotkv_vllm.worker import rank_stores
+from hotkv_vllm.worker import rank_stores, side
 from tests.vllm.worker_parts import (
     FAILED,
     REPRESENTED,
@@ -203,3 +203,19 @@ def test_a_step_that_was_lost_track_of_takes_everything_back(rig: Any, how: str)
     assert one.results() == {1: [FAILED], 2: [FAILED]} and not one.worker.stores.active
     # Marks come back once.
     assert len(one.rank.marks._spare) == 2 and one.results() == {}
+
+
+def test_changed_weights_begin_another_session(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = rig(startup_wait_s=0.5)
+    one.step(stores=(store(),))
+    one.step()
+    assert not one.opened
+    monkeypatch.setattr(one.rank, "follow", lambda order: True)
+    one.step()
+    (session,) = one.opened
+    assert one.session.is_closed and session.waited_s == [min(0.5, side.RECONNECT_S)]
+    assert one.results() == {1: [FAILED]}
+    # Without a server there is nothing to wait for.
+    session.connected = False
+    one.step()
+    assert one.opened[-1].waited_s == []
