@@ -86,7 +86,8 @@ class Transfers:
     def __init__(self, session: CacheSession, settings: ConnectorConfig) -> None:
         self._session = session
         self._settings = settings
-        self._names = (f"{uuid.uuid4().hex[:12]}-{number}" for number in itertools.count())
+        self._prefix = uuid.uuid4().hex[:12]
+        self._numbers = itertools.count()
         self._settled = threading.Condition()
         self._ended: list[Ended] = []
         self._num_loads = 0
@@ -109,13 +110,18 @@ class Transfers:
         """Returns True if no job is under way."""
         return not self._num_loads and not self._num_stores
 
+    def _name(self) -> str:
+        """Returns a new name for a lease or a transfer. Any thread may call it: a generator of
+        names would raise in one of two threads that ask at once."""
+        return f"{self._prefix}-{next(self._numbers)}"
+
     # ---------------------------------------------------------------------------------------- loads
 
     def load(self, job: Any, groups: Sequence[GroupRows]) -> None:
         """Acquires a lease over the chunks, then loads those that it pins. Does not wait."""
         with self._settled:
             self._num_loads += 1
-        name, session, settings = next(self._names), self._session, self._settings
+        name, session, settings = self._name(), self._session, self._settings
         begun, over = _Once(), _Once()
 
         def finish(loaded: Collection[Key] = ()) -> None:
@@ -141,7 +147,7 @@ class Transfers:
                 finish()
                 return
             _then(
-                session.load(next(self._names), name, runs, settings.load_timeout_s),
+                session.load(self._name(), name, runs, settings.load_timeout_s),
                 lambda end: finish(loaded if end.status is TransferStatus.DONE else ()),
                 finish,
             )
@@ -167,7 +173,7 @@ class Transfers:
         """Stores chains of chunks. Does not wait."""
         with self._settled:
             self._num_stores += 1
-        name, session, settings = next(self._names), self._session, self._settings
+        name, session, settings = self._name(), self._session, self._settings
 
         def stored(end: TransferResult) -> None:
             # A cancelled store resolves at once, whatever the server does.
@@ -188,7 +194,7 @@ class Transfers:
         # The server gives up by itself before.
         self._wait(name, 2 * settings.store_timeout_s, give_up)
         _then(
-            session.store(name, next(self._names), runs, settings.store_timeout_s, options),
+            session.store(name, self._name(), runs, settings.store_timeout_s, options),
             stored,
             failed,
         )

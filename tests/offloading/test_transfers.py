@@ -1,0 +1,65 @@
+"""Jobs whose answers come in the client's threads while the scheduler's thread begins others."""
+
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotkv_client.types import TransferStatus
+from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.offloading.transfers import GroupRows, Transfers
+from tests.support.waiting import wait_for
+
+NUM_JOBS = 3000
+
+
+class Session:
+    """A session whose server pins and loads all. It answers in threads of its own."""
+
+    has_tiers = False
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._threads = ThreadPoolExecutor(4)
+
+    def acquire(self, name: str, hashes: Any, ttl_s: float) -> "Future[Any]":
+        self.names.append(name)
+        pinned = tuple(np.ones(len(group.hashes), bool) for group in hashes)
+        return self._threads.submit(lambda: SimpleNamespace(pinned=pinned))
+
+    def load(self, name: str, lease: str, runs: Any, timeout_s: float) -> "Future[Any]":
+        self.names.append(name)
+        return self._threads.submit(lambda: SimpleNamespace(status=TransferStatus.DONE))
+
+    def release(self, name: str) -> None:
+        """Nothing is leased."""
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    """Threads take turns as often as they can meanwhile."""
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    one = Session()
+    yield one
+    one.close()
+    sys.setswitchinterval(interval_s)
+
+
+def test_no_job_is_lost_while_threads_begin_and_answer_others(session: Session) -> None:
+    transfers = Transfers(session, ConnectorConfig())
+    for _ in range(NUM_JOBS):
+        job = SimpleNamespace(keys=(b"k",))
+        transfers.load(job, [GroupRows(0, [b"k"], [b"h"], np.zeros(1, np.int32))])
+    wait_for(lambda: transfers.is_idle, "the end of all jobs")
+    ended = transfers.take_ended()
+    loaded = sum(one.is_complete for one in ended)
+    assert (len(ended), loaded) == (NUM_JOBS, NUM_JOBS)
+    assert len(set(session.names)) == 2 * NUM_JOBS
