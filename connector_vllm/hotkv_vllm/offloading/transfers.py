@@ -119,8 +119,6 @@ class Transfers:
 
     def load(self, job: Any, groups: Sequence[GroupRows]) -> None:
         """Acquires a lease over the chunks, then loads those that it pins. Does not wait."""
-        with self._settled:
-            self._num_loads += 1
         name, session, settings = self._new_name(), self._session, self._settings
         begun, over = _Once(), _Once()
 
@@ -162,17 +160,19 @@ class Transfers:
                 self.is_hung = True
                 finish()
 
+        hashes = [GroupHashes(group.group_index, group.hashes) for group in groups]
+        answer = session.acquire(name, hashes, settings.lease_ttl_s)
+        # Counted only now: a call that raises has begun nothing.
+        with self._settled:
+            self._num_loads += 1
         patience_s = settings.load_timeout_s if session.has_tiers else LEASE_PATIENCE_S
         self._wait(name, patience_s, give_up)
-        hashes = [GroupHashes(group.group_index, group.hashes) for group in groups]
-        _then(session.acquire(name, hashes, settings.lease_ttl_s), acquired, failed)
+        _then(answer, acquired, failed)
 
     # --------------------------------------------------------------------------------------- stores
 
     def store(self, job: Any, runs: Sequence[BlockRun], options: StoreOptions = NO_OPTIONS) -> None:
         """Stores chains of chunks. Does not wait."""
-        with self._settled:
-            self._num_stores += 1
         name, session, settings = self._new_name(), self._session, self._settings
 
         def stored(end: TransferResult) -> None:
@@ -191,13 +191,12 @@ class Transfers:
             self.is_hung = True
             session.cancel(name)
 
+        answer = session.store(name, self._new_name(), runs, settings.store_timeout_s, options)
+        with self._settled:
+            self._num_stores += 1
         # The server gives up by itself before.
         self._wait(name, 2 * settings.store_timeout_s, give_up)
-        _then(
-            session.store(name, self._new_name(), runs, settings.store_timeout_s, options),
-            stored,
-            failed,
-        )
+        _then(answer, stored, failed)
 
     def end_now(self, job: Any, is_complete: bool) -> None:
         """Ends a job that was not begun."""
