@@ -198,11 +198,6 @@ class Transfers:
         self._wait(name, 2 * settings.store_timeout_s, give_up)
         _then(answer, stored, failed)
 
-    def end_now(self, job: Any, is_complete: bool) -> None:
-        """Ends a job that was not begun."""
-        with self._settled:
-            self._ended.append(Ended(job, (), is_complete))
-
     # ----------------------------------------------------------------------------------------- ends
 
     def take_ended(self) -> list[Ended]:
