@@ -221,3 +221,35 @@ def test_ranks_that_are_missing_or_off_keep_the_engine_off(monkeypatch, formats)
     said = [PageFormat(rank, "page", why_off="no" * (rank == 2)) for rank in range(formats)]
     side.connect(said)
     assert tier.space is None
+
+
+@pytest.mark.parametrize(
+    ("hook", "arguments"),
+    [
+        ("connect", (None,)),
+        ("arrived", (None,)),
+        ("matched", (None, 0, 0)),
+        ("allocated", (None, 0)),
+        ("finished", (None,)),
+        ("begin_step", (None,)),
+        ("update", (None, ())),
+    ],
+)
+def test_a_hook_that_breaks_is_counted_and_never_raises(monkeypatch, hook, arguments):
+    side, tier = made(monkeypatch)
+    side.wants_formats = hook == "connect"
+    getattr(side, hook)(*arguments)
+    assert side.edge.broken == {f"door.{hook}"}
+    if hook in ("begin_step", "update"):
+        assert not tier.serves, "nothing is shared before the ranks have been asked again"
+
+
+def test_a_reset_that_breaks_holds_the_tier(monkeypatch):
+    side, tier = made(monkeypatch)
+
+    def breaks():
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(side._weights, "suspect", breaks)
+    assert side.reset(is_device_empty=True) is False
+    assert side.edge.broken == {"door.reset"} and not tier.serves

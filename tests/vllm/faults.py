@@ -119,11 +119,15 @@ def _add(found: dict[CodeType, FunctionType], one: Any, module: str) -> None:
         found[one.__code__] = one
 
 
+OWN = sorted(name for name in hooks.FALLBACKS if "." not in name)
+"""Hooks of HotKVConnector. Hooks of the other connector have its part in their name."""
+
+
 def called_by_hooks(run: Callable[[], None]) -> dict[str, set[FunctionType]]:
     """By hook: the functions that it has called in `run`, itself among them."""
     known, stack = functions(), list[str]()
     guarded = {function.__code__: name for name, function in hooks.HOOKS.items()}
-    calls: dict[str, set[FunctionType]] = {name: set() for name in hooks.FALLBACKS}
+    calls: dict[str, set[FunctionType]] = {name: set() for name in OWN}
 
     def profile(frame: Any, event: str, _: Any) -> None:
         hook = guarded.get(frame.f_code)

@@ -24,9 +24,9 @@ from tests.vllm.tiny import BLOCK_TOKENS
 README = Path(__file__).parents[2] / "README.md"
 
 
-def readme_command(model: Path, target: str) -> list[str]:
+def readme_command(model: Path) -> list[str]:
     """Returns the command of README's chapter on vLLM, in the form for vLLM's CPU package: what
-    stands behind `python -m`, module first."""
+    stands behind `python -m`, module first. HOTKV_TARGET names the server."""
     chapter = README.read_text().partition("## Give it to vLLM")[2].partition("\n## ")[0]
     command = next(
         block for block in chapter.split("\n\n") if block.startswith("    vllm serve MODEL")
@@ -34,11 +34,7 @@ def readme_command(model: Path, target: str) -> list[str]:
     module = re.search(r"`python -m (\S+ --model MODEL)`", chapter)
     assert module is not None, "README does not say how to start vLLM's CPU package"
     words = [*module[1].split(), *shlex.split(command)[3:]]
-    words = [
-        str(model) if word == "MODEL" else word.replace("unix:/run/hotkv/grpc.sock", target)
-        for word in words
-    ]
-    assert any(target in word for word in words)
+    words = [str(model) if word == "MODEL" else word for word in words]
     words += [
         "--served-model-name",
         "tiny",

@@ -70,15 +70,14 @@ def servers(
     """What a server that was killed said, and the one that was started after it."""
     folder = tmp_path_factory.mktemp("http")
     shared_daemon.admin("evict", everything=True)
-    command = readme_command(
-        write_weights(write_tokenizer(write_model(folder / "model"))), shared_daemon.target
-    )
-    first = HttpServer(command, folder / "first.log", is_forked=request.param)
+    command = readme_command(write_weights(write_tokenizer(write_model(folder / "model"))))
+    target = {"HOTKV_TARGET": shared_daemon.target}
+    first = HttpServer(command, folder / "first.log", is_forked=request.param, environment=target)
     try:
         cold = Cold(first.ready(), shared_daemon)
     finally:
         first.kill()
-    second = HttpServer(command, folder / "second.log", is_forked=True)
+    second = HttpServer(command, folder / "second.log", is_forked=True, environment=target)
     try:
         yield cold, second.ready()
     finally:

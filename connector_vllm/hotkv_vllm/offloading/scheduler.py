@@ -177,8 +177,8 @@ class DoorScheduler:
 
     def _hold(self, *_: Any) -> int:
         """Holds the tier until the ranks have answered."""
-        self._weights.suspect()
         self._tier.is_held = True
+        self._weights.suspect()
         return 0
 
     @hook(_hold, of="door", last=0)
@@ -254,7 +254,9 @@ class DoorScheduler:
     # ---------------------------------------------------------------------------------------- reset
 
     def _reset_broke(self, *_: Any) -> bool:
-        self._hold()
+        """Holds the tier until a later reset succeeds."""
+        self._tier.is_held = True
+        self._is_clean = False
         if self._reset is not None:
             self._reset.hold()
         return False
