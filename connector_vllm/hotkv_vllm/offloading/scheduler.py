@@ -175,7 +175,7 @@ class DoorScheduler:
         """The order to the ranks in this step."""
         return self._weights.order() if self._space is not None else None
 
-    def _hold(self, *_: Any) -> int:
+    def _hold(self, *_: Any, **__: Any) -> int:
         """Holds the tier until the ranks have answered."""
         self._tier.is_held = True
         self._weights.suspect()
@@ -253,7 +253,7 @@ class DoorScheduler:
 
     # ---------------------------------------------------------------------------------------- reset
 
-    def _reset_broke(self, *_: Any) -> bool:
+    def _reset_broke(self, *_: Any, **__: Any) -> bool:
         """Holds the tier until a later reset succeeds."""
         self._tier.is_held = True
         self._is_clean = False
