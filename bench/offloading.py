@@ -18,6 +18,7 @@ Prints a table; `--json` prints one JSON object last:
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ BOUNDS: Mapping[str, Bound] = {
 LONG_TOKENS = 131_072
 BLOCK_TOKENS = 32
 ANSWER_TOKENS = 8
+SETTLE_S = 0.6
 COPIES = {
     "spec_name": "HostTieringSpec",
     "spec_module_path": "hotkv_vllm.testing.host_copies",
@@ -79,6 +81,7 @@ class Engines:
         arguments = {
             "load_format": "auto",
             "skip_tokenizer_init": True,
+            "dtype": "float32",
             "max_model_len": self._max_tokens,
             "block_size": BLOCK_TOKENS,
             "kv_cache_memory_bytes": (self._max_tokens + 1024) * KV_TOKEN_BYTES,
@@ -128,7 +131,7 @@ def compare(engines: Engines, server: Server, num_tokens: int, num_rounds: int) 
             server.wait_for_stores()
             readers = [own_reader, door_reader, alone]
             turns = readers if number % 2 else readers[::-1]
-            said = {one.name: one.generate(tokens, ANSWER_TOKENS) for one in turns}
+            said = {one.name: alone_on_the_machine(one, tokens) for one in turns}
             rounds.append(Round(computed, said["own-reader"], said["door-reader"], said["primary"]))
             last = rounds[-1]
             say(
@@ -137,7 +140,16 @@ def compare(engines: Engines, server: Server, num_tokens: int, num_rounds: int) 
                 f"door {last.door.ttft_s:.4f} ({last.door.hit_tokens}), "
                 f"primary {last.primary.ttft_s:.4f} ({last.primary.hit_tokens})"
             )
+            for name in ("own", "door", "primary"):
+                if getattr(last, name).token_ids != computed.token_ids:
+                    say(f"{name} answers {getattr(last, name).token_ids}, not {computed.token_ids}")
     return rounds
+
+
+def alone_on_the_machine(engine: Engine, tokens: list[int]) -> Answer:
+    """Returns the engine's answer, once the threads of the engine before have stopped spinning."""
+    time.sleep(SETTLE_S)
+    return engine.generate(tokens, ANSWER_TOKENS)
 
 
 def through_a_tenth(engines: Engines, server: Server) -> dict[str, float]:
