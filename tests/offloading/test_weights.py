@@ -253,3 +253,11 @@ def test_a_reset_that_breaks_holds_the_tier(monkeypatch):
     monkeypatch.setattr(side._weights, "suspect", breaks)
     assert side.reset(is_device_empty=True) is False
     assert side.edge.broken == {"door.reset"} and not tier.serves
+
+
+def test_without_a_server_no_request_waits_for_the_ranks(monkeypatch):
+    side, tier = made(monkeypatch)
+    side.reset(is_device_empty=True)
+    assert tier.makes_wait()
+    tier.session.connected = False
+    assert not tier.makes_wait()

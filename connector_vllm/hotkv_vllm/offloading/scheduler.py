@@ -74,8 +74,13 @@ class DoorScheduler:
         return f"DoorScheduler({self._tier}, {self._weights}{clean})"
 
     def _makes_wait(self) -> bool:
-        """Returns True while the ranks are about to answer about their weights."""
-        return self._space is not None and self._weights.waits(time.monotonic())
+        """Returns True while the ranks are about to answer about their weights. False without a
+        server: there is nothing to wait for."""
+        if self._space is None:
+            return False
+        # Begins a check that is due, also without a server.
+        waits = self._weights.waits(time.monotonic())
+        return waits and self._tier.session is not None and self._tier.session.connected
 
     # ---------------------------------------------------------------------------------------- start
 
