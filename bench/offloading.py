@@ -4,8 +4,8 @@ offloading hotkv is (docs/doors.md).
 Engines of a small model with random weights take turns on the same new prompts. `own` and `door`
 compute and store, each through its connector. `own-reader` and `door-reader` are other processes,
 which hit from the server. `primary` is vLLM's offloading alone, which hits in its own primary tier
-once its device cache was emptied. On a CPU torch stands in for the copy between device and primary
-tier (`hotkv_vllm.testing.host_copies`).
+once its device cache was emptied. On a CPU a memcpy stands in for the copy between device and
+primary tier (`hotkv_vllm.testing.host_copies`).
 
 Prints a table; `--json` prints one JSON object last:
 - `tokens_equal`: all answers of a prompt are equal.
@@ -39,7 +39,9 @@ BOUNDS: Mapping[str, Bound] = {
 LONG_TOKENS = 131_072
 BLOCK_TOKENS = 32
 ANSWER_TOKENS = 8
-SETTLE_S = 0.6
+SETTLE_S = 1.3
+"""Pause between two engines. A worker of vLLM's polls its queue for a second after its last step,
+on the core to which all of the engines are bound (`SpinCondition.busy_loop_s`)."""
 COPIES = {
     "spec_name": "HostTieringSpec",
     "spec_module_path": "hotkv_vllm.testing.host_copies",
@@ -124,9 +126,9 @@ def compare(engines: Engines, server: Server, num_tokens: int, num_rounds: int) 
             one.warm_up(prompt(99, num_tokens))
         for number in range(num_rounds):
             tokens = prompt(1000 + number, num_tokens)
-            computed = own.generate(tokens, ANSWER_TOKENS)
-            door.generate(tokens, ANSWER_TOKENS)
-            alone.generate(tokens, ANSWER_TOKENS)
+            computed = alone_on_the_machine(own, tokens)
+            alone_on_the_machine(door, tokens)
+            alone_on_the_machine(alone, tokens)
             alone.reset_prefix_cache()
             server.wait_for_stores()
             readers = [own_reader, door_reader, alone]
@@ -147,7 +149,7 @@ def compare(engines: Engines, server: Server, num_tokens: int, num_rounds: int) 
 
 
 def alone_on_the_machine(engine: Engine, tokens: list[int]) -> Answer:
-    """Returns the engine's answer, once the threads of the engine before have stopped spinning."""
+    """Returns the engine's answer, once the engine before has stopped polling."""
     time.sleep(SETTLE_S)
     return engine.generate(tokens, ANSWER_TOKENS)
 

@@ -222,6 +222,13 @@ class Transfers:
                     self._num_stores,
                 )
 
+    def wait_for_load(self, timeout_s: float) -> None:
+        """Waits until a load ends, if one is under way."""
+        with self._settled:
+            before = self._num_loads
+            if before:
+                self._settled.wait_for(lambda: self._num_loads < before, timeout_s)
+
     def _wait_idle(self, timeout_s: float) -> bool:
         with self._settled:
             return self._settled.wait_for(lambda: self.is_idle, timeout_s)

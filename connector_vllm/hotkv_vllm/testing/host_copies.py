@@ -1,12 +1,13 @@
 """Stands in for the device copy, so that vLLM's offloading runs in CPU engines.
 
 `HostTieringSpec` is vLLM's TieringOffloadingSpec. Only the copy between the engine's KV and the
-primary tier is replaced; torch does it here. Name the class in `kv_connector_extra_config`:
-`spec_name` HostTieringSpec, `spec_module_path` this module.
+primary tier is replaced; hotkv's compiled memcpy does it here. Name the class in
+`kv_connector_extra_config`: `spec_name` HostTieringSpec, `spec_module_path` this module.
 """
 
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
@@ -19,6 +20,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from hotkv_proto import native
+
+Ids = np.ndarray[Any, np.dtype[np.int64]]
 Fragments = list[tuple[int, int, int]]
 """Parts of a page: (offset in the engine's page, offset in the row's page, bytes)."""
 
@@ -56,6 +60,7 @@ class HostCopies(OffloadingWorker):
         blocks_per_chunk: int,
         is_canonical: bool,
     ) -> None:
+        self._kernels = native.require("hotkv_proto.kernels")
         self._region = region
         self._per_chunk = blocks_per_chunk
         self._refs = kv_caches.group_data_refs
@@ -103,15 +108,15 @@ class HostCopies(OffloadingWorker):
         return self._copy(job_id, dst_spec, src_spec, to_row=False)
 
     def _copy(self, job_id: int, device: GPULoadStoreSpec, host: Any, to_row: bool) -> bool:
-        blocks = torch.from_numpy(device.block_ids).long()
-        chunks = torch.from_numpy(host.chunk_ids).long()
+        blocks = np.asarray(device.block_ids, np.int64)
+        chunks = np.asarray(host.chunk_ids, np.int64)
         at = at_chunk = num_bytes = 0
         for refs, size, first in zip(
             self._refs, device.group_sizes, device.block_indices, strict=True
         ):
             if not size:
                 continue
-            inside = first % self._per_chunk + torch.arange(size)
+            inside = first % self._per_chunk + np.arange(size)
             count = int(inside[-1]) // self._per_chunk + 1
             ids, rows = blocks[at : at + size], chunks[at_chunk : at_chunk + count]
             rows, inside = rows[inside // self._per_chunk], inside % self._per_chunk
@@ -123,12 +128,7 @@ class HostCopies(OffloadingWorker):
         return True
 
     def _copy_ref(
-        self,
-        ref: CanonicalKVCacheRef,
-        ids: torch.Tensor,
-        rows: torch.Tensor,
-        inside: torch.Tensor,
-        to_row: bool,
+        self, ref: CanonicalKVCacheRef, ids: Ids, rows: Ids, inside: Ids, to_row: bool
     ) -> int:
         page, row = self._pages[ref.tensor_idx], self._rows[ref.tensor_idx]
         mapping = ref.mapping
@@ -137,12 +137,15 @@ class HostCopies(OffloadingWorker):
             pages = rows * self._per_chunk + inside
             mine = pages % mapping.num_writers == mapping.writer_index
             ids, rows, inside = ids[mine], rows[mine], inside[mine]
+        pages_at = page.data_ptr() + ids * page.stride(0)
+        rows_at = row.data_ptr() + rows * row.stride(0) + inside * row.stride(1)
         num_bytes = 0
         for local, there, size in self._fragments(ref):
-            if to_row:
-                row[rows, inside, there : there + size] = page[ids, local : local + size]
-            else:
-                page[ids, local : local + size] = row[rows, inside, there : there + size]
+            source, to = pages_at + local, rows_at + there
+            if not to_row:
+                source, to = to, source
+            sizes = np.full(len(ids), size, np.int64)
+            self._kernels.copy_runs(0, 0, to, source, sizes, 0, len(ids), False)
             num_bytes += len(ids) * size
         return num_bytes
 
