@@ -66,8 +66,10 @@ class Round:
 class Engines:
     """Starts engines of one model over one server."""
 
-    def __init__(self, model: Path, max_tokens: int, server: Server, folder: Path) -> None:
-        self._model, self._max_tokens = model, max_tokens
+    def __init__(
+        self, model: Path, max_tokens: int, server: Server, folder: Path, chunk_blocks: int = 1
+    ) -> None:
+        self._model, self._max_tokens, self._chunk_blocks = model, max_tokens, chunk_blocks
         self._server, self._folder = server, folder
 
     @contextlib.contextmanager
@@ -78,6 +80,7 @@ class Engines:
             extra["hotkv.target"] = self._server.target
         if primary_bytes:
             extra |= {"cpu_bytes_to_use": primary_bytes, "offload_prompt_only": False, **COPIES}
+            extra["blocks_per_chunk"] = self._chunk_blocks
         else:
             extra["hotkv.load"] = "always"
         arguments = {
@@ -188,6 +191,9 @@ def main() -> int:
     flags = parser("The second door beside the first, and beside vLLM's own offloading.")
     flags.add_argument("--rounds", type=int, default=7)
     flags.add_argument("--only", choices=("4k", "32k", "tenth"), help="one part of it")
+    flags.add_argument(
+        "--chunk-blocks", type=int, default=1, help="blocks of a chunk of vLLM's offloading"
+    )
     options = flags.parse_args()
     figures: dict[str, float] = {}
     equal = True
@@ -196,7 +202,7 @@ def main() -> int:
         for name, num_tokens, suffix in (("4k", 4000, ""), ("32k", 32_000, "_32k")):
             if options.only in (None, name):
                 model = write_model(folder / name, num_tokens + 64)
-                engines = Engines(model, num_tokens + 64, server, folder)
+                engines = Engines(model, num_tokens + 64, server, folder, options.chunk_blocks)
                 rounds = compare(engines, server, num_tokens, options.rounds)
                 equal &= all(one.are_equal for one in rounds)
                 figures |= figures_of(rounds, suffix)

@@ -134,6 +134,7 @@ FALLBACKS: dict[str, str] = {
     "door.allocated": "The request is not reported.",
     "door.finished": "The request's end is not reported.",
     "door.begin_step": "Nothing is looked up or stored until a later step has settled it.",
+    "door.promote": "The request is asked for again in the next step, as without it.",
     "door.end_step": "The engine asks for its promotions again at once.",
     "door.update": "Nothing is looked up or stored until the ranks have named their weights.",
     "door.reset": "The caller hears that it failed, and nothing is looked up or stored.",

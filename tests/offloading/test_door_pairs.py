@@ -71,6 +71,9 @@ def test_a_setting_that_this_door_can_not_serve(name: str) -> None:
     with pytest.raises(ConfigError) as refused:
         HotKVOffloadingConnector(config, None, None)
     assert str(refused.value).startswith(REFUSALS[name, "offloading"])
+    with pytest.raises(ConfigError) as by_tier:
+        Rig("unix:/nothing", **extra)
+    assert str(by_tier.value) == str(refused.value)
 
 
 # --------------------------------------------------------------------------------- over a real tier

@@ -217,6 +217,19 @@ def test_engines_of_two_tensor_parallel_sizes_share_canonical_rows(daemon, start
 
 
 @pytest.mark.long
+@pytest.mark.long
+def test_a_data_parallel_engine_hits_what_its_sibling_stored(daemon, start):
+    """Each has a primary tier and a session of its own, in one key space."""
+    both = start(daemon, driver="dp_driver.py", data_parallel_size=2, has_weights=True)
+    batch, before = prompts(9, LENGTHS), stored(daemon)
+    cold = both.ask("generate", prompts=batch, max_tokens=6, rank=0)
+    num_blocks = sum((len(prompt) + 5) // 32 for prompt in batch)
+    wait_for(lambda: stored(daemon) >= before + num_blocks, "the store of all blocks")
+    warm = both.ask("generate", prompts=batch, max_tokens=6, rank=1)
+    assert warm["cached"] == [usable(prompt) for prompt in batch]
+    assert same(cold, warm)
+
+
 @pytest.mark.parametrize("is_own_first", [True, False], ids=["own first", "own last"])
 def test_both_doors_in_one_multiconnector(daemon, start, tmp_path, is_own_first):
     identity = tmp_path.name

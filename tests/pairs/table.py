@@ -110,7 +110,7 @@ REFUSALS: dict[tuple[str, str], str] = {
     ("sparse", "offloading"): "hotkv.sparse: vLLM's offloading keeps whole contexts on the "
     "device; sparse decode and residency need kv_connector HotKVConnector",
     ("tracing", "offloading"): "hotkv.tracing = 'http://localhost:4318': "
-    "HotKVOffloadingConnector makes no spans of requests; leave it out, or use kv_connector "
+    "vLLM's offloading makes no spans of requests; leave it out, or use kv_connector "
     "HotKVConnector",
 }
 """Pairs whose engine does not start, with the words that its user reads."""

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from hotkv_vllm import versions
-from hotkv_vllm.config import SPARSE, TRACING, ConfigError, ConnectorConfig
+from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.link import logger
 
 try:
@@ -31,7 +31,7 @@ try:
     from hotkv_vllm.compat import checks
     from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
     from hotkv_vllm.offloading.scheduler import DoorScheduler
-    from hotkv_vllm.offloading.tier import BY_CONNECTOR, HotKVTier
+    from hotkv_vllm.offloading.tier import BY_CONNECTOR, HotKVTier, settings_of
     from hotkv_vllm.offloading.worker import DoorWorker
 except ImportError as error:
     raise ImportError(versions.why_not_imported(error, versions.OFFLOADING)) from error
@@ -127,6 +127,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
     ) -> tuple[int | None, bool]:
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if self._door is not None:
+            if answer[0] is None and self._door.promote(self.scheduler.manager):
+                answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
             self._door.matched(request, num_computed_tokens, answer[0])
         return answer
 
@@ -201,17 +203,7 @@ def complete(extra: dict[str, Any]) -> ConnectorConfig | None:
 
     Raises ConfigError for a setting that is wrong, or that this door can't serve.
     """
-    config = ConnectorConfig.from_extra_config(extra)
-    if config.sparse is not None:
-        raise ConfigError(
-            f"{SPARSE}: vLLM's offloading keeps whole contexts on the device; sparse decode and "
-            "residency need kv_connector HotKVConnector"
-        )
-    if config.tracing:
-        raise ConfigError(
-            f"{TRACING} = {config.tracing!r}: HotKVOffloadingConnector makes no spans of requests; "
-            "leave it out, or use kv_connector HotKVConnector"
-        )
+    config = settings_of(extra)
     extra.setdefault("spec_name", SPEC)
     # vLLM's own default leaves answers out; a later turn of a conversation would miss them.
     extra.setdefault("offload_prompt_only", False)

@@ -87,6 +87,10 @@ class Room:
     def num_taken(self) -> int:
         return sum(self._offered.values()) + sum(self._under_way.values())
 
+    @property
+    def has_offers(self) -> bool:
+        return bool(self._offered)
+
     def offer(self, request_id: str) -> bool:
         """Takes a row for a chunk that vLLM is about to promote. Returns False if there is no
         room."""

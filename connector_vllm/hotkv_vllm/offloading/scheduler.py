@@ -20,6 +20,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+from vllm.v1.kv_offload.base import ScheduleEndContext
+
 from hotkv_proto.keys import KeySpace
 from hotkv_vllm.compat import Unsupported, checks, steps
 from hotkv_vllm.config import ConnectorConfig
@@ -35,8 +37,7 @@ from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.request import RequestState, StoreState
 from hotkv_vllm.scheduler.reset import CacheReset
 
-
-IDLE_WAIT_S = 0.004
+IDLE_WAIT_S = 0.01
 """Longest wait for promotions in a step in which the engine has nothing to compute. Without it vLLM
 asks again every millisecond. That takes processor time and the interpreter's lock from the threads
 that the promotion needs, and makes a hit a third slower."""
@@ -213,9 +214,20 @@ class DoorScheduler:
             return 0
         return self._prefill.begin_step(steps.scheduled_rows(scheduler_output), now_s)
 
+    @hook(lambda *_: False, of="door")
+    def promote(self, manager: Any) -> bool:
+        """Begins the promotions that this step's lookups have asked for, and waits a moment for
+        their end, if the engine has nothing else to do. vLLM would begin them at the end of the
+        step, and ask for them in the next. Returns True if the request is to be looked up again."""
+        transfers = self._tier.transfers
+        if transfers is None or self._admitted or not self._tier.has_offers:
+            return False
+        manager.on_schedule_end(ScheduleEndContext((), ()))
+        return transfers.wait_for_load(IDLE_WAIT_S)
+
     @hook(nothing, of="door")
     def end_step(self) -> None:
-        """Waits a moment for a promotion if the engine has admitted no request."""
+        """Waits a moment for promotions under way, if the engine has nothing else to do."""
         if self._tier.transfers is not None and not self._admitted:
             self._tier.transfers.wait_for_load(IDLE_WAIT_S)
 

@@ -46,7 +46,7 @@ from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.reports import Miss
 from hotkv_vllm import link, versions
 from hotkv_vllm.compat import steps
-from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.config import SPARSE, TRACING, ConfigError, ConnectorConfig
 from hotkv_vllm.hints.requests import HintReader
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.link import CacheSession, logger
@@ -104,7 +104,7 @@ class HotKVTier(SecondaryTierManager):
     """The calls of vLLM's `TieringOffloadingManager`.
 
     settings: the connector's settings, `hotkv.target` and so on (`config.ConnectorConfig`). Raises
-        ConfigError if one is wrong.
+        ConfigError if one is wrong, or can't be served behind vLLM's offloading.
 
     may_load, may_store: what the engine's role allows.
     may_repeat: whether chunks that are on the device already may be stored.
@@ -124,7 +124,7 @@ class HotKVTier(SecondaryTierManager):
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.config = offloading_spec.config
-        self.settings = ConnectorConfig.from_extra_config(settings)
+        self.settings = settings_of(settings)
         self.row_bytes = self.block_size_bytes
         self.stats = HotKVStats()
         self.edge = HookEdge(HookClock("tier", str(self.config.engine_id)), self.stats.add)
@@ -267,6 +267,11 @@ class HotKVTier(SecondaryTierManager):
         for request_id in request_ids:
             if request_id in self._told:
                 self._told[request_id].is_excluded = True
+
+    @property
+    def has_offers(self) -> bool:
+        """Returns True if lookups of this step have asked for promotions."""
+        return self._room.has_offers
 
     def miss_of(self, request_id: str) -> Miss:
         """Returns why the request's last lookup missed."""
@@ -564,6 +569,23 @@ class HotKVTier(SecondaryTierManager):
             GroupHashes(group, [get_offload_block_hash(key) for key in keys])
             for group, keys in by_group.items()
         ]
+
+
+def settings_of(extra: Mapping[str, Any]) -> ConnectorConfig:
+    """Returns the settings `hotkv.…`. Raises ConfigError for one that is wrong, or that can't be
+    served behind vLLM's offloading."""
+    config = ConnectorConfig.from_extra_config(extra)
+    if config.sparse is not None:
+        raise ConfigError(
+            f"{SPARSE}: vLLM's offloading keeps whole contexts on the device; sparse decode and "
+            "residency need kv_connector HotKVConnector"
+        )
+    if config.tracing:
+        raise ConfigError(
+            f"{TRACING} = {config.tracing!r}: vLLM's offloading makes no spans of requests; leave "
+            "it out, or use kv_connector HotKVConnector"
+        )
+    return config
 
 
 def _missed(known: RequestInTier | None, why: Miss) -> LookupResult:

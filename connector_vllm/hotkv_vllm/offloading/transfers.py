@@ -222,12 +222,13 @@ class Transfers:
                     self._num_stores,
                 )
 
-    def wait_for_load(self, timeout_s: float) -> None:
-        """Waits until a load ends, if one is under way."""
+    def wait_for_load(self, timeout_s: float) -> bool:
+        """Waits until a load ends. Returns False if none has ended, or none is under way."""
         with self._settled:
             before = self._num_loads
-            if before:
-                self._settled.wait_for(lambda: self._num_loads < before, timeout_s)
+            return bool(before) and self._settled.wait_for(
+                lambda: self._num_loads < before, timeout_s
+            )
 
     def _wait_idle(self, timeout_s: float) -> bool:
         with self._settled:

@@ -1,0 +1,82 @@
+"""An engine that has nothing to compute waits a moment for a hit, and only then."""
+
+import os
+import signal
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.offloading import scheduler
+from hotkv_vllm.offloading.scheduler import DoorScheduler
+from hotkv_vllm.stats import HookClock, HotKVStats
+from tests.offloading.rig import Rig, keys_of
+from tests.vllm.processes import Daemon
+
+KEYS = keys_of("idle", 30)
+
+
+@pytest.fixture
+def reader(own_daemon: Daemon) -> Iterator[Rig]:
+    """A rig of whose server another rig has stored `KEYS`."""
+    writer, rig = (Rig(own_daemon.target).connected() for _ in range(2))
+    writer.store(KEYS)
+    yield rig
+    writer.close()
+    rig.close()
+
+
+def side_of(rig: Rig, monkeypatch: pytest.MonkeyPatch, wait_s: float) -> DoorScheduler:
+    monkeypatch.setattr(scheduler, "IDLE_WAIT_S", wait_s)
+    monkeypatch.setattr(scheduler.checks, "counts_media", lambda _: False)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(world_size=1),
+        kv_transfer_config=SimpleNamespace(is_kv_consumer=True, is_kv_producer=True),
+    )
+    edge = HookEdge(HookClock("test", "engine"), HotKVStats().add)
+    settings: Any = ConnectorConfig()
+    return DoorScheduler(config, None, settings, rig.tier, edge)
+
+
+def test_an_idle_engine_hits_in_the_step_that_asks(
+    reader: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = side_of(reader, monkeypatch, wait_s=20.0)
+    context = reader.request(KEYS)
+    assert not side.promote(reader.manager), "nothing was asked for"
+    assert reader.lookup_once(context, KEYS) is None
+    assert side.promote(reader.manager)
+    assert reader.lookup_once(context, KEYS) == len(KEYS)
+    reader.load(context, KEYS)
+
+
+def test_an_engine_with_a_request_under_way_does_not_wait(
+    reader: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = side_of(reader, monkeypatch, wait_s=20.0)
+    running = SimpleNamespace(request_id="running")
+    side.allocated(running, 0)
+    context = reader.request(KEYS)
+    assert reader.lookup_once(context, KEYS) is None
+    assert not side.promote(reader.manager)
+    assert reader.tier.transfers is not None and reader.tier.transfers.is_idle
+    side.finished(running)
+    assert side.promote(reader.manager)
+    reader.load(context, KEYS[: reader.lookup(context, KEYS)])
+
+
+def test_a_server_that_hangs_is_not_waited_for(
+    reader: Rig, own_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = side_of(reader, monkeypatch, wait_s=0.001)
+    context = reader.request(KEYS)
+    os.kill(own_daemon.pid, signal.SIGSTOP)
+    assert reader.lookup_once(context, KEYS) is None
+    assert not side.promote(reader.manager)
+    side.end_step()
+    assert reader.lookup_once(context, KEYS) is None
+    os.kill(own_daemon.pid, signal.SIGCONT)
+    reader.load(context, KEYS[: reader.lookup(context, KEYS)])
