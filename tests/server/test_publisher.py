@@ -65,17 +65,23 @@ class Reader:
         return last
 
 
-@pytest.fixture
-def publisher(tmp_path: Path) -> Iterator[ZmqPublisher]:
+def publishing(folder: Path, **settings: bool) -> ZmqPublisher:
     made = ZmqPublisher(
-        f"ipc://{tmp_path}/events",
-        f"ipc://{tmp_path}/replay",
+        f"ipc://{folder}/events",
+        f"ipc://{folder}/replay",
         lambda number, key_space: key_space.model,
         buffer_steps=3,
         buffer_bytes=MIB,
         int_hashes=False,
+        **settings,
     )
     made.add_key_space(1, KEY_SPACE)
+    return made
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[ZmqPublisher]:
+    made = publishing(tmp_path)
     yield made
     made.close()
 
@@ -193,6 +199,44 @@ def test_a_topic_ends_with_its_last_key_space_and_never_goes_back(
     publisher.forget_key_space(7)
     publisher.publish(1.0, [replace(removed([3]), key_space_id=8)])
     assert reader.read()[0] == number + 1
+
+
+def test_numbers_grow_over_a_restart(
+    publisher: ZmqPublisher, reader: Reader, tmp_path: Path
+) -> None:
+    """Dynamo's indexer drops messages whose numbers go back."""
+    last = reader.wait_subscribed(publisher)
+    publisher.close()
+    again = publishing(tmp_path)
+    assert reader.wait_subscribed(again) > last
+    again.close()
+
+
+def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: Path) -> None:
+    publisher = publishing(tmp_path, per_endpoint=True)
+    last = reader.wait_subscribed(publisher)
+    publisher.add_key_space(2, replace(KEY_SPACE, model="other"))
+    for number, key_space_id in enumerate((1, 2, 2, 1)):
+        publisher.publish(1.0, [replace(removed([number]), key_space_id=key_space_id)])
+        assert reader.read()[0] == last + 1 + number
+    # A topic that ends and returns.
+    publisher.forget_key_space(2)
+    publisher.add_key_space(3, replace(KEY_SPACE, model="other"))
+    publisher.publish(1.0, [replace(removed([5]), key_space_id=3)])
+    assert reader.read()[0] == last + 5
+    with reader.context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(f"ipc://{tmp_path}/replay")
+        dealer.send_multipart([b"", (last + 1).to_bytes(8, "big")])
+        replayed = []
+        while (
+            dealer.poll(10_000)
+            and (sequence := dealer.recv_multipart()[2]) != ZmqEventPublisher.END_SEQ
+        ):
+            replayed.append(int.from_bytes(sequence, "big"))
+    # Those of the topic that ended are gone.
+    assert replayed == [last + 1, last + 4, last + 5]
+    publisher.close()
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, MIB // 2)), max_size=40))

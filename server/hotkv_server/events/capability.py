@@ -73,6 +73,7 @@ def _publisher(settings: EventSettings) -> "ZmqPublisher | None":
             buffer_steps=settings.buffer_steps,
             buffer_bytes=settings.buffer_bytes,
             int_hashes=settings.int_hashes,
+            per_endpoint=settings.numbering == "endpoint",
         )
     except zmq.ZMQError as error:
         raise StartError(

@@ -3,7 +3,10 @@ messages that a reader has missed.
 
 Always true:
 
-- each topic looks like an engine's publisher, with an unbroken sequence of numbers;
+- numbers begin at the clock, in microseconds, so that they grow over restarts: a router drops
+  messages whose numbers go back;
+- each topic looks like an engine's publisher, with an unbroken sequence of numbers; or all topics
+  of the endpoint together do, if `per_endpoint`;
 - the event loop only queues; a thread translates, encodes and sends;
 - the queue and the messages kept for replay are bounded in bytes;
 - if the queue is full, new events are lost. If a lost event was a removal, the topic's next message
@@ -89,7 +92,8 @@ class ZmqPublisher:
     """Publishes events; see the module. Raises zmq.ZMQError if an endpoint can't be bound or
     connected to. Must be closed.
 
-    `topic_of`: returns the topic of a key space.
+    topic_of: returns the topic of a key space.
+    per_endpoint: a message has the next number of the endpoint, not of its topic.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class ZmqPublisher:
         buffer_steps: int,
         buffer_bytes: int,
         int_hashes: bool,
+        per_endpoint: bool = False,
     ) -> None:
         self.published_events = 0
         self.lost_events = 0
@@ -120,7 +125,8 @@ class ZmqPublisher:
         # Topics of which messages are kept for replay.
         self._kept: dict[_Topic, None] = {}
         # First sequence number of new topics: a topic that returns must not seem to go back.
-        self._first_number = 0
+        self._first_number = time.time_ns() // 1000
+        self._of_endpoint = itertools.count(self._first_number) if per_endpoint else None
         self._context = zmq.Context()
         try:
             self._pub = self._open(zmq.PUB, endpoint, bind=binds(endpoint))
@@ -257,7 +263,7 @@ class ZmqPublisher:
                 return
             payload = self._encoder.encode(KVEventBatch(item.unix_time_s, events, RANK))
             if topic.sequence is None:
-                topic.sequence = itertools.count(self._first_number)
+                topic.sequence = self._of_endpoint or itertools.count(self._first_number)
             number = next(topic.sequence)
             self._pub.send_multipart((topic.name, number.to_bytes(SEQUENCE_BYTES, "big"), payload))
         except Exception:  # The effect executor's edge: one bad event must not end all others.
@@ -272,7 +278,7 @@ class ZmqPublisher:
             self._kept.pop(ended.topic, None)
             while ended.topic.sent:
                 self._forget_oldest(ended.topic)
-            if ended.topic.sequence is not None:
+            if ended.topic.sequence is not None and self._of_endpoint is None:
                 self._first_number = max(self._first_number, next(ended.topic.sequence))
 
     def _keep(self, topic: _Topic, number: int, payload: bytes) -> None:
@@ -307,12 +313,15 @@ class ZmqPublisher:
             )
             return
         first = int.from_bytes(frames[1], "big")
-        for topic in self._kept:
-            if len(frames) == 3 and frames[2] != topic.name:
-                continue
-            for number, payload in topic.sent:
-                if number >= first:
-                    socket.send_multipart(
-                        (client, b"", topic.name, number.to_bytes(SEQUENCE_BYTES, "big"), payload)
-                    )
+        kept = (
+            (number, topic.name, payload)
+            for topic in self._kept
+            if len(frames) == 2 or frames[2] == topic.name
+            for number, payload in topic.sent
+            if number >= first
+        )
+        for number, name, payload in sorted(kept, key=lambda one: one[0]):
+            socket.send_multipart(
+                (client, b"", name, number.to_bytes(SEQUENCE_BYTES, "big"), payload)
+            )
         socket.send_multipart((client, b"", b"", END_OF_REPLAY, b""))

@@ -1,7 +1,7 @@
 """Settings of HTTP, of events and of traces."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ByteSize, Field, field_validator, model_validator
@@ -50,6 +50,13 @@ class EventSettings(BaseModel, extra="forbid"):
         description=(
             "Topic of the messages. {host}, {model}, {tenant} and {key_space} are replaced by "
             "their values."
+        ),
+    )
+    numbering: Literal["topic", "endpoint"] = Field(
+        "topic",
+        description=(
+            "What the messages' sequence numbers count: the messages of each topic, or those of "
+            "the whole endpoint. Dynamo's indexer needs endpoint if the server has several models."
         ),
     )
     buffer_steps: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
