@@ -237,9 +237,14 @@ def explain(service: Service, traffic: Traffic) -> None:
     spaces = json.loads(service.hotkv("explain", "--json", *map(str, gone)))
     hashes = [block["block_hash"] for block in spaces[0]["blocks"] if block["verdict"] == "ready"]
     number = str(spaces[0]["key_space_id"])
-    service.hotkv("evict", "--key-space", number, *hashes)
-    found["evicted"] = verdicts(gone)
-    expect("evicted" in found["evicted"], f"{found}")
+
+    def evicted() -> bool:
+        # The traffic may store the prompt again at any moment.
+        service.hotkv("evict", "--key-space", number, *hashes)
+        found["evicted"] = verdicts(gone)
+        return "evicted" in found["evicted"]
+
+    wait(evicted, "a prompt is evicted")
     service.hotkv("flush", "--key-space", number)
     found["flushed"] = verdicts(flushed)
     expect("ready" not in found["flushed"], f"{found}")
