@@ -3,9 +3,11 @@ blocks lie; one that knows no tiers hears of host memory alone."""
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
 
+from hotkv_client import BlockRun
 from hotkv_client.admin import AdminClient
 from hotkv_client.command.tables import event_line
 from tests.server.routers import Router, external, topic
@@ -72,6 +74,30 @@ def test_readers_learn_in_which_medium_blocks_lie(place: Tiered) -> None:
     assert {e["block_token_count"] for e in on_disk} == {16}
     assert sum(e["block_count"] for e in on_disk) == 2 * CHAIN
     assert "  disk  " in event_line(on_disk[0])
+
+
+def test_a_tiers_event_has_the_tokens_and_the_parent_of_the_store(place: Tiered) -> None:
+    place.start_tiered("--events.endpoint", f"ipc://{place.folder}/events")
+    engine = place.connect()
+    router = Router(place.folder, topic(engine.key_space.model))
+    wait_for(lambda: bool(router.sub.poll(50)) or not engine.session.flush().result(60))
+    router.events()
+    chain, ids = hashes(CHAIN), list(range(CHAIN * 16))
+    run = BlockRun(0, chain, np.arange(CHAIN, dtype=np.int32), token_ids=ids)
+    engine.session.store("told", "told", [run], 60).result(60)
+    wait_for(lambda: place.counter("tier_demoted_blocks_total") == CHAIN)
+    told = {}
+    while len(told) < CHAIN:
+        told |= {
+            event.block_hashes[0]: event for event in router.events() if event.ownership == "disk"
+        }
+    parents = [None, *map(external, chain)]
+    for at, block in enumerate(chain):
+        event = told[external(block)]
+        assert (event.token_ids, event.block_size) == (ids[at * 16 : at * 16 + 16], 16)
+        assert event.parent_block_hash == parents[at]
+    assert place.counter("events_without_tokens_total") == 0
+    router.close()
 
 
 def _until_last_cleared(stream: Iterator[tuple[list[dict[str, object]], int]]):  # type: ignore[no-untyped-def]

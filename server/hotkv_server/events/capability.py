@@ -13,6 +13,7 @@ from hotkv_proto.blocks import RunContent
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.v1 import events_pb2, events_pb2_grpc
 from hotkv_server.cache.values import Entries, EvictionNotice, Medium, Run
+from hotkv_server.events.contents import KnownContents
 from hotkv_server.events.drive import EventHub, moved_events, removed_events, stored_events
 from hotkv_server.events.service import EventService
 from hotkv_server.node.capability import Capability, Service
@@ -36,7 +37,9 @@ def check(settings: Settings) -> None:
 
 def attach(settings: Settings, node: Node) -> "EventsCapability":
     """Returns the events of this node. Raises StartError."""
-    return EventsCapability(node, EventHub(_publisher(settings.events)))
+    return EventsCapability(
+        node, EventHub(_publisher(settings.events)), settings.events.buffer_bytes
+    )
 
 
 def _zmq() -> ModuleType:
@@ -83,11 +86,12 @@ def _publisher(settings: EventSettings) -> "ZmqPublisher | None":
 
 
 class EventsCapability(Capability):
-    """See the folder's README."""
+    """See the folder's README. `content_bytes`: most bytes of contents that wait for a tier."""
 
-    def __init__(self, node: Node, hub: EventHub) -> None:
+    def __init__(self, node: Node, hub: EventHub, content_bytes: int) -> None:
         self._node = node
         self.hub = hub
+        self._contents = KnownContents(content_bytes)
 
     def __repr__(self) -> str:
         return f"EventsCapability({self.hub!r})"
@@ -121,7 +125,11 @@ class EventsCapability(Capability):
     ) -> None:
         if self.hub.is_heard and contents:
             number, key_space = session.record.key_space_id, session.key_space
-            self.hub.publish(stored_events(number, key_space, runs, contents, results))
+            events = stored_events(number, key_space, runs, contents, results)
+            self.hub.publish(events)
+            if self._node.core.below:
+                for event in events:
+                    self._contents.keep(event)
 
     def blocks_moved(self, entries: Entries, medium: Medium, tier: str) -> None:
         if not self.hub.is_heard:
@@ -129,7 +137,9 @@ class EventsCapability(Capability):
         core = self._node.core
         places = [one.space for one in core.below if one.space is not None]
         space = places[0] if medium is Medium.DISK else core.space
-        self.hub.publish(list(moved_events(space.index, entries, medium, tier)))
+        self.hub.publish(
+            list(moved_events(space.index, entries, medium, tier, self._contents.find))
+        )
 
     def blocks_removed(
         self,
@@ -146,6 +156,7 @@ class EventsCapability(Capability):
             "events_lost_by_readers_total": float(self.hub.feeds.lost_items),
             "events_published_total": float(publisher.published_events if publisher else 0),
             "events_lost_total": float(publisher.lost_events if publisher else 0),
+            "events_without_tokens_total": float(self._contents.unknown_blocks),
         }
 
     def gauges(self) -> Mapping[str, float]:

@@ -11,7 +11,7 @@ Always true:
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,7 +32,7 @@ NO_CONTENT = RunContent(np.empty(0, np.int32))
 class BlocksStored:
     """An unbroken run of blocks became ready.
 
-    `parent`: hash words [8]; None at the root and after a move between tiers.
+    `parent`: hash words [8]; None at the root, and after a move between tiers if it is not known.
     `depth`: of the first block.
     `tier`: its name; empty for host memory.
     """
@@ -212,22 +212,39 @@ def stored_events(
     return events
 
 
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a store has said of one block. `parent`: hash words [8]; None at the root."""
+
+    parent: Words | None
+    content: RunContent
+
+
+UNKNOWN = Content(None, NO_CONTENT)
+
+
 def moved_events(
-    index: BlockIndex, entries: Entries, medium: Medium, tier: str
+    index: BlockIndex,
+    entries: Entries,
+    medium: Medium,
+    tier: str,
+    content_of: Callable[[int, int, bytes], Content],
 ) -> Iterator[BlocksStored]:
     """Yields an event for each of these entries, which a tier has moved. Of a chain, earlier blocks
-    come first.
+    come first. An event has a single block.
 
-    An event has a single block: its hash, group and depth are known. It has no token ids, because
-    they are not kept; and no parent, because the link to the block before is only a hint
-    (`cache.table.index`).
+    content_of: returns what is known of a block by key space, group and hash (32 bytes). The link
+        to the block before is only a hint (`cache.table.index`), so it names no parent.
     """
     entries = entries[np.argsort(index.depths(entries), kind="stable")]
     key_spaces, groups, hashes = index.keys(entries)
     rows = zip(key_spaces.tolist(), groups.tolist(), index.depths(entries).tolist(), strict=True)
     for at, (key_space_id, group, depth) in enumerate(rows):
         block = hashes[at : at + 1]
-        yield BlocksStored(key_space_id, group, block, None, depth, NO_CONTENT, medium, tier)
+        known = content_of(key_space_id, group, block.tobytes())
+        yield BlocksStored(
+            key_space_id, group, block, known.parent, depth, known.content, medium, tier
+        )
 
 
 def removed_events(

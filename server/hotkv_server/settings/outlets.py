@@ -65,8 +65,8 @@ class EventSettings(BaseModel, extra="forbid"):
     buffer_bytes: Annotated[ByteSize, Field(ge=MIB)] = Field(
         ByteSize(64 * MIB),
         description=(
-            "Most bytes that wait to be sent, and most that are kept for replay. Both are for all "
-            "topics together."
+            "Most bytes that wait to be sent, most that are kept for replay, and most of the token "
+            "ids that are kept until tiers announce their blocks. Each is for all topics together."
         ),
     )
     int_hashes: bool = Field(
