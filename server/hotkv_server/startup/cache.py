@@ -14,9 +14,6 @@ from hotkv_server.startup import StartError
 from hotkv_server.startup.access import tenant_shares
 from hotkv_server.startup.capabilities import OpenedBelow
 
-MAX_BLOCKS_PER_CALL = 1 << 17
-"""The event loop serves no other calls during a call; to find so many blocks takes some 20 ms."""
-
 
 def load_kernels(settings: Settings) -> None:
     """Loads kernels, and compiles those that are not cached. Otherwise the first store would wait
@@ -38,7 +35,6 @@ def open_cache(
         lease_ttl_s=settings.leases.ttl_s,
         unadmitted_share=settings.leases.unadmitted_share,
         held_share=settings.leases.held_share,
-        max_blocks_per_call=MAX_BLOCKS_PER_CALL,
         residency_share=settings.residency.share,
         residency_grace_s=settings.residency.grace_s,
         client_memory_bytes=settings.client_memory_bytes,
