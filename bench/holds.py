@@ -24,12 +24,11 @@ from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache import inspect
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.removal import finished
-from hotkv_server.cache.values import HashList, LoadPositions, Run
+from hotkv_server.cache.values import MAX_BLOCKS_PER_CALL, HashList, LoadPositions, Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.events.drive import removed_events
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.persistence import USE_PARTS, UseNotes
-from hotkv_server.startup.cache import MAX_BLOCKS_PER_CALL
 from hotkv_server.startup.process import SWITCH_INTERVAL_S
 
 FLUSHED_BLOCKS = 1 << 18

@@ -49,6 +49,10 @@ class TenantShare:
     burst_bytes: int = 0
 
 
+MAX_BLOCKS_PER_CALL = 1 << 17
+"""The event loop serves no other calls during a call; to find so many blocks takes some 20 ms."""
+
+
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
     """Settings of the core. Times are in seconds.
@@ -57,8 +61,6 @@ class CoreConfig:
     held_share: most of the arena that requests may retain.
     residency_share: most of the arena that residencies may reserve and pin.
     residency_grace_s: how long readers of an earlier server may continue to read.
-    max_blocks_per_call: the event loop serves no other calls during a call; to find so many blocks
-        takes some 20 ms.
     client_memory_bytes: most memory for clients' leases, transfers and sequences, outside the
         arena.
     check_stride: stride of check values, see `integrity.check_values`; 0 turns them off.
@@ -73,7 +75,7 @@ class CoreConfig:
     max_lease_ttl_s: float = 600.0
     unadmitted_share: float = 0.25
     held_share: float = 0.25
-    max_blocks_per_call: int = 1 << 17
+    max_blocks_per_call: int = MAX_BLOCKS_PER_CALL
     max_leases: int = 60_000
     residency_share: float = 0.8
     residency_grace_s: float = 10.0

@@ -182,10 +182,10 @@ def stored_events(
     runs: Sequence[Run],
     contents: Sequence[RunContent],
     results: Sequence[NDArray[np.uint8]],
-) -> list[Event]:
+) -> list[BlocksStored]:
     """Returns an event for each unbroken run of blocks that a store has made ready, except
     representations."""
-    events: list[Event] = []
+    events: list[BlocksStored] = []
     for run, content, values in zip(runs, contents, results, strict=True):
         if run.group_index >= MAX_GROUPS:
             continue
