@@ -44,7 +44,7 @@ def test_readers_learn_in_which_medium_blocks_lie(place: Tiered) -> None:
             of_disk = (event.medium, event.locality, event.ownership) == (
                 MEDIUM_STORAGE,
                 "LOCAL",
-                "disk",
+                None,
             )
             assert of_disk or (event.medium, event.locality, event.ownership) == (
                 MEDIUM_CPU,
@@ -89,7 +89,9 @@ def test_a_tiers_event_has_the_tokens_and_the_parent_of_the_store(place: Tiered)
     told = {}
     while len(told) < CHAIN:
         told |= {
-            event.block_hashes[0]: event for event in router.events() if event.ownership == "disk"
+            event.block_hashes[0]: event
+            for event in router.events()
+            if event.medium == MEDIUM_STORAGE
         }
     parents = [None, *map(external, chain)]
     for at, block in enumerate(chain):

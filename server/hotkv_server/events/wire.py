@@ -3,7 +3,8 @@
 The structs mirror `vllm.distributed.kv_events` of vLLM 0.32 field by field, so the encoded bytes
 are the same as an engine's. The server does not import vLLM; a test compares them. Host memory is
 the medium that vLLM names "CPU". A tier has the medium "STORAGE"; its locality is "LOCAL" for a
-disk and "REMOTE" for a store that nodes share, and `ownership` is its name.
+disk and "REMOTE" for a store that nodes share. `ownership` is the name of a shared store. A disk
+has none: Dynamo's indexer credits a worker only with blocks that have no other owner.
 
 A run without token ids has no tokens and block size 0, as when vLLM publishes a run that it can't
 describe. A router that matches prompts by tokens skips it; a router that uses hashes can use it.
@@ -93,6 +94,10 @@ def external_hashes(words: NDArray[Any], hash_bytes: int, *, as_ints: bool) -> l
     return [int.from_bytes(row[-8:], "big") for row in rows] if as_ints else list(rows)
 
 
+def _owner(event: BlocksStored | BlocksRemoved) -> str | None:
+    return event.tier if event.medium is Medium.REMOTE else None
+
+
 class Translator:
     """Converts our events to vLLM's classes. `as_ints`: hashes are numbers."""
 
@@ -143,7 +148,7 @@ class Translator:
             if group.kind is GroupKind.SLIDING_WINDOW
             else None,
             locality=locality,
-            ownership=event.tier or None,
+            ownership=_owner(event),
         )
 
     def _removed(self, event: BlocksRemoved) -> BlockRemoved:
@@ -155,5 +160,5 @@ class Translator:
             medium=medium,
             group_idx=event.group_index,
             locality=locality,
-            ownership=event.tier or None,
+            ownership=_owner(event),
         )
