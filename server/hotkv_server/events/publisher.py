@@ -207,11 +207,15 @@ class ZmqPublisher:
             return
         self._put_bytes += num_bytes
         self._queue.put(
-            _Item(
-                topic, unix_time_s, events, topic.must_clear, topic.num_key_spaces == 1, num_bytes
-            )
+            _Item(topic, unix_time_s, events, topic.must_clear, self._is_alone(topic), num_bytes)
         )
         topic.must_clear = False
+
+    def _is_alone(self, topic: _Topic) -> bool:
+        """Returns True if clearing the topic's only key space may clear all that its readers know.
+        A reader that counts the endpoint's messages takes a clear for all of its topics."""
+        others = self._by_key_space if self._of_endpoint is not None else ()
+        return topic.num_key_spaces == 1 and len(others) <= 1
 
     def is_alive(self) -> bool:
         """Returns False if the thread has died."""
