@@ -14,7 +14,7 @@ from hotkv_server.sparse.capability import SparseCapability
 def capable(node: Node) -> Node:
     """Returns the node, which has them from now on."""
     node.capabilities += [
-        EventsCapability(node, EventHub()),
+        EventsCapability(node, EventHub(), 1 << 20),
         LedgerCapability(node, LiveLedger(node.core)),
         ResidencyCapability(node),
         SparseCapability(node),
