@@ -29,11 +29,13 @@ def reader(own_daemon: Daemon) -> Iterator[Rig]:
     rig.close()
 
 
-def side_of(rig: Rig, monkeypatch: pytest.MonkeyPatch, wait_s: float) -> DoorScheduler:
+def side_of(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, wait_s: float, num_replicas: int = 1
+) -> DoorScheduler:
     monkeypatch.setattr(scheduler, "IDLE_WAIT_S", wait_s)
     monkeypatch.setattr(scheduler.checks, "counts_media", lambda _: False)
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(world_size=1),
+        parallel_config=SimpleNamespace(world_size=1, data_parallel_size=num_replicas),
         kv_transfer_config=SimpleNamespace(is_kv_consumer=True, is_kv_producer=True),
     )
     edge = HookEdge(HookClock("test", "engine"), HotKVStats().add)
@@ -65,6 +67,17 @@ def test_an_engine_with_a_request_under_way_does_not_wait(
     assert reader.tier.transfers is not None and reader.tier.transfers.is_idle
     side.finished(running)
     assert side.promote(reader.manager)
+    reader.load(context, KEYS[: reader.lookup(context, KEYS)])
+
+
+def test_a_replica_that_steps_with_others_does_not_wait(
+    reader: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = side_of(reader, monkeypatch, wait_s=20.0, num_replicas=2)
+    context = reader.request(KEYS)
+    assert reader.lookup_once(context, KEYS) is None
+    assert not side.promote(reader.manager)
+    side.end_step()
     reader.load(context, KEYS[: reader.lookup(context, KEYS)])
 
 

@@ -103,7 +103,7 @@ def made(patch):
     patch.setattr(scheduler.checks, "counts_media", lambda _: False)
     patch.setattr(scheduler.checks, "is_pausing", lambda: False)
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(world_size=NUM_RANKS),
+        parallel_config=SimpleNamespace(world_size=NUM_RANKS, data_parallel_size=1),
         kv_transfer_config=SimpleNamespace(is_kv_consumer=True, is_kv_producer=True),
     )
     tier = Tier()

@@ -60,6 +60,8 @@ class DoorScheduler:
         self._config = config
         self._tier = tier
         self._num_ranks = vllm_config.parallel_config.world_size
+        # Data-parallel replicas may step together, so that an idle one would delay the others.
+        self._may_wait = vllm_config.parallel_config.data_parallel_size == 1
         self._counts_media = checks.counts_media(vllm_config)
         self._hints = HintReader(tier.stats)
         self._prefill = PrefillSpeed(tier.stats)
@@ -214,13 +216,18 @@ class DoorScheduler:
             return 0
         return self._prefill.begin_step(steps.scheduled_rows(scheduler_output), now_s)
 
+    @property
+    def _is_idle(self) -> bool:
+        """Returns True if waiting for a promotion delays nothing else."""
+        return self._may_wait and not self._admitted
+
     @hook(lambda *_: False, of="door")
     def promote(self, manager: Any) -> bool:
         """Begins the promotions that this step's lookups have asked for, and waits a moment for
         their end, if the engine has nothing else to do. vLLM would begin them at the end of the
         step, and ask for them in the next. Returns True if the request is to be looked up again."""
         transfers = self._tier.transfers
-        if transfers is None or self._admitted or not self._tier.has_offers:
+        if transfers is None or not self._is_idle or not self._tier.has_offers:
             return False
         manager.on_schedule_end(ScheduleEndContext((), ()))
         return transfers.wait_for_load(IDLE_WAIT_S)
@@ -228,7 +235,7 @@ class DoorScheduler:
     @hook(nothing, of="door")
     def end_step(self) -> None:
         """Waits a moment for promotions under way, if the engine has nothing else to do."""
-        if self._tier.transfers is not None and not self._admitted:
+        if self._tier.transfers is not None and self._is_idle:
             self._tier.transfers.wait_for_load(IDLE_WAIT_S)
 
     def _adopt(self, identity: str) -> None:
