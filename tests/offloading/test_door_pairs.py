@@ -112,7 +112,7 @@ def role(rig: Rig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts the scheduler's side of an engine with this `kv_role` beside the rig's tier."""
     monkeypatch.setattr(scheduler.checks, "counts_media", lambda _: False)
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(world_size=1),
+        parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1),
         kv_transfer_config=SimpleNamespace(
             is_kv_consumer=name != "kv_producer", is_kv_producer=name != "kv_consumer"
         ),
