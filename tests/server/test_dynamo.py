@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,11 @@ class Node:
         wait_for(lambda: self.server.counter("tier_demoted_blocks_total") == before + count)
         return prompt
 
+    def tells_of(self, prompt: list[int], indexer: Indexer) -> bool:
+        """Makes another event. Returns whether the node is credited with the prompt by now."""
+        self.store("beta")
+        return indexer.credits(prompt)[0] > 0
+
     def evict(self) -> None:
         with AdminClient(self.server.target) as admin:
             admin.evict(everything=True)
@@ -166,5 +172,5 @@ def test_prompts_are_credited_where_they_lie(node_and_indexer: tuple[Node, Index
         # The indexer connects again after a while; it asks for what it has missed with the next
         # event that it gets.
         again = node.store("alpha")
-        wait_for(lambda prompt=again: node.store("beta") and indexer.credits(prompt)[0])  # type: ignore[misc]
+        wait_for(partial(node.tells_of, again, indexer))
         lies(again, PROMPT_TOKENS, PROMPT_TOKENS)

@@ -56,5 +56,6 @@ def test_a_block_has_the_content_of_its_last_store_while_that_run_is_kept(
         assert found.content.token_ids.tolist() == last.content.token_ids[here].tolist()
         assert found.content.extra_keys == last.content.extra_keys[at : at + 1]
         assert found.content.lora_name == "adapter"
-        before = words_of([block - 1])[0] if block else None
-        assert np.array_equal(found.parent, before)  # type: ignore[arg-type]
+        assert (found.parent is None) == (block == 0)
+        if found.parent is not None:
+            assert np.array_equal(found.parent, words_of([block - 1])[0])

@@ -230,13 +230,13 @@ class DoorScheduler:
         if transfers is None or not self._is_idle or not self._tier.has_offers:
             return False
         manager.on_schedule_end(ScheduleEndContext((), ()))
-        return transfers.wait_for_load(IDLE_WAIT_S)
+        return transfers.wait_for_end(IDLE_WAIT_S)
 
     @hook(nothing, of="door")
     def end_step(self) -> None:
         """Waits a moment for promotions under way, if the engine has nothing else to do."""
         if self._tier.transfers is not None and self._is_idle:
-            self._tier.transfers.wait_for_load(IDLE_WAIT_S)
+            self._tier.transfers.wait_for_end(IDLE_WAIT_S)
 
     def _adopt(self, identity: str) -> None:
         """Adopts the weights that all ranks have reported."""

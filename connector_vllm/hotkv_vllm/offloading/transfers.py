@@ -222,13 +222,13 @@ class Transfers:
                     self._num_stores,
                 )
 
-    def wait_for_load(self, timeout_s: float) -> bool:
-        """Waits until a load ends. Returns False if none has ended, or none is under way."""
+    def wait_for_end(self, timeout_s: float) -> bool:
+        """Waits until a job has ended, if a load is under way. Returns whether `take_ended` has
+        jobs to return."""
         with self._settled:
-            before = self._num_loads
-            return bool(before) and self._settled.wait_for(
-                lambda: self._num_loads < before, timeout_s
-            )
+            if self._num_loads:
+                self._settled.wait_for(lambda: self._ended, timeout_s)
+            return bool(self._ended)
 
     def _wait_idle(self, timeout_s: float) -> bool:
         with self._settled:

@@ -214,7 +214,10 @@ def stored_events(
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a store has said of one block. `parent`: hash words [8]; None at the root."""
+    """The parent and the content of a block, as its store named them.
+
+    parent: hash words [8]; None at the root.
+    """
 
     parent: Words | None
     content: RunContent
