@@ -206,6 +206,10 @@ def test_numbers_grow_over_a_restart(
 ) -> None:
     """Dynamo's indexer drops messages whose numbers go back."""
     last = reader.wait_subscribed(publisher)
+    # More messages than the next publisher sends here.
+    for number in range(1000):
+        publisher.publish(1.0, [stored([number])])
+        last, _ = reader.read()
     publisher.close()
     again = publishing(tmp_path)
     assert reader.wait_subscribed(again) > last
