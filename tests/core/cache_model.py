@@ -6,6 +6,7 @@ each block was allowed to be evicted.
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from hotkv_proto import table
 from hotkv_proto.blocks import BlockResult
+from hotkv_proto.errors import Reason
 from hotkv_proto.table import RESERVED_FLAG
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.leases.retentions import RetentionPins
@@ -23,8 +25,7 @@ from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import HashList
 from hotkv_server.residency.book.register import ResidentGroup
-from tests.core.resident import residencies
-from tests.core.support import words_of
+from tests.core.support import reason_of, residencies, words_of
 
 Key = tuple[int, int, int]
 """Key space, group, number of the hash."""
@@ -365,6 +366,13 @@ def snapshot(core: CacheCore) -> object:
             core.leases._next_number,
         ),
     )
+
+
+def refused(core: CacheCore, call: Callable[[], object], reason: Reason) -> None:
+    """Checks that a call is refused for this reason, and changes nothing."""
+    before = snapshot(core)
+    assert reason_of(call) is reason
+    assert snapshot(core) == before
 
 
 def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
