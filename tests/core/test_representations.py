@@ -2,6 +2,7 @@
 and how they are numbered and counted."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import hypothesis.strategies as st
 import numpy as np
@@ -399,7 +400,7 @@ def test_the_version_stored_last_is_kept_and_counted(monkeypatch: pytest.MonkeyP
         assert (counted.blocks[1], counted.representations[1], counted.blocks.sum()) == (3, 3, 3)
     one = words_of([1])
     for group in (-1, 2, MAX_GROUPS - 1, MAX_GROUPS + 2):
-        refused(world.core, lambda: world.found([1], group=group), Reason.INVALID_FIELD)
+        refused(world.core, partial(world.found, [1], 1, group), Reason.INVALID_FIELD)
     for call in (
         lambda: world.core.touch(session.number, [HashList(MAX_GROUPS, one)], 1.0),
         lambda: evict(world.core, 1, MAX_GROUPS, one),
@@ -425,4 +426,4 @@ def test_equal_kinds_have_one_number_and_numbers_are_bounded() -> None:
         ("other", (Representation(0, "rot2u", 1, (100, 100)),), Reason.INVALID_FIELD),
         ("other", (Representation(0, "rot2u", 1, (6 * SLAB + 1,)),), Reason.INVALID_FIELD),
     ):
-        refused(world.core, lambda: world.open("d", model, kinds=wrong), reason)
+        refused(world.core, partial(world.open, "d", model, kinds=wrong), reason)
