@@ -166,6 +166,7 @@ class CacheWorld(RuleBasedStateMachine):
         if transfer.shard_index < 0:
             self.core.end_load(session, transfer_id, succeeded)
             assert lease is not None
+            self.model.counted.loaded_blocks += len(transfer.todo) if succeeded else 0
             lease.copies -= 1
             if lease.released:
                 self.model.end_lease(lease)
@@ -197,6 +198,7 @@ class CacheWorld(RuleBasedStateMachine):
         self.model.written[key] |= bit
         if self.model.written[key] != self.whole:
             return BlockResult.WRITTEN
+        self.model.counted.stored_blocks += 1
         lease.keys.remove(key)
         del self.model.written[key]
         self.model.ready.add(key)

@@ -83,7 +83,9 @@ class ReadRules(CacheWorld):
         if (resident := self.taken_bytes()) > 0:
             held = self.core.retention_pins.held_bytes + self.model.unadmitted_bytes()
             budget = min(budget, most_pinned(NUM_SLABS * SLAB) - resident - held)
-        total = 0
+        total, counted = 0, self.model.counted
+        counted.acquired_blocks += sum(map(sum, masks))
+        counted.missed_blocks += sum(len(mask) - sum(mask) for mask in masks)
         for (group, numbers), mask in zip(asked, masks, strict=True):
             over = False
             for number, pinned in zip(numbers, mask, strict=True):
@@ -141,6 +143,7 @@ class ReadRules(CacheWorld):
         assert expire(self.core, self.now_s) == len(late)
         if self.now_s >= self.model.kept_until_s:
             self.model.kept = {}
+        self.model.counted.expired_leases += len(late)
         for lease in late:
             self.model.end_lease(lease)
 
