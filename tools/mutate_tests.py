@@ -139,6 +139,7 @@ TESTS: dict[str, str] = {
     "client/hotkv_client/command/savings_tables.py": "tests/server/test_ledger.py",
     "server/hotkv_server/cache/room/shares.py": f"tests/core/test_bounds.py {CORE}",
     "server/hotkv_server/cache/histogram.py": "tests/core/test_histogram.py",
+    "server/hotkv_server/cache/leases/books.py": f"tests/core/test_retention.py {CORE}",
     "server/hotkv_server/cache/leases/retentions.py": (
         f"tests/core/test_pins.py tests/core/test_retention.py {CORE}"
     ),

@@ -260,29 +260,6 @@ class IndexMachine(RuleBasedStateMachine):
 TestIndexMachine = IndexMachine.TestCase
 
 
-@given(data=st.data(), hash_bytes=st.integers(8, 32), count=st.integers(0, 5))
-def test_prefixes_and_words_are_the_bytes_of_the_hashes(
-    data: st.DataObject, hash_bytes: int, count: int
-) -> None:
-    hashes = [data.draw(st.binary(min_size=hash_bytes, max_size=hash_bytes)) for _ in range(count)]
-    packed = b"".join(hashes)
-    assert hash_prefixes(packed, hash_bytes).tolist() == [
-        int.from_bytes(h[:8], "little") for h in hashes
-    ]
-    assert [row.tobytes() for row in hash_words(packed, hash_bytes)] == [
-        h.ljust(32, b"\0") for h in hashes
-    ]
-    salt = data.draw(st.integers(0, (1 << 64) - 1))
-    mixed = [
-        (int.from_bytes(h[:8], "little") ^ salt) * 0x9E37_79B9_7F4A_7C15 % (1 << 64) for h in hashes
-    ]
-    assert table.mix(hash_words(packed, hash_bytes), salt).tolist() == mixed
-    num_buckets = data.draw(st.integers(1, 1 << 31))
-    assert table.home_buckets(np.array(mixed, np.uint64), num_buckets).tolist() == [
-        (m >> 32) * num_buckets >> 32 for m in mixed
-    ]
-
-
 def test_a_block_may_be_pinned_more_often_than_any_small_counter_holds() -> None:
     index = BlockIndex(make_table(4))
     many = np.ones(70_000, np.uint32)

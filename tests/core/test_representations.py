@@ -88,6 +88,7 @@ class RepresentationMachine(RuleBasedStateMachine):
         assert again.representations == (MAX_GROUPS + 1, MAX_GROUPS)
         self.ready: set[Key] = set()
         self.kept: dict[int, int] = {}
+        self.num_kept = 0
         self.writes: dict[str, Write] = {}
         self.reads: dict[str, tuple[int, list[tuple[Key, int]]]] = {}
         self.arena: dict[tuple[int, int], Key | None] = {}
@@ -250,9 +251,12 @@ class RepresentationMachine(RuleBasedStateMachine):
         write.seen |= 1 << shard
         for _, _, key, offset in copies:
             self.arena[offset, shard] = key if succeeded else None
+        counters, num_kept = self.core.counters, self.num_kept
+        before = counters.stored_representations
         results = self.core.end_store(write.session, f"{name}-{shard}", succeeded, self.now_s)
         for run, at, key, _ in sorted(copies, key=lambda copy: copy[2][0]):
             assert results[run][at] == self.end_block(write, key, shard, succeeded=succeeded)
+        assert counters.stored_representations - before == self.num_kept - num_kept
         self.settle_write(name, write)
         self.settle()
 
@@ -279,6 +283,7 @@ class RepresentationMachine(RuleBasedStateMachine):
         del write.masks[key]
         if key[0]:
             self.kept[key[1]] = key[0]
+            self.num_kept += 1
         else:
             self.ready.add(key)
         return BlockResult.STORED
@@ -292,7 +297,7 @@ class RepresentationMachine(RuleBasedStateMachine):
         name, session = f"r{self.names}", self.sessions[engine]
         lists, held = self.lists(engine, blocks, others), []
         counters = self.core.counters
-        before = counters.acquired_blocks, counters.acquired_representations
+        before = counters.acquired_representations, counters.missed_representations
         asked = [HashList(group, words_of(numbers)) for group, numbers in lists]
         grant = self.core.acquire(session, name, asked, 0.0, self.now_s)
         for (group, numbers), mask in zip(lists, grant.pinned, strict=True):
@@ -304,9 +309,9 @@ class RepresentationMachine(RuleBasedStateMachine):
             assert slots.offsets.tolist() == [offset for _, offset in places]
             self.core.end_load(session, f"l{group}", True)
             held += places
-        num_blocks = sum(group == 0 for (group, _), _ in held)
-        after = counters.acquired_blocks, counters.acquired_representations
-        assert after == (before[0] + num_blocks, before[1] + len(held) - num_blocks)
+        num_found = sum(group > 0 for (group, _), _ in held)
+        after = counters.acquired_representations, counters.missed_representations
+        assert after == (before[0] + num_found, before[1] + len(others) - num_found)
         self.reads[name] = (session, held)
         self.settle()
 

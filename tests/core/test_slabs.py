@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hotkv_proto import native
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.room.slabs import SlabPool, aligned
 
@@ -226,28 +225,3 @@ def test_figures_of_a_pool() -> None:
     assert pool.figures().stranded_bytes == 0
     assert pool.available_slots(2 * SLAB) == 0
     assert pool.figures().stranded_bytes == 3 * SLAB
-
-
-@given(data=st.data(), change=st.sampled_from([1, -1]))
-def test_slots_are_counted_slab_by_slab(data: st.DataObject, change: int) -> None:
-    """Slabs that came to 0 are named; a slab of another size is refused, and so is one that has
-    fewer slots used than are freed."""
-    kernels = native.require("hotkv_server.cache.table.kernels")
-    owner = np.array(
-        data.draw(st.lists(st.sampled_from([SLOT_ALIGN] * 5 + [SLAB]), min_size=4, max_size=4)),
-        np.int64,
-    )
-    used = data.draw(st.lists(st.integers(0, 3), min_size=4, max_size=4))
-    offsets = SLOT_ALIGN * np.array(data.draw(st.lists(st.integers(0, 15), max_size=8)), np.int64)
-    slabs = (offsets // SLAB).tolist()
-    counts, emptied = np.array(used, np.int64), np.full(len(offsets), -1, np.int64)
-    count = kernels.count_slots(counts, owner, offsets, SLAB, SLOT_ALIGN, change, emptied)
-    if any(owner[slab] != SLOT_ALIGN for slab in slabs):
-        assert count == -1 and counts.tolist() == used
-        return
-    after = [old + change * slabs.count(slab) for slab, old in enumerate(used)]
-    assert counts.tolist() == after
-    if any(after[slab] < 0 for slab in slabs):
-        assert count == -2
-        return
-    assert sorted(emptied[:count].tolist()) == sorted(s for s in set(slabs) if after[s] == 0)
