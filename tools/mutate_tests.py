@@ -144,7 +144,9 @@ TESTS: dict[str, str] = {
         f"tests/core/test_pins.py tests/core/test_retention.py {CORE}"
     ),
     "server/hotkv_server/cache/table/kernels.py": KERNELS,
-    "server/hotkv_server/cache/table/index.py": f"tests/core/test_index.py {CORE}",
+    "server/hotkv_server/cache/table/index.py": (
+        f"tests/core/test_index.py tests/core/test_retention.py {CORE}"
+    ),
     "server/hotkv_server/cache/room/slabs.py": f"tests/core/test_slabs.py {CORE}",
     "server/hotkv_server/cache/restore.py": f"tests/core/test_restore.py {CORE}",
     "server/hotkv_server/tiers/book/lower.py": LOWER,

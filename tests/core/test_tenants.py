@@ -226,7 +226,7 @@ def test_a_bound_is_kept_in_parts_and_others_may_store_between_them(
     colder = space.index.ready_blocks(4)
     fill(space, 3, 12)
     space.touch(space.index.ready_blocks(3), 50.0)
-    space.tenants.share_out({"c": TenantShare(0, 4 * SLOT_ALIGN)})
+    space.tenants.share_out({"c": TenantShare(0, 5 * SLOT_ALIGN - 1)})
     assert space.tenants.used[0] == 12 * SLOT_ALIGN, "nothing goes at once"
     before = 12
     for number, _ in enumerate(keep_bounds(space.books, space.removal)):
