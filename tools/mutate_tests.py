@@ -2,12 +2,11 @@
 
 CORE = (
     "tests/core/test_cache.py tests/core/test_space.py tests/core/test_slabs.py "
-    "tests/core/test_cache_cases.py tests/core/test_ids.py tests/core/test_unadmitted.py "
-    "tests/core/test_inspect.py tests/core/test_ages.py tests/core/test_arrays.py "
+    "tests/core/test_cache_cases.py tests/core/test_inspect.py tests/core/test_histogram.py "
     "tests/core/test_shares_of_books.py tests/core/test_pins.py tests/core/test_tenants.py "
-    "tests/core/test_verifier.py tests/core/test_sums.py tests/core/test_index.py "
+    "tests/core/test_verifier.py tests/core/test_checks.py tests/core/test_index.py "
     "tests/core/test_representations.py tests/core/test_catalog.py tests/core/test_incremental.py "
-    "tests/core/test_counters.py tests/core/test_residencies.py tests/core/test_restore.py "
+    "tests/core/test_residencies.py tests/core/test_restore.py "
     "tests/core/test_holding.py tests/core/test_starvation.py"
 )
 KERNELS = (
@@ -140,11 +139,14 @@ TESTS: dict[str, str] = {
     "client/hotkv_client/command/savings_tables.py": "tests/server/test_ledger.py",
     "server/hotkv_server/cache/room/shares.py": f"tests/core/test_bounds.py {CORE}",
     "server/hotkv_server/cache/histogram.py": "tests/core/test_histogram.py",
+    "server/hotkv_server/cache/leases/books.py": f"tests/core/test_retention.py {CORE}",
     "server/hotkv_server/cache/leases/retentions.py": (
         f"tests/core/test_pins.py tests/core/test_retention.py {CORE}"
     ),
     "server/hotkv_server/cache/table/kernels.py": KERNELS,
-    "server/hotkv_server/cache/table/index.py": f"tests/core/test_index.py {CORE}",
+    "server/hotkv_server/cache/table/index.py": (
+        f"tests/core/test_index.py tests/core/test_retention.py {CORE}"
+    ),
     "server/hotkv_server/cache/room/slabs.py": f"tests/core/test_slabs.py {CORE}",
     "server/hotkv_server/cache/restore.py": f"tests/core/test_restore.py {CORE}",
     "server/hotkv_server/tiers/book/lower.py": LOWER,
@@ -161,7 +163,7 @@ TESTS: dict[str, str] = {
     ),
     "server/hotkv_server/integrity/kernels.py": "tests/core/test_checks.py",
     "server/hotkv_server/integrity/sums.py": (
-        "tests/core/test_checks.py tests/core/test_sums.py tests/dataplane/test_contract.py"
+        "tests/core/test_checks.py tests/dataplane/test_contract.py"
     ),
     "server/hotkv_server/integrity/": (
         f"tests/core/test_checks.py tests/core/test_verifier.py {CORE}"
@@ -262,9 +264,7 @@ TESTS: dict[str, str] = {
     ),
     "connector_vllm/hotkv_vllm/connector.py": f"tests/vllm/test_sides.py {ENGINE}",
     "connector_vllm/hotkv_vllm/": ENGINE,
-    "server/hotkv_server/cache/inspect.py": (
-        f"tests/core/test_inspect.py tests/core/test_arena_map.py {CORE}"
-    ),
+    "server/hotkv_server/cache/inspect.py": (f"tests/core/test_inspect.py {CORE}"),
     "server/hotkv_server/cache/room/policies/shared.py": f"tests/core/test_shared.py {POLICY}",
     "server/hotkv_server/tiers/book/epochs.py": "tests/core/test_epoch_book.py",
     "server/hotkv_server/tiers/book/write_gate.py": "tests/core/test_write_gate.py",
@@ -290,7 +290,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/node/": NODE,
     "server/hotkv_server/told/": TOLD,
     "server/hotkv_server/memory/": (
-        "tests/core/test_memory.py tests/core/test_filling.py tests/core/test_records.py "
+        "tests/core/test_memory.py tests/core/test_filling.py "
         "tests/core/test_pinning.py tests/core/test_numa.py tests/server/test_arenas.py "
         "tests/server/test_restart.py"
     ),
@@ -298,6 +298,10 @@ TESTS: dict[str, str] = {
         "tests/core/test_residencies.py tests/server/test_residencies.py"
     ),
     "server/hotkv_server/hints/book": f"tests/core/test_hint_book.py {POLICY}",
+    "server/hotkv_server/hints/book/actions.py": (
+        "tests/core/test_retention.py tests/server/test_hint_turns.py tests/server/test_hints.py "
+        "tests/server/test_hints_tiers.py"
+    ),
     "server/hotkv_server/hints/": (
         "tests/core/test_hint_parsing.py tests/server/test_hint_turns.py "
         "tests/server/test_hints.py tests/server/test_hints_tiers.py"

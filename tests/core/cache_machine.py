@@ -20,10 +20,15 @@ from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.values import CoreConfig
 from tests.core.cache_model import GARBAGE, NUM_HASHES, CacheModel, Key, ModelLease, snapshot
-from tests.core.support import make_key_space, make_table, taken_over
+from tests.core.support import SLAB, make_key_space, make_table, taken_over
 
-SLAB = 4 * SLOT_ALIGN
 NUM_SLABS = 6
+SIZES = [
+    (SLOT_ALIGN, 2 * SLOT_ALIGN),
+    (SLOT_ALIGN, SLAB + 1),
+    (3 * SLOT_ALIGN, SLOT_ALIGN + 7),
+    (2 * SLAB, 3 * SLAB),
+]
 ENGINES = ["e0", "e1", "e2"]
 LEASE_IDS = ["a", "b", "c", "d"]
 TRANSFER_IDS = ["t", "u", "v"]
@@ -39,14 +44,7 @@ class CacheWorld(RuleBasedStateMachine):
 
     @initialize(
         num_shards=st.integers(1, 2),
-        sizes=st.sampled_from(
-            [
-                (SLOT_ALIGN, 2 * SLOT_ALIGN),
-                (SLOT_ALIGN, SLAB + 1),
-                (3 * SLOT_ALIGN, SLOT_ALIGN + 7),
-                (2 * SLAB, 3 * SLAB),
-            ]
-        ),
+        sizes=st.sampled_from(SIZES),
         capacity=st.sampled_from([7, 60]),
         share=st.sampled_from([0.25, 1.0]),
         policy=st.sampled_from(sorted(POLICIES)),
@@ -166,6 +164,7 @@ class CacheWorld(RuleBasedStateMachine):
         if transfer.shard_index < 0:
             self.core.end_load(session, transfer_id, succeeded)
             assert lease is not None
+            self.model.counted.loaded_blocks += len(transfer.todo) if succeeded else 0
             lease.copies -= 1
             if lease.released:
                 self.model.end_lease(lease)
@@ -197,6 +196,7 @@ class CacheWorld(RuleBasedStateMachine):
         self.model.written[key] |= bit
         if self.model.written[key] != self.whole:
             return BlockResult.WRITTEN
+        self.model.counted.stored_blocks += 1
         lease.keys.remove(key)
         del self.model.written[key]
         self.model.ready.add(key)

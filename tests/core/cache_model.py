@@ -6,6 +6,7 @@ each block was allowed to be evicted.
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from hotkv_proto import table
 from hotkv_proto.blocks import BlockResult
+from hotkv_proto.errors import Reason
 from hotkv_proto.table import RESERVED_FLAG
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.leases.retentions import RetentionPins
@@ -21,10 +23,9 @@ from hotkv_server.cache.room.shares import PinBudget, TenantBook
 from hotkv_server.cache.room.slabs import ABSENT
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.index import BlockIndex
-from hotkv_server.cache.values import HashList
+from hotkv_server.cache.values import Counters, HashList
 from hotkv_server.residency.book.register import ResidentGroup
-from tests.core.resident import residencies
-from tests.core.support import words_of
+from tests.core.support import reason_of, residencies, words_of
 
 Key = tuple[int, int, int]
 """Key space, group, number of the hash."""
@@ -97,6 +98,7 @@ class CacheModel:
         self.kept: dict[int, Key | None] = {}
         self.kept_until_s = 0.0
         self.arena: dict[tuple[int, int], Key] = {}
+        self.counted = Counters()
         self.key_of = {
             (ks, group, words_of([n])[0].tobytes()): (ks, group, n) for ks, group, n in slot_bytes
         }
@@ -110,6 +112,7 @@ class CacheModel:
             **{offset: key for key, offset in self.resident()},
         }
         self.kept_until_s = now_s + core.config.residency_grace_s
+        self.counted = Counters(restored_blocks=len(self.ready))
         for residency in self.residencies.values():
             residency.is_open = False
         self.residencies = {}
@@ -182,6 +185,7 @@ class CacheModel:
     def drop_reserved(self, key: Key) -> None:
         self.written.pop(key)
         self.aborted.discard(key)
+        self.counted.aborted_blocks += 1
 
     def settle_write(self, lease: ModelLease, whole: int) -> None:
         """Applies the rule for a write lease after one of its copies has ended."""
@@ -215,6 +219,8 @@ class CacheModel:
         }
         gone = {key for key in self.ready if key[0] == key_space_id}
         assert self.take_notices() == gone
+        self.counted.evicted_blocks -= len(gone)
+        self.counted.flushed_blocks += len(gone)
         return len(gone)
 
     # Comparing
@@ -231,6 +237,7 @@ class CacheModel:
         assert set(named) <= self.ready, "a notice names a block that was not stored"
         assert not set(named) & set(self.pins()), "a pinned block was evicted"
         self.ready -= set(named)
+        self.counted.evicted_blocks += len(named)
         return set(named)
 
     def settle(self) -> None:
@@ -243,6 +250,8 @@ class CacheModel:
         for ks, group in {key[:2] for key in self.slot_bytes}:
             words = index.find(ks, group, words_of(range(NUM_HASHES)))
             masks = core.lookup(ks, [HashList(group, words_of(range(NUM_HASHES)))])[0]
+            self.counted.lookup_blocks += NUM_HASHES
+            self.counted.lookup_hit_blocks += int(masks.sum())
             for number, (word, found) in enumerate(
                 zip(words.tolist(), masks.tolist(), strict=True)
             ):
@@ -267,6 +276,7 @@ class CacheModel:
             for lease in self.leases.values()
         )
         assert len(core.transfers) == len(self.transfers)
+        assert core.counters == self.counted
         assert sum(core._read_leases._unadmitted.values()) == self.unadmitted_bytes()
 
 
@@ -365,6 +375,13 @@ def snapshot(core: CacheCore) -> object:
             core.leases._next_number,
         ),
     )
+
+
+def refused(core: CacheCore, call: Callable[[], object], reason: Reason) -> None:
+    """Checks that a call is refused for this reason, and changes nothing."""
+    before = snapshot(core)
+    assert reason_of(call) is reason
+    assert snapshot(core) == before
 
 
 def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:

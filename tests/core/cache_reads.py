@@ -83,7 +83,9 @@ class ReadRules(CacheWorld):
         if (resident := self.taken_bytes()) > 0:
             held = self.core.retention_pins.held_bytes + self.model.unadmitted_bytes()
             budget = min(budget, most_pinned(NUM_SLABS * SLAB) - resident - held)
-        total = 0
+        total, counted = 0, self.model.counted
+        counted.acquired_blocks += sum(map(sum, masks))
+        counted.missed_blocks += sum(len(mask) - sum(mask) for mask in masks)
         for (group, numbers), mask in zip(asked, masks, strict=True):
             over = False
             for number, pinned in zip(numbers, mask, strict=True):
@@ -141,6 +143,7 @@ class ReadRules(CacheWorld):
         assert expire(self.core, self.now_s) == len(late)
         if self.now_s >= self.model.kept_until_s:
             self.model.kept = {}
+        self.model.counted.expired_leases += len(late)
         for lease in late:
             self.model.end_lease(lease)
 
@@ -155,6 +158,11 @@ class ReadRules(CacheWorld):
         self, data: st.DataObject, transfer_id: str, lease_id: str, picks: list[int]
     ) -> None:
         session, engine, ks = self.session(data)
+        mine = [one for one in self.model.leases.values() if one.engine_id == engine]
+        mine = [one for one in mine if not one.write and not one.released]
+        is_good = bool(mine) and data.draw(st.integers(0, 3)) > 0
+        if is_good:
+            lease_id = data.draw(st.sampled_from(sorted(one.lease_id for one in mine)))
         lease = self.model.leases.get((engine, lease_id))
         foreign = any(key[1] == lease_id and key[0] != engine for key in self.model.leases)
         usable = lease is not None and not lease.released
@@ -165,6 +173,9 @@ class ReadRules(CacheWorld):
             positions = [
                 pick for pick in picks if pick < len(numbers) or data.draw(st.integers(0, 9)) == 0
             ]
+            if is_good and lease is not None:
+                granted_at = {numbers[at]: at for at in np.flatnonzero(lease.granted[run]).tolist()}
+                positions = list(granted_at.values())
             runs.append(LoadPositions(group, np.array(positions, np.int64)))
             for at, position in enumerate(positions):
                 granted = (
@@ -175,6 +186,8 @@ class ReadRules(CacheWorld):
                 )
                 bad |= not granted
                 todo.append((run, at, (ks, group, numbers[position]) if granted else GARBAGE, 0))
+        keys = [key for _, _, key, _ in todo]
+        bad |= len(set(keys)) < len(keys)
         reasons = self.refusal(
             ((session, transfer_id) in self.model.transfers, Reason.DUPLICATE_ID),
             (not usable and foreign, Reason.FOREIGN_LEASE),

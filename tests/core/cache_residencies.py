@@ -19,8 +19,7 @@ from hotkv_server.residency.book.bound import slot_cost
 from tests.core.cache_machine import NUM_SLABS, NUMBERS, RESIDENCY_IDS, SLAB
 from tests.core.cache_model import Key, ModelResidency
 from tests.core.cache_writes import WriteRules
-from tests.core.resident import residencies
-from tests.core.support import words_of
+from tests.core.support import residencies, words_of
 
 BOUND = min(int(0.8 * NUM_SLABS * SLAB), most_pinned(NUM_SLABS * SLAB))
 

@@ -130,6 +130,7 @@ class WriteRules(CacheWorld):
             present |= {
                 key for key, result in zip(keys, got, strict=True) if result == BlockResult.PRESENT
             }
+            self.count(keys, got, lease)
         assert not present & gone, "evicted what the same call was told is present"
         if deciding and named and BlockResult.NO_SPACE in results[-1]:
             index = self.core.space.index
@@ -142,6 +143,15 @@ class WriteRules(CacheWorld):
             )
         for key in reserved:
             self.model.written[key] = 0
+
+    def count(self, keys: list[Key], results: list[int], lease: ModelLease | None) -> None:
+        """A second place of a hash is in flight, and not counted."""
+        counted = self.model.counted
+        counted.present_blocks += results.count(BlockResult.PRESENT)
+        counted.no_space_blocks += results.count(BlockResult.NO_SPACE) if lease is None else 0
+        for key, result in zip(keys, results, strict=True):
+            if result == BlockResult.IN_FLIGHT:
+                counted.in_flight_blocks += self.model.owner(key) not in (None, lease)
 
     @precondition(lambda self: self.sessions)
     @rule(

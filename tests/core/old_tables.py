@@ -9,62 +9,40 @@ from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig, Run
-from tests.core.support import (
-    begin_store,
-    make_key_space,
-    make_table,
-    reserve,
-    words_of,
-)
+from tests.core.support import SLAB, begin_store, make_key_space, make_table, reserve, words_of
 
-SLAB, NUM_SLABS, CAPACITY = 4 * SLOT_ALIGN, 12, 40
+NUM_SLABS, CAPACITY = 12, 40
 KEY_SPACE = make_key_space("one", SLOT_ALIGN, 2 * SLOT_ALIGN)
 KIND = Representation(0, "rot2u", 7, (SLOT_ALIGN,))
 CONFIG = CoreConfig(NUM_SLABS * SLAB, SLAB, CAPACITY, check_stride=64)
 
 
-def filled() -> CacheCore:
-    """Blocks of two groups, some with representations, some being written."""
-    core = CacheCore(CONFIG, make_table(CAPACITY), POLICIES["lru"](CAPACITY))
-    session = core.open_session("e", "rank", KEY_SPACE, 0.0, (KIND,))
-    runs = [
-        Run(0, words_of(range(8))),
-        Run(1, words_of(range(6))),
-        Run(session.representations[0], words_of(range(4))),
-    ]
-    begin_store(core, session.number, "t", "l", runs, 0, 0.0, 1.0)
-    core.end_store(
-        session.number,
-        "t",
-        True,
-        1.0,
-        [np.arange(len(run.hashes), dtype=np.uint64) for run in runs],
-    )
-    reserve(core, session.number, "m", [Run(0, words_of([20, 21]))], 0.0, 2.0)
+def empty(config: CoreConfig = CONFIG) -> CacheCore:
+    core = CacheCore(config, make_table(CAPACITY), POLICIES["lru"](CAPACITY))
+    core.catalog.register(KEY_SPACE, (KIND,), 0.0)
     return core
 
 
-def empty() -> CacheCore:
-    core = CacheCore(CONFIG, make_table(CAPACITY), POLICIES["lru"](CAPACITY))
-    core.catalog.register(KEY_SPACE, (KIND,), 0.0)
+def filled() -> CacheCore:
+    """Blocks of two groups, some with representations, some being written."""
+    core = empty()
+    session = core.open_session("e", "rank", KEY_SPACE, 0.0, (KIND,))
+    groups = ((0, 8), (1, 6), (session.representations[0], 4))
+    runs = [Run(group, words_of(range(count))) for group, count in groups]
+    sums = [np.arange(count, dtype=np.uint64) for _, count in groups]
+    begin_store(core, session.number, "t", "l", runs, 0, 0.0, 1.0)
+    core.end_store(session.number, "t", True, 1.0, sums)
+    reserve(core, session.number, "m", [Run(0, words_of([20, 21]))], 0.0, 2.0)
     return core
 
 
 def damage(records: Words, data: st.DataObject) -> Words:
     """Changes some words of some records: values that occur elsewhere in the table, or any."""
+    rows, words = st.integers(0, len(records) - 1), st.integers(0, table.RECORD_WORDS - 1)
     for _ in range(data.draw(st.integers(1, 12))):
-        row, word = (
-            data.draw(st.integers(0, len(records) - 1)),
-            data.draw(st.integers(0, table.RECORD_WORDS - 1)),
-        )
-        other = int(records[data.draw(st.integers(0, len(records) - 1)), word])
-        value = data.draw(
-            st.one_of(
-                st.just(other),
-                st.integers(0, 40),
-                st.integers(0, 2**32 - 1),
-                st.just(other ^ (1 << 16)),
-            )
-        )
-        records[row, word] = value
+        word = data.draw(words)
+        other = int(records[data.draw(rows), word])
+        values = st.sampled_from([other, other ^ (1 << 16)])
+        values |= st.integers(0, 40) | st.integers(0, 2**32 - 1)
+        records[data.draw(rows), word] = data.draw(values)
     return records

@@ -1,16 +1,20 @@
 """Small builders for the tests of the core: tables in plain memory, hashes by number, key spaces of
-two groups."""
+two groups, and a core in which sessions store."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from hotkv_proto.blocks import NO_RETENTION, Retention, StoreOptions
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind, GroupSpec
-from hotkv_proto.keys import KeySpace
+from hotkv_proto.keys import KeySpace, Representation
 from hotkv_proto.table import (
     HEADER,
+    SLOT_ALIGN,
     BlockTable,
     TableGeometry,
     Words,
@@ -22,7 +26,19 @@ from hotkv_server.cache.restore import Restored, restore
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.room.space import Space
-from hotkv_server.cache.values import Entries, Int64s, Reservation, Run, SlotRun
+from hotkv_server.cache.values import (
+    CoreConfig,
+    Entries,
+    HashList,
+    Int64s,
+    Reservation,
+    Run,
+    SessionRecord,
+    SlotRun,
+)
+from hotkv_server.residency.book.residencies import Residencies
+
+SLAB = 4 * SLOT_ALIGN
 
 
 def make_table(capacity: int, num_buckets: int = 0, arena_bytes: int = 1 << 30) -> BlockTable:
@@ -60,6 +76,81 @@ def make_key_space(name: str, full_bytes: int, window_bytes: int, num_shards: in
 def _shards(slot_bytes: int, num_shards: int) -> tuple[int, ...]:
     first = slot_bytes - (num_shards - 1)
     return (first,) + (1,) * (num_shards - 1)
+
+
+class World:
+    """A core of `num_slabs` slabs of four slots, and short calls of its sessions. What a session
+    stores in one call is ready when the call returns."""
+
+    def __init__(
+        self,
+        num_slabs: int = 6,
+        capacity: int = 100,
+        policy: str = "lru",
+        memory: ReaderMemory | None = None,
+        **config: object,
+    ) -> None:
+        values = CoreConfig(num_slabs * SLAB, SLAB, capacity, **config)  # type: ignore[arg-type]
+        made = POLICIES[policy](capacity)
+        self.core = CacheCore(values, make_table(capacity), made, memory)
+        self.num_calls = 0
+
+    def open(
+        self,
+        engine: str = "engine",
+        model: str = "model",
+        sizes: tuple[int, int] = (SLOT_ALIGN, SLOT_ALIGN),
+        *,
+        num_shards: int = 1,
+        kinds: tuple[Representation, ...] = (),
+        tenant: str = "",
+        now_s: float = 0.0,
+    ) -> SessionRecord:
+        """Opens a session on a key space of two groups."""
+        key_space = replace(make_key_space(model, *sizes, num_shards), tenant=tenant)
+        return self.core.open_session(engine, "rank", key_space, now_s, kinds)
+
+    def store(
+        self,
+        session: SessionRecord,
+        numbers: Sequence[int],
+        now_s: float = 1.0,
+        *,
+        group: int = 0,
+        depth: int = 0,
+        residency_id: str = "",
+    ) -> list[int]:
+        """Stores blocks of a group under a lease of their own. Returns a result a block."""
+        self.num_calls += 1
+        name, runs = f"store {self.num_calls}", [Run(group, words_of(numbers), None, depth)]
+        number = session.number
+        begin_store(self.core, number, name, name, runs, 0, 0.0, now_s, residency_id=residency_id)
+        results: list[int] = self.core.end_store(number, name, True, now_s)[0].tolist()
+        return results
+
+    def found(self, numbers: Sequence[int], key_space_id: int = 1, group: int = 0) -> list[int]:
+        """Returns those that a lookup finds."""
+        (mask,) = self.core.lookup(key_space_id, [HashList(group, words_of(numbers))])
+        return [number for number, hit in zip(numbers, mask.tolist(), strict=True) if hit]
+
+    def entries(self, numbers: Sequence[int], key_space_id: int = 1, group: int = 0) -> Entries:
+        """Returns the entries of blocks, 0 for those that are not there."""
+        return self.core.space.index.find(key_space_id, group, words_of(numbers))
+
+
+def residencies(core: CacheCore) -> Residencies:
+    """Returns the residencies of this core, which has some from the first call on."""
+    for pinner in core.pinners:
+        if isinstance(pinner, Residencies):
+            return pinner
+    return Residencies(core)
+
+
+def reason_of(call: Callable[[], object]) -> Reason:
+    """Returns the reason for which a call is refused."""
+    with pytest.raises(HotKVError) as refused:
+        call()
+    return refused.value.reason
 
 
 def taken_over(

@@ -1,15 +1,17 @@
 """Feeds against a plain list: in order, bounded, and every loss is told."""
 
 import asyncio
+from contextlib import ExitStack
 from dataclasses import dataclass
+from unittest import mock
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import given
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import Reason
 from hotkv_server.node import broadcast as feed_module
 from hotkv_server.node.broadcast import Feeds
+from tests.core.support import reason_of
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,7 @@ def test_a_reader_sees_everything_or_is_told_what_it_missed(
     async def run() -> None:
         feeds: Feeds[Item] = Feeds()
         waiting: list[int] = []
-        seen: list[int] = []
-        sent = told = lost_before = 0
+        sent = num_seen = told = lost_before = 0
         with feeds.reader() as feed, feeds.reader() as idle:
             for num_put, most in steps:
                 feeds.put(map(Item, range(sent, sent + num_put)))
@@ -48,42 +49,33 @@ def test_a_reader_sees_everything_or_is_told_what_it_missed(
                     items, lost = await asyncio.wait_for(feed.get(most), 5)
                     assert [item.number for item in items] == waiting[:most]
                     waiting = waiting[most:]
-                    seen += [item.number for item in items]
+                    num_seen += len(items)
                     told += lost
                     assert told == (told if waiting else lost_before)
-        assert len(seen) + len(waiting) + lost_before == sent
+        assert num_seen + len(waiting) + lost_before == sent
         assert len(feeds) == 0
         assert feeds.lost_items == lost_before + max(0, sent - bound)
 
-    whole = feed_module.FEED_BYTES
-    feed_module.FEED_BYTES = bound * feed_module.ITEM_BYTES
-    try:
+    with mock.patch.object(feed_module, "FEED_BYTES", bound * feed_module.ITEM_BYTES):
         asyncio.run(run())
-    finally:
-        feed_module.FEED_BYTES = whole
 
 
 def test_large_items_fill_a_feed_and_one_alone_always_fits() -> None:
     feeds: Feeds[Item] = Feeds()
-    huge = Item(1, feed_module.FEED_BYTES * 2)
+    huge, half = Item(1, feed_module.FEED_BYTES * 2), Item(3, feed_module.FEED_BYTES // 2)
     with feeds.reader() as feed:
         feeds.put([huge, Item(2)])
         assert (len(feed), feeds.lost_items) == (1, 1)
         assert asyncio.run(feed.get(5)) == ([huge], 1)
-        feeds.put(
-            [Item(3, feed_module.FEED_BYTES // 2), Item(4, feed_module.FEED_BYTES // 2), Item(5)]
-        )
-        assert asyncio.run(feed.get(5)) == ([Item(3, feed_module.FEED_BYTES // 2), Item(5)], 1)
+        feeds.put([half, half, Item(5)])
+        assert asyncio.run(feed.get(5)) == ([half, Item(5)], 1)
 
 
 def test_readers_are_bounded() -> None:
     feeds: Feeds[Item] = Feeds()
-    readers = [feeds.reader() for _ in range(feed_module.MAX_READERS + 1)]
-    for reader in readers[:-1]:
-        reader.__enter__()
-    with pytest.raises(HotKVError, match="end one of them") as caught:
-        readers[-1].__enter__()
-    assert caught.value.reason is Reason.OVERLOADED
-    readers[0].__exit__(None, None, None)
+    with ExitStack() as readers:
+        for _ in range(feed_module.MAX_READERS):
+            readers.enter_context(feeds.reader())
+        assert reason_of(feeds.reader().__enter__) is Reason.OVERLOADED
     with feeds.reader():
-        assert len(feeds) == feed_module.MAX_READERS
+        assert len(feeds) == 1

@@ -1,109 +1,119 @@
-"""The core where the machine of `test_cache` does not go: one engine on two key spaces, blocks
-listed twice, key spaces that can't be served, and what a policy learns of a flush."""
+"""The core where the machine of `test_cache` does not go: ids and blocks that are named twice, what
+no key space may be, what a policy learns of a flush, and how much each tenant may pin."""
 
 from collections.abc import Callable
 
 import pytest
 
 from hotkv_proto.blocks import BlockResult, Retention
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import Reason
+from hotkv_proto.keys import MAX_GROUPS, Representation
 from hotkv_proto.table import SLOT_ALIGN
-from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import LRU
+from hotkv_server.cache.leases.leases import write_weight
 from hotkv_server.cache.room.policies.protocol import Keys
-from hotkv_server.cache.values import CoreConfig, Entries, HashList, Run
-from tests.core.cache_model import snapshot
-from tests.core.support import (
-    begin_store,
-    evict,
-    flush,
-    make_key_space,
-    make_table,
-    reserve,
-    words_of,
-)
-
-SLAB = 4 * SLOT_ALIGN
-NUM_SLABS = 6
+from hotkv_server.cache.values import Entries, HashList, Run, TenantShare
+from tests.core.cache_model import refused
+from tests.core.support import SLAB, World, begin_store, evict, flush, reserve, words_of
 
 
 def test_a_block_that_is_reserved_and_then_stored_twice_in_a_call_is_copied_once() -> None:
     """Two copies to one slot would leave a mixture of both."""
-    core = CacheCore(CoreConfig(NUM_SLABS * SLAB, SLAB, 50), make_table(50), LRU(50))
-    session = core.open_session(
-        "engine", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN), 0.0
-    ).number
+    world = World()
+    core, session = world.core, world.open().number
     run = [Run(0, words_of([1, 2, 1]))]
     reserve(core, session, "lease", run, 0.0, 0.0)
     slots = begin_store(core, session, "store", "lease", run, 0, 0.0, 0.0)
     assert slots[0].positions.tolist() == [0, 1]
     results = core.end_store(session, "store", True, 0.0)[0].tolist()
-    assert (
-        results == [BlockResult.STORED, BlockResult.STORED, BlockResult.IN_FLIGHT]
-        and core.counters.stored_blocks == 2
-    )
+    assert results == [BlockResult.STORED, BlockResult.STORED, BlockResult.IN_FLIGHT]
+    assert core.counters.stored_blocks == 2
     core.check_invariants()
 
 
 def test_leases_do_not_cross_key_spaces_of_one_engine_id() -> None:
-    """Slots are read through the session's layout, so a lease of other groups would name bytes that
-    are not its own."""
-    core = CacheCore(CoreConfig(NUM_SLABS * SLAB, SLAB, 50), make_table(50), LRU(50))
-    one, two = (
-        core.open_session("engine", "rank", make_key_space(name, size, SLOT_ALIGN), 0.0)
-        for name, size in (("a", SLOT_ALIGN), ("b", SLAB))
-    )
+    """Slots are read through the session's layout."""
+    world = World()
+    core = world.core
+    one, two = world.open(model="a").number, world.open(model="b", sizes=(SLAB, SLOT_ALIGN)).number
     hashes = words_of(range(3))
-    reserve(core, one.number, "write", [Run(0, hashes)], 0.0, 0.0)
-    core.acquire(one.number, "read", [HashList(0, hashes)], 0.0, 0.0)
-    before = snapshot(core)
+    runs, listed = [Run(0, hashes)], [HashList(0, hashes)]
+    reserve(core, one, "write", runs, 0.0, 0.0)
+    core.acquire(one, "read", listed, 0.0, 0.0)
     calls: list[tuple[Callable[[], object], Reason]] = [
-        (
-            lambda: reserve(core, two.number, "write", [Run(0, hashes)], 0.0, 0.0),
-            Reason.DUPLICATE_ID,
-        ),
-        (
-            lambda: begin_store(core, two.number, "t", "write", [Run(0, hashes)], 0, 0.0, 0.0),
-            Reason.DUPLICATE_ID,
-        ),
-        (
-            lambda: core.acquire(two.number, "read", [HashList(0, hashes)], 0.0, 0.0),
-            Reason.DUPLICATE_ID,
-        ),
-        (lambda: core.begin_load(two.number, "t", "read", []), Reason.FOREIGN_LEASE),
+        (lambda: reserve(core, two, "write", runs, 0.0, 0.0), Reason.DUPLICATE_ID),
+        (lambda: begin_store(core, two, "t", "write", runs, 0, 0.0, 0.0), Reason.DUPLICATE_ID),
+        (lambda: core.acquire(two, "read", listed, 0.0, 0.0), Reason.DUPLICATE_ID),
+        (lambda: core.begin_load(two, "t", "read", []), Reason.FOREIGN_LEASE),
     ]
     for call, reason in calls:
-        with pytest.raises(HotKVError) as raised:
-            call()
-        assert raised.value.reason == reason and snapshot(core) == before
+        refused(core, call, reason)
 
 
-@pytest.mark.parametrize(
-    ("size", "num_shards", "reason"),
-    [(NUM_SLABS * SLAB + 1, 1, Reason.INVALID_FIELD), (SLOT_ALIGN, 32, Reason.INVALID_FIELD)],
-)
-def test_key_spaces_that_cannot_be_served_are_refused(
-    size: int, num_shards: int, reason: Reason
-) -> None:
-    core = CacheCore(CoreConfig(NUM_SLABS * SLAB, SLAB, 50), make_table(50), LRU(50))
-    before = snapshot(core)
-    with pytest.raises(HotKVError) as raised:
-        core.open_session(
-            "engine", "rank", make_key_space("bad", SLOT_ALIGN, size, num_shards), 0.0
-        )
-    assert raised.value.reason == reason and snapshot(core) == before
+def of_two_ranks(**config: object) -> tuple[World, int]:
+    """Returns a world and the number of a session that declares a representation of group 0."""
+    world = World(capacity=50, unadmitted_share=1.0, **config)
+    kinds = (Representation(0, "f", 1, (SLOT_ALIGN // 2,) * 2),)
+    return world, world.open(num_shards=2, kinds=kinds).number
+
+
+def test_ranks_that_join_a_write_lease_name_what_its_first_call_named_or_less() -> None:
+    world, session = of_two_ranks()
+    core = world.core
+    first = [Run(0, words_of([0, 1, 2])), Run(1, words_of([0]))]
+    reserve(core, session, "id", first, 0.0, 0.0)
+    for other in (
+        [Run(0, words_of([3]))],
+        [Run(0, words_of([0, 1, 3]))],
+        [*first, Run(1, words_of([1]))],
+    ):
+        for call in (
+            lambda runs=other: reserve(core, session, "id", runs, 0.0, 0.0),
+            lambda runs=other: begin_store(core, session, "t", "id", runs, 1, 0.0, 0.0),
+        ):
+            refused(core, call, Reason.DUPLICATE_ID)
+    same = reserve(core, session, "id", first, 0.0, 0.0)
+    assert {value for row in same.results for value in row.tolist()} == {BlockResult.RESERVED}
+    # Each rank sends the representations that it could build.
+    runs = [Run(0, words_of([2, 0])), Run(MAX_GROUPS, words_of([0, 1]))]
+    results = reserve(core, session, "id", runs, 0.0, 0.0).results
+    assert [row.tolist() for row in results] == [
+        [BlockResult.RESERVED] * 2,
+        [BlockResult.NO_SPACE] * 2,
+    ]
+
+
+def test_blocks_that_write_leases_list_are_bounded() -> None:
+    """Also present ones. A refused call evicts nothing, though the arena is full."""
+    world, session = of_two_ranks(client_memory_bytes=3 * write_weight(4, 2))
+    core = world.core
+    for first in range(0, 24, 4):
+        run = [Run(0, words_of(range(first, first + 4)))]
+        for shard in range(2):
+            begin_store(core, session, "s", "s", run, shard, 0.0, 0.0)
+            core.end_store(session, "s", True, 0.0)
+    reserve(core, session, "id", [Run(0, words_of(range(4)))], 0.0, 0.0)
+    more = [Run(0, words_of(range(100, 108)))]
+    refused(core, lambda: reserve(core, session, "other", more, 0.0, 0.0), Reason.OVERLOADED)
+    core.check_invariants()
+
+
+@pytest.mark.parametrize(("size", "num_shards"), [(6 * SLAB + 1, 1), (SLOT_ALIGN, 32)])
+def test_key_spaces_that_cannot_be_served_are_refused(size: int, num_shards: int) -> None:
+    world = World()
+    sizes = (SLOT_ALIGN, size)
+    refused(
+        world.core, lambda: world.open(sizes=sizes, num_shards=num_shards), Reason.INVALID_FIELD
+    )
 
 
 def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy remembers what it should not have evicted; a flush tells nothing about that. It ends
-    retention, too."""
-    core = CacheCore(CoreConfig(NUM_SLABS * SLAB, SLAB, 50), make_table(50), LRU(50))
-    session = core.open_session(
-        "engine", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN), 0.0
-    ).number
-    begin_store(core, session, "s", "s", [Run(0, words_of(range(8)))], 0, 0.0, 1.0)
-    core.end_store(session, "s", True, 1.0)
-    core.touch(session, [HashList(0, words_of([3, 4]))], 1.0, Retention(pin=True, ttl_s=50.0))
+    """A policy remembers what it should not have evicted. A flush ends retention, too."""
+    world = World()
+    core, session = world.core, world.open()
+    world.store(session, range(8))
+    core.touch(
+        session.number, [HashList(0, words_of([3, 4]))], 1.0, Retention(pin=True, ttl_s=50.0)
+    )
     assert core.retention_pins.held_bytes == 2 * SLOT_ALIGN
     told: list[tuple[int, bool]] = []
     forget = core.space.policy.forget
@@ -115,8 +125,20 @@ def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(core.space.policy, "forget", note)
     assert evict(core, 1, 0, words_of([0, 1, 2])) == (3, 0)
     assert flush(core, 1) == 5
-    reserve(core, session, "a", [Run(0, words_of([9]))], 10.0, 1.0)
-    core.release(session, "a")
+    reserve(core, session.number, "a", [Run(0, words_of([9]))], 10.0, 1.0)
+    core.release(session.number, "a")
     assert told == [(3, True), (5, False), (1, False)]
     assert core.retention_pins.held_bytes == 0
     core.check_invariants()
+
+
+def test_each_tenant_may_pin_a_share_of_what_is_surely_its_own() -> None:
+    """A quarter of the half of the arena that each is guaranteed, before a load has started."""
+    share = TenantShare(16 * SLOT_ALIGN)
+    world = World(8, unadmitted_share=0.25, tenants={"a": share, "b": share})
+    for tenant in "ab":
+        session = world.open(tenant, tenant=tenant)
+        world.store(session, range(8))
+        listed = [HashList(0, words_of(range(8)))]
+        (mask,) = world.core.acquire(session.number, "l", listed, 100.0, 1.0).pinned
+        assert mask.tolist() == [True] * 4 + [False] * 4

@@ -6,19 +6,16 @@ from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
-import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.errors import Reason
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, Representation
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.sessions import FORGET_S, MAX_KEY_SPACES, weight_bytes
-from hotkv_server.cache.values import KEY_SPACE_ROWS, CoreConfig, HashList, Run, TenantShare
-from tests.core.support import begin_store, flush, make_table, words_of
+from hotkv_server.cache.values import KEY_SPACE_ROWS, SessionRecord, TenantShare
+from tests.core.support import World, flush, reason_of
 
-ARENA, SLAB = 1 << 20, 1 << 16
 GROUPS = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),)
 KINDS = tuple(Representation(0, "centre", version, (4096,)) for version in range(8))
 MOST = 3
@@ -28,11 +25,16 @@ def named(name: str, tenant: str = "a") -> KeySpace:
     return KeySpace(name, "revision", "bfloat16", GROUPS, 16, tenant=tenant)
 
 
-def make_core(*tenants: str) -> CacheCore:
-    config = CoreConfig(ARENA, SLAB, 200, tenants={name: TenantShare() for name in tenants})
-    core = CacheCore(config, make_table(200), POLICIES["lru"](200))
-    core.catalog.max_of_tenant = MOST
-    return core
+def make_world(*tenants: str, most: int = MOST) -> World:
+    world = World(16, 200, tenants={name: TenantShare() for name in tenants})
+    world.core.catalog.max_of_tenant = most
+    return world
+
+
+def opened(
+    world: World, key_space: KeySpace, now_s: float = 0.0, kinds: tuple[Representation, ...] = ()
+) -> SessionRecord:
+    return world.core.open_session("engine", "tool", key_space, now_s, kinds)
 
 
 def make_room(
@@ -47,22 +49,18 @@ def make_room(
     return gone
 
 
-def store(core: CacheCore, session: int, numbers: range) -> None:
-    begin_store(core, session, "t", "l", [Run(0, words_of(numbers))], 0, 0.0, 0.0)
-    core.end_store(session, "t", True, 0.0)
-
-
 class CatalogMachine(RuleBasedStateMachine):
     """Sessions of two tenants over more key spaces than each may have; the model knows who left
     what when."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.core = make_core("a", "b")
+        self.world = make_world("a", "b")
+        self.core = self.world.core
         self.now_s = 0.0
         self.highest = 0
         self.numbers: dict[KeySpace, int] = {}
-        self.sessions: list[tuple[int, KeySpace]] = []
+        self.sessions: list[tuple[SessionRecord, KeySpace]] = []
         self.left: list[KeySpace] = []
         self.blocks: dict[KeySpace, set[int]] = {}
 
@@ -80,16 +78,15 @@ class CatalogMachine(RuleBasedStateMachine):
             self.left.remove(one)
             self.blocks.pop(one, None)
         if key_space not in mine and len(mine) == MOST and not going:
-            with pytest.raises(HotKVError) as refused:
-                self.core.open_session("engine", "tool", key_space, self.now_s, kinds)
-            assert refused.value.reason is Reason.OVERLOADED
+            refusal = reason_of(lambda: opened(self.world, key_space, self.now_s, kinds))
+            assert refusal is Reason.OVERLOADED
             return
-        record = self.core.open_session("engine", "tool", key_space, self.now_s, kinds)
+        record = opened(self.world, key_space, self.now_s, kinds)
         if key_space not in mine:
             assert record.key_space_id > self.highest, "a number was given away anew"
             self.highest = self.numbers[key_space] = record.key_space_id
         assert record.key_space_id == self.numbers[key_space]
-        self.sessions.append((record.number, key_space))
+        self.sessions.append((record, key_space))
         if key_space in self.left:
             self.left.remove(key_space)
 
@@ -97,8 +94,8 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
         self.now_s += 1.0
-        number, key_space = self.sessions.pop(data.draw(st.integers(0, len(self.sessions) - 1)))
-        self.core.close_session(number, self.now_s)
+        session, key_space = self.sessions.pop(data.draw(st.integers(0, len(self.sessions) - 1)))
+        self.core.close_session(session.number, self.now_s)
         if all(other != key_space for _, other in self.sessions):
             self.left.append(key_space)
 
@@ -106,7 +103,7 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(data=st.data(), first=st.integers(0, 5))
     def store(self, data: st.DataObject, first: int) -> None:
         session, key_space = data.draw(st.sampled_from(self.sessions))
-        store(self.core, session, range(first, first + 3))
+        self.world.store(session, range(first, first + 3))
         self.blocks.setdefault(key_space, set()).update(range(first, first + 3))
 
     @precondition(lambda self: self.numbers)
@@ -134,8 +131,8 @@ class CatalogMachine(RuleBasedStateMachine):
             n: ks for ks, n in self.numbers.items()
         }
         for key_space, number in self.numbers.items():
-            (found,) = self.core.lookup(number, [HashList(0, words_of(range(8)))])
-            assert set(found.nonzero()[0].tolist()) == self.blocks.get(key_space, set())
+            found = self.world.found(range(8), number)
+            assert set(found) == self.blocks.get(key_space, set())
         self.core.check_invariants()
 
 
@@ -144,29 +141,25 @@ TestCatalog = CatalogMachine.TestCase
 
 def test_what_may_not_be_known_costs_nothing() -> None:
     """A key space that would be refused all the same makes no room for itself."""
-    core = make_core()
+    world = make_world()
     for name in "uvw":
-        core.close_session(core.open_session("engine", "tool", named(name), 0.0).number, 1.0)
-    huge = replace(named("huge"), groups=(GroupSpec(GroupKind.FULL_ATTENTION, 16, (2 * ARENA,)),))
-    with pytest.raises(HotKVError, match="does not fit"):
-        core.catalog.surplus(huge, ())
-    assert len(core.key_spaces) == 3
+        world.core.close_session(opened(world, named(name)).number, 1.0)
+    huge = replace(named("huge"), groups=(GroupSpec(GroupKind.FULL_ATTENTION, 16, (1 << 30,)),))
+    assert reason_of(lambda: world.core.catalog.surplus(huge, ())) is Reason.INVALID_FIELD
+    assert len(world.core.key_spaces) == 3
 
 
 def test_heavy_key_spaces_count_by_their_weight() -> None:
     """However few they are; kinds of representations count too."""
-    core = make_core()
-    core.catalog.max_of_tenant = 100
-    core.catalog.max_weight_bytes = (
-        4 * weight_bytes(named("one")) + weight_bytes(named("one"), KINDS[:4]) - 1
-    )
+    world = make_world(most=100)
+    core = world.core
+    light, heavy = weight_bytes(named("one")), weight_bytes(named("one"), KINDS[:4])
+    core.catalog.max_weight_bytes = 4 * light + heavy - 1
     for number in range(4):
-        core.close_session(
-            core.open_session("engine", "tool", named(f"{number}xx"), 0.0).number, float(number)
-        )
+        core.close_session(opened(world, named(f"{number}xx")).number, float(number))
     assert make_room(core, named("new"), KINDS[:4]) == [1]
-    session = core.open_session("engine", "tool", named("new"), 9.0, KINDS[:4])
-    core.open_session("engine", "tool", named("1xx"), 9.0)
+    session = opened(world, named("new"), 9.0, KINDS[:4])
+    opened(world, named("1xx"), 9.0)
     assert make_room(core, named("1xx"), KINDS) == [3]
     core.close_session(session.number, 10.0)
     core.check_invariants()
@@ -183,34 +176,25 @@ def resident_bytes(array: np.ndarray) -> int:
     return sum(one & 1 for one in found) * page
 
 
-def test_key_spaces_that_come_and_go_leave_no_memory_behind() -> None:
-    """Twice as many as there are rows. What there is of salts belongs to groups, not to key spaces:
-    each of the few that are in use has a page, which may be a huge one."""
-    core = make_core()
-    core.catalog.max_of_tenant = MAX_KEY_SPACES
+def test_key_spaces_that_come_and_go_leave_no_memory_and_keep_their_rows() -> None:
+    """Twice as many as there are rows, one of which stays: no other one ever has its row. Each that
+    is in use has a page of salts, which may be a huge one."""
+    world = make_world(most=MAX_KEY_SPACES)
+    core = world.core
+    stays = opened(world, named("stays"))
+    world.store(stays, range(5))
     for number in range(2 * KEY_SPACE_ROWS):
-        found, _ = core.catalog.register(named(str(number)), KINDS[:1], 0.0)
+        if number % KEY_SPACE_ROWS > KEY_SPACE_ROWS - 3:
+            session = opened(world, named(str(number)))
+            found = session.key_space_id
+            world.store(session, range(2))
+            flush(core, found)
+            core.close_session(session.number, 0.0)
+        else:
+            found, _ = core.catalog.register(named(str(number)), KINDS[:1], 0.0)
         assert core.catalog.forget(found)
+    assert found > 2 * KEY_SPACE_ROWS
+    assert world.found(range(6), stays.key_space_id) == list(range(5))
     salts = core.space.index._salts
     assert resident_bytes(salts) <= salts.nbytes // 2
-    core.check_invariants()
-
-
-def test_rows_stay_apart_while_numbers_grow() -> None:
-    """Many more key spaces than there are rows, one of which stays: no other one ever has its
-    row."""
-    core = make_core()
-    core.catalog.max_of_tenant = MAX_KEY_SPACES
-    stays = core.open_session("engine", "tool", named("stays"), 0.0)
-    store(core, stays.number, range(5))
-    for number in range(KEY_SPACE_ROWS + 3):
-        session = core.open_session("engine", "tool", named(str(number)), 0.0)
-        if number > KEY_SPACE_ROWS - 3:
-            store(core, session.number, range(2))
-            flush(core, session.key_space_id)
-        core.close_session(session.number, 0.0)
-        assert core.catalog.forget(session.key_space_id)
-    assert session.key_space_id > KEY_SPACE_ROWS + 3
-    (found,) = core.lookup(stays.key_space_id, [HashList(0, words_of(range(6)))])
-    assert found.tolist() == [True] * 5 + [False]
     core.check_invariants()

@@ -10,16 +10,12 @@ from hypothesis import given
 from hotkv_proto import table
 from hotkv_server.cache.table import kernels
 from tests.core.chained_cache import Cache
-from tests.core.support import words_of
 
 
 def headless(cache: Cache, chains: Sequence[list[int]]) -> list[int]:
     """Blocks that are here though one before them in their chain is not."""
-    left = []
-    for chain in chains:
-        start = first_missing(cache, chain)
-        left += [number for number in chain[start:] if number in cache.resident]
-    return left
+    tails = [chain[first_missing(cache, chain) :] for chain in chains]
+    return [number for tail in tails for number in tail if number in cache.resident]
 
 
 def first_missing(cache: Cache, chain: list[int]) -> int:
@@ -48,7 +44,7 @@ def test_chains_that_grow_keep_their_heads(
             number = len(chains) - 1
         start = first_missing(cache, chains[number])
         chains[number] = chains[number][:start] + cache.fresh(int(rng.integers(1, 9)))
-        cache.store(chains[number], start)
+        cache.add(chains[number], start)
         assert not headless(cache, chains), "a head went before its tail"
     cache.check()
 
@@ -59,47 +55,37 @@ def test_chains_that_grow_keep_their_heads(
 def test_a_new_tail_is_never_hotter_than_its_head(policy: str, passed_s: float, start: int) -> None:
     cache = Cache(policy)
     chain = cache.fresh(10)
-    cache.store(chain)
+    cache.add(chain)
     cache.advance(passed_s)
     chain += cache.fresh(10)
-    cache.store(chain, start)
-    space = cache.core.space
-    assert np.all(np.diff(space.policy.heat(space.index.find(1, 0, words_of(chain)))) < 0)
+    cache.add(chain, start)
+    assert np.all(np.diff(cache.core.space.policy.heat(cache.entries(chain))) < 0)
 
 
 def test_what_counts_as_in_use_keeps_its_frequency() -> None:
-    """A thousand tails behind one prefix within a moment are no use of it, and cost it nothing."""
+    """A thousand tails behind one prefix within a moment are no use of it, cost it nothing, and are
+    no time to live."""
     cache = Cache("hotness")
     prefix = cache.fresh(40)
     for number in range(20):
         cache.advance(float(number))
-        cache.store(prefix)
-    space = cache.core.space
-    entries = space.index.find(1, 0, words_of(prefix))
-    before = space.policy.heat(entries)
+        cache.add(prefix)
+    policy, entries = cache.core.space.policy, cache.entries(prefix)
+    before = policy.heat(entries)
     for _ in range(1000):
-        space.policy.refresh(entries, cache.now_s)
-    assert np.allclose(space.policy.heat(entries), before, rtol=0, atol=0.1)
+        policy.refresh(entries, cache.now_s)
+    assert np.allclose(policy.heat(entries), before, rtol=0, atol=0.1)
+    policy.refresh(entries, 25.0)
+    assert policy.heat(entries).max() < 1e6
 
 
 @pytest.mark.parametrize("policy", ["arc", "hotness", "lru", "s3fifo"])
 def test_a_block_listed_twice_is_counted_once(policy: str) -> None:
     cache = Cache(policy)
     chain = cache.fresh(5)
-    cache.store(chain)
+    cache.add(chain)
     cache.touch([chain[0], chain[0], *chain])
     cache.check()
-
-
-def test_what_counts_as_in_use_is_not_kept_beyond_that() -> None:
-    """In use now is not a time to live."""
-    cache = Cache("hotness")
-    chain = cache.fresh(2)
-    cache.store(chain)
-    space = cache.core.space
-    entries = space.index.find(1, 0, words_of(chain))
-    space.policy.refresh(entries, 5.0)
-    assert space.policy.heat(entries).max() < 1e6
 
 
 @given(data=st.data())
@@ -114,11 +100,10 @@ def test_a_chain_goes_back_as_far_as_its_links_hold(data: st.DataObject) -> None
         table.W_DEPTH: st.integers(0, 3),
     }
     records = np.zeros((8, table.RECORD_WORDS), np.uint32)
-    for entry in range(1, 8):
-        records[entry, table.W_PARENT] = entry - 1
-        records[entry, table.W_KEY_SPACE] = 1
-        records[entry, table.W_GROUP_STATE] = table.STATE_READY << 16
-        records[entry, table.W_DEPTH] = entry
+    records[1:, table.W_PARENT] = range(7)
+    records[1:, table.W_KEY_SPACE] = 1
+    records[1:, table.W_GROUP_STATE] = table.STATE_READY << 16
+    records[1:, table.W_DEPTH] = range(1, 8)
     for _ in range(data.draw(st.integers(0, 3))):
         word = data.draw(st.sampled_from(sorted(words)))
         records[data.draw(st.integers(1, 7)), word] = data.draw(words[word])

@@ -1,5 +1,5 @@
 """Check values: kernel and reference agree; any change of a covered byte, of the key or of the
-place in the slot is seen."""
+place in the slot is seen; a write lease adds up the sums of its shards."""
 
 import os
 from unittest import mock
@@ -9,125 +9,94 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hotkv_server.cache.leases.leases import WriteLease
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.check_values import sealed, strides_of
 from hotkv_server.integrity.evidence import Evidence
-from hotkv_server.integrity.sums import (
-    MAX_SUM_THREADS,
-    SumThreads,
-    add_sums,
-    holds,
-)
+from hotkv_server.integrity.sums import MAX_SUM_THREADS, SumThreads, add_sums, holds
 from tests.oracles import sums as oracle
 
 SLOT = 8192
 ENTRIES = np.arange(4, dtype=np.uint32)
+SEEDS = st.integers(0, 99)
 SHARDS = st.lists(st.integers(0, 3000), min_size=1, max_size=2).filter(any)
 STRIDES = st.sampled_from([1, 2, 16, 64])
 
 
-def region(memory: np.ndarray) -> Region:
-    return Region(memory.ctypes.data, memory.nbytes, "memory")
+class Memory:
+    """Slots of random bytes."""
+
+    def __init__(self, seed: int, num_blocks: int = 4) -> None:
+        rng = np.random.default_rng(seed)
+        self.bytes = rng.integers(0, 256, num_blocks * SLOT, np.uint8)
+        self.region = Region(self.bytes.ctypes.data, self.bytes.nbytes, "memory")
+        self.offsets = np.arange(num_blocks, dtype=np.int64) * SLOT
+
+    def evidence(self, shards: list[int], stride: int) -> Evidence:
+        """Check values as a store makes them: shard by shard."""
+        num_blocks, begin = len(self.offsets), 0
+        sums, strides = np.zeros(num_blocks, np.uint64), np.full(num_blocks, stride)
+        for shard, num_bytes in enumerate(shards):
+            add_sums(self.region, self.offsets + begin, num_bytes, shard, strides, sums)
+            begin += num_bytes
+        keys = np.arange(1, num_blocks + 1, dtype=np.uint64) * np.uint64(0x1234_5678_9ABC_DEF1)
+        return Evidence(ENTRIES, self.offsets, shards, keys, sealed(sums, keys, stride))
 
 
-def evidence(memory: np.ndarray, shards: list[int], stride: int, num_blocks: int) -> Evidence:
-    """Check values as a store makes them: shard by shard."""
-    offsets, sums, begin = (
-        np.arange(num_blocks, dtype=np.int64) * SLOT,
-        np.zeros(num_blocks, np.uint64),
-        0,
-    )
-    for shard, num_bytes in enumerate(shards):
-        add_sums(
-            region(memory), offsets + begin, num_bytes, shard, np.full(num_blocks, stride), sums
-        )
-        begin += num_bytes
-    keys = np.arange(1, num_blocks + 1, dtype=np.uint64) * np.uint64(0x1234_5678_9ABC_DEF1)
-    return Evidence(ENTRIES, offsets, shards, keys, sealed(sums, keys, stride))
-
-
-def random_memory(seed: int, num_blocks: int = 4) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, num_blocks * SLOT, np.uint8)
-
-
-@given(st.integers(0, 99), st.integers(0, SLOT), STRIDES, st.integers(0, 30))
-def test_kernel_and_reference_agree(seed: int, num_bytes: int, stride: int, shift: int) -> None:
-    memory = random_memory(seed, 5)
-    offsets = np.arange(4, dtype=np.int64) * SLOT + shift
-    kernel, reference = np.zeros(4, np.uint64), np.zeros(4, np.uint64)
-    add_sums(region(memory), offsets, num_bytes, 1, np.full(4, stride), kernel)
-    oracle.add_sums(region(memory), offsets, num_bytes, 1, np.full(4, stride), reference)
-    assert kernel.tolist() == reference.tolist()
-
-
-@given(st.integers(0, 99), st.integers(1, 9), st.integers(1, 5), STRIDES)
-def test_several_threads_find_what_one_finds(
-    seed: int, num_slots: int, num_threads: int, stride: int
+@given(SEEDS, st.integers(0, SLOT), STRIDES, st.integers(0, 30), st.integers(1, 5))
+def test_kernel_and_threads_find_what_the_reference_finds(
+    seed: int, num_bytes: int, stride: int, shift: int, num_threads: int
 ) -> None:
-    memory, offsets, strides = (
-        random_memory(seed, num_slots),
-        np.arange(num_slots, dtype=np.int64) * SLOT,
-        np.full(num_slots, stride),
-    )
-    one, several = np.zeros(num_slots, np.uint64), np.zeros(num_slots, np.uint64)
-    add_sums(region(memory), offsets, SLOT, 0, strides, one)
+    memory = Memory(seed, 5)
+    offsets, strides = memory.offsets[:4] + shift, np.full(4, stride)
+    kernel, several, reference = (np.zeros(4, np.uint64) for _ in range(3))
+    add_sums(memory.region, offsets, num_bytes, 1, strides, kernel)
+    oracle.add_sums(memory.region, offsets, num_bytes, 1, strides, reference)
     threads = SumThreads(num_threads)
     with mock.patch("hotkv_server.integrity.sums.PART_BYTES", SLOT):
-        threads.add_sums(region(memory), offsets, SLOT, 0, strides, several)
+        threads.add_sums(memory.region, offsets, num_bytes, 1, strides, several)
     threads.close()
-    assert one.tolist() == several.tolist()
+    assert kernel.tolist() == several.tolist() == reference.tolist()
 
 
-@given(st.integers(0, 99), SHARDS, st.data())
+@given(SEEDS, SHARDS, st.data())
 def test_any_changed_byte_is_seen_where_all_are_covered(
     seed: int, shards: list[int], data: st.DataObject
 ) -> None:
-    memory = random_memory(seed)
-    whole = evidence(memory, shards, 1, 4)
-    assert holds(region(memory), whole).all()
+    memory = Memory(seed)
+    whole = memory.evidence(shards, 1)
+    assert holds(memory.region, whole).all()
     block, place = data.draw(st.integers(0, 3)), data.draw(st.integers(0, sum(shards) - 1))
-    memory[block * SLOT + place] ^= data.draw(st.integers(1, 255))
-    assert np.flatnonzero(~holds(region(memory), whole)).tolist() == [block]
+    memory.bytes[block * SLOT + place] ^= data.draw(st.integers(1, 255))
+    assert np.flatnonzero(~holds(memory.region, whole)).tolist() == [block]
 
 
-@given(st.integers(0, 99), SHARDS, STRIDES)
+@given(SEEDS, SHARDS, STRIDES)
 def test_bytes_of_another_block_never_pass(seed: int, shards: list[int], stride: int) -> None:
-    memory = random_memory(seed)
-    made = evidence(memory, shards, stride, 4)
+    memory = Memory(seed)
+    made = memory.evidence(shards, stride)
     assert strides_of(made.checks).tolist() == [stride] * 4
-    swapped = Evidence(ENTRIES, made.offsets[::-1].copy(), shards, made.keys, made.checks)
-    assert not holds(region(memory), swapped).any()
-    renamed = Evidence(ENTRIES, made.offsets, shards, made.keys[::-1].copy(), made.checks)
-    assert not holds(region(memory), renamed).any()
+    none = np.zeros(4, np.uint64)
+    for offsets, keys, checks in (
+        (made.offsets[::-1].copy(), made.keys, made.checks),
+        (made.offsets, made.keys[::-1].copy(), made.checks),
+        (made.offsets, made.keys, none),
+    ):
+        assert not holds(memory.region, Evidence(ENTRIES, offsets, shards, keys, checks)).any()
 
 
-@given(st.integers(0, 99), STRIDES)
+@given(SEEDS, STRIDES)
 def test_a_missing_page_is_seen_with_any_stride_up_to_a_page(seed: int, stride: int) -> None:
-    memory = random_memory(seed)
-    made = evidence(memory, [SLOT], stride, 4)
-    memory[SLOT : SLOT + 4096] = 0
-    assert holds(region(memory), made).tolist() == [True, False, True, True]
-
-
-def test_no_check_value_never_holds() -> None:
-    memory = random_memory(0)
-    made = evidence(memory, [100], 1, 4)
-    assert not holds(
-        region(memory), Evidence(ENTRIES, made.offsets, [100], made.keys, np.zeros(4, np.uint64))
-    ).any()
+    memory = Memory(seed)
+    made = memory.evidence([SLOT], stride)
+    memory.bytes[SLOT : SLOT + 4096] = 0
+    assert holds(memory.region, made).tolist() == [True, False, True, True]
 
 
 def test_ranges_outside_the_memory_are_refused() -> None:
-    memory = random_memory(0)
+    outside, stride, sums = np.array([3 * SLOT + 1]), np.ones(1, np.int64), np.zeros(1, np.uint64)
     with pytest.raises(ValueError, match="leave memory"):
-        add_sums(
-            region(memory),
-            np.array([3 * SLOT + 1]),
-            SLOT,
-            0,
-            np.ones(1, np.int64),
-            np.zeros(1, np.uint64),
-        )
+        add_sums(Memory(0).region, outside, SLOT, 0, stride, sums)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +105,32 @@ def test_ranges_outside_the_memory_are_refused() -> None:
 def test_sums_take_half_the_processors(
     monkeypatch: pytest.MonkeyPatch, num_processors: int, num_threads: int
 ) -> None:
-    monkeypatch.setattr(
-        os, "sched_getaffinity", lambda pid: set(range(num_processors)) if pid == 0 else set()
-    )
+    own = set(range(num_processors))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: own if pid == 0 else set())
     assert repr(SumThreads()) == f"SumThreads({num_threads})"
     assert repr(SumThreads(5)) == "SumThreads(5)"
+
+
+@given(data=st.data(), num_shards=st.integers(1, 3))
+def test_a_block_is_given_the_sum_of_all_its_shards(data: st.DataObject, num_shards: int) -> None:
+    """Each shard is written in parts of its own; a block is complete with its last shard, and asked
+    for once."""
+    lease = WriteLease("engine", "owner", "lease", 1, 1, 1, 0.0, np.empty(0, np.uint64), 0)
+    blocks = range(1, 6)
+    todo = [(block, shard) for block in blocks for shard in range(num_shards)]
+    todo = data.draw(st.permutations(todo))
+    seen: dict[int, list[int]] = {block: [] for block in blocks}
+    while todo:
+        shard = todo[0][1]
+        mine = [block for block, other in todo if other == shard]
+        part = mine[: data.draw(st.integers(1, len(mine)))]
+        todo = [(block, other) for block, other in todo if other != shard or block not in part]
+        values = st.integers(1, (1 << 64) - 1)
+        sums = data.draw(st.lists(values, min_size=len(part), max_size=len(part)))
+        for block, value in zip(part, sums, strict=True):
+            seen[block].append(value)
+        complete = np.array([len(seen[block]) == num_shards for block in part])
+        found = lease.sums_with(np.array(part, np.uint32), np.array(sums, np.uint64), complete)
+        assert found.tolist() == [
+            sum(seen[block]) % (1 << 64) for block in part if len(seen[block]) == num_shards
+        ]

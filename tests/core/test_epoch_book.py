@@ -273,6 +273,20 @@ class Flushes(RuleBasedStateMachine):
         self.store.epoch = 0
         self.store.blocks.clear()
 
+    def teardown(self) -> None:
+        """When all is well again, each flush is answered with nothing pending, and all nodes agree
+        with the store."""
+        self.store.is_up = True
+        for node in self.nodes:
+            node.is_cut = node.is_stopped = False
+        turns = int((2 * GRACE_S + 2 * RETRY_S + 2 * CONFIRMED_S + TELL_S) / TURN_S)
+        self.run(0, turns, 1.0)
+        for node in self.nodes:
+            assert not node.tickets, "a flush is never answered"
+            assert node.book.is_fresh(FP, "store", self.now_s) and not node.book.is_outdated(FP)
+            assert node.book.epoch(FP, "store") == self.store.epoch
+            assert node.book.are_seals_saved and node.flushing is None
+
     @invariant()
     def books_hold(self) -> None:
         for node in self.nodes:
@@ -283,30 +297,48 @@ TestFlushes = Flushes.TestCase
 TestFlushes.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def settled(book: EpochBook, epoch: int, now_s: float = 0.0) -> None:
-    """The store has shown an epoch, and nothing is here."""
-    book.use(FP, now_s)
-    assert book.due("store", (), now_s) == [FP]
-    book.shown("store", {FP: epoch}, 0, now_s, ())
+class Shown(EpochBook):
+    """A book of one store, and short names for what a node does with it."""
+
+    def __init__(self, epoch: int = 7) -> None:
+        super().__init__(("store",))
+        self.use(FP, 0.0)
+        self.shows(epoch, 0.0)
+
+    def shows(self, epoch: int, now_s: float, below: int = 0, blocks: tuple[str, ...] = ()) -> None:
+        """The store is asked, and answers."""
+        assert self.due("store", (), now_s) == [FP]
+        self.shown("store", {FP: epoch}, below, now_s, blocks)
+
+    def raises(self, now_s: float) -> int:
+        """A raise begins; returns its floor, 0 if there is none."""
+        wanted = self.begin_raise("store", now_s)
+        return wanted.floor if wanted else 0
+
+    def flushes(self, now_s: float) -> None:
+        assert self.begin_flush(now_s) == FP
+        self.flushed(FP, now_s)
+
+    def state(self, now_s: float) -> tuple[int, bool, bool]:
+        """Epoch, and whether it is fresh and outdated."""
+        is_fresh = self.is_fresh(FP, "store", now_s)
+        return self.epoch(FP, "store"), is_fresh, self.is_outdated(FP)
 
 
 def test_a_flush_is_answered_when_others_have_asked_since() -> None:
-    book = EpochBook(("store",))
-    settled(book, 7)
+    book = Shown()
     revision = book.revision
     ticket = book.flush(FP, 10.0)
     assert book.revision > revision, "a flush that is not written down is lost with the server"
     assert book.begin_flush(10.0) == "", "the store may still be told first"
-    wanted = book.begin_raise("store", 10.0)
-    assert wanted is not None and wanted.floor == 7
-    assert book.begin_raise("store", 10.0) is None, "one raise at a time"
+    assert book.raises(10.0) == 7
+    assert not book.raises(10.0), "one raise at a time"
     book.raised("store", FP, 9, 10.1)
     assert book.begin_flush(10.1) == FP and book.epoch(FP, "store") == NO_EPOCH
     book.flushed(FP, 10.2)
     assert book.epoch(FP, "store") == 9
     assert book.pending(ticket, 10.1 + CONFIRMED_S - 0.01) is None
-    assert book.due("store", (), 11.0) == [FP]
-    book.shown("store", {FP: 9}, 0, 11.0, ())
+    book.shows(9, 11.0)
     assert book.pending(ticket, 10.1 + CONFIRMED_S) == []
     assert not book.is_saved(ticket)
     book.saved = book.revision
@@ -314,39 +346,32 @@ def test_a_flush_is_answered_when_others_have_asked_since() -> None:
 
 
 def test_a_flush_that_the_store_has_lost_again_is_pending() -> None:
-    book = EpochBook(("store",))
-    settled(book, 7)
+    book = Shown()
     ticket = book.flush(FP, 10.0)
-    assert book.begin_raise("store", 10.0)
+    assert book.raises(10.0)
     book.raised("store", FP, 9, 10.1)
-    assert book.begin_flush(10.1) == FP
-    book.flushed(FP, 10.2)
+    book.flushes(10.1)
     # It shows the epoch of before: it was restored.
-    assert book.due("store", (), 11.0) == [FP]
-    book.shown("store", {FP: 7}, 0, 11.0, (FP,))
+    book.shows(7, 11.0, blocks=(FP,))
     assert book.pending(ticket, 10.1 + CONFIRMED_S) is None
     assert book.pending(ticket, 10.1 + CONFIRMED_S + SPARE_S) == ["store"]
-    wanted = book.begin_raise("store", 11.1)
-    assert wanted is not None and wanted.floor == 9
+    assert book.raises(11.1) == 9
 
 
 def test_a_store_that_does_not_answer_is_pending_and_told_once() -> None:
-    book = EpochBook(("store",))
-    settled(book, 7)
+    book = Shown()
     tickets = [book.flush(FP, 10.0) for _ in range(5)]
-    assert book.begin_raise("store", 10.0)
+    assert book.raises(10.0)
     assert book.begin_flush(10.0 + TELL_S) == FP
     assert book.pending(tickets[0], 10.0 + TELL_S) is None, "old blocks are still here"
     book.flushed(FP, 10.0 + TELL_S)
     assert {tuple(book.pending(one, 10.0 + TELL_S) or ()) for one in tickets} == {("store",)}
     book.raised("store", FP, None, 12.0)
-    assert book.begin_raise("store", 12.0 + RETRY_S / 2) is None
-    # The next server knows that it must be told.
-    after = kept(book)
-    assert after.begin_raise("store", 0.0) is not None
-    assert book.begin_raise("store", 12.0 + RETRY_S) is not None
+    assert not book.raises(12.0 + RETRY_S / 2)
+    assert kept(book).begin_raise("store", 0.0), "the next server knows that it must be told"
+    assert book.raises(12.0 + RETRY_S)
     book.raised("store", FP, 9, 13.0)
-    assert book.begin_raise("store", 99.0) is None
+    assert not book.raises(99.0)
     # What was stored since may be of before a flush on another node.
     assert book.begin_flush(13.0) == FP
 
@@ -372,15 +397,13 @@ def test_only_key_spaces_in_use_are_asked_for_often() -> None:
 @pytest.mark.parametrize("has_blocks", [False, True])
 def test_seals_change_whenever_an_epoch_is_settled_on(has_blocks: bool) -> None:
     """Else blocks of before would be readable if the power fails before their records are gone."""
-    book = EpochBook(("store",))
-    settled(book, 7)
+    book = Shown()
     before = book.local(FP)
     book.saved = book.revision
-    assert book.due("store", (), 5.0) == [FP]
-    book.shown("store", {FP: 9}, 0, 5.0, {FP} if has_blocks else ())
+    book.shows(9, 5.0, blocks=(FP,) if has_blocks else ())
     if has_blocks:
-        assert book.is_outdated(FP) and book.begin_flush(5.0) == FP
-        book.flushed(FP, 5.1)
+        assert book.is_outdated(FP)
+        book.flushes(5.0)
     assert book.local(FP) > before and not book.are_seals_saved
 
 
@@ -392,93 +415,55 @@ def test_records_are_bounded_and_their_seals_do_not_come_back() -> None:
         assert book.begin_flush(TELL_S) == name
         book.flushed(name, TELL_S)
     highest = book.local(names[-1])
-    book.rest(set(names[:5]), 1000.0)
-    book.rest(set(names[:5]), 1000.0)
+    for _ in range(2):
+        book.rest(set(names[:5]), 1000.0)
     assert set(book.records) == set(names[:5])
     assert book.local(names[-1]) >= highest and book.local(names[0]) == 1
     assert book.local("new") >= highest
 
 
 def test_a_store_that_is_full_confirms_that_it_has_no_epoch() -> None:
-    book = EpochBook(("store",))
-    settled(book, 7)
-    assert book.due("store", (), 5.0) == [FP]
-    book.shown("store", {FP: NO_EPOCH}, 0, 5.0, (FP,))
-    assert book.begin_flush(5.0) == FP
-    book.flushed(FP, 5.0)
-    assert book.due("store", (), 6.0) == [FP]
-    book.shown("store", {FP: NO_EPOCH}, 0, 6.0, (FP,))
-    assert book.is_fresh(FP, "store", 6.0) and book.epoch(FP, "store") == NO_EPOCH
+    book = Shown()
+    book.shows(NO_EPOCH, 5.0, blocks=(FP,))
+    book.flushes(5.0)
+    book.shows(NO_EPOCH, 6.0, blocks=(FP,))
+    assert book.state(6.0) == (NO_EPOCH, True, False)
     # What is stored meanwhile is not vouched for under the next one.
-    assert book.due("store", (), 7.0) == [FP]
-    book.shown("store", {FP: 9}, 0, 7.0, (FP,))
+    book.shows(9, 7.0, blocks=(FP,))
     assert book.is_outdated(FP)
 
 
-def test_an_answer_of_before_a_raise_does_not_count() -> None:
-    book = EpochBook(("store",))
-    settled(book, 7)
+def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
+    book = Shown()
     assert book.due("store", (), 9.9) == [FP]
     book.flush(FP, 10.0)
-    assert book.begin_raise("store", 10.0)
-    book.raised("store", FP, 9, 10.1)
-    assert book.begin_flush(10.1) == FP
-    book.flushed(FP, 10.2)
-    book.shown("store", {FP: 7}, 0, 9.9, (FP,))
-    assert book.begin_raise("store", 10.3) is None and book.epoch(FP, "store") == 9
-
-
-def test_a_flush_that_is_asked_for_during_a_raise_is_told_by_another_one() -> None:
-    book = EpochBook(("store",))
-    settled(book, 7)
-    book.flush(FP, 10.0)
-    assert book.begin_raise("store", 10.0)
+    assert book.raises(10.0)
     later = book.flush(FP, 10.05)
     book.raised("store", FP, 9, 10.1)
     assert book.begin_flush(10.1) == "", "the store may still be told of the later one"
-    wanted = book.begin_raise("store", 10.1)
-    assert wanted is not None and wanted.floor == 9
-    assert book.begin_flush(10.05 + TELL_S) == FP
-    book.flushed(FP, 11.1)
+    # An answer of before the raise does not count.
+    book.shown("store", {FP: 7}, 0, 9.9, (FP,))
+    assert book.raises(10.1) == 9
+    book.flushes(10.05 + TELL_S)
     assert book.pending(later, 11.1) == ["store"]
-
-
-def test_an_epoch_that_is_shown_during_a_flush_needs_another_one() -> None:
-    book = EpochBook(("store",))
-    settled(book, 7)
-    assert book.due("store", (), 5.0) == [FP]
-    book.shown("store", {FP: 8}, 0, 5.0, (FP,))
+    book = Shown()
+    book.shows(8, 5.0, blocks=(FP,))
     assert book.begin_flush(5.0) == FP
-    assert book.due("store", (), 6.0) == [FP]
-    book.shown("store", {FP: 9}, 0, 6.0, (FP,))
+    book.shows(9, 6.0, blocks=(FP,))
     book.flushed(FP, 6.1)
-    assert book.epoch(FP, "store") == NO_EPOCH and book.is_outdated(FP)
-    assert book.begin_flush(6.1) == FP
-    book.flushed(FP, 6.2)
+    assert book.state(6.1) == (NO_EPOCH, False, True), "it was shown during the flush"
+    book.flushes(6.1)
     assert book.epoch(FP, "store") == 9
 
 
 def test_what_came_back_with_an_old_copy_confirms_nothing() -> None:
-    book = EpochBook(("store",))
-    settled(book, 7)
+    book = Shown()
     assert book.is_fresh(FP, "store", 0.1)
-    assert book.due("store", (), 5.0) == [FP]
-    book.shown("store", {FP: 7}, 8, 5.0, (FP,))
-    assert not book.is_fresh(FP, "store", 5.0) and book.epoch(FP, "store") == 7
-    other = EpochBook(("store",))
-    other.use(FP, 5.0)
-    assert other.due("store", (), 5.0) == [FP]
-    other.shown("store", {FP: 7}, 8, 5.0, ())
-    assert not other.is_fresh(FP, "store", 5.0)
-    for one in (book, other):
-        one.doubt(FP, 6.0)
-        assert one.due("store", (), 6.0) == [FP]
-        one.shown("store", {FP: 7}, 7, 6.0, ())
-        assert one.is_fresh(FP, "store", 6.0), "this epoch the store had when it was copied"
-
-
-def test_a_read_that_met_another_epoch_makes_the_store_be_asked_at_once() -> None:
-    book = EpochBook(("store",))
-    settled(book, 7)
-    book.doubt(FP, 0.05)
-    assert not book.is_fresh(FP, "store", 0.05) and book.due("store", (), 0.05) == [FP]
+    book.shows(7, 5.0, below=8, blocks=(FP,))
+    assert not book.is_fresh(FP, "store", 5.0)
+    book.doubt(FP, 5.05)
+    book.shows(7, 5.05, below=7)
+    assert book.is_fresh(FP, "store", 5.05), "this epoch the store had when it was copied"
+    # A read that met another epoch makes the store be asked at once.
+    book.doubt(FP, 5.1)
+    assert not book.is_fresh(FP, "store", 5.1) and book.due("store", (), 5.1) == [FP]

@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from numpy.typing import NDArray
 
 from hotkv_server.cache.room.policies.shared import WAYS, GhostTable, spread
 
@@ -13,10 +14,11 @@ POOL = np.random.default_rng(0).integers(0, 1 << 64, 60, np.uint64)
 POSITIONS = st.lists(st.integers(0, len(POOL) - 1), unique=True, max_size=20)
 
 
-def buckets_of(table: GhostTable) -> list[int]:
-    """Returns the bucket of each key of the pool."""
+def never_lost(table: GhostTable) -> NDArray[np.bool_]:
+    """Returns which keys of the pool have a place, whatever others are remembered."""
     high = (spread(POOL) >> np.uint64(32)).tolist()
-    return [int(half) * len(table.tags) >> 32 for half in high]
+    buckets = [int(half) * len(table.tags) >> 32 for half in high]
+    return np.array([buckets.count(bucket) <= WAYS for bucket in buckets])
 
 
 class GhostMachine(RuleBasedStateMachine):
@@ -28,12 +30,7 @@ class GhostMachine(RuleBasedStateMachine):
         self.table = GhostTable(num_ghosts)
         self.naive: dict[int, tuple[int, int]] = {}
         self.num_remembered = 0
-        crowds = Counter(buckets_of(self.table))
-        self.never_lost = {
-            position
-            for position, bucket in enumerate(buckets_of(self.table))
-            if crowds[bucket] <= WAYS
-        }
+        self.never_lost = never_lost(self.table)
 
     def kept(self) -> Counter[int]:
         return Counter(self.table.values[self.table.tags != 0].tolist())
@@ -62,7 +59,7 @@ class GhostMachine(RuleBasedStateMachine):
             is_young = self.num_remembered - number <= self.table.num_ghosts
             assert value == (expected if hit else 0)
             assert is_young or not hit, "a ghost too old was found"
-            assert hit or not is_young or position not in self.never_lost, "a young ghost was lost"
+            assert hit or not is_young or not self.never_lost[position], "a young ghost was lost"
             if hit:
                 del self.naive[position]
 
@@ -82,10 +79,8 @@ def test_ages_start_anew(num_ghosts: int, num_before: int, num_after: int) -> No
     table = GhostTable(num_ghosts)
     table._next_age = (1 << 32) - 1 - num_before
     values = np.arange(1, len(POOL) + 1, dtype=np.uint64)
-    table.remember(POOL[:num_before], values[:num_before])
-    table.remember(
-        POOL[num_before : num_before + num_after], values[num_before : num_before + num_after]
-    )
+    for some in (slice(num_before), slice(num_before, num_before + num_after)):
+        table.remember(POOL[some], values[some])
     table.check_invariants()
     found, found_values = table.take(POOL)
     assert found_values[found].tolist() == values[found].tolist()
@@ -101,8 +96,6 @@ def test_lasting_ghosts_outlive_the_numbers_of_coming(
     num_ghosts: int, num_before: int, num_after: int
 ) -> None:
     table = GhostTable(num_ghosts, is_lasting=True)
-    crowds = Counter(buckets_of(table))
-    spared = np.array([crowds[bucket] <= WAYS for bucket in buckets_of(table)])
     first, second = POOL[:num_before], POOL[num_before : num_before + num_after]
     table.remember(first, first)
     table._next_age = (1 << 32) - 1 - num_after
@@ -110,7 +103,7 @@ def test_lasting_ghosts_outlive_the_numbers_of_coming(
     table.remember(second[:1], second[:1])
     table.check_invariants()
     assert table._next_age < (1 << 32)
-    kept = spared[: num_before + num_after]
+    kept = never_lost(table)[: num_before + num_after]
     found, values = table.take(POOL[: num_before + num_after])
     assert found[kept].all() and values[found].tolist() == POOL[: len(found)][found].tolist()
 

@@ -63,11 +63,8 @@ def needed_tokens(group: GroupSpec, hit_tokens: int) -> range:
 
 
 def blocks_reference(group: GroupSpec, hit_tokens: int) -> list[int]:
-    return (
-        sorted({token // group.block_tokens for token in needed_tokens(group, hit_tokens)})
-        if hit_tokens
-        else []
-    )
+    tokens = needed_tokens(group, hit_tokens) if hit_tokens else ()
+    return sorted({token // group.block_tokens for token in tokens})
 
 
 def servable(group: GroupSpec, ready: BoolMask, hit_tokens: int, is_draft: bool) -> bool:
@@ -99,25 +96,13 @@ def longest_hit_reference(
     multiple=st.integers(0, 3),
     drafts=st.just(set[int]()) | st.sets(st.integers(0, 5)),
 )
-def test_longest_hit_equals_its_reference(
+def test_hits_and_the_blocks_that_they_read_are_those_of_the_reference(
     prompt: tuple[list[GroupSpec], list[BoolMask], int], multiple: int, drafts: set[int]
 ) -> None:
     groups, ready, limit_tokens = prompt
     lcm = alignment_tokens(groups)
     expected = longest_hit_reference(groups, ready, limit_tokens, max(1, multiple) * lcm, drafts)
     assert longest_hit(groups, ready, limit_tokens, multiple * lcm, drafts) == expected
-
-
-NUM_MODELS, NUM_PROMPTS = 1650, 64
-"""Together more than 100,000 cases."""
-
-
-@settings(max_examples=300)
-@given(prompt=prompts())
-def test_needed_blocks_are_those_that_the_hit_reads_and_are_all_ready(
-    prompt: tuple[list[GroupSpec], list[BoolMask], int],
-) -> None:
-    groups, ready, limit_tokens = prompt
     hit = longest_hit(groups, ready, limit_tokens)
     needed = needed_blocks(groups, hit)
     for group, mask, blocks in zip(groups, ready, needed, strict=True):
@@ -179,6 +164,8 @@ def test_a_closed_prefix_is_found_exactly_by_few_probes(
     residency = Residency(np.arange(num_blocks) < data.draw(st.integers(0, num_blocks)))
     assert longest_prefix(residency, num_blocks) == leading(residency.ready)
     rounds = math.ceil(math.log(max(2, num_blocks), PROBES_PER_ROUND - 1)) + 1
+    if leading(residency.ready) in (0, num_blocks):
+        rounds = 1
     assert residency.calls <= rounds and residency.num_asked <= rounds * PROBES_PER_ROUND
 
 
@@ -212,13 +199,6 @@ def test_answers_that_contradict_a_closed_prefix_make_it_look_at_every_block() -
     assert residency.calls == 2 and residency.num_asked == PROBES_PER_ROUND + 8192
 
 
-def test_full_hits_and_misses_take_one_round_of_probes() -> None:
-    for ready in (np.ones(8192, np.bool_), np.zeros(8192, np.bool_)):
-        residency = Residency(ready)
-        assert longest_prefix(residency, 8192) == int(ready.sum())
-        assert residency.calls == 1 and residency.num_asked == PROBES_PER_ROUND
-
-
 @pytest.mark.parametrize(
     ("kind", "block_tokens", "is_sharded", "decode_ranks", "prefill_ranks", "error"),
     [
@@ -243,11 +223,6 @@ def test_groups_that_ranks_cannot_share_are_refused(
     prefill_ranks: int,
     error: str,
 ) -> None:
+    ranks = {"decode_ranks": decode_ranks, "prefill_ranks": prefill_ranks}
     with pytest.raises(ValueError, match=error) if error else nullcontext():
-        check_context_parallel(
-            kind,
-            block_tokens,
-            is_sharded=is_sharded,
-            decode_ranks=decode_ranks,
-            prefill_ranks=prefill_ranks,
-        )
+        check_context_parallel(kind, block_tokens, is_sharded=is_sharded, **ranks)

@@ -43,13 +43,8 @@ def vllm_spec(group: GroupSpec, *, is_sharded: bool = False) -> Any:
             dtypes=(torch.float32,),
             mamba_cache_mode="all",
         )
-    more: dict[str, Any] = {
-        "block_size": group.block_tokens,
-        "num_kv_heads": 1,
-        "head_size": 8,
-        "dtype": torch.float16,
-    }
-    more["dcp_sharded"] = is_sharded
+    more: dict[str, Any] = {"block_size": group.block_tokens, "num_kv_heads": 1, "head_size": 8}
+    more |= {"dtype": torch.float16, "dcp_sharded": is_sharded}
     match group.kind:
         case GroupKind.SLIDING_WINDOW:
             return interface.SlidingWindowSpec(sliding_window=group.window_tokens, **more)
@@ -129,11 +124,9 @@ def random_model(rng: np.random.Generator) -> tuple[list[GroupSpec], set[int]]:
     if rng.random() < 0.6 or any(group.kind is GroupKind.CHUNKED_LOCAL for group in groups):
         return groups, set()
     chosen = groups[rng.integers(len(groups))]
-    return groups, {
-        index
-        for index, group in enumerate(groups)
-        if group == chosen and group.kind is not GroupKind.MAMBA
-    }
+    if chosen.kind is GroupKind.MAMBA:
+        return groups, set()
+    return groups, {index for index, group in enumerate(groups) if group == chosen}
 
 
 def excuse(
@@ -196,10 +189,8 @@ def test_hits_are_those_of_vllm() -> None:
             )
             seen[reason] += 1
             seen["hits"] += theirs > 0
-    assert (
-        seen["equal"] > 0.95 * NUM_MODELS * NUM_PROMPTS
-        and seen["hits"] > 0.3 * NUM_MODELS * NUM_PROMPTS
-    ), seen
+    num_cases = NUM_MODELS * NUM_PROMPTS
+    assert seen["equal"] > 0.95 * num_cases and seen["hits"] > 0.3 * num_cases, seen
 
 
 @pytest.mark.parametrize("decode_ranks", [1, 2])
@@ -221,16 +212,11 @@ def test_context_parallelism_is_refused_where_vllm_asserts(
     spec = vllm_spec(GroupSpec(kind, 8, (1,), window_tokens), is_sharded=is_sharded)
     full = vllm_spec(GroupSpec(GroupKind.FULL_ATTENTION, 8, (1,)), is_sharded=True)
     block_tokens = utils.resolve_dcp_kv_block_size(spec, decode_ranks)
+    ranks = {"decode_ranks": decode_ranks, "prefill_ranks": prefill_ranks}
     refusal: type[Exception] | None = None
     try:
-        coordinator([full, spec], set(), decode_ranks=decode_ranks, prefill_ranks=prefill_ranks)
+        coordinator([full, spec], set(), **ranks)
     except AssertionError:
         refusal = ValueError
     with pytest.raises(refusal, match=f"kind {kind.name}") if refusal else nullcontext():
-        check_context_parallel(
-            kind,
-            block_tokens,
-            is_sharded=is_sharded,
-            decode_ranks=decode_ranks,
-            prefill_ranks=prefill_ranks,
-        )
+        check_context_parallel(kind, block_tokens, is_sharded=is_sharded, **ranks)

@@ -1,6 +1,7 @@
 """Books of hints beside naive models: sessions and what they share, outcomes, budgets, receipts."""
 
 from collections import OrderedDict
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -95,9 +96,9 @@ class SessionsMachine(RuleBasedStateMachine):
         assert len(self.real) == len(self.naive)
         for name, chains in self.naive.items():
             session = self.real.get(name)
-            assert session is not None and {
-                space: len(found) for space, found in session.chains.items()
-            } == {space: len(chain) for space, chain in chains.items()}
+            assert session is not None
+            lengths = {space: len(found) for space, found in session.chains.items()}
+            assert lengths == {space: len(chain) for space, chain in chains.items()}
 
 
 TestSessionsMachine = SessionsMachine.TestCase
@@ -136,10 +137,13 @@ class TenantMachine(RuleBasedStateMachine):
             _, gone = self.naive.popitem(last=False)
             self.watched = [one for one in self.watched if one[0] is not gone]
         if start < len(chain):
-            self.real.track(outcome, 1, words(chain), start, len(chain))
-            self.watched.append((outcome, chain, start, set()))
-            while len(self.watched) > LIMITS.tracked or self.watched_bytes() > LIMITS.tracked_bytes:
-                self.watched.pop(0)
+            self.watch(outcome, chain, start, set())
+
+    def watch(self, outcome: HintOutcome, chain: list[int], start: int, seen: set[int]) -> None:
+        self.real.track(outcome, 1, words(chain), start, len(chain))
+        self.watched.append((outcome, chain, start, seen))
+        while len(self.watched) > LIMITS.tracked or self.watched_bytes() > LIMITS.tracked_bytes:
+            self.watched.pop(0)
 
     def watched_bytes(self) -> int:
         return sum(8 * len(chain) + len(chain) - start for _, chain, start, _ in self.watched)
@@ -149,11 +153,7 @@ class TenantMachine(RuleBasedStateMachine):
         """The request of an action has ended: its chain is longer now."""
         for outcome, chain, start, seen in self.watched[which : which + 1]:
             self.watched.remove((outcome, chain, start, seen))
-            chain = chain + more
-            self.real.track(outcome, 1, words(chain), start, len(chain))
-            self.watched.append((outcome, chain, start, seen))
-            while len(self.watched) > LIMITS.tracked or self.watched_bytes() > LIMITS.tracked_bytes:
-                self.watched.pop(0)
+            self.watch(outcome, chain + more, start, seen)
 
     @rule(chain=CHAINS, like=st.integers(0, 5), first=st.integers(0, 6), stop=st.integers(0, 12))
     def hit(self, chain: list[int], like: int, first: int, stop: int) -> None:
@@ -207,39 +207,48 @@ def test_actions_beyond_the_rate_wait_for_the_next_second() -> None:
     assert not tenant.may_act(13.0, 4.5) and tenant.may_act(13.0, 3.5)
 
 
+def names(book: HintBook) -> list[str]:
+    book.check_invariants()
+    return [name for name, _ in book.all()]
+
+
+def use(book: HintBook, name: str, now_s: float) -> TenantHints:
+    """A session of a tenant with twenty blocks."""
+    tenant = book.tenant(name, now_s)
+    tenant.sessions.use("s", 1, words([0] * 20), now_s)
+    return tenant
+
+
 def test_the_tenant_that_was_heard_of_longest_ago_is_forgotten() -> None:
     book = HintBook(LIMITS)
-    first: TenantHints = book.tenant("a", 0.0)
+    first = book.tenant("a", 0.0)
     book.tenant("b", 1.0)
     assert book.tenant("a", 2.0) is first
     book.tenant("c", 3.0)
+    assert names(book) == ["a", "c"]
     assert book.known("b") is None and book.known("a") is first
-    assert [name for name, _ in book.all()] == ["a", "c"]
-
-
-def test_a_tenant_with_prefetches_under_way_is_not_forgotten() -> None:
-    book = HintBook(HintLimits(session_bytes=32 * 40, tenants=2, node_bytes=32 * 50))
-    busy = book.tenant("busy", 0.0)
-    busy.num_prefetches, busy.prefetch_bytes = 1, 100
-    busy.sessions.use("s", 1, words([0] * 20), 0.0)
-    for number, name in enumerate("abc"):
-        book.tenant(name, float(number)).sessions.use("s", 1, words([0] * 20), float(number))
-    book.tenant("c", 4.0)
-    assert [name for name, _ in book.all()] == ["busy", "c"] and book.known("busy") is busy
-    busy.num_prefetches = 0
-    book.tenant("a", 5.0)
-    book.tenant("b", 6.0)
-    assert [name for name, _ in book.all()] == ["a", "b"]
-    book.check_invariants()
 
 
 def test_sessions_of_all_tenants_are_bounded_together() -> None:
-    book = HintBook(HintLimits(session_bytes=32 * 40, tenants=9, node_bytes=32 * 50))
+    """A tenant with prefetches under way is not forgotten."""
+    limits = HintLimits(session_bytes=32 * 40, tenants=9, node_bytes=32 * 50)
+    book = HintBook(limits)
     for number, name in enumerate("abc"):
-        book.tenant(name, float(number)).sessions.use("s", 1, words([0] * 20), float(number))
+        use(book, name, float(number))
     assert book.session_bytes() == 32 * 60
     book.tenant("c", 3.0)
-    assert [name for name, _ in book.all()] == ["b", "c"] and book.session_bytes() == 32 * 40
+    assert names(book) == ["b", "c"] and book.session_bytes() == 32 * 40
+    book = HintBook(replace(limits, tenants=2))
+    busy = use(book, "busy", 0.0)
+    busy.num_prefetches, busy.prefetch_bytes = 1, 100
+    for number, name in enumerate("abc"):
+        use(book, name, float(number))
+    book.tenant("c", 4.0)
+    assert names(book) == ["busy", "c"] and book.known("busy") is busy
+    busy.num_prefetches = 0
+    book.tenant("a", 5.0)
+    book.tenant("b", 6.0)
+    assert names(book) == ["a", "b"]
 
 
 def test_prompts_without_a_session_have_one_bound_over_all_key_spaces_and_an_end() -> None:

@@ -2,6 +2,8 @@
 others do."""
 
 import copy
+from contextlib import suppress
+from dataclasses import dataclass
 
 import hypothesis.strategies as st
 import numpy as np
@@ -19,6 +21,7 @@ from hotkv_proto.table import (
     hash_prefixes,
     hash_words,
 )
+from hotkv_server.cache.arrays import first_occurrences, rows
 from hotkv_server.cache.table.index import BlockIndex, Chains
 from tests.core.support import crafted_hash, make_table
 
@@ -31,14 +34,17 @@ Key = tuple[int, int, bytes]
 """Key space, group, block hash."""
 
 
+@dataclass
 class Entry:
     """What the naive model knows of an entry."""
 
-    def __init__(self, number: int, offset: int, depth: int, generation: int) -> None:
-        self.number, self.offset, self.depth, self.generation = number, offset, depth, generation
-        self.ready = False
-        self.mask = 0
-        self.check = 0
+    number: int
+    offset: int
+    depth: int
+    generation: int
+    ready: bool = False
+    mask: int = 0
+    check: int = 0
 
     @property
     def word(self) -> int:
@@ -217,19 +223,14 @@ class IndexMachine(RuleBasedStateMachine):
     def check_record(
         self, record: table.Words, entry: Entry, block_hash: bytes, key_space_id: int, group: int
     ) -> None:
+        state = table.STATE_READY if entry.ready else table.STATE_RESERVED
         assert record[:8].tobytes() == block_hash.ljust(32, b"\0")
         assert record[table.W_KEY_SPACE] == key_space_id
-        assert (
-            record[table.W_GROUP_STATE]
-            == group | (table.STATE_READY if entry.ready else table.STATE_RESERVED) << 16
-        )
-        assert (
-            int(record[table.W_OFFSET]) * SLOT_ALIGN == entry.offset and record[table.W_SIZE] == 3
-        )
-        assert (record[table.W_DEPTH], record[table.W_GENERATION]) == (
-            entry.depth,
-            entry.generation,
-        )
+        assert record[table.W_GROUP_STATE] == group | state << 16
+        assert int(record[table.W_OFFSET]) * SLOT_ALIGN == entry.offset
+        assert record[table.W_SIZE] == 3
+        assert record[table.W_DEPTH] == entry.depth
+        assert record[table.W_GENERATION] == entry.generation
         if entry.ready:
             assert int(record[table.W_CHECK]) | int(record[table.W_CHECK + 1]) << 32 == entry.check
 
@@ -252,37 +253,11 @@ class IndexMachine(RuleBasedStateMachine):
             }
             assert set(index.ready_blocks(key_space_id).tolist()) == ready
             mine = [key for key in self.model if key[:2] == (key_space_id, group)]
-            expected = [self.model[key].word for key in mine]
-            assert (
-                index.find(key_space_id, group, self.pack([key[2] for key in mine])).tolist()
-                == expected
-            )
+            found = index.find(key_space_id, group, self.pack([key[2] for key in mine]))
+            assert found.tolist() == [self.model[key].word for key in mine]
 
 
 TestIndexMachine = IndexMachine.TestCase
-
-
-@given(data=st.data(), hash_bytes=st.integers(8, 32), count=st.integers(0, 5))
-def test_prefixes_and_words_are_the_bytes_of_the_hashes(
-    data: st.DataObject, hash_bytes: int, count: int
-) -> None:
-    hashes = [data.draw(st.binary(min_size=hash_bytes, max_size=hash_bytes)) for _ in range(count)]
-    packed = b"".join(hashes)
-    assert hash_prefixes(packed, hash_bytes).tolist() == [
-        int.from_bytes(h[:8], "little") for h in hashes
-    ]
-    assert [row.tobytes() for row in hash_words(packed, hash_bytes)] == [
-        h.ljust(32, b"\0") for h in hashes
-    ]
-    salt = data.draw(st.integers(0, (1 << 64) - 1))
-    mixed = [
-        (int.from_bytes(h[:8], "little") ^ salt) * 0x9E37_79B9_7F4A_7C15 % (1 << 64) for h in hashes
-    ]
-    assert table.mix(hash_words(packed, hash_bytes), salt).tolist() == mixed
-    num_buckets = data.draw(st.integers(1, 1 << 31))
-    assert table.home_buckets(np.array(mixed, np.uint64), num_buckets).tolist() == [
-        (m >> 32) * num_buckets >> 32 for m in mixed
-    ]
 
 
 def test_a_block_may_be_pinned_more_often_than_any_small_counter_holds() -> None:
@@ -296,32 +271,40 @@ def test_a_block_may_be_pinned_more_often_than_any_small_counter_holds() -> None
         index.pin(many[:1], -1)
 
 
+class Crowd:
+    """An index of four buckets with ready blocks of crafted hashes; `how` it is read."""
+
+    def __init__(self, how: str, homes_and_tags: list[tuple[int, int]]) -> None:
+        self.index = BlockIndex(make_table(12, num_buckets=4))
+        if how == "reference":
+            self.index.table._kernels = None
+        self.index.add_key_space(2, SALTS[2])
+        hashes = [crafted_hash(home, 4, tag, 1, SALTS[2][0], 16) for home, tag in homes_and_tags]
+        packed, places = b"".join(hashes), np.arange(len(hashes))
+        self.words, self.prefixes = hash_words(packed, 16), hash_prefixes(packed, 16)
+        self.entries = self.index.insert(
+            2, 0, self.words, places * SLOT_ALIGN, SLOT_ALIGN, places, 1
+        )
+        none = np.zeros(len(hashes), np.uint64)
+        self.index.publish(self.entries, self.index.mixed(self.entries), none)
+
+    def found(self) -> list[int]:
+        """By keys and by tags."""
+        found: list[int] = self.index.find(2, 0, self.words).tolist()
+        assert self.index.table.probe(self.prefixes, SALTS[2][0]).tolist() == found
+        return found
+
+
 @pytest.mark.parametrize("how", ["kernel", "reference"])
 def test_what_a_locked_bucket_holds_is_not_believed(how: str) -> None:
     """A writer that died inside a change leaves an odd sequence number: its bucket is a miss,
     others go on."""
-    index = BlockIndex(make_table(8, num_buckets=4))
-    if how == "reference":
-        index.table._kernels = None
-    index.add_key_space(2, SALTS[2])
-    hashes = [
-        crafted_hash(home, 4, tag=home, tail=1, salt=SALTS[2][0], hash_bytes=16)
-        for home in range(4)
-    ]
-    packed = b"".join(hashes)
-    words = hash_words(packed, 16)
-    entries = index.insert(2, 0, words, np.arange(4) * SLOT_ALIGN, SLOT_ALIGN, np.arange(4), 1)
-    index.publish(entries, index.mixed(entries), np.zeros(4, np.uint64))
-    index.table.buckets[1, table.SEQ] += 1
-    expected = [int(entry) if home != 1 else 0 for home, entry in enumerate(entries)]
-    assert index.find(2, 0, words).tolist() == expected
-    assert index.table.probe(hash_prefixes(packed, 16), SALTS[2][0]).tolist() == expected
-    index.table.buckets[1, table.SEQ] += 1
-    assert (
-        index.find(2, 0, words).tolist()
-        == index.table.probe(hash_prefixes(packed, 16), SALTS[2][0]).tolist()
-        == entries.tolist()
-    )
+    crowd = Crowd(how, [(home, home) for home in range(4)])
+    entries = crowd.entries.tolist()
+    crowd.index.table.buckets[1, table.SEQ] += 1
+    assert crowd.found() == [entries[0], 0, *entries[2:]]
+    crowd.index.table.buckets[1, table.SEQ] += 1
+    assert crowd.found() == entries
 
 
 @pytest.mark.parametrize("home", range(4))
@@ -329,29 +312,15 @@ def test_what_a_locked_bucket_holds_is_not_believed(how: str) -> None:
 def test_what_went_past_a_full_bucket_is_counted_until_it_goes(how: str, home: int) -> None:
     """Of ten blocks of one home three are in the next bucket, which a search visits as long as it
     has one of them. The bucket after the last is the first."""
-    index = BlockIndex(make_table(12, num_buckets=4))
-    if how == "reference":
-        index.table._kernels = None
-    index.add_key_space(2, SALTS[2])
-    packed = b"".join(
-        crafted_hash(home, 4, tag=tag, tail=1, salt=SALTS[2][0], hash_bytes=16) for tag in range(10)
-    )
-    words, prefixes = hash_words(packed, 16), hash_prefixes(packed, 16)
-    entries = index.insert(2, 0, words, np.arange(10) * SLOT_ALIGN, SLOT_ALIGN, np.arange(10), 1)
-    index.publish(entries, index.mixed(entries), np.zeros(10, np.uint64))
-
-    def passed_by() -> list[int]:
-        return np.roll(index.table.buckets[:, table.OVERFLOW], -home).tolist()
-
-    assert passed_by() == [3, 0, 0, 0]
+    crowd = Crowd(how, [(home, tag) for tag in range(10)])
+    index, entries = crowd.index, crowd.entries
     assert np.count_nonzero(index.table.buckets[(home + 1) % 4, table.ENTRIES :]) == 3
-    assert index.table.probe(prefixes, SALTS[2][0]).tolist() == entries.tolist()
-    for gone, left in (([0, 1], 3), ([7], 2), ([9, 8], 0), ([2, 3, 4, 5, 6], 0)):
+    for gone, left in (([], 3), ([0, 1], 3), ([7], 2), ([9, 8], 0), ([2, 3, 4, 5, 6], 0)):
         index.remove(entries[gone], index.mixed(entries[gone]))
         entries[gone] = 0
-        assert passed_by() == [left, 0, 0, 0]
-        assert index.find(2, 0, words).tolist() == entries.tolist()
-        assert index.table.probe(prefixes, SALTS[2][0]).tolist() == entries.tolist()
+        passed_by = np.roll(index.table.buckets[:, table.OVERFLOW], -home).tolist()
+        assert passed_by == [left, 0, 0, 0]
+        assert crowd.found() == entries.tolist()
     index.check_invariants()
 
 
@@ -372,23 +341,17 @@ def test_the_header_comes_back_and_the_table_has_room(
 def test_headers_that_are_none_are_refused(data: st.DataObject, noise: bytes) -> None:
     geometry = TableGeometry.for_capacity(20, 1, 1 << 20)
     good = geometry.pack()
-    with pytest.raises(ValueError, match="block table"):
-        TableGeometry.unpack(good, geometry.file_bytes - 1)
     assume(not noise.startswith(table.MAGIC))
-    with pytest.raises(ValueError, match="block table"):
-        TableGeometry.unpack(noise, 1 << 30)
+    for header, file_bytes in ((good, geometry.file_bytes - 1), (noise, 1 << 30)):
+        with pytest.raises(ValueError, match="block table"):
+            TableGeometry.unpack(header, file_bytes)
     at = data.draw(st.integers(0, HEADER.size - 1))
     damaged = good[:at] + noise[at : at + 1] + good[at + 1 :]
-    try:
+    with suppress(ValueError):
         TableGeometry.unpack(damaged, geometry.file_bytes)
-    except ValueError as error:
-        assert "block table" in str(error)
-
-
-def test_short_files_are_refused() -> None:
-    for num_bytes in (0, 1, HEADER.size - 1, HEADER.size):
-        with pytest.raises(ValueError, match="block table"):
-            BlockTable.open(np.zeros(num_bytes, np.uint8))
+    short = data.draw(st.integers(0, HEADER.size))
+    with pytest.raises(ValueError, match="block table"):
+        BlockTable.open(np.zeros(short, np.uint8))
 
 
 def test_kernels_have_the_constants_of_the_table() -> None:
@@ -398,3 +361,16 @@ def test_kernels_have_the_constants_of_the_table() -> None:
     both = {name for name in vars(kernels) if name.isupper() and hasattr(table, name)}
     assert {"MAX_PROBE_BUCKETS", "WAYS"} <= both
     assert all(getattr(kernels, name) == getattr(table, name) for name in both)
+
+
+FEW_WORDS = st.lists(st.sampled_from([0, 1]), min_size=8, max_size=8)
+
+
+@given(data=st.data(), words=st.lists(FEW_WORDS, max_size=8))
+def test_rows_of_hashes_are_those_of_lists(data: st.DataObject, words: list[list[int]]) -> None:
+    """Also of hashes that differ only behind their first eight bytes."""
+    hashes = np.array(words, np.uint32).reshape(-1, 8)
+    expected = [at for at, row in enumerate(words) if row not in words[:at]]
+    assert first_occurrences(hashes).tolist() == expected
+    places = [at for at in range(len(words)) if data.draw(st.booleans())]
+    assert rows(hashes, np.array(places, np.int64)).tolist() == [words[at] for at in places]

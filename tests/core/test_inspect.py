@@ -1,44 +1,39 @@
 """Answers of `cache.inspect`: they agree with the books, they are copies, and outer parts ask in no
-other way.
-"""
+other way; the map of the arena says what a walk over each entry and each slab says."""
 
 import ast
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 import hotkv_server
 from hotkv_proto.keys import MAX_GROUPS, Representation
 from hotkv_proto.table import SLOT_ALIGN, STATE_READY, STATE_RESERVED
 from hotkv_server.cache import inspect
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import LRU
-from hotkv_server.cache.values import CoreConfig, HashList, Run
-from tests.core.support import begin_store, evict, make_key_space, make_table, words_of
+from hotkv_server.cache.room.slabs import ABSENT, FREE
+from hotkv_server.cache.values import HashList, Run
+from tests.core.support import SLAB, World, begin_store, evict, flush, words_of
 
 SERVER = Path(hotkv_server.__file__).parent
-OUTER = [
-    *sorted((SERVER / "wire").rglob("*.py")),
-    *sorted((SERVER / "told").rglob("*.py")),
-]
-SLAB = 4 * SLOT_ALIGN
+OUTER = [path for part in ("wire", "told") for path in sorted((SERVER / part).rglob("*.py"))]
 
 
-class Cache:
+class Cache(World):
     """One engine on one key space of two groups; four slabs of four slots."""
 
     def __init__(self) -> None:
-        self.core = CacheCore(CoreConfig(4 * SLAB, SLAB, 60), make_table(60), LRU(60))
-        kind = Representation(0, "min-max", 1, (SLOT_ALIGN,))
-        space = make_key_space("one", SLOT_ALIGN, 2 * SLOT_ALIGN)
-        self.session = self.core.open_session("engine", "rank", space, 0.0, (kind,)).number
+        super().__init__(4, 60)
+        kinds = (Representation(0, "min-max", 1, (SLOT_ALIGN,)),)
+        self.session = self.open(sizes=(SLOT_ALIGN, 2 * SLOT_ALIGN), kinds=kinds)
 
-    def store(self, lease_id: str, run: Run, now_s: float = 1.0, *, ends: bool = True) -> None:
-        begin_store(self.core, self.session, lease_id, lease_id, [run], 0, 0.0, now_s)
-        if ends:
-            self.core.end_store(self.session, lease_id, True, now_s)
+    def begin(self, lease_id: str, run: Run) -> None:
+        begin_store(self.core, self.session.number, lease_id, lease_id, [run], 0, 0.0, 1.0)
 
     def listed(self) -> list[inspect.BlockFigures]:
         *_, entries = inspect.find_blocks(self.core, 0, 100, 1)
@@ -53,9 +48,9 @@ def census(core: CacheCore) -> inspect.Census:
 def test_counts_and_tier_are_those_of_the_books() -> None:
     cache = Cache()
     core = cache.core
-    cache.store("w", Run(0, words_of([1, 2, 3])))
-    cache.store("open", Run(1, words_of([1])), ends=False)
-    core.acquire(cache.session, "r", [HashList(0, words_of([1, 2]))], 0.0, 1.0)
+    cache.store(cache.session, [1, 2, 3])
+    cache.begin("open", Run(1, words_of([1])))
+    core.acquire(cache.session.number, "r", [HashList(0, words_of([1, 2]))], 0.0, 1.0)
     assert inspect.counts(core) == inspect.Counts(1, 2, 1, 0, SLAB)
     assert inspect.leases_of_engines(core) == {"engine": 2}
     assert inspect.limits(core) == inspect.Limits(60, core.config.max_blocks_per_call)
@@ -63,36 +58,24 @@ def test_counts_and_tier_are_those_of_the_books() -> None:
     assert (tier.capacity_bytes, tier.full_capacity_bytes) == (4 * SLAB, 4 * SLAB)
     assert (tier.used_bytes, tier.pinned_bytes) == (5 * SLOT_ALIGN, 2 * SLOT_ALIGN)
     assert (tier.num_blocks, tier.num_free_slabs, tier.representation_bytes) == (3, 2, 0)
-    (known,) = inspect.key_spaces(core, census(core))
-    assert (known.number, known.num_blocks, known.num_representations) == (1, 3, 0)
     assert inspect.counters(core)["stored_blocks"] == 3
 
 
 def test_the_key_spaces_with_most_blocks_are_told_in_their_order() -> None:
     cache = Cache()
-    others = [
-        cache.core.open_session("engine", "rank", make_key_space(name, SLOT_ALIGN, SLOT_ALIGN), 0.0)
-        for name in ("two", "three", "four")
-    ]
-    for session, count in zip(others, (0, 3, 1), strict=True):
-        run = Run(0, words_of(range(count)))
-        begin_store(cache.core, session.number, f"{count}", f"{count}", [run], 0, 0.0, 1.0)
-        cache.core.end_store(session.number, f"{count}", True, 1.0)
-    told = inspect.key_spaces(cache.core, census(cache.core), 2)
+    for model, count in (("two", 0), ("three", 3), ("four", 1)):
+        cache.store(cache.open(model=model), range(count))
+    counted = census(cache.core)
+    told = inspect.key_spaces(cache.core, counted, 2)
     assert [(one.number, one.num_blocks) for one in told] == [(3, 3), (4, 1)]
-    assert [one.number for one in inspect.key_spaces(cache.core, census(cache.core))] == [
-        1,
-        2,
-        3,
-        4,
-    ]
+    assert [one.number for one in inspect.key_spaces(cache.core, counted)] == [1, 2, 3, 4]
 
 
 def test_a_block_is_told_with_its_parent_and_its_representation() -> None:
     cache = Cache()
-    cache.store("w", Run(0, words_of([1, 2]), depth=5), now_s=7.0)
-    cache.store("k", Run(MAX_GROUPS, words_of([2])), now_s=7.0)
-    cache.store("open", Run(1, words_of([3])), ends=False)
+    cache.store(cache.session, [1, 2], 7.0, depth=5)
+    cache.store(cache.session, [2], 7.0, group=MAX_GROUPS)
+    cache.begin("open", Run(1, words_of([3])))
     head, tail, reserved = cache.listed()
     assert head.hash_words.tolist() == words_of([1])[0].tolist() and head.parent_words is None
     assert tail.parent_words is not None and np.array_equal(tail.parent_words, head.hash_words)
@@ -103,27 +86,41 @@ def test_a_block_is_told_with_its_parent_and_its_representation() -> None:
     assert (reserved.group_index, reserved.slot_bytes) == (1, 2 * SLOT_ALIGN)
 
 
+def test_a_number_that_another_block_has_now_is_no_parent() -> None:
+    cache = Cache()
+    cache.store(cache.session, [1, 2, 3])
+    evict(cache.core, 1, 0, words_of([1]))
+    assert [block.parent_words is None for block in cache.listed()] == [True, False]
+    cache.store(cache.session, [9], depth=7)
+    of_hash = {block.hash_words.tobytes(): block for block in cache.listed()}
+    assert of_hash[words_of([2]).tobytes()].parent_words is None
+
+
 def test_blocks_are_found_in_parts_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache()
-    cache.store("w", Run(0, words_of(range(7))))
+    cache.store(cache.session, range(7))
     monkeypatch.setattr(inspect, "PART_ENTRIES", 3)
+    assert inspect.census_parts(cache.core) == len(list(inspect.census(cache.core))) == 3
     parts = list(inspect.find_blocks(cache.core, 0, 100, 0))
     assert parts[-1] == [1, 2, 3, 4, 5, 6, 7]
     assert all(part == parts[-1][: len(part)] for part in parts)
-    assert list(inspect.find_blocks(cache.core, 0, 4, 1))[-1] == [1, 2, 3, 4]
-    assert list(inspect.find_blocks(cache.core, 5, 100, 1))[-1] == [5, 6, 7]
-    assert list(inspect.find_blocks(cache.core, 0, 100, 2))[-1] == []
+    for start, most, key_space_id, found in (
+        (0, 4, 1, [1, 2, 3, 4]),
+        (5, 100, 1, [5, 6, 7]),
+        (0, 100, 2, []),
+    ):
+        assert list(inspect.find_blocks(cache.core, start, most, key_space_id))[-1] == found
 
 
 def test_an_answer_stays_as_it_is() -> None:
     cache = Cache()
-    cache.store("w", Run(0, words_of([1, 2])))
+    cache.store(cache.session, [1, 2])
     blocks = cache.listed()
     hashes = [block.hash_words.tolist() for block in blocks]
     prompt = inspect.prompt_blocks(cache.core, 1, 0, words_of([1, 2, 3]))
     counters = inspect.counters(cache.core)
     assert evict(cache.core, 1, 0, words_of([1, 2])) == (2, 0)
-    cache.store("other", Run(0, words_of([8, 9])))
+    cache.store(cache.session, [8, 9])
     assert [block.hash_words.tolist() for block in blocks] == hashes
     assert (prompt.words != 0).tolist() == [True, True, False] and not prompt.evicted.any()
     assert counters["stored_blocks"] == 2
@@ -134,11 +131,15 @@ def test_an_answer_stays_as_it_is() -> None:
 
 def test_a_story_is_told_of_any_number() -> None:
     cache = Cache()
-    cache.store("w", Run(0, words_of([1])))
+    cache.store(cache.session, [1])
+    cache.core.acquire(cache.session.number, "r", [HashList(0, words_of([1]))], 0.0, 1.0)
     index = cache.core.space.index
     assert inspect.story(index, 1).startswith("entry=1 state=ready key_space=1 group=0 hash=")
-    assert "state=free" in inspect.story(index, 2)
+    flush(cache.core, 1)
+    assert "state=flushed" in inspect.story(index, 1)
+    assert "state=free" in inspect.story(index, 60)
     assert inspect.story(index, 61) == "entry=61 is none of the 60"
+    assert inspect.story(index, 0) == "entry=0 is none of the 60"
 
 
 def reaches(source: str) -> Iterator[str]:
@@ -150,10 +151,9 @@ def reaches(source: str) -> Iterator[str]:
             case ast.Attribute(value=ast.Attribute(attr="core" | "_core")):
                 if node.attr not in face:
                     yield ast.unparse(node)
-            case ast.Attribute(value=ast.Attribute(value=ast.Attribute(attr="core" | "_core"))):
-                yield ast.unparse(node)
             case (
-                ast.Assign(value=ast.Attribute(attr="core" | "_core"))
+                ast.Attribute(value=ast.Attribute(value=ast.Attribute(attr="core" | "_core")))
+                | ast.Assign(value=ast.Attribute(attr="core" | "_core"))
                 | ast.NamedExpr(value=ast.Attribute(attr="core" | "_core"))
             ):
                 yield ast.unparse(node)
@@ -162,3 +162,97 @@ def reaches(source: str) -> Iterator[str]:
 @pytest.mark.parametrize("path", OUTER, ids=lambda path: path.name)
 def test_no_outer_part_reaches_into_the_books(path: Path) -> None:
     assert list(reaches(path.read_text())) == []
+
+
+# The map of the arena
+
+
+NUM_SLABS = 11
+END_S = 1000.0
+
+
+class NaiveMap:
+    """Entry by entry, slab by slab."""
+
+    def __init__(self, core: CacheCore, slabs_per_cell: int) -> None:
+        num_cells = math.ceil(core.space.pool.num_slabs / slabs_per_cell)
+        self.used, self.ready = [0.0] * num_cells, [0.0] * num_cells
+        self.idle = [math.nan] * num_cells
+        index, policy = core.space.index, core.space.policy
+        sums = [0.0] * num_cells
+        for entry in np.flatnonzero(index.states()).astype(np.uint32)[:, None]:
+            begin, size = int(index.offsets(entry)[0]), int(index.slot_bytes(entry)[0])
+            is_block = not core.space.representations.among(entry)[0]
+            is_ready = index.states()[entry[0]] == STATE_READY and is_block
+            age_s = END_S - float(policy.last_used_s(entry)[0])
+            for at in range(begin, begin + size, SLOT_ALIGN):
+                cell = at // SLAB // slabs_per_cell
+                self.used[cell] += SLOT_ALIGN
+                if is_ready:
+                    self.ready[cell] += SLOT_ALIGN
+                    sums[cell] += SLOT_ALIGN * math.log1p(age_s)
+        owners = core.space.pool.slab_owner().tolist()
+        self.owners = []
+        for cell, ready in enumerate(self.ready):
+            if ready:
+                self.idle[cell] = math.expm1(sums[cell] / ready)
+            mine = owners[cell * slabs_per_cell : (cell + 1) * slabs_per_cell]
+            lent = [owner for owner in mine if owner >= 0]
+            self.owners.append(lent[0] if lent else FREE if FREE in mine else ABSENT)
+            self.used[cell] /= len(mine) * SLAB
+
+
+@pytest.mark.parametrize("policy", ["hotness", "lru"])
+@given(
+    sizes=st.sampled_from([(1, 2), (3, 1), (5, 1), (9, 2)]),
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["store", "reserve", "touch", "evict", "represent"]),
+            st.integers(0, 1),
+            st.lists(st.integers(0, 15), min_size=1, max_size=6, unique=True),
+        ),
+        max_size=12,
+    ),
+    most_cells=st.sampled_from([1, 2, 4, 11, 64]),
+    backed=st.integers(0, NUM_SLABS),
+)
+@settings(max_examples=25)
+def test_a_map_is_what_each_entry_says(
+    policy: str,
+    sizes: tuple[int, int],
+    steps: list[tuple[str, int, list[int]]],
+    most_cells: int,
+    backed: int,
+) -> None:
+    """However it is cut into cells and parts."""
+    world = World(NUM_SLABS, 60, policy, is_backed=False)
+    core = world.core
+    core.space.grow(backed * SLAB, 0)
+    kind = Representation(0, "min-max", 1, (SLOT_ALIGN,))
+    session = world.open(sizes=(sizes[0] * SLOT_ALIGN, sizes[1] * SLOT_ALIGN), kinds=(kind,))
+    for now, (what, group, numbers) in enumerate(steps):
+        now_s, words = float(now * now), words_of(numbers)
+        match what:
+            case "touch":
+                core.touch(session.number, [HashList(group, words)], now_s)
+            case "evict":
+                evict(core, session.key_space_id, group, words)
+            case "reserve":
+                begin_store(
+                    core, session.number, f"{now}", f"{now}", [Run(group, words)], 0, 0.0, now_s
+                )
+            case _:
+                group = session.representations[0] if what == "represent" else group
+                world.store(session, numbers, now_s, group=group)
+        core.take_effects()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inspect, "MAX_CELLS", most_cells)
+        patch.setattr(inspect, "MAP_PART_ENTRIES", 7)
+        *parts, found = inspect.arena_map(core, END_S)
+    assert found is not None and parts == [None] * len(parts)
+    assert len(found.used_ratios) == len(found.idle_s) == len(found.slot_bytes) <= most_cells
+    assert found.slabs_per_cell == -(-NUM_SLABS // most_cells)
+    expected = NaiveMap(core, found.slabs_per_cell)
+    assert np.allclose(found.used_ratios, expected.used)
+    assert found.slot_bytes.tolist() == expected.owners
+    assert np.allclose(found.idle_s, expected.idle, rtol=1e-6, equal_nan=True)

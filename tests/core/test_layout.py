@@ -1,6 +1,5 @@
 """Runs of a layout, and what is refused by name (`tests/dataplane/test_layouts.py` copies)."""
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -8,49 +7,11 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from numpy.typing import NDArray
 
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import Representation
 from hotkv_proto.layout import MAX_DIMS, Layout, MemoryHandle, PageTensor
 from tests.core.layouts import Shape, make_rank
-
-Bytes = NDArray[np.uint8]
-
-
-@st.composite
-def dense_tensors(draw: st.DrawFn, num_blocks: int) -> tuple[PageTensor, int]:
-    """One tensor at offset 0 of its own memory, and its size: block and inner dimensions nested in
-    any order, with gaps or without."""
-    counts = draw(st.lists(st.integers(1, 4), max_size=3))
-    run_bytes = draw(st.integers(1, 9))
-    strides: list[int] = [0] * (len(counts) + 1)
-    span = run_bytes
-    # Innermost in memory first; number 0 is the block.
-    for axis in draw(st.permutations(range(len(counts) + 1))):
-        strides[axis] = span + draw(st.sampled_from([0, 0, 0, 3]))
-        span += ((num_blocks if axis == 0 else counts[axis - 1]) - 1) * strides[axis]
-    dims = tuple(zip(counts, strides[1:], strict=True))
-    return PageTensor(0, "", 0, strides[0], run_bytes, 0, dims), span
-
-
-def page_offsets(tensor: PageTensor, block: int) -> list[int]:
-    """Engine offsets of all bytes of a page, in slot order; by counting."""
-    indices = itertools.product(*(range(count) for count, _ in tensor.dims))
-    starts = [
-        sum(i * stride for i, (_, stride) in zip(index, tensor.dims, strict=True))
-        for index in indices
-    ]
-    base = tensor.base_offset_bytes + block * tensor.block_stride_bytes
-    return [base + start + byte for start in starts for byte in range(tensor.run_bytes)]
-
-
-@given(tensor=dense_tensors(3))
-def test_run_offsets_cover_the_page_once(tensor: tuple[PageTensor, int]) -> None:
-    assert [
-        at + byte for at in tensor[0].run_offsets().tolist() for byte in range(tensor[0].run_bytes)
-    ] == page_offsets(tensor[0], 0)
-
 
 GROUPS = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (64, 64)),)
 TENSOR = PageTensor(0, "m", 0, 64, 16, 0, ((4, 16),))
@@ -113,9 +74,7 @@ def test_the_runs_of_all_tensors_together_are_bounded() -> None:
         PageTensor(0, "m", n << 19, 2 << 19, 1, n << 19, ((1 << 19, 1),)) for n in range(2)
     )
     layout = Layout(0, 1, (MemoryHandle("m", 1 << 20),), pages)
-    with pytest.raises(
-        ValueError, match=r"tensors\[1\].dims and those before enumerate more than 524288 runs"
-    ):
+    with pytest.raises(ValueError, match=r"tensors\[1\].dims and those before enumerate more"):
         layout.validate([replace(GROUPS[0], shard_bytes=(1 << 20,))])
 
 
@@ -127,16 +86,10 @@ def test_representations_are_covered_wholly_or_not_at_all() -> None:
     layout.validate(GROUPS, kinds)
     assert layout.covers(2) and not layout.covers(1)
     (runs,) = layout.copy_runs(2, kinds[2], np.array([3], np.int64), np.array([4096], np.int64))
-    assert (runs.engine_offsets.tolist(), runs.slot_offsets.tolist(), runs.num_bytes.tolist()) == (
-        [72],
-        [4104],
-        [24],
-    )
+    found = (runs.engine_offsets, runs.slot_offsets, runs.num_bytes)
+    assert [one.tolist() for one in found] == [[72], [4104], [24]]
     for bad, field in [
-        (
-            replace(good, group_index=3),
-            r"tensors\[1\].group_index is 3; this key space has 1 groups and 2 representations",
-        ),
+        (replace(good, group_index=3), r"tensors\[1\].group_index is 3"),
         (replace(good, run_bytes=16), "group 2 fill 16 bytes of a shard of 24"),
     ]:
         with pytest.raises(ValueError, match=field):
@@ -148,38 +101,36 @@ def test_representations_are_covered_wholly_or_not_at_all() -> None:
 NUMBERS = st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(-2, 70)
 
 
+def some(*names: str) -> st.SearchStrategy[dict[str, int]]:
+    return st.fixed_dictionaries({}, optional=dict.fromkeys(names, NUMBERS))
+
+
 @settings(max_examples=300)
-@given(data=st.data())
+@given(
+    data=st.data(),
+    of_tensor=some(
+        "group_index",
+        "base_offset_bytes",
+        "block_stride_bytes",
+        "run_bytes",
+        "shard_offset_bytes",
+    ),
+    of_layout=some("shard_index", "num_blocks"),
+    of_handle=some("num_bytes", "base_offset_bytes"),
+)
 def test_any_numbers_are_accepted_or_refused_and_what_is_accepted_stays_inside(
     data: st.DataObject,
+    of_tensor: dict[str, int],
+    of_layout: dict[str, int],
+    of_handle: dict[str, int],
 ) -> None:
     """From a good layout, some fields replaced by anything that the wire can carry."""
-    tensor = TENSOR
-    for name in data.draw(
-        st.sets(
-            st.sampled_from(
-                [
-                    "group_index",
-                    "base_offset_bytes",
-                    "block_stride_bytes",
-                    "run_bytes",
-                    "shard_offset_bytes",
-                ]
-            )
-        )
-    ):
-        tensor = replace(tensor, **{name: data.draw(NUMBERS)})
+    tensor = replace(TENSOR, **of_tensor)
     if data.draw(st.booleans()):
-        tensor = replace(
-            tensor, dims=tuple(data.draw(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=10)))
-        )
-    layout = replace(GOOD, tensors=(tensor,))
-    for name in data.draw(st.sets(st.sampled_from(["shard_index", "num_blocks"]))):
-        layout = replace(layout, **{name: data.draw(NUMBERS)})
-    if data.draw(st.booleans()):
-        layout = replace(
-            layout, handles=(MemoryHandle("m", data.draw(NUMBERS), data.draw(NUMBERS)),)
-        )
+        dims = data.draw(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=10))
+        tensor = replace(tensor, dims=tuple(dims))
+    handle = replace(GOOD.handles[0], **of_handle)
+    layout = replace(GOOD, tensors=(tensor,), handles=(handle,), **of_layout)
     try:
         layout.validate(GROUPS)
     except ValueError as error:
@@ -187,11 +138,9 @@ def test_any_numbers_are_accepted_or_refused_and_what_is_accepted_stays_inside(
         return
     blocks = np.array([0, layout.num_blocks - 1], np.int64)
     for runs in layout.copy_runs(0, GROUPS[0], blocks, np.array([0, 128], np.int64)):
-        assert (
-            runs.engine_offsets.min() >= 0
-            and (runs.engine_offsets + runs.num_bytes).max() <= layout.num_bytes
-        )
-        assert runs.slot_offsets.min() >= 0 and (runs.slot_offsets + runs.num_bytes).max() <= 256
+        assert runs.engine_offsets.min() >= 0 and runs.slot_offsets.min() >= 0
+        assert (runs.engine_offsets + runs.num_bytes).max() <= layout.num_bytes
+        assert (runs.slot_offsets + runs.num_bytes).max() <= 256
     assert math.prod(count for count, _ in tensor.dims) * tensor.run_bytes == 64
 
 
@@ -213,11 +162,8 @@ def test_a_block_is_as_many_runs_as_its_layout_has_breaks(
     blocks = np.array([4, 0, 2], np.int64)
     (recipe,) = rank.layout(0).recipes(0, group)
     runs = recipe.copy_runs(blocks, blocks * 4096)
-    assert (
-        len(runs.num_bytes) == 3 * runs_per_block and runs.num_bytes.sum() == 3 * group.slot_bytes
-    )
-    if runs_per_block == 1:
-        assert runs.num_bytes.tolist() == [group.slot_bytes] * 3
+    assert len(runs.num_bytes) == 3 * runs_per_block
+    assert runs.num_bytes.sum() == 3 * group.slot_bytes
 
 
 def test_neighbours_in_the_first_block_only_are_no_run() -> None:
@@ -228,9 +174,5 @@ def test_neighbours_in_the_first_block_only_are_no_run() -> None:
     layout.validate([group])
     (recipe,) = layout.recipes(0, group)
     runs = recipe.copy_runs(np.array([0, 1], np.int64), np.array([0, 32], np.int64))
-    assert runs.engine_offsets.tolist() == [0, 16, 32, 80] and runs.slot_offsets.tolist() == [
-        0,
-        16,
-        32,
-        48,
-    ]
+    assert runs.engine_offsets.tolist() == [0, 16, 32, 80]
+    assert runs.slot_offsets.tolist() == [0, 16, 32, 48]

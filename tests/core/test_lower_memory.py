@@ -17,58 +17,52 @@ MIB, GIB = 1 << 20, 1 << 30
 
 @contextmanager
 def opened(
-    folder: Path, num_bytes: int, slab_bytes: int, *, reset: bool = False
+    folder: Path, num_mib: int, slab_mib: int, *, reset: bool = False
 ) -> Iterator[LowerMemory]:
-    made = LowerMemory.open(folder, num_bytes, slab_bytes, 100, reset=reset)
+    made = LowerMemory.open(folder, num_mib * MIB, slab_mib * MIB, 100, reset=reset)
     try:
         yield made
     finally:
         made.close()
 
 
-def left(folder: Path, slab_bytes: int) -> None:
-    """What a server leaves that had slabs of this size."""
-    with opened(folder, 64 * MIB, slab_bytes) as made:
+def left(folder: Path) -> None:
+    """What a server leaves that had slabs of 4 MiB."""
+    with opened(folder, 64, 4) as made:
         made.start(1, ServerState(made.slab_bytes))
 
 
 def test_slabs_stay_as_large_as_they_were(tmp_path: Path) -> None:
-    left(tmp_path, 4 * MIB)
-    with opened(tmp_path, 70 * MIB, 16 * MIB) as made:
+    left(tmp_path)
+    with opened(tmp_path, 70, 16) as made:
         assert made.old is not None and not made.why_empty
         assert (made.slab_bytes, made.num_bytes) == (4 * MIB, 68 * MIB)
         made.start(1, ServerState(made.slab_bytes))
-    with opened(tmp_path, 70 * MIB, 16 * MIB, reset=True) as made:
+    with opened(tmp_path, 70, 16, reset=True) as made:
         assert made.old is None and not made.why_empty
         assert (made.slab_bytes, made.num_bytes) == (16 * MIB, 64 * MIB)
 
 
 @pytest.mark.parametrize("slab_bytes", [0, -4096, 4096 + 512, 128 * MIB])
 def test_slabs_that_cannot_be_are_not_taken_over(tmp_path: Path, slab_bytes: int) -> None:
-    left(tmp_path, 4 * MIB)
+    left(tmp_path)
     write_state(tmp_path / "state.json", ServerState(slab_bytes))
-    with opened(tmp_path, 64 * MIB, 16 * MIB) as made:
+    with opened(tmp_path, 64, 16) as made:
         assert made.old is None and f"slabs were of {slab_bytes} bytes" in made.why_empty
         assert made.slab_bytes == 16 * MIB
 
 
 @pytest.mark.parametrize(
-    "disk_bytes, slab_bytes",
-    [
-        (16 * MIB, 4 * MIB),
-        (4 * GIB - 1, 4 * MIB),
-        (4 * GIB, 8 * MIB),
-        (100 * GIB, 128 * MIB),
-        (2000 * GIB, 256 * MIB),
-    ],
+    "disk_bytes, slab_mib",
+    [(16 * MIB, 4), (4 * GIB - 1, 4), (4 * GIB, 8), (100 * GIB, 128), (2000 * GIB, 256)],
 )
-def test_slabs_of_a_new_disk_are_large_and_many(disk_bytes: int, slab_bytes: int) -> None:
+def test_slabs_of_a_new_disk_are_large_and_many(disk_bytes: int, slab_mib: int) -> None:
     settings = TierSettings(disk=DiskSettings(bytes=disk_bytes))  # type: ignore[call-arg, arg-type]
-    assert settings.slab_bytes == slab_bytes
+    assert settings.slab_bytes == slab_mib * MIB
 
 
 def test_what_has_changed_is_in_the_file_once_it_is_written(tmp_path: Path) -> None:
-    with opened(tmp_path, 64 * MIB, 4 * MIB) as made:
+    with opened(tmp_path, 64, 4) as made:
         made.start(1, ServerState(made.slab_bytes))
         made.written().result(60)
         assert made.kept_revision == 1
@@ -80,7 +74,7 @@ def test_what_has_changed_is_in_the_file_once_it_is_written(tmp_path: Path) -> N
             made.written().result(60)
             assert made.kept_revision == entry and made.num_changed == made.num_saved
         assert not made.problem and made.is_alive()
-    with opened(tmp_path, 64 * MIB, 4 * MIB) as again:
+    with opened(tmp_path, 64, 4) as again:
         assert again.old is not None
         records = again.old.records
         assert (records[3] == 3).all() and (records[7] == 7).all() and not records[5].any()

@@ -2,6 +2,8 @@
 somebody holds them."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -12,63 +14,47 @@ from hypothesis import given
 from hotkv_client.arena import HUGE_PAGE_BYTES, map_file
 
 
-def file_of(content: bytes) -> int:
-    """Returns a file in memory."""
+@contextmanager
+def file_of(content: bytes) -> Iterator[int]:
+    """A file in memory."""
     fd = os.memfd_create("mapped")
     os.write(fd, content)
-    return fd
+    yield fd
+    os.close(fd)
 
 
-def mapped_bytes(name: str) -> int:
+def mapped_bytes() -> int:
     """How much of such files this process has mapped."""
-    ranges = [
-        line.split()[0].split("-")
-        for line in Path("/proc/self/maps").read_text().splitlines()
-        if name in line
-    ]
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [line.split()[0].split("-") for line in lines if "memfd:mapped" in line]
     return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
 
 
 @given(st.binary(max_size=9000), st.integers(0, 9000))
 def test_the_first_bytes_of_a_file(content: bytes, less: int) -> None:
-    fd, num_bytes = file_of(content), max(0, len(content) - less)
-    try:
+    num_bytes = max(0, len(content) - less)
+    with file_of(content) as fd:
         found = map_file(fd, num_bytes)
         assert found.tobytes() == content[:num_bytes] and not found.flags.writeable
         assert not num_bytes or found.ctypes.data % HUGE_PAGE_BYTES == 0
-    finally:
-        os.close(fd)
 
 
 def test_who_holds_a_view_holds_the_mapping() -> None:
-    fd = file_of(bytes(range(256)) * 64)
-    view = map_file(fd, 256 * 64)[100:200]
-    os.pwrite(fd, b"\xff", 150)
-    os.close(fd)
-    assert (
-        view[50] == 255
-        and np.array_equal(view[:50], np.arange(100, 150))
-        and mapped_bytes("memfd:mapped") == 256 * 64
-    )
+    with file_of(bytes(range(256)) * 64) as fd:
+        view = map_file(fd, 256 * 64)[100:200]
+        os.pwrite(fd, b"\xff", 150)
+    assert view[50] == 255 and np.array_equal(view[:50], np.arange(100, 150))
+    assert mapped_bytes() == 256 * 64
     del view
-    assert not mapped_bytes("memfd:mapped")
-
-
-def test_a_file_that_is_shorter_is_refused() -> None:
-    fd = file_of(b"short")
-    try:
-        with pytest.raises(OSError, match="5 bytes, not 6"):
-            map_file(fd, 6)
-        assert not mapped_bytes("memfd:mapped")
-    finally:
-        os.close(fd)
+    assert not mapped_bytes()
 
 
 def test_what_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
+    with file_of(b"short") as fd, pytest.raises(OSError, match="5 bytes, not 6"):
+        map_file(fd, 6)
+    assert not mapped_bytes()
     fd = os.open(tmp_path / "write-only", os.O_WRONLY | os.O_CREAT)
-    try:
-        os.truncate(fd, 4096)
-        with pytest.raises(PermissionError):
-            map_file(fd, 4096)
-    finally:
-        os.close(fd)
+    os.truncate(fd, 4096)
+    with pytest.raises(PermissionError):
+        map_file(fd, 4096)
+    os.close(fd)

@@ -47,9 +47,8 @@ class Start:
 
     def __init__(self, folder: Path, *, prefault: bool = False) -> None:
         self.memory = NodeMemory.open(folder, ARENA, SLAB, CAPACITY, 7, prefault=prefault)
-        self.core = CacheCore(
-            CoreConfig(ARENA, SLAB, CAPACITY), self.memory.table, POLICIES["lru"](CAPACITY)
-        )
+        config = CoreConfig(ARENA, SLAB, CAPACITY)
+        self.core = CacheCore(config, self.memory.table, POLICIES["lru"](CAPACITY))
         self.verifier = Verifier(self.core, Region(self.memory.arena.address, ARENA, "the arena"))
 
     def take_over(self) -> "Start":
@@ -63,9 +62,8 @@ class Start:
 
     def found(self, key_space: KeySpace, numbers: range) -> list[bool]:
         number = self.core.catalog.register(key_space, (), 0.0)[0]
-        found: list[bool] = table.is_ready(
-            self.core.space.index.find(number, 0, words_of(numbers))
-        ).tolist()
+        words = self.core.space.index.find(number, 0, words_of(numbers))
+        found: list[bool] = table.is_ready(words).tolist()
         return found
 
     def end(self) -> None:
@@ -77,57 +75,39 @@ def leave(folder: Path, *, unfit: bool) -> None:
     """Blocks of two key spaces; `unfit`: another one comes before them, of which this version wants
     to know nothing."""
     start = Start(folder).take_over()
-    known = []
     if unfit:
         start.core.catalog._check = lambda key_space, kinds: None  # type: ignore[method-assign]
         start.core.catalog.register(TOO_MANY_SHARDS, (), 0.0)
     for at, key_space in enumerate(KEY_SPACES):
         start.store(key_space, range(10 * at, 10 * at + 5))
-    for number, record in start.core.key_spaces.items():
-        known.append(KnownKeySpace(number, record.key_space))
-    start.memory.save_state(ServerState(SLAB, tuple(known)))
+    known = tuple(KnownKeySpace(at, one.key_space) for at, one in start.core.key_spaces.items())
+    start.memory.save_state(ServerState(SLAB, known))
     start.end()
 
 
-STEPS = [
-    "write_state before",
-    "write_state after",
-    "adopt before",
-    "adopt after",
-    "replace before",
-    "replace after",
-    "unlink after",
-]
+OWNERS = {"write_state": arena_module, "adopt": NodeMemory, "replace": Path, "unlink": Path}
 
 
 @pytest.mark.parametrize("unfit", [False, True])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", OWNERS)
+@pytest.mark.parametrize("when", ["before", "after"])
 def test_starts_that_are_killed_never_take_a_block_for_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, *, unfit: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, when: str, *, unfit: bool
 ) -> None:
     """Also where key spaces get other numbers, because this version can't serve one that the old
     one served."""
     leave(tmp_path, unfit=unfit)
-    name, when = step.split()
+    whole: Callable[..., object] = getattr(OWNERS[name], name)
+
+    def killed(*args: object, **options: object) -> None:
+        if when == "after":
+            whole(*args, **options)
+        raise KilledError
+
     for _ in range(2):
         with monkeypatch.context() as patch:
-            owner = {
-                "write_state": arena_module,
-                "adopt": NodeMemory,
-                "replace": Path,
-                "unlink": Path,
-            }[name]
-            whole: Callable[..., object] = getattr(owner, name)
-
-            def killed(
-                *args: object, whole: Callable[..., object] = whole, **options: object
-            ) -> None:
-                if when == "after":
-                    whole(*args, **options)
-                raise KilledError
-
             start = Start(tmp_path)
-            patch.setattr(owner, name, killed)
+            patch.setattr(OWNERS[name], name, killed)
             with pytest.raises(KilledError):
                 start.take_over()
             start.end()
@@ -158,10 +138,8 @@ def test_spoiled_times_of_last_use_are_unknown_and_nobody_is_warned(tmp_path: Pa
 
 
 def test_a_key_space_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    write_state(
-        tmp_path / "state.json",
-        ServerState(SLAB, (KnownKeySpace(1, KEY_SPACES[0]), KnownKeySpace(2, KEY_SPACES[0]))),
-    )
+    twice = tuple(KnownKeySpace(number, KEY_SPACES[0]) for number in (1, 2))
+    write_state(tmp_path / "state.json", ServerState(SLAB, twice))
     with pytest.raises(StateError, match="twice"):
         read_state(tmp_path / "state.json")
 
@@ -171,20 +149,19 @@ def test_a_start_that_is_short_of_something_keeps_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     leave(tmp_path, unfit=False)
+    monkeypatch.setattr(arena_module, "FIRST_ENTRIES", 2)
 
     def refuse(*args: object) -> int:
         raise OSError(code, "short")
 
-    for owner, name in (
-        (mapping_module, "_map"),
-        (arena_module, "_open_own"),
-        (os, "posix_fallocate"),
-    ):
+    calls = ((mapping_module, "_map"), (arena_module, "_open_own"), (os, "posix_fallocate"))
+    for owner, name in calls:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, refuse)
             with pytest.raises(OSError, match="short"):
                 Start(tmp_path, prefault=True)
     start = Start(tmp_path, prefault=True).take_over()
+    assert start.memory.records.num_entries == start.core.space.index.limit >= 5
     assert start.found(KEY_SPACES[0], range(5)) == [True] * 5
     start.memory.remove()
 
@@ -208,25 +185,13 @@ def test_bringing_memory_in_writes_none_of_it(
     mapping.close()
 
 
-def test_a_restart_brings_in_the_records_that_it_restores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leave(tmp_path, unfit=False)
-    monkeypatch.setattr(arena_module, "FIRST_ENTRIES", 2)
-    start = Start(tmp_path, prefault=True).take_over()
-    assert start.memory.records.num_entries == start.core.space.index.limit >= 5
-    assert start.found(KEY_SPACES[0], range(5)) == [True] * 5
-    start.memory.remove()
-
-
 def test_the_table_is_of_huge_pages_as_the_arena_is(tmp_path: Path) -> None:
     """As far as the kernel has them where these files lie. A lookup in a large table in small pages
     took a third longer."""
     memory = NodeMemory.open(tmp_path, ARENA, SLAB, 1 << 16, 7)
     probe = FileMapping.create(tmp_path / "probe", memory.table_file.num_bytes, 0o600)
     probe.make_huge(0, 10.0)
-    assert memory.table_file.num_bytes > HUGE_PAGE_BYTES and bool(
-        memory.table_file.huge_bytes
-    ) == bool(probe.huge_bytes)
+    assert memory.table_file.num_bytes > HUGE_PAGE_BYTES
+    assert bool(memory.table_file.huge_bytes) == bool(probe.huge_bytes)
     probe.close()
     memory.remove()

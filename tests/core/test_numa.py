@@ -15,91 +15,83 @@ from hotkv_proto.words import file_bytes
 from hotkv_server.memory import numa
 from hotkv_server.memory.arena import NodeMemory
 
-
-def _machine(
-    root: Path, nodes: dict[int, str], devices: dict[str, tuple[str, str, int]], memory: str = ""
-) -> Path:
-    """Returns a /sys with nodes (number -> processors) and PCI devices (id -> vendor, class,
-    node)."""
-    folder = root / "devices/system/node"
-    folder.mkdir(parents=True)
-    (folder / "has_memory").write_text((memory or ",".join(map(str, nodes))) + "\n")
-    for number, cpus in nodes.items():
-        (folder / f"node{number}").mkdir()
-        (folder / f"node{number}/cpulist").write_text(cpus + "\n")
-    for name, (vendor, kind, node) in devices.items():
-        device = root / "bus/pci/devices" / name
-        device.mkdir(parents=True)
-        for file, value in (("vendor", vendor), ("class", kind), ("numa_node", str(node))):
-            (device / file).write_text(value + "\n")
-    return root
-
-
 GPU = ("0x10de", "0x030200")
 DUAL = {0: "0-3,8-11", 1: "4-7,12-15"}
 
 
-@given(st.sets(st.integers(0, 300)))
-def test_lists_are_read_as_the_kernel_writes_them(numbers: set[int]) -> None:
-    ordered = sorted(numbers)
-    text, i = [], 0
-    while i < len(ordered):
-        j = i
-        while j + 1 < len(ordered) and ordered[j + 1] == ordered[j] + 1:
-            j += 1
-        text.append(str(ordered[i]) if i == j else f"{ordered[i]}-{ordered[j]}")
-        i = j + 1
-    assert numa.parse_list(",".join(text) + "\n") == tuple(ordered)
+def machine(
+    root: Path, nodes: dict[int, str], devices: dict[str, tuple[str, str, int]] | None = None
+) -> Path:
+    """Returns a /sys with nodes (number -> processors) and PCI devices (id -> vendor, class,
+    node)."""
+    of_nodes, of_devices = root / "devices/system/node", root / "bus/pci/devices"
+    files = {of_nodes / "has_memory": ",".join(map(str, nodes))}
+    files |= {of_nodes / f"node{number}/cpulist": cpus for number, cpus in nodes.items()}
+    for name, values in (devices or {}).items():
+        for file, value in zip(("vendor", "class", "numa_node"), values, strict=True):
+            files[of_devices / name / file] = str(value)
+    for path, value in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(value + "\n")
+    return root
+
+
+@given(runs=st.lists(st.tuples(st.integers(2, 9), st.integers(0, 9)), max_size=20))
+def test_lists_are_read_as_the_kernel_writes_them(runs: list[tuple[int, int]]) -> None:
+    text, expected, at = [], [], 0
+    for gap, more in runs:
+        at += gap
+        text.append(f"{at}-{at + more}" if more else str(at))
+        expected += range(at, at + more + 1)
+        at += more
+    assert numa.parse_list(",".join(text) + "\n") == tuple(expected)
 
 
 def test_gpus_are_told_from_other_devices_of_their_maker(tmp_path: Path) -> None:
-    sys = _machine(
-        tmp_path,
-        DUAL,
-        {
-            "0000:17:00.0": (*GPU, 0),
-            "0000:c3:00.0": (*GPU, 1),
-            "0000:c3:00.1": ("0x10de", "0x040300", 1),  # its audio function
-            "0000:05:00.0": ("0x1a03", "0x030000", 0),  # another maker's display
-            "0000:e1:00.0": (*GPU, -1),
-        },
-    )
+    devices = {
+        "0000:17:00.0": (*GPU, 0),
+        "0000:c3:00.0": (*GPU, 1),
+        "0000:c3:00.1": ("0x10de", "0x040300", 1),  # its audio function
+        "0000:05:00.0": ("0x1a03", "0x030000", 0),  # another maker's display
+        "0000:e1:00.0": (*GPU, -1),
+    }
+    sys = machine(tmp_path, DUAL, devices)
     assert numa.gpu_nodes(sys) == (0, 1)
     assert numa.node_of("00000000:C3:00.0", sys) == 1
-    assert numa.node_of("0000:e1:00.0", sys) == numa.UNKNOWN
-    for odd in ("", "zzzz:00", "0000:99:00.0"):
+    for odd in ("0000:e1:00.0", "", "zzzz:00", "0000:99:00.0"):
         assert numa.node_of(odd, sys) == numa.UNKNOWN
     assert numa.processors(1, sys) == {4, 5, 6, 7, 12, 13, 14, 15}
     assert numa.processors(7, sys) == numa.processors(numa.UNKNOWN, sys) == frozenset()
 
 
+ONE = {0: "0-1"}
+
+
 @pytest.mark.parametrize(
-    ("wanted", "gpus", "expected"),
+    ("nodes", "wanted", "gpus", "expected"),
     [
-        ("auto", {}, ()),
-        ("auto", {"0000:17:00.0": 1}, (1,)),
-        ("auto", {"0000:17:00.0": 1, "0000:18:00.0": 0}, (0, 1)),
-        ("auto", {"0000:17:00.0": 3}, ()),  # a node without memory
-        ("interleave", {}, (0, 1)),
-        ("none", {"0000:17:00.0": 1}, ()),
-        ("0", {"0000:17:00.0": 1}, (0,)),
+        (DUAL, "auto", [], ()),
+        (DUAL, "auto", [1], (1,)),
+        (DUAL, "auto", [1, 0], (0, 1)),
+        (DUAL, "auto", [3], ()),  # a node without memory
+        (DUAL, "interleave", [], (0, 1)),
+        (DUAL, "none", [1], ()),
+        (DUAL, "0", [1], (0,)),
+        (ONE, "auto", [0], ()),
+        (ONE, "interleave", [0], ()),
+        ({}, "auto", [], ()),
     ],
 )
 def test_choice(
-    tmp_path: Path, wanted: str, gpus: dict[str, int], expected: tuple[int, ...]
+    tmp_path: Path, nodes: dict[int, str], wanted: str, gpus: list[int], expected: tuple[int, ...]
 ) -> None:
-    sys = _machine(tmp_path, DUAL, {name: (*GPU, node) for name, node in gpus.items()})
-    assert numa.choose(wanted, sys) == expected
-
-
-def test_one_node_needs_no_placement(tmp_path: Path) -> None:
-    sys = _machine(tmp_path, {0: "0-1"}, {"0000:17:00.0": (*GPU, 0)})
-    assert numa.choose("auto", sys) == numa.choose("interleave", sys) == ()
+    devices = {f"0000:1{at}:00.0": (*GPU, node) for at, node in enumerate(gpus)}
+    assert numa.choose(wanted, machine(tmp_path, nodes, devices)) == expected
 
 
 def test_a_node_without_memory_is_refused_with_those_that_have_some(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is 2, and the nodes with memory are 0, 1"):
-        numa.choose("2", _machine(tmp_path, DUAL, {}))
+        numa.choose("2", machine(tmp_path, DUAL))
     assert numa.choose("auto", tmp_path / "nothing") == ()
 
 

@@ -1,8 +1,7 @@
 """Pinning of the arena, over a device runtime without a device."""
 
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -12,15 +11,16 @@ from hotkv_server.device.runtime import DeviceError
 from hotkv_server.memory import limits
 from hotkv_server.memory.pinning import ArenaPinner, refusal
 from hotkv_server.testing.device import FakeRuntime
+from tests.support.waiting import wait_for
 
-PAGE = 4096
+PAGE, ARENA = 4096, 1 << 40
 
 
-def _until(reached: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not reached():
-        assert time.monotonic() < deadline_s, "never came"
-        time.sleep(0.001)
+@pytest.fixture
+def runtime() -> Iterator[FakeRuntime]:
+    made = FakeRuntime(threaded=False)
+    yield made
+    made.close()
 
 
 @given(
@@ -32,84 +32,68 @@ def _until(reached: Callable[[], bool]) -> None:
 def test_pieces_cover_the_arena_in_order_and_go_with_it(
     num_bytes: int, piece_pages: int, stops_after: int
 ) -> None:
-    runtime = FakeRuntime(threaded=False)
-    arena = 1 << 40
+    runtime, piece_bytes = FakeRuntime(threaded=False), piece_pages * PAGE
     seen: list[tuple[int, int]] = []
-    pinner = ArenaPinner(
-        runtime,
-        arena,
-        num_bytes,
-        piece_pages * PAGE,
-        lambda start, count: seen.append((start, count)),
-    )
+    pinner = ArenaPinner(runtime, ARENA, num_bytes, piece_bytes, lambda *one: seen.append(one))
     while not pinner.is_done and len(seen) < stops_after:
         pinner.pin_next()
-        assert pinner.pinned_bytes in (len(seen) * piece_pages * PAGE, num_bytes)
+        assert pinner.pinned_bytes in (len(seen) * piece_bytes, num_bytes)
     assert runtime.held().get("registered", 0) == len(seen)
-    assert [start for start, _ in seen] == [i * piece_pages * PAGE for i in range(len(seen))]
+    assert [start for start, _ in seen] == [i * piece_bytes for i in range(len(seen))]
     assert sum(count for _, count in seen) == pinner.pinned_bytes
     pinner.close()
     assert pinner.pinned_bytes == 0 and not runtime.held().get("registered", 0)
-    assert pinner.unpinned_bytes == len(seen) * piece_pages * PAGE
+    assert pinner.unpinned_bytes == len(seen) * piece_bytes
     runtime.close()
 
 
-def test_closing_stops_early() -> None:
-    runtime = FakeRuntime(threaded=False)
+def test_closing_stops_early(runtime: FakeRuntime) -> None:
     first, go_on = threading.Event(), threading.Event()
 
     def prepare(start: int, count: int) -> None:
         first.set()
         go_on.wait(60)
 
-    pinner = ArenaPinner(runtime, 1 << 40, 100 * PAGE, PAGE, prepare)
+    pinner = ArenaPinner(runtime, ARENA, 100 * PAGE, PAGE, prepare)
     pinner.start()
     assert first.wait(60)
     closing = threading.Thread(target=pinner.close)
     closing.start()
-    _until(pinner._stop.is_set)
+    wait_for(pinner._stop.is_set)
     go_on.set()
     closing.join(60)
     assert not closing.is_alive() and not runtime.held()
-    runtime.close()
 
 
-def test_what_was_pinned_before_a_refusal_stays_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "memlock_bytes", lambda: 64 << 10)
-    runtime = FakeRuntime(threaded=False)
-    runtime.fail_call("register", 4)
-    pinner = ArenaPinner(runtime, 1 << 40, 100 * PAGE, PAGE)
-    pinner.start()
-    _until(lambda: bool(pinner.error))
-    assert pinner.pinned_bytes == 3 * PAGE and not pinner.is_done
-    for word in ("told to fail", "65536", "LimitMEMLOCK=infinity", "--ulimit memlock=-1"):
-        assert word in pinner.error
-    pinner.close()
-    assert not runtime.held()
-    runtime.close()
-
-
-def test_a_refusal_with_enough_locked_memory_names_other_causes(
-    monkeypatch: pytest.MonkeyPatch,
+def test_what_was_pinned_before_a_refusal_stays_pinned(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "memlock_bytes", lambda: limits.NO_LIMIT)
-    assert "/dev/nvidia" in refusal(DeviceError("no"), 1 << 30) and "memlock" not in refusal(
-        DeviceError("no"), 1 << 30
-    )
-
-
-@pytest.mark.parametrize(("address", "piece_bytes"), [(1, PAGE), (0, 0), (0, -PAGE), (0, PAGE + 1)])
-def test_pieces_are_whole_pages(address: int, piece_bytes: int) -> None:
-    with pytest.raises(ValueError, match="multiple of"):
-        ArenaPinner(FakeRuntime(threaded=False), address, 10 * PAGE, piece_bytes)
-
-
-def test_what_cannot_be_undone_does_not_keep_the_server_from_stopping() -> None:
-    runtime = FakeRuntime(threaded=False)
-    pinner = ArenaPinner(runtime, 1 << 40, 4 * PAGE, PAGE)
-    pinner.pin_next()
-    pinner.pin_next()
+    """What can't be undone does not keep the server from stopping."""
+    monkeypatch.setattr(limits, "memlock_bytes", lambda: 64 << 10)
+    runtime.fail_call("register", 4)
+    pinner = ArenaPinner(runtime, ARENA, 100 * PAGE, PAGE)
+    pinner.start()
+    wait_for(lambda: bool(pinner.error))
+    assert pinner.pinned_bytes == 3 * PAGE and not pinner.is_done
+    assert "told to fail" in pinner.error and "65536" in pinner.error
     runtime.fail_call("unregister", 1)
     pinner.close()
     assert pinner.pinned_bytes == 0 and runtime.held() == {"registered": 1}
-    runtime.close()
+
+
+@pytest.mark.parametrize(
+    ("memlock_bytes", "cause", "other"),
+    [(64 << 10, "memlock", "/dev/nvidia"), (limits.NO_LIMIT, "/dev/nvidia", "memlock")],
+)
+def test_a_refusal_names_its_cause(
+    monkeypatch: pytest.MonkeyPatch, memlock_bytes: int, cause: str, other: str
+) -> None:
+    monkeypatch.setattr(limits, "memlock_bytes", lambda: memlock_bytes)
+    said = refusal(DeviceError("no"), 1 << 30)
+    assert cause in said and other not in said
+
+
+@pytest.mark.parametrize(("address", "piece_bytes"), [(1, PAGE), (0, 0), (0, -PAGE), (0, PAGE + 1)])
+def test_pieces_are_whole_pages(runtime: FakeRuntime, address: int, piece_bytes: int) -> None:
+    with pytest.raises(ValueError, match="multiple of"):
+        ArenaPinner(runtime, address, 10 * PAGE, piece_bytes)

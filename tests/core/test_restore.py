@@ -1,8 +1,7 @@
 """Taking over an old table: whatever its records say, the new books are consistent; sums of shards
-make one check value.
-"""
+make one check value."""
 
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -18,8 +17,9 @@ from hotkv_server.cache.restore import restore
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig, HashList, Run, TenantShare
 from hotkv_server.integrity.check_values import strides_of
-from tests.core.old_tables import CAPACITY, CONFIG, KEY_SPACE, KIND, SLAB, damage, empty, filled
+from tests.core.old_tables import CONFIG, KEY_SPACE, KIND, damage, empty, filled
 from tests.core.support import (
+    SLAB,
     begin_store,
     evict_all,
     make_key_space,
@@ -30,27 +30,16 @@ from tests.core.support import (
 
 
 def test_what_tenants_hold_is_counted_after_a_start() -> None:
-    config = dataclasses.replace(
-        CONFIG, tenants={"a": TenantShare(2 * SLAB), "b": TenantShare(2 * SLAB)}
-    )
-    core = CacheCore(config, make_table(CAPACITY), POLICIES["lru"](CAPACITY))
+    shares = {"a": TenantShare(2 * SLAB), "b": TenantShare(2 * SLAB)}
+    core = empty(replace(CONFIG, tenants=shares))
     for tenant, count in (("a", 3), ("b", 5)):
-        session = core.open_session(
-            tenant, "rank", dataclasses.replace(KEY_SPACE, tenant=tenant), 0.0
-        ).number
-        begin_store(
-            core,
-            session,
-            "t",
-            "l",
-            [Run(0, words_of(range(count))), Run(1, words_of(range(count)))],
-            0,
-            0.0,
-            1.0,
-        )
+        key_space = replace(KEY_SPACE, tenant=tenant)
+        session = core.open_session(tenant, "rank", key_space, 0.0).number
+        runs = [Run(group, words_of(range(count))) for group in (0, 1)]
+        begin_store(core, session, "t", "l", runs, 0, 0.0, 1.0)
         core.end_store(session, "t", True, 1.0)
     again, _ = taken_over(core, "lru", 1.0, 5.0)
-    used = [int(again.space.tenants.used[again.space.tenants.number(number)]) for number in (1, 2)]
+    used = [int(again.space.tenants.used[again.space.tenants.number(number)]) for number in (2, 3)]
     assert used == [3 * 3 * SLOT_ALIGN, 5 * 3 * SLOT_ALIGN]
     again.check_invariants()
 
@@ -63,13 +52,14 @@ class Counted(np.ndarray):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **more: Any) -> Any:
         Counted.num_elements += max(np.size(one) for one in inputs)
-        plain = [one.view(np.ndarray) if isinstance(one, Counted) else one for one in inputs]
         if "out" in more:
-            more["out"] = tuple(
-                one.view(np.ndarray) if isinstance(one, Counted) else one for one in more["out"]
-            )
-        found = getattr(ufunc, method)(*plain, **more)
+            more["out"] = tuple(map(plain, more["out"]))
+        found = getattr(ufunc, method)(*map(plain, inputs), **more)
         return found.view(Counted) if isinstance(found, np.ndarray) else found
+
+
+def plain(one: Any) -> Any:
+    return one.view(np.ndarray) if isinstance(one, Counted) else one
 
 
 def test_a_restart_costs_as_much_in_many_key_spaces_as_in_one() -> None:
@@ -96,7 +86,6 @@ def test_a_restart_costs_as_much_in_many_key_spaces_as_in_one() -> None:
         for number in range(num_spaces):
             own = words_of(range(number, num_blocks, num_spaces))
             assert core.space.index.find(1 + number, 0, own).all()
-    print(found)
     assert found[500] < 4 * found[1]
 
 
@@ -117,27 +106,17 @@ def test_a_damaged_table_gives_a_consistent_cache(data: st.DataObject) -> None:
 def test_what_was_ready_comes_back_unverified_with_its_check_value() -> None:
     old = filled()
     core, restored = taken_over(old, "lru", 3.0, 5.0)
-    assert (restored.blocks, restored.representations, restored.dropped) == (
-        14,
-        4,
-        {"unfinished": 2},
-    )
+    assert (restored.blocks, restored.representations) == (14, 4)
+    assert restored.dropped == {"unfinished": 2}
+    index = core.space.index
     for group, count in ((0, 8), (1, 6)):
-        entries = core.space.index.find(1, group, words_of(range(count)))
-        was = old.space.index.find(1, group, words_of(range(count)))
-        words = slice(table.W_CHECK, table.W_CHECK + 2)
-        records, old_records = (
-            core.space.index.table.records[entries],
-            old.space.index.table.records[was],
-        )
-        assert (
-            np.array_equal(records[:, words], old_records[:, words])
-            and records[:, words].any(axis=1).all()
-        )
-        assert core.space.index.unverified[entries].all()
-        assert core.space.policy.last_used_s(entries) == pytest.approx(3.0, abs=0.001)
+        now, was = (one.find(1, group, words_of(range(count))) for one in (index, old.space.index))
+        assert index.checks(now).all()
+        assert np.array_equal(index.checks(now), old.space.index.checks(was))
+        assert index.unverified[now].all()
+        assert core.space.policy.last_used_s(now) == pytest.approx(3.0, abs=0.001)
     evict_all(core, 1)
-    assert int(core.space.index.unverified.sum()) == 0
+    assert int(index.unverified.sum()) == 0
 
 
 def test_a_link_beyond_the_table_is_no_link() -> None:
@@ -155,28 +134,25 @@ def test_a_link_beyond_the_table_is_no_link() -> None:
 
 
 def test_key_spaces_that_are_not_known_any_more_are_dropped() -> None:
-    core = empty()
-    restored = restore(core, filled().space.index.table.records.copy(), {}, None, 5.0)
+    records = filled().space.index.table.records.copy()
+    restored = restore(empty(), records, {}, None, 5.0)
     assert restored.blocks == 0 and restored.dropped == {"unfinished": 2, "misshapen": 18}
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_shards_that_are_written_apart_make_one_check_value(order: tuple[int, int]) -> None:
-    core = CacheCore(CONFIG, make_table(CAPACITY), POLICIES["lru"](CAPACITY))
-    session = core.open_session(
-        "e", "rank", make_key_space("two", SLOT_ALIGN, SLOT_ALIGN, 2), 0.0
-    ).number
+    core = empty()
+    key_space = make_key_space("two", SLOT_ALIGN, SLOT_ALIGN, 2)
+    session = core.open_session("e", "rank", key_space, 0.0)
     run = Run(0, words_of([3, 1, 2]))
     for shard in order:
         sums = np.array([1, 2, 3], np.uint64) * np.uint64(1000**shard)
-        begin_store(core, session, f"t{shard}", "l", [run], shard, 0.0, 1.0)
-        results = core.end_store(session, f"t{shard}", True, 1.0, [sums])
+        begin_store(core, session.number, f"t{shard}", "l", [run], shard, 0.0, 1.0)
+        results = core.end_store(session.number, f"t{shard}", True, 1.0, [sums])
     assert results[0].tolist() == [BlockResult.STORED] * 3
-    entries = core.space.index.find(1, 0, run.hashes)
-    words = np.ascontiguousarray(
-        core.space.index.table.records[entries, table.W_CHECK : table.W_CHECK + 2]
-    )
-    checks = words.view(np.uint64)[:, 0]
-    keys = core.space.index.mixed(entries) * np.uint64(0x9E37_79B9_7F4A_7C15)
+    index = core.space.index
+    entries = index.find(session.key_space_id, 0, run.hashes)
+    checks = index.checks(entries)
+    keys = index.mixed(entries) * np.uint64(0x9E37_79B9_7F4A_7C15)
     assert strides_of(checks).tolist() == [64] * 3
     assert ((checks ^ keys) >> np.uint64(4)).tolist() == [(1001 * n) >> 4 for n in (1, 2, 3)]

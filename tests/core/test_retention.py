@@ -14,12 +14,10 @@ from tests.core.support import evict, expire, words_of
 
 NUM_HELD = NUM_SLOTS // 4
 """Slots that requests may ask to keep."""
+LONG = pytest.mark.long
 EACH_POLICY = pytest.mark.parametrize(
     "policy",
-    [
-        policy if policy in ("hotness", "lru") else pytest.param(policy, marks=pytest.mark.long)
-        for policy in POLICIES
-    ],
+    [p if p in ("hotness", "lru") else pytest.param(p, marks=LONG) for p in POLICIES],
 )
 
 
@@ -37,13 +35,14 @@ def test_what_is_pinned_stays_until_its_time_and_goes_after(
     cache = Cache(policy)
     chain, keep = list(range(num_pinned)), Retention(ttl_s=ttl_s, pin=True)
     if how != "stored":
-        cache.store(chain)
+        cache.add(chain)
     if how == "used":
         cache.touch(chain, keep)
     else:
-        cache.store(chain, retention=keep)
+        cache.add(chain, retention=keep)
+    assert cache.core.counters.held_blocks == num_pinned
     cache.flood(5 * NUM_SLOTS, 0.999 * ttl_s, flood)
-    assert cache.found(chain) == chain and cache.core.counters.held_blocks == num_pinned
+    assert cache.found(chain) == chain
     assert evict(cache.core, 1, 0, words_of(chain)) == (0, num_pinned)
     cache.check()
     cache.advance(ttl_s)
@@ -71,10 +70,8 @@ def test_beyond_the_budget_nothing_is_held_and_nothing_breaks(
     room = NUM_HELD
     for length in lengths:
         chain = cache.fresh(length)
-        assert (
-            cache.store(chain, retention=Retention(ttl_s=1000.0, pin=True))
-            == [BlockResult.STORED] * length
-        )
+        results = cache.add(chain, retention=Retention(ttl_s=1000.0, pin=True))
+        assert results == [BlockResult.STORED] * length
         held += chain[:room]
         room -= len(chain[:room])
         cache.check()
@@ -85,13 +82,13 @@ def test_beyond_the_budget_nothing_is_held_and_nothing_breaks(
     # is left to go.
     cache.advance(1000.0)
     chain = cache.fresh(NUM_HELD)
-    cache.store(chain, retention=Retention(ttl_s=10.0, pin=True))
+    cache.add(chain, retention=Retention(ttl_s=10.0, pin=True))
     cache.flood(5 * NUM_SLOTS, 1009.0, flood)
     assert cache.found(chain) == chain and not cache.found(held)
     cache.check()
 
 
-@pytest.mark.parametrize("policy", ["hotness", pytest.param("lru", marks=pytest.mark.long)])
+@pytest.mark.parametrize("policy", ["hotness", pytest.param("lru", marks=LONG)])
 @given(
     num_kept=st.integers(1, NUM_SLOTS - 14),
     ttl_s=st.sampled_from([1.0, 100.0, MAX_TTL_S]),
@@ -103,7 +100,7 @@ def test_what_has_time_to_live_outlives_a_flood(
     """And counts as used when that time ends: it goes with what came then."""
     cache = Cache(policy)
     chain = list(range(num_kept))
-    cache.store(chain, retention=Retention(ttl_s=ttl_s))
+    cache.add(chain, retention=Retention(ttl_s=ttl_s))
     cache.flood(5 * NUM_SLOTS, 0.98 * ttl_s, flood)
     assert cache.found(chain) == chain and not len(cache.core.retention_pins)
     cache.advance(1.02 * ttl_s + 1.0)
@@ -126,7 +123,7 @@ def test_hints_never_cost_room(policy: str, priority: int, ttl_s: float, seed: i
         cache.advance(cache.now_s + float(rng.choice([0.0, 1.0, 100.0])))
         length = int(rng.integers(1, NUM_SLOTS + 1))
         hint = Retention(priority, ttl_s) if rng.random() < 0.8 else NO_RETENTION
-        assert cache.store(cache.fresh(length), retention=hint) == [BlockResult.STORED] * length
+        assert cache.add(cache.fresh(length), retention=hint) == [BlockResult.STORED] * length
         cache.touch([int(number) for number in rng.permutation(sorted(cache.resident))[:9]], hint)
     cache.check()
 
@@ -142,13 +139,13 @@ def test_a_chain_that_grew_goes_from_its_tail(pieces: list[int], gaps_s: list[fl
     for length, gap_s in zip(pieces, gaps_s, strict=False):
         cache.advance(cache.now_s + gap_s)
         chain += cache.fresh(length)
-        assert cache.store(chain, len(chain) - length) == [BlockResult.STORED] * length
+        assert cache.add(chain, len(chain) - length) == [BlockResult.STORED] * length
     cache.flood(NUM_SLOTS, cache.now_s + 100.0, 1)
     assert cache.evicted == chain[::-1]
     cache.check()
 
 
-@pytest.mark.parametrize("policy", ["hotness", pytest.param("lru", marks=pytest.mark.long)])
+@pytest.mark.parametrize("policy", ["hotness", pytest.param("lru", marks=LONG)])
 @given(passed_s=st.sampled_from([1.5, 60.0, 1e5]), length=st.integers(1, 40))
 def test_what_comes_before_a_new_block_counts_as_in_use(
     policy: str, passed_s: float, length: int
@@ -156,17 +153,15 @@ def test_what_comes_before_a_new_block_counts_as_in_use(
     """As far as the chain is here: where a block is missing, it ends."""
     cache = Cache(policy)
     chain, other = cache.fresh(length), cache.fresh(3)
-    cache.store(chain)
-    cache.store(other)
+    cache.add(chain)
+    cache.add(other)
     missing = length // 3
     assert evict(cache.core, 1, 0, words_of(chain[missing : missing + 1])) == (1, 0)
     cache.advance(passed_s)
-    cache.store(chain + cache.fresh(5), length)
-    space = cache.core.space
+    cache.add(chain + cache.fresh(5), length)
+    used_s = cache.core.space.policy.last_used_s(cache.entries(chain + other)).tolist()
     in_use = {
-        number
-        for number in chain + other
-        if space.policy.last_used_s(space.index.find(1, 0, words_of([number])))[0] >= passed_s
+        number for number, at_s in zip(chain + other, used_s, strict=True) if at_s >= passed_s
     }
     assert in_use == set(chain[missing + 1 :])
 
@@ -177,21 +172,16 @@ def test_a_hint_that_is_carried_out_late_keeps_blocks_no_longer(late_s: float) -
     cache = Cache("hotness")
     chain, other = cache.fresh(3), cache.fresh(3)
     cache.now_s = 1000.0 + late_s
-    cache.store(chain)
-    cache.store(other)
-    key_space_id = cache.core.sessions.record(cache.session).key_space_id
-    asked = [HashList(0, words_of(chain))]
-    for _ in hint_actions.keep(
-        cache.core, key_space_id, asked, Retention(0, 60.0, pin=True), 1000.0, cache.now_s,
-        is_use=True,
-    ):  # fmt: skip
+    cache.add(chain)
+    cache.add(other)
+    asked, hint = [HashList(0, words_of(chain))], Retention(0, 60.0, pin=True)
+    for _ in hint_actions.keep(cache.core, 1, asked, hint, 1000.0, cache.now_s, is_use=True):
         pass
-    policy, index = cache.core.space.policy, cache.core.space.index
-    kept, used = (index.find(key_space_id, 0, words_of(some)) for some in (chain, other))
+    policy = cache.core.space.policy
+    kept, used = cache.entries(chain), cache.entries(other)
     assert policy.last_used_s(kept) == pytest.approx(max(1060.0, cache.now_s), abs=0.1)
     assert policy.last_used_s(used) == pytest.approx(cache.now_s, abs=0.1)
     assert (policy.heat(used) < 1e8).all()  # type: ignore[attr-defined]
-    expire(cache.core, 1059.0)
-    assert len(cache.core.retention_pins) == 3
-    expire(cache.core, 1061.0)
-    assert not len(cache.core.retention_pins)
+    for now_s, num_held in ((1059.0, 3), (1061.0, 0)):
+        expire(cache.core, now_s)
+        assert len(cache.core.retention_pins) == num_held

@@ -1,8 +1,8 @@
 """Slots are never shared or without memory, slabs go back at once, a pool rebuilt from its slots is
 the pool that was."""
 
-import itertools
 import math
+from collections import Counter
 
 import hypothesis.strategies as st
 import numpy as np
@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hotkv_proto import native
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.room.slabs import SlabPool, aligned
 
@@ -44,12 +43,15 @@ class NaivePool:
         """Slots of this size that may still be taken."""
         owners = self.owners()
         if size <= SLAB:
-            lent = sum(owner == size for owner in owners)
             used = sum(slot_size == size for _, slot_size in self.used)
-            return (lent + owners.count(-1)) * (SLAB // size) - used
+            return (owners.count(size) + owners.count(-1)) * (SLAB // size) - used
         span = -(-size // SLAB)
-        gaps = "".join("." if owner == -1 else "x" for owner in owners).split("x")
-        return sum(len(gap) // span for gap in gaps)
+        return sum(gap // span for gap in self.gaps())
+
+    def gaps(self) -> list[int]:
+        """Lengths of the runs of free slabs."""
+        signs = "".join("." if owner == -1 else "x" for owner in self.owners())
+        return [len(gap) for gap in signs.split("x")]
 
     def figures(self, sizes: set[int]) -> tuple[int, int, int, int]:
         """Lent, idle, tail and stranded bytes, slab by slab; `sizes` are those ever asked for."""
@@ -66,8 +68,7 @@ class NaivePool:
                 tail += SLAB - SLAB // size * size
         tail += sum(-(-size // SLAB) * SLAB - size for _, size in self.used if size > SLAB)
         widest = max((-(-size // SLAB) for size in sizes), default=1)
-        gaps = "".join("." if owner == -1 else "x" for owner in owners).split("x")
-        stranded = sum(len(gap) % widest for gap in gaps)
+        stranded = sum(gap % widest for gap in self.gaps())
         return sum(owner >= 0 for owner in owners) * SLAB, idle, tail, stranded * SLAB
 
 
@@ -118,53 +119,40 @@ class SlabMachine(RuleBasedStateMachine):
         self.naive.backed = {
             slab for slab, owner in enumerate(self.naive.owners()) if owner >= 0
         } | set(known)
-        for size in {size for _, size in self.naive.used}:
-            rebuilt.claim(
-                size,
-                np.array(
-                    [offset for offset, slot_size in self.naive.used if slot_size == size], np.int64
-                ),
-            )
+        self.asked = {size for _, size in self.naive.used}
+        for size in self.asked:
+            offsets = [offset for offset, slot_size in self.naive.used if slot_size == size]
+            rebuilt.claim(size, np.array(offsets, np.int64))
         assert rebuilt.stats() == self.pool.stats()
         self.pool = rebuilt
-        self.asked = {size for _, size in self.naive.used}
 
     @invariant()
     def agrees(self) -> None:
         self.pool.check_invariants()
-        slots = sorted(self.naive.used)
-        assert all(
-            start + size <= following for (start, size), (following, _) in itertools.pairwise(slots)
-        )
-        assert all(
-            offset % SLOT_ALIGN == 0 and offset >= 0 and offset + size <= self.pool.num_slabs * SLAB
-            for offset, size in slots
-        )
+        check_apart(self.naive.used, self.pool.num_slabs * SLAB)
         assert self.pool.slab_owner().tolist() == self.naive.owners()
         assert self.pool.num_free_slabs == self.naive.owners().count(-1)
         assert self.pool.num_backed == len(self.naive.backed)
-        by_size = {
-            size: sum(slot_size == size for _, slot_size in slots)
-            for size in {size for _, size in slots}
-        }
+        by_size = Counter(size for _, size in self.naive.used)
         assert {row.slot_bytes: row.num_used for row in self.pool.stats()} == by_size
         figures = self.pool.figures()
-        expected = self.naive.figures(self.asked)
-        assert (
-            figures.lent_bytes,
-            figures.idle_bytes,
-            figures.tail_bytes,
-            figures.stranded_bytes,
-        ) == expected
+        found = (figures.lent_bytes, figures.idle_bytes, figures.tail_bytes, figures.stranded_bytes)
+        assert found == self.naive.figures(self.asked)
         assert figures.arena_bytes == self.pool.capacity_bytes == len(self.naive.backed) * SLAB
         assert 0 <= figures.fragmentation_ratio < 1 and 0 <= figures.imbalance_ratio < 1
-        assert math.isclose(
-            sum(of_arena for _, of_arena, _ in figures.shares) * figures.arena_bytes,
-            figures.lent_bytes,
-        )
-        assert not figures.shares or math.isclose(
-            sum(of_used for _, _, of_used in figures.shares), 1
-        )
+        of_arena = sum(share for _, share, _ in figures.shares)
+        assert math.isclose(of_arena * figures.arena_bytes, figures.lent_bytes)
+        of_used = sum(share for _, _, share in figures.shares)
+        assert not figures.shares or math.isclose(of_used, 1)
+
+
+def check_apart(slots: set[Slot], arena_bytes: int) -> None:
+    """Slots lie in the arena, and none on another."""
+    ordered = sorted(slots)
+    assert all(offset % SLOT_ALIGN == 0 for offset, _ in ordered)
+    ends = [0, *(offset + size for offset, size in ordered)]
+    begins = [*(offset for offset, _ in ordered), arena_bytes]
+    assert all(end <= begin for end, begin in zip(ends, begins, strict=True))
 
 
 TestSlabMachine = SlabMachine.TestCase
@@ -195,12 +183,8 @@ def test_claims_that_contradict_are_refused_and_change_nothing(
             assert (pool.stats(), pool.slab_owner().tolist()) == before
         else:
             taken |= {(int(offset), aligned(size)) for offset in offsets}
-            slots = sorted(taken)
-            assert len(slots) == sum(row.num_used for row in pool.stats())
-            assert all(
-                start + slot_size <= following
-                for (start, slot_size), (following, _) in itertools.pairwise(slots)
-            )
+            assert len(taken) == sum(row.num_used for row in pool.stats())
+            check_apart(taken, 5 * SLAB)
         pool.check_invariants()
 
 
@@ -241,28 +225,3 @@ def test_figures_of_a_pool() -> None:
     assert pool.figures().stranded_bytes == 0
     assert pool.available_slots(2 * SLAB) == 0
     assert pool.figures().stranded_bytes == 3 * SLAB
-
-
-@given(data=st.data(), change=st.sampled_from([1, -1]))
-def test_slots_are_counted_slab_by_slab(data: st.DataObject, change: int) -> None:
-    """Slabs that came to 0 are named; a slab of another size is refused, and so is one that has
-    fewer slots used than are freed."""
-    kernels = native.require("hotkv_server.cache.table.kernels")
-    owner = np.array(
-        data.draw(st.lists(st.sampled_from([SLOT_ALIGN] * 5 + [SLAB]), min_size=4, max_size=4)),
-        np.int64,
-    )
-    used = data.draw(st.lists(st.integers(0, 3), min_size=4, max_size=4))
-    offsets = SLOT_ALIGN * np.array(data.draw(st.lists(st.integers(0, 15), max_size=8)), np.int64)
-    slabs = (offsets // SLAB).tolist()
-    counts, emptied = np.array(used, np.int64), np.full(len(offsets), -1, np.int64)
-    count = kernels.count_slots(counts, owner, offsets, SLAB, SLOT_ALIGN, change, emptied)
-    if any(owner[slab] != SLOT_ALIGN for slab in slabs):
-        assert count == -1 and counts.tolist() == used
-        return
-    after = [old + change * slabs.count(slab) for slab, old in enumerate(used)]
-    assert counts.tolist() == after
-    if any(after[slab] < 0 for slab in slabs):
-        assert count == -2
-        return
-    assert sorted(emptied[:count].tolist()) == sorted(s for s in set(slabs) if after[s] == 0)

@@ -9,19 +9,19 @@ from types import SimpleNamespace
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.inspect import census
 from hotkv_server.cache.room import removal
 from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import Space
 from tests.core.cache_model import no_room_left
-from tests.core.support import finished, insert, make_table, words_of
+from tests.core.support import SLAB, insert, make_table, words_of
 
-SLAB = 4 * SLOT_ALIGN
 SIZES = [SLOT_ALIGN, 2 * SLOT_ALIGN, 3 * SLOT_ALIGN, SLAB, SLAB + 1, 2 * SLAB + 1]
 
 
@@ -134,13 +134,12 @@ class SpaceMachine(RuleBasedStateMachine):
         self.now_s += 1.0
         self.space.touch(self.draw(data, self.ready), self.now_s)
 
-    @precondition(lambda self: self.ready)
+    @precondition(lambda self: self.ready - self.pinned)
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
-        entries = self.draw(data, self.ready)
-        for entry in set(entries.tolist()) ^ (self.pinned & set(entries.tolist())):
-            self.space.index.pin(np.array([entry], np.uint32), 1)
-            self.pinned.add(entry)
+        entries = self.draw(data, self.ready - self.pinned)
+        self.space.index.pin(entries, 1)
+        self.pinned |= set(entries.tolist())
 
     @precondition(lambda self: self.pinned)
     @rule(data=st.data())
@@ -166,48 +165,34 @@ class SpaceMachine(RuleBasedStateMachine):
         held = np.array(sorted(self.ready | self.reserved), np.uint32)
         assert self.space.used_bytes() == int(self.space.index.slot_bytes(held).sum())
         *_, counted = census(SimpleNamespace(space=self.space))
-        assert counted.pinned_bytes == int(
-            self.space.index.slot_bytes(np.array(sorted(self.pinned), np.uint32)).sum()
-        )
-        assert (
-            counted.num_blocks == len(self.ready) == counted.blocks.sum()
-            and not counted.representation_bytes
-            and not counted.num_unverified
-        )
+        pinned = np.array(sorted(self.pinned), np.uint32)
+        assert counted.pinned_bytes == int(self.space.index.slot_bytes(pinned).sum())
+        assert counted.num_blocks == len(self.ready) == counted.blocks.sum()
+        assert not counted.representation_bytes and not counted.num_unverified
 
 
 TestSpaceMachine = SpaceMachine.TestCase
 
 
-@given(
-    st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=30),
-    st.sampled_from([0, 3, removal.MAX_FRESH]),
-)
+@pytest.mark.parametrize("max_fresh", [0, 3, removal.MAX_FRESH])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=30))
 def test_the_last_that_were_evicted_are_remembered(
-    steps: list[tuple[bool, int]], max_fresh: int
+    monkeypatch: pytest.MonkeyPatch, steps: list[tuple[bool, int]], max_fresh: int
 ) -> None:
     """Asked again and again, while others go; however often all are sorted anew."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(removal, "MAX_FRESH", max_fresh)
-        check_what_is_remembered(steps)
-
-
-def check_what_is_remembered(steps: list[tuple[bool, int]]) -> None:
+    monkeypatch.setattr(removal, "MAX_FRESH", max_fresh)
     space = Space(make_table(100), SLAB, SLAB, POLICIES["lru"](100))
     space.index.add_key_space(1, [7])
-    gone, first = set[int](), 0
+    first = 0
     for evicts, count in steps:
         hashes = words_of(range(first, first + count))
         entries = insert(space, 1, 0, hashes, SLOT_ALIGN, np.arange(count))
         space.publish(entries, float(first))
-        gone = {
-            number
-            for number in range(first + count)
-            if not space.index.find(1, 0, words_of([number]))[0]
-        }
         if evicts:
             space.removal.evict(entries)
-            gone |= set(range(first, first + count))
         first += count
-        told = space.removal.was_evicted(1, 0, words_of(range(first + 3)))
-        assert set(np.flatnonzero(told).tolist()) == gone
+        named = words_of(range(first + 3))
+        is_gone = space.index.find(1, 0, named) == 0
+        is_gone[first:] = False
+        assert np.array_equal(space.removal.was_evicted(1, 0, named), is_gone)

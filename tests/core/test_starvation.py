@@ -25,14 +25,7 @@ NUM_SLABS = 64
 ARENA_UNITS = SLAB_UNITS * NUM_SLABS
 STATE_UNITS = [12, 40]
 """Three quarters of a slab; two and a half slabs, so three are lent for it."""
-
-
-def make_core(policy: str, num_slabs: int = NUM_SLABS) -> CacheCore:
-    capacity = num_slabs * SLAB_UNITS
-    config = CoreConfig(
-        capacity * SLOT_ALIGN, SLAB_UNITS * SLOT_ALIGN, capacity, unadmitted_share=1.0
-    )
-    return CacheCore(config, make_table(capacity), POLICIES[policy](capacity))
+WORDS = words_of(range(8192))
 
 
 class Model:
@@ -41,30 +34,21 @@ class Model:
 
     def __init__(self, core: CacheCore, name: str, units: int) -> None:
         self.core, self.units = core, units
-        key_space = KeySpace(
-            name,
-            "revision",
-            "bfloat16",
-            (GroupSpec(GroupKind.MAMBA, 16, (units * SLOT_ALIGN,)),),
-            16,
-        )
+        groups = (GroupSpec(GroupKind.MAMBA, 16, (units * SLOT_ALIGN,)),)
+        key_space = KeySpace(name, "revision", "bfloat16", groups, 16)
         self.session = core.open_session(name, "rank", key_space, 0.0)
-        self.words = words_of(range(8192))
 
     def hashes(self, blocks: range) -> list[HashList]:
-        return [
-            HashList(0, np.ascontiguousarray(self.words[blocks.start : blocks.stop : blocks.step]))
-        ]
+        words = WORDS[blocks.start : blocks.stop : blocks.step]
+        return [HashList(0, np.ascontiguousarray(words))]
 
     def use(self, blocks: range, now_s: float) -> int:
         """Looks the chain up, stores what is missing; returns how many blocks hit."""
         name, hits = f"{now_s}", self.resident(blocks)
-        session = self.session.number
-        self.core.acquire(session, f"read {name}", self.hashes(blocks), 1.0, now_s)
+        session, hashes = self.session.number, self.hashes(blocks)
+        self.core.acquire(session, f"read {name}", hashes, 1.0, now_s)
         self.core.release(session, f"read {name}")
-        begin_store(
-            self.core, session, name, name, [Run(0, self.hashes(blocks)[0].hashes)], 0, 1.0, now_s
-        )
+        begin_store(self.core, session, name, name, [Run(0, hashes[0].hashes)], 0, 1.0, now_s)
         self.core.end_store(session, name, True, now_s)
         self.core.take_effects()
         return hits
@@ -81,16 +65,21 @@ class Model:
     def resident(self, blocks: range) -> int:
         return int(self.core.lookup(self.session.key_space_id, self.hashes(blocks))[0].sum())
 
-    def pin(self, blocks: range, now_s: float) -> None:
-        granted = self.core.acquire(
-            self.session.number, "pins", self.hashes(blocks), 600.0, now_s
-        ).pinned[0]
-        assert granted.all()
-
     def share(self) -> float:
         """Of the arena's bytes, those in slots of this model's size that are used."""
         rows = {row.slot_bytes: row.num_used for row in self.core.space.pool.stats()}
         return rows.get(self.units * SLOT_ALIGN, 0) * self.units / ARENA_UNITS
+
+
+def two_models(
+    policy: str, units: int, num_slabs: int = NUM_SLABS, old_units: int = 1
+) -> tuple[CacheCore, Model, Model]:
+    """Returns a core, a model of attention and one of states."""
+    capacity = num_slabs * SLAB_UNITS
+    arena_bytes = capacity * SLOT_ALIGN
+    config = CoreConfig(arena_bytes, SLAB_UNITS * SLOT_ALIGN, capacity, unadmitted_share=1.0)
+    core = CacheCore(config, make_table(capacity), POLICIES[policy](capacity))
+    return core, Model(core, "attention", old_units), Model(core, "states", units)
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -98,15 +87,12 @@ class Model:
 def test_a_burst_of_either_kind_gets_the_memory(policy: str, units: int) -> None:
     """The arena is full of attention; states of half its bytes come into use, then attention of
     half its bytes again."""
-    core = make_core(policy)
-    attention, states = Model(core, "attention", 1), Model(core, "states", units)
+    core, attention, states = two_models(policy, units)
     _, now_s = attention.burst(range(ARENA_UNITS), SLAB_UNITS, 1.0)
     assert attention.share() == 1
     working_set = range(ARENA_UNITS // 2 // units)
     _, now_s = states.burst(working_set, 4, now_s)
-    assert states.resident(working_set) == len(working_set), (
-        "blocks of the burst went, though all others were colder"
-    )
+    assert states.resident(working_set) == len(working_set), "all others were colder"
     share, now_s = states.burst(working_set, 4, now_s)
     assert share == 1
     core.check_invariants()
@@ -117,9 +103,7 @@ def test_a_burst_of_either_kind_gets_the_memory(policy: str, units: int) -> None
         share, now_s = attention.burst(back, SLAB_UNITS, now_s)
         if share == 1:
             break
-    assert share == 1 and attention.share() >= 0.5, (
-        f"hits {share:.2f}, arena {attention.share():.2f}, states {states.share():.2f}"
-    )
+    assert share == 1 and attention.share() >= 0.5
     core.check_invariants()
 
 
@@ -131,21 +115,17 @@ def test_a_few_hot_blocks_survive_a_flood_of_the_other_size(
 ) -> None:
     """A twentieth of the arena is used all the time, while blocks of the other size that nobody
     asks for again pass through it."""
-    core = make_core(policy)
-    models = [Model(core, "attention", 1), Model(core, "states", units)]
+    core, *models = two_models(policy, units)
     few, many = models[few_are_states], models[not few_are_states]
     hot, chain = range(max(1, ARENA_UNITS // 20 // few.units)), max(1, SLAB_UNITS // many.units)
-    now_s = 1.0
-    for _ in range(3):
-        few.use(hot, now_s)
-        now_s += 1
+    for now in (1.0, 2.0, 3.0):
+        few.use(hot, now)
     lost = asked = 0
-    for first in range(0, 4 * ARENA_UNITS // many.units, chain):
-        many.use(range(first, first + chain), now_s)
-        if first % (4 * chain) == 0:
-            lost += len(hot) - few.use(hot, now_s)
+    for number, first in enumerate(range(0, 4 * ARENA_UNITS // many.units, chain)):
+        many.use(range(first, first + chain), 4.0 + number)
+        if number % 4 == 0:
+            lost += len(hot) - few.use(hot, 4.0 + number)
             asked += len(hot)
-        now_s += 1
     # S3-FIFO goes by arrival: what has been there longest goes once in a turn of the arena, however
     # much it is used.
     allowed = 0.12 if policy == "s3fifo" else 0.0
@@ -178,27 +158,21 @@ def test_a_burst_gets_all_that_pins_leave(
     as a whole after one pass."""
     if units == old_units or -(-units // SLAB_UNITS) > num_slabs:
         return
-    core = make_core("lru", num_slabs)
-    old, new = Model(core, "old", old_units), Model(core, "new", units)
+    core, old, new = two_models("lru", units, num_slabs, old_units)
     num_old = num_slabs * (SLAB_UNITS // old_units)
     _, now_s = old.burst(range(num_old), 8, 1.0)
-    pinned = sorted({pin % num_old for pin in pins})
-    for number in pinned:
-        core.acquire(
-            old.session.number, f"pin {number}", old.hashes(range(number, number + 1)), 600.0, now_s
-        )
+    pinned = [range(pin, pin + 1) for pin in sorted({pin % num_old for pin in pins})]
+    for one in pinned:
+        core.acquire(old.session.number, f"{one}", old.hashes(one), 600.0, now_s)
     entries = np.flatnonzero(core.space.index.pins).astype(np.uint32)
-    working_set = range(
-        room_beside(
-            core.space.index.offsets(entries) // (SLAB_UNITS * SLOT_ALIGN), num_slabs, units
-        )
-    )
+    slabs = core.space.index.offsets(entries) // (SLAB_UNITS * SLOT_ALIGN)
+    working_set = range(room_beside(slabs, num_slabs, units))
     if not working_set:
         return
     new.burst(working_set, chain, now_s)
     core.check_invariants()
     assert new.resident(working_set) == len(working_set)
-    assert all(old.resident(range(number, number + 1)) for number in pinned)
+    assert all(old.resident(one) for one in pinned)
 
 
 @pytest.mark.parametrize("policy", ["hotness", "lru"])
@@ -209,8 +183,7 @@ def test_a_hot_block_in_every_slab_does_not_hold_them_all(
 ) -> None:
     """One attention block in each slab, or in every second or third, is used all the time; the rest
     is cold, and states come into use."""
-    core = make_core(policy)
-    attention, states = Model(core, "attention", 1), Model(core, "states", units)
+    core, attention, states = two_models(policy, units)
     _, now_s = attention.burst(range(ARENA_UNITS), SLAB_UNITS, 1.0)
     hot = range(0, ARENA_UNITS, SLAB_UNITS * hot_in)
     working_set = range(ARENA_UNITS // 2 // units)
@@ -230,8 +203,7 @@ def test_a_hot_block_in_every_slab_does_not_hold_them_all(
 def test_a_burst_grows_at_once_in_an_arena_of_many_slabs(units: int) -> None:
     """Comparing sizes is rare in a large arena; a size that has just won goes on winning without
     evicting its own meanwhile."""
-    core = make_core("lru", 512)
-    attention, states = Model(core, "attention", 1), Model(core, "states", units)
+    _, attention, states = two_models("lru", units, 512)
     _, now_s = attention.burst(range(512 * SLAB_UNITS), 64, 1.0)
     working_set = range(256 * SLAB_UNITS // units)
     states.burst(working_set, 4, now_s)

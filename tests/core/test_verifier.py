@@ -1,62 +1,65 @@
 """Comparing blocks with their check values: what agrees is cleared, what does not is condemned,
 what changed meanwhile is left alone."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
-from hotkv_proto.errors import HotKVError
+from hotkv_proto.errors import Reason
 from hotkv_proto.keys import Representation
 from hotkv_proto.table import SLOT_ALIGN
-from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import POLICIES
-from hotkv_server.cache.values import CoreConfig, Entries, HashList, LoadPositions, Run
+from hotkv_server.cache.values import Entries, HashList, LoadPositions, Run, SessionRecord, SlotRun
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity import verifier
 from hotkv_server.integrity.sums import add_sums
 from hotkv_server.integrity.verifier import Case, Verifier
 from hotkv_server.node.persistence import UseNotes
-from tests.core.support import begin_store, evict, flush, make_key_space, make_table, words_of
+from tests.core.support import SLAB, World, begin_store, evict, flush, reason_of, words_of
 
-SLAB, NUM_SLABS, CAPACITY = 4 * SLOT_ALIGN, 6, 40
+NUM_SLABS, BLOCK_BYTES = 6, SLOT_ALIGN - 100
+SIZES = (BLOCK_BYTES, SLOT_ALIGN)
+KIND = Representation(0, "rot2u", 7, (SLOT_ALIGN,))
 
 
-class Arena:
-    """A core over memory of its own, with ten blocks of random bytes and their check values."""
+class Arena(World):
+    """A core over memory of its own, with ten blocks of random bytes and their check values, none
+    of which has been compared. A lease `held` names them all."""
 
     def __init__(self) -> None:
+        super().__init__(NUM_SLABS, 40, unadmitted_share=1.0, check_stride=1)
         self.memory = np.random.default_rng(0).integers(0, 256, NUM_SLABS * SLAB, np.uint8)
         self.region = Region(self.memory.ctypes.data, self.memory.nbytes, "the arena")
-        config = CoreConfig(NUM_SLABS * SLAB, SLAB, CAPACITY, unadmitted_share=1.0, check_stride=1)
-        self.core = CacheCore(config, make_table(CAPACITY), POLICIES["lru"](CAPACITY))
-        self.session = self.core.open_session(
-            "e", "rank", make_key_space("one", SLOT_ALIGN - 100, SLOT_ALIGN), 0.0
-        ).number
+        self.session = self.open(sizes=SIZES)
         self.verifier = Verifier(self.core, self.region)
-        self.store(range(10))
-        self.core.space.index.unverified[self.entries(range(10))] = True
+        self.fill(self.session, range(10))
 
-    def store(self, numbers: range) -> None:
-        name = f"s{numbers.start}"
-        slots = begin_store(
-            self.core, self.session, name, name, [Run(0, words_of(numbers))], 0, 0.0, 1.0
-        )
-        sums = np.zeros(len(slots[0].offsets), np.uint64)
-        add_sums(
-            self.region, slots[0].offsets, SLOT_ALIGN - 100, 0, np.ones(len(sums), np.int64), sums
-        )
-        self.core.end_store(self.session, name, True, 1.0, [sums])
+    def fill(
+        self, session: SessionRecord, numbers: range, group: int = 0, num_bytes: int = BLOCK_BYTES
+    ) -> None:
+        runs = [Run(group, words_of(numbers))]
+        (slots,) = begin_store(self.core, session.number, "s", "s", runs, 0, 0.0, 1.0)
+        sums, strides = np.zeros(len(slots.offsets), np.uint64), np.ones(len(numbers), np.int64)
+        add_sums(self.region, slots.offsets, num_bytes, 0, strides, sums)
+        self.core.end_store(session.number, "s", True, 1.0, [sums])
         self.core.take_effects()
+        self.core.space.index.unverified[slots.entries] = True
 
-    def entries(self, numbers: range) -> np.ndarray:
-        return self.core.space.index.find(1, 0, words_of(numbers))
+    def hold(self) -> None:
+        listed = [HashList(0, words_of(range(10)))]
+        self.core.acquire(self.session.number, "held", listed, 0.0, 1.0)
 
-    def spoil(self, number: int) -> None:
-        self.memory[
-            int(self.core.space.index.offsets(self.entries(range(number, number + 1)))[0]) + 5
-        ] ^= 1
+    def load(self, name: str, *runs: Sequence[int]) -> list[SlotRun]:
+        """Begins a load under the lease."""
+        positions = [LoadPositions(0, np.array(run)) for run in runs]
+        return self.core.begin_load(self.session.number, name, "held", positions)
 
-    def found(self) -> list[bool]:
-        return self.core.lookup(1, [HashList(0, words_of(range(10)))])[0].tolist()
+    def spoil(self, number: int, at: int = 5) -> None:
+        self.memory[int(self.core.space.index.offsets(self.entries([number]))[0]) + at] ^= 1
+
+    def settle(self, cases: list[Case]) -> list[int]:
+        """Compares; returns the entries that were condemned."""
+        return list(self.verifier.settle(cases, self.verifier.judge(cases)).tolist())
 
 
 @pytest.fixture
@@ -64,41 +67,38 @@ def arena() -> Arena:
     return Arena()
 
 
+def all_but(*gone: int) -> list[int]:
+    return [number for number in range(10) if number not in gone]
+
+
 def test_what_agrees_is_cleared_and_what_does_not_is_condemned(arena: Arena) -> None:
+    """Bytes behind the end of a block do not matter."""
     arena.spoil(3)
+    arena.spoil(0, SLOT_ALIGN - 50)
     assert arena.verifier.verify_for(10.0) == 0
-    assert arena.found() == [number != 3 for number in range(10)]
+    assert arena.found(range(10)) == all_but(3)
     assert (arena.verifier.verified_blocks, arena.verifier.condemned_blocks) == (9, 1)
     assert [len(notice.hashes) for notice in arena.core.take_effects()] == [1]
     arena.core.check_invariants()
 
 
-def test_bytes_behind_the_end_of_a_block_do_not_matter(arena: Arena) -> None:
-    arena.memory[
-        int(arena.core.space.index.offsets(arena.entries(range(1)))[0]) + SLOT_ALIGN - 50
-    ] ^= 1
-    arena.verifier.verify_for(10.0)
-    assert all(arena.found())
-
-
 def test_a_block_that_went_while_it_was_read_is_no_proof(arena: Arena) -> None:
     """Its slot has another block by then, so that the bytes did not agree says nothing."""
     cases = arena.verifier.cases(arena.entries(range(10)))
-    evict(arena.core, 1, 0, words_of([3]))
     arena.spoil(4)
-    evict(arena.core, 1, 0, words_of([4]))
-    arena.store(range(20, 22))
-    assert len(arena.verifier.settle(cases, arena.verifier.judge(cases))) == 0
-    assert arena.found() == [number not in (3, 4) for number in range(10)]
-    assert arena.core.lookup(1, [HashList(0, words_of([20, 21]))])[0].all()
+    evict(arena.core, 1, 0, words_of([3, 4]))
+    arena.fill(arena.session, range(20, 22))
+    assert not arena.settle(cases)
+    assert arena.found(range(10)) == all_but(3, 4) and arena.found([20, 21]) == [20, 21]
 
 
 def test_a_condemned_block_that_is_pinned_keeps_its_slot(arena: Arena) -> None:
-    arena.core.acquire(arena.session, "held", [HashList(0, words_of([3]))], 0.0, 1.0)
+    arena.core.acquire(arena.session.number, "one", [HashList(0, words_of([3]))], 0.0, 1.0)
     arena.spoil(3)
     arena.verifier.verify_for(10.0)
-    assert not arena.found()[3] and arena.core.space.used_bytes() == 10 * SLOT_ALIGN
-    arena.core.release(arena.session, "held")
+    assert arena.found(range(10)) == all_but(3)
+    assert arena.core.space.used_bytes() == 10 * SLOT_ALIGN
+    arena.core.release(arena.session.number, "one")
     assert arena.core.space.used_bytes() == 9 * SLOT_ALIGN
     arena.core.check_invariants()
 
@@ -106,19 +106,15 @@ def test_a_condemned_block_that_is_pinned_keeps_its_slot(arena: Arena) -> None:
 def test_a_block_that_was_condemned_under_a_lease_fails_each_load(arena: Arena) -> None:
     """Two ranks load under one lease, both compared before either is settled; a third begins when
     the block is condemned already."""
-    arena.core.acquire(arena.session, "held", [HashList(0, words_of(range(10)))], 0.0, 1.0)
+    arena.hold()
     arena.spoil(3)
-    slots = [
-        arena.core.begin_load(arena.session, f"t{at}", "held", [LoadPositions(0, np.arange(10))])
-        for at in range(3)
-    ]
-    bad = arena.entries(range(3, 4)).tolist()
+    slots = [arena.load(f"t{at}", range(10)) for at in range(3)]
+    bad = arena.entries([3]).tolist()
     early = [arena.verifier.unverified(slots[at]) for at in range(2)]
     verdicts = [arena.verifier.judge(cases) for cases in early]
     for cases, verdict in zip(early, verdicts, strict=True):
         assert arena.verifier.settle(cases, verdict).tolist() == bad
-    late = arena.verifier.unverified(slots[2])
-    assert arena.verifier.settle(late, arena.verifier.judge(late)).tolist() == bad
+    assert arena.settle(arena.verifier.unverified(slots[2])) == bad
     assert arena.verifier.condemned_blocks == 1 == arena.core.counters.condemned_blocks
     arena.core.check_invariants()
 
@@ -126,48 +122,35 @@ def test_a_block_that_was_condemned_under_a_lease_fails_each_load(arena: Arena) 
 def test_what_the_scrubber_condemns_is_not_loaded_under_a_lease(arena: Arena) -> None:
     """Also where it was compared before, and where the load is on its way."""
     arena.verifier.verify_for(10.0)
-    arena.core.acquire(arena.session, "held", [HashList(0, words_of(range(10)))], 0.0, 1.0)
-    slots = arena.core.begin_load(arena.session, "t", "held", [LoadPositions(0, np.arange(5))])
+    arena.hold()
+    slots = arena.load("t", range(5))
     assert not arena.verifier.unverified(slots)
     arena.spoil(3)
     batch = arena.verifier.next_batch()
     assert batch is not None
-    scrubbed = arena.verifier.cases(batch)
-    arena.verifier.settle(scrubbed, arena.verifier.judge(scrubbed))
-    again = arena.verifier.unverified(slots)
-    assert len(arena.verifier.settle(again, arena.verifier.judge(again))) == 1
-    arena.core.end_load(arena.session, "t", False)
-    arena.core.release(arena.session, "held")
+    arena.settle(arena.verifier.cases(batch))
+    assert len(arena.settle(arena.verifier.unverified(slots))) == 1
+    arena.core.end_load(arena.session.number, "t", False)
+    arena.core.release(arena.session.number, "held")
     assert not arena.core.space.index.unverified.any()
 
 
 def test_a_block_that_is_flushed_under_a_lease_is_still_compared(arena: Arena) -> None:
-    arena.core.acquire(arena.session, "held", [HashList(0, words_of(range(10)))], 0.0, 1.0)
-    slots = arena.core.begin_load(arena.session, "t", "held", [LoadPositions(0, np.arange(10))])
+    arena.hold()
+    slots = arena.load("t", range(10))
     arena.spoil(3)
     flush(arena.core, 1)
-    cases = arena.verifier.unverified(slots)
-    assert len(arena.verifier.settle(cases, arena.verifier.judge(cases))) == 1
+    assert len(arena.settle(arena.verifier.unverified(slots))) == 1
     assert int(arena.core.space.index.unverified.sum()) == 1, "what agrees is cleared"
 
 
 def test_a_block_that_comes_twice_is_condemned_once(arena: Arena) -> None:
-    arena.core.acquire(arena.session, "held", [HashList(0, words_of(range(10)))], 0.0, 1.0)
+    arena.hold()
     for twice in ([3, 3], [3], [4, 0]):
-        with pytest.raises(HotKVError, match="lease_positions name a block twice"):
-            arena.core.begin_load(
-                arena.session,
-                "t",
-                "held",
-                [LoadPositions(0, np.arange(5)), LoadPositions(0, np.array(twice))],
-            )
-    slots = [
-        *arena.core.begin_load(arena.session, "t", "held", [LoadPositions(0, np.arange(5))]),
-        *arena.core.begin_load(arena.session, "u", "held", [LoadPositions(0, np.array([3]))]),
-    ]
+        assert reason_of(lambda run=twice: arena.load("t", range(5), run)) is Reason.INVALID_FIELD  # type: ignore[misc]
+    slots = [*arena.load("t", range(5)), *arena.load("u", [3])]
     arena.spoil(3)
-    cases = arena.verifier.unverified(slots)
-    assert len(arena.verifier.settle(cases, arena.verifier.judge(cases))) == 1
+    assert len(arena.settle(arena.verifier.unverified(slots))) == 1
     arena.core.check_invariants()
 
 
@@ -176,22 +159,11 @@ def test_what_went_with_a_condemned_block_is_not_looked_at(
 ) -> None:
     """Its record says nothing any more: the number is free, and in the place of its slot stands the
     next free number."""
-    kind = Representation(0, "rot2u", 7, (SLOT_ALIGN,))
-    session = arena.core.open_session(
-        "e", "rank", make_key_space("one", SLOT_ALIGN - 100, SLOT_ALIGN), 2.0, (kind,)
-    )
-    group = session.representations[0]
-    slots = begin_store(
-        arena.core, session.number, "r", "r", [Run(group, words_of(range(10)))], 0, 0.0, 2.0
-    )
-    sums = np.zeros(10, np.uint64)
-    add_sums(arena.region, slots[0].offsets, SLOT_ALIGN, 0, np.ones(10, np.int64), sums)
-    arena.core.end_store(session.number, "r", True, 2.0, [sums])
-    index = arena.core.space.index
-    index.unverified[slots[0].entries] = True
+    session = arena.open(sizes=SIZES, kinds=(KIND,), now_s=2.0)
+    arena.fill(session, range(10), session.representations[0], SLOT_ALIGN)
     for number in range(10):
         arena.spoil(number)
-    cases = arena.verifier.cases
+    index, cases = arena.core.space.index, arena.verifier.cases
 
     def cases_of_live(entries: Entries) -> list[Case]:
         assert index.states()[entries].all()
@@ -204,13 +176,13 @@ def test_what_went_with_a_condemned_block_is_not_looked_at(
 
 
 @pytest.mark.parametrize("scanned", [1, 3, 10, 1 << 17])
-@pytest.mark.parametrize("batch_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("batch_bytes", [SLOT_ALIGN, 1 << 20])
 def test_a_pass_of_the_scrubber_sees_every_block_once(
     arena: Arena, monkeypatch: pytest.MonkeyPatch, scanned: int, batch_bytes: int
 ) -> None:
     """However little it looks at in one go, so that millions of entries hold up nobody."""
     monkeypatch.setattr(verifier, "SCANNED_ENTRIES", scanned)
-    monkeypatch.setattr(verifier, "BATCH_BYTES", max(batch_bytes, SLOT_ALIGN))
+    monkeypatch.setattr(verifier, "BATCH_BYTES", batch_bytes)
     arena.verifier._next_entry = 4
     seen: list[int] = []
     for _ in range(2):

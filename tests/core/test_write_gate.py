@@ -1,9 +1,11 @@
 """What may be written below: whole chains, within a budget of bytes a day."""
 
 from collections import deque
+from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import given
 
 from hotkv_server.cache.values import BoolMask
@@ -15,54 +17,43 @@ EARLY = EARLY_TOKENS // BLOCK_TOKENS
 
 
 def offered(
-    numbers: list[int], first: int = 0, *, follows: bool = False, has_gap: bool = False
+    numbers: Sequence[int], first: int = 0, *, follows: bool = False, has_gap: bool = False
 ) -> Offered:
     """Part of one chain: blocks with these numbers, from depth `first` on."""
-    n = len(numbers)
-    begins = np.arange(n) == 0
-    hashes = np.zeros((n, 8), np.uint32)
+    begins = np.arange(len(numbers)) == 0
     # Odd multipliers: distinct numbers have distinct keys and hashes.
     keys = np.array(numbers, np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
-    hashes[:, 1] = keys >> np.uint64(32)
-    hashes[:, 0] = keys & np.uint64(0xFFFF_FFFF)
-    return Offered(
-        keys,
-        hashes,
-        np.full(n, BLOCK_BYTES, np.int64),
-        (first + 1 + np.arange(n)) * BLOCK_TOKENS,
-        begins,
-        begins & follows,
-        begins & has_gap,
-    )
+    hashes = np.zeros((len(numbers), 8), np.uint32)
+    hashes[:, :2] = keys.view(np.uint32).reshape(-1, 2)
+    sizes = np.full(len(numbers), BLOCK_BYTES, np.int64)
+    ends = (first + 1 + np.arange(len(numbers))) * BLOCK_TOKENS
+    return Offered(keys, hashes, sizes, ends, begins, begins & follows, begins & has_gap)
 
 
-def busy(gate: WriteGate, now_s: float, number: int = 1 << 40) -> None:
-    """Far more is offered than the budget allows, so that the gate takes a small share."""
+def writes_all(gate: WriteGate, part: Offered, now_s: float) -> bool:
+    """Returns False if nothing of a part is written; else all must be."""
+    admitted = gate.admit(part, now_s)
+    assert admitted.all() or not admitted.any(), "half a chain was written"
+    return bool(admitted.all())
+
+
+def busy(capacity: int = 1 << 16) -> WriteGate:
+    """A gate to which far more was offered than the budget allows, until 400 seconds, so that it
+    takes a small share."""
+    gate = WriteGate(20_000 * BLOCK_BYTES, capacity)
     for at in range(400):
-        gate.admit(offered([number + 30 * at + i for i in range(30)]), now_s + at)
+        gate.admit(offered(range((1 << 40) + 30 * at, (1 << 40) + 30 * at + 30)), float(at))
+    return gate
 
 
-def chosen(gate: WriteGate, now_s: float) -> tuple[list[int], list[int]]:
-    """Chains of 30 blocks by their first number, those that were written and those that were
-    not."""
-    taken: tuple[list[int], list[int]] = ([], [])
-    for first in range(0, 30_000, 30):
-        admitted = gate.admit(offered(list(range(first, first + 30))), now_s)
-        assert admitted.all() or not admitted.any(), "half a chain was written"
-        taken[not admitted[0]].append(first)
-    return taken
-
-
-def test_without_a_budget_all_is_written() -> None:
-    gate = WriteGate(None, 10)
-    for _ in range(3):
-        assert gate.admit(offered(list(range(100)), has_gap=True), 0.0).all()
-
-
-def test_with_none_left_nothing_is() -> None:
-    gate = WriteGate(0, 10)
-    assert not gate.admit(offered([1, 2]), 0.0).any()
-    assert not gate.admit(offered([1, 2]), 1.0).any()
+@pytest.mark.parametrize(("budget_bytes", "writes"), [(None, True), (0, False)])
+def test_without_a_budget_all_is_written_and_with_none_left_nothing(
+    budget_bytes: int | None, writes: bool
+) -> None:
+    gate = WriteGate(budget_bytes, 10)
+    for now_s in (0.0, 1.0):
+        assert writes_all(gate, offered(range(100), has_gap=True), now_s) == writes
+        assert writes_all(gate, offered([200, 201]), now_s) == writes
 
 
 @given(
@@ -109,48 +100,38 @@ def test_what_seems_to_be_written_later_counts_from_now_on() -> None:
 
 def test_what_is_left_comes_back_after_a_day() -> None:
     gate = WriteGate(10 * BLOCK_BYTES, 16)
-    assert gate.admit(offered(list(range(10)), EARLY, follows=True), 0.0).all()
+    assert writes_all(gate, offered(range(10), EARLY, follows=True), 0.0)
     assert gate.left_bytes(DAY_S) == 0
     assert gate.left_bytes(DAY_S + SLOT_S) == 10 * BLOCK_BYTES
 
 
-def test_a_share_of_the_chains_is_written_and_each_wholly() -> None:
-    gate = WriteGate(20_000 * BLOCK_BYTES, 1 << 16)
-    busy(gate, 0.0)
-    share = gate.share(400.0)
-    assert 0.0 < share < 0.3
-    taken, _ = chosen(gate, 400.0)
-    assert 0 < len(taken) < 400
-
-
-def test_what_was_refused_is_written_when_it_comes_again() -> None:
-    gate = WriteGate(20_000 * BLOCK_BYTES, 1 << 20)
-    busy(gate, 0.0)
-    _, refused = chosen(gate, 400.0)
-    first = refused[0]
-    longer = [*range(first, first + 30), 1 << 50]
+def test_a_share_of_the_chains_is_written_and_what_was_refused_when_it_comes_again() -> None:
+    gate = busy(1 << 20)
+    assert 0.0 < gate.share(400.0) < 0.3
+    refused = [
+        first
+        for first in range(0, 30_000, 30)
+        if not writes_all(gate, offered(range(first, first + 30)), 400.0)
+    ]
+    assert 600 < len(refused) < 1000
     # With it, what goes on from there, as it is late in its chain.
-    assert gate.admit(offered(longer, EARLY), 2000.0).all()
+    longer = [*range(refused[0], refused[0] + 30), 1 << 50]
+    assert writes_all(gate, offered(longer, EARLY), 2000.0)
 
 
 def test_a_block_is_written_only_after_the_one_before_it() -> None:
     gate = WriteGate(20_000 * BLOCK_BYTES, 1 << 16)
-    assert not gate.admit(offered([1, 2], 5, has_gap=True), 0.0).any()
-    busy(gate, 0.0)
-    late = [number + (1 << 45) for number in range(40)]
-    assert gate.admit(offered(late[:20], EARLY, follows=True), 400.0).all()
-    assert not gate.admit(offered(late[20:], EARLY, has_gap=True), 400.0).any()
+    assert not writes_all(gate, offered([1, 2], 5, has_gap=True), 0.0)
+    gate, late = busy(), range(1 << 45, (1 << 45) + 40)
+    assert writes_all(gate, offered(late[:20], EARLY, follows=True), 400.0)
+    assert not writes_all(gate, offered(late[20:], EARLY, has_gap=True), 400.0)
 
 
 def test_chains_that_part_late_go_together() -> None:
     """What comes after the early block has no say."""
-    taken = []
-    for tail in range(20):
-        gate = WriteGate(20_000 * BLOCK_BYTES, 1 << 16)
-        busy(gate, 0.0)
-        head = list(range(EARLY))
-        taken.append(bool(gate.admit(offered([*head, 1000 + tail]), 400.0)[-1]))
-    assert len(set(taken)) == 1
+    head = list(range(EARLY))
+    taken = {writes_all(busy(), offered([*head, 1000 + tail]), 400.0) for tail in range(20)}
+    assert len(taken) == 1
 
 
 def test_a_steady_load_spends_most_of_the_budget() -> None:
