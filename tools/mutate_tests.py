@@ -35,12 +35,9 @@ CUDA = (
 WIRE = (
     "tests/server/test_service.py tests/server/test_ranks.py "
     "tests/server/test_representations.py tests/server/test_refusals.py "
-    "tests/server/test_links.py tests/server/test_odd_messages.py"
+    "tests/server/test_fence.py"
 )
-LIFE = (
-    "tests/server/test_settling.py tests/server/test_service.py tests/server/test_life.py "
-    "tests/server/test_transfers.py"
-)
+LIFE = "tests/server/test_service.py tests/server/test_life.py tests/server/test_transfers.py"
 DOOR = (
     "tests/offloading/test_tier.py tests/offloading/test_machine.py "
     "tests/offloading/test_engines.py"
@@ -199,7 +196,7 @@ TESTS: dict[str, str] = {
         f"tests/wire/test_packing.py {WIRE} tests/wire/test_errors.py tests/wire/test_versions.py"
     ),
     "client/hotkv_client/wire/requests.py": (
-        f"tests/wire/test_packing.py {WIRE} tests/server/test_order_wire.py "
+        f"tests/wire/test_packing.py {WIRE} tests/server/test_devices_order.py "
         "tests/server/test_tcp.py tests/server/test_events.py"
     ),
     "client/hotkv_client/": f"{WIRE} tests/server/test_life.py",
@@ -284,8 +281,7 @@ TESTS: dict[str, str] = {
     ),
     "server/hotkv_server/wire/": CALLS,
     "server/hotkv_server/node/order.py": (
-        "tests/server/test_order_wire.py tests/server/test_devices_order.py "
-        "tests/server/test_devices.py"
+        "tests/server/test_devices_order.py tests/server/test_devices.py"
     ),
     "server/hotkv_server/node/": NODE,
     "server/hotkv_server/told/": TOLD,

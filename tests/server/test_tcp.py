@@ -1,5 +1,6 @@
 """TCP: which clients are let in, with which proof, and what they can see."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -23,22 +24,17 @@ from tests.server.guarded import TOKEN, Guarded, refused, sha256, why_absent
 
 guarded, engine = support.guarded, support.engine
 
-# TCP
-
 
 def over_tcp(guarded: Guarded, tenant: str, credentials: Credentials) -> None:
     """A session over TCP opens and looks up."""
     engine = PagedEngine(guarded.tcp, tenant=tenant)
-    session = Session(
-        SessionConfig(
-            guarded.tcp, "remote", Role.SCHEDULER, engine.key_space, credentials=credentials
-        )
-    )
-    session.start()
-    assert session.wait_connected(10), session
-    assert not session.lookup([GroupHashes(0, [bytes(32)])]).result(60)[0].any()
-    assert session.probe(0, [bytes(32)]) is None
-    session.close()
+    space, role = engine.key_space, Role.SCHEDULER
+    config = SessionConfig(guarded.tcp, "remote", role, space, credentials=credentials)
+    with contextlib.closing(Session(config)) as session:
+        session.start()
+        assert session.wait_connected(10), session
+        assert not session.lookup([GroupHashes(0, [bytes(32)])]).result(60)[0].any()
+        assert session.probe(0, [bytes(32)]) is None
     os.close(engine.fd)
 
 
@@ -63,24 +59,21 @@ def test_who_is_let_in_over_tcp(guarded: Guarded) -> None:
 def test_a_wrong_proof_over_tcp_is_refused(
     guarded: Guarded, tenant: str, name: str, token: str
 ) -> None:
-    assert why_absent(guarded.tcp, tenant, guarded.credentials(name, token)).startswith(
-        "NOT_ALLOWED"
-    )
+    why = why_absent(guarded.tcp, tenant, guarded.credentials(name, token))
+    assert why.startswith("NOT_ALLOWED")
     assert guarded.logged("refused", f"tenant={tenant!r}", "NOT_ALLOWED")
 
 
 @pytest.mark.parametrize("name", ["", "intruder", "expired"])
 def test_without_a_good_certificate_there_is_no_connection(guarded: Guarded, name: str) -> None:
-    """None, one of a foreign authority, one that has expired: the handshake fails, whatever the
-    token."""
+    """None, one of a foreign authority, one that has expired: whatever the token."""
     assert "TLS certificates" in why_absent(guarded.tcp, "gamma", guarded.credentials(name, TOKEN))
     assert guarded.logged("Handshake failed")
 
 
 def test_a_client_refuses_a_server_it_does_not_know(guarded: Guarded) -> None:
-    assert "TLS certificates" in why_absent(
-        guarded.tcp, "beta", guarded.credentials("beta", ca=guarded.foreign_ca)
-    )
+    proof = guarded.credentials("beta", ca=guarded.foreign_ca)
+    assert "TLS certificates" in why_absent(guarded.tcp, "beta", proof)
 
 
 def test_a_token_is_not_sent_in_the_clear(guarded: Guarded) -> None:
@@ -162,14 +155,8 @@ def test_a_token_proves_a_tenant_without_tls_too() -> None:
     tenants = json.dumps([{"name": "gamma", "token_sha256": [sha256(TOKEN)]}])
     with runtime_folder(64 << 20) as folder:
         (folder / "token").write_text(TOKEN)
-        flags = [
-            "--tcp-address",
-            "localhost:0",
-            "--security.tcp-insecure",
-            "true",
-            "--security.tenants",
-            tenants,
-        ]
+        flags = ["--tcp-address", "localhost:0", "--security.tcp-insecure", "true"]
+        flags += ["--security.tenants", tenants]
         with Server(folder, "16MiB", *flags) as server:
             server.wait_ready()
             plain = Guarded(server, folder, None, None)  # type: ignore[arg-type]
@@ -183,14 +170,8 @@ def test_a_token_proves_a_tenant_without_tls_too() -> None:
 def test_the_admin_socket_may_lie_elsewhere() -> None:
     with runtime_folder(64 << 20) as folder:
         elsewhere = folder / "operators" / "admin.sock"
-        with Server(
-            folder,
-            "16MiB",
-            "--security.admin-socket",
-            str(elsewhere),
-            "--security.admin-socket-mode",
-            "0660",
-        ) as server:
+        flags = ("--security.admin-socket", str(elsewhere), "--security.admin-socket-mode", "0660")
+        with Server(folder, "16MiB", *flags) as server:
             server.wait_ready()
             assert not (server.runtime_folder / "admin.sock").exists()
             assert elsewhere.stat().st_mode & 0o777 == 0o660
