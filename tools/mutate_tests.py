@@ -96,8 +96,8 @@ VALKEY = (
 )
 CALLS = (
     "tests/wire/test_message_limits.py tests/wire/test_errors.py tests/server/test_in_place.py "
-    f"{WIRE} tests/server/test_hostile.py tests/server/test_throttle.py "
-    "tests/server/test_security.py tests/server/test_tcp.py tests/server/test_life.py"
+    f"{WIRE} tests/server/test_hostile.py tests/server/test_client_memory.py "
+    "tests/server/test_security.py tests/server/test_life.py"
 )
 """The server's end of the wire."""
 NODE = (
@@ -184,7 +184,7 @@ TESTS: dict[str, str] = {
     ),
     "client/hotkv_client/arena.py": "tests/server/test_arena.py",
     "client/hotkv_client/channels.py": (
-        "tests/wire/test_channels.py tests/server/test_tcp.py tests/server/test_security.py"
+        "tests/wire/test_channels.py tests/server/test_security.py"
     ),
     "client/hotkv_client/wire/admin.py": (
         "tests/server/test_record.py tests/server/test_health.py tests/server/test_flush.py"
@@ -197,7 +197,7 @@ TESTS: dict[str, str] = {
     ),
     "client/hotkv_client/wire/requests.py": (
         f"tests/wire/test_packing.py {WIRE} tests/server/test_devices_order.py "
-        "tests/server/test_tcp.py tests/server/test_events.py"
+        "tests/server/test_security.py tests/server/test_events.py"
     ),
     "client/hotkv_client/": f"{WIRE} tests/server/test_life.py",
     "connector_vllm/hotkv_vllm/identity/adapters.py": (
@@ -309,9 +309,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/tracing/": "tests/server/test_tracing.py",
     "server/hotkv_server/warm_start/": "tests/server/test_warm_start.py",
     "server/hotkv_server/sparse/": SPARSE_SERVER,
-    "server/hotkv_server/security/": (
-        "tests/server/test_security.py tests/server/test_tcp.py tests/server/test_audit.py"
-    ),
+    "server/hotkv_server/security/": ("tests/server/test_security.py tests/server/test_audit.py"),
     "client/hotkv_client/command/top/": "tests/server/test_top.py",
     "client/hotkv_client/command/doctor.py": "tests/server/test_doctor.py",
     "client/hotkv_client/command/host_bench.py": "tests/server/test_host_bench.py",

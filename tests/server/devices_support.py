@@ -112,7 +112,6 @@ class DeviceEngine:
     device: int = 0
     offers: Sequence[str] = ()
     engine_id: str = field(default_factory=lambda: os.urandom(8).hex())
-    shared: "DeviceEngine | None" = None
     allocations: dict[str, FakeAllocation] = field(default_factory=dict)
     files: dict[str, mmap.mmap] = field(default_factory=dict)
     fds: dict[str, int] = field(default_factory=dict)
@@ -161,12 +160,8 @@ class DeviceEngine:
             os.posix_fallocate(self.fds[name], 0, num_bytes)
             self.files[name] = mmap.mmap(self.fds[name], num_bytes)
             return MemoryHandle(name, num_bytes)
-        if self.shared is not None:
-            self.allocations[name] = self.shared.allocations[name]
-        else:
-            # Like a caching allocator's: memory that begins somewhere in the allocation.
-            self.allocations[name] = FakeAllocation(num_bytes + PAGE, self.device)
-        memory = self.allocations[name]
+        # Like a caching allocator's: memory that begins somewhere in the allocation.
+        self.allocations[name] = memory = FakeAllocation(num_bytes + PAGE, self.device)
         return MemoryHandle(name, num_bytes, PAGE, memory.handle, memory.device_uuid)
 
     def view(self, name: str) -> NDArray[np.uint8]:
@@ -227,11 +222,8 @@ class DeviceEngine:
         self.session.close()
         for fd in self.fds.values():
             os.close(fd)
-        if self.shared is None:
-            for memory in self.allocations.values():
-                memory.close()
-        for event in self.events:
-            event.close()
+        for one in (*self.allocations.values(), *self.events):
+            one.close()
 
 
 def block_ids(*ids: int) -> Int32s:

@@ -1,11 +1,9 @@
 """Engines on made-up devices, through a real daemon over a real socket."""
 
-import json
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,7 @@ from hotkv_proto.order import NO_ORDER, DeviceMark, OrderKind
 from hotkv_server.testing.with_devices import FakeDevices
 from tests.robustness.raw_client import RawSession
 from tests.server.devices_support import SHAPES, DeviceEngine, DeviceServer, block_ids, done
-from tests.server.support import hashes, http_port
+from tests.server.support import hashes
 from tests.support.waiting import wait_for
 
 
@@ -185,20 +183,6 @@ def test_a_mark_of_another_kind_is_not_sent(engine: Callable[..., DeviceEngine])
             one.session.load("l", "l", [run], 5, after).result(60)
 
 
-def test_what_operators_see(server: DeviceServer, engine: Callable[..., DeviceEngine]) -> None:
-    one = engine(offers=("events",))
-    done(one.store(hashes(2), block_ids(0, 1))[1])
-    wait_for(lambda: "registered 16.0 MiB" in server.cli("status"), "pinning")
-    devices = server.cli("devices")
-    for word in ("Fake GPU 1", "GPU-686f746b", "16.0 MiB", "allocations of engines open: 1"):
-        assert word in devices
-    assert "events" in server.cli("sessions")
-    with urllib.request.urlopen(f"http://127.0.0.1:{http_port(server)}/metrics") as answer:
-        metrics = answer.read().decode()
-    copied = 'hotkv_device_copied_bytes_total{device="0",direction="store",method="kernel"}'
-    assert copied in metrics and 'hotkv_device_usable{device="1"} 1.0' in metrics
-
-
 # Deaths
 
 
@@ -317,37 +301,6 @@ def test_a_lost_device_is_said_and_restarted(folder: Path) -> None:
         one.close()
     with DeviceServer(folder, FakeDevices(2, 4)) as again:
         again.wait_ready()
-
-
-@pytest.mark.long
-def test_pinning_goes_on_while_copies_run(folder: Path) -> None:
-    """The server is ready before."""
-    slow = FakeDevices(1, 3, 0.001, register_s=0.3, register_fails=6)
-    with DeviceServer(
-        folder, slow, "--copy.method", "kernel", "--arena.pin-piece-bytes", "2MiB"
-    ) as running:
-        running.wait_ready()
-        one, ids, turn = DeviceEngine(running.target).connected(), np.arange(8, dtype=np.int32), 0
-        # More than the arena holds, so that all of it is written, pinned or not.
-        while "not pinned beyond" not in running.log.read_text() or turn < 200:
-            names = hashes(8)
-            one.fill(ids, turn)
-            done(one.store(names, ids)[1])
-            lease_id, loading = one.load(names, ids + 8)
-            done(loading)
-            one.session.release(lease_id)
-            assert one.content(ids) == one.content(ids + 8)
-            turn += 1
-        devices = json.loads(running.cli("devices", "--json"))
-        assert (
-            "told to fail" in devices["registering_error"]
-            and devices["registered_byte_count"] == 10 << 20
-        )
-        assert {"kernel", "pageable"} <= {
-            copies["method"] for copies in devices["devices"][0]["copies"]
-        }
-        assert running.status()["state"] == "ready"
-        one.close()
 
 
 def test_an_engine_is_refused_with_the_reason_where_there_are_no_devices(folder: Path) -> None:

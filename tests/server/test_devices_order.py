@@ -22,12 +22,11 @@ from hotkv_proto.v1 import cache_pb2, layout_pb2
 from hotkv_server.device.devices import NO_DEVICES, Devices, uuid_text
 from hotkv_server.device.runtime import DeviceError
 from hotkv_server.memory import mapping
-from hotkv_server.node.node import Node
 from hotkv_server.node.order import SessionOrder
 from hotkv_server.node.session import SessionMemory, check_handles, open_session_memory
 from hotkv_server.testing.device import FakeRuntime
-from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
-from tests.server.nodes import SPACE, local_node, memory_file
+from hotkv_server.testing.device_memory import FakeAllocation, uuid_of
+from tests.server.nodes import SPACE, live_node, memory_file
 
 PAGE = 4096
 
@@ -51,12 +50,6 @@ def memory(runtime: FakeRuntime) -> Iterator[FakeAllocation]:
     yield made
     assert not runtime.held()
     made.close()
-
-
-def _events(count: int = 2) -> tuple[list[FakeIpcEvent], tuple[bytes, ...]]:
-    """Returns events and their handles."""
-    made = [FakeIpcEvent() for _ in range(count)]
-    return made, tuple(event.handle for event in made)
 
 
 def _cuda(handle_id: str, memory: FakeAllocation, base: int = 0) -> MemoryHandle:
@@ -185,7 +178,9 @@ def test_a_handle_of_another_tenants_memory_opens_nothing(
     assert not devices.num_open
 
 
-def test_a_stream_that_breaks_while_memory_is_opened_leaves_nothing_open(tmp_path: Path) -> None:
+async def test_a_stream_that_breaks_while_memory_is_opened_leaves_nothing_open(
+    tmp_path: Path,
+) -> None:
     begun, go_on, closed = threading.Event(), threading.Event(), list[int]()
 
     class Slow(FakeRuntime):
@@ -198,7 +193,8 @@ def test_a_stream_that_breaks_while_memory_is_opened_leaves_nothing_open(tmp_pat
             super().close_memory(device, address)
             closed.append(address)
 
-    async def scenario(node: Node) -> None:
+    runtime, allocation = Slow(), FakeAllocation(2 * PAGE)
+    async with live_node(tmp_path, devices=Devices(runtime, runtime.devices())) as node:
         session = await node.sessions.open("e", "worker", SPACE, "test")
         session.close_link = lambda: None
         registering = asyncio.create_task(
@@ -214,31 +210,11 @@ def test_a_stream_that_breaks_while_memory_is_opened_leaves_nothing_open(tmp_pat
         while not closed:
             await asyncio.sleep(0.001)
         assert node.devices.num_open == 0 and not runtime.held()
-        await node.close()
-
-    runtime, allocation = Slow(), FakeAllocation(2 * PAGE)
-    with local_node(tmp_path, devices=Devices(runtime, runtime.devices())) as node:
-        asyncio.run(scenario(node))
     allocation.close()
     runtime.close()
 
 
 # Order
-
-
-def test_events(devices: Devices, memory: FakeAllocation) -> None:
-    events, handles = _events()
-    opened = _open(_layout(_cuda("k", memory)), devices, DeviceOrder(memory.device_uuid, handles))
-    assert (opened.order.kind, opened.order.message) == (OrderKind.EVENTS, "")
-    events[0].record()
-    gates = [_gate(opened.order, index) for index in range(2)]
-    assert not gates[0].passed()
-    assert gates[1].passed(), "one that was never recorded"
-    events[0].reach()
-    assert gates[0].passed()
-    opened.close()
-    with pytest.raises(DeviceError, match="closed"):
-        gates[0].passed()
 
 
 @pytest.mark.parametrize(
@@ -335,25 +311,18 @@ def test_offers_that_contradict_themselves(order: DeviceOrder, word: str) -> Non
     assert refusal.value.reason is Reason.INVALID_FIELD
 
 
-@pytest.mark.parametrize(
-    ("mark", "word"),
-    [
+def test_marks_that_the_session_has_not() -> None:
+    layout, fds = _layout(MemoryHandle("k", 2 * PAGE)), {"k": memory_file(2 * PAGE)}
+    opened = _open(layout, NO_DEVICES, DeviceOrder(b"", (), "k", 2), fds)
+    for mark, word in (
         (DeviceMark(2), "after.index is 2"),
         (DeviceMark(-1), "after.index is -1"),
         (DeviceMark(0, 1 << 32), "after.value"),
         (DeviceMark(0, -1), "after.value"),
-    ],
-)
-def test_marks_that_the_session_has_not(mark: DeviceMark, word: str) -> None:
-    opened = _open(
-        _layout(MemoryHandle("k", 2 * PAGE)),
-        NO_DEVICES,
-        DeviceOrder(b"", (), "k", 2),
-        {"k": memory_file(2 * PAGE)},
-    )
-    with pytest.raises(HotKVError, match=word) as refusal:
-        opened.order.gate(mark, lambda: None)
-    assert refusal.value.reason is Reason.INVALID_FIELD
+    ):
+        with pytest.raises(HotKVError, match=word) as refusal:
+            opened.order.gate(mark, lambda: None)
+        assert refusal.value.reason is Reason.INVALID_FIELD
     opened.close()
 
 

@@ -1,10 +1,8 @@
 """After a flush through a real server nobody finds older blocks, by table or by call."""
 
-import asyncio
 import json
 import threading
 from collections.abc import Callable
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -22,7 +20,6 @@ from hotkv_client import (
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.blocks import StoreOptions
-from hotkv_server.node.node import Node
 from tests.server.places import store
 from tests.server.support import block_ids, hashes, number_of
 
@@ -130,28 +127,3 @@ def test_the_command_line_flushes(server: Server, engine: Make) -> None:
     assert server.counter("flushed_blocks_total") >= 2
     with pytest.raises(Exception, match="key_space_id 4000 is unknown"):
         server.cli("flush", "--key-space", "4000")
-
-
-def test_a_caller_that_leaves_changes_nothing() -> None:
-    """The flush is the node's own: it ends, whoever waits for it."""
-
-    async def run() -> None:
-        going, ended = asyncio.Event(), []
-
-        async def slowly(key_space_id: int) -> int:
-            going.set()
-            await asyncio.sleep(0)
-            ended.append(key_space_id)
-            return 40
-
-        node = MagicMock(tiers=None, _flushes=set())
-        node.removals.flush = slowly
-        caller = asyncio.create_task(Node.flush(node, 1))
-        await going.wait()
-        caller.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await caller
-        await asyncio.gather(*node._flushes)
-        assert ended == [1]
-
-    asyncio.run(run())

@@ -288,23 +288,6 @@ def test_a_hung_server_never_commits_what_was_taken_back(
     assert store_blocks(reader, later) == {BlockResult.STORED} and holds_only(reader, later, 9)
 
 
-def test_a_cancelled_store_answers_at_once(own_server: Server, engine: Make) -> None:
-    """All of it was committed before, or none of it is; the server's books are clean either way."""
-    one = engine(own_server.target, layers=8, num_blocks=128, page_bytes=16384)
-    for i in range(30):
-        blocks = hashes(100)
-        run = BlockRun(0, blocks, block_ids(100))
-        future = one.session.store(f"c{i}", f"c{i}", [run], 20)
-        one.session.cancel(f"c{i}")
-        assert future.done() or future.result(1)
-        one.session.ping(10)
-        there = one.session.lookup([GroupHashes(0, blocks)]).result(60)[0]
-        assert there.all() or not there.any()
-    with AdminClient(own_server.target) as admin:
-        wait_for(lambda: admin.info()["counters"]["leases"] == 0)
-        assert {b["state"] for b in admin.blocks(page_size=10_000)["blocks"]} <= {"ready"}
-
-
 def test_draining_refuses_new_work_and_stops(engine: Make) -> None:
     with runtime_folder(64 << 20) as folder, server_in(folder) as server:
         server.wait_ready()

@@ -8,7 +8,6 @@ import math
 import os
 import pkgutil
 import re
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ import hotkv_sparse
 from demo.processes import Server
 from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, SelectConfig, SessionConfig
 from hotkv_client.channels import admin_target
-from hotkv_client.link import descriptor_socket
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
 from hotkv_client.wire.sparse import _select_message, create_sequence
@@ -525,24 +523,6 @@ def test_selections_are_from_groups_that_attend_to_everything(raw: Open, group: 
 
 
 # ------------------------------------------------------------------------ packets, other services
-
-
-def test_the_descriptor_socket_refuses(world: World) -> None:
-    before, links = state(world.server), [_wire.link_request("guess", n) for n in ([], ["kv"])]
-    for packet in (b"", b"\xff" * 100, os.urandom(65536), *links):
-        for fds in ([], [0], [0] * 60):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
-                peer.settimeout(5)
-                peer.connect(str(descriptor_socket(world.server.target)))
-                if fds:
-                    socket.send_fds(peer, [packet or b"\0"], fds)
-                else:
-                    peer.send(packet)
-                if packet:
-                    answer, received, _, _ = socket.recv_fds(peer, 65536, 4)
-                    assert not received
-                    assert session_pb2.LinkResponse.FromString(answer).HasField("error")
-    assert state(world.server) == before
 
 
 @pytest.mark.parametrize(

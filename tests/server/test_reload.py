@@ -1,5 +1,5 @@
-"""SIGHUP on a real server: what changes at once, what needs a restart, what is refused; and the
-audit log and JSON lines of the same server."""
+"""SIGHUP on a real server: what changes at once, what needs a restart, what is refused, at any
+moment; and the audit log and JSON lines of the same server."""
 
 import contextlib
 import hashlib
@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import grpc
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv_client import Credentials, LinkState
+from hotkv_client import Credentials, GroupHashes, LinkState
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.command import cli
@@ -31,6 +32,7 @@ from hotkv_proto.v1 import (
     sparse_pb2,
     sparse_pb2_grpc,
 )
+from hotkv_server.settings import load_settings
 from tests.server.certificates import Authority
 from tests.server.guarded import refused, store
 from tests.support.waiting import wait_for
@@ -434,14 +436,94 @@ def test_each_line_of_the_log_is_json(running: Reloading) -> None:
         assert fields["time"].endswith("Z") and "\n" not in line
 
 
-def test_in_text_the_audit_is_a_line_of_the_log() -> None:
-    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB") as server:
-        server.wait_ready()
-        server.cli("evict", "--all")
-        lines = server.log.read_text().splitlines()
-        (line,) = [line for line in lines if "hotkv_server.audit" in line]
-        assert "AdminService/Evict all=True" in line and f"uid={MINE}" in line
-        assert "outcome=ok" in line and "request_id=" in line
-        # No settings file: a reload changes nothing, and does no harm.
-        os.kill(server.pid, signal.SIGHUP)
-        wait_for(lambda: "settings reloaded changed=nothing" in server.log.read_text())
+# Moments
+
+CHANGED_AT_THE_START = """
+import os, pathlib, signal, sys
+from hotkv_server import daemon
+load_kernels = daemon.load_kernels
+def changed(settings):
+    path = pathlib.Path(sys.argv[sys.argv.index("--config") + 1])
+    path.write_text("drain_timeout_s = 7")
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGHUP)
+    load_kernels(settings)
+daemon.load_kernels = changed
+from hotkv_server.cli import main
+sys.exit(main())
+"""
+
+
+class Fleeting(type(Path())):  # type: ignore[misc]
+    """A file that is gone, or says something else, once it has been read."""
+
+    then: str | None = None
+
+    def read_text(self, *args: Any, **more: Any) -> str:
+        text = Path(self).read_text(*args, **more)
+        if self.then is None:
+            Path(self).unlink()
+        else:
+            Path(self).write_text(self.then)
+        return text
+
+
+@pytest.mark.parametrize("then", [None, "drain_timeout_s = 7", "no TOML"])
+def test_settings_come_from_the_bytes_that_were_checked(tmp_path: Path, then: str | None) -> None:
+    file = Fleeting(tmp_path / "hotkv.toml")
+    file.write_text("drain_timeout_s = 6\npolicy = 'lru'")
+    file.then = then
+    settings = load_settings(file, ["--policy", "arc"], "test")
+    assert (settings.drain_timeout_s, settings.policy) == (6.0, "arc")
+
+
+def test_what_is_asked_while_it_starts_is_done_when_it_has() -> None:
+    """The settings had been read by then; whoever changed them asks once."""
+    with runtime_folder(64 << 20) as folder:
+        config = folder / "hotkv.toml"
+        config.write_text("drain_timeout_s = 6")
+        command = (sys.executable, "-c", CHANGED_AT_THE_START, "run")
+        with Server(folder, "16MiB", "--config", str(config), command=command) as server:
+            server.wait_ready()
+            wait_for(lambda: "reloaded changed=drain_timeout_s" in server.log.read_text())
+            assert server.log.read_text().count("settings reloaded") == 1
+
+
+def test_reloads_one_after_the_other_and_while_it_drains_do_no_harm() -> None:
+    with runtime_folder(64 << 20) as folder:
+        config = folder / "hotkv.toml"
+        config.write_text("drain_timeout_s = 6")
+        with Server(folder, "16MiB", "--config", str(config)) as server:
+            server.wait_ready()
+            engine = PagedEngine(server.target).connect()
+            for _ in range(20):
+                os.kill(server.pid, signal.SIGHUP)
+            config.unlink()
+            os.kill(server.pid, signal.SIGHUP)
+            wait_for(lambda: "there is no file" in server.log.read_text())
+            held = engine.session
+            blocks = store(engine)
+            assert held.acquire("held", [GroupHashes(0, blocks)], 600).result(60).pinned[0].all()
+            os.kill(server.pid, signal.SIGTERM)
+            wait_for(lambda: "draining timeout_s=6.0" in server.log.read_text())
+            config.write_text("drain_timeout_s = 1")
+            os.kill(server.pid, signal.SIGHUP)
+            wait_for(lambda: "reloaded changed=drain_timeout_s" in server.log.read_text())
+            held.release("held")
+            engine.close()
+        text = server.log.read_text()
+        assert "hotkv_server.daemon stopped" in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+def test_odd_text_is_one_line_of_json_in_any_locale(encoding: str) -> None:
+    code = (
+        "import logging; from hotkv_server import logs; logs.set_up('info', 'json');"
+        "logging.info('caf\\xe9 \\U0001f600 \\u2028 \\x85 %s', 'a\\nb\\udc80')"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, check=True, timeout=60
+    )
+    (line,) = done.stderr.decode().splitlines()
+    assert json.loads(line)["message"] == "caf\xe9 \U0001f600 \u2028 \x85 a\nb\udc80"

@@ -4,8 +4,10 @@ logged."""
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -14,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from demo.processes import ROOT, ChildError, Server, runtime_folder
-from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, Session, SessionConfig
+from hotkv_client import BlockRun, Credentials, GroupHashes, LoadRun, Role, Session, SessionConfig
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
-from hotkv_proto.blocks import TransferStatus
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.v1 import (
@@ -38,8 +40,8 @@ from hotkv_proto.v1 import (
     session_pb2,
     session_pb2_grpc,
 )
-from hotkv_server.security.identity import TTL_S
 from tests.server import guarded as support
+from tests.server.certificates import Authority
 from tests.server.guarded import (
     ADMIN_TOKEN,
     MINE,
@@ -50,20 +52,13 @@ from tests.server.guarded import (
     Guarded,
     Make,
     refused,
+    sha256,
     store,
     why_absent,
 )
 from tests.server.support import block_ids, hashes
 
 guarded, engine = support.guarded, support.engine
-
-
-@pytest.fixture(scope="module", autouse=True)
-def old_ticket(guarded: Guarded) -> tuple[bytes, float]:
-    """A ticket and when it expires, which it does while the other tests of this file run."""
-    path = descriptor_socket(guarded.target)
-    assert path is not None
-    return fetch_ticket(path, 5), time.monotonic() + TTL_S
 
 
 # Users of this node
@@ -333,31 +328,6 @@ def test_a_session_has_so_many_transfers_in_flight(guarded: Guarded, engine: Mak
 # Memory that goes away
 
 
-@pytest.mark.long
-def test_a_client_that_cuts_its_memory_short_ends_no_server(guarded: Guarded, engine: Make) -> None:
-    """In the middle of copies, at any moment: its transfers fail, nothing of them is kept, and
-    everybody else goes on."""
-    neighbour = engine("blind")
-    random = np.random.default_rng(4)
-    outcomes = set()
-    for i in range(16):
-        one = engine("alpha", num_blocks=32, page_bytes=1 << 18, layers=4)
-        blocks = hashes(32)
-        run = BlockRun(0, blocks, block_ids(32))
-        future = one.session.store(f"cut{i}", f"cut{i}", [run], 20)
-        time.sleep(random.uniform(0, 0.006))
-        os.ftruncate(one.fd, 0)
-        error = future.exception(60)
-        outcomes.add(error.reason if isinstance(error, HotKVError) else future.result().status)
-        kept = error is None and future.result().status is TransferStatus.DONE
-        assert neighbour.session.lookup([GroupHashes(0, blocks)]).result(60)
-        assert one.session.lookup([GroupHashes(0, blocks)]).result(60)[0].any() == kept
-        one.session.close()
-    assert TransferStatus.FAILED in outcomes
-    assert guarded.logged("memory cut short", "engine=alpha/")
-    store(neighbour)
-
-
 def test_a_fault_elsewhere_still_ends_the_server() -> None:
     with runtime_folder(64 << 20) as folder:
         for cause in ("signal", "arena"):
@@ -403,10 +373,138 @@ def test_a_server_refuses_to_start_where_others_could_interfere() -> None:
         assert not (folder / "elsewhere").exists()
 
 
-# Last, so that the ticket is old by now
+# TCP
 
 
-def test_a_ticket_is_not_good_for_long(guarded: Guarded, old_ticket: tuple[bytes, float]) -> None:
-    ticket, expires_s = old_ticket
-    time.sleep(max(0.0, expires_s - time.monotonic()))
-    assert why_absent(guarded.target, "alpha", ticket=ticket).startswith("UNAUTHENTICATED")
+def over_tcp(guarded: Guarded, tenant: str, credentials: Credentials) -> None:
+    """A session over TCP opens and looks up."""
+    engine = PagedEngine(guarded.tcp, tenant=tenant)
+    space, role = engine.key_space, Role.SCHEDULER
+    config = SessionConfig(guarded.tcp, "remote", role, space, credentials=credentials)
+    with contextlib.closing(Session(config)) as session:
+        session.start()
+        assert session.wait_connected(10), session
+        assert not session.lookup([GroupHashes(0, [bytes(32)])]).result(60)[0].any()
+        assert session.probe(0, [bytes(32)]) is None
+    os.close(engine.fd)
+
+
+def test_who_is_let_in_over_tcp(guarded: Guarded) -> None:
+    over_tcp(guarded, "beta", guarded.credentials("beta"))
+    over_tcp(guarded, "gamma", guarded.credentials("nobody", TOKEN))
+    assert guarded.logged("session admitted", "tenant='beta'", "spiffe://cluster/beta")
+    assert guarded.logged("session admitted", "tenant='gamma'", "with a token")
+    assert TOKEN not in guarded.server.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("tenant", "name", "token", "words"),
+    [
+        ("gamma", "nobody", "wrong", "NOT_ALLOWED"),
+        ("gamma", "nobody", TOKEN[:-1], "NOT_ALLOWED"),
+        ("gamma", "beta", "", "NOT_ALLOWED"),
+        ("alpha", "beta", "", "NOT_ALLOWED"),
+        ("beta", "nobody", TOKEN, "NOT_ALLOWED"),
+        # Without a certificate, with one of a foreign authority, with an old one.
+        ("gamma", "", TOKEN, "TLS certificates"),
+        ("gamma", "intruder", TOKEN, "TLS certificates"),
+        ("gamma", "expired", TOKEN, "TLS certificates"),
+    ],
+)
+def test_a_wrong_proof_over_tcp_is_refused(
+    guarded: Guarded, tenant: str, name: str, token: str, words: str
+) -> None:
+    assert words in why_absent(guarded.tcp, tenant, guarded.credentials(name, token))
+    logged = (f"tenant={tenant!r}", words) if words == "NOT_ALLOWED" else ("Handshake failed",)
+    assert guarded.logged(*logged)
+
+
+def test_a_client_refuses_a_server_it_does_not_know(guarded: Guarded) -> None:
+    proof = guarded.credentials("beta", ca=guarded.foreign_ca)
+    assert "TLS certificates" in why_absent(guarded.tcp, "beta", proof)
+
+
+def test_a_token_is_not_sent_in_the_clear(guarded: Guarded) -> None:
+    bare = Credentials(token_file=guarded.credentials("", TOKEN).token_file)
+    assert "in the clear" in refused(lambda: AdminClient("node7:9000", credentials=bare))[1]
+    assert why_absent("node7:9000", "gamma", bare).startswith(
+        "INVALID_FIELD: token_file without tls_ca"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1")
+def test_tcp_shows_no_more_than_it_must(guarded: Guarded) -> None:
+    proof = guarded.credentials("operator")
+    files = (proof.tls_ca, proof.tls_key, proof.tls_certificate)
+    secrets = grpc.ssl_channel_credentials(*(Path(file).read_bytes() for file in files))
+    with grpc.secure_channel(guarded.tcp, secrets) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert check.status == health_pb2.HealthCheckResponse.SERVING
+        reflect = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+        with pytest.raises(grpc.RpcError) as caught:
+            next(reflect(iter([reflection_pb2.ServerReflectionRequest(list_services="")])))
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    host, port = guarded.tcp.split(":")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(proof.tls_ca)
+    context.load_cert_chain(proof.tls_certificate, proof.tls_key)
+    context.set_alpn_protocols(["h2"])
+    context.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
+    for version, outcome in (
+        (ssl.TLSVersion.TLSv1_1, pytest.raises((ssl.SSLError, OSError))),
+        (ssl.TLSVersion.TLSv1_2, contextlib.nullcontext()),
+    ):
+        context.maximum_version = version
+        with socket.create_connection((host, int(port)), 5) as plain, outcome:
+            context.wrap_socket(plain, server_hostname="localhost").close()
+
+
+@pytest.mark.long
+def test_certificates_are_taken_up_when_they_change(guarded: Guarded) -> None:
+    """Bad ones are named once and left alone; good ones count from the next connection on."""
+    files = [guarded.folder / name for name in ("server.pem", "server.key", "clients.pem")]
+    kept = [file.read_bytes() for file in files]
+    try:
+        (guarded.folder / "server.pem").write_text("no certificate")
+        over_tcp(guarded, "beta", guarded.credentials("beta"))
+        over_tcp(guarded, "beta", guarded.credentials("beta"))
+        assert guarded.logged("new certificates can't be used, the old ones stay")
+        assert guarded.server.log.read_text().count("new certificates can't be used") == 1
+        new_ca = Authority(guarded.folder, "next")
+        new_ca.issue("server")
+        new_ca.issue("beta-next", "spiffe://cluster/beta")
+        shutil.copy(new_ca.path, guarded.folder / "clients.pem")
+        over_tcp(guarded, "beta", guarded.credentials("beta-next", ca=new_ca))
+        assert guarded.logged("certificates reloaded")
+        assert "TLS certificates" in why_absent(
+            guarded.tcp, "beta", guarded.credentials("beta", ca=new_ca)
+        )
+    finally:
+        for file, content in zip(files, kept, strict=True):
+            file.write_bytes(content)
+    over_tcp(guarded, "beta", guarded.credentials("beta"))
+
+
+# TCP without TLS
+
+
+def test_a_token_proves_a_tenant_without_tls_and_the_admin_socket_may_lie_elsewhere() -> None:
+    """If the operator means it, say behind a proxy that speaks TLS."""
+    tenants = json.dumps([{"name": "gamma", "token_sha256": [sha256(TOKEN)]}])
+    with runtime_folder(64 << 20) as folder:
+        (folder / "token").write_text(TOKEN)
+        elsewhere = folder / "operators" / "admin.sock"
+        flags = ["--tcp-address", "localhost:0", "--security.tcp-insecure", "true"]
+        flags += ["--security.tenants", tenants, "--security.admin-socket", str(elsewhere)]
+        with Server(folder, "16MiB", *flags, "--security.admin-socket-mode", "0660") as server:
+            server.wait_ready()
+            plain = Guarded(server, folder, None, None)  # type: ignore[arg-type]
+            over_tcp(plain, "gamma", Credentials(token_file=str(folder / "token")))
+            assert why_absent(plain.tcp, "gamma", Credentials()).startswith("UNAUTHENTICATED")
+            assert why_absent(plain.target, "gamma").startswith("NOT_ALLOWED")
+            with AdminClient(plain.tcp) as admin, pytest.raises(HotKVError, match="UNIMPLEMENTED"):
+                admin.info()
+            assert not (server.runtime_folder / "admin.sock").exists()
+            assert elsewhere.stat().st_mode & 0o777 == 0o660
+            with AdminClient(f"unix:{elsewhere}") as admin:
+                assert admin.info()["state"] == "ready"

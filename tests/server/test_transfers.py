@@ -1,6 +1,5 @@
 """Stores and loads through a real server, byte for byte."""
 
-import asyncio
 import itertools
 import os
 import queue
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from demo.processes import Server
-from hotkv_client import BlockResult, BlockRun, Evicted, GroupHashes, LoadRun, TransferStatus
+from hotkv_client import BlockResult, BlockRun, Evicted, TransferStatus
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.table import hash_words
@@ -22,14 +21,14 @@ from hotkv_server.cache.values import HashList, LoadPositions, Run
 from hotkv_server.node import transfers as transfer_module
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
-from tests.server.nodes import local_node, store_in, worker
+from tests.server.nodes import live_node, store_in, worker
 from tests.server.places import found, load, store
 from tests.server.support import block_ids, hashes
 
 Make = Callable[..., PagedEngine]
 
 
-def test_bytes_move_between_engines_of_a_key_space_and_are_stored_once(engine: Make) -> None:
+def test_bytes_move_between_engines_and_are_stored_once(engine: Make) -> None:
     one, other, stranger = engine(), engine(), engine(model="another")
     one.kv[:] = np.random.default_rng(1).integers(0, 256, one.kv.shape, dtype=np.uint8)
     other.kv[:] = 0
@@ -98,21 +97,6 @@ def test_who_has_no_use_for_notices_gets_none(
     assert came == ({"eviction_notice"} if hears else set())
 
 
-def test_a_lease_protects_from_eviction(own_server: Server, engine: Make) -> None:
-    one = engine(own_server.target)
-    kept = hashes(16)
-    one.kv[:, :16] = np.arange(16, dtype=np.uint8)[None, :, None]
-    assert store(one, kept) == {BlockResult.STORED}
-    one.session.acquire("pin", [GroupHashes(0, kept)], ttl_s=30).result(60)
-    one.kv[:, 16:] = 99
-    for _ in range(100):
-        store(one, hashes(48), 16)
-    positions = np.arange(16, dtype=np.int32)
-    result = one.session.load("back", "pin", [LoadRun(0, positions, positions + 20)], 10).result(60)
-    assert result.status is TransferStatus.DONE
-    assert np.array_equal(one.kv[:, 20:36], one.kv[:, :16])
-
-
 def test_only_what_was_loaded_counts_as_loaded(own_server: Server, engine: Make) -> None:
     one, blocks = engine(own_server.target), hashes(4)
     store(one, blocks)
@@ -122,12 +106,12 @@ def test_only_what_was_loaded_counts_as_loaded(own_server: Server, engine: Make)
     assert own_server.counter("loaded_bytes_total") == 3 * 2 * 4096
 
 
-def test_a_transfer_that_cannot_be_planned_leaves_no_trace(
+async def test_a_transfer_that_cannot_be_planned_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Nothing that validated can fail so."""
 
-    async def scenario(node: Node) -> None:
+    async with live_node(tmp_path) as node:
         session = await worker(node)
         run, at = Run(0, hash_words(os.urandom(32), 32)), [np.zeros(1, np.int64)]
         with monkeypatch.context() as patch:
@@ -137,10 +121,6 @@ def test_a_transfer_that_cannot_be_planned_leaves_no_trace(
         check_clean(node, session)
         end = await (await node.transfers.store(session, "t", "l", [run], at, 5.0))
         assert end.results[0].tolist() == [BlockResult.STORED]
-        await node.close()
-
-    with local_node(tmp_path) as node:
-        asyncio.run(scenario(node))
 
 
 def check_clean(node: Node, session: LiveSession) -> None:
@@ -149,12 +129,12 @@ def check_clean(node: Node, session: LiveSession) -> None:
 
 
 @pytest.mark.parametrize("good", [True, False])
-def test_a_load_that_cannot_be_verified_fails_and_ends(
+async def test_a_load_that_cannot_be_verified_fails_and_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, good: bool
 ) -> None:
     """Its session closes meanwhile, and waits for it and no longer."""
 
-    async def scenario(node: Node) -> None:
+    async with live_node(tmp_path, config={"check_stride": 1}) as node:
         session, blocks, at = await worker(node), hashes(1), [np.zeros(1, np.int64)]
         assert await store_in(node, session, blocks) == [BlockResult.STORED]
         asked = [HashList(0, hash_words(blocks[0], 32))]
@@ -168,7 +148,3 @@ def test_a_load_that_cannot_be_verified_fails_and_ends(
         assert end.status is (TransferStatus.CANCELLED if good else TransferStatus.FAILED)
         assert ("ZeroDivisionError" in end.message) != good
         check_clean(node, session)
-        await node.close()
-
-    with local_node(tmp_path, config={"check_stride": 1}) as node:
-        asyncio.run(scenario(node))
