@@ -4,7 +4,6 @@ server, and are named at the next start."""
 import contextlib
 import fcntl
 import json
-import logging
 import os
 import shutil
 import signal
@@ -20,11 +19,8 @@ from demo.processes import Server, runtime_folder
 from hotkv_client import BlockResult
 from hotkv_client.testing import PagedEngine
 from hotkv_server import cli
-from hotkv_server.memory import left_behind, limits
 from hotkv_server.memory.arena import LOCK_FILE, BusyError, NodeMemory, lock_file
 from hotkv_server.memory.left_behind import find
-from hotkv_server.settings import load_settings
-from hotkv_server.startup.arena import warn_of_others
 from tests.server.places import LAYERS, PAGE_BYTES, store
 from tests.server.support import hashes
 
@@ -185,32 +181,3 @@ def test_looking_keeps_no_server_from_starting(folder: Folder) -> None:
     finally:
         over.set()
         looking.join()
-
-
-def test_a_start_says_who_holds_the_memory(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    settings = load_settings(
-        None, ["--arena.bytes", "1GiB", "--arena.dir", str(folder.path / "mine")], "test"
-    )
-    monkeypatch.setattr(left_behind, "SHARED_MEMORY", folder.path)
-    monkeypatch.setattr(limits, "available_bytes", lambda: 500 * MIB)
-    warn_of_others(settings)
-    assert not caplog.records, "there are none"
-    folder.leave("mine")
-    warn_of_others(settings)
-    assert not caplog.records, "its own is no other's"
-    folder.leave("gone")
-    held = NodeMemory.open(folder.path / "held", 2 * MIB, 1 << 16, 64, 7)
-    warn_of_others(settings)
-    (record,) = caplog.records
-    said = record.getMessage()
-    assert said.startswith("522 MiB are missing for the arena, and other arenas in ")
-    others = {found.name: found.num_bytes >> 20 for found in find(folder.path)}
-    assert f"hold {others['gone'] + others['held']} MiB" in said
-    assert f"those whose server is gone {others['gone']} MiB of it" in said
-    monkeypatch.setattr(limits, "available_bytes", lambda: 2 << 30)
-    warn_of_others(settings)
-    assert len(caplog.records) == 1, "there is enough for all"
-    held.remove()

@@ -25,7 +25,7 @@ from hotkv_server.memory import mapping
 from hotkv_server.node.order import SessionOrder
 from hotkv_server.node.session import SessionMemory, check_handles, open_session_memory
 from hotkv_server.testing.device import FakeRuntime
-from hotkv_server.testing.device_memory import FakeAllocation, uuid_of
+from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
 from tests.server.nodes import SPACE, live_node, memory_file
 
 PAGE = 4096
@@ -237,7 +237,8 @@ def test_what_works_is_taken_and_where_nothing_does_the_engine_waits(
 ) -> None:
     for call, number in failing.items():
         runtime.fail_call(call, number)
-    offer = DeviceOrder(memory.device_uuid, _events()[1], words, 4 if words else 0)
+    events = tuple(FakeIpcEvent().handle for _ in range(2))
+    offer = DeviceOrder(memory.device_uuid, events, words, 4 if words else 0)
     opened = _open(_layout(_cuda("k", memory)), devices, offer)
     assert opened.order.kind is kind and all(word in opened.order.message for word in said)
     if kind is OrderKind.HOST:

@@ -32,7 +32,6 @@ from hotkv_proto.v1 import (
     sparse_pb2,
     sparse_pb2_grpc,
 )
-from hotkv_server.settings import load_settings
 from tests.server.certificates import Authority
 from tests.server.guarded import refused, store
 from tests.support.waiting import wait_for
@@ -452,29 +451,6 @@ daemon.load_kernels = changed
 from hotkv_server.cli import main
 sys.exit(main())
 """
-
-
-class Fleeting(type(Path())):  # type: ignore[misc]
-    """A file that is gone, or says something else, once it has been read."""
-
-    then: str | None = None
-
-    def read_text(self, *args: Any, **more: Any) -> str:
-        text = Path(self).read_text(*args, **more)
-        if self.then is None:
-            Path(self).unlink()
-        else:
-            Path(self).write_text(self.then)
-        return text
-
-
-@pytest.mark.parametrize("then", [None, "drain_timeout_s = 7", "no TOML"])
-def test_settings_come_from_the_bytes_that_were_checked(tmp_path: Path, then: str | None) -> None:
-    file = Fleeting(tmp_path / "hotkv.toml")
-    file.write_text("drain_timeout_s = 6\npolicy = 'lru'")
-    file.then = then
-    settings = load_settings(file, ["--policy", "arc"], "test")
-    assert (settings.drain_timeout_s, settings.policy) == (6.0, "arc")
 
 
 def test_what_is_asked_while_it_starts_is_done_when_it_has() -> None:
