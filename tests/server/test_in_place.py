@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,23 +85,29 @@ def all_but(number: int) -> list[bool]:
     return [at != number for at in range(NUM_BLOCKS)]
 
 
-@contextlib.asynccontextmanager
-async def opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
-    """Yields a place, in which nothing is leased at the end."""
-    more = {"check_stride": 1, "unadmitted_share": 1.0}
-    async with live_node(folder, config=more) as node:
-        place = Place(capable(node), monkeypatch)
-        await place.open()
-        yield place
-        node.core.check_invariants()
-        place.go.set()
-    assert not node.core.leases.all()
+Opened = Callable[[], contextlib.AbstractAsyncContextManager[Place]]
 
 
-async def test_others_are_served_while_blocks_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened(tmp_path, monkeypatch) as place:
+@pytest.fixture
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
+    """Makes a place, in which nothing is leased at the end."""
+
+    @contextlib.asynccontextmanager
+    async def make() -> AsyncIterator[Place]:
+        more = {"check_stride": 1, "unadmitted_share": 1.0}
+        async with live_node(tmp_path, config=more) as node:
+            place = Place(capable(node), monkeypatch)
+            await place.open()
+            yield place
+            node.core.check_invariants()
+            place.go.set()
+        assert not node.core.leases.all()
+
+    return make
+
+
+async def test_others_are_served_while_blocks_are_compared(opened: Opened) -> None:
+    async with opened() as place:
         place.spoil(5)
         waiting = [place.acquire("a"), place.acquire("a")]
         await asyncio.sleep(0.02)
@@ -120,12 +126,9 @@ async def test_others_are_served_while_blocks_are_compared(
 
 
 @pytest.mark.parametrize("again", [False, True])
-async def test_a_lease_that_ends_meanwhile_grants_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
-) -> None:
+async def test_a_lease_that_ends_meanwhile_grants_nothing(opened: Opened, again: bool) -> None:
     """Also where its id has been taken for other blocks by then."""
-
-    async with opened(tmp_path, monkeypatch) as place:
+    async with opened() as place:
         waiting = place.acquire("a", HASHES[:2])
         await asyncio.sleep(0.02)
         assert place.node.core.release(place.session.record.number, "a")
@@ -139,12 +142,9 @@ async def test_a_lease_that_ends_meanwhile_grants_nothing(
             assert offsets(await later) == index.offsets(place.entries[2:4]).tolist()
 
 
-async def test_the_stream_goes_on_and_answers_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_stream_goes_on_and_answers_later(opened: Opened) -> None:
     """With the grant, or with the reason why there is none."""
-
-    async with opened(tmp_path, monkeypatch) as place:
+    async with opened() as place:
         place.spoil(0)
         sent: list[session_pb2.ConnectResponse] = []
         stream = SessionCalls(place.node, place.session, Pace(1000.0), sent.append)
@@ -166,10 +166,8 @@ async def test_the_stream_goes_on_and_answers_later(
         assert [at >= 0 for at in offsets(answers[2].acquire_lease)] == all_but(0)
 
 
-async def test_a_residency_learns_no_offset_before_blocks_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened(tmp_path, monkeypatch) as place:
+async def test_a_residency_learns_no_offset_before_blocks_are_compared(opened: Opened) -> None:
+    async with opened() as place:
         place.spoil(3)
         await place.residencies.open(place.session, "r", {0: NUM_BLOCKS})
         waiting = [place.extend() for _ in range(2)]
@@ -185,10 +183,8 @@ async def test_a_residency_learns_no_offset_before_blocks_are_compared(
         assert not isinstance(place.extend(), asyncio.Task)
 
 
-async def test_a_residency_that_ends_meanwhile_pins_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened(tmp_path, monkeypatch) as place:
+async def test_a_residency_that_ends_meanwhile_pins_nothing(opened: Opened) -> None:
+    async with opened() as place:
         await place.residencies.open(place.session, "r", {0: NUM_BLOCKS})
         waiting = place.extend()
         await asyncio.sleep(0)
@@ -202,9 +198,9 @@ async def test_a_residency_that_ends_meanwhile_pins_nothing(
 
 @pytest.mark.parametrize("reads", ["for a lease", "for a residency"])
 async def test_a_session_that_closes_waits_for_what_reads_the_arena(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: str
+    opened: Opened, reads: str
 ) -> None:
-    async with opened(tmp_path, monkeypatch) as place:
+    async with opened() as place:
         if reads == "for a lease":
             waiting = place.acquire("a")
             await asyncio.sleep(0.02)

@@ -125,7 +125,6 @@ async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behin
     tmp_path: Path, disk: Disk
 ) -> None:
     """Also with blocks, where there is no room otherwise."""
-
     async with node_in(tmp_path) as node:
         disk.go.set()
         node.core.catalog.max_of_tenant = 2

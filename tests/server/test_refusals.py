@@ -235,13 +235,7 @@ ROWS = [
     Row(f"{SELECT}.representation_group_index", 0, FIELD, "representation_group_index is 0"),
     Row(f"{SELECT}.representation_group_index", 2, FIELD, "group_index is 2"),
     Row(f"{SELECT}.layer_indices", [2], FIELD, "the representation is declared with"),
-    Row(f"{SELECT}.layer_indices", [5, 2], FIELD, "select.layer_indices"),
-    Row(f"{SELECT}.head_size", 1 << 30, FIELD, "select.head_size"),
     Row(f"{SELECT}.hot_block_count", 1, FIELD, "select.hot_block_count is 1"),
-    Row(f"{SELECT}.scale", -3.0, FIELD, "select.scale is -3.0"),
-    Row(
-        f"{SELECT}.centres", [{"layer_index": 2, "mu": ZEROS[:-4]}], FIELD, "centres.mu of layer 2"
-    ),
     Row(f"{SELECT}.centres", BOTH + BOTH, FIELD, "select.centres lists layer 2 twice"),
     Row(f"{SELECT}.scorer", "oracle", FIELD, "select.scorer is 'oracle'"),
     Row(f"{SELECT}.scorer", "mix2", FIELD, "is scored by mix2, whose axes only the engine has"),

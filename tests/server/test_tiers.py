@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from demo.processes import ChildError, Server, runtime_folder
-from hotkv_client import GroupHashes, RequestReport
+from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.command.tables import show_status
@@ -52,24 +52,6 @@ def test_what_the_arena_has_evicted_comes_back_from_the_disk(place: Tiered) -> N
         assert place.loads(chain, content)
     assert place.counter("tier_promoted_blocks_total") >= 6 * CHAIN
     assert not place.counter("tier_lost_blocks_total")
-
-
-def test_an_engine_that_computes_sooner_than_the_disk_reads_is_told_of_no_hit(
-    shared: Tiered,
-) -> None:
-    engine, chains = shared.engine, [hashes(CHAIN) for _ in range(3)]
-    assert engine is not None
-    contents = [shared.fill(chain) for chain in chains]
-    # Two reads, so that what the disk takes is known.
-    for at in (0, 1):
-        shared.forget()
-        assert shared.loads(chains[at], contents[at])
-    before = shared.counter("tier_left_blocks_total")
-    engine.session.report_requests([RequestReport([], 5, 0, 0, 0.0)], 1e15)
-    assert not any(found(engine, chains[2]))
-    assert shared.counter("tier_left_blocks_total") == before + CHAIN
-    engine.session.report_requests([RequestReport([], 5, 0, 0, 0.0)], 1e-3)
-    assert shared.loads(chains[2], contents[2])
 
 
 def test_a_lookup_or_a_lease_fetches_its_hit_for_the_next_one(shared: Tiered) -> None:

@@ -110,7 +110,6 @@ async def test_a_transfer_that_cannot_be_planned_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Nothing that validated can fail so."""
-
     async with live_node(tmp_path) as node:
         session = await worker(node)
         run, at = Run(0, hash_words(os.urandom(32), 32)), [np.zeros(1, np.int64)]
@@ -133,7 +132,6 @@ async def test_a_load_that_cannot_be_verified_fails_and_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, good: bool
 ) -> None:
     """Its session closes meanwhile, and waits for it and no longer."""
-
     async with live_node(tmp_path, config={"check_stride": 1}) as node:
         session, blocks, at = await worker(node), hashes(1), [np.zeros(1, np.int64)]
         assert await store_in(node, session, blocks) == [BlockResult.STORED]
