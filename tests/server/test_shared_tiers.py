@@ -43,12 +43,6 @@ def on_a_socket(folder: Path) -> Iterator[tuple[str, ...]]:
 
 
 @contextlib.contextmanager
-def over_tcp(folder: Path) -> Iterator[tuple[str, ...]]:
-    with running(folder / "valkey") as server:
-        yield "--tiers.valkey.address", f"127.0.0.1:{server.port}"
-
-
-@contextlib.contextmanager
 def in_a_cluster(folder: Path) -> Iterator[tuple[str, ...]]:
     with running_cluster(folder / "cluster") as cluster:
         yield "--tiers.valkey.address", cluster.address, "--tiers.valkey.cluster", "true"
@@ -65,7 +59,6 @@ def in_a_bucket(folder: Path) -> Iterator[tuple[str, ...]]:
     "stored",
     [
         on_a_socket,
-        pytest.param(over_tcp, marks=pytest.mark.long),
         pytest.param(in_a_cluster, marks=pytest.mark.long),
         pytest.param(in_a_bucket, marks=pytest.mark.long),
     ],

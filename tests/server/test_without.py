@@ -81,6 +81,7 @@ def test_a_server_without_any_keeps_them_over_restarts(tmp_path: Path) -> None:
     run_tests(SLOW, without(tmp_path, CAPABILITIES))
 
 
-@pytest.mark.long
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
 def test_a_server_without_any_serves_the_demo(tmp_path: Path) -> None:
     assert "tokens hit" in run(("demo",), without(tmp_path, CAPABILITIES))
