@@ -14,6 +14,8 @@ from hotkv_client.command import cli
 from hotkv_server.testing import faults
 from tests.support.ports import free_port
 
+FLAGS = ("--arena.bytes", "16MiB", "--arena.slab-bytes", "64KiB")
+
 
 class FaultyServer(Server):
     """A server in which `point` does `how` once `break_it` is called."""
@@ -29,7 +31,7 @@ class FaultyServer(Server):
         self.port = free_port()
         self._trigger = folder / "now"
         command = faults.command("break", point, how, self._trigger)
-        own = ("--arena.slab-bytes", "64KiB", "--http.port", str(self.port))
+        own = (*FLAGS, "--http.port", str(self.port))
         with mock.patch.dict(os.environ, environment or {}):
             super().__init__(folder, "16MiB", *own, *flags, command=command)
 
