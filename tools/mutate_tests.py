@@ -283,6 +283,9 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/node/order.py": (
         "tests/server/test_devices_order.py tests/server/test_devices.py"
     ),
+    "server/hotkv_server/node/session.py": (
+        f"tests/server/test_devices_order.py tests/server/test_fence.py {NODE}"
+    ),
     "server/hotkv_server/node/": NODE,
     "server/hotkv_server/told/": TOLD,
     "server/hotkv_server/memory/": (
