@@ -274,14 +274,16 @@ def test_words_in_a_file_need_no_device() -> None:
     mapping.install_guard()
     fd = memory_file(2 * PAGE)
     mine = os.dup(fd)
-    opened = _open(
-        _layout(MemoryHandle("k", PAGE, PAGE)), NO_DEVICES, DeviceOrder(b"", (), "k", 2), {"k": fd}
-    )
+    handles = (MemoryHandle("k", PAGE, PAGE), MemoryHandle("more", PAGE))
+    fds, order = {"k": fd, "more": memory_file(PAGE)}, DeviceOrder(b"", (), "k", 2)
+    opened = _open(_layout(*handles), NO_DEVICES, order, fds)
     gate = _gate(opened.order, 1, 1)
     assert opened.order.kind is OrderKind.FLAGS and not gate.passed()
     os.pwrite(mine, (1).to_bytes(4, "little"), PAGE + 4)
     assert gate.passed()
+    assert opened.is_whole()
     os.truncate(mine, 0)
+    assert not opened.is_whole()
     with pytest.raises(DeviceError, match="truncated"):
         gate.passed()
     opened.close()
