@@ -49,7 +49,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 LONGEST = (
-    "server/test_without.py",
     "pairs/test_nodes.py",
     "pairs/test_pairs.py",
     "vllm/test_residency_faults.py",

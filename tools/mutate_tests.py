@@ -34,12 +34,9 @@ CUDA = (
 WIRE = (
     "tests/server/test_service.py tests/server/test_ranks.py "
     "tests/server/test_representations.py tests/server/test_refusals.py "
-    "tests/server/test_links.py tests/server/test_odd_messages.py"
+    "tests/server/test_fence.py"
 )
-LIFE = (
-    "tests/server/test_settling.py tests/server/test_service.py tests/server/test_life.py "
-    "tests/server/test_transfers.py"
-)
+LIFE = "tests/server/test_service.py tests/server/test_life.py tests/server/test_transfers.py"
 DOOR = (
     "tests/offloading/test_tier.py tests/offloading/test_machine.py "
     "tests/offloading/test_engines.py"
@@ -98,8 +95,8 @@ VALKEY = (
 )
 CALLS = (
     "tests/wire/test_message_limits.py tests/wire/test_errors.py tests/server/test_in_place.py "
-    f"{WIRE} tests/server/test_hostile.py tests/server/test_throttle.py "
-    "tests/server/test_security.py tests/server/test_tcp.py tests/server/test_life.py"
+    f"{WIRE} tests/server/test_hostile.py tests/server/test_client_memory.py "
+    "tests/server/test_security.py tests/server/test_life.py"
 )
 """The server's end of the wire."""
 NODE = (
@@ -189,7 +186,7 @@ TESTS: dict[str, str] = {
     ),
     "client/hotkv_client/arena.py": "tests/server/test_arena.py",
     "client/hotkv_client/channels.py": (
-        "tests/wire/test_channels.py tests/server/test_tcp.py tests/server/test_security.py"
+        "tests/wire/test_channels.py tests/server/test_security.py"
     ),
     "client/hotkv_client/wire/admin.py": (
         "tests/server/test_record.py tests/server/test_health.py tests/server/test_flush.py"
@@ -201,8 +198,8 @@ TESTS: dict[str, str] = {
         f"tests/wire/test_packing.py {WIRE} tests/wire/test_errors.py tests/wire/test_versions.py"
     ),
     "client/hotkv_client/wire/requests.py": (
-        f"tests/wire/test_packing.py {WIRE} tests/server/test_order_wire.py "
-        "tests/server/test_tcp.py tests/server/test_events.py"
+        f"tests/wire/test_packing.py {WIRE} tests/server/test_devices_order.py "
+        "tests/server/test_security.py tests/server/test_events.py"
     ),
     "client/hotkv_client/": f"{WIRE} tests/server/test_life.py",
     "connector_vllm/hotkv_vllm/identity/adapters.py": (
@@ -284,8 +281,10 @@ TESTS: dict[str, str] = {
     ),
     "server/hotkv_server/wire/": CALLS,
     "server/hotkv_server/node/order.py": (
-        "tests/server/test_order_wire.py tests/server/test_devices_order.py "
-        "tests/server/test_devices.py"
+        "tests/server/test_devices_order.py tests/server/test_devices.py"
+    ),
+    "server/hotkv_server/node/session.py": (
+        f"tests/server/test_devices_order.py tests/server/test_fence.py {NODE}"
     ),
     "server/hotkv_server/node/": NODE,
     "server/hotkv_server/told/": TOLD,
@@ -317,9 +316,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/tracing/": "tests/server/test_tracing.py",
     "server/hotkv_server/warm_start/": "tests/server/test_warm_start.py",
     "server/hotkv_server/sparse/": SPARSE_SERVER,
-    "server/hotkv_server/security/": (
-        "tests/server/test_security.py tests/server/test_tcp.py tests/server/test_audit.py"
-    ),
+    "server/hotkv_server/security/": ("tests/server/test_security.py tests/server/test_audit.py"),
     "client/hotkv_client/command/top/": "tests/server/test_top.py",
     "client/hotkv_client/command/doctor.py": "tests/server/test_doctor.py",
     "client/hotkv_client/command/host_bench.py": "tests/server/test_host_bench.py",

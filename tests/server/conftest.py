@@ -14,7 +14,7 @@ from tests.server.sparse_support import RepresentationEngine
 from tests.support.daemons import quick_servers
 
 SHARED_FLAGS = ("--arena.slab-bytes", "256KiB", "--security.malformed-per-s", "1000000")
-"""Malformed messages are answered at once; test_throttle tests how they wait."""
+"""Malformed messages are answered at once; test_client_memory tests how they wait."""
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,8 +9,8 @@ import json
 import mmap
 import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import DeviceMark, DeviceOrder
 from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent
 from hotkv_server.testing.with_devices import FakeDevices
-from tests.support.daemons import ForkedChild
+from tests.server.support import hashes
 
 NUM_BLOCKS = 24
 LAYERS = 3
@@ -54,29 +54,8 @@ class DeviceServer(Server):
         self, folder: Path, devices: FakeDevices, *flags: str, arena: str = "16MiB"
     ) -> None:
         self.devices = replace(devices, control=str(folder / "control"))
-        self.runtime_folder = folder / "run"
-        self.runtime_folder.mkdir(mode=0o700, exist_ok=True)
-        self.target = f"unix:{self.runtime_folder}/grpc.sock"
-        self.begin_s = time.monotonic()
-        command = [
-            *self.devices.command(),
-            "--runtime-dir",
-            str(self.runtime_folder),
-            "--arena.dir",
-            str(folder / "arena"),
-        ]
-        command += [
-            "--arena.bytes",
-            arena,
-            "--arena.slab-bytes",
-            "256KiB",
-            "--arena.pin-piece-bytes",
-            "2MiB",
-            "--http.port",
-            "0",
-            *flags,
-        ]
-        self._child = ForkedChild("hotkv-server", command, folder / "hotkv-server.log", {})
+        sizes = ("--arena.slab-bytes", "256KiB", "--arena.pin-piece-bytes", "2MiB")
+        super().__init__(folder, arena, *sizes, *flags, command=self.devices.command())
 
     def num_held(self) -> int:
         """Allocations and events of engines that the server has open, as the kernel sees them."""
@@ -99,59 +78,28 @@ class Shape:
     in_file: frozenset[str] = frozenset()
 
 
-def shapes() -> dict[str, Shape]:
-    """Layouts of one group with LAYERS pages of PAGE bytes a block, by name."""
-    total = LAYERS * NUM_BLOCKS * PAGE
-    layers = range(LAYERS)
-    half, heads = PAGE // 2, 8
-    return {
-        "BLHNC": Shape(
-            tuple(PageTensor(0, "kv", i * PAGE, LAYERS * PAGE, PAGE, i * PAGE) for i in layers),
-            {"kv": total},
+LAYER_BYTES = NUM_BLOCKS * PAGE
+HEADS = 8
+HEAD = (PAGE // HEADS, PAGE // HEADS)
+"""Bytes of a run, and from block to block, where heads are outermost."""
+A_LAYER_EACH = tuple(PageTensor(0, f"l{i}", 0, PAGE, PAGE, i * PAGE) for i in range(LAYERS))
+SIZES_OF_EACH = {f"l{i}": LAYER_BYTES for i in range(LAYERS)}
+SHAPES = {
+    "BLHNC": Shape(
+        tuple(PageTensor(0, "kv", i * PAGE, LAYERS * PAGE, PAGE, i * PAGE) for i in range(LAYERS)),
+        {"kv": LAYERS * LAYER_BYTES},
+    ),
+    "LHBNC": Shape(
+        tuple(
+            PageTensor(0, "kv", i * LAYER_BYTES, *HEAD, i * PAGE, ((HEADS, NUM_BLOCKS * HEAD[0]),))
+            for i in range(LAYERS)
         ),
-        "LBHNC": Shape(
-            tuple(PageTensor(0, "kv", i * NUM_BLOCKS * PAGE, PAGE, PAGE, i * PAGE) for i in layers),
-            {"kv": total},
-        ),
-        # K of all blocks, then V of all blocks, in each layer.
-        "LKBNHC": Shape(
-            tuple(
-                PageTensor(
-                    0, "kv", i * NUM_BLOCKS * PAGE, half, half, i * PAGE, ((2, NUM_BLOCKS * half),)
-                )
-                for i in layers
-            ),
-            {"kv": total},
-        ),
-        # Heads outermost: runs of 512 bytes.
-        "LHBNC": Shape(
-            tuple(
-                PageTensor(
-                    0,
-                    "kv",
-                    i * NUM_BLOCKS * PAGE,
-                    PAGE // heads,
-                    PAGE // heads,
-                    i * PAGE,
-                    ((heads, NUM_BLOCKS * PAGE // heads),),
-                )
-                for i in layers
-            ),
-            {"kv": total},
-        ),
-        "an allocation a layer": Shape(
-            tuple(PageTensor(0, f"l{i}", 0, PAGE, PAGE, i * PAGE) for i in layers),
-            {f"l{i}": NUM_BLOCKS * PAGE for i in layers},
-        ),
-        "one layer in a file": Shape(
-            tuple(PageTensor(0, f"l{i}", 0, PAGE, PAGE, i * PAGE) for i in layers),
-            {f"l{i}": NUM_BLOCKS * PAGE for i in layers},
-            frozenset({"l1"}),
-        ),
-    }
-
-
-SHAPES = shapes()
+        {"kv": LAYERS * LAYER_BYTES},
+    ),
+    "an allocation a layer": Shape(A_LAYER_EACH, SIZES_OF_EACH),
+    "one layer in a file": Shape(A_LAYER_EACH, SIZES_OF_EACH, frozenset({"l1"})),
+}
+"""Layouts of one group with LAYERS pages of PAGE bytes a block, by name."""
 
 
 @dataclass(slots=True)
@@ -164,7 +112,6 @@ class DeviceEngine:
     device: int = 0
     offers: Sequence[str] = ()
     engine_id: str = field(default_factory=lambda: os.urandom(8).hex())
-    shared: "DeviceEngine | None" = None
     allocations: dict[str, FakeAllocation] = field(default_factory=dict)
     files: dict[str, mmap.mmap] = field(default_factory=dict)
     fds: dict[str, int] = field(default_factory=dict)
@@ -190,13 +137,8 @@ class DeviceEngine:
             uuid, tuple(event.handle for event in self.events), flags, NUM_MARKS if flags else 0
         )
         layout = Layout(0, NUM_BLOCKS, tuple(handles), shape.tensors, self.shape)
-        key_space = KeySpace(
-            "devices",
-            "devices",
-            "bfloat16",
-            (GroupSpec(GroupKind.FULL_ATTENTION, 16, (LAYERS * PAGE,)),),
-            16,
-        )
+        group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (LAYERS * PAGE,))
+        key_space = KeySpace("devices", "devices", "bfloat16", (group,), 16)
         config = SessionConfig(
             self.target,
             self.engine_id,
@@ -218,12 +160,8 @@ class DeviceEngine:
             os.posix_fallocate(self.fds[name], 0, num_bytes)
             self.files[name] = mmap.mmap(self.fds[name], num_bytes)
             return MemoryHandle(name, num_bytes)
-        if self.shared is not None:
-            self.allocations[name] = self.shared.allocations[name]
-        else:
-            # Like a caching allocator's: memory that begins somewhere in the allocation.
-            self.allocations[name] = FakeAllocation(num_bytes + PAGE, self.device)
-        memory = self.allocations[name]
+        # Like a caching allocator's: memory that begins somewhere in the allocation.
+        self.allocations[name] = memory = FakeAllocation(num_bytes + PAGE, self.device)
         return MemoryHandle(name, num_bytes, PAGE, memory.handle, memory.device_uuid)
 
     def view(self, name: str) -> NDArray[np.uint8]:
@@ -261,16 +199,10 @@ class DeviceEngine:
         return After(self.session.order_kind, DeviceMark(index, value))
 
     def store(
-        self,
-        hashes: list[bytes],
-        ids: Int32s,
-        after: After | None = None,
-        timeout_s: float = DEADLINE_S,
-    ):  # type: ignore[no-untyped-def]
-        name = os.urandom(8).hex()
-        return name, self.session.store(
-            name, name, [BlockRun(0, hashes, ids)], timeout_s, after=after
-        )
+        self, hashes: list[bytes], ids: Int32s, after: After | None = None
+    ) -> tuple[str, "Future[TransferResult]"]:
+        name, runs = os.urandom(8).hex(), [BlockRun(0, hashes, ids)]
+        return name, self.session.store(name, name, runs, DEADLINE_S, after=after)
 
     def load(
         self,
@@ -278,41 +210,29 @@ class DeviceEngine:
         ids: Int32s,
         after: After | None = None,
         timeout_s: float = DEADLINE_S,
-    ):  # type: ignore[no-untyped-def]
+    ) -> tuple[str, "Future[TransferResult]"]:
         """Leases and loads; all must be there."""
         name = os.urandom(8).hex()
         grant = self.session.acquire(name, [GroupHashes(0, hashes)]).result(DEADLINE_S)
         assert grant.pinned[0].all(), "some blocks are not there"
-        return name, self.session.load(
-            name,
-            name,
-            [LoadRun(0, np.arange(len(ids), dtype=np.int32), ids)],
-            timeout_s,
-            after=after,
-        )
+        runs = [LoadRun(0, np.arange(len(ids), dtype=np.int32), ids)]
+        return name, self.session.load(name, name, runs, timeout_s, after=after)
 
     def close(self) -> None:
         self.session.close()
         for fd in self.fds.values():
             os.close(fd)
-        if self.shared is None:
-            for memory in self.allocations.values():
-                memory.close()
-        for event in self.events:
-            event.close()
+        for one in (*self.allocations.values(), *self.events):
+            one.close()
 
 
 def block_ids(*ids: int) -> Int32s:
     return np.array(ids, np.int32)
 
 
-def hashes(count: int) -> list[bytes]:
-    return [os.urandom(32) for _ in range(count)]
-
-
-def done(future: "object") -> TransferResult:
+def done(future: "Future[TransferResult]") -> TransferResult:
     """Returns the result of a transfer that must succeed."""
-    result: TransferResult = future.result(DEADLINE_S)  # type: ignore[attr-defined]
+    result = future.result(DEADLINE_S)
     assert result.status is TransferStatus.DONE, result
     return result
 

@@ -1,17 +1,17 @@
 """A server that can be told to fail."""
 
-import time
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from demo.processes import Server, runtime_folder
 from hotkv_client.command import cli
 from hotkv_server.testing import faults
-from tests.support.daemons import ForkedChild
 from tests.support.ports import free_port
 
 FLAGS = ("--arena.bytes", "16MiB", "--arena.slab-bytes", "64KiB")
@@ -28,28 +28,12 @@ class FaultyServer(Server):
         *flags: str,
         environment: dict[str, str] | None = None,
     ) -> None:
-        self.runtime_folder = folder / "run"
-        self.runtime_folder.mkdir(mode=0o700, exist_ok=True)
-        self.target = f"unix:{self.runtime_folder}/grpc.sock"
-        self.begin_s = time.monotonic()
         self.port = free_port()
         self._trigger = folder / "now"
-        command = [
-            *faults.command("break", point, how, self._trigger),
-            *FLAGS,
-        ]
-        command += [
-            "--runtime-dir",
-            str(self.runtime_folder),
-            "--arena.dir",
-            str(folder / "arena"),
-            "--http.port",
-            str(self.port),
-            *flags,
-        ]
-        self._child = ForkedChild(
-            "hotkv-server", command, folder / "hotkv-server.log", environment or {}
-        )
+        command = faults.command("break", point, how, self._trigger)
+        own = (*FLAGS, "--http.port", str(self.port))
+        with mock.patch.dict(os.environ, environment or {}):
+            super().__init__(folder, "16MiB", *own, *flags, command=command)
 
     def break_it(self) -> None:
         self._trigger.touch()
@@ -58,11 +42,10 @@ class FaultyServer(Server):
         return self._child.process.wait(60)
 
     def probe(self, path: str) -> tuple[int, str]:
-        """Status and body of an HTTP probe; (0, "") where nobody answers."""
+        """Status and body of an HTTP probe; (0, "") if nobody answers."""
+        url = f"http://127.0.0.1:{self.port}/{path}"
         try:
-            with urllib.request.urlopen(
-                f"http://127.0.0.1:{self.port}/{path}", timeout=5
-            ) as answer:
+            with urllib.request.urlopen(url, timeout=5) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()

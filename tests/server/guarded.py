@@ -6,7 +6,6 @@ import hashlib
 import os
 import queue
 import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 
 from demo.processes import Server, runtime_folder
@@ -24,6 +22,8 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.wire.errors import CODES
 from tests.server.certificates import Authority
 from tests.server.refusals import reason_of
+from tests.server.support import block_ids, hashes
+from tests.support.waiting import wait_for
 
 OTHER_UID, OTHER_GID, STRANGER_UID = 4242, 4343, 5151
 TOKEN, ADMIN_TOKEN = "a-token-of-gamma", "an-admin-token"
@@ -56,26 +56,21 @@ class Guarded:
     ) -> Credentials:
         token_file = self.folder / f"token-{hashlib.sha256(token.encode()).hexdigest()[:8]}"
         token_file.write_text(token + "\n")
-        client = (
-            (str(self.folder / f"{name}.pem"), str(self.folder / f"{name}.key"))
-            if name
-            else ("", "")
-        )
+        pair = [str(self.folder / f"{name}.{kind}") if name else "" for kind in ("pem", "key")]
         return Credentials(
-            str((ca or self.ca).path), *client, token_file=str(token_file) if token else ""
+            str((ca or self.ca).path), *pair, token_file=str(token_file) if token else ""
         )
 
     def logged(self, *words: str) -> bool:
-        """Returns whether one line of the log has all of them, within a moment."""
-        until_s = time.monotonic() + 60
-        while time.monotonic() < until_s:
-            if any(
-                all(word in line for word in words)
-                for line in self.server.log.read_text().splitlines()
-            ):
-                return True
-            time.sleep(0.02)
-        return False
+        """Waits for a line of the log that has all of them."""
+        lines = self.server.log
+        wait_for(
+            lambda: any(
+                all(word in line for word in words) for line in lines.read_text().splitlines()
+            ),
+            repr(words),
+        )
+        return True
 
 
 def sha256(token: str) -> str:
@@ -136,14 +131,8 @@ def guarded() -> Iterator[Guarded]:
         with pytest.MonkeyPatch.context() as patch:
             # So that handshakes that fail are logged.
             patch.setenv("GRPC_VERBOSITY", "INFO")
-            server = Server(
-                folder,
-                "64MiB",
-                "--config",
-                str(folder / "hotkv.toml"),
-                "--arena.slab-bytes",
-                "256KiB",
-            )
+            flags = ("--config", str(folder / "hotkv.toml"), "--arena.slab-bytes", "256KiB")
+            server = Server(folder, "64MiB", *flags)
         with server:
             server.wait_ready()
             (folder / "run").chmod(0o755)
@@ -168,10 +157,9 @@ Make = Callable[..., PagedEngine]
 
 
 def store(engine: PagedEngine, count: int = 4) -> list[bytes]:
-    blocks, name = [os.urandom(32) for _ in range(count)], os.urandom(8).hex()
-    result = engine.session.store(
-        name, name, [BlockRun(0, blocks, np.arange(count, dtype=np.int32))], 10
-    ).result(60)
+    blocks, name = hashes(count), os.urandom(8).hex()
+    runs = [BlockRun(0, blocks, block_ids(count))]
+    result = engine.session.store(name, name, runs, 10).result(60)
     assert (result.results[0] == 1).all()
     return blocks
 
@@ -182,18 +170,10 @@ def why_absent(
     """Returns why a session of this process is refused."""
     states: queue.Queue[tuple[LinkState, str]] = queue.Queue()
     engine = PagedEngine(target, tenant=tenant)
-    more = {} if credentials is None else {"credentials": credentials}
-    session = Session(
-        SessionConfig(
-            target,
-            "refused",
-            Role.SCHEDULER,
-            engine.key_space,
-            on_state=lambda *news: states.put(news),
-            connect_timeout_s=3.0,
-            **more,
-        )
-    )
+    more: dict[str, Any] = {"on_state": lambda *news: states.put(news), "connect_timeout_s": 3.0}
+    if credentials is not None:
+        more["credentials"] = credentials
+    session = Session(SessionConfig(target, "refused", Role.SCHEDULER, engine.key_space, **more))
     if ticket is not None:
         session._life._ticket = lambda: (ticket, "")  # type: ignore[method-assign]
     session.start()

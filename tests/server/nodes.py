@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,14 @@ def local_node(
     if copies is None:
         own.close()
     memory.remove()
+
+
+@contextlib.asynccontextmanager
+async def live_node(folder: Path, **settings: Any) -> AsyncIterator[Node]:
+    """The same, and closes the node."""
+    with local_node(folder, **settings) as node:
+        yield node
+        await node.close()
 
 
 def memory_file(num_bytes: int) -> int:

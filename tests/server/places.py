@@ -1,16 +1,25 @@
 """A server in a folder that outlives it: store, load, spoil and start again."""
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv_client import BlockRun, Evicted, GroupHashes, LoadRun, Session, TransferStatus
+from hotkv_client import (
+    BlockResult,
+    BlockRun,
+    Evicted,
+    GroupHashes,
+    LoadRun,
+    Session,
+    TransferStatus,
+)
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_client.types import Int32s
@@ -29,6 +38,8 @@ class Connected(Protocol):
 
 class Place:
     """One folder in which servers follow each other, and an engine that stays."""
+
+    layers, page_bytes, num_blocks = LAYERS, PAGE_BYTES, NUM_BLOCKS
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,31 +66,60 @@ class Place:
     def connect(self, on_evicted: Callable[[Evicted], None] | None = None) -> PagedEngine:
         """Returns an engine with random pages."""
         assert self.server is not None
-        settings = {
-            "layers": LAYERS,
-            "num_blocks": NUM_BLOCKS,
-            "page_bytes": PAGE_BYTES,
-            "on_evicted": on_evicted,
-        }
-        self.engine = PagedEngine(self.server.target, **settings).connect()  # type: ignore[arg-type]
-        self.engine.kv[:] = np.random.default_rng().integers(0, 256, self.engine.kv.shape, np.uint8)
-        return self.engine
+        shape = {"layers": self.layers, "page_bytes": self.page_bytes}
+        self.engine = made = PagedEngine(
+            self.server.target, num_blocks=self.num_blocks, on_evicted=on_evicted, **shape
+        ).connect()
+        made.kv[:] = np.random.default_rng().integers(0, 256, made.kv.shape, np.uint8)
+        return made
 
     def counter(self, name: str) -> float:
         assert self.server is not None
         with AdminClient(self.server.target) as admin:
             return float(admin.info()["counters"][name])
 
+    def loads(self, blocks: list[bytes], content: np.ndarray) -> bool:
+        """Returns whether the blocks are found and loaded with these bytes [layer, block, byte]."""
+        engine = self.engine
+        assert engine is not None
+        engine.kv[:] = 0
+        if not all(found(engine, blocks)):
+            return False
+        assert load(engine, blocks, 0) is TransferStatus.DONE
+        return np.array_equal(engine.kv[:, : len(blocks)], content)
+
+    def put(self, blocks: list[bytes], content: np.ndarray | None = None) -> np.ndarray:
+        """Stores blocks, with random bytes if none are given; returns the bytes."""
+        engine = self.engine
+        assert engine is not None and len(blocks) <= self.num_blocks
+        if content is None:
+            shape = (self.layers, len(blocks), self.page_bytes)
+            content = np.random.default_rng().integers(0, 256, shape, np.uint8)
+        engine.kv[:, : len(blocks)] = content
+        assert store(engine, blocks) == {BlockResult.STORED}
+        return content
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+        if self.server is not None:
+            self.server.__exit__()
+
+
+P = TypeVar("P", bound=Place)
+
+
+@contextlib.contextmanager
+def opened(kind: type[P], num_bytes: int) -> Iterator[P]:
+    """Yields a place of its own in so much memory, whose engine and server are ended."""
+    with runtime_folder(num_bytes) as folder, contextlib.closing(kind(folder)) as made:
+        yield made
+
 
 @pytest.fixture
 def place() -> Iterator[Place]:
-    with runtime_folder(64 << 20) as folder:
-        made = Place(folder)
+    with opened(Place, 64 << 20) as made:
         yield made
-        if made.engine is not None:
-            made.engine.close()
-        if made.server is not None:
-            made.server.__exit__()
 
 
 def as_ids(blocks: list[bytes], at: int | Int32s) -> Int32s:

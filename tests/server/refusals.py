@@ -2,7 +2,7 @@
 
 import os
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 from demo.processes import Server
-from hotkv_client import BlockRun
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import answers as _answers
-from hotkv_client.wire import requests as _wire
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.v1 import (
     session_pb2,
@@ -53,62 +51,41 @@ def refused(future: Any) -> HotKVError:
     return caught.value
 
 
-@pytest.fixture
-def stored(engine: Make) -> Iterator[tuple[PagedEngine, list[bytes]]]:
-    """Yields an engine with four stored blocks."""
-    one = engine()
-    blocks = [os.urandom(32) for _ in range(4)]
-    one.session.store("s", "s", [BlockRun(0, blocks, np.arange(4, dtype=INT32))], 10).result(60)
-    yield one, blocks
-
-
 def fill(message: Any, random: np.random.Generator, level: int) -> None:
     """Puts random values in random fields, edges of the types among them."""
     message.SetInParent()
     for field in message.DESCRIPTOR.fields:
         if random.random() < 0.3:
             continue
-        repeated = (
-            not isinstance(getattr(message, field.name), int | float | str | bytes | bool)
-            and field.message_type is None
-        )
-        if field.message_type is not None:
-            value = getattr(message, field.name)
-            if hasattr(value, "add"):
-                for _ in range(int(random.integers(0, 4)) if level < 4 else 0):
-                    fill(value.add(), random, level + 1)
-            elif level < 5:
-                fill(value, random, level + 1)
+        if field.message_type is None:
+            _fill_plain(message, field, random)
             continue
-        options: dict[str, list[Any]] = {
-            "int": [0, 1, -1, 2**31 - 1, -(2**31), int(random.integers(0, 100))],
-            "bytes": [
-                b"",
-                bytes(32),
-                os.urandom(32),
-                os.urandom(int(random.integers(0, 200))),
-                bytes(64),
-            ],
-            "str": ["", "kv", "mine", "\u00fc" * 50],
-        }
-        kind = (
-            "bytes"
-            if field.type == field.TYPE_BYTES
-            else "str"
-            if field.type == field.TYPE_STRING
-            else "int"
-        )
-        choice = options[kind][int(random.integers(0, len(options[kind])))]
-        if field.enum_type is not None:
-            choice = int(random.integers(0, 9))
-        if kind == "int" and field.type == field.TYPE_INT64 and random.random() < 0.2:
-            choice = [2**63 - 1, -(2**63)][int(random.integers(0, 2))]
-        if field.type == field.TYPE_BOOL:
-            choice = bool(random.integers(0, 2))
-        if repeated:
-            getattr(message, field.name).extend([choice] * int(random.integers(0, 3)))
-        else:
-            setattr(message, field.name, choice)
+        value = getattr(message, field.name)
+        if not hasattr(value, "add"):
+            if level < 5:
+                fill(value, random, level + 1)
+        elif level < 4:
+            for _ in range(int(random.integers(0, 4))):
+                fill(value.add(), random, level + 1)
+
+
+def _fill_plain(message: Any, field: Any, random: np.random.Generator) -> None:
+    options: list[Any] = [0, 1, -1, 2**31 - 1, -(2**31), int(random.integers(0, 100))]
+    if field.type == field.TYPE_BYTES:
+        options = [b"", bytes(32), os.urandom(32), random.bytes(random.integers(200)), bytes(64)]
+    elif field.type == field.TYPE_STRING:
+        options = ["", "kv", "mine", "\u00fc" * 50]
+    elif field.enum_type is not None:
+        options = [*range(9)]
+    elif field.type == field.TYPE_INT64:
+        options += [2**63 - 1, -(2**63)]
+    elif field.type == field.TYPE_BOOL:
+        options = [False, True]
+    choice = options[int(random.integers(0, len(options)))]
+    if isinstance(getattr(message, field.name), int | float | str | bytes | bool):
+        setattr(message, field.name, choice)
+    else:
+        getattr(message, field.name).extend([choice] * int(random.integers(0, 3)))
 
 
 def open_with(
@@ -119,18 +96,3 @@ def open_with(
     with grpc.insecure_channel(server.target) as channel, pytest.raises(grpc.RpcError) as caught:
         next(session_pb2_grpc.SessionServiceStub(channel).Connect(iter(requests.get, None)))
     return caught.value.code(), reason_of(caught.value), caught.value.details()
-
-
-def opening(engine: PagedEngine, **changes: Any) -> session_pb2.ConnectRequest:
-    request = _wire.open_session(engine.session.config)
-    for path, value in changes.items():
-        target: Any = request.open_session
-        *parents, name = path.split("__")
-        for parent in parents:
-            target = target[int(parent)] if parent.isdecimal() else getattr(target, parent)
-        if isinstance(value, list):
-            del getattr(target, name)[:]
-            getattr(target, name).extend(value)
-        else:
-            setattr(target, name, value)
-    return request

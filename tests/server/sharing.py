@@ -4,19 +4,18 @@ import contextlib
 import os
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
 import numpy as np
 
-from demo.processes import Server, runtime_folder
-from hotkv_client import BlockResult, GroupHashes, TransferStatus
-from hotkv_client.testing import PagedEngine
+from demo.processes import Server
+from hotkv_client import GroupHashes
 from hotkv_server.testing import faults
-from tests.server.places import Place, load, store
+from tests.server.places import Place, found, opened, store
 from tests.server.support import hashes, http_port
 from tests.support.waiting import wait_for
+from tests.tiers import s3_support
 
 PAGE_BYTES, LAYERS, NUM_BLOCKS = 16 << 10, 2, 64
 CHAIN = 12
@@ -24,6 +23,8 @@ CHAIN = 12
 
 class SharingNode(Place):
     """A place whose servers share a Valkey."""
+
+    layers, page_bytes, num_blocks = LAYERS, PAGE_BYTES, NUM_BLOCKS
 
     def start_sharing(self, *flags: str) -> "SharingNode":
         self.start(*flags)
@@ -33,20 +34,13 @@ class SharingNode(Place):
 
     def start_engine(self) -> None:
         """Makes an engine come to the server that runs."""
-        assert self.server is not None
-        self.engine = PagedEngine(
-            self.server.target, layers=LAYERS, num_blocks=NUM_BLOCKS, page_bytes=PAGE_BYTES
-        ).connect()
+        self.connect()
 
     def fill(self, blocks: list[bytes]) -> np.ndarray:
         """Stores blocks with random bytes, and waits until the Valkey has them."""
-        engine, count = self.engine, len(blocks)
-        assert engine is not None
-        content = np.random.default_rng().integers(0, 256, (LAYERS, count, PAGE_BYTES), np.uint8)
-        engine.kv[:, :count] = content
         before = self.num_copied()
-        assert store(engine, blocks) == {BlockResult.STORED}
-        wait_for(lambda: self.num_copied() >= before + count)
+        content = self.put(blocks)
+        wait_for(lambda: self.num_copied() >= before + len(blocks))
         return content
 
     def num_copied(self) -> float:
@@ -69,39 +63,31 @@ class SharingNode(Place):
 
     def finds(self, blocks: list[bytes]) -> bool:
         assert self.engine is not None
-        found = self.engine.session.lookup([GroupHashes(0, blocks)]).result(60)
-        return bool(found[0].all())
+        return all(found(self.engine, blocks))
 
-    def leases_some(self, blocks: list[bytes]) -> bool:
-        """Returns whether a lease gets any of the blocks."""
+    def leases(self, blocks: list[bytes]) -> np.ndarray:
+        """Returns which of the blocks a lease gets."""
         assert self.engine is not None
         name = os.urandom(8).hex()
         lease = self.engine.session.acquire(name, [GroupHashes(0, blocks)]).result(60)
         self.engine.session.release(name)
-        return bool(lease.pinned[0].any())
-
-    def loads(self, blocks: list[bytes], content: np.ndarray) -> bool:
-        """Returns whether the blocks are found and loaded with these bytes."""
-        engine, count = self.engine, len(blocks)
-        assert engine is not None
-        engine.kv[:] = 0
-        if not self.finds(blocks):
-            return False
-        assert load(engine, blocks, 0) is TransferStatus.DONE
-        return np.array_equal(engine.kv[:, :count], content)
+        return lease.pinned[0]
 
 
 @contextlib.contextmanager
 def node(kind: type[SharingNode] = SharingNode) -> Iterator[SharingNode]:
-    with runtime_folder(128 << 20) as folder:
-        made = kind(folder)
-        try:
-            yield made
-        finally:
-            if made.engine is not None:
-                made.engine.close()
-            if made.server is not None:
-                made.server.__exit__()
+    with opened(kind, 128 << 20) as made:
+        yield made
+
+
+def bucket_flags(s3: s3_support.Server, port: int) -> tuple[str, ...]:
+    """Flags of the server's bucket, which is reached at this port."""
+    return (
+        *("--tiers.s3.bucket", s3_support.BUCKET),
+        *("--tiers.s3.endpoint", f"http://127.0.0.1:{port}"),
+        *("--tiers.s3.credentials-file", str(s3.keys["hotkv"])),
+        *("--tiers.s3.refresh-s", "0.1"),
+    )
 
 
 def check_sharing(a: SharingNode, b: SharingNode) -> None:
@@ -116,7 +102,7 @@ def check_sharing(a: SharingNode, b: SharingNode) -> None:
     a.fill(kept)
     assert a.engine is not None
     a.engine.session.flush().result(60)
-    assert not a.finds(chain) and not b.leases_some(kept)
+    assert not a.finds(chain) and not b.leases(kept).any()
     wait_for(lambda: not b.finds(chain))
     again = a.fill(chain)
     wait_for(lambda: b.loads(chain, again))
@@ -141,8 +127,6 @@ class Probed:
         while not self._over.wait(0.1):
             try:
                 urllib.request.urlopen(self._url, timeout=30).read()
-            except urllib.error.HTTPError as error:
-                self.answers.append(f"{error.code} {error.read().decode()}")
             except OSError as error:
                 self.answers.append(str(error))
             self.num_asked += 1

@@ -13,6 +13,7 @@ from hotkv_client.types import Int32s
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
+from hotkv_proto.order import NO_ORDER, DeviceOrder
 
 PAGE_BYTES = 4096
 NUM_BLOCKS = 64
@@ -25,9 +26,14 @@ PATIENT = ("--tiers.lookup-wait-ms", "20000")
 
 
 class GroupsEngine:
-    """One page a block and group; its worker session is connected. Close it."""
+    """One page a block and group; its worker session is connected. Close it.
 
-    def __init__(self, target: str, groups: tuple[GroupSpec, ...], model: str) -> None:
+    num_flags: words of its memory behind which transfers may lie; 0 for none.
+    """
+
+    def __init__(
+        self, target: str, groups: tuple[GroupSpec, ...], model: str, num_flags: int = 0
+    ) -> None:
         pages = [group.slot_bytes for group in groups]
         num_bytes = NUM_BLOCKS * sum(pages)
         self.fd = os.memfd_create("groups-engine")
@@ -37,12 +43,19 @@ class GroupsEngine:
             PageTensor(g, "kv", NUM_BLOCKS * sum(pages[:g]), page, page, 0)
             for g, page in enumerate(pages)
         )
-        layout = Layout(0, NUM_BLOCKS, (MemoryHandle("kv", num_bytes),), tensors, "LBHNC")
+        handles, fds, order = [MemoryHandle("kv", num_bytes)], {"kv": self.fd}, NO_ORDER
+        if num_flags:
+            handles.append(MemoryHandle("flags", PAGE_BYTES))
+            fds["flags"] = os.memfd_create("flags")
+            os.posix_fallocate(fds["flags"], 0, PAGE_BYTES)
+            order = DeviceOrder(flags_handle_id="flags", num_flags=num_flags)
+        self.fds = fds
+        layout = Layout(0, NUM_BLOCKS, tuple(handles), tensors, "LBHNC")
         self.key_space = KeySpace(model, model, "bfloat16", groups, 16)
         config = SessionConfig(
             target, os.urandom(8).hex(), Role.WORKER, self.key_space, reconnect_max_s=0.5
         )
-        self.session = Session(config, EngineMemory(layout, {"kv": self.fd}))
+        self.session = Session(config, EngineMemory(layout, fds, order))
         self.session.start()
         assert self.session.wait_connected(20)
 
@@ -53,7 +66,8 @@ class GroupsEngine:
 
     def close(self) -> None:
         self.session.close()
-        os.close(self.fd)
+        for fd in self.fds.values():
+            os.close(fd)
 
 
 def hashes(count: int) -> list[bytes]:

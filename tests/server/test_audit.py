@@ -8,8 +8,8 @@ import shutil
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
@@ -28,10 +28,6 @@ from hotkv_server.wire.guard.limits import Guests, LineBound, Pace
 
 EVICT = "/hotkv.v1.AdminService/Evict"
 REQUEST = admin_pb2.EvictRequest(all=True)
-
-
-def _x(context: Any) -> Peer:
-    return Peer("x")
 
 
 ADMINS = ("hotkv.v1.AdminService", "hotkv.v1.WarmStartService")
@@ -105,54 +101,35 @@ def test_what_is_no_number_in_json_is_a_text() -> None:
 
 def test_lines_are_bounded_by_the_second() -> None:
     bound = LineBound(2)
-    assert [bound.take(at_s) for at_s in (7.0, 7.1, 7.2, 7.9, 8.0)] == [True] * 2 + [False] * 2 + [
-        True
-    ]
+    taken = [bound.take(at_s) for at_s in (7.0, 7.1, 7.2, 7.9, 8.0)]
+    assert taken == [True, True, False, False, True]
     assert (bound.take_left_out(), bound.take_left_out()) == (2, 0)
 
 
-def test_a_file_that_is_there_is_made_private(tmp_path: Path) -> None:
-    path = tmp_path / "audit.jsonl"
-    path.touch(0o644)
-    AuditLog("all", path).close()
-    assert path.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_place_that_can_be_no_file_is_refused_at_once(tmp_path: Path) -> None:
-    """A FIFO that nobody reads, a name that the kernel does not take, a directory."""
-    os.mkfifo(tmp_path / "fifo")
-    for path in (tmp_path / "fifo", tmp_path / ("x" * 300), tmp_path, tmp_path / "none" / "file"):
-        with pytest.raises(StartError, match="audit_file"):
-            check_audit(Settings(security=SecuritySettings(audit_file=path)))
-        with pytest.raises(OSError):
-            AuditLog("all", path)
-
-
-def test_a_link_is_not_followed_and_refused_in_words(tmp_path: Path) -> None:
-    """Wherever it leads: the mode of that file would be changed, and lines written into it."""
-    other, link, nowhere = tmp_path / "other", tmp_path / "link", tmp_path / "nowhere"
-    other.touch(0o644)
-    link.symlink_to(other)
-    nowhere.symlink_to(tmp_path / "none")
-    for path in (link, nowhere):
-        with pytest.raises(StartError, match=r"audit_file: .* symbolic link, .* name the file"):
-            check_audit(Settings(security=SecuritySettings(audit_file=path)))
-        with pytest.raises(OSError, match="is a symbolic link"):
-            AuditLog("all", path)
-    assert other.stat().st_mode & 0o777 == 0o644 and not (tmp_path / "none").exists()
-
-
-def test_a_link_that_takes_the_place_of_the_file_gets_no_line(
+def test_what_can_be_no_file_is_refused_at_once_and_a_link_is_not_followed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, other = tmp_path / "audit.jsonl", tmp_path / "other"
-    other.touch(0o644)
+    """A link: the mode of the other file would be changed, and lines written into it."""
+    path, other, link = (tmp_path / name for name in ("audit.jsonl", "other", "link"))
+    os.mkfifo(tmp_path / "fifo")
+    for file in (path, other):
+        file.touch(0o644)
+    link.symlink_to(other)
+    (tmp_path / "nowhere").symlink_to(tmp_path / "none")
+    for name in ("fifo", "x" * 300, ".", "none/file", "link", "nowhere"):
+        with pytest.raises(StartError, match="audit_file"):
+            check_audit(Settings(security=SecuritySettings(audit_file=tmp_path / name)))
+        with pytest.raises(OSError):
+            AuditLog("all", tmp_path / name)
+    assert not (tmp_path / "none").exists()
     audit = AuditLog("all", path)
+    assert path.stat().st_mode & 0o777 == 0o600, "a file that is there is made private"
     path.rename(tmp_path / "audit.jsonl.1")
     path.symlink_to(other)
-    audit.note("/hotkv.v1.AdminService/Evict", Peer("test"), None, "ok")
+    audit.note(EVICT, Peer("test"), None, "ok")
     audit.close()
-    assert not other.read_text() and "is a symbolic link" in caplog.text
+    assert "is a symbolic link" in caplog.text
+    assert not other.read_text() and other.stat().st_mode & 0o777 == 0o644
 
 
 class _Odd(admin_pb2_grpc.AdminServiceServicer):
@@ -175,55 +152,53 @@ class _OddStream(warm_pb2_grpc.WarmStartServiceServicer):
         await asyncio.Event().wait()
 
 
-class _Turns(Pace):
-    """Counts turns; none waits."""
-
-    def __init__(self) -> None:
-        super().__init__(50)
-        self.num_taken = 0
-
-    async def turn(self) -> None:
-        self.num_taken += 1
-
-
 class _Evicts(admin_pb2_grpc.AdminServiceServicer):
     async def Evict(self, request: Any, context: Any) -> Any:  # type: ignore[override]
         return admin_pb2.EvictResponse()
 
 
+@contextlib.asynccontextmanager
+async def _served(
+    folder: Path, admin: admin_pb2_grpc.AdminServiceServicer, pace: Pace, guard: Any = None
+) -> AsyncIterator[grpc.aio.Channel]:
+    """Serves these calls behind an edge that audits all of them; yields a channel."""
+    audit, node = AuditLog("all", folder / "audit.jsonl"), Mock(refusals=Counter[Reason]())
+    edge = EdgeInterceptor(node, pace, Guests(8), audit, lambda _: Peer("x"), ADMINS, guard)
+    server = grpc.aio.server(interceptors=[edge])
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+    warm_pb2_grpc.add_WarmStartServiceServicer_to_server(_OddStream(), server)
+    server.add_insecure_port(f"unix:{folder}/s.sock")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"unix:{folder}/s.sock") as channel:
+        yield channel
+    await server.stop(0)
+    audit.close()
+
+
 def test_who_is_no_admin_waits_for_a_turn_before_the_refusal(tmp_path: Path) -> None:
     """So that guesses of tokens are slow. Admins wait for none."""
     are_admins = [False, False, True, False, True]
-    outcomes, turns = [], _Turns()
+    pace, outcomes = Mock(turn=AsyncMock()), list[tuple[str, int]]()
 
     def guard(context: Any) -> None:
         if not are_admins[len(outcomes)]:
             raise HotKVError(Reason.NOT_ALLOWED, "no admin")
 
     async def run() -> None:
-        node: Any = SimpleNamespace(refusals=Counter[Reason]())
-        audit = AuditLog("all", tmp_path / "audit.jsonl")
-        edge = EdgeInterceptor(node, turns, Guests(8), audit, _x, ADMINS, guard)
-        server = grpc.aio.server(interceptors=[edge])
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(_Evicts(), server)
-        server.add_insecure_port(f"unix:{tmp_path}/s.sock")
-        await server.start()
-        async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s.sock") as channel:
+        async with _served(tmp_path, _Evicts(), pace, guard) as channel:
             for _ in are_admins:
+                code = "OK"
                 try:
                     await admin_pb2_grpc.AdminServiceStub(channel).Evict(REQUEST)
                 except grpc.RpcError as error:
-                    outcomes.append((error.code(), turns.num_taken))
-                else:
-                    outcomes.append((grpc.StatusCode.OK, turns.num_taken))
-        await server.stop(0)
-        audit.close()
+                    code = error.code().name
+                outcomes.append((code, pace.turn.await_count))
 
     asyncio.run(run())
-    refused, ok = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.OK
+    refused, ok = "PERMISSION_DENIED", "OK"
     assert outcomes == [(refused, 1), (refused, 2), (ok, 2), (refused, 3), (ok, 3)]
-    written = [line["outcome"] for line in lines(tmp_path / "audit.jsonl")]
-    assert written == ["permission_denied" if code is refused else "ok" for code, _ in outcomes]
+    written = [line["outcome"].upper() for line in lines(tmp_path / "audit.jsonl")]
+    assert written == [code for code, _ in outcomes]
 
 
 def test_names_of_certificates_pass_for_nothing_else(tmp_path: Path) -> None:
@@ -237,15 +212,7 @@ def test_names_of_certificates_pass_for_nothing_else(tmp_path: Path) -> None:
 
 def test_calls_that_end_oddly_are_written_with_how_they_ended(tmp_path: Path) -> None:
     async def run() -> None:
-        node: Any = None
-        audit = AuditLog("all", tmp_path / "audit.jsonl")
-        edge = EdgeInterceptor(node, Pace(50), Guests(8), audit, _x, ADMINS)
-        server = grpc.aio.server(interceptors=[edge])
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(_Odd(), server)
-        warm_pb2_grpc.add_WarmStartServiceServicer_to_server(_OddStream(), server)
-        server.add_insecure_port(f"unix:{tmp_path}/s.sock")
-        await server.start()
-        async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s.sock") as channel:
+        async with _served(tmp_path, _Odd(), Pace(50)) as channel:
             admin = admin_pb2_grpc.AdminServiceStub(channel)
             warm = warm_pb2_grpc.WarmStartServiceStub(channel)
             with pytest.raises(grpc.RpcError):
@@ -264,15 +231,10 @@ def test_calls_that_end_oddly_are_written_with_how_they_ended(tmp_path: Path) ->
                 async with asyncio.timeout(10):
                     while len(lines(tmp_path / "audit.jsonl")) < 4:
                         await asyncio.sleep(0.02)
-        await server.stop(0)
-        audit.close()
 
     asyncio.run(run())
-    outcomes = {
-        (line["method"].rpartition("/")[2], line["outcome"])
-        for line in lines(tmp_path / "audit.jsonl")
-    }
-    assert outcomes == {
+    written = lines(tmp_path / "audit.jsonl")
+    assert {(line["method"].rpartition("/")[2], line["outcome"]) for line in written} == {
         ("Drain", "unknown"),
         ("Evict", "cancelled"),
         ("ExportBlocks", "not_found"),

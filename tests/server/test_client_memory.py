@@ -1,7 +1,8 @@
 """The memory that clients can make the server keep stays within one bound, for each kind and for
-all together."""
+all together; clients that send malformed messages, or do not read, wait, and others do not."""
 
 import contextlib
+import itertools
 import os
 import socket
 import threading
@@ -13,20 +14,22 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from hypothesis import given
+from hypothesis import strategies as st
 
-from demo.processes import Server
+from demo.processes import Server, runtime_folder
 from hotkv_client import (
     After,
     BlockRun,
     GroupHashes,
     HotKVError,
-    LinkState,
     RequestReport,
     Role,
     Session,
     SessionConfig,
     channels,
 )
+from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.errors import SessionLostError
 from hotkv_proto.groups import GroupKind, GroupSpec
@@ -34,6 +37,8 @@ from hotkv_proto.keys import KeySpace
 from hotkv_proto.order import DeviceMark, OrderKind
 from hotkv_proto.v1 import session_pb2_grpc
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
+from hotkv_server.node.session import OUTBOX_MESSAGES
+from hotkv_server.wire.guard.limits import BURST_S, MAX_WAIT_S, Pace
 from tests.robustness.raw_client import Footprint
 from tests.server.half_sent import HalfSender
 from tests.server.hostile import marked_engine, unary_stream_of
@@ -47,16 +52,16 @@ HALVES_BYTES = 2 * NUM_HALVES * MAX_MESSAGE_BYTES
 MOST_BYTES = (300 << 20) + HALVES_BYTES
 SLACK_BYTES = 48 << 20
 CONNECT, LOOKUP = "/hotkv.v1.SessionService/Connect", "/hotkv.v1.CacheService/Lookup"
+Make = Callable[..., PagedEngine]
 KEY_SPACE = KeySpace("m", "m", "bfloat16", (FULL,), 16)
 
 
 class Watched:
     """Of a server: the most anonymous memory it has had since the start, looked at all the time."""
 
-    def __init__(self, pid: int) -> None:
-        self.idle_bytes = self.most_bytes = Footprint(pid).anonymous_bytes
-        self._pid = pid
-        self._closed = threading.Event()
+    def __init__(self, server: Server) -> None:
+        self.idle_bytes = self.most_bytes = Footprint(server.pid).anonymous_bytes
+        self._pid, self._closed = server.pid, threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
 
@@ -68,19 +73,9 @@ class Watched:
         """How much more than at the start it was at most, in bytes."""
         self._closed.set()
         self._thread.join()
-        return self.most_bytes - self.idle_bytes
-
-
-@contextlib.contextmanager
-def watched(server: Server) -> Iterator[None]:
-    """The block makes the server keep no more than it may."""
-    watch = Watched(server.pid)
-    try:
-        yield
-    finally:
-        grown_bytes = watch.close()
-    print(f"grew by {grown_bytes >> 20} MiB")
-    assert grown_bytes < MOST_BYTES
+        grown_bytes = self.most_bytes - self.idle_bytes
+        print(f"grew by {grown_bytes >> 20} MiB")
+        return grown_bytes
 
 
 @contextlib.contextmanager
@@ -124,98 +119,79 @@ def halves_of_sessions(server: Server, held: contextlib.ExitStack) -> None:
     sender = HalfSender(server.runtime_folder / "grpc.sock")
     held.callback(sender.close)
     for number in range(NUM_HALVES):
-        opening = _wire.open_session(
-            SessionConfig(server.target, f"half {number}", Role.SCHEDULER, KEY_SPACE)
-        )
-        sender.call(CONNECT, LARGE_BYTES, opening.SerializeToString())
+        opening = opening_of(server, f"half {number}").SerializeToString()
+        sender.call(CONNECT, LARGE_BYTES, opening)
     wait_for(lambda: not sender.num_left)
 
 
 def stores_behind_a_mark(server: Server, held: contextlib.ExitStack) -> None:
+    never = After(OrderKind.FLAGS, DeviceMark(0, 5))
+    runs = [BlockRun(0, hashes(1), block_ids(1), extra_keys=[("x" * (3 << 20),)])]
     for _ in range(2):
-        session, never = (
-            held.enter_context(marked_engine(server.target)),
-            After(OrderKind.FLAGS, DeviceMark(0, 5)),
-        )
-        text = [(("x" * (3 << 20)),)]
-        stores = [
-            session.store(
-                f"t{n}",
-                f"l{n}",
-                [BlockRun(0, hashes(1), block_ids(1), extra_keys=text)],
-                60,
-                after=never,
-            )
-            for n in range(32)
-        ]
+        session = held.enter_context(marked_engine(server.target))
+        stores = [session.store(f"t{n}", f"l{n}", runs, 60, after=never) for n in range(32)]
         wait_for(lambda stores=stores: sum(store.done() for store in stores) >= 3)
 
 
 def lists_of_leases(server: Server, held: contextlib.ExitStack) -> None:
     """Blocks that nobody has, and lists of one."""
-    absent, lists = GroupHashes(0, hashes((1 << 17) - 1024)), []
+    absent = GroupHashes(0, hashes((1 << 17) - 1024))
     for _ in range(2):
         session = held.enter_context(session_of(server))
-        lists.append(until_refused(lambda n, s=session: s.acquire(f"l{n}", [absent], 600), 400))
-    assert max(lists) < 400
+        assert until_refused(lambda n, s=session: s.acquire(f"l{n}", [absent], 600), 400) < 400
 
 
 def sequences(server: Server, held: contextlib.ExitStack) -> None:
+    context = hashes(1 << 16)
     for _ in range(2):
-        session, context = held.enter_context(session_of(server)), hashes(1 << 16)
-        assert (
-            until_refused(lambda n, s=session, c=context: s.create_sequence(f"s{n}", 0, c), 100)
-            < 100
-        )
+        session = held.enter_context(session_of(server))
+        assert until_refused(lambda n, s=session: s.create_sequence(f"s{n}", 0, context), 99) < 99
+
+
+def opening_of(server: Server, name: str, key_space: KeySpace = KEY_SPACE) -> Any:
+    return _wire.open_session(SessionConfig(server.target, name, Role.SCHEDULER, key_space))
+
+
+def own_channel(server: Server, *options: tuple[str, int]) -> grpc.Channel:
+    return grpc.insecure_channel(
+        server.target, [*channels.OPTIONS, ("grpc.use_local_subchannel_pool", 1), *options]
+    )
 
 
 def key_spaces(server: Server, held: contextlib.ExitStack) -> None:
     """Of as many layers as fit a message, with the shortest names."""
     layers = tuple(f"{n:x}" for n in range(5000))
-    with grpc.insecure_channel(server.target, channels.OPTIONS) as channel:
+    groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,), 0, layers),)
+    with own_channel(server) as channel:
         for number in range(150):
-            groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,), 0, layers),)
-            opening = _wire.open_session(
-                SessionConfig(
-                    server.target,
-                    "e",
-                    Role.TOOL,
-                    KeySpace(f"m{number}", "w", "bfloat16", groups, 16),
-                )
-            )
-            call = session_pb2_grpc.SessionServiceStub(channel).Connect(iter([opening]))
+            space = KeySpace(f"m{number}", "w", "bfloat16", groups, 16)
+            stub = session_pb2_grpc.SessionServiceStub(channel)
+            call = stub.Connect(iter([opening_of(server, "e", space)]))
             assert next(call).session_opened.session_id
+
+
+def asking(*requests: Any, held: contextlib.ExitStack) -> Iterator[Any]:
+    """Yields the requests, and ends with `held`."""
+    ended = threading.Event()
+    held.callback(ended.set)
+    yield from requests
+    ended.wait()
 
 
 def sessions(server: Server, held: contextlib.ExitStack) -> None:
     for number in range(400):
         if number % 20 == 0:
-            channel = held.enter_context(
-                grpc.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)])
-            )
-        never = threading.Event()
-
-        def requests(opening: Any, never: threading.Event = never) -> Iterator[Any]:
-            yield opening
-            never.wait()
-
-        held.callback(never.set)
-        opening = _wire.open_session(
-            SessionConfig(server.target, f"idle {number}", Role.SCHEDULER, KEY_SPACE)
-        )
-        call = session_pb2_grpc.SessionServiceStub(channel).Connect(requests(opening))
+            channel = held.enter_context(own_channel(server))
+        requests = asking(opening_of(server, f"idle {number}"), held=held)
+        call = session_pb2_grpc.SessionServiceStub(channel).Connect(requests)
         held.callback(call.cancel)
         assert next(call).session_opened.session_id
 
 
 def idle_calls(server: Server, held: contextlib.ExitStack) -> None:
-    channel = held.enter_context(
-        grpc.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)])
-    )
-    calls = [
-        health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-        for _ in range(300)
-    ]
+    channel = held.enter_context(own_channel(server))
+    health = health_pb2_grpc.HealthStub(channel)
+    calls = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(300)]
     calls += [unary_stream_of(channel) for _ in range(200)]
     for call in calls:
         held.callback(call.cancel)
@@ -225,25 +201,13 @@ def idle_calls(server: Server, held: contextlib.ExitStack) -> None:
 
 
 def deaf_readers(server: Server, held: contextlib.ExitStack) -> None:
-    asked = hashes((1 << 17) - 1024)
+    lookups = [_wire.lookup([GroupHashes(0, hashes((1 << 17) - 1024))], 32) for _ in range(59)]
+    for request_id, lookup in enumerate(lookups, 1):
+        lookup.request_id = request_id
     for number in range(3):
-        channel = held.enter_context(
-            grpc.insecure_channel(server.target, [*channels.OPTIONS, ("grpc.http2.bdp_probe", 0)])
-        )
-        ended = threading.Event()
-
-        def requests(number: int = number, ended: threading.Event = ended) -> Iterator[Any]:
-            yield _wire.open_session(
-                SessionConfig(server.target, f"deaf {number}", Role.SCHEDULER, KEY_SPACE)
-            )
-            request = _wire.lookup([GroupHashes(0, asked)], 32)
-            for request_id in range(1, 60):
-                request.request_id = request_id
-                yield request
-            ended.wait()
-
-        held.callback(_wire.connect(_wire.Stub(channel), requests()).cancel)
-        held.callback(ended.set)
+        channel = held.enter_context(own_channel(server, ("grpc.http2.bdp_probe", 0)))
+        requests = asking(opening_of(server, f"deaf {number}"), *lookups, held=held)
+        held.callback(_wire.connect(_wire.Stub(channel), requests).cancel)
 
 
 ATTACKS: tuple[Attack, ...] = (
@@ -264,7 +228,8 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
     """At once, and held; an engine goes on beside them."""
     failures: list[BaseException] = []
     bystander = GroupsEngine(own_server.target, (FULL,), "bystander")
-    with contextlib.ExitStack() as held, watched(own_server):
+    watch = Watched(own_server)
+    with contextlib.ExitStack() as held:
 
         def attack(one: Attack) -> None:
             try:
@@ -288,42 +253,30 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
                 bystander.store(BlockRun(0, hashes(4), block_ids(4)))
                 stored += 1
             time.sleep(0.05)
+        grown_bytes = watch.close()
         assert not failures, failures
-        assert stored
+        assert stored and grown_bytes < MOST_BYTES
     assert bystander.store(BlockRun(0, hashes(4), block_ids(4)))
     bystander.close()
 
 
 @pytest.mark.long
 def test_messages_that_never_come_whole_cost_their_own_bytes(own_server: Server) -> None:
-    """No more than their number times the largest message; and no session ends for it, silent ones
-    neither."""
-    states: list[LinkState] = []
-    config = SessionConfig(
-        own_server.target,
-        "silent",
-        Role.SCHEDULER,
-        KEY_SPACE,
-        on_state=lambda at, _: states.append(at),
-    )
+    """No more than their number times the largest message."""
     with contextlib.ExitStack() as held:
-        silent = Session(config)
-        silent.start()
-        held.callback(silent.close)
-        assert silent.wait_connected(20)
-        states.clear()
-        speaker = held.enter_context(session_of(own_server))
-        watch = Watched(own_server.pid)
+        silent, speaker = (held.enter_context(session_of(own_server)) for _ in range(2))
+        connections, watch = [one._connection for one in (silent, speaker)], Watched(own_server)
         halves_of_sessions(own_server, held)
         for _ in range(20):
             speaker.lookup([GroupHashes(0, hashes(4))]).result(60)
             time.sleep(0.05)
         assert watch.close() < NUM_HALVES * MAX_MESSAGE_BYTES + SLACK_BYTES
-        assert not states and silent.connected and speaker.connected
+        assert silent.connected and speaker.connected
+        assert [one._connection for one in (silent, speaker)] == connections, "a session has ended"
 
 
 def test_a_message_that_declares_too_much_is_refused_before_it_comes(own_server: Server) -> None:
-    watch = Watched(own_server.pid)
+    watch = Watched(own_server)
     sender = HalfSender(own_server.runtime_folder / "grpc.sock")
     for path in (LOOKUP, CONNECT):
         for _ in range(NUM_HALVES):
@@ -359,3 +312,84 @@ def test_the_client_splits_what_is_too_large_and_keeps_its_session(own_server: S
     assert session.lookup([GroupHashes(0, stored)]).result(60)[0].all()
     assert session.connected
     engine.close()
+
+
+# Malformed messages, and answers that nobody reads
+
+TURNS = 10
+
+
+@given(st.floats(1, 1e4), st.lists(st.floats(0, 5), min_size=1, max_size=60))
+def test_a_pace_is_kept(per_s: float, gaps_s: list[float]) -> None:
+    pace, now_s, ends = Pace(per_s), 100.0, []
+    for gap_s in gaps_s:
+        now_s += gap_s
+        wait_s = pace.wait_s(now_s)
+        assert 0 <= wait_s <= MAX_WAIT_S
+        if wait_s < MAX_WAIT_S:
+            ends.append(now_s + wait_s)
+    assert ends == sorted(ends)
+    for (i, first_s), (j, last_s) in itertools.combinations(enumerate(ends), 2):
+        assert j - i <= per_s * (last_s - first_s + BURST_S) + 1 + 1e-6
+
+
+def test_what_comes_seldom_does_not_wait() -> None:
+    pace = Pace(10.0)
+    assert all(pace.wait_s(100.0 + turn) == 0 for turn in range(50))
+
+
+@pytest.mark.long
+def test_who_sends_nonsense_waits_and_others_do_not(engine: Make) -> None:
+    flags = ("--arena.slab-bytes", "64KiB", "--security.malformed-per-s", "1")
+    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", *flags) as server:
+        server.wait_ready()
+        quiet, num_overtaken = engine(server.target, engine_id="quiet"), 0
+        with grpc.insecure_channel(server.target) as channel:
+            lookup = channel.unary_unary(LOOKUP)
+            # More than may come at once.
+            nonsense = [lookup.future(b"\xff" * 100, timeout=30) for _ in range(4)]
+            for _ in range(TURNS):
+                nonsense.append(lookup.future(b"\xff" * 100, timeout=30))
+                for _ in range(5):
+                    quiet.session.lookup([GroupHashes(0, hashes(1))]).result(60)
+                num_overtaken += not nonsense[-1].done()
+            assert {call.code() for call in nonsense} == {grpc.StatusCode.INVALID_ARGUMENT}
+    assert num_overtaken > TURNS // 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("num_hashes", "most_calls"), [(4096, OUTBOX_MESSAGES), ((1 << 17) - 1024, 21)]
+)
+def test_who_does_not_read_is_asked_for_nothing_more_and_closed(
+    own_server: Server, engine: Make, num_hashes: int, most_calls: int
+) -> None:
+    """Many answers are bounded by their number, few large ones by their bytes."""
+    quiet = engine(own_server.target, engine_id="quiet")
+    deaf = PagedEngine(own_server.target, engine_id="deaf", model="deaf")
+    asked, ended, num_sent = [GroupHashes(0, hashes(num_hashes))], threading.Event(), 0
+
+    def requests() -> Iterator[_wire.Request]:
+        nonlocal num_sent
+        yield _wire.open_session(deaf.session.config)
+        request = _wire.lookup(asked, 32)
+        for number in range(1, most_calls):
+            request.request_id = num_sent = number
+            yield request
+        ended.wait()
+
+    options = [*channels.OPTIONS, ("grpc.http2.bdp_probe", 0)]
+    with grpc.insecure_channel(own_server.target, options) as channel:
+        call = _wire.connect(_wire.Stub(channel), requests())
+        try:
+            wait_for(lambda: "does not read what it is sent" in own_server.log.read_text())
+            # The answers that were sent come first, then the status.
+            with pytest.raises(grpc.RpcError) as refused:
+                list(call)
+            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        finally:
+            ended.set()
+            call.cancel()
+    print(f"{num_sent} calls were taken")
+    quiet.session.lookup(asked).result(60)
+    deaf.close()

@@ -1,24 +1,27 @@
 """Engines on made-up devices, through a real daemon over a real socket."""
 
-import json
-import re
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
 from demo.processes import ROOT, ChildError, Server, runtime_folder
-from hotkv_client.types import TransferStatus
+from hotkv_client import BlockResult, LoadRun
+from hotkv_client.types import After, TransferStatus
+from hotkv_client.wire import requests as _wire
 from hotkv_proto.errors import SessionLostError
-from hotkv_proto.order import OrderKind
+from hotkv_proto.order import NO_ORDER, DeviceMark, OrderKind
 from hotkv_server.testing.with_devices import FakeDevices
-from tests.server.devices_support import SHAPES, DeviceEngine, DeviceServer, block_ids, done, hashes
+from tests.robustness.raw_client import RawSession
+from tests.server.devices_support import SHAPES, DeviceEngine, DeviceServer, block_ids, done
+from tests.server.support import hashes
 from tests.support.waiting import wait_for
 
 
@@ -147,56 +150,37 @@ def test_a_load_writes_nothing_before_its_mark_and_can_be_cancelled(
     assert one.content(ids + 6) == one.content(ids)
 
 
-def test_a_session_that_ends_with_transfers_that_wait(
-    server: DeviceServer, engine: Callable[..., DeviceEngine]
+@pytest.mark.parametrize("offers", [("events",), ("flags",), ("file flags",)])
+def test_a_store_behind_a_mark_can_be_revoked(
+    engine: Callable[..., DeviceEngine], offers: tuple[str, ...]
 ) -> None:
-    for offers in (("events",), ("flags",)):
-        one = engine(offers=offers)
-        for event in one.events:
-            event.record()
-        waiting = [one.store(hashes(2), block_ids(0, 1), one.after(i, 1))[1] for i in range(3)]
-        one.session.ping(5)
-        one.session.close()
-        wait_for(lambda: server.num_held() == 0, "closing")
-        for future in waiting:
-            assert (
-                future.exception(60) is not None
-                or future.result().status is not TransferStatus.DONE
-            )
+    one, names, ids = engine(offers=offers), hashes(1), block_ids(0)
+    for event in one.events:
+        event.record()
+    name, store = one.store(names, ids, one.after(0, 1))
+    one.session.cancel(name)
+    assert store.result(0).status is TransferStatus.CANCELLED
+    _reach(one, 0)
+    one.session.ping(10)
+    results: list[int] = []
+
+    def is_stored() -> bool:
+        """Not in flight: the server may still be dropping what was revoked."""
+        results.append(int(done(one.store(names, ids)[1]).results[0][0]))
+        return results[-1] != BlockResult.IN_FLIGHT
+
+    wait_for(is_stored)
+    assert results[-1] == BlockResult.STORED
 
 
-# Visible
-
-
-def test_what_operators_see(server: DeviceServer, engine: Callable[..., DeviceEngine]) -> None:
-    one = engine(offers=("events",))
-    done(one.store(hashes(2), block_ids(0, 1))[1])
-    wait_for(lambda: "registered 16.0 MiB" in server.cli("status"), "pinning")
-    devices = server.cli("devices")
-    for word in (
-        "Fake GPU 0",
-        "Fake GPU 1",
-        "GPU-686f746b",
-        "16.0 MiB",
-        "allocations of engines open: 1",
-    ):
-        assert word in devices
-    assert "events" in server.cli("sessions")
-    metrics = _metrics(server)
-    assert (
-        'hotkv_device_copied_bytes_total{device="0",direction="store",method="kernel"}' in metrics
-    )
-    assert (
-        'hotkv_device_usable{device="1"} 1.0' in metrics
-        and "hotkv_arena_registered_bytes 1.6777216e+07" in metrics
-    )
-
-
-def _metrics(server: DeviceServer) -> str:
-    port = re.search(r"http_port=(\d+)", server.log.read_text())
-    assert port is not None
-    with urllib.request.urlopen(f"http://127.0.0.1:{port.group(1)}/metrics", timeout=10) as answer:
-        return str(answer.read().decode())
+def test_a_mark_of_another_kind_is_not_sent(engine: Callable[..., DeviceEngine]) -> None:
+    for offers, wrong in ((("flags",), OrderKind.EVENTS), ((), OrderKind.FLAGS)):
+        one, after = engine(offers=offers), After(wrong, DeviceMark(0, 0))
+        with pytest.raises(SessionLostError):
+            one.store(hashes(1), block_ids(0), after)[1].result(60)
+        with pytest.raises(SessionLostError):
+            run = LoadRun(0, block_ids(0), block_ids(0))
+            one.session.load("l", "l", [run], 5, after).result(60)
 
 
 # Deaths
@@ -250,8 +234,7 @@ def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
 def test_loads_end_when_the_device_has_left_a_dead_server(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The link may close while the device still works at what the server gave it: blocks of a
-    failed load are written by others then."""
+    """The link may close while the device still works at what the server gave it."""
     asked, has_left = threading.Event(), threading.Event()
 
     def wait_for_it() -> None:
@@ -261,20 +244,14 @@ def test_loads_end_when_the_device_has_left_a_dead_server(
     monkeypatch.setattr("hotkv_client.connection._await_devices", wait_for_it)
     with DeviceServer(folder, FakeDevices(1, 3)) as running:
         running.wait_ready()
-        one, names, ids = (
-            DeviceEngine(running.target, offers=["flags"]).connected(),
-            hashes(4),
-            np.arange(4, dtype=np.int32),
-        )
+        one = DeviceEngine(running.target, offers=["flags"]).connected()
+        names, ids = hashes(4), np.arange(4, dtype=np.int32)
         done(one.store(names, ids)[1])
-        load, store = (
-            one.load(names, ids + 8, one.after(0, 1))[1],
-            one.store(hashes(4), ids, one.after(0, 1))[1],
-        )
+        load = one.load(names, ids + 8, one.after(0, 1))[1]
+        store = one.store(hashes(4), ids, one.after(0, 1))[1]
         running.kill()
-        assert isinstance(store.exception(60), SessionLostError), (
-            "a dead server commits nothing, so it may read what it likes"
-        )
+        # A dead server commits nothing, so it may read what it likes.
+        assert isinstance(store.exception(60), SessionLostError)
         assert asked.wait(60) and not load.done()
         has_left.set()
         assert isinstance(load.exception(60), SessionLostError)
@@ -282,13 +259,25 @@ def test_loads_end_when_the_device_has_left_a_dead_server(
 
 
 def test_memory_of_devices_needs_the_link(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without, nothing tells when a server that is gone has let go of it."""
-    monkeypatch.setattr("hotkv_client.connection.descriptor_socket", lambda target: None)
+    """Nothing else tells an engine when a dead server has let go; client and server refuse it."""
     with DeviceServer(folder, FakeDevices(1, 3)) as running:
         running.wait_ready()
-        one = DeviceEngine(running.target)
-        wait_for(lambda: any("needs a unix: target" in why for why in one.said), "a refusal")
-        assert not one.session.connected and running.num_held() == 0
+        with monkeypatch.context() as patch:
+            patch.setattr("hotkv_client.connection.descriptor_socket", lambda target: None)
+            one = DeviceEngine(running.target)
+            wait_for(lambda: any("needs a unix: target" in why for why in one.said), "a refusal")
+            assert not one.session.connected and running.num_held() == 0
+        memory = one.session._life.memory
+        assert memory is not None
+        register = _wire.register_memory(memory.layout, NO_ORDER)
+        with grpc.insecure_channel(running.target) as channel:
+            opening = _wire.open_session(replace(one.session.config, engine_id="by hand"))
+            session = RawSession(channel, running.target, opening)
+            word, answer = session.ask(register)
+            assert word == "INVALID_LAYOUT" and "needs the session's link" in answer.error.message
+            assert running.num_held() == 0 and session.link({}) == "answered"
+            assert session.ask(register)[0] == "answered" and running.num_held() == 1
+            session.close()
         one.close()
 
 
@@ -296,11 +285,8 @@ def test_memory_of_devices_needs_the_link(folder: Path, monkeypatch: pytest.Monk
 def test_a_lost_device_is_said_and_restarted(folder: Path) -> None:
     with DeviceServer(folder, FakeDevices(2, 3), "--copy.method", "kernel") as running:
         running.wait_ready()
-        one, names, ids = (
-            DeviceEngine(running.target).connected(),
-            hashes(8),
-            np.arange(8, dtype=np.int32),
-        )
+        one = DeviceEngine(running.target).connected()
+        names, ids = hashes(8), np.arange(8, dtype=np.int32)
         done(one.store(names, ids)[1])
         running.devices.tell(lose=0)
         result = one.load(names, ids + 8)[1].result(60)
@@ -317,47 +303,11 @@ def test_a_lost_device_is_said_and_restarted(folder: Path) -> None:
         again.wait_ready()
 
 
-@pytest.mark.long
-def test_pinning_goes_on_while_copies_run(folder: Path) -> None:
-    """The server is ready before; what is not pinned yet moves by plain copies, and a refusal to
-    pin more leaves it at that."""
-    slow = FakeDevices(1, 3, 0.001, register_s=0.3, register_fails=6)
-    with DeviceServer(
-        folder, slow, "--copy.method", "kernel", "--arena.pin-piece-bytes", "2MiB"
-    ) as running:
-        running.wait_ready()
-        one, ids, turn = DeviceEngine(running.target).connected(), np.arange(8, dtype=np.int32), 0
-        # More than the arena holds, so that all of it is written, pinned or not.
-        while "not pinned beyond" not in running.log.read_text() or turn < 200:
-            names = hashes(8)
-            one.fill(ids, turn)
-            done(one.store(names, ids)[1])
-            lease_id, loading = one.load(names, ids + 8)
-            done(loading)
-            one.session.release(lease_id)
-            assert one.content(ids) == one.content(ids + 8)
-            turn += 1
-        devices = json.loads(running.cli("devices", "--json"))
-        assert (
-            "told to fail" in devices["registering_error"]
-            and devices["registered_byte_count"] == 10 << 20
-        )
-        assert {"kernel", "pageable"} <= {
-            copies["method"] for copies in devices["devices"][0]["copies"]
-        }
-        assert running.status()["state"] == "ready"
-        one.close()
-
-
 def test_an_engine_is_refused_with_the_reason_where_there_are_no_devices(folder: Path) -> None:
+    said = "it is given no NVIDIA device"
     with Server(folder, "16MiB") as plain:
         plain.wait_ready()
         one = DeviceEngine(plain.target)
-        wait_for(
-            lambda: any(
-                "no CUDA copy engine: it is given no NVIDIA device" in why for why in one.said
-            ),
-            "the refusal",
-        )
-        assert "no devices: it is given no NVIDIA device" in plain.cli("devices")
+        wait_for(lambda: any(f"no CUDA copy engine: {said}" in why for why in one.said))
+        assert f"no devices: {said}" in plain.cli("devices")
         one.close()

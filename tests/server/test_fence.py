@@ -3,7 +3,6 @@ page takes another's place."""
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -13,27 +12,10 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.layout import FENCE_HANDLE, FENCE_WORDS
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
-from tests.server.nodes import SPACE, local_node, memory_file, store_in, worker
+from tests.server.nodes import SPACE, live_node, memory_file, store_in, worker
 from tests.server.support import hashes
 
 FENCE_BYTES = 4 * FENCE_WORDS
-Scenario = Callable[[Node], Awaitable[None]]
-Run = Callable[[Scenario], None]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """Runs a scenario over a node, which is closed then."""
-
-    def whole(scenario: Scenario) -> None:
-        async def ended(node: Node) -> None:
-            await scenario(node)
-            await node.close()
-
-        with local_node(tmp_path) as node:
-            asyncio.run(ended(node))
-
-    return whole
 
 
 async def store(node: Node, session: LiveSession, fence_index: int) -> int:
@@ -50,19 +32,17 @@ async def refused(node: Node, session: LiveSession, fence_index: int) -> str:
     return raised.value.message
 
 
-def test_a_fence_index_needs_a_fence(run: Run) -> None:
-    async def scenario(node: Node) -> None:
+async def test_a_fence_index_needs_a_fence(tmp_path: Path) -> None:
+    async with live_node(tmp_path) as node:
         session = await worker(node)
         message = await refused(node, session, 5)
         assert "fence_index is 5" in message
         assert "linked no fence" in message and repr(FENCE_HANDLE) in message
         assert await store(node, session, 0) == BlockResult.STORED
 
-    run(scenario)
 
-
-def test_a_fence_index_is_a_word_of_the_page_that_revokes_its_store(run: Run) -> None:
-    async def scenario(node: Node) -> None:
+async def test_a_fence_index_is_a_word_of_the_page_that_revokes_its_store(tmp_path: Path) -> None:
+    async with live_node(tmp_path) as node:
         fd = memory_file(FENCE_BYTES)
         session = await worker(node, fence_fd=os.dup(fd))
         for index in (-1, FENCE_WORDS, 1 << 30):
@@ -73,15 +53,11 @@ def test_a_fence_index_is_a_word_of_the_page_that_revokes_its_store(run: Run) ->
             assert await store(node, session, index) == result
         os.close(fd)
 
-    run(scenario)
-
 
 @pytest.mark.parametrize("num_bytes", [FENCE_BYTES - 1, 13, 12, 0])
-def test_a_page_that_is_cut_short_revokes(run: Run, num_bytes: int) -> None:
-    """Also where the word itself is still there, and not set: the engine could have meant any.
-    Stores that begin then are refused, and those under way are not kept."""
-
-    async def scenario(node: Node) -> None:
+async def test_a_page_that_is_cut_short_revokes(tmp_path: Path, num_bytes: int) -> None:
+    """Also where the word itself is still there, and not set."""
+    async with live_node(tmp_path) as node:
         fd = memory_file(FENCE_BYTES)
         session = await worker(node, fence_fd=os.dup(fd))
         assert not session.is_revoked(3) and not session.is_revoked(0)
@@ -94,39 +70,20 @@ def test_a_page_that_is_cut_short_revokes(run: Run, num_bytes: int) -> None:
         assert await store(node, session, 0) == BlockResult.STORED
         os.close(fd)
 
-    run(scenario)
 
-
-def test_a_store_whose_page_goes_meanwhile_is_not_kept(run: Run) -> None:
-    async def scenario(node: Node) -> None:
+async def test_a_store_whose_page_goes_meanwhile_is_not_kept(tmp_path: Path) -> None:
+    async with live_node(tmp_path) as node:
         session = await worker(node, fence_fd=memory_file(FENCE_BYTES))
         storing = asyncio.create_task(store(node, session, 3))
         await asyncio.sleep(0)
         session.forget([FENCE_HANDLE])
         assert await storing == BlockResult.ABORTED
 
-    run(scenario)
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1, FENCE_BYTES - 1])
-def test_a_page_that_is_too_short_is_no_fence(run: Run, num_bytes: int) -> None:
-    async def scenario(node: Node) -> None:
-        session = await node.sessions.open("e", "worker", SPACE, "test")
-        fd = memory_file(num_bytes)
-        with pytest.raises(ValueError, match=str(num_bytes)):
-            session.receive(FENCE_HANDLE, fd)
-        assert session.fence is None
-        with pytest.raises(OSError):
-            os.fstat(fd)
-
-    run(scenario)
-
 
 @pytest.mark.parametrize("handle_id", ["kv", FENCE_HANDLE])
-def test_a_second_descriptor_of_one_name_is_refused(run: Run, handle_id: str) -> None:
+async def test_a_second_descriptor_of_one_name_is_refused(tmp_path: Path, handle_id: str) -> None:
     """The first is what the server would go on reading, while the engine writes into the second."""
-
-    async def scenario(node: Node) -> None:
+    async with live_node(tmp_path) as node:
         session = await node.sessions.open("e", "worker", SPACE, "test")
         session.receive(handle_id, memory_file(FENCE_BYTES))
         with pytest.raises(HotKVError, match=handle_id) as raised:
@@ -134,5 +91,3 @@ def test_a_second_descriptor_of_one_name_is_refused(run: Run, handle_id: str) ->
         assert raised.value.reason is Reason.DUPLICATE_ID
         session.forget([handle_id])
         session.receive(handle_id, memory_file(FENCE_BYTES))
-
-    run(scenario)

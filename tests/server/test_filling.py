@@ -3,8 +3,6 @@ however it ends."""
 
 import os
 import signal
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +12,10 @@ import pytest
 from demo.processes import Server, runtime_folder
 from hotkv_client import BlockResult, BlockRun, GroupHashes, TransferStatus
 from hotkv_client.testing import PagedEngine
-from hotkv_proto.words import WORD_BYTES
 from hotkv_server.memory.mapping import COLLAPSE_BYTES
 from hotkv_server.testing import faults
 from tests.server.places import load
 from tests.server.support import block_ids, hashes
-from tests.support.daemons import ForkedChild
 from tests.support.waiting import wait_for
 
 GIB = 1 << 30
@@ -47,38 +43,17 @@ class Dammed:
         scratch.write_text(str(what))
         scratch.replace(self.dam)
 
-    def start(self, *flags: str) -> float:
-        """Seconds until ready."""
-        self.server = made = Server.__new__(Server)
-        made.runtime_folder = self.folder / "run"
-        made.runtime_folder.mkdir(mode=0o700, exist_ok=True)
-        made.target = f"unix:{made.runtime_folder}/grpc.sock"
-        made.begin_s = time.monotonic()
-        command = [
-            *faults.command("dam", self.dam),
-            "--runtime-dir",
-            str(made.runtime_folder),
-        ]
-        command += [
-            "--arena.dir",
-            str(self.folder / "arena"),
-            "--arena.bytes",
-            str(ARENA),
-            "--http.port",
-            "0",
-            *flags,
-        ]
-        made._child = ForkedChild("hotkv-server", command, self.folder / "hotkv-server.log", {})
-        ready_s = made.wait_ready()
+    def start(self, *flags: str) -> Server:
+        command = faults.command("dam", self.dam)
+        self.server = made = Server(self.folder, str(ARENA), *flags, command=command)
+        made.wait_ready()
         if self.engine is None:
-            self.engine = PagedEngine(
+            self.engine = one = PagedEngine(
                 made.target, layers=LAYERS, num_blocks=NUM_BLOCKS, page_bytes=PAGE_BYTES
             ).connect()
-            self.engine.kv[:] = np.random.default_rng(12).integers(
-                0, 256, self.engine.kv.shape, np.uint8
-            )
+            one.kv[:] = np.random.default_rng(12).integers(0, 256, one.kv.shape, np.uint8)
         assert self.engine.session.wait_connected(20)
-        return ready_s
+        return made
 
     def end(self, how: signal.Signals) -> int:
         """Exit status."""
@@ -89,12 +64,17 @@ class Dammed:
     def store(self, blocks: list[bytes], first: int = 0) -> list[int]:
         """Result of each block; block i of the engine holds what is stored under the i-th hash."""
         assert self.engine is not None
-        name = os.urandom(8).hex()
-        result = self.engine.session.store(
-            name, name, [BlockRun(0, blocks, block_ids(len(blocks), first))], 20
-        ).result(60)
+        name, runs = os.urandom(8).hex(), [BlockRun(0, blocks, block_ids(len(blocks), first))]
+        result = self.engine.session.store(name, name, runs, 20).result(60)
         assert result.status is TransferStatus.DONE
         return list(result.results[0].tolist())
+
+    def loads(self, blocks: list[bytes], first: int = 0) -> bool:
+        """Returns whether blocks that were stored from `first` on come with their bytes."""
+        assert self.engine is not None
+        kv, count, free = self.engine.kv, len(blocks), 2 * FIRST
+        assert load(self.engine, blocks, free) is TransferStatus.DONE
+        return np.array_equal(kv[:, first : first + count], kv[:, free : free + count])
 
     def counter(self, name: str) -> int:
         assert self.server is not None
@@ -119,14 +99,12 @@ def place() -> Iterator[Dammed]:
 
 @pytest.mark.long
 def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(place: Dammed) -> None:
-    place.start()
+    status = place.start().status()
     assert place.server is not None and place.engine is not None
-    assert (
-        place.capacity_bytes == COLLAPSE_BYTES
-        and place.counter("arena_full_capacity_bytes") == ARENA
-    )
-    assert place.server.status()["progress"] == "bringing the arena in: 32 of 2048 MiB"
-    assert place.server.status()["tiers"][0]["capacity_byte_count"] == COLLAPSE_BYTES
+    assert place.capacity_bytes == COLLAPSE_BYTES
+    assert place.counter("arena_full_capacity_bytes") == ARENA
+    assert status["progress"] == "bringing the arena in: 32 of 2048 MiB"
+    assert status["tiers"][0]["capacity_byte_count"] == COLLAPSE_BYTES
     blocks = hashes(NUM_BLOCKS)
     assert set(place.store(blocks[: FIRST - 10])) == {BlockResult.STORED}
     # More room is on its way: what does not fit is refused, and nothing goes for it.
@@ -142,8 +120,7 @@ def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(plac
     assert place.capacity_bytes == 4 * COLLAPSE_BYTES
     found = place.engine.session.lookup([GroupHashes(0, blocks)]).result(60)[0]
     assert found.tolist() == [True] * 2 * FIRST + [False] * 2 * FIRST
-    assert load(place.engine, blocks[:FIRST], 2 * FIRST) is TransferStatus.DONE
-    assert np.array_equal(place.engine.kv[:, :FIRST], place.engine.kv[:, 2 * FIRST : 3 * FIRST])
+    assert place.loads(blocks[:FIRST])
     place.let(ARENA)
     wait_for(lambda: place.capacity_bytes == ARENA)
     assert set(place.store(blocks[2 * FIRST :], 2 * FIRST)) == {BlockResult.STORED}
@@ -155,74 +132,21 @@ def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(plac
     assert arena.stat().st_blocks * 512 >= ARENA
 
 
-@pytest.mark.long
-def test_a_server_that_runs_short_of_memory_goes_on_with_what_it_has(place: Dammed) -> None:
-    place.start()
-    assert place.server is not None and place.engine is not None
-    place.let("short")
-    wait_for(lambda: "no more is free" in place.server.status()["progress"])  # type: ignore[union-attr]
-    status = place.server.status()
-    said = status["progress"]
-    assert status["state"] == "ready"
-    assert said.startswith("the arena has memory up to 32 of 2048 MiB, no more is free (")
-    assert "hotkv-server arenas" in said and "lower arena.bytes" in said
-    assert place.server.log.read_text().count("no more is free") == 1
-    blocks = hashes(2 * FIRST)
-    assert set(place.store(blocks[:FIRST])) == {BlockResult.STORED}
-    assert set(place.store(blocks[FIRST:], FIRST)) == {BlockResult.STORED}, (
-        "no more comes, so what is cold goes"
-    )
-    assert place.counter("evicted_blocks_total") == FIRST and place.capacity_bytes == COLLAPSE_BYTES
-    # What requests may pin before they are admitted is a share of what there is.
-    assert load(place.engine, blocks[FIRST : FIRST + FIRST // 4], 2 * FIRST) is TransferStatus.DONE
-    assert np.array_equal(
-        place.engine.kv[:, FIRST : FIRST + FIRST // 4],
-        place.engine.kv[:, 2 * FIRST : 2 * FIRST + FIRST // 4],
-    )
-    place.server.wait_ready()
-    assert (place.folder / "arena" / "arena").stat().st_blocks * 512 == (
-        COLLAPSE_BYTES + WORD_BYTES
-    )
-    assert place.end(signal.SIGTERM) == 0
-    place.let(ARENA)
-    place.start()
-    wait_for(lambda: place.capacity_bytes == ARENA)
-    assert place.counter("restored_blocks_total") == FIRST
-
-
 def test_a_stop_waits_for_no_memory(place: Dammed) -> None:
     place.start()
-    assert place.server is not None
-    port = place.server.log.read_text().partition("http_port=")[2].split()[0]
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-        metrics = dict(
-            line.rsplit(" ", 1)
-            for line in answer.read().decode().splitlines()
-            if not line.startswith("#")
-        )
-    assert (
-        float(metrics["hotkv_arena_capacity_bytes"]) == COLLAPSE_BYTES
-        and float(metrics["hotkv_arena_full_capacity_bytes"]) == ARENA
-    )
+    assert place.capacity_bytes == COLLAPSE_BYTES
     assert place.end(signal.SIGTERM) == 0
     assert (place.folder / "arena" / "arena").stat().st_blocks * 512 < 3 * COLLAPSE_BYTES
 
 
 def test_without_prefault_all_of_the_arena_counts(place: Dammed) -> None:
-    """Also of a server that goes on with what one without it has left: blocks may lie anywhere
-    then, with holes around them."""
+    """Also of the next server: blocks may lie anywhere then, with holes around them."""
     place.start("--arena.prefault", "false")
     assert place.capacity_bytes == ARENA
     blocks = hashes(FIRST)
     assert set(place.store(blocks)) == {BlockResult.STORED}
     assert place.end(signal.SIGKILL) == -signal.SIGKILL
     place.start()
-    assert place.server is not None and place.engine is not None
-    assert (
-        place.counter("restored_blocks_total") == FIRST
-        and place.capacity_bytes <= 2 * COLLAPSE_BYTES
-    )
-    assert load(place.engine, blocks[: FIRST // 4], FIRST) is TransferStatus.DONE
-    assert np.array_equal(
-        place.engine.kv[:, : FIRST // 4], place.engine.kv[:, FIRST : FIRST + FIRST // 4]
-    )
+    assert place.counter("restored_blocks_total") == FIRST
+    assert place.capacity_bytes <= 2 * COLLAPSE_BYTES
+    assert place.loads(blocks[: FIRST // 4])

@@ -1,11 +1,8 @@
 """After a flush through a real server nobody finds older blocks, by table or by call."""
 
-import asyncio
 import json
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,15 +18,8 @@ from hotkv_client import (
     TransferStatus,
 )
 from hotkv_client.admin import AdminClient
-from hotkv_client.command.tables import show_flush
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.blocks import StoreOptions
-from hotkv_proto.table import SLOT_ALIGN
-from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import POLICIES
-from hotkv_server.cache.values import CoreConfig, Run
-from hotkv_server.node.node import Node
-from tests.core.support import begin_store, flush, make_key_space, make_table, words_of
 from tests.server.places import store
 from tests.server.support import block_ids, hashes, number_of
 
@@ -50,14 +40,10 @@ def test_a_flush_reaches_every_engine_of_the_key_space_and_no_other(engine: Make
     one, other = engine(model="flush-one"), engine(model="flush-one", on_evicted=told.append)
     stranger = engine(model="flush-other")
     blocks = hashes(20)
+    pinned = StoreOptions(Retention(pin=True, ttl_s=60))
     for each in (one, stranger):
-        each.session.store(
-            "s",
-            "s",
-            [BlockRun(0, blocks, block_ids(20))],
-            20,
-            StoreOptions(Retention(pin=True, ttl_s=60)),
-        ).result(60)
+        runs = [BlockRun(0, blocks, block_ids(20))]
+        each.session.store("s", "s", runs, 20, pinned).result(60)
     assert other.session.flush().result(60) == 20
     assert ready(one, blocks) == ready(other, blocks) == 0
     assert ready(stranger, blocks) == 20
@@ -70,8 +56,7 @@ def test_a_flush_reaches_every_engine_of_the_key_space_and_no_other(engine: Make
 
 
 def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> None:
-    """Weights change under the same hashes: each generation is flushed while the last of it is
-    still being stored."""
+    """Weights change under the same hashes."""
     writer, late, reader = (
         engine(model="flush-generations", page_bytes=64 << 10) for _ in range(3)
     )
@@ -87,16 +72,13 @@ def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> No
         while not stop.is_set():
             count += 1
             least = generation
-            grant = reader.session.acquire(
-                f"r{count}", [GroupHashes(0, blocks + late_blocks)]
-            ).result(60)
-            positions = np.flatnonzero(grant.pinned[0]).astype(np.int32)
+            name, asked = f"r{count}", [GroupHashes(0, blocks + late_blocks)]
+            pinned = reader.session.acquire(name, asked).result(60).pinned[0]
+            positions = np.flatnonzero(pinned).astype(np.int32)
             if len(positions):
-                load = [LoadRun(0, positions, block_ids(len(positions)))]
-                assert (
-                    reader.session.load(f"r{count}", f"r{count}", load, 20).result(60).status
-                    is TransferStatus.DONE
-                )
+                runs = [LoadRun(0, positions, block_ids(len(positions)))]
+                loaded = reader.session.load(name, name, runs, 20).result(60)
+                assert loaded.status is TransferStatus.DONE
                 found = np.unique(reader.kv[:, : len(positions)])
                 wrong.extend((least, int(value)) for value in found if value < least)
                 num_loaded += len(positions)
@@ -109,16 +91,14 @@ def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> No
             late.kv[:] = generation
             # Reserved before the flush; whether the store's bytes come before or after it is left
             # to chance.
-            late.session.reserve(f"late {number}", [BlockRun(0, late_blocks)]).result(60)
-            slow = late.session.store(
-                f"late {number}", f"late {number}", [BlockRun(0, late_blocks, block_ids(16))], 20
-            )
+            name = f"late {number}"
+            late.session.reserve(name, [BlockRun(0, late_blocks)]).result(60)
+            runs = [BlockRun(0, late_blocks, block_ids(16))]
+            slow = late.session.store(name, name, runs, 20)
             writer.session.flush().result(60)
             generation = number
             writer.kv[:] = generation
-            writer.session.store(
-                f"w {number}", f"w {number}", [BlockRun(0, blocks, block_ids(16))], 20
-            ).result(60)
+            store(writer, blocks)
             slow.result(60)
     finally:
         stop.set()
@@ -147,43 +127,3 @@ def test_the_command_line_flushes(server: Server, engine: Make) -> None:
     assert server.counter("flushed_blocks_total") >= 2
     with pytest.raises(Exception, match="key_space_id 4000 is unknown"):
         server.cli("flush", "--key-space", "4000")
-
-
-def test_a_caller_that_leaves_changes_nothing() -> None:
-    """The flush is the node's own: it ends, whoever waits for it."""
-
-    async def run() -> None:
-        core = CacheCore(
-            CoreConfig(64 * SLOT_ALIGN, SLOT_ALIGN, 200), make_table(200), POLICIES["lru"](200)
-        )
-        session = core.open_session("e", "worker", make_key_space("m", SLOT_ALIGN, SLOT_ALIGN), 0.0)
-        begin_store(core, session.number, "s", "s", [Run(0, words_of(range(40)))], 0, 0.0, 0.0)
-        core.end_store(session.number, "s", True, 0.0)
-        going, ended = asyncio.Event(), []
-
-        async def slowly(key_space_id: int) -> int:
-            going.set()
-            await asyncio.sleep(0)
-            flush(core, key_space_id)
-            ended.append(key_space_id)
-            return 40
-
-        node: Any = SimpleNamespace(
-            core=core, tiers=None, removals=SimpleNamespace(flush=slowly), _flushes=set()
-        )
-        caller = asyncio.create_task(Node.flush(node, 1))
-        await going.wait()
-        caller.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await caller
-        await asyncio.gather(*node._flushes)
-        assert ended == [1] and not core.space.used_bytes()
-
-    asyncio.run(run())
-
-
-def test_the_command_line_says_which_tiers_are_pending() -> None:
-    answer = {"flushed_block_count": 2, "pending_tiers": []}
-    assert show_flush(answer) == "flushed 2 blocks"
-    shown = show_flush({**answer, "pending_tiers": ["valkey", "disk"]})
-    assert "valkey, disk" in shown and "told as soon as they do" in shown

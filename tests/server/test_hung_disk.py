@@ -1,8 +1,8 @@
-"""A disk that hangs costs its own blocks only: whichever call it hangs in, every probe says that
-the server lives, engines keep their leases, new engines come, host memory and other tiers go on,
-and the server can be stopped."""
+"""A disk that hangs in any call, or a store that is slow, costs its own blocks only: every probe
+says that the server lives, engines keep their leases, new engines come, host memory and other tiers
+go on, and the server can be stopped."""
 
-import os
+import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +15,21 @@ from hotkv_client import BlockResult, GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_server.testing import faults
+from hotkv_server.testing.fault_proxy import FaultProxy, throttled
 from tests.server.places import FLAGS, store
-from tests.server.sharing import CHAIN, LAYERS, NUM_BLOCKS, PAGE_BYTES, SharingNode, node, probed
+from tests.server.sharing import (
+    CHAIN,
+    LAYERS,
+    NUM_BLOCKS,
+    PAGE_BYTES,
+    SharingNode,
+    bucket_flags,
+    node,
+    probed,
+)
 from tests.server.support import hashes
 from tests.support.waiting import wait_for
+from tests.tiers.s3_support import running as running_s3
 from tests.tiers.valkey_support import Server as Valkey
 from tests.tiers.valkey_support import running
 
@@ -35,19 +46,11 @@ class HungNode(SharingNode):
     def start_hung(self, valkey: Valkey) -> None:
         self.disk, self.signs = self.folder / "disk", self.folder / "signs"
         self.signs.mkdir()
+        flags = ("--tiers.disk.path", str(self.disk), "--tiers.disk.bytes", "16MiB")
+        flags += ("--tiers.valkey.address", f"unix:{valkey.path}", *FLAGS)
+        command = faults.command("hang-disk", self.disk, self.signs)
         self.server = Server(
-            self.folder,
-            "16MiB",
-            *FLAGS,
-            "--tiers.disk.path",
-            str(self.disk),
-            "--tiers.disk.bytes",
-            "16MiB",
-            "--tiers.valkey.address",
-            f"unix:{valkey.path}",
-            "--tiers.lookup-wait-ms",
-            "500",
-            command=faults.command("hang-disk", self.disk, self.signs),
+            self.folder, "16MiB", *flags, "--tiers.lookup-wait-ms", "500", command=command
         )
         self.server.wait_ready()
         self.start_engine()
@@ -56,40 +59,25 @@ class HungNode(SharingNode):
         for call in calls:
             (self.signs / call).touch()
 
+    def heal(self) -> None:
+        for sign in self.signs.iterdir():
+            sign.unlink()
+
     def evict(self) -> None:
         """Host memory forgets all; tiers do not."""
         assert self.server is not None
         with AdminClient(self.server.target) as admin:
             admin.evict(everything=True)
 
-    def heal(self) -> None:
-        for sign in self.signs.iterdir():
-            sign.unlink()
-
     def loads_soon(self, blocks: list[bytes], content: np.ndarray) -> bool:
         """Returns whether the blocks come from a tier, once the one that hangs is passed by."""
-        engine = self.engine
-        assert engine is not None
 
         def comes() -> bool:
-            name = os.urandom(8).hex()
             self.finds(blocks)
-            lease = engine.session.acquire(name, [GroupHashes(0, blocks)]).result(60)
-            engine.session.release(name)
-            return bool(lease.pinned[0].all())
+            return bool(self.leases(blocks).all())
 
         wait_for(comes)
         return self.loads(blocks, content)
-
-    def other_engine(self, model: str) -> PagedEngine:
-        assert self.server is not None
-        return PagedEngine(
-            self.server.target,
-            layers=LAYERS,
-            num_blocks=NUM_BLOCKS,
-            page_bytes=PAGE_BYTES,
-            model=model,
-        ).connect()
 
 
 @pytest.fixture
@@ -103,12 +91,14 @@ def hung(tmp_path: Path) -> Iterator[HungNode]:
             made.heal()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "calls",
     [
-        pytest.param(tuple(faults.CALLS), id="every"),
-        *(pytest.param((call,), id=call) for call in ("pread", "pwrite", "fsync", "stat")),
+        pytest.param(tuple(faults.CALLS), id="every", marks=pytest.mark.long),
+        *(
+            pytest.param((call,), id=call, marks=pytest.mark.campaign)
+            for call in ("pread", "pwrite", "fsync", "stat")
+        ),
     ],
 )
 def test_a_disk_that_hangs_costs_its_own_blocks_only(
@@ -131,9 +121,10 @@ def test_a_disk_that_hangs_costs_its_own_blocks_only(
     with probed(server):
         hung.hang(*calls)
         # Reads of the disk, writes to it, and a key space that is new.
-        hung.leases_some(lost)
+        hung.leases(lost)
         assert hung.loads_soon(chain, content)
-        other = hung.other_engine("new while it hangs")
+        shape = {"layers": LAYERS, "num_blocks": NUM_BLOCKS, "page_bytes": PAGE_BYTES}
+        other = PagedEngine(server.target, model="new while it hangs", **shape).connect()
         fresh, num_copied = hashes(8), hung.num_copied()
         assert store(other, fresh) == {BlockResult.STORED}
         found = other.session.lookup([GroupHashes(0, fresh)]).result(60)
@@ -169,3 +160,75 @@ def test_a_disk_that_answers_again_is_used_again(hung: HungNode) -> None:
     assert store(hung.engine, hashes(CHAIN)) == {BlockResult.STORED}
     wait_for(lambda: hung.counter("tier_demoted_blocks_total") > before)
     wait_for(lambda: "tier=disk answers again" in server.log.read_text())
+
+
+# Slow stores
+
+
+@contextlib.contextmanager
+def bucket(folder: Path, bytes_per_s: float = 0.0) -> Iterator[tuple[str, ...]]:
+    """Flags of a bucket, which takes and gives so much; 0: as fast as it can."""
+    (folder / "s3").mkdir()
+    with running_s3(folder / "s3") as s3:
+        proxy = FaultProxy(("127.0.0.1", s3.port))
+        if bytes_per_s:
+            proxy.on_command = proxy.on_reply = throttled(bytes_per_s)
+        with contextlib.closing(proxy):
+            yield bucket_flags(s3, proxy.port)
+
+
+@contextlib.contextmanager
+def slow_valkey(folder: Path) -> Iterator[tuple[str, ...]]:
+    """Flags of a Valkey that answers one byte a second, and of a bucket."""
+    with running(folder / "valkey") as valkey, bucket(folder) as flags:
+        proxy = FaultProxy(valkey.path)
+        proxy.on_reply = throttled(1)
+        try:
+            yield ("--tiers.valkey.address", f"127.0.0.1:{proxy.port}", *flags)
+        finally:
+            proxy.close()
+
+
+@contextlib.contextmanager
+def slow_bucket(folder: Path) -> Iterator[tuple[str, ...]]:
+    """Flags of a bucket that takes and gives 1 MB/s, and of a disk."""
+    with bucket(folder, 1e6) as flags:
+        disk = folder / "disk"
+        yield (*flags, "--tiers.disk.path", str(disk), "--tiers.disk.bytes", "64MiB")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "slow",
+    [
+        pytest.param(slow_valkey, id="valkey"),
+        pytest.param(slow_bucket, id="bucket"),
+    ],
+)
+def test_a_store_that_is_slow_costs_its_own_blocks_only(tmp_path: Path, slow: object) -> None:
+    with slow(tmp_path) as flags, node() as one:  # type: ignore[operator]
+        one.start_sharing(*flags, "--tiers.lookup-wait-ms", "500")
+        has_disk = "--tiers.disk.path" in flags
+        engine, server = one.engine, one.server
+        assert engine is not None and server is not None
+        leased = hashes(4)
+        with probed(server):
+            assert store(engine, leased) == {BlockResult.STORED}
+            held = engine.session.acquire("held", [GroupHashes(0, leased)], 60).result(60)
+            assert held.pinned[0].all()
+            chains = [hashes(CHAIN) for _ in range(4)]
+            for chain in chains:
+                assert store(engine, chain) == {BlockResult.STORED}
+                assert one.finds(chain), "host memory has it"
+            count = 4 + CHAIN * len(chains)
+            moved = "tier_demoted_blocks_total" if has_disk else "shared_copied_blocks_total"
+            wait_for(lambda: one.counter(moved) >= count)
+            with AdminClient(server.target) as admin:
+                admin.evict(everything=True)
+            # The other tier has them all, whatever the slow one is asked for meanwhile.
+            wait_for(lambda: all(one.leases(chain).any() for chain in chains))
+            came = "tier_promoted_blocks_total" if has_disk else "shared_fetched_blocks_total"
+            assert one.counter(came)
+        again = engine.session.acquire("held", [GroupHashes(0, leased)], 60).result(60)
+        assert again.pinned[0].all(), "the lease is lost"
+        assert engine.session.connected

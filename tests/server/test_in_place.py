@@ -2,9 +2,10 @@
 answer follows what happens to the lease or the residency meanwhile."""
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from hotkv_server.wire import calls
 from hotkv_server.wire.guard.limits import Pace
 from hotkv_server.wire.session import SessionCalls
 from tests.server.capable import capable
-from tests.server.nodes import SPACE, local_node, store_in, worker
+from tests.server.nodes import SPACE, live_node, store_in, worker
 from tests.server.support import hashes
 
 NUM_BLOCKS = 8
@@ -84,44 +85,29 @@ def all_but(number: int) -> list[bool]:
     return [at != number for at in range(NUM_BLOCKS)]
 
 
-Run = Callable[[Callable[[Place], Awaitable[None]]], None]
+Opened = Callable[[], contextlib.AbstractAsyncContextManager[Place]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a scenario over a place, in which nothing is leased then."""
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
+    """Makes a place, in which nothing is leased at the end."""
 
-    def whole(scenario: Callable[[Place], Awaitable[None]]) -> None:
-        async def ended(place: Place) -> None:
-            await place.open()
-            await scenario(place)
-            place.node.core.check_invariants()
-            place.go.set()
-            await place.node.close()
-            assert not place.node.core.leases.all()
-
+    @contextlib.asynccontextmanager
+    async def make() -> AsyncIterator[Place]:
         more = {"check_stride": 1, "unadmitted_share": 1.0}
-        with local_node(tmp_path, config=more) as node:
-            asyncio.run(ended(Place(capable(node), monkeypatch)))
+        async with live_node(tmp_path, config=more) as node:
+            place = Place(capable(node), monkeypatch)
+            await place.open()
+            yield place
+            node.core.check_invariants()
+            place.go.set()
+        assert not node.core.leases.all()
 
-    return whole
-
-
-def test_what_was_compared_is_answered_at_once(run: Run) -> None:
-    async def scenario(place: Place) -> None:
-        place.go.set()
-        first = offsets(await place.acquire("a"))
-        again = place.acquire("a")
-        assert isinstance(again, cache_pb2.AcquireLeaseResponse) and offsets(again) == first
-        assert isinstance(place.acquire("b", HASHES[:3]), cache_pb2.AcquireLeaseResponse)
-        assert place.num_compared == NUM_BLOCKS
-        assert min(first) >= 0 and len(set(first)) == NUM_BLOCKS
-
-    run(scenario)
+    return make
 
 
-def test_others_are_served_while_blocks_are_compared(run: Run) -> None:
-    async def scenario(place: Place) -> None:
+async def test_others_are_served_while_blocks_are_compared(opened: Opened) -> None:
+    async with opened() as place:
         place.spoil(5)
         waiting = [place.acquire("a"), place.acquire("a")]
         await asyncio.sleep(0.02)
@@ -138,14 +124,11 @@ def test_others_are_served_while_blocks_are_compared(run: Run) -> None:
         assert place.num_compared == NUM_BLOCKS, "a lease is compared once"
         assert place.node.core.counters.condemned_blocks == 1
 
-    run(scenario)
-
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_lease_that_ends_meanwhile_grants_nothing(run: Run, again: bool) -> None:
+async def test_a_lease_that_ends_meanwhile_grants_nothing(opened: Opened, again: bool) -> None:
     """Also where its id has been taken for other blocks by then."""
-
-    async def scenario(place: Place) -> None:
+    async with opened() as place:
         waiting = place.acquire("a", HASHES[:2])
         await asyncio.sleep(0.02)
         assert place.node.core.release(place.session.record.number, "a")
@@ -158,13 +141,10 @@ def test_a_lease_that_ends_meanwhile_grants_nothing(run: Run, again: bool) -> No
             index = place.node.core.space.index
             assert offsets(await later) == index.offsets(place.entries[2:4]).tolist()
 
-    run(scenario)
 
-
-def test_the_stream_goes_on_and_answers_later(run: Run) -> None:
+async def test_the_stream_goes_on_and_answers_later(opened: Opened) -> None:
     """With the grant, or with the reason why there is none."""
-
-    async def scenario(place: Place) -> None:
+    async with opened() as place:
         place.spoil(0)
         sent: list[session_pb2.ConnectResponse] = []
         stream = SessionCalls(place.node, place.session, Pace(1000.0), sent.append)
@@ -185,22 +165,9 @@ def test_the_stream_goes_on_and_answers_later(run: Run) -> None:
         assert answers[1].error.reason == Reason.UNKNOWN_LEASE
         assert [at >= 0 for at in offsets(answers[2].acquire_lease)] == all_but(0)
 
-    run(scenario)
 
-
-def test_what_can_not_be_compared_is_not_granted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(place: Place) -> None:
-        monkeypatch.setattr(place.node.verifier, "judge", lambda cases: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            await place.acquire("a")
-        number = place.session.record.number
-        assert set(place.node.core.slot_offsets(number, "a")[0].tolist()) == {-1}
-
-    run(scenario)
-
-
-def test_a_residency_learns_no_offset_before_blocks_are_compared(run: Run) -> None:
-    async def scenario(place: Place) -> None:
+async def test_a_residency_learns_no_offset_before_blocks_are_compared(opened: Opened) -> None:
+    async with opened() as place:
         place.spoil(3)
         await place.residencies.open(place.session, "r", {0: NUM_BLOCKS})
         waiting = [place.extend() for _ in range(2)]
@@ -215,11 +182,9 @@ def test_a_residency_learns_no_offset_before_blocks_are_compared(run: Run) -> No
         assert np.flatnonzero(found[0] == -1).tolist() == [3], "it does not agree"
         assert not isinstance(place.extend(), asyncio.Task)
 
-    run(scenario)
 
-
-def test_a_residency_that_ends_meanwhile_pins_nothing(run: Run) -> None:
-    async def scenario(place: Place) -> None:
+async def test_a_residency_that_ends_meanwhile_pins_nothing(opened: Opened) -> None:
+    async with opened() as place:
         await place.residencies.open(place.session, "r", {0: NUM_BLOCKS})
         waiting = place.extend()
         await asyncio.sleep(0)
@@ -230,12 +195,12 @@ def test_a_residency_that_ends_meanwhile_pins_nothing(run: Run) -> None:
         assert caught.value.reason is Reason.UNKNOWN_RESIDENCY
         assert not place.node.core.space.index.pins.any()
 
-    run(scenario)
-
 
 @pytest.mark.parametrize("reads", ["for a lease", "for a residency"])
-def test_a_session_that_closes_waits_for_what_reads_the_arena(run: Run, reads: str) -> None:
-    async def scenario(place: Place) -> None:
+async def test_a_session_that_closes_waits_for_what_reads_the_arena(
+    opened: Opened, reads: str
+) -> None:
+    async with opened() as place:
         if reads == "for a lease":
             waiting = place.acquire("a")
             await asyncio.sleep(0.02)
@@ -252,5 +217,3 @@ def test_a_session_that_closes_waits_for_what_reads_the_arena(run: Run, reads: s
         with pytest.raises((HotKVError, asyncio.CancelledError)):
             await waiting
         assert not place.node.core.space.index.pins.any()
-
-    run(scenario)

@@ -15,13 +15,8 @@ from hotkv_client.testing import FakeServer, PagedEngine
 from hotkv_proto.errors import HotKVError, Reason
 from tests.server.support import block_ids, hashes
 
-STORED, PRESENT, WRITTEN, NO_SPACE, IN_FLIGHT = (
-    BlockResult.STORED,
-    BlockResult.PRESENT,
-    BlockResult.WRITTEN,
-    BlockResult.NO_SPACE,
-    BlockResult.IN_FLIGHT,
-)
+STORED, PRESENT, WRITTEN = BlockResult.STORED, BlockResult.PRESENT, BlockResult.WRITTEN
+NO_SPACE, IN_FLIGHT = BlockResult.NO_SPACE, BlockResult.IN_FLIGHT
 
 
 class Rank:
@@ -29,20 +24,15 @@ class Rank:
 
     def __init__(self, server: Any, name: str, shard: int) -> None:
         is_fake = isinstance(server, FakeServer)
+        shards = {"shard_index": shard, "num_shards": 2}
         target = "unix:/nowhere" if is_fake else server.target
-        self.engine = PagedEngine(
-            target, model=name, engine_id=name, shard_index=shard, num_shards=2, num_blocks=16
-        )
-        self.engine.kv[:] = np.random.default_rng(shard).integers(
-            0, 256, self.engine.kv.shape, np.uint8
-        )
+        self.engine = one = PagedEngine(target, model=name, engine_id=name, num_blocks=16, **shards)
+        one.kv[:] = np.random.default_rng(shard).integers(0, 256, one.kv.shape, np.uint8)
         self.session: Any
         if is_fake:
-            self.session = server.open(
-                self.engine.session.config, self.engine.layout, {"kv": self.engine.fd}
-            )
+            self.session = server.open(one.session.config, one.layout, {"kv": one.fd})
         else:
-            self.session = self.engine.connect().session
+            self.session = one.connect().session
 
     def store(self, lease_id: str, blocks: list[bytes], first: int = 0) -> list[BlockResult]:
         run = BlockRun(0, blocks, block_ids(len(blocks), first))
@@ -50,10 +40,18 @@ class Rank:
         assert result.status is TransferStatus.DONE
         return [BlockResult(value) for value in result.results[0].tolist()]
 
+    def load(self, lease_id: str, *runs: tuple[list[int], int]) -> TransferStatus:
+        """Loads positions of the lease to the engine's blocks from a number on."""
+        loads = [
+            LoadRun(0, np.array(positions, np.int32), block_ids(len(positions), first))
+            for positions, first in runs
+        ]
+        status: TransferStatus = self.session.load("load", lease_id, loads, 10).result(60).status
+        return status
+
     def acquire(self, lease_id: str, blocks: list[bytes]) -> list[bool]:
-        mask: list[bool] = (
-            self.session.acquire(lease_id, [GroupHashes(0, blocks)]).result(60).pinned[0].tolist()
-        )
+        lease = self.session.acquire(lease_id, [GroupHashes(0, blocks)]).result(60)
+        mask: list[bool] = lease.pinned[0].tolist()
         return mask
 
     def found(self, blocks: list[bytes]) -> list[bool]:
@@ -102,14 +100,10 @@ def test_a_block_is_ready_when_every_shard_is_written(rank: Open, order: tuple[i
     assert last.found(blocks) == [True] * 3
     assert last.store("w", blocks) == first.store("other", blocks) == [PRESENT] * 3
     for one in ranks:
-        assert one.acquire(f"r{one.engine.layout.shard_index}", blocks) == [True] * 3
-        kept = one.engine.kv[:, :3].copy()
-        positions = np.arange(3, dtype=np.int32)
-        run = LoadRun(0, positions, block_ids(3, 8))
-        result = one.session.load("l", f"r{one.engine.layout.shard_index}", [run], 10).result(60)
-        assert result.status is TransferStatus.DONE and np.array_equal(
-            one.engine.kv[:, 8:11], kept
-        ), "each rank gets its own shard"
+        lease_id, kept = f"r{one.engine.layout.shard_index}", one.engine.kv[:, :3].copy()
+        assert one.acquire(lease_id, blocks) == [True] * 3
+        assert one.load(lease_id, ([0, 1, 2], 8)) is TransferStatus.DONE
+        assert np.array_equal(one.engine.kv[:, 8:11], kept), "each rank gets its own shard"
 
 
 def test_a_load_that_names_a_block_twice_is_refused_and_writes_nothing(rank: Open) -> None:
@@ -117,44 +111,28 @@ def test_a_load_that_names_a_block_twice_is_refused_and_writes_nothing(rank: Ope
     blocks = hashes(3)
     assert one.store("w", blocks) == [WRITTEN] * 3 and two.store("w", blocks) == [STORED] * 3
     assert one.acquire("r", blocks) == [True] * 3
-    one.engine.kv[:, 8:] = 0
-    twice = [
-        [LoadRun(0, np.array([1, 1], np.int32), block_ids(2, 8))],
-        [
-            LoadRun(0, np.array([0, 1], np.int32), block_ids(2, 8)),
-            LoadRun(0, np.array([2, 0], np.int32), block_ids(2, 10)),
-        ],
-    ]
-    for runs in twice:
-        with pytest.raises(HotKVError) as raised:
-            one.session.load("twice", "r", runs, 10).result(60)
-        assert raised.value.reason is Reason.INVALID_FIELD
-        assert (
-            raised.value.message
-            == "runs.lease_positions name a block twice; a load copies each block once"
-        )
     # A lease may list a hash twice; the block is the same.
     assert one.acquire("listed twice", [*blocks, blocks[0]]) == [True] * 4
-    with pytest.raises(HotKVError, match="lease_positions name a block twice"):
-        one.session.load(
-            "twice", "listed twice", [LoadRun(0, np.arange(4, dtype=np.int32), block_ids(4, 8))], 10
-        ).result(60)
+    one.engine.kv[:, 8:] = 0
+    for lease_id, *runs in (
+        ("r", ([1, 1], 8)),
+        ("r", ([0, 1], 8), ([2, 0], 10)),
+        ("listed twice", ([0, 1, 2, 3], 8)),
+    ):
+        with pytest.raises(HotKVError, match="lease_positions name a block twice") as raised:
+            one.load(lease_id, *runs)
+        assert raised.value.reason is Reason.INVALID_FIELD
     assert not one.engine.kv[:, 8:].any()
     # Several runs of one group are no repetition; the id of what was refused is free.
-    apart = [
-        LoadRun(0, np.array([position], np.int32), block_ids(1, 8 + position))
-        for position in range(3)
-    ]
-    assert one.session.load("twice", "r", apart, 10).result(60).status is TransferStatus.DONE
+    assert one.load("r", ([0], 8), ([1], 9), ([2], 10)) is TransferStatus.DONE
     assert np.array_equal(one.engine.kv[:, 8:11], one.engine.kv[:, :3])
 
 
 def test_what_the_first_rank_was_told_holds_for_the_others(rank: Open) -> None:
     one, two = rank(0), rank(1)
     blocks, others = hashes(4), hashes(2)
-    assert one.store("before", blocks[:1]) == [WRITTEN] and two.store("before", blocks[:1]) == [
-        STORED
-    ]
+    assert one.store("before", blocks[:1]) == [WRITTEN]
+    assert two.store("before", blocks[:1]) == [STORED]
     assert one.store("w", blocks) == [PRESENT, WRITTEN, WRITTEN, WRITTEN]
     assert two.store("another", [*blocks[:2], *others]) == [PRESENT, IN_FLIGHT, WRITTEN, WRITTEN]
     refused(lambda: two.store("w", [*blocks, *others]))
@@ -163,13 +141,10 @@ def test_what_the_first_rank_was_told_holds_for_the_others(rank: Open) -> None:
     assert one.found(blocks) == [True, False, True, False]
     assert two.store("w", blocks) == [PRESENT, STORED, PRESENT, STORED]
     assert one.store("another", others) == [STORED] * 2
-
-
-def test_a_block_that_is_listed_twice_is_copied_once(rank: Open) -> None:
-    one, two = rank(0), rank(1)
+    # A block that is listed twice is copied once.
     (block,) = hashes(1)
-    assert one.store("w", [block, block]) == [WRITTEN, IN_FLIGHT]
-    assert two.store("w", [block, block]) == [STORED, IN_FLIGHT]
+    assert one.store("twice", [block, block]) == [WRITTEN, IN_FLIGHT]
+    assert two.store("twice", [block, block]) == [STORED, IN_FLIGHT]
 
 
 def test_an_id_is_of_one_kind_and_for_the_same_blocks(rank: Open) -> None:
@@ -196,8 +171,7 @@ def test_a_flush_between_two_ranks_leaves_nothing(rank: Open) -> None:
 
 @pytest.mark.parametrize("survivor", [0, 1])
 def test_a_rank_that_goes_leaves_no_half_blocks(rank: Open, survivor: int) -> None:
-    """The lease ends with the session that took it; the shard of the other rank waits for a new
-    one."""
+    """The lease ends with the session that took it."""
     gone, stays = rank(1 - survivor), rank(survivor)
     blocks = hashes(2)
     assert gone.store("w", blocks) == [WRITTEN] * 2

@@ -1,12 +1,14 @@
-"""SIGHUP on a real server: what changes at once, what needs a restart, what is refused; and the
-audit log and JSON lines of the same server."""
+"""SIGHUP on a real server: what changes at once, what needs a restart, what is refused, at any
+moment; and the audit log and JSON lines of the same server."""
 
 import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ import grpc
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv_client import Credentials, LinkState
+from hotkv_client import Credentials, GroupHashes, LinkState
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.command import cli
@@ -30,8 +32,6 @@ from hotkv_proto.v1 import (
     sparse_pb2,
     sparse_pb2_grpc,
 )
-from hotkv_server.settings import Settings
-from hotkv_server.startup.reload import Reloader, differing
 from tests.server.certificates import Authority
 from tests.server.guarded import refused, store
 from tests.support.waiting import wait_for
@@ -112,12 +112,12 @@ class Reloading:
 
     @property
     def tcp(self) -> str:
-        (ready,) = [
-            json.loads(line)["message"]
-            for line in self.server.log.read_text().splitlines()
-            if '"ready version' in line
-        ]
-        return f"localhost:{ready.split('tcp_port=')[1].split()[0]}"
+        port = re.search(r"ready version.* tcp_port=(\d+)", self.server.log.read_text())
+        assert port is not None
+        return f"localhost:{port[1]}"
+
+    def engine(self, tenant: str) -> PagedEngine:
+        return PagedEngine(self.server.target, tenant=tenant).connect()
 
     def admin(self, token: str) -> AdminClient:
         """Over TCP."""
@@ -136,22 +136,19 @@ def tenant(name: str, **more: Any) -> dict[str, Any]:
 
 def toml(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """Lines of TOML: plain values first, then tables."""
-    inner = {k: v for k, v in values.items() if isinstance(v, dict)}
-    listed = {k: v for k, v in values.items() if v and isinstance(v, list) and is_tables(v)}
+    tables = {key: value for key, value in values.items() if _is_table(value)}
     for key, value in values.items():
-        if key not in inner and key not in listed:
+        if key not in tables:
             yield f"{key} = {json.dumps(value)}"
-    for key, value in inner.items():
-        yield f"[{prefix}{key}]"
-        yield from toml(value, f"{prefix}{key}.")
-    for key, tables in listed.items():
-        for table in tables:
-            yield f"[[{prefix}{key}]]"
-            yield from toml(table)
+    for key, table in tables.items():
+        for one in table if isinstance(table, list) else [table]:
+            yield f"[[{prefix}{key}]]" if isinstance(table, list) else f"[{prefix}{key}]"
+            yield from toml(one, f"{prefix}{key}.")
 
 
-def is_tables(values: list[Any]) -> bool:
-    return isinstance(values[0], dict)
+def _is_table(value: Any) -> bool:
+    first = value[0] if isinstance(value, list) and value else value
+    return isinstance(first, dict)
 
 
 @pytest.fixture(scope="module")
@@ -164,15 +161,13 @@ def running() -> Iterator[Reloading]:
 
 
 def test_tenants_come_and_go_and_others_go_on(running: Reloading) -> None:
-    alpha, beta = (
-        PagedEngine(running.server.target, tenant=t).connect() for t in ("alpha", "beta")
-    )
+    alpha, beta = running.engine("alpha"), running.engine("beta")
     running.security["tenants"] = [tenant("alpha"), tenant("gamma")]
     running.reload("settings reloaded", "security.tenants")
     wait_for(lambda: beta.session.state is not LinkState.CONNECTED)
     assert running.logged("session ended by the new settings")
     store(alpha)
-    gamma = PagedEngine(running.server.target, tenant="gamma").connect()
+    gamma = running.engine("gamma")
     store(gamma)
     for engine in (alpha, beta, gamma):
         engine.close()
@@ -202,7 +197,8 @@ def test_wrong_settings_change_nothing_and_are_named(running: Reloading) -> None
         ("log_level = 'loud'\n", "log_level"),
         ("this is no TOML", "hotkv.toml"),
         (before.replace("[security]", "[security]\nno_such_thing = 1"), "no_such_thing"),
-        (before.replace("renewed", "server").replace("server.key", "gone.key"), "gone.key"),
+        (before.replace("server.key", "gone.key"), "gone.key"),
+        (before.replace("audit.jsonl", "none/audit.jsonl"), "security.audit_file"),
     ):
         running.path.write_text(text)
         number = running.logged("not reloaded", said)
@@ -215,12 +211,10 @@ def test_wrong_settings_change_nothing_and_are_named(running: Reloading) -> None
 def test_what_needs_a_restart_is_named(running: Reloading) -> None:
     running.top["policy"] = "lru"
     running.reload("need a restart", "policy")
-    # It is named again, for it still waits.
-    running.reload("need a restart", "policy")
-    del running.top["policy"]
+    # It is named again, for it still waits; and so is a tier that comes.
     running.top["tiers"]["valkey"] = {"address": "localhost:1"}
-    running.reload("need a restart", "tiers.valkey")
-    del running.top["tiers"]["valkey"]
+    running.reload("need a restart", "policy", "tiers.valkey")
+    del running.top["policy"], running.top["tiers"]["valkey"]
     running.reload("settings reloaded", "nothing")
 
 
@@ -244,12 +238,6 @@ def test_the_rest_is_taken_up_if_tenants_or_tls_need_a_restart(running: Reloadin
     running.reload("need a restart", "security.tls.client_ca")
     running.security["tls"] = tls
     running.reload("settings reloaded", "nothing")
-
-
-def test_settings_of_a_tier_that_comes_or_goes_differ() -> None:
-    without, with_ = {"a": 1, "tier": None}, {"a": 1, "tier.address": "x"}
-    assert differing(without, with_) == differing(with_, without)[::-1] == ["tier", "tier.address"]
-    assert differing(with_, with_) == []
 
 
 def test_a_reload_that_fails_has_changed_nothing_and_systemd_is_told() -> None:
@@ -297,25 +285,10 @@ def notified(path: Path) -> Iterator[Callable[[], list[str]]]:
         yield told
 
 
-def test_a_defect_while_reloading_is_logged_and_raises_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def broken() -> Settings:
-        raise KeyError("a defect")
-
-    settings = Settings()
-    nothing: Any = None
-    assert not Reloader(broken, settings, nothing, nothing)()
-    assert "settings not reloaded, the old ones stay: 'a defect'" in caplog.text
-    assert "Traceback" in caplog.text
-
-
 def test_a_tenant_that_may_no_longer_map_the_table_is_ended(running: Reloading) -> None:
     running.security["tenants"] = [tenant("alpha", table="mapped"), tenant("beta")]
     running.reload("settings reloaded")
-    alpha, beta = (
-        PagedEngine(running.server.target, tenant=t).connect() for t in ("alpha", "beta")
-    )
+    alpha, beta = running.engine("alpha"), running.engine("beta")
     number = running.logged("session ended by the new settings")
     running.security["tenants"] = [tenant("alpha"), tenant("beta")]
     running.reload("settings reloaded", "security.tenants")
@@ -328,21 +301,18 @@ def test_a_tenant_that_may_no_longer_map_the_table_is_ended(running: Reloading) 
 
 def test_streams_have_request_ids(running: Reloading) -> None:
     metadata = (("x-request-id", "stream-4711"),)
+    opening = session_pb2.OpenSession(protocol_version=1, ticket=b"stale")
+    connect = iter([session_pb2.ConnectRequest(open_session=opening)])
+    select = iter([sparse_pb2.SelectBlocksRequest(session_id="none")])
     with grpc.insecure_channel(running.server.target) as channel:
-        opening = session_pb2.OpenSession(protocol_version=1, ticket=b"stale")
-        calls = (
-            session_pb2_grpc.SessionServiceStub(channel).Connect(
-                iter([session_pb2.ConnectRequest(open_session=opening)]), metadata=metadata
-            ),
-            sparse_pb2_grpc.SparseServiceStub(channel).SelectBlocks(
-                iter([sparse_pb2.SelectBlocksRequest(session_id="none")]), metadata=metadata
-            ),
-        )
-        for call in calls:
+        for call in (
+            session_pb2_grpc.SessionServiceStub(channel).Connect(connect, metadata=metadata),
+            sparse_pb2_grpc.SparseServiceStub(channel).SelectBlocks(select, metadata=metadata),
+        ):
             with contextlib.suppress(grpc.RpcError):
                 list(call)
-    assert running.logged("refused", "stream-4711", "UNAUTHENTICATED") == 1
-    assert running.logged("refused", "stream-4711", "UNKNOWN_SESSION") == 1
+    for reason in ("UNAUTHENTICATED", "UNKNOWN_SESSION"):
+        assert running.logged("refused", "stream-4711", reason) == 1
 
 
 @pytest.mark.long
@@ -371,16 +341,6 @@ def test_a_session_that_is_being_opened_ends_with_its_tenant() -> None:
             admitted = [line for line in server.log.read_text().splitlines() if "admitted" in line]
             assert not any("'beta'" in line for line in admitted)
             beta.close()
-
-
-def test_an_audit_file_that_could_not_be_opened_changes_nothing(running: Reloading) -> None:
-    kept = running.security["audit_file"]
-    running.security["audit_file"] = f"{running.folder}/none/audit.jsonl"
-    running.top["drain_timeout_s"] = 5
-    running.reload("not reloaded", "security.audit_file")
-    running.security["audit_file"] = kept
-    del running.top["drain_timeout_s"]
-    running.reload("settings reloaded", "nothing")
 
 
 def test_a_budget_and_the_log_level_change(running: Reloading) -> None:
@@ -440,41 +400,32 @@ def test_calls_that_change_something_are_audited(running: Reloading) -> None:
 
 def test_hashes_are_not_audited_and_a_call_keeps_its_id(running: Reloading) -> None:
     PagedEngine(running.server.target, tenant="alpha").connect().close()
+    with AdminClient(running.server.target) as admin:
+        space = admin.key_spaces()[0]["key_space_id"]
+    request = admin_pb2.EvictRequest(key_space_id=space, hashes=b"\xab" * 32)
     with grpc.insecure_channel(admin_target(running.server.target)) as channel:
-        stub = admin_pb2_grpc.AdminServiceStub(channel)
-        told = stub.Tell(admin_pb2.TellRequest(topic="key_spaces")).json
-        space = json.loads(told)["key_spaces"][0]["key_space_id"]
-        request = admin_pb2.EvictRequest(key_space_id=space, hashes=b"\xab" * 32)
-        stub.Evict(request, metadata=(("x-request-id", "ticket-4711"),))
-        stub.Evict(request, metadata=(("x-request-id", "no {such} id"),))
+        for request_id in ("ticket-4711", "no {such} id"):
+            stub = admin_pb2_grpc.AdminServiceStub(channel)
+            stub.Evict(request, metadata=(("x-request-id", request_id),))
     named, unnamed = running.audited()[-2:]
     assert named["request_id"] == "ticket-4711" and "{" not in unnamed["request_id"]
     assert named["arguments"]["hashes"] == "32 bytes" and "abab" not in json.dumps(named)
     assert named["who"] == "unix socket, no ticket"
 
 
-def test_all_calls_or_none_are_audited_if_that_is_asked(running: Reloading) -> None:
+def test_all_calls_or_none_are_audited_in_a_file_that_may_be_rotated(running: Reloading) -> None:
     target = running.server.target
     running.security["audit"] = "all"
     running.reload("settings reloaded", "security.audit")
-    before = len(running.audited())
+    (running.folder / "audit.jsonl").rename(running.folder / "audit.jsonl.1")
     running.server.cli("sessions")
-    (line,) = running.audited()[before:]
+    (line,) = running.audited()
     assert (line["method"][-4:], line["arguments"]) == ("Tell", {"topic": "sessions"})
     running.security["audit"] = "off"
     running.reload("settings reloaded", "security.audit")
     before = len(running.audited())
     assert cli.main(["--target", target, "evict", "--all"]) == 0
     assert len(running.audited()) == before
-
-
-def test_an_audit_file_that_was_rotated_is_made_anew(running: Reloading) -> None:
-    running.security["audit"] = "changes"
-    running.reload("settings reloaded")
-    path = running.folder / "audit.jsonl"
-    path.rename(running.folder / "audit.jsonl.1")
-    assert cli.main(["--target", running.server.target, "evict", "--all"]) == 0
-    assert len(running.audited()) == 1
 
 
 def test_each_line_of_the_log_is_json(running: Reloading) -> None:
@@ -484,15 +435,71 @@ def test_each_line_of_the_log_is_json(running: Reloading) -> None:
         assert fields["time"].endswith("Z") and "\n" not in line
 
 
-def test_in_text_the_audit_is_a_line_of_the_log() -> None:
-    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB") as server:
-        server.wait_ready()
-        server.cli("evict", "--all")
-        (line,) = [
-            line for line in server.log.read_text().splitlines() if "hotkv_server.audit" in line
-        ]
-        assert "AdminService/Evict all=True" in line and f"uid={MINE}" in line
-        assert "outcome=ok" in line and "request_id=" in line
-        # No settings file: a reload changes nothing, and does no harm.
-        os.kill(server.pid, signal.SIGHUP)
-        wait_for(lambda: "settings reloaded changed=nothing" in server.log.read_text())
+# Moments
+
+CHANGED_AT_THE_START = """
+import os, pathlib, signal, sys
+from hotkv_server import daemon
+load_kernels = daemon.load_kernels
+def changed(settings):
+    path = pathlib.Path(sys.argv[sys.argv.index("--config") + 1])
+    path.write_text("drain_timeout_s = 7")
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGHUP)
+    load_kernels(settings)
+daemon.load_kernels = changed
+from hotkv_server.cli import main
+sys.exit(main())
+"""
+
+
+def test_what_is_asked_while_it_starts_is_done_when_it_has() -> None:
+    """The settings had been read by then; whoever changed them asks once."""
+    with runtime_folder(64 << 20) as folder:
+        config = folder / "hotkv.toml"
+        config.write_text("drain_timeout_s = 6")
+        command = (sys.executable, "-c", CHANGED_AT_THE_START, "run")
+        with Server(folder, "16MiB", "--config", str(config), command=command) as server:
+            server.wait_ready()
+            wait_for(lambda: "reloaded changed=drain_timeout_s" in server.log.read_text())
+            assert server.log.read_text().count("settings reloaded") == 1
+
+
+def test_reloads_one_after_the_other_and_while_it_drains_do_no_harm() -> None:
+    with runtime_folder(64 << 20) as folder:
+        config = folder / "hotkv.toml"
+        config.write_text("drain_timeout_s = 6")
+        with Server(folder, "16MiB", "--config", str(config)) as server:
+            server.wait_ready()
+            engine = PagedEngine(server.target).connect()
+            for _ in range(20):
+                os.kill(server.pid, signal.SIGHUP)
+            config.unlink()
+            os.kill(server.pid, signal.SIGHUP)
+            wait_for(lambda: "there is no file" in server.log.read_text())
+            held = engine.session
+            blocks = store(engine)
+            assert held.acquire("held", [GroupHashes(0, blocks)], 600).result(60).pinned[0].all()
+            os.kill(server.pid, signal.SIGTERM)
+            wait_for(lambda: "draining timeout_s=6.0" in server.log.read_text())
+            config.write_text("drain_timeout_s = 1")
+            os.kill(server.pid, signal.SIGHUP)
+            wait_for(lambda: "reloaded changed=drain_timeout_s" in server.log.read_text())
+            held.release("held")
+            engine.close()
+        text = server.log.read_text()
+        assert "hotkv_server.daemon stopped" in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+def test_odd_text_is_one_line_of_json_in_any_locale(encoding: str) -> None:
+    code = (
+        "import logging; from hotkv_server import logs; logs.set_up('info', 'json');"
+        "logging.info('caf\\xe9 \\U0001f600 \\u2028 \\x85 %s', 'a\\nb\\udc80')"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, check=True, timeout=60
+    )
+    (line,) = done.stderr.decode().splitlines()
+    assert json.loads(line)["message"] == "caf\xe9 \U0001f600 \u2028 \x85 a\nb\udc80"

@@ -1,30 +1,33 @@
 """Access on a real server with tenants, TLS and admins: every refusal has a canonical code and is
 logged."""
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from demo.processes import ROOT, ChildError, Server, runtime_folder
-from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, Session, SessionConfig
+from hotkv_client import BlockRun, Credentials, GroupHashes, LoadRun, Role, Session, SessionConfig
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
-from hotkv_client.command import cli
 from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
-from hotkv_proto.blocks import TransferStatus
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.v1 import (
@@ -37,8 +40,6 @@ from hotkv_proto.v1 import (
     session_pb2,
     session_pb2_grpc,
 )
-from hotkv_server.cache.sessions import MAX_KEY_SPACES_OF_TENANT
-from hotkv_server.security.identity import TTL_S
 from tests.server import guarded as support
 from tests.server.certificates import Authority
 from tests.server.guarded import (
@@ -51,20 +52,13 @@ from tests.server.guarded import (
     Guarded,
     Make,
     refused,
+    sha256,
     store,
     why_absent,
 )
 from tests.server.support import block_ids, hashes
 
 guarded, engine = support.guarded, support.engine
-
-
-@pytest.fixture(scope="module", autouse=True)
-def old_ticket(guarded: Guarded) -> tuple[bytes, float]:
-    """A ticket and when it expires, which it does while the other tests of this file run."""
-    path = descriptor_socket(guarded.target)
-    assert path is not None
-    return fetch_ticket(path, 5), time.monotonic() + TTL_S
 
 
 # Users of this node
@@ -95,10 +89,7 @@ def test_other_users(guarded: Guarded) -> None:
     assert act(OTHER_UID, "", "by_group")["why"].startswith("NOT_ALLOWED")
     assert act(OTHER_UID, "", "alpha")["why"].startswith("NOT_ALLOWED")
     stranger = act(STRANGER_UID, "", "alpha")["why"]
-    assert (
-        stranger.startswith("UNAUTHENTICATED")
-        and f"user id {STRANGER_UID} may not link" in stranger
-    )
+    assert stranger.startswith("UNAUTHENTICATED")
     assert guarded.logged("refused descriptor socket", f"uid={STRANGER_UID}")
     assert guarded.logged("session admitted", "tenant='beta'", f"uid={OTHER_UID}")
 
@@ -112,53 +103,49 @@ def test_a_ticket_is_good_once(guarded: Guarded) -> None:
     assert guarded.logged("refused", "UNAUTHENTICATED: ticket was used before")
     first = fetch_ticket(path, 5)
     assert why_absent(guarded.target, "beta", ticket=first).startswith("NOT_ALLOWED")
-    assert why_absent(guarded.target, "alpha", ticket=first).startswith("UNAUTHENTICATED"), (
-        "it was used"
-    )
+    again = why_absent(guarded.target, "alpha", ticket=first)
+    assert again.startswith("UNAUTHENTICATED"), "it was used"
 
 
 def test_a_tenant_has_so_many_sessions(guarded: Guarded, engine: Make) -> None:
     engine("tiny")
-    assert why_absent(guarded.target, "tiny").startswith(
-        "OVERLOADED: 1 sessions of this tenant are open"
-    )
+    assert why_absent(guarded.target, "tiny").startswith("OVERLOADED")
 
 
 # Nobody sees another tenant's
 
 
 def test_a_tenant_can_not_probe_another(guarded: Guarded, engine: Make) -> None:
-    """Neither by calls nor by names of leases, transfers, sequences and key spaces; what exists is
-    refused as what does not."""
-    one, other = engine("alpha", engine_id="shared-name"), engine("blind", engine_id="shared-name")
+    """Neither by calls nor by names; what exists is refused as what does not."""
+    one, other = (engine(tenant, engine_id="shared-name") for tenant in ("alpha", "blind"))
     blocks = store(one)
-    one.session.acquire("lease", [GroupHashes(0, blocks)], 60).result(60)
-    at = np.arange(1, dtype=np.int32)
-    assert not other.session.lookup([GroupHashes(0, blocks)]).result(60)[0].any()
-    assert not other.session.acquire("own", [GroupHashes(0, blocks)]).result(60).pinned[0].any()
-    theirs = refused(lambda: other.session.load("t", "lease", [LoadRun(0, at, at)], 5).result(60))
-    unknown = refused(lambda: other.session.load("t", "never", [LoadRun(0, at, at)], 5).result(60))
+    asked, run = [GroupHashes(0, blocks)], [LoadRun(0, block_ids(1), block_ids(1))]
+    one.session.acquire("lease", asked, 60).result(60)
+    assert not other.session.lookup(asked).result(60)[0].any()
+    assert not other.session.acquire("own", asked).result(60).pinned[0].any()
+    theirs, unknown = (
+        refused(lambda name=name: other.session.load("t", name, run, 5).result(60))  # type: ignore[misc]
+        for name in ("lease", "never")
+    )
     assert theirs[0] is unknown[0] is Reason.UNKNOWN_LEASE
     assert theirs[1].replace("lease'", "…") == unknown[1].replace("never'", "…")
     assert guarded.logged("refused", "engine=blind/shared-name", "FOREIGN_LEASE")
     assert not other.session._call(lambda: _wire.release("lease")).result(60)
-    assert one.session.load("t", "lease", [LoadRun(0, at, at)], 5).result(60).num_bytes, (
-        "it still has its lease"
-    )
+    assert one.session.load("t", "lease", run, 5).result(60).num_bytes, "it still has its lease"
     assert not other.session._call(lambda: _wire.cancel("t")).result(60)
 
     mine, its = (e.session._connection for e in (one, other))
     assert mine is not None and its is not None
     with AdminClient(guarded.target) as admin:
         space = {s["engine_id"]: s["key_space_id"] for s in admin.sessions()}["alpha/shared-name"]
-    groups = [cache_pb2.GroupHashes(hashes=b"".join(blocks))]
     with grpc.insecure_channel(guarded.target) as channel:
 
         def lookup(session_id: str = "", number: int = 0) -> Any:
-            asked = cache_pb2.LookupRequest(
+            groups = [cache_pb2.GroupHashes(hashes=b"".join(blocks))]
+            request = cache_pb2.LookupRequest(
                 session_id=session_id, key_space_id=number, groups=groups
             )
-            return cache_pb2_grpc.CacheServiceStub(channel).Lookup(asked)
+            return cache_pb2_grpc.CacheServiceStub(channel).Lookup(request)
 
         there = refused(lambda: lookup(its.session_id, space))
         nowhere = refused(lambda: lookup(its.session_id, 3333))
@@ -168,7 +155,6 @@ def test_a_tenant_can_not_probe_another(guarded: Guarded, engine: Make) -> None:
         assert refused(lambda: lookup("guess"))[0] is Reason.UNKNOWN_SESSION
         assert all(lookup(mine.session_id).groups[0].flags)
     assert guarded.logged("refused", "UNKNOWN_KEY_SPACE")
-    assert guarded.logged("refused", "UNKNOWN_SESSION")
     one.session.release("lease")
 
 
@@ -186,13 +172,14 @@ def test_eviction_notices_go_to_the_tenant_alone(guarded: Guarded, engine: Make)
     assert [h for e in seen["alpha"] for g in e.groups for h in g.hashes] and not seen["blind"]
 
 
-def bare_session(guarded: Guarded, key_space: KeySpace) -> tuple[Session, str]:
-    """Returns a session that links nothing by itself, and its id."""
+@contextlib.contextmanager
+def bare_session(guarded: Guarded, key_space: KeySpace) -> Iterator[str]:
+    """Yields the id of a session that links nothing by itself."""
     config = SessionConfig(guarded.target, "bare", Role.TOOL, key_space, use_table=False)
-    bare = Session(config)
-    bare.start()
-    assert bare.wait_connected(10) and bare._connection is not None
-    return bare, bare._connection.session_id
+    with contextlib.closing(Session(config)) as bare:
+        bare.start()
+        assert bare.wait_connected(10) and bare._connection is not None
+        yield bare._connection.session_id
 
 
 def linked(guarded: Guarded, session_id: str, fds: dict[str, int]) -> tuple[bytes, list[int]]:
@@ -208,20 +195,17 @@ def linked(guarded: Guarded, session_id: str, fds: dict[str, int]) -> tuple[byte
 def test_only_who_may_maps_the_table_and_nobody_the_arena(guarded: Guarded, engine: Make) -> None:
     """Nor is anybody told where blocks lie."""
     one, other = engine("alpha"), engine("blind")
-    blocks = store(one)
+    blocks, own = store(one), store(other)
     assert one.session.arena() is None
-    asked = [GroupHashes(0, blocks)]
-    reason, message = refused(
-        lambda: one.session.acquire("l", asked, wants_offsets=True).result(60)
-    )
-    assert (reason, "wants_offsets" in message) == (Reason.NOT_ALLOWED, True)
+    acquire = one.session.acquire("l", [GroupHashes(0, blocks)], wants_offsets=True)
+    reason, message = refused(lambda: acquire.result(60))
+    assert reason is Reason.NOT_ALLOWED and "wants_offsets" in message
     assert one.session.probe(0, blocks) is not None
     assert other.session.probe(0, blocks) is None
-    own = store(other)
     assert other.session.lookup([GroupHashes(0, own)]).result(60)[0].all(), "it looks up by calls"
     for session, has_table in ((one, True), (other, False)):
-        bare, session_id = bare_session(guarded, session.key_space)
-        answer, fds = linked(guarded, session_id, {})
+        with bare_session(guarded, session.key_space) as session_id:
+            answer, fds = linked(guarded, session_id, {})
         sizes = _answers.link_sizes(answer)
         assert (bool(sizes.arena_bytes), bool(sizes.table_bytes)) == (False, has_table)
         assert len(fds) == has_table and not sizes.num_words
@@ -229,7 +213,6 @@ def test_only_who_may_maps_the_table_and_nobody_the_arena(guarded: Guarded, engi
             with pytest.raises(OSError):
                 os.write(fd, b"x")
             os.close(fd)
-        bare.close()
 
 
 @pytest.mark.skipif(MINE != 0, reason="only root may become another user")
@@ -245,38 +228,25 @@ def test_a_link_needs_the_same_proof(guarded: Guarded, engine: Make) -> None:
     )
     packet = _wire.link_request(one.session._connection.session_id, []).hex()
     command = [sys.executable, "-c", code, str(descriptor_socket(guarded.target)), packet]
-    answer, num_fds = subprocess.run(
-        command, capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert (
-        session_pb2.LinkResponse.FromString(bytes.fromhex(answer)).error.reason
-        == Reason.NOT_ALLOWED
-        and num_fds == "0"
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    answer, num_fds = done.stdout.split()
+    error = session_pb2.LinkResponse.FromString(bytes.fromhex(answer)).error
+    assert error.reason == Reason.NOT_ALLOWED and num_fds == "0"
     assert guarded.logged("refused descriptor socket", f"uid={OTHER_UID}", "NOT_ALLOWED")
 
 
 def test_memory_that_is_none_is_refused(guarded: Guarded, engine: Make) -> None:
-    bare, session_id = bare_session(guarded, engine("alpha").key_space)
     pipe, (one, other) = os.pipe(), socket.socketpair()
-    short, zero = os.memfd_create("short"), os.open("/dev/zero", os.O_RDWR)
-    disk = os.open("/usr/bin/env", os.O_RDONLY)
-    for name, fd, words in (
-        ("../../etc/passwd", pipe[0], "no file"),
-        ("../../etc/passwd", one.fileno(), "no file"),
-        ("../../etc/passwd", zero, "no file"),
-        ("../../etc/passwd", disk, "on a disk"),
-        ("hotkv-fence", short, "fence"),
-    ):
-        answer, fds = linked(guarded, session_id, {name: fd})
-        error = session_pb2.LinkResponse.FromString(answer).error
-        found = error.reason, words in error.message, fds
-        assert found == (Reason.INVALID_LAYOUT, True, []), error
-    for fd in (*pipe, short, zero, disk):
+    device, disk = os.open("/dev/zero", os.O_RDWR), os.open("/usr/bin/env", os.O_RDONLY)
+    with bare_session(guarded, engine("alpha").key_space) as session_id:
+        for fd in (*pipe, one.fileno(), device, disk):
+            answer, fds = linked(guarded, session_id, {"../../etc/passwd": fd})
+            error = session_pb2.LinkResponse.FromString(answer).error
+            assert (error.reason, fds) == (Reason.INVALID_LAYOUT, []), error
+    for fd in (*pipe, device, disk):
         os.close(fd)
     one.close()
     other.close()
-    bare.close()
 
 
 # Admins
@@ -306,32 +276,18 @@ def test_the_admin_api_is_on_its_own_socket(guarded: Guarded) -> None:
     assert guarded.server.cli("status")
 
 
-def test_admins_over_tcp_prove_it(guarded: Guarded, capsys: pytest.CaptureFixture[str]) -> None:
+def test_admins_over_tcp_prove_it(guarded: Guarded) -> None:
     for proof in (guarded.credentials("operator"), guarded.credentials("nobody", ADMIN_TOKEN)):
         with AdminClient(guarded.tcp, credentials=proof) as admin:
             assert admin.info()["state"] == "ready"
             next(admin.events(seconds=5))
             next(admin.watch_requests(seconds=5))
-    for proof in (
-        guarded.credentials("nobody"),
-        guarded.credentials("beta"),
-        guarded.credentials("nobody", TOKEN),
-    ):
-        with AdminClient(guarded.tcp, credentials=proof) as admin:
-            for ask in (
-                admin.info,
-                lambda admin=admin: next(admin.events(seconds=5)),
-                lambda admin=admin: next(admin.watch_requests(seconds=5)),
-            ):
-                assert refused(ask)[0] is Reason.NOT_ALLOWED
+    for name, token in (("nobody", ""), ("beta", ""), ("nobody", TOKEN)):
+        with AdminClient(guarded.tcp, credentials=guarded.credentials(name, token)) as admin:
+            assert refused(admin.info)[0] is Reason.NOT_ALLOWED
+            for stream in (admin.events(seconds=5), admin.watch_requests(seconds=5)):
+                assert refused(lambda stream=stream: next(stream))[0] is Reason.NOT_ALLOWED
     assert guarded.logged("refused", "NOT_ALLOWED: this token or certificate is no admin's")
-    proof = guarded.credentials("operator")
-    flags = ["--target", guarded.tcp, "--tls-ca", proof.tls_ca]
-    flags += ["--tls-certificate", proof.tls_certificate, "--tls-key", proof.tls_key]
-    assert cli.main(["status", *flags]) == 0
-    assert "hotkv-server" in capsys.readouterr().out
-    assert cli.main(["status", *flags[:-1], "/nowhere"]) == 1
-    assert "tls_key '/nowhere'" in capsys.readouterr().err
 
 
 # Floods
@@ -356,33 +312,6 @@ def test_a_message_of_too_many_parts_is_refused_before_it_is_parsed(
     store(one)
 
 
-def test_a_tenant_has_so_many_key_spaces(guarded: Guarded, engine: Make) -> None:
-    """Those that it has left without a block are forgotten for new ones, and what it has stored or
-    is using is not."""
-    used, left = engine("hoarder", model="used"), engine("hoarder", model="left")
-    in_use, in_left = store(used), store(left)
-    left.session.close()
-    request = _wire.open_session(used.session.config)
-    with grpc.insecure_channel(guarded.target) as channel, AdminClient(guarded.target) as admin:
-        path = descriptor_socket(guarded.target)
-        assert path is not None
-        for number in range(MAX_KEY_SPACES_OF_TENANT + 1):
-            request.open_session.key_space.model, request.open_session.ticket = (
-                f"model {number}",
-                fetch_ticket(path, 5),
-            )
-            call = session_pb2_grpc.SessionServiceStub(channel).Connect(iter([request]))
-            assert next(call).session_opened.session_id
-            assert not list(call)
-        mine = [
-            known for known in admin.key_spaces() if known["key_space"].get("tenant") == "hoarder"
-        ]
-    assert 2 < len(mine) <= MAX_KEY_SPACES_OF_TENANT
-    left = engine("hoarder", model="left")
-    for one, blocks in ((used, in_use), (left, in_left)):
-        assert one.session.lookup([GroupHashes(0, blocks)]).result(60)[0].all()
-
-
 def test_a_session_has_so_many_transfers_in_flight(guarded: Guarded, engine: Make) -> None:
     """A flood of stores is shed with a canonical code; the session goes on, and so does its
     neighbour."""
@@ -397,31 +326,6 @@ def test_a_session_has_so_many_transfers_in_flight(guarded: Guarded, engine: Mak
 
 
 # Memory that goes away
-
-
-@pytest.mark.long
-def test_a_client_that_cuts_its_memory_short_ends_no_server(guarded: Guarded, engine: Make) -> None:
-    """In the middle of copies, at any moment: its transfers fail, nothing of them is kept, and
-    everybody else goes on."""
-    neighbour = engine("blind")
-    random = np.random.default_rng(4)
-    outcomes = set()
-    for i in range(16):
-        one = engine("alpha", num_blocks=32, page_bytes=1 << 18, layers=4)
-        blocks = hashes(32)
-        run = BlockRun(0, blocks, block_ids(32))
-        future = one.session.store(f"cut{i}", f"cut{i}", [run], 20)
-        time.sleep(random.uniform(0, 0.006))
-        os.ftruncate(one.fd, 0)
-        error = future.exception(60)
-        outcomes.add(error.reason if isinstance(error, HotKVError) else future.result().status)
-        kept = error is None and future.result().status is TransferStatus.DONE
-        assert neighbour.session.lookup([GroupHashes(0, blocks)]).result(60)
-        assert one.session.lookup([GroupHashes(0, blocks)]).result(60)[0].any() == kept
-        one.session.close()
-    assert TransferStatus.FAILED in outcomes
-    assert guarded.logged("memory cut short", "engine=alpha/")
-    store(neighbour)
 
 
 def test_a_fault_elsewhere_still_ends_the_server() -> None:
@@ -444,53 +348,163 @@ def test_a_fault_elsewhere_still_ends_the_server() -> None:
 # The start
 
 
-def start(folder: Path, *flags: str) -> str:
-    """What a server says that must not start."""
-    with Server(folder, "16MiB", *flags) as server, pytest.raises(ChildError):
-        server.wait_ready(20)
-    return server.log.read_text()
-
-
 def test_a_server_refuses_to_start_where_others_could_interfere() -> None:
     with runtime_folder(64 << 20) as folder:
         run, arena = folder / "run", folder / "arena"
         run.mkdir()
-        run.chmod(0o777)
-        assert f"chmod go-w {run}" in start(folder)
-        run.chmod(0o700)
-        (run / "grpc.sock").symlink_to(folder / "elsewhere")
-        assert "not a socket of this server" in start(folder)
-        (run / "grpc.sock").unlink()
-        (run / "lock").unlink(missing_ok=True)
-        (run / "lock").symlink_to(folder / "elsewhere")
-        assert "not a regular file of this server" in start(folder)
-        (run / "lock").unlink()
         arena.mkdir()
+
+        def said() -> str:
+            with Server(folder, "16MiB") as server, pytest.raises(ChildError):
+                server.wait_ready(20)
+            return server.log.read_text()
+
+        run.chmod(0o777)
+        assert f"chmod go-w {run}" in said()
+        run.chmod(0o700)
         arena.chmod(0o755)
-        assert f"chmod 700 {arena}" in start(folder)
+        assert f"chmod 700 {arena}" in said()
         arena.chmod(0o700)
-        (arena / "arena").symlink_to(folder / "elsewhere")
-        assert "not a regular file of this server" in start(folder)
-        (arena / "arena").unlink()
-        ca = Authority(folder, "ca")
-        certificate, key = ca.issue("server")
-        key.chmod(0o644)
-        tls = [
-            "--security.tls.certificate",
-            str(certificate),
-            "--security.tls.key",
-            str(key),
-            "--security.tls.client-ca",
-            str(ca.path),
-        ]
-        assert f"chmod o-rwx {key}" in start(folder, "--tcp-address", "localhost:0", *tls)
+        for name in ("run/grpc.sock", "run/lock", "arena/arena"):
+            (folder / name).unlink(missing_ok=True)
+            (folder / name).symlink_to(folder / "elsewhere")
+            assert "of this server" in said()
+            (folder / name).unlink()
         assert not (folder / "elsewhere").exists()
 
 
-# Last, so that the ticket is old by now
+# TCP
 
 
-def test_a_ticket_is_not_good_for_long(guarded: Guarded, old_ticket: tuple[bytes, float]) -> None:
-    ticket, expires_s = old_ticket
-    time.sleep(max(0.0, expires_s - time.monotonic()))
-    assert why_absent(guarded.target, "alpha", ticket=ticket).startswith("UNAUTHENTICATED")
+def over_tcp(guarded: Guarded, tenant: str, credentials: Credentials) -> None:
+    """A session over TCP opens and looks up."""
+    engine = PagedEngine(guarded.tcp, tenant=tenant)
+    space, role = engine.key_space, Role.SCHEDULER
+    config = SessionConfig(guarded.tcp, "remote", role, space, credentials=credentials)
+    with contextlib.closing(Session(config)) as session:
+        session.start()
+        assert session.wait_connected(10), session
+        assert not session.lookup([GroupHashes(0, [bytes(32)])]).result(60)[0].any()
+        assert session.probe(0, [bytes(32)]) is None
+    os.close(engine.fd)
+
+
+def test_who_is_let_in_over_tcp(guarded: Guarded) -> None:
+    over_tcp(guarded, "beta", guarded.credentials("beta"))
+    over_tcp(guarded, "gamma", guarded.credentials("nobody", TOKEN))
+    assert guarded.logged("session admitted", "tenant='beta'", "spiffe://cluster/beta")
+    assert guarded.logged("session admitted", "tenant='gamma'", "with a token")
+    assert TOKEN not in guarded.server.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("tenant", "name", "token", "words"),
+    [
+        ("gamma", "nobody", "wrong", "NOT_ALLOWED"),
+        ("gamma", "nobody", TOKEN[:-1], "NOT_ALLOWED"),
+        ("gamma", "beta", "", "NOT_ALLOWED"),
+        ("alpha", "beta", "", "NOT_ALLOWED"),
+        ("beta", "nobody", TOKEN, "NOT_ALLOWED"),
+        # Without a certificate, with one of a foreign authority, with an old one.
+        ("gamma", "", TOKEN, "TLS certificates"),
+        ("gamma", "intruder", TOKEN, "TLS certificates"),
+        ("gamma", "expired", TOKEN, "TLS certificates"),
+    ],
+)
+def test_a_wrong_proof_over_tcp_is_refused(
+    guarded: Guarded, tenant: str, name: str, token: str, words: str
+) -> None:
+    assert words in why_absent(guarded.tcp, tenant, guarded.credentials(name, token))
+    logged = (f"tenant={tenant!r}", words) if words == "NOT_ALLOWED" else ("Handshake failed",)
+    assert guarded.logged(*logged)
+
+
+def test_a_client_refuses_a_server_it_does_not_know(guarded: Guarded) -> None:
+    proof = guarded.credentials("beta", ca=guarded.foreign_ca)
+    assert "TLS certificates" in why_absent(guarded.tcp, "beta", proof)
+
+
+def test_a_token_is_not_sent_in_the_clear(guarded: Guarded) -> None:
+    bare = Credentials(token_file=guarded.credentials("", TOKEN).token_file)
+    assert "in the clear" in refused(lambda: AdminClient("node7:9000", credentials=bare))[1]
+    assert why_absent("node7:9000", "gamma", bare).startswith(
+        "INVALID_FIELD: token_file without tls_ca"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1")
+def test_tcp_shows_no_more_than_it_must(guarded: Guarded) -> None:
+    proof = guarded.credentials("operator")
+    files = (proof.tls_ca, proof.tls_key, proof.tls_certificate)
+    secrets = grpc.ssl_channel_credentials(*(Path(file).read_bytes() for file in files))
+    with grpc.secure_channel(guarded.tcp, secrets) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert check.status == health_pb2.HealthCheckResponse.SERVING
+        reflect = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+        with pytest.raises(grpc.RpcError) as caught:
+            next(reflect(iter([reflection_pb2.ServerReflectionRequest(list_services="")])))
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    host, port = guarded.tcp.split(":")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(proof.tls_ca)
+    context.load_cert_chain(proof.tls_certificate, proof.tls_key)
+    context.set_alpn_protocols(["h2"])
+    context.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
+    for version, outcome in (
+        (ssl.TLSVersion.TLSv1_1, pytest.raises((ssl.SSLError, OSError))),
+        (ssl.TLSVersion.TLSv1_2, contextlib.nullcontext()),
+    ):
+        context.maximum_version = version
+        with socket.create_connection((host, int(port)), 5) as plain, outcome:
+            context.wrap_socket(plain, server_hostname="localhost").close()
+
+
+@pytest.mark.long
+def test_certificates_are_taken_up_when_they_change(guarded: Guarded) -> None:
+    """Bad ones are named once and left alone; good ones count from the next connection on."""
+    files = [guarded.folder / name for name in ("server.pem", "server.key", "clients.pem")]
+    kept = [file.read_bytes() for file in files]
+    try:
+        (guarded.folder / "server.pem").write_text("no certificate")
+        over_tcp(guarded, "beta", guarded.credentials("beta"))
+        over_tcp(guarded, "beta", guarded.credentials("beta"))
+        assert guarded.logged("new certificates can't be used, the old ones stay")
+        assert guarded.server.log.read_text().count("new certificates can't be used") == 1
+        new_ca = Authority(guarded.folder, "next")
+        new_ca.issue("server")
+        new_ca.issue("beta-next", "spiffe://cluster/beta")
+        shutil.copy(new_ca.path, guarded.folder / "clients.pem")
+        over_tcp(guarded, "beta", guarded.credentials("beta-next", ca=new_ca))
+        assert guarded.logged("certificates reloaded")
+        assert "TLS certificates" in why_absent(
+            guarded.tcp, "beta", guarded.credentials("beta", ca=new_ca)
+        )
+    finally:
+        for file, content in zip(files, kept, strict=True):
+            file.write_bytes(content)
+    over_tcp(guarded, "beta", guarded.credentials("beta"))
+
+
+# TCP without TLS
+
+
+def test_a_token_proves_a_tenant_without_tls_and_the_admin_socket_may_lie_elsewhere() -> None:
+    """If the operator means it, say behind a proxy that speaks TLS."""
+    tenants = json.dumps([{"name": "gamma", "token_sha256": [sha256(TOKEN)]}])
+    with runtime_folder(64 << 20) as folder:
+        (folder / "token").write_text(TOKEN)
+        elsewhere = folder / "operators" / "admin.sock"
+        flags = ["--tcp-address", "localhost:0", "--security.tcp-insecure", "true"]
+        flags += ["--security.tenants", tenants, "--security.admin-socket", str(elsewhere)]
+        with Server(folder, "16MiB", *flags, "--security.admin-socket-mode", "0660") as server:
+            server.wait_ready()
+            plain = Guarded(server, folder, None, None)  # type: ignore[arg-type]
+            over_tcp(plain, "gamma", Credentials(token_file=str(folder / "token")))
+            assert why_absent(plain.tcp, "gamma", Credentials()).startswith("UNAUTHENTICATED")
+            assert why_absent(plain.target, "gamma").startswith("NOT_ALLOWED")
+            with AdminClient(plain.tcp) as admin, pytest.raises(HotKVError, match="UNIMPLEMENTED"):
+                admin.info()
+            assert not (server.runtime_folder / "admin.sock").exists()
+            assert elsewhere.stat().st_mode & 0o777 == 0o660
+            with AdminClient(f"unix:{elsewhere}") as admin:
+                assert admin.info()["state"] == "ready"

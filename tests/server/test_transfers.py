@@ -1,6 +1,5 @@
 """Stores and loads through a real server, byte for byte."""
 
-import asyncio
 import itertools
 import os
 import queue
@@ -14,70 +13,44 @@ import numpy as np
 import pytest
 
 from demo.processes import Server
-from hotkv_client import BlockResult, BlockRun, Evicted, GroupHashes, LoadRun, TransferStatus
-from hotkv_client.admin import AdminClient
+from hotkv_client import BlockResult, BlockRun, Evicted, TransferStatus
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
-from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import hash_words
 from hotkv_server.cache.values import HashList, LoadPositions, Run
 from hotkv_server.node import transfers as transfer_module
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
-from tests.server.nodes import local_node, store_in, worker
+from tests.server.nodes import live_node, store_in, worker
 from tests.server.places import found, load, store
 from tests.server.support import block_ids, hashes
-from tests.support.waiting import wait_for
 
 Make = Callable[..., PagedEngine]
 
 
-def test_bytes_move_between_engines(engine: Make) -> None:
-    one, other = engine(), engine()
+def test_bytes_move_between_engines_and_are_stored_once(engine: Make) -> None:
+    one, other, stranger = engine(), engine(), engine(model="another")
     one.kv[:] = np.random.default_rng(1).integers(0, 256, one.kv.shape, dtype=np.uint8)
     other.kv[:] = 0
     blocks = hashes(20)
     sources, targets = (np.random.permutation(64)[:20].astype(np.int32) for _ in range(2))
     assert store(one, blocks, sources) == {BlockResult.STORED}
+    assert store(other, blocks, sources) == {BlockResult.PRESENT}
     probe = other.session.probe(0, [*blocks, *hashes(5)])
-    assert probe is not None
-    assert probe.tolist() == [True] * 20 + [False] * 5
-    assert all(found(other, blocks))
+    assert probe is not None and probe.tolist() == [True] * 20 + [False] * 5
+    assert all(found(other, blocks)) and not any(found(stranger, blocks))
+    probe = stranger.session.probe(0, blocks)
+    assert probe is not None and not probe.any()
     assert load(other, blocks, targets) is TransferStatus.DONE
     assert np.array_equal(other.kv[:, targets], one.kv[:, sources])
     untouched = np.setdiff1d(np.arange(64), targets)
     assert not other.kv[:, untouched].any()
 
 
-def test_a_block_is_stored_once(engine: Make) -> None:
-    one, other = engine(), engine()
-    blocks = hashes(4)
-    one.kv[:, :4], other.kv[:, :4] = 1, 2
-    assert store(one, blocks) == {BlockResult.STORED}
-    assert store(other, blocks) == {BlockResult.PRESENT}
-    assert load(other, blocks, 10) is TransferStatus.DONE
-    assert (other.kv[:, 10:14] == 1).all()
-
-
-def test_key_spaces_do_not_share(engine: Make) -> None:
-    one, other = engine(model="one"), engine(model="other")
-    blocks = hashes(3)
-    assert store(one, blocks) == {BlockResult.STORED}
-    probe = other.session.probe(0, blocks)
-    assert probe is not None
-    assert not probe.any()
-    assert not other.session.acquire("x", [GroupHashes(0, blocks)]).result(60).pinned[0].any()
-
-
 def test_a_burst_beyond_capacity_keeps_what_it_says(own_server: Server, engine: Make) -> None:
-    """What is answered `stored` is there afterwards or was named in a notice; the rest is refused.
-    The next store has room."""
-    gone: set[bytes] = set()
-
-    def on_evicted(notice: Evicted) -> None:
-        gone.update(h for group in notice.groups for h in group.hashes)
-
-    one = engine(own_server.target, on_evicted=on_evicted, num_blocks=64)
+    """What is answered `stored` is there afterwards or was named in a notice."""
+    told: list[Evicted] = []
+    one = engine(own_server.target, on_evicted=told.append, num_blocks=64)
     lists = [hashes(64) for _ in range(200)]  # 100 MiB into 16 MiB
     futures = [
         one.session.store(f"b{i}", f"b{i}", [BlockRun(0, h, block_ids(64))], 60)
@@ -92,6 +65,7 @@ def test_a_burst_beyond_capacity_keeps_what_it_says(own_server: Server, engine: 
         part = everything[start : start + 8192]
         present.update(itertools.compress(part, found(one, part)))
     one.session.ping(5)  # Notices come before the answer to a later call.
+    gone = {h for notice in told for group in notice.groups for h in group.hashes}
     assert stored - gone == present
     # While all room is being written, stores are refused; afterwards there is room again.
     newest = hashes(64)
@@ -123,84 +97,20 @@ def test_who_has_no_use_for_notices_gets_none(
     assert came == ({"eviction_notice"} if hears else set())
 
 
-def test_a_lease_protects_from_eviction(own_server: Server, engine: Make) -> None:
-    one = engine(own_server.target)
-    kept = hashes(16)
-    one.kv[:, :16] = np.arange(16, dtype=np.uint8)[None, :, None]
-    assert store(one, kept) == {BlockResult.STORED}
-    one.session.acquire("pin", [GroupHashes(0, kept)], ttl_s=30).result(60)
-    one.kv[:, 16:] = 99
-    for _ in range(100):
-        store(one, hashes(48), 16)
-    positions = np.arange(16, dtype=np.int32)
-    result = one.session.load("back", "pin", [LoadRun(0, positions, positions + 20)], 10).result(60)
-    assert result.status is TransferStatus.DONE
-    assert np.array_equal(one.kv[:, 20:36], one.kv[:, :16])
-
-
 def test_only_what_was_loaded_counts_as_loaded(own_server: Server, engine: Make) -> None:
-    one = engine(own_server.target)
-    blocks = hashes(4)
+    one, blocks = engine(own_server.target), hashes(4)
     store(one, blocks)
-    one.session.acquire("l", [GroupHashes(0, blocks)]).result(60)
-    for i in range(3):
-        one.session.load(f"l{i}", "l", [LoadRun(0, block_ids(1, i), block_ids(1, 9))], 5).result(60)
+    for at in range(3):
+        load(one, blocks[at : at + 1], 9)
     assert own_server.counter("loaded_blocks_total") == 3
     assert own_server.counter("loaded_bytes_total") == 3 * 2 * 4096
 
 
-def test_an_expired_lease_is_unknown(engine: Make) -> None:
-    one = engine()
-    blocks = hashes(2)
-    store(one, blocks)
-    one.session.acquire("short", [GroupHashes(0, blocks)], ttl_s=0.05).result(60)
-
-    def is_unknown() -> bool:
-        run = LoadRun(0, block_ids(1), block_ids(1, 5))
-        error = one.session.load(os.urandom(4).hex(), "short", [run], 5).exception(60)
-        return isinstance(error, HotKVError) and error.reason is Reason.UNKNOWN_LEASE
-
-    wait_for(is_unknown)
-
-
-def test_truncated_memory_is_refused(engine: Make) -> None:
-    """An engine that cuts its own file short gets a refusal; the server lives."""
-    one = engine()
-    blocks = hashes(1)
-    os.truncate(one.fd, 4096)
-    with pytest.raises(HotKVError, match="truncated"):
-        one.session.store("t", "t", [BlockRun(0, blocks, block_ids(1))], 5).result(60)
-    assert store(engine(), blocks) == {BlockResult.STORED}
-
-
-def test_admin_sees_and_evicts(own_server: Server, engine: Make) -> None:
-    one = engine(own_server.target, engine_id="seen")
-    blocks = hashes(5)
-    store(one, blocks)
-    with AdminClient(own_server.target) as admin:
-        assert [s["engine_id"] for s in admin.sessions()] == ["seen"]
-        listed = admin.blocks(page_size=2)
-        assert len(listed["blocks"]) == 2
-        rest = admin.blocks(page_token=listed["next_page_token"])
-        chain = listed["blocks"] + rest["blocks"]
-        assert [b["block_hash"] for b in chain] == [h.hex() for h in blocks]
-        assert [b["parent_hash"] for b in chain] == ["", *(h.hex() for h in blocks[:-1])]
-        explained = admin.explain(hashes=b"".join([*blocks, *hashes(1)]))[0]
-        assert explained["hit_token_count"] == 5 * 16
-        assert explained["blocks"][-1]["verdict"] == "never stored"
-        assert admin.evict(1, 0, blocks[3])["evicted_block_count"] == 1
-        assert admin.explain(hashes=b"".join(blocks))[0]["blocks"][3]["verdict"] == "evicted"
-        assert admin.tiers()[0]["block_count"] == 4
-        assert admin.evict(everything=True)["evicted_block_count"] == 4
-
-
-def test_a_transfer_that_cannot_be_planned_leaves_no_trace(
+async def test_a_transfer_that_cannot_be_planned_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nothing that validated can fail so; if it does, the lease is free again and the next transfer
-    works."""
-
-    async def scenario(node: Node) -> None:
+    """Nothing that validated can fail so."""
+    async with live_node(tmp_path) as node:
         session = await worker(node)
         run, at = Run(0, hash_words(os.urandom(32), 32)), [np.zeros(1, np.int64)]
         with monkeypatch.context() as patch:
@@ -210,10 +120,6 @@ def test_a_transfer_that_cannot_be_planned_leaves_no_trace(
         check_clean(node, session)
         end = await (await node.transfers.store(session, "t", "l", [run], at, 5.0))
         assert end.results[0].tolist() == [BlockResult.STORED]
-        await node.close()
-
-    with local_node(tmp_path) as node:
-        asyncio.run(scenario(node))
 
 
 def check_clean(node: Node, session: LiveSession) -> None:
@@ -222,12 +128,11 @@ def check_clean(node: Node, session: LiveSession) -> None:
 
 
 @pytest.mark.parametrize("good", [True, False])
-def test_a_load_that_cannot_be_verified_fails_and_ends(
+async def test_a_load_that_cannot_be_verified_fails_and_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, good: bool
 ) -> None:
     """Its session closes meanwhile, and waits for it and no longer."""
-
-    async def scenario(node: Node) -> None:
+    async with live_node(tmp_path, config={"check_stride": 1}) as node:
         session, blocks, at = await worker(node), hashes(1), [np.zeros(1, np.int64)]
         assert await store_in(node, session, blocks) == [BlockResult.STORED]
         asked = [HashList(0, hash_words(blocks[0], 32))]
@@ -241,7 +146,3 @@ def test_a_load_that_cannot_be_verified_fails_and_ends(
         assert end.status is (TransferStatus.CANCELLED if good else TransferStatus.FAILED)
         assert ("ZeroDivisionError" in end.message) != good
         check_clean(node, session)
-        await node.close()
-
-    with local_node(tmp_path, config={"check_stride": 1}) as node:
-        asyncio.run(scenario(node))

@@ -1,6 +1,5 @@
 """A capability can be deleted: without its folder and its lines of registration the server starts,
-serves, and keeps every other promise. All together, also under the demo with real vLLM; a campaign
-tries each in turn, and all together over restarts."""
+serves, and keeps every other promise."""
 
 import os
 import re
@@ -16,6 +15,7 @@ from hotkv_server.startup import capabilities
 ROOT = Path(__file__).resolve().parents[2]
 CAPABILITIES = tuple(module.__name__.split(".")[1] for module in capabilities.CAPABILITIES)
 QUICK = tuple(f"tests/server/test_{name}.py" for name in ("transfers", "flush", "ranks", "fence"))
+SHORT = "tests/server/test_transfers.py::test_bytes_move_between_engines_and_are_stored_once"
 SLOW = tuple(f"tests/server/test_{name}.py" for name in ("life", "restart"))
 """Tests of a daemon that name no capability."""
 LINES = re.compile(r"    (\w+),|from hotkv_server\.(\w+) import capability as \w+")
@@ -41,15 +41,16 @@ def without(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
 
 def run(command: tuple[str, ...], environment: dict[str, str]) -> str:
     """What the command prints; it must end well, and must have run the copy."""
-    shown = subprocess.run(
-        (sys.executable, "-P", "-c", "import hotkv_server; print(hotkv_server.__file__)"),
-        env=environment, capture_output=True, text=True, check=True, cwd=ROOT,
-    )  # fmt: skip
+
+    def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            (sys.executable, "-P", *arguments),
+            env=environment, capture_output=True, text=True, check=False, cwd=ROOT,
+        )  # fmt: skip
+
+    shown = python("-c", "import hotkv_server; print(hotkv_server.__file__)")
     assert shown.stdout.startswith(environment["PYTHONPATH"].split(":")[0])
-    ended = subprocess.run(
-        (sys.executable, "-P", "-m", *command),
-        env=environment, capture_output=True, text=True, check=False, cwd=ROOT,
-    )  # fmt: skip
+    ended = python("-m", *command)
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
     return ended.stdout
 
@@ -65,6 +66,10 @@ def test_a_server_without_one_keeps_its_other_promises(name: str, tmp_path: Path
     run_tests(QUICK[:1], without(tmp_path, (name,)))
 
 
+def test_a_server_without_any_stores_and_loads(tmp_path: Path) -> None:
+    run_tests((SHORT,), without(tmp_path, CAPABILITIES))
+
+
 @pytest.mark.long
 def test_a_server_without_any_keeps_its_other_promises(tmp_path: Path) -> None:
     run_tests(QUICK, without(tmp_path, CAPABILITIES))
@@ -76,6 +81,7 @@ def test_a_server_without_any_keeps_them_over_restarts(tmp_path: Path) -> None:
     run_tests(SLOW, without(tmp_path, CAPABILITIES))
 
 
-@pytest.mark.long
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
 def test_a_server_without_any_serves_the_demo(tmp_path: Path) -> None:
     assert "tokens hit" in run(("demo",), without(tmp_path, CAPABILITIES))

@@ -5,11 +5,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from demo.processes import runtime_folder
-from hotkv_client import BlockResult, GroupHashes, TransferStatus
 from hotkv_client.admin import AdminClient
-from hotkv_client.testing import PagedEngine
-from tests.server.places import Place, load, store
+from tests.server.places import Place, opened
 from tests.server.support import PATIENT
 from tests.support.waiting import wait_for
 
@@ -22,29 +19,17 @@ CHAIN = 30
 class Tiered(Place):
     """A place whose servers have a disk of 64 MiB."""
 
+    layers, page_bytes, num_blocks = LAYERS, PAGE_BYTES, NUM_BLOCKS
+
     def start_tiered(self, *flags: str, disk: str = "64MiB") -> None:
         folder = self.folder / "disk"
         self.start("--tiers.disk.path", str(folder), "--tiers.disk.bytes", disk, *PATIENT, *flags)
 
-    def connect(self, on_evicted: object = None) -> PagedEngine:
-        assert self.server is not None
-        self.engine = PagedEngine(
-            self.server.target, layers=LAYERS, num_blocks=NUM_BLOCKS, page_bytes=PAGE_BYTES
-        ).connect()
-        return self.engine
-
     def fill(self, blocks: list[bytes], content: np.ndarray | None = None) -> np.ndarray:
-        """Stores blocks, with random bytes if none are given, and waits until the disk has them and
-        their records; returns the bytes [layer, block, byte]."""
-        engine, count = self.engine, len(blocks)
-        assert engine is not None and count <= NUM_BLOCKS
-        if content is None:
-            shape = (LAYERS, count, PAGE_BYTES)
-            content = np.random.default_rng().integers(0, 256, shape, np.uint8)
-        engine.kv[:, :count] = content
+        """Stores blocks and waits until the disk has them and their records."""
         before = self.counter("tier_demoted_blocks_total")
-        assert store(engine, blocks) == {BlockResult.STORED}
-        wait_for(lambda: self.counter("tier_demoted_blocks_total") == before + count)
+        content = self.put(blocks, content)
+        wait_for(lambda: self.counter("tier_demoted_blocks_total") == before + len(blocks))
         wait_for(lambda: not self.counter("tier_unsaved_blocks"))
         return content
 
@@ -59,24 +44,8 @@ class Tiered(Place):
         for path in (self.folder / "arena").iterdir():
             path.unlink()
 
-    def loads(self, blocks: list[bytes], content: np.ndarray) -> bool:
-        """Returns whether the blocks are found and loaded with these bytes."""
-        engine, count = self.engine, len(blocks)
-        assert engine is not None
-        engine.kv[:] = 0
-        if not engine.session.lookup([GroupHashes(0, blocks)]).result(60)[0].all():
-            return False
-        assert load(engine, blocks, 0) is TransferStatus.DONE
-        return np.array_equal(engine.kv[:, :count], content)
-
 
 @contextlib.contextmanager
 def tiered() -> Iterator[Tiered]:
-    """Yields a place of its own, whose engine and server are ended."""
-    with runtime_folder(256 << 20) as folder:
-        made = Tiered(folder)
+    with opened(Tiered, 256 << 20) as made:
         yield made
-        if made.engine is not None:
-            made.engine.close()
-        if made.server is not None:
-            made.server.__exit__()
