@@ -11,7 +11,6 @@ import pytest
 
 from tests.support.waiting import wait_for
 from tests.vllm.feature_runs import LENGTHS, TOLERANCE, Starter, clean, requests, same
-from tests.vllm.harness import prompt
 from tests.vllm.processes import Daemon, EngineProcess
 from tests.vllm.runs import difference, prompts, settled, usable
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
@@ -192,39 +191,3 @@ def test_pictures_meet_only_where_they_are_equal(start: Starter, tmp_path: Path)
     assert [answer["cached"] for answer in warm] == [[192], [192]]
     assert all(same(*both) for both in zip(cold, warm, strict=True))
     assert engine.ask("stats")["totals"]["loads"] == 2 and clean(engine)
-
-
-@pytest.mark.long
-def test_pictures_that_vllm_names_by_a_counter_are_not_shared(
-    start: Starter, tmp_path: Path
-) -> None:
-    """Another engine's first picture would bear the same name as this one's."""
-    model = write_vision_model(tmp_path / "model")
-    engine = start(model, mm_processor_cache_gb=0, enable_prefix_caching=False)
-    engine.ask("sample", requests=[picture(1)])
-    assert "stored_blocks" not in settled(engine)
-    assert "requests with images or other media do not use the shared cache" in engine.log()
-    text = requests(41, (200,))
-    engine.ask("sample", requests=text)
-    settled(engine)
-    assert engine.ask("sample", requests=text)["cached"] == [192] and clean(engine)
-
-
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_urgent_requests_preempt_others(engine: Any, pipelined: bool) -> None:
-    """Priority scheduling, with the model that checks every value: low ones lose their blocks to
-    urgent ones that hit."""
-    filled, _ = engine(blocks=64).generate("first", prompt(1, 200), 30)
-    one = engine(blocks=20, pipelined=pipelined, scheduling_policy="priority")
-    low = {f"low{index}": prompt(2 + index, 60) for index in range(3)}
-    for name, tokens in low.items():
-        one.add(name, tokens, 140, priority=5)
-    for _ in range(8):
-        one.step()
-    one.add("urgent", prompt(1, 200), 30, priority=0)
-    one.run()
-    assert one.preemptions > 0 and one.outputs["urgent"] == filled and one.external["urgent"] == 192
-    one.drop_local()
-    for name, tokens in low.items():
-        assert one.generate(f"{name} again", tokens, 140)[0] == one.outputs[name]
-    assert "hook_errors" not in one.counters

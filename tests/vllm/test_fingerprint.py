@@ -31,7 +31,7 @@ from hotkv_vllm.compat.fingerprint import (
 from tests.vllm.config_walk import config_classes, config_objects
 from tests.vllm.harness import Engine
 from tests.vllm.specs import full_spec
-from tests.vllm.tiny import COMMON, engine_args, transfer_config, write_model
+from tests.vllm.tiny import engine_args, transfer_config, write_model
 
 SPEC = {"layer.0": full_spec()}
 
@@ -163,85 +163,44 @@ def test_what_is_canonical_has_no_address_and_no_order() -> None:
     assert digest(loop) == digest(loop)
 
 
-# --------------------------------------------------------------------- what was found to be missing
-
-
-def spaces(folder: Path, monkeypatch: pytest.MonkeyPatch, *settings: dict[str, Any]) -> list[bytes]:
-    """Fingerprints of engines with these settings."""
-    engines = [Engine(FakeServer(), folder / "model", monkeypatch, **more) for more in settings]
-    found = [one.connector._scheduler.cache.session.config.key_space.fingerprint for one in engines]
-    for one in engines:
-        one.worker.shutdown()
-        one.connector.shutdown()
-    return found
-
-
 def mixed(*wide: int) -> dict[str, Any]:
     """Layers in two precisions, equal in their page formats and sizes: `wide` are of bfloat16."""
     kinds = {True: torch.bfloat16, False: torch.float16}
     return {"specs": {f"layer.{i}": replace(full_spec(), dtype=kinds[i in wide]) for i in range(4)}}
 
 
-ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-
-
-@pytest.mark.parametrize(
-    ("settings", "base"),
-    [
-        ({"mamba_cache_dtype": "float16"}, {}),
-        ({"kv_cache_dtype_skip_layers": ["1"]}, {}),
-        ({"max_model_len": 256}, {}),
-        ({"hf_overrides": ROPE}, {}),
-        (mixed(1), mixed(2)),
-    ],
-    ids=lambda settings: next(iter(settings), ""),
-)
-def test_settings_that_change_kv_change_the_key_space(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, Any],
-    base: dict[str, Any],
+def test_only_settings_that_change_kv_keep_engines_apart(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, two, again = spaces(tmp_path, monkeypatch, base, settings, settings)
-    assert one != two and two == again
+    def spaces(folder: str, *settings: dict[str, Any]) -> list[bytes]:
+        engines = [Engine(server, tmp_path / folder, monkeypatch, **more) for more in settings]
+        sessions = [one.connector._scheduler.cache.session for one in engines]
+        for one in engines:
+            one.worker.shutdown()
+            one.connector.shutdown()
+        return [session.config.key_space.fingerprint for session in sessions]
 
-
-@pytest.mark.parametrize(
-    "settings",
-    [
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    (plain,) = spaces("here", {})
+    alike = (
         {"blocks": 96, "max_num_seqs": 3, "max_tokens_per_step": 512, "max_logprobs": 7},
         {"scheduling_policy": "priority", "enable_prefix_caching": False},
-        {"gpu_memory_utilization": 0.5, "served_model_name": "other"},
-        {"seed": 0, "async_scheduling": False},
-        {"extra": {"lookup_timeout_s": 1.0, "max_load_retries": 2}},
-        {"speculative_config": NGRAM},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_settings_that_do_not_change_kv_and_other_folders_keep_the_key_space(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
-) -> None:
-    (one,) = spaces(tmp_path, monkeypatch, {})
-    (two,) = spaces(tmp_path / "there" / "under-another-name", monkeypatch, settings)
-    assert one == two
-
-
-def test_longrope_chooses_its_factors_by_max_model_len(tmp_path: Path) -> None:
-    """Phi-3's keys differ by it; and so do the key spaces, with the same model and weights."""
-    longrope = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
-    described = COMMON | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
-    described |= {"num_hidden_layers": 2, "max_position_embeddings": 1024}
-    described |= {"original_max_position_embeddings": 256, "rope_scaling": longrope}
-    (tmp_path / "config.json").write_text(json.dumps(described))
-    arguments = engine_args(tmp_path)
-    arguments.pop("disable_log_stats")
-    one, two = (
-        EngineArgs(**arguments | {"max_model_len": length}).create_engine_config()
-        for length in (256, 1024)
+        {"gpu_memory_utilization": 0.5, "served_model_name": "other", "seed": 0},
+        {"extra": {"lookup_timeout_s": 1.0, "max_load_retries": 2}, "async_scheduling": False},
+        {"speculative_config": ngram},
     )
-    assert model_weights.weights_identity(one) == model_weights.weights_identity(two)
-    assert factors(one) != factors(two)
+    assert set(spaces("there/under another name", *alike)) == {plain}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}
+    apart = (
+        {"mamba_cache_dtype": "float16"},
+        {"kv_cache_dtype_skip_layers": ["1"]},
+        {"max_model_len": 256},
+        {"hf_overrides": rope},
+        mixed(1),
+        mixed(2),
+    )
+    found = spaces("here", *apart)
+    assert len({plain, *found}) == 1 + len(apart) and spaces("here", *apart) == found
 
 
 def test_what_a_processor_makes_of_an_image_is_in_the_key_space(
@@ -249,11 +208,7 @@ def test_what_a_processor_makes_of_an_image_is_in_the_key_space(
 ) -> None:
     plain, other_pixels, other_cache = (
         factors(changed(config, "model_config", multimodal_config=MultiModalConfig(**more)))
-        for more in (
-            {},
-            {"mm_processor_kwargs": {"max_pixels": 100}},
-            {"mm_processor_cache_gb": 1},
-        )
+        for more in ({}, {"mm_processor_kwargs": {"size": 1}}, {"mm_processor_cache_gb": 1})
     )
     assert plain == other_cache != other_pixels
     (tmp_path / "model.bin").write_bytes(b"weights")

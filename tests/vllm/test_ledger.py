@@ -127,11 +127,6 @@ def test_waits_for_answers_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [r.wait_s for r in one.sent(at_s=now_s[0])] == [5.0]
 
 
-def test_requests_whose_blocks_can_not_be_named_are_not_reported() -> None:
-    one = Reported(hashes=lambda _: ())
-    assert not one.sent(16) and not one.parts.server.load_ends
-
-
 def test_what_a_hit_saves_begins_behind_the_device_hit() -> None:
     prefill = PrefillSpeed(HotKVStats())
     prefill.end_step(prefill.begin_step([(1000, 0)], 10.0), 11.0)

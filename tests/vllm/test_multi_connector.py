@@ -4,22 +4,18 @@ MultiConnector round the model of the harness. `tests/pairs` has random traffic 
 import copy
 import importlib.util
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
-    MultiKVConnectorWorkerMetadata,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from hotkv_client.testing import FakeServer
 from hotkv_vllm.compat import checks
 from hotkv_vllm.connector import HotKVConnector
-from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StoreReport
+from hotkv_vllm.metadata import HotKVHandshake
 from hotkv_vllm.scheduler import sharing
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.other_connectors import PLAN, CheckedHandshake, Plan, beside, children, loads_into
@@ -126,37 +122,6 @@ def test_runner_v2_revokes_in_a_multi_connector(engine: Make, server: FakeServer
     assert one.generate("again", PROMPT, 1)[0] == answer and "hook_errors" not in one.counters
 
 
-def test_reports_of_two_ranks() -> None:
-    """vLLM's aggregation over ranks, round MultiConnector's: every handshake, summed counters,
-    results of both, whichever come."""
-    handshakes = [HotKVHandshake(None, "one"), HotKVHandshake(None, "two")]
-    stores = [{1: StoreReport([b"\0"])}, {1: StoreReport([b"\1"]), 2: StoreReport([b""])}]
-    ranks = [
-        HotKVWorkerMetadata(stores[at], {"load_bytes": 2.0 + at}, None, (handshakes[at],), 3)
-        for at in range(2)
-    ]
-
-    def joined(*given: tuple[HotKVWorkerMetadata | None, set[str]]) -> Any:
-        outputs = []
-        for meta, failed in given:
-            wrapped = None if meta is None else MultiKVConnectorWorkerMetadata((None, meta))
-            one = KVConnectorOutput(
-                finished_recving={"a"}, failed_recving=failed, kv_connector_worker_meta=wrapped
-            )
-            outputs.append(ModelRunnerOutput([], {}, kv_connector_output=one))
-        whole = KVOutputAggregator(2).aggregate(outputs).kv_connector_output
-        return whole.kv_connector_worker_meta.metadata[1], whole.failed_recving
-
-    both, failed = joined((ranks[0], set()), (ranks[1], {"a"}))
-    assert both.handshakes == tuple(handshakes) and both.counters == {"load_bytes": 5.0}
-    assert both.stores[1].results == [b"\0", b"\1"] and both.stores[2].results == [b""]
-    assert failed == {"a"} and both.settled_step == 3
-    assert sharing.Joining(2).handshakes(both) == handshakes
-    assert sharing.Joining(3).handshakes(both) == []
-    half, _ = joined((ranks[0], {"a"}), (None, set()))
-    assert sharing.Joining(2).handshakes(half) == []
-
-
 def test_the_name_is_known_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     """MultiConnector looks up statistics' connectors by name, and VLLM_PLUGINS may leave hotkv's
     plugin out."""
@@ -185,22 +150,6 @@ def test_layouts_do_not_conflict(
 
 
 # ------------------------------------------------------------------------- what the other one loads
-
-
-@BOTH_ORDERS
-def test_hits_are_those_that_were_taken(
-    engine: Make, server: FakeServer, plan: Plan, ours_first: bool
-) -> None:
-    """Both offer the prompt; who comes first serves it. What hotkv offered in vain is neither
-    counted as a hit nor kept pinned."""
-    one = engine(within=beside("LoadingConnector", ours_first=ours_first))
-    cold = one.generate("cold", PROMPT, 4)[0]
-    one.drop_local()
-    plan.tokens["warm"], plan.fill = USABLE, loads_into(one)
-    assert one.generate("warm", PROMPT, 4) == (cold, USABLE) and not server.leases
-    names = ("offered_requests", "offered_tokens", "hit_requests", "hit_tokens", "loads")
-    served = [1, USABLE, 1] if ours_first else [0, 0, 0]
-    assert [one.counters.get(name, 0) for name in names] == [1, USABLE, *served]
 
 
 @pytest.mark.parametrize("ending", ["aborted", "failed", "well"])

@@ -202,29 +202,6 @@ def test_of_ranks_with_the_same_kv_the_first_one_writes(
 
 
 @pytest.mark.long
-def test_a_pipeline_whose_steps_overlap_on_a_device_too_small(start_ranks: Start) -> None:
-    """Two steps are under way at a time. Blocks are taken back from stores, evicted, loaded again
-    and preempted; nothing is wrong."""
-    whole = prompts(9, (500, 500, 500))
-    batch = [prompt[:length] for prompt in whole for length in (130, 260, 400, 500)]
-    settings = {"shape": {"num_hidden_layers": 3}, **PP}
-    small = {"num_gpu_blocks_override": 44, "max_num_batched_tokens": 96, "max_num_seqs": 6}
-    roomy, tight = start_ranks("llama", **settings), start_ranks("llama", **settings, **small)
-    cold = roomy.ask_each(batch, 16)
-    # How much is loaded depends on what was stored in time: three turns at least, more until enough
-    # was.
-    for turn in range(len(batch)):
-        order = [(turn + place) % len(batch) for place in range(len(batch))]
-        warm = tight.ask("generate", prompts=[batch[place] for place in order], max_tokens=16)
-        expected = {name: [cold[name][place] for place in order] for name in cold}
-        assert warm["tokens"] == expected["tokens"] and difference(expected, warm) < TOLERANCE
-        totals = tight.ask("stats")["totals"]
-        if turn >= 2 and totals["loads"] > 10:
-            break
-    assert totals["loads"] > 10 and not {"failed_loads", "hook_errors"} & totals.keys()
-
-
-@pytest.mark.long
 def test_a_data_parallel_engine_hits_what_its_sibling_stored(
     shared_daemon: Daemon, start_ranks: Start
 ) -> None:

@@ -93,49 +93,6 @@ def test_a_reset_that_failed_is_made_good_later(
     assert one.generate("e", PROMPT, 4) == (answer, 0)
 
 
-@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
-def test_stores_under_way_do_not_bring_old_blocks_back(
-    engine: Any, server: Any, pipelined: bool
-) -> None:
-    """A store that the server hears of after the flush: it is ended, and a second flush takes what
-    it brought."""
-    one = engine(pipelined=pipelined)
-    server.late = {"store"}
-    one.generate("a", PROMPT, 1)
-    held, server.held = server.held, []
-    assert held and resets(one)
-    for _, _, future, act in held:
-        future.set_result(act())
-    assert server.blocks and under_way(one)
-    old = set(server.blocks)
-    server.late = set()
-    one.generate("b", prompt(2, 100), 4)
-    assert not under_way(one) and not old & set(server.blocks)
-    one.generate("c", prompt(4, 10), 1)
-    one.drop_local()
-    assert one.generate("d", PROMPT)[1] == 0
-
-
-def test_a_hung_store_is_ended_after_the_reset(engine: Any, server: Any) -> None:
-    one = engine(extra={"store_timeout_s": 0.05})
-    server.hold = {"store"}
-    one.generate("a", PROMPT, 1)
-    assert resets(one)
-    one.generate("b", prompt(2, 10), 3)
-    assert server.count("cancel") == 1 and not under_way(one) and not server.blocks
-
-
-def test_tails_that_wait_for_the_next_step_are_dropped(engine: Any, server: Any) -> None:
-    one = engine(pipelined=True)
-    one.add("a", prompt(3, 60), 5)
-    tails = one.connector._scheduler.cache.planner.tails
-    while not tails.waiting:
-        one.step()
-    assert resets(one) and not tails.waiting
-    one.generate("b", prompt(4, 10), 3)
-    assert not server.blocks
-
-
 @pytest.mark.parametrize("is_computed_anew", [False, True])
 def test_a_request_that_goes_on_over_a_reset(
     engine: Any, server: Any, is_computed_anew: bool
@@ -151,24 +108,6 @@ def test_a_request_that_goes_on_over_a_reset(
     one.generate("b", prompt(4, 10), 2)
     assert len(server.blocks) == (4 if is_computed_anew else 0)
     assert one.outputs["a"] == engine().generate("c", prompt(1, 100), 60)[0]
-
-
-@pytest.mark.parametrize("held", ["load", "acquire"])
-def test_a_hit_under_way_is_given_up(filled: Any, engine: Any, server: Any, held: str) -> None:
-    _, answer = filled()
-    one = engine()
-    server.hold = {held}
-    one.add("b", PROMPT, 4)
-    for _ in range(4 if held == "load" else 1):
-        one.step()
-    assert resets(one) == (held == "acquire")
-    if held == "acquire":
-        server.hold = set()
-        server.settle()
-    one.run()
-    assert one.outputs["b"] == answer and one.external.get("b", 0) == 0
-    assert server.count("cancel") == one.counters.get("failed_loads", 0) == (held == "load")
-    assert not server.leases and bool(server.blocks) == (held == "acquire")
 
 
 def test_reset_of_an_engine_without_hotkv_is_a_success(

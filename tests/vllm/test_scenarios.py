@@ -4,7 +4,6 @@ by many at once. `test_stress` has them in any order."""
 from typing import Any
 
 import pytest
-from vllm.v1.request import RequestStatus
 
 from hotkv_vllm import link
 from hotkv_vllm.scheduler import step_planner, stores
@@ -19,29 +18,6 @@ RUNNERS = pytest.mark.parametrize(
     ("model", "v2"),
     [(full_model, False), (hybrid_model, True), (mixed_model, False), (mixed_model, True)],
 )
-
-
-@RUNNERS
-def test_blocks_of_a_failed_load_are_in_nobodys_cache(
-    engine: Any, server: Any, model: Any, v2: bool
-) -> None:
-    """The server has written rubbish to a part of them before it failed."""
-    first, one = engine(specs=model(), v2=v2), engine(specs=model(), v2=v2)
-    answer, _ = first.generate("a", PROMPT, 4)
-    server.hold, server.spoil_loads = {"load"}, True
-    one.add("b", PROMPT, 4)
-    for _ in range(5):
-        one.step()
-    assert one.requests["b"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    server.fail_loads, server.hold = True, set()
-    server.settle()
-    # While the first is computed anew, another one asks for the same.
-    one.add("c", [*PROMPT, 5, 6], 4)
-    one.run()
-    assert one.counters["failed_loads"] >= 1 and one.outputs["b"] == answer
-    assert set(one.finished.values()) == {"length"}
-    found = audit(server, [first, one])
-    assert found.num_stored and found.num_cached
 
 
 @MODELS
@@ -89,35 +65,6 @@ def test_a_request_that_vllm_ends_because_its_load_failed_leaves_nothing_behind(
         assert one.generate(name, PROMPT, 4)[0] == answer_of(PROMPT, 4)
     assert one.external["d"] == USABLE
     audit(server, [first, one])
-
-
-@RUNNERS
-def test_requests_aborted_at_any_step_leave_no_wrong_block(
-    engine: Any, server: Any, model: Any, v2: bool
-) -> None:
-    """While it is asked for, loaded, computed or stored; another one takes its blocks at once."""
-    settings = {"specs": model(), "v2": v2}
-    first, one = engine(**settings), engine(**settings, blocks=44, max_tokens_per_step=96)
-    first.generate("a", PROMPT, 4)
-    server.spoil_loads = True
-    for num_steps in range(12):
-        server.hold = {"load", "store"} if num_steps % 2 else {"store"}
-        server.fail_loads = num_steps % 3 == 0
-        one.add(f"b{num_steps}", [*PROMPT, *prompt(num_steps, 90)], 8)
-        for _ in range(num_steps):
-            one.step()
-        one.abort(f"b{num_steps}")
-        one.add(f"c{num_steps}", prompt(100 + num_steps, 280), 2)
-        for _ in range(3):
-            one.step()
-        server.hold = set()
-        server.settle()
-        one.run()
-        assert one.outputs[f"c{num_steps}"] == answer_of(prompt(100 + num_steps, 280), 2)
-        one.generate(f"end{num_steps}", OTHER, 1)
-        audit(server, [first, one])
-        one.drop_local()
-    assert not server.leases and "hook_errors" not in one.counters and one.counters["loads"] > 3
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])

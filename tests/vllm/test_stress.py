@@ -8,7 +8,7 @@ import pytest
 
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import answer_of, audit
-from tests.vllm.specs import HYBRIDS, full_model
+from tests.vllm.specs import HYBRIDS, full_model, mixed_model
 
 CALLS = ["store", "load", "acquire", "lookup", "flush"]
 
@@ -38,17 +38,21 @@ def change(dice: random.Random, server: Any, one: Engine) -> None:
         one.scheduler.reset_prefix_cache(reset_connector=dice.random() < 0.05)
 
 
-@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("model", [full_model, *HYBRIDS])
+@pytest.mark.parametrize("model", [full_model, mixed_model, *HYBRIDS])
+@pytest.mark.parametrize(
+    "way", [{"pipelined": False}, {"pipelined": True}, {"v2": True}], ids=["sync", "async", "v2"]
+)
 @pytest.mark.parametrize(
     "table",
     [pytest.param(True, id="table"), pytest.param(False, id="rpc", marks=pytest.mark.long)],
 )
-def test_random_faults(engine: Any, server: Any, pipelined: bool, model: Any, table: bool) -> None:
+def test_random_faults(
+    engine: Any, server: Any, model: Any, way: dict[str, bool], table: bool
+) -> None:
     dice = random.Random(0)
     server.table = table
     extra = {"lookup_timeout_s": 0.002, "reset_timeout_s": 0.002}
-    settings = {"specs": model(), "pipelined": pipelined, "max_tokens_per_step": 128}
+    settings = {"specs": model(), "max_tokens_per_step": 128, **way}
     num_blocks = (18, 24) if model is full_model else (40, 44)
     engines = [engine(blocks=blocks, extra=extra, **settings) for blocks in num_blocks]
     live: list[tuple[Engine, str]] = []

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv_client.testing.fake_session import FakeSession
-from hotkv_proto.blocks import StoreOptions
 from hotkv_proto.traces import Span, Traces
 from hotkv_server.testing.otlp_receiver import OtlpReceiver, ReceivedSpan
 from hotkv_vllm.config import ConfigError, ConnectorConfig
@@ -83,38 +81,6 @@ def test_a_request_that_stores_and_one_that_loads(traced: Any, collector: OtlpRe
         values = span.attributes.values()
         words = {value for value in values if not isinstance(value, int | float)}
         assert "secret" not in repr(span) and words <= {"absent", "unknown"}
-
-
-def test_the_server_is_told_the_span_of_each_call(
-    traced: Any, server: Any, collector: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: dict[str, list[Any]] = {"lookup": [], "acquire": [], "load": [], "store": []}
-
-    def listen(name: str) -> None:
-        whole = getattr(FakeSession, name)
-
-        def call(*arguments: Any) -> Any:
-            options = [one for one in arguments if isinstance(one, StoreOptions)]
-            told[name].append(options[0].traceparent if options else arguments[-1])
-            return whole(*arguments)
-
-        monkeypatch.setattr(FakeSession, name, call)
-
-    for name in told:
-        listen(name)
-    server.table = False
-    one = traced()
-    ask(one, "plain", prompt(2, 200), None)
-    ask(one, "cold")
-    ask(one, "hit")
-    spans = flushed(one, collector)
-    assert spans["hotkv.request"].attributes["hotkv.lookup_calls"] == 1
-    for call, name in (("lookup", "lookup"), ("acquire", "lease"), ("load", "load")):
-        span = spans[f"hotkv.{name}"]
-        assert told[call][-1] == f"00-{span.trace_id}-{span.span_id}-01"
-    (store,) = [span for span in collector.spans if span.name == "hotkv.store"]
-    assert f"00-{store.trace_id}-{store.span_id}-01" in told["store"] and "" in told["store"]
-    assert told["lookup"][0] is None
 
 
 def test_requests_of_one_step_have_stores_of_their_own_if_traced(

@@ -215,13 +215,6 @@ def test_untouched_sources_of_an_unknown_version_check_out(of: str, door: str) -
     assert found.is_on and found.num_uses > 50, found
 
 
-def test_an_older_version_is_off_and_named() -> None:
-    """Of 0.31 `LEFT_OUT` says why."""
-    found = answer(OWN, "0.31.0", kept("0.31.0"))
-    assert not found.is_on and found.changed is not None
-    assert "KVCacheConfig has no attribute hash_block_size" in found.changed
-
-
 LAYOUTS = {
     "code at the margin of a text": lambda text: text.replace(
         "@dataclass\nclass KVCacheConfig:",
