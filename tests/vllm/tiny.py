@@ -25,27 +25,6 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
-_EXAONE: dict[str, Any] = {
-    "architectures": ["ExaoneMoEForCausalLM"],
-    "model_type": "exaone_moe",
-    "num_hidden_layers": 4,
-    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-    "is_moe_layer": [False, True, True, True],
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_shared_experts": 1,
-    "moe_intermediate_size": 64,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "hidden_act": "silu",
-    "sliding_window": 96,
-}
-
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 _THREE_WINDOWS = ["sliding_attention"] * 3 + ["full_attention"]
 
@@ -146,10 +125,28 @@ MODELS: dict[str, dict[str, Any]] = {
         "enable_moe_block": False,
     },
     # Windows of two widths and full attention.
-    "two_windows": _EXAONE | {"layer_types": _THREE_WINDOWS, "sliding_windows": [64, 160, 64, 0]},
-    # Windows of two widths and no full attention.
-    "windows_only": _EXAONE
-    | {"layer_types": ["sliding_attention"] * 4, "sliding_windows": [64, 160, 64, 160]},
+    "two_windows": {
+        "architectures": ["ExaoneMoEForCausalLM"],
+        "model_type": "exaone_moe",
+        "num_hidden_layers": 4,
+        "layer_types": _THREE_WINDOWS,
+        "sliding_windows": [64, 160, 64, 0],
+        "sliding_window": 96,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "is_moe_layer": [False, True, True, True],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "hidden_act": "silu",
+    },
     # One group, all of it windows.
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     | {"num_hidden_layers": 4, "sliding_window": 96},
