@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
-from tests.vllm.nursery import ENVIRONMENT, Child, end_with_the_parent, nursery
+from tests.vllm.nursery import ENVIRONMENT, end_with_the_parent, nursery
 from tests.vllm.tiny import BLOCK_TOKENS
 
 README = Path(__file__).parents[2] / "README.md"
@@ -56,7 +56,7 @@ class HttpServer:
         module, *arguments = [*command, "--host", "127.0.0.1", "--port", str(self.port)]
         self.log_path = log
         self._log = log.open("ab")
-        self.process: subprocess.Popen[bytes] | Child
+        self.process: Any
         if is_forked:
             self.process = nursery().fork_module(module, arguments, self._log, environment)
         else:

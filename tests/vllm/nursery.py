@@ -1,9 +1,9 @@
 """Engines that start in a second: a process that has imported vLLM once forks one child for each.
 
-`nursery()` starts one such process for the whole run, which the workers of xdist share; tests use a
-`Child` as they would use `subprocess.Popen`. Children die with the nursery, and the nursery when
-its last worker has ended. Imported objects are frozen for the garbage collector: vLLM asks for
-several collections in each start, and each would walk 700,000 objects.
+`nursery()` starts one such process for the whole run, which the workers of xdist share. Children
+die with the nursery, and the nursery when its last worker has ended. Imported objects are frozen
+for the garbage collector: vLLM asks for several collections in each start, and each would walk
+700,000 objects.
 """
 
 import contextlib
@@ -47,40 +47,6 @@ ENVIRONMENT = {
 """Variables of every engine."""
 
 
-class Child:
-    """A forked engine, watched through a pidfd because the nursery is its parent."""
-
-    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
-        self.pid = pid
-        self.stdin = stdin
-        self.stdout = stdout
-        self._pidfd = os.pidfd_open(pid)
-        self._has_ended = False
-
-    def poll(self) -> int | None:
-        """Returns None while it lives, then 0: only the nursery knows its status."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.wait(0.0)
-        return None
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Waits for the end; returns 0. Raises subprocess.TimeoutExpired."""
-        if not self._has_ended:
-            # Not select(): a long run has more than 1,024 files.
-            poll = select.poll()
-            poll.register(self._pidfd, select.POLLIN)
-            if not poll.poll(None if timeout is None else 1000 * timeout):
-                raise subprocess.TimeoutExpired(f"engine {self.pid}", timeout or 0.0)
-            self._has_ended = True
-            os.close(self._pidfd)
-        return 0
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-
-
 class Nursery:
     """A worker's connection to the process that forks engines."""
 
@@ -106,9 +72,11 @@ class Nursery:
             environment = os.environ | ENVIRONMENT
             self._process = subprocess.Popen(command, pass_fds=[listener.fileno()], env=environment)
 
-    def fork(self, driver: str, log: IO[bytes]) -> Child:
-        """Forks an engine that runs `driver`'s main, with pipes for standard input and output and
-        `log` for errors."""
+    def fork(self, driver: str, log: IO[bytes]) -> Any:
+        """Forks an engine that runs `driver`'s main, with `log` for errors. Returns it as a
+        `ForkedServer` with pipes for standard input and output."""
+        from tests.support.daemons import ForkedServer
+
         to_child, stdin = os.pipe()
         stdout, from_child = os.pipe()
         order = json.dumps({"driver": driver}).encode()
@@ -117,7 +85,13 @@ class Nursery:
         os.close(from_child)
         answer = self._socket.recv(MAX_ORDER_BYTES)
         assert answer, "the process that forks engines has ended"
-        return Child(json.loads(answer)["pid"], os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"))
+        child: Any = ForkedServer(self, json.loads(answer)["pid"])  # type: ignore[arg-type]
+        child.stdin, child.stdout = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb")
+        return child
+
+    def status_of(self, pid: int) -> int:
+        """Returns 0: no process waits for the children."""
+        return 0
 
     def fork_module(
         self,
@@ -125,7 +99,7 @@ class Nursery:
         arguments: Sequence[str],
         log: IO[bytes],
         environment: dict[str, str] | None = None,
-    ) -> Child:
+    ) -> Any:
         """Runs a module as `python -m` would, with its output in `log`. At its end it writes its
         exit status as JSON to standard output."""
         child = self.fork("module_driver.py", log)

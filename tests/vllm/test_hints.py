@@ -115,9 +115,6 @@ def test_odd_hints_never_touch_a_request(engine: Any, server: Any, odd: Any) -> 
     assert len(report.hints.actions) <= MAX_ACTIONS and "hook_errors" not in one.counters
 
 
-# ---------------------------------------------------------------------------------- real vLLM
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_pins_releases_and_resets_reach_the_server(

@@ -23,9 +23,6 @@ def reports(server: Any) -> list[RequestReport]:
     return [report for kind, batch in server.calls if kind == "report_requests" for report in batch]
 
 
-# ------------------------------------------------------------------------------------- in an engine
-
-
 def test_reports_say_why_tokens_missed_and_how_loads_ended(engine: Any, server: Any) -> None:
     one = engine()
     one.generate("cold", PROMPT, 2)
@@ -54,9 +51,6 @@ def test_hits_save_what_the_engine_would_take(engine: Any, server: Any, load: st
     assert hit.hit_tokens == 192 and hit.saved_s == speed.seconds(0, 192) > 0
     one.generate("elsewhere", prompt(3, 40), 2)
     assert reports(server)[-1].saved_s == 0
-
-
-# ------------------------------------------------------------------------------------ in its parts
 
 
 @pytest.mark.parametrize("kind", ["lookup", "acquire"])

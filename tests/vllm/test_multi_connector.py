@@ -34,9 +34,6 @@ def plan() -> Iterator[Plan]:
     PLAN.__init__()  # type: ignore[misc]
 
 
-# ---------------------------------------------------------------------------- handshakes and policy
-
-
 @BOTH_ORDERS
 def test_beside_one_that_checks_its_handshake(
     engine: Make, server: FakeServer, ours_first: bool
@@ -147,9 +144,6 @@ def test_layouts_do_not_conflict(
         nested = beside("LoadingConnector", ours_first=ours_first)(several)
         config.kv_transfer_config = KVTransferConfig(**nested)
         assert MultiConnector.get_required_kvcache_layout(config) in (None, "LBHNC")
-
-
-# ------------------------------------------------------------------------- what the other one loads
 
 
 @pytest.mark.parametrize("ending", ["aborted", "failed", "well"])

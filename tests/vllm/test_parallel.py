@@ -2,7 +2,6 @@
 daemon. Weights come from a file, so that ranks hold shards of one model and a shard in the wrong
 place shows."""
 
-import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from tests.support.waiting import wait_for
-from tests.vllm.adapters import LORA, adapter, write_adapter
 from tests.vllm.checkpoint import write_weights
 from tests.vllm.feature_runs import Starter, clean
 from tests.vllm.processes import Daemon, EngineProcess
@@ -131,51 +129,6 @@ def test_warm_is_as_good_as_cold_until_a_rank_is_killed(
     second.ask("reset")
     warm = second.ask("generate", prompts=batch, max_tokens=20)
     assert warm["cached"] == hits(batch) and difference(cold, warm) < TOLERANCE
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param(TP, id="tp2", marks=pytest.mark.campaign),
-        pytest.param(PP, id="pp2", marks=pytest.mark.long),
-    ],
-)
-def test_adapters_and_weights_that_change_on_several_ranks(
-    start_ranks: Start, tmp_path: Path, settings: dict[str, Any]
-) -> None:
-    """Each rank holds a part of an adapter and of the weights; only if all have the same do engines
-    share."""
-    one, other = (start_ranks("llama", **settings, **LORA) for _ in range(2))
-    (prompt,) = prompts(9, (257,))
-    adapters = [None] + [adapter(write_adapter(tmp_path / name, ord(name))) for name in "ab"]
-    new = write_weights(write_model(tmp_path / "new", "llama"), seed=2)
-
-    def stored(engine: EngineProcess) -> float:
-        return float(engine.ask("stats")["totals"].get("stored_blocks", 0))
-
-    def ask(engine: EngineProcess, which: dict[str, Any] | None) -> dict[str, Any]:
-        before = stored(engine)
-        answer = engine.ask("generate", prompts=[prompt], max_tokens=8, adapter=which)
-        more = blocks_of([prompt], 8) if answer["cached"] == [0] else 0
-        # Stores that were planned on the old weights fail.
-        assert "hook_errors" not in settled(engine, int(before) + more)
-        return answer
-
-    for weights in (None, new):
-        for engine in (one, other):
-            engine.ask("reset")
-            if weights is not None:
-                engine.ask("reload", path=str(weights))
-                # All ranks and the scheduler have sessions of one key space once they store.
-                before, seeds = stored(engine), itertools.count(engine.process.pid)
-                while stored(engine) == before:
-                    engine.ask("generate", prompts=prompts(next(seeds), (70,)), max_tokens=4)
-        cold = [ask(one, which) for which in adapters]
-        assert [answer["cached"] for answer in cold] == [[0]] * 3
-        assert min(difference(x, y) for x, y in itertools.combinations(cold, 2)) > 100 * TOLERANCE
-        warm = [ask(other, which) for which in adapters]
-        assert [answer["cached"] for answer in warm] == [[usable(prompt)]] * 3
-        assert all(difference(x, y) < TOLERANCE for x, y in zip(cold, warm, strict=True))
 
 
 @pytest.mark.long

@@ -249,25 +249,3 @@ def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(
     assert one.outputs["c"] and not server.blocks and not server.leases
     server.blocks.update(kept)
     assert engine().generate("d", PROMPT, 4) == (answer, 192)
-
-
-def test_vllm_refuses_a_pause_that_keeps_requests_during_a_load(engine: Any, server: Any) -> None:
-    """It can't take the blocks of a load back, whoever loads; the engine goes on, and pauses once
-    the load has ended."""
-    first, one = engine(), engine()
-    answer = first.generate("a", PROMPT, 4)[0]
-    server.hold = {"load"}
-    one.add("b", PROMPT, 4)
-    for _ in range(3):
-        one.step()
-    core = Core(one)
-    with pytest.raises(RuntimeError, match="running requests waiting for remote KV transfer"):
-        core.pause("keep")
-    core.core.resume_scheduler()
-    server.hold = set()
-    server.settle()
-    one.run()
-    assert one.outputs["b"] == answer and "hook_errors" not in one.counters
-    core.pause("keep")
-    core.core.resume_scheduler()
-    assert one.generate("c", PROMPT, 4)[0] == answer
