@@ -72,9 +72,6 @@ def override(values: dict[str, Any]) -> None:
     EngineArgs.create_engine_config = overridden
 
 
-# ----------------------------------------------------------------------------------------- requests
-
-
 def prompt_of(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
     """Returns a prompt as vLLM wants it: `tokens`, or `embeds` (seed and length); perhaps `salt`,
     `images` (seeds, one each) and `uuids` (names of the images)."""
@@ -120,7 +117,6 @@ def answer_of(outputs: list[Any]) -> dict[str, Any]:
         "logprobs": [logprobs(one.token_ids, one.logprobs) for one in samples],
         "text": [one.text for one in samples],
         "ended": [str(one.finish_reason) for one in samples],
-        "stop": [one.stop_reason for one in samples],
         "cached": [one.num_cached_tokens for one in outputs],
     }
 
@@ -227,9 +223,6 @@ def lora_request(adapter: dict[str, Any]) -> Any:
     return LoRARequest(**adapter)
 
 
-# --------------------------------------------------------------------------------------- the engine
-
-
 def add_adapter(llm: Any, adapter: dict[str, Any]) -> dict[str, Any]:
     return {"added": llm.llm_engine.add_lora(lora_request(adapter))}
 
@@ -266,9 +259,6 @@ def drafted(llm: Any) -> dict[str, Any]:
     return {"tokens": _counted(llm, "spec_decode_num_draft_tokens")}
 
 
-# ------------------------------------------------------------------------------- hotkv's connector
-
-
 def _ours(connector: Any) -> Any:
     """hotkv's connector, which may be one of several in a MultiConnector."""
     several = getattr(connector, "sub_connectors", [connector])
@@ -290,11 +280,7 @@ def stats(llm: Any) -> dict[str, Any]:
     totals = dict(side.totals.data)
     for name, value in side.stats.data.items():
         totals[name] = totals.get(name, 0) + value
-    return {
-        "totals": totals,
-        "connected": side.sharing.is_connected,
-        "shares": side.sharing.may_offer and side.sharing.is_connected,
-    }
+    return {"totals": totals, "shares": side.sharing.may_offer and side.sharing.is_connected}
 
 
 def wait(llm: Any, connected: bool, timeout_s: float) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 (`module_driver`), which takes a second."""
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -65,7 +64,7 @@ class HttpServer:
                 env=os.environ | ENVIRONMENT | (environment or {}),
                 stdout=self._log,
                 stderr=self._log,
-                preexec_fn=functools.partial(end_with_the_parent, signal.SIGTERM),
+                preexec_fn=lambda: end_with_the_parent(signal.SIGTERM),
             )
 
     def ready(self, timeout_s: float = 480.0) -> "HttpServer":
@@ -85,14 +84,6 @@ class HttpServer:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
             text: str = answer.read().decode()
         return text
-
-    def call(self, path: str, body: Any = None) -> tuple[int, Any]:
-        """Posts. Returns the status, and the answer's JSON."""
-        try:
-            status, text = 200, self._post(path, body)
-        except urllib.error.HTTPError as error:
-            status, text = error.code, error.read().decode()
-        return status, json.loads(text) if text.startswith("{") else text
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(self._post(path, {"model": "tiny", **body}))
@@ -117,9 +108,8 @@ class HttpServer:
         return found
 
     def _post(self, path: str, body: Any) -> str:
-        data = None if body is None else json.dumps(body).encode()
         url, headers = f"http://127.0.0.1:{self.port}{path}", {"Content-Type": "application/json"}
-        request = urllib.request.Request(url, data, headers, method="POST")
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")
         with urllib.request.urlopen(request, timeout=120) as answer:
             text: str = answer.read().decode()
         return text
@@ -149,11 +139,8 @@ def _family(pid: int) -> list[int]:
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         is_tracker = b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        children = [
-            int(child) for task in tasks for child in (task / "children").read_text().split()
-        ]
+        children = [int(one) for t in tasks for one in (t / "children").read_text().split()]
     except OSError:
         return []
-    return ([] if is_tracker else [pid]) + [
-        member for child in children for member in _family(child)
-    ]
+    members = [member for child in children for member in _family(child)]
+    return members if is_tracker else [pid, *members]

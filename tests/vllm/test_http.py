@@ -1,5 +1,5 @@
 """vLLM's HTTP server with the command of README: what its users get back, and see in its metrics,
-before and after a kill -9; pause, sleep and reset, with and without a hotkv-server."""
+before and after a kill -9."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,18 +32,14 @@ CHAT = {
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> list[str]:
-    return readme_command(write_weights(write_tokenizer(write_model(tmp_path / "model"))))
-
-
-@pytest.fixture
-def serve(daemon: Daemon, tmp_path: Path, command: list[str]) -> Iterator[Any]:
+def serve(daemon: Daemon, tmp_path: Path) -> Iterator[Any]:
     """Starts vLLM's HTTP server; stops it at the end."""
+    model = write_weights(write_tokenizer(write_model(tmp_path / "model")))
+    command, environment = readme_command(model), {"HOTKV_TARGET": daemon.target}
     made: list[HttpServer] = []
 
-    def start(is_forked: bool = True, **environment: str) -> HttpServer:
+    def start(is_forked: bool = True) -> HttpServer:
         log = tmp_path / f"{len(made)}.log"
-        environment["HOTKV_TARGET"] = daemon.target
         made.append(HttpServer(command, log, is_forked=is_forked, environment=environment))
         return made[-1].ready()
 
@@ -132,42 +128,3 @@ def test_a_killed_server_finds_again_what_it_stored(
     said = "".join(delta.get("content") or "" for delta in deltas)
     assert said == chat["choices"][0]["message"]["content"]
     assert cached(events[-1]) == (lengths[2] - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-
-
-@pytest.mark.long
-def test_pause_sleep_and_reset(serve: Any, daemon: Daemon) -> None:
-    daemon.start()
-    server = serve(VLLM_SERVER_DEV_MODE="1")
-
-    def generate() -> tuple[list[int], int]:
-        answer = server.post(COMPLETIONS, prompt=OTHER, **ASK)
-        return answer["choices"][0]["token_ids"], cached(answer)
-
-    def stored() -> bool:
-        return len(daemon.admin("blocks")["blocks"]) == len(OTHER) // BLOCK_TOKENS
-
-    def pauses() -> Iterator[str]:
-        """Pauses and wakes it in each way, after which it has forgotten its own cache."""
-        for way in ("/pause", "/pause?mode=wait", "/pause?mode=keep", "/sleep?level=1"):
-            assert server.call(way)[0] == 200, f"{way}: {server.log()[-3000:]}"
-            assert server.call("/wake_up" if "sleep" in way else "/resume")[0] == 200
-            yield way
-
-    wait_for(lambda: len(daemon.admin("sessions")) == 2)
-    tokens, num_cached = generate()
-    assert num_cached == 0
-    wait_for(stored)
-    for way in pauses():
-        assert generate() == (tokens, usable(OTHER)), way
-    # What somebody asks for empties the shared cache.
-    assert server.call("/reset_prefix_cache?reset_external=true") == (200, {"success": True})
-    assert generate() == (tokens, 0)
-    wait_for(stored)
-    assert server.call("/reset_prefix_cache") == (200, {"success": True})
-    assert generate() == (tokens, usable(OTHER))
-
-    daemon.kill()
-    for way in pauses():
-        assert generate() == (tokens, 0), f"{way} without a server"
-    assert server.call("/reset_prefix_cache?reset_external=true") == (200, {"success": True})
-    assert generate() == (tokens, 0)

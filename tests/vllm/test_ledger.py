@@ -54,7 +54,7 @@ def test_hits_save_what_the_engine_would_take(engine: Any, server: Any, load: st
 
 
 @pytest.mark.parametrize("kind", ["lookup", "acquire"])
-def test_an_answer_that_does_not_come_in_time_is_late(kind: str) -> None:
+def test_answers_that_come_late_or_grant_too_little(kind: str) -> None:
     parts = Parts()
     parts.put("a", range(3))
     parts.server.table, parts.server.hold = kind == "acquire", {kind}
@@ -63,13 +63,8 @@ def test_an_answer_that_does_not_come_in_time_is_late(kind: str) -> None:
     parts.clock += 2 * parts.config.lookup_timeout_s
     parts.match(state)
     assert state.hit.miss is Miss.LATE
-
-
-def test_a_lease_that_is_shorter_than_what_was_found_is_refused() -> None:
-    parts = Parts()
-    parts.put("a", range(3))
-    parts.server.grant_limit = 0
-    state = parts.state(request("a", 64))
+    parts.server.hold, parts.server.grant_limit, state = set(), 0, parts.state(request("a", 64))
+    parts.clock += 10
     assert parts.hit(state) == 0 and state.hit.miss is Miss.REFUSED
     # Asked again, with another end.
     parts.server.grant_limit, parts.clock = 1 << 30, parts.clock + 10
@@ -77,13 +72,12 @@ def test_a_lease_that_is_shorter_than_what_was_found_is_refused() -> None:
 
 
 class Reported:
-    """The reports of one request. `hashes`: names of its blocks; None: those that it has."""
+    """The reports of one request."""
 
-    def __init__(self, prefill: PrefillSpeed | None = None, hashes: Any = None) -> None:
+    def __init__(self, prefill: PrefillSpeed | None = None) -> None:
         self.parts = parts = Parts()
         self.state = parts.state(request("a", 64))
-        hashes = hashes or parts.groups.keys
-        self.made = UseReports(parts.session, TOKENS, parts.stats, hashes, prefill)
+        self.made = UseReports(parts.session, TOKENS, parts.stats, parts.groups.keys, prefill)
 
     def sent(self, hit_tokens: int = 0, at_s: float = 1.0) -> list[RequestReport]:
         self.made.admitted(self.state, hit_tokens)

@@ -19,7 +19,6 @@ from hotkv_vllm.metadata import HotKVHandshake
 from hotkv_vllm.scheduler import sharing
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.other_connectors import PLAN, CheckedHandshake, Plan, beside, children, loads_into
-from tests.vllm.specs import mixed_model
 from tests.vllm.tiny import BLOCK_TOKENS, transfer_config
 
 PROMPT = prompt(1, 200)
@@ -97,26 +96,6 @@ def test_a_rank_that_never_answers(
     server.blocks.clear()
     assert len(off.generate("cold", PROMPT, 4)[0]) == 4
     assert not server.blocks and children(off.connector)[0]._scheduler.sharing.joining is None
-
-
-def test_runner_v2_revokes_in_a_multi_connector(engine: Make, server: FakeServer) -> None:
-    """The pages of the fences come with the report. Nothing is stored before; blocks that are given
-    away later are taken back."""
-    server.hold = {"store"}
-    one = engine(within=beside("LoadingConnector", ours_first=True), specs=mixed_model(), v2=True)
-    ours, fence = children(one.connector)[0]._scheduler, children(one.worker)[0]._worker.rank.fence
-    assert ours.cache is None
-    answer = one.generate("a", PROMPT, 1)[0]
-    words = {store.fence_index for store in ours.cache.planner.in_flight.stores.values()}
-    assert words and 0 not in words and not any(fence.is_revoked(word) for word in words)
-    one.drop_local()
-    for number in range(2, 8):
-        one.generate(f"{number}", prompt(number, 400), 1)
-    assert all(fence.is_revoked(word) for word in words)
-    server.hold = set()
-    server.settle()
-    one.drop_local()
-    assert one.generate("again", PROMPT, 1)[0] == answer and "hook_errors" not in one.counters
 
 
 def test_the_name_is_known_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:

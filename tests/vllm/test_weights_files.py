@@ -49,49 +49,35 @@ def test_weights_identity_is_content_not_path(tmp_path: Path) -> None:
         files_identity(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"\xff" * 9, struct.pack("<Q", 20) + b"not json at all ....", b"x" * (9 << 20)]
-)
-def test_weights_identity_of_damaged_files(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "model.safetensors").write_bytes(data)
-    first = files_identity(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(data + b"y")
-    assert files_identity(tmp_path) != first
+def test_weights_identity_of_damaged_files(tmp_path: Path) -> None:
+    not_json = struct.pack("<Q", 20) + b"not json at all ...."
+    for data in (b"", b"\xff" * 9, not_json, b"x" * (9 << 20)):
+        (tmp_path / "model.safetensors").write_bytes(data)
+        first = files_identity(tmp_path)
+        (tmp_path / "model.safetensors").write_bytes(data + b"y")
+        assert files_identity(tmp_path) != first
 
 
-@pytest.mark.parametrize(
-    "name, shape",
-    [("model.embed_tokens.weight", (1024, 10 << 10)), ("experts.w2", (64, 16, 10 << 10))],
-)
-def test_weights_identity_tells_one_row_of_embeddings_and_one_expert(
-    tmp_path: Path, name: str, shape: tuple[int, ...]
-) -> None:
-    data, file = noise(*shape), tmp_path / "model.safetensors"
-    seen = {files_identity(safetensors(file, **{name: data}))}
-    for index in (0, 1, 17, shape[0] - 2, shape[0] - 1):
-        data[index] ^= 1
-        seen.add(files_identity(safetensors(file, **{name: data})))
-    assert len(seen) == 6
+def test_weights_identity_tells_one_row_of_embeddings_and_one_expert(tmp_path: Path) -> None:
+    embeddings, experts = noise(1024, 10 << 10), noise(64, 16, 10 << 10)
+    for name, data in (("model.embed_tokens.weight", embeddings), ("experts.w2", experts)):
+        file = tmp_path / "model.safetensors"
+        seen = {files_identity(safetensors(file, **{name: data}))}
+        for index in (0, 1, 17, -2, -1):
+            data[index] ^= 1
+            seen.add(files_identity(safetensors(file, **{name: data})))
+        assert len(seen) == 6
 
 
-@pytest.mark.parametrize(
-    ("shape", "num_slices"),
-    [
-        ((MAX_SLICES, 2, 8), MAX_SLICES),
-        ((MAX_SLICES + 1, 2, 8), 1),
-        ((3, 2, 8), 3),
-        ((3, 16), 1),
-        ((1, 2, 8), 1),
-    ],
-)
-def test_slices_of_a_tensor_are_sampled_as_long_as_they_are_few(
-    shape: tuple[int, ...], num_slices: int
-) -> None:
-    size = int(np.prod(shape)) * 4096
-    pieces = model_weights._pieces("experts.w2", {"data_offsets": [64, 64 + size], "shape": shape})
-    begins = {64 + number * (size // num_slices) for number in range(num_slices)}
-    assert len(pieces) == 3 * num_slices and {begin for begin, _ in pieces} >= begins
-    assert max(end for _, end in pieces) == 64 + size
+def test_slices_of_a_tensor_are_sampled_as_long_as_they_are_few() -> None:
+    few, many = ((MAX_SLICES, 2, 8), MAX_SLICES), ((MAX_SLICES + 1, 2, 8), 1)
+    for shape, num_slices in (few, many, ((3, 2, 8), 3), ((3, 16), 1), ((1, 2, 8), 1)):
+        size = int(np.prod(shape)) * 4096
+        tensor = {"data_offsets": [64, 64 + size], "shape": shape}
+        pieces = model_weights._pieces("experts.w2", tensor)
+        begins = {64 + number * (size // num_slices) for number in range(num_slices)}
+        assert len(pieces) == 3 * num_slices and {begin for begin, _ in pieces} >= begins
+        assert max(end for _, end in pieces) == 64 + size
     assert not model_weights._pieces("experts.w2", {"data_offsets": [64, 64], "shape": [0, 2, 8]})
 
 
@@ -128,10 +114,8 @@ def test_what_changed_since_a_moment(tmp_path: Path) -> None:
 
 
 def test_when_this_process_began() -> None:
-    code = (
-        "import time; from hotkv_vllm.compat.model_weights import process_start_s as began; "
-        "print(time.time(), began())"
-    )
+    code = "import time; from hotkv_vllm.compat.model_weights import process_start_s as began"
+    code += "; print(time.time(), began())"
     before_s = time.time()
     said = subprocess.check_output([sys.executable, "-c", code], text=True)
     now_s, began_s = map(float, said.split())
