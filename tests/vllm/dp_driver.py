@@ -37,9 +37,7 @@ async def serve(arguments: dict[str, Any], answers: Any) -> None:
     llm.shutdown()
 
 
-async def generate(
-    llm: Any, prompts: list[list[int]], max_tokens: int, rank: int
-) -> dict[str, Any]:
+async def generate(llm: Any, prompts: list[list[int]], max_tokens: int, rank: int) -> Any:
     from vllm import SamplingParams
 
     parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1)

@@ -69,27 +69,18 @@ class Metadata(KVConnectorMetadata):
 class _Connector(KVConnectorBase_V1, SupportsHMA):
     """Does nothing."""
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None: ...
-    def wait_for_save(self) -> None: ...
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None: ...
+    def _nothing(self, *_: Any, **__: Any) -> None: ...
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = _nothing
+    update_state_after_alloc = _nothing
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         return 0, False
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return Metadata()
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: Any
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         return False, None
 
 
@@ -101,9 +92,7 @@ class CheckingConnector(_Connector):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return CheckedHandshake(self._vllm_config.parallel_config.rank)
 
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
-    ) -> None:
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
         if not all(isinstance(one, CheckedHandshake) for one in metadata.values()):
             raise ValueError("CheckingConnector expects CheckedHandshake for handshake metadata.")
         self.seen = dict(metadata)
@@ -135,9 +124,7 @@ class LoadingConnector(_Connector):
     """Offers what `PLAN` says, and writes what `PLAN.fill` writes; both sides live in one
     process."""
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         tokens = PLAN.tokens.get(request.request_id, 0) - num_computed_tokens
         return (tokens, PLAN.is_async) if tokens > 0 else (0, False)
 

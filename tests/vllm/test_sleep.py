@@ -20,9 +20,6 @@ def goes_on(core: Core, way: str) -> None:
     core.wake_up() if way == "sleep" else core.core.resume_scheduler()
 
 
-# --------------------------------------------------------------------------------- the shared cache
-
-
 @WAYS
 @pytest.mark.parametrize("model", [full_model, hybrid_model])
 def test_a_pause_keeps_the_shared_cache(engine: Any, server: Any, model: Any, way: str) -> None:
@@ -64,10 +61,9 @@ def test_kept_requests_go_on_and_their_blocks_are_shared(engine: Any, server: An
     assert one.outputs["a"] == engine().generate("c", PROMPT, 60)[0] and len(server.blocks) == 8
 
 
-# ---------------------------------------------------------------------------- memory that goes away
-
-
-def test_the_server_holds_no_memory_of_a_sleeping_engine(engine: Any, server: Any) -> None:
+def test_the_server_holds_no_memory_of_a_sleeping_engine(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = engine()
     core = Core(one)
     answer, _ = one.generate("a", PROMPT, 4)
@@ -86,6 +82,16 @@ def test_the_server_holds_no_memory_of_a_sleeping_engine(engine: Any, server: An
     one.worker.restore_kv_caches()
     assert worker.rank.session is reopened
     assert one.generate("c", PROMPT, 4) == (answer, 192)
+    # What breaks as it lets go ends the session; what can't share memory again turns hotkv off.
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "_let_go", lambda: 1 // 0)
+        core.sleep()
+    assert reopened.closed and worker.rank.session is None
+    monkeypatch.setattr("hotkv_vllm.worker.layout.export", lambda *_: 1 // 0)
+    core.wake_up()
+    assert scheduler.cache is None
+    assert one.generate("d", PROMPT, 4) == (answer, 0)
+    core.pause()
 
 
 UNDER_WAY = {
@@ -197,34 +203,6 @@ def test_what_is_under_way_brings_nothing_wrong(
         assert answer == answer_of(PROMPT, 4) and hit in (None, external)
         one.generate("end", prompt(2, 10), 3)
         one.drop_local()
-
-
-def test_memory_that_can_not_be_shared_again_turns_hotkv_off(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = engine()
-    core = Core(one)
-    answer, _ = one.generate("a", PROMPT, 4)
-    one.generate("b", prompt(2, 40))
-    core.sleep()
-    monkeypatch.setattr("hotkv_vllm.worker.layout.export", lambda *_: 1 // 0)
-    core.wake_up()
-    assert one.connector._scheduler.cache is None
-    assert one.generate("c", PROMPT, 4) == (answer, 0)
-    core.pause()
-
-
-def test_an_unregister_that_breaks_ends_the_session(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = engine()
-    session = one.worker._worker.rank.session
-    monkeypatch.setattr(one.worker._worker, "_let_go", lambda: 1 // 0)
-    one.worker.unregister_kv_caches()
-    assert session.closed and one.worker._worker.rank.session is None
-
-
-# ---------------------------------------------------------------------------- what 0.33 calls later
 
 
 def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(

@@ -10,6 +10,7 @@ import functools
 import gc
 import logging
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,26 +24,19 @@ from hotkv_vllm.compat.definitions import Found, FunctionDef, Names, Readable, k
 from hotkv_vllm.compat.uses import OWN, Form, Uses, answer
 from tests.vllm.changed_sources import Changed, Once, Replaced
 from tools.check_vllm_api import CACHE
-from tools.vllm_sources import Unreachable, exact, installed
+from tools.vllm_sources import exact, installed
 
 LIST = Uses.read(uses.LIST.read_text())
 DOORS = sorted(LIST.doors)
 
 
-def kept(version: str) -> Readable:
+def sources_of(version: str) -> Readable:
     """Returns a release's sources that were fetched before, or skips the test."""
+    if version == "installed":
+        return installed()
     if not (CACHE / f"vllm-{version}").exists():
         pytest.skip(f"the sources of vLLM {version} were not fetched: make check")
-    try:
-        return exact(version, CACHE)
-    except Unreachable as error:
-        pytest.skip(str(error))
-
-
-SOURCES = {
-    "installed": installed,
-    **{version: functools.partial(kept, version) for version in LIST.made_from},
-}
+    return exact(version, CACHE)
 
 
 @pytest.fixture
@@ -155,7 +149,7 @@ def compared(source: Readable, door: str, some: Uses) -> list[str]:
     "of", ["installed", pytest.param(LIST.made_from[-1], marks=pytest.mark.long)]
 )
 def test_each_use_that_is_broken_is_named(of: str, door: str, quick: None) -> None:
-    source = Once(SOURCES[of]())
+    source = Once(sources_of(of))
     names = Names(source, is_whole=True)
     num_broken, wrong = 0, []
     for module, entries in LIST.doors[door].items():
@@ -209,23 +203,20 @@ def test_what_a_later_version_may_change_besides(change: tuple[str, str, str, st
 
 
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("of", sorted(SOURCES))
+@pytest.mark.parametrize("of", ["installed", *LIST.made_from])
 def test_untouched_sources_of_an_unknown_version_check_out(of: str, door: str) -> None:
-    found = answer(door, "0.99.0", SOURCES[of]())
+    found = answer(door, "0.99.0", sources_of(of))
     assert found.is_on and found.num_uses > 50, found
 
 
+CONFIG = "@dataclass\nclass KVCacheConfig:"
+MARGIN = 'TEXT = """\nclass KVCacheConfig:\n    pass\n"""\n'
 LAYOUTS = {
-    "code at the margin of a text": lambda text: text.replace(
-        "@dataclass\nclass KVCacheConfig:",
-        'TEXT = """\nclass KVCacheConfig:\n    pass\n"""\n\n\n@dataclass\nclass KVCacheConfig:',
-    ),
+    "code at the margin of a text": lambda text: text.replace(CONFIG, MARGIN + CONFIG),
     "four columns become two": lambda text: re.sub(
         r"^ +", lambda found: " " * (len(found[0]) // 2), text, flags=re.MULTILINE
     ),
-    "one statement": lambda text: (
-        "if True:\n" + "".join(f"    {line}" for line in text.splitlines(keepends=True))
-    ),
+    "one statement": lambda text: "if True:\n" + textwrap.indent(text, "    "),
 }
 
 
