@@ -8,28 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def config_classes(root: type) -> dict[str, type]:
-    """Dataclasses that fields of `root` may hold, at any depth, by name; `root` included."""
-    found: dict[str, type] = {}
-
-    def visit(kind: type) -> None:
-        if found.setdefault(kind.__name__, kind) is kind and not hasattr(kind, "to_dict"):
-            for hint in typing.get_type_hints(kind).values():
-                for part in _parts(hint):
-                    if part.__name__ not in found:
-                        visit(part)
-
-    visit(root)
-    return found
-
-
-def _parts(hint: Any) -> Iterator[type]:
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        yield hint
-    for part in typing.get_args(hint):
-        yield from _parts(part)
-
-
 def config_objects(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """(path, object) of `config` and all config objects below it that are there."""
     yield path, config

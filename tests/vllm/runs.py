@@ -27,6 +27,10 @@ def usable(prompt: list[int]) -> int:
     return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
+def hits(batch: list[list[int]]) -> list[int]:
+    return [usable(prompt) for prompt in batch]
+
+
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     """Largest difference of a chosen token's log probability, up to where the texts part."""
     worst = 0.0

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.waiting import wait_for
 from tests.vllm.processes import Daemon, EngineProcess, Engines
-from tests.vllm.runs import NOISE, RANDOM, _state, difference, prompts, settled, usable
+from tests.vllm.runs import NOISE, RANDOM, _state, difference, hits, prompts, settled
 from tests.vllm.tiny import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -29,10 +29,6 @@ def start(tmp_path: Path, daemon: Daemon, engines: Engines) -> Callable[..., Eng
 
 def generate(engine: EngineProcess, batch: list[list[int]], max_tokens: int = 8) -> dict[str, Any]:
     return engine.ask("generate", prompts=batch, max_tokens=max_tokens)
-
-
-def hits(batch: list[list[int]]) -> list[int]:
-    return [usable(prompt) for prompt in batch]
 
 
 def test_parity_and_sharing_between_processes(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.vllm.processes import Daemon, Engines
-from tests.vllm.runs import RANDOM, difference, prompts, settled, usable
+from tests.vllm.runs import RANDOM, difference, hits, prompts, settled
 from tests.vllm.tiny import transfer_config, write_model
 
 
@@ -44,8 +44,7 @@ def test_beside_the_example_connector(
     warm = engine.ask("generate", prompts=batch, max_tokens=8)
     assert warm["tokens"] == cold["tokens"] and difference(cold, warm) < 1e-3
     totals = engine.ask("stats")["totals"]
-    hits = [usable(p) for p in batch]
-    assert totals["offered_requests"] == 3 and warm["cached"] == hits
+    assert totals["offered_requests"] == 3 and warm["cached"] == hits(batch)
     assert totals.get("hit_requests", 0) == (3 if ours_first else 1)
-    assert totals["hit_tokens"] == (sum(hits) if ours_first else hits[2])
+    assert totals["hit_tokens"] == sum(hits(batch if ours_first else batch[2:]))
     assert not {"hook_errors", "failed_loads"} & totals.keys()

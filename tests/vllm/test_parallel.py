@@ -15,7 +15,7 @@ from tests.support.waiting import wait_for
 from tests.vllm.checkpoint import write_weights
 from tests.vllm.feature_runs import Starter, clean
 from tests.vllm.processes import Daemon, EngineProcess
-from tests.vllm.runs import difference, prompts, usable
+from tests.vllm.runs import difference, hits, prompts
 from tests.vllm.tiny import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -62,10 +62,6 @@ def settled(engine: EngineProcess, num_blocks: int) -> dict[str, float]:
 def blocks_of(batch: list[list[int]], new_tokens: int) -> int:
     """Full blocks of prompts and answers, the last token's slot left out."""
     return sum((len(prompt) + new_tokens - 1) // 32 for prompt in batch)
-
-
-def hits(batch: list[list[int]]) -> list[int]:
-    return [usable(prompt) for prompt in batch]
 
 
 def kill_a_rank(daemon: Daemon, engine: EngineProcess, prompt: list[int]) -> None:

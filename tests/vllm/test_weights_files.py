@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,20 @@ def test_when_this_process_began() -> None:
     said = subprocess.check_output([sys.executable, "-c", code], text=True)
     now_s, began_s = map(float, said.split())
     assert before_s - 0.02 <= began_s <= now_s
+
+
+def test_whether_an_engine_may_have_loaded_older_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [(None, SimpleNamespace(load_format="auto"))]
+    monkeypatch.setattr(model_weights, "_models", lambda _: models)
+    monkeypatch.setattr(model_weights, "_weights_path", lambda _: tmp_path)
+    monkeypatch.setattr(model_weights, "process_start_s", lambda: time.time() + 60)
+    assert not model_weights.weights_may_be_older(None)
+    monkeypatch.setattr(model_weights, "process_start_s", lambda: time.time() - 60)
+    assert model_weights.weights_may_be_older(None)
+    monkeypatch.setattr(model_weights, "process_start_s", lambda: Path("/none").stat())
+    assert model_weights.weights_may_be_older(None), "who can't find it out must doubt"
 
 
 def test_commits_name_weights_and_branches_do_not() -> None:
