@@ -57,7 +57,7 @@ def test_parity_and_sharing_between_processes(
 def test_a_server_that_comes_hangs_and_is_killed_in_the_middle(
     daemon: Daemon, start: Callable[..., EngineProcess]
 ) -> None:
-    engine = start(blocks=80, connector={"lookup_timeout_s": 0.5}, max_model_len=1024)
+    engine = start(blocks=80, connector={"lookup_timeout_s": 0.2}, max_model_len=1024)
     batch = prompts(7, (300, 333, 400, 411, 500, 511))
     asked = batch[:2]
     cold = generate(engine, batch)
