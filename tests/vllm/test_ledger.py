@@ -54,7 +54,7 @@ def test_hits_save_what_the_engine_would_take(engine: Any, server: Any, load: st
 
 
 @pytest.mark.parametrize("kind", ["lookup", "acquire"])
-def test_answers_that_come_late_or_grant_too_little(kind: str) -> None:
+def test_an_answer_that_does_not_come_in_time_is_late(kind: str) -> None:
     parts = Parts()
     parts.put("a", range(3))
     parts.server.table, parts.server.hold = kind == "acquire", {kind}
@@ -63,8 +63,13 @@ def test_answers_that_come_late_or_grant_too_little(kind: str) -> None:
     parts.clock += 2 * parts.config.lookup_timeout_s
     parts.match(state)
     assert state.hit.miss is Miss.LATE
-    parts.server.hold, parts.server.grant_limit, state = set(), 0, parts.state(request("a", 64))
-    parts.clock += 10
+
+
+def test_a_lease_that_is_shorter_than_what_was_found_is_refused() -> None:
+    parts = Parts()
+    parts.put("a", range(3))
+    parts.server.grant_limit = 0
+    state = parts.state(request("a", 64))
     assert parts.hit(state) == 0 and state.hit.miss is Miss.REFUSED
     # Asked again, with another end.
     parts.server.grant_limit, parts.clock = 1 << 30, parts.clock + 10
