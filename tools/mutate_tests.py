@@ -222,6 +222,9 @@ TESTS: dict[str, str] = {
         "tests/vllm/test_weights_watch.py tests/vllm/test_rekeying.py"
     ),
     "connector_vllm/hotkv_vllm/compat/fingerprint.py": "tests/vllm/test_fingerprint.py",
+    "connector_vllm/hotkv_vllm/compat/uses.py": "tests/vllm/test_versions.py",
+    "connector_vllm/hotkv_vllm/compat/definitions.py": "tests/vllm/test_versions.py",
+    "connector_vllm/hotkv_vllm/versions.py": "tests/vllm/test_versions.py",
     "connector_vllm/hotkv_vllm/compat/kv_groups.py": f"tests/vllm/test_kv_groups.py {SEAMS}",
     "connector_vllm/hotkv_vllm/compat/steps.py": f"tests/vllm/test_steps.py {SEAMS}",
     "connector_vllm/hotkv_vllm/compat/sparse_layers.py": (
@@ -236,6 +239,7 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/worker/rank_loads.py": RANK,
     "connector_vllm/hotkv_vllm/worker/side.py": RANK,
     "connector_vllm/hotkv_vllm/scheduler/": REQUESTS,
+    "connector_vllm/hotkv_vllm/scheduler/reports.py": f"tests/vllm/test_ledger.py {REQUESTS}",
     "connector_vllm/hotkv_vllm/scheduler/reset.py": f"tests/vllm/test_reset.py {REQUESTS}",
     "connector_vllm/hotkv_vllm/scheduler/stores.py": f"tests/vllm/test_hybrid.py {REQUESTS}",
     "connector_vllm/hotkv_vllm/residency/resident_requests.py": RESIDENTS,

@@ -22,10 +22,7 @@ def without_layers(monkeypatch: Any) -> None:
     """Has engines that ask for sparse decode start, though they have no layers for it."""
 
     def install(*_: Any) -> Any:
-        raise Unsupported(
-            "the harness has no layers that could decode sparsely; its engines only say that "
-            "they do"
-        )
+        raise Unsupported("the harness has no layers that could decode sparsely")
 
     monkeypatch.setattr(rank, "install", install)
 
@@ -51,33 +48,23 @@ class Approximate(Engine):
         flip = INEXACT if name in self.sparse_rows or self._reads_inexact(name, computed) else 0
         for group_id, group in enumerate(self.kv_config.kv_cache_groups):
             blocks, offsets, values = self._places(name, group_id, computed, computed + count)
+            count = len(values)
             for layer in group.layer_names:
-                self._write_layer(
-                    layer, blocks[: len(values)], offsets[: len(values)], values ^ flip
-                )
+                self._write_layer(layer, blocks[:count], offsets[:count], values ^ flip)
 
     def _reads_inexact(self, name: str, computed: int) -> bool:
         found = False
         for group_id, group in enumerate(self.kv_config.kv_cache_groups):
             window = getattr(group.kv_cache_spec, "sliding_window", None)
-            blocks, offsets, values = self._places(
-                name, group_id, max(0, computed - (window - 1)) if window else 0, computed
-            )
+            first = max(0, computed - (window - 1)) if window else 0
+            blocks, offsets, values = self._places(name, group_id, first, computed)
             kept = blocks != 0
             for layer in group.layer_names:
-                rows = (
-                    self._cells(layer)[blocks[kept], :, offsets[kept], :]
-                    ^ (values[kept] ^ _layer(layer) ^ self.salt)[:, None, None]
-                )
-                assert np.isin(rows, (0, INEXACT)).all(), (
-                    f"{name}: neither exact nor our own approximation"
-                )
+                cells = self._cells(layer)[blocks[kept], :, offsets[kept], :]
+                rows = cells ^ (values[kept] ^ _layer(layer) ^ self.salt)[:, None, None]
+                assert np.isin(rows, (0, INEXACT)).all(), f"{name}: neither exact nor our own"
                 found |= bool(rows.any())
         return found
 
     def _check(self, name: str, computed: int) -> None:
         """Done when writing."""
-
-
-def _layer_of(name: str) -> int:
-    return 1 + int(name.rpartition(".")[2])

@@ -1,9 +1,5 @@
 """vLLM's config classes as this version has them: every field of every object below `VllmConfig`,
-and other values for it.
-
-Tests and the campaign of restarts walk what is there, so a field that is new in another vLLM
-version is tested unasked.
-"""
+and other values for it. A field that is new in another vLLM version is tested unasked."""
 
 import dataclasses
 import enum
@@ -12,38 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def config_classes(root: type) -> dict[str, type]:
-    """Dataclasses that fields of `root` may hold, at any depth, by name; `root` included."""
-    found: dict[str, type] = {}
-
-    def visit(kind: type) -> None:
-        if found.setdefault(kind.__name__, kind) is kind and not hasattr(kind, "to_dict"):
-            for hint in typing.get_type_hints(kind).values():
-                for part in _parts(hint):
-                    if part.__name__ not in found:
-                        visit(part)
-
-    visit(root)
-    return found
-
-
-def _parts(hint: Any) -> Iterator[type]:
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        yield hint
-    for part in typing.get_args(hint):
-        yield from _parts(part)
-
-
 def config_objects(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """(path, object) of `config` and all config objects below it that are there."""
     yield path, config
     for field in dataclasses.fields(config):
         value = getattr(config, field.name, None)
-        if (
-            dataclasses.is_dataclass(value)
-            and not isinstance(value, type)
-            and not hasattr(value, "to_dict")
-        ):
+        is_object = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        if is_object and not hasattr(value, "to_dict"):
             yield from config_objects(value, f"{path}{field.name}.")
 
 
@@ -70,8 +41,5 @@ def _choices(hint: Any) -> Iterator[Any]:
     for part in typing.get_args(hint) if is_union else (hint,):
         if part is not type(None):
             # An annotated type's first argument is the type.
-            yield from (
-                _choices(typing.get_args(part)[0])
-                if typing.get_origin(part) is typing.Annotated
-                else (part,)
-            )
+            is_annotated = typing.get_origin(part) is typing.Annotated
+            yield from _choices(typing.get_args(part)[0]) if is_annotated else (part,)

@@ -19,7 +19,8 @@ if importlib.util.find_spec("vllm") is None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Has the process that forks engines import vLLM while the first tests run."""
-    needed = any("engines" in getattr(item, "fixturenames", ()) for item in session.items)
+    names = {"engines", "start"}
+    needed = any(names & set(getattr(item, "fixturenames", ())) for item in session.items)
     if needed and not session.config.option.collectonly:
         from tests.vllm.nursery import nursery
 
@@ -50,6 +51,16 @@ def shared_daemon() -> Iterator[Any]:
 
     with own_daemon() as one:
         yield one.start()
+
+
+@pytest.fixture
+def start(shared_daemon: Any, tmp_path: Path) -> Iterator[Any]:
+    """Starts engines of the file's server, in key spaces of the test (`feature_runs.Starter`)."""
+    from tests.vllm.feature_runs import Starter
+
+    starter = Starter(shared_daemon, tmp_path)
+    yield starter
+    starter.stop()
 
 
 @pytest.fixture

@@ -1,29 +1,21 @@
 """Two data-parallel engines behind one front end, driven as `engine_driver`: `generate` names the
-engine (`rank`) that answers.
-
-Engines and their ranks are forked, and nothing is compiled, as in `parallel_driver`.
-"""
+engine (`rank`) that answers. Engines and their ranks are forked, and nothing is compiled."""
 
 import asyncio
 import json
-import multiprocessing
 import os
 import sys
 from typing import Any
+
+from engine_driver import answer_of
+from nursery import fork_engines
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     arguments = json.loads(sys.stdin.readline())
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    import torch
-    from vllm.v1.engine import coordinator, utils
-    from vllm.v1.executor import multiproc_executor
-
-    torch.compiler.set_stance("force_eager")
-    for module in (coordinator, utils, multiproc_executor):
-        module.get_mp_context = lambda: multiprocessing.get_context("fork")
+    fork_engines()
     asyncio.run(serve(arguments, answers))
 
 
@@ -45,34 +37,19 @@ async def serve(arguments: dict[str, Any], answers: Any) -> None:
     llm.shutdown()
 
 
-async def generate(
-    llm: Any, prompts: list[list[int]], max_tokens: int, rank: int
-) -> dict[str, Any]:
+async def generate(llm: Any, prompts: list[list[int]], max_tokens: int, rank: int) -> Any:
     from vllm import SamplingParams
 
-    async def one(number: int, prompt: list[int]) -> Any:
-        parameters = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1
-        )
+    parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1)
+
+    async def one(number: int, tokens: list[int]) -> Any:
         name = f"{rank}-{number}-{os.urandom(4).hex()}"
-        async for output in llm.generate(
-            {"prompt_token_ids": prompt}, parameters, name, data_parallel_rank=rank
-        ):
+        asked = {"prompt_token_ids": tokens}
+        async for output in llm.generate(asked, parameters, name, data_parallel_rank=rank):
             last = output
         return last
 
-    outputs = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
-    return {
-        "tokens": [list(o.outputs[0].token_ids) for o in outputs],
-        "logprobs": [
-            [
-                p[t].logprob
-                for t, p in zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True)
-            ]
-            for o in outputs
-        ],
-        "cached": [o.num_cached_tokens for o in outputs],
-    }
+    return answer_of(await asyncio.gather(*(one(*each) for each in enumerate(prompts))))
 
 
 if __name__ == "__main__":

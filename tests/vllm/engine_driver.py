@@ -1,14 +1,9 @@
 """A vLLM engine in a process of its own, driven by JSON lines: commands on stdin, one answer each
-on stdout.
+on stdout. Logs go to stderr.
 
-First line: arguments of `LLM`, and `config_overrides`: values by path in vLLM's config, set when it
-is complete; `environment`: variables of the process. Commands: `generate` (prompts, max_tokens,
-transfer: their `kv_transfer_params`, salt: their `cache_salt`, adapter: fields of their
-`LoRARequest`), `hinted` (prompt, max_tokens, hints: its `kv_hints`, session: its id), `traced`
-(prompt, max_tokens, headers: its `trace_headers`), `add_adapter` (adapter), `reload` (path: weights
-to load in place, as vLLM's RPC does), `reset` (connector: its cache too), `stats`, `wait`
-(connected, timeout_s), `freeze` (stop the process `pid` just after the connector's next `call`,
-load or store, was sent), `stop`. Logs go to stderr.
+First line: arguments of `LLM`, with `environment` (variables of the process), `config_overrides`
+(values by path in vLLM's config, set when it is complete) and `despite_vllm` (hotkv is on where
+vLLM forbids reuse). A command is `op`, one of OPERATIONS, and its arguments.
 """
 
 import enum
@@ -77,6 +72,86 @@ def override(values: dict[str, Any]) -> None:
     EngineArgs.create_engine_config = overridden
 
 
+def prompt_of(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Returns a prompt as vLLM wants it: `tokens`, or `embeds` (seed and length); perhaps `salt`,
+    `images` (seeds, one each) and `uuids` (names of the images)."""
+    if "embeds" in request:
+        import torch
+
+        seed, length = request["embeds"]
+        size = llm.model_config.get_hidden_size()
+        values = torch.randn((length, size), generator=torch.Generator().manual_seed(seed)) * 0.05
+        made: dict[str, Any] = {"prompt_embeds": values.to(llm.model_config.dtype)}
+    else:
+        made = {"prompt_token_ids": request["tokens"]}
+    if "salt" in request:
+        made["cache_salt"] = request["salt"]
+    if "images" in request:
+        made["multi_modal_data"] = {"image": [image(seed) for seed in request["images"]]}
+        made["mm_processor_kwargs"] = request.get("processor", {})
+    if "uuids" in request:
+        made["multi_modal_uuids"] = {"image": request["uuids"]}
+    return made
+
+
+def image(seed: int) -> Any:
+    """Noise; every seed another."""
+    import numpy as np
+    from PIL import Image
+
+    noise = np.random.default_rng(seed).integers(0, 255, (56, 56, 3), dtype=np.uint8)
+    return Image.fromarray(noise)
+
+
+def logprobs(tokens: Any, chosen: Any) -> list[float]:
+    if not chosen:
+        return []
+    return [one[token].logprob for token, one in zip(tokens, chosen, strict=True)]
+
+
+def answer_of(outputs: list[Any]) -> dict[str, Any]:
+    """Returns what a test reads of vLLM's outputs: lists over samples, `cached` over requests."""
+    samples = [sample for output in outputs for sample in output.outputs]
+    return {
+        "tokens": [list(one.token_ids) for one in samples],
+        "logprobs": [logprobs(one.token_ids, one.logprobs) for one in samples],
+        "text": [one.text for one in samples],
+        "ended": [str(one.finish_reason) for one in samples],
+        "cached": [one.num_cached_tokens for one in outputs],
+    }
+
+
+def sample(
+    llm: Any,
+    requests: list[dict[str, Any]],
+    params: dict[str, Any] | None = None,
+    structured: dict[str, Any] | None = None,
+    adapter: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """`params` go to SamplingParams, `structured` to its StructuredOutputsParams, `adapter` to a
+    LoRARequest."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    settings = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "logprobs": 1}
+    settings |= params or {}
+    if structured is not None:
+        settings["structured_outputs"] = StructuredOutputsParams(**structured)
+        settings["ignore_eos"] = False
+    began_s = time.monotonic()
+    outputs = llm.generate(
+        [prompt_of(llm, one) for one in requests],
+        SamplingParams(**settings),
+        use_tqdm=False,
+        lora_request=None if adapter is None else lora_request(adapter),
+    )
+    seconds = time.monotonic() - began_s
+    of_prompts = [
+        logprobs(one.prompt_token_ids[1:], (one.prompt_logprobs or [])[1:]) for one in outputs
+    ]
+    return answer_of(outputs) | {"prompt_logprobs": of_prompts, "seconds": seconds}
+
+
 def generate(
     llm: Any,
     prompts: list[list[int]],
@@ -85,50 +160,33 @@ def generate(
     salt: str | None = None,
     adapter: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    from vllm import SamplingParams
-
+    """`sample` of token ids. `transfer`: the requests' `kv_transfer_params`."""
+    salted = {} if salt is None else {"salt": salt}
     extra = None if transfer is None else {"kv_transfer_params": transfer}
-    parameters = SamplingParams(
-        temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1, extra_args=extra
-    )
-    salted = {} if salt is None else {"cache_salt": salt}
-    began_s = time.monotonic()
-    lora = None if adapter is None else lora_request(adapter)
-    outputs = llm.generate(
-        [{"prompt_token_ids": p} | salted for p in prompts],
-        parameters,
-        use_tqdm=False,
-        lora_request=lora,
-    )
-    return {
-        "seconds": time.monotonic() - began_s,
-        "tokens": [list(o.outputs[0].token_ids) for o in outputs],
-        "logprobs": [
-            [
-                p[t].logprob
-                for t, p in zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True)
-            ]
-            for o in outputs
-        ],
-        "cached": [o.num_cached_tokens for o in outputs],
-        "ended": [str(o.outputs[0].finish_reason) for o in outputs],
-    }
+    requests = [{"tokens": tokens} | salted for tokens in prompts]
+    return sample(llm, requests, {"max_tokens": max_tokens, "extra_args": extra}, None, adapter)
 
 
 def hinted(
-    llm: Any, prompt: list[int], max_tokens: int, hints: dict[str, Any], session: str | None = None
+    llm: Any,
+    prompt: list[int],
+    max_tokens: int,
+    hints: dict[str, Any] | None = None,
+    session: str | None = None,
+    headers: dict[str, str] | None = None,
 ) -> dict[str, Any]:
+    """A request with what `LLM.generate` does not take: hints, a session's id, trace headers."""
     import msgspec
     from vllm import SamplingParams
     from vllm.v1.kv_hints import KvHintsEnvelope
 
-    parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     llm.llm_engine.add_request(
         f"hinted-{time.monotonic_ns()}",
         {"prompt_token_ids": prompt},
-        parameters,
+        SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
         session_id=session,
-        kv_hints=msgspec.convert(hints, KvHintsEnvelope),
+        kv_hints=None if hints is None else msgspec.convert(hints, KvHintsEnvelope),
+        trace_headers=headers,
     )
     outputs: list[Any] = []
     while llm.llm_engine.has_unfinished_requests():
@@ -136,17 +194,27 @@ def hinted(
     return {"tokens": list(outputs[-1].outputs[0].token_ids)}
 
 
-def traced(llm: Any, prompt: list[int], max_tokens: int, headers: dict[str, str]) -> dict[str, Any]:
-    from vllm import SamplingParams
+def embed(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    outputs = llm.embed([prompt_of(llm, one) for one in requests], use_tqdm=False)
+    vectors = [one.outputs.embedding for one in outputs]
+    return {"vectors": vectors, "cached": [one.num_cached_tokens for one in outputs]}
 
-    parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    asked = {"prompt_token_ids": prompt}
-    name = f"traced-{time.monotonic_ns()}"
-    llm.llm_engine.add_request(name, asked, parameters, trace_headers=headers)
-    outputs: list[Any] = []
-    while llm.llm_engine.has_unfinished_requests():
-        outputs = llm.llm_engine.step() or outputs
-    return {"tokens": list(outputs[-1].outputs[0].token_ids)}
+
+def token_embed(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many of each prompt's tokens have a vector."""
+    prompts = [prompt_of(llm, one) for one in requests]
+    outputs = llm.encode(prompts, pooling_task="token_embed", use_tqdm=False)
+    lengths = [len(one.outputs.data) for one in outputs]
+    return {"lengths": lengths, "cached": [one.num_cached_tokens for one in outputs]}
+
+
+def beam(llm: Any, tokens: list[int], width: int, max_tokens: int) -> dict[str, Any]:
+    from vllm.sampling_params import BeamSearchParams
+
+    params = BeamSearchParams(beam_width=width, max_tokens=max_tokens, ignore_eos=True)
+    (output,) = llm.beam_search([{"prompt_token_ids": tokens}], params)
+    found = output.sequences
+    return {"tokens": [list(one.tokens) for one in found], "scores": [s.cum_logprob for s in found]}
 
 
 def lora_request(adapter: dict[str, Any]) -> Any:
@@ -160,6 +228,7 @@ def add_adapter(llm: Any, adapter: dict[str, Any]) -> dict[str, Any]:
 
 
 def reload(llm: Any, path: str) -> dict[str, Any]:
+    """Loads weights in place, as vLLM's RPC does."""
     llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
     return {}
 
@@ -168,13 +237,32 @@ def reset(llm: Any, connector: bool = False) -> dict[str, Any]:
     return {"done": llm.reset_prefix_cache(reset_connector=connector)}
 
 
+def pause(llm: Any) -> dict[str, Any]:
+    """The engine pauses, and goes on."""
+    core = llm.llm_engine.engine_core.engine_core
+    core.pause_scheduler(mode="abort")
+    core.resume_scheduler()
+    # The core has lost its images; so must the front end, whose cache mirrors the core's.
+    llm.llm_engine.reset_mm_cache()
+    return {}
+
+
+def _counted(llm: Any, name: str) -> float:
+    return sum(one.value for one in llm.get_metrics() if one.name == f"vllm:{name}")
+
+
+def preempted(llm: Any) -> dict[str, Any]:
+    return {"requests": _counted(llm, "num_preemptions")}
+
+
+def drafted(llm: Any) -> dict[str, Any]:
+    return {"tokens": _counted(llm, "spec_decode_num_draft_tokens")}
+
+
 def _ours(connector: Any) -> Any:
     """hotkv's connector, which may be one of several in a MultiConnector."""
-    return next(
-        one
-        for one in getattr(connector, "sub_connectors", [connector])
-        if type(one).__name__ == "HotKVConnector"
-    )
+    several = getattr(connector, "sub_connectors", [connector])
+    return next(one for one in several if type(one).__name__ == "HotKVConnector")
 
 
 def _scheduler_side(llm: Any) -> Any:
@@ -192,11 +280,7 @@ def stats(llm: Any) -> dict[str, Any]:
     totals = dict(side.totals.data)
     for name, value in side.stats.data.items():
         totals[name] = totals.get(name, 0) + value
-    return {
-        "totals": totals,
-        "connected": side.sharing.is_connected,
-        "shares": side.sharing.may_offer and side.sharing.is_connected,
-    }
+    return {"totals": totals, "shares": side.sharing.may_offer and side.sharing.is_connected}
 
 
 def wait(llm: Any, connected: bool, timeout_s: float) -> dict[str, Any]:
@@ -208,6 +292,7 @@ def wait(llm: Any, connected: bool, timeout_s: float) -> dict[str, Any]:
 
 
 def freeze(llm: Any, call: str, pid: int) -> dict[str, Any]:
+    """Stops a process just after the connector's next `call`, load or store, was sent."""
     session = _worker_side(llm).rank.session
     original = getattr(session, call)
 
@@ -220,17 +305,10 @@ def freeze(llm: Any, call: str, pid: int) -> dict[str, Any]:
     return {"armed": call}
 
 
-OPERATIONS = {
-    "generate": generate,
-    "hinted": hinted,
-    "traced": traced,
-    "add_adapter": add_adapter,
-    "reload": reload,
-    "reset": reset,
-    "stats": stats,
-    "wait": wait,
-    "freeze": freeze,
-}
+REQUESTS = (sample, generate, hinted, embed, token_embed, beam)
+ENGINE = (add_adapter, reload, reset, pause, preempted, drafted)
+CONNECTOR = (stats, wait, freeze)
+OPERATIONS = {one.__name__: one for one in (*REQUESTS, *ENGINE, *CONNECTOR)}
 
 if __name__ == "__main__":
     main()

@@ -1,10 +1,11 @@
-"""Engines with a feature of vLLM, with and without hotkv."""
+"""Engines of one server, and whether their answers agree."""
 
 from pathlib import Path
 from typing import Any
 
 from tests.vllm.processes import Daemon, EngineProcess, Engines
 from tests.vllm.runs import difference, prompts
+from tests.vllm.tiny import write_model
 
 TOLERANCE = 1e-4
 LENGTHS = (100, 257, 500)
@@ -18,19 +19,27 @@ class Starter:
         self._engines = Engines(folder)
 
     def __call__(
-        self, model: Path, *, sparse: dict[str, Any] | None = None, **settings: Any
+        self,
+        model: Path | str,
+        *,
+        sparse: dict[str, Any] | None = None,
+        connector: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> EngineProcess:
-        settings = {
+        """`model`: its folder, or the kind of a model that is written here."""
+        if isinstance(model, str):
+            model = write_model(self.folder / model, model)
+        defaults: dict[str, Any] = {
             "load_format": "random",
             "dtype": "float32",
             "kv_cache_memory_bytes": 64 << 20,
             "max_model_len": 1024,
-        } | settings
-        settings |= {"skip_tokenizer_init": not (model / "tokenizer.json").exists()}
-        connector = {"weights_identity": str(model), "flush_timeout_s": 5.0, "startup_wait_s": 20.0}
-        connector |= {} if sparse is None else {"sparse": sparse}
+            "skip_tokenizer_init": not (model / "tokenizer.json").exists(),
+        }
+        ours = {"weights_identity": str(model), "flush_timeout_s": 5.0, "startup_wait_s": 20.0}
+        ours |= ({} if sparse is None else {"sparse": sparse}) | (connector or {})
         return self._engines.start(
-            model, self._daemon.target, connector=connector, driver="feature_driver.py", **settings
+            model, self._daemon.target, connector=ours, **defaults | settings
         )
 
     def stop(self) -> None:
@@ -43,3 +52,9 @@ def requests(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, An
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one["tokens"] == other["tokens"] and difference(one, other) < TOLERANCE
+
+
+def clean(engine: EngineProcess) -> bool:
+    """Returns whether nothing that the connector did has failed."""
+    troubles = {"failed_loads", "hook_errors", "refused_blocks", "short_grants"}
+    return not troubles & engine.ask("stats")["totals"].keys()

@@ -2,7 +2,6 @@
 (`module_driver`), which takes a second."""
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -10,15 +9,15 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.support.ports import free_port
-from tests.vllm.nursery import Child, end_with_the_parent, nursery
+from tests.support.waiting import wait_for
+from tests.vllm.nursery import ENVIRONMENT, end_with_the_parent, nursery
 from tests.vllm.tiny import BLOCK_TOKENS
 
 README = Path(__file__).parents[2] / "README.md"
@@ -35,23 +34,9 @@ def readme_command(model: Path) -> list[str]:
     assert module is not None, "README does not say how to start vLLM's CPU package"
     words = [*module[1].split(), *shlex.split(command)[3:]]
     words = [str(model) if word == "MODEL" else word for word in words]
-    words += [
-        "--served-model-name",
-        "tiny",
-        "--enable-prompt-tokens-details",
-        "--dtype",
-        "float32",
-        "--block-size",
-        str(BLOCK_TOKENS),
-    ]
-    return [
-        *words,
-        "--max-model-len",
-        "2048",
-        "--enforce-eager",
-        "--kv-cache-memory-bytes",
-        str(32 << 20),
-    ]
+    words += ["--served-model-name", "tiny", "--enable-prompt-tokens-details", "--enforce-eager"]
+    words += ["--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--max-model-len", "2048"]
+    return [*words, "--kv-cache-memory-bytes", str(32 << 20)]
 
 
 class HttpServer:
@@ -64,40 +49,33 @@ class HttpServer:
         log: Path,
         *,
         is_forked: bool,
-        environment: Mapping[str, str] | None = None,
+        environment: dict[str, str] | None = None,
     ) -> None:
         self.port = free_port()
         module, *arguments = [*command, "--host", "127.0.0.1", "--port", str(self.port)]
         self.log_path = log
         self._log = log.open("ab")
-        self.process: subprocess.Popen[bytes] | Child
+        self.process: Any
         if is_forked:
             self.process = nursery().fork_module(module, arguments, self._log, environment)
         else:
-            variables = {
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "VLLM_LOGGING_LEVEL": "INFO",
-            }
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
-                env=variables | dict(environment or {}),
+                env=os.environ | ENVIRONMENT | (environment or {}),
                 stdout=self._log,
                 stderr=self._log,
-                preexec_fn=functools.partial(end_with_the_parent, signal.SIGTERM),
+                preexec_fn=lambda: end_with_the_parent(signal.SIGTERM),
             )
 
     def ready(self, timeout_s: float = 480.0) -> "HttpServer":
-        until_s = time.monotonic() + timeout_s
-        while time.monotonic() < until_s:
+        def answers() -> bool:
             assert self.process.poll() is None, f"vLLM ended:\n{self.log()[-3000:]}"
-            try:
-                self.get("/health")
-                return self
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.1)
-        raise AssertionError(f"vLLM did not answer:\n{self.log()[-3000:]}")
+            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+                return bool(self.get("/health") or True)
+            return False
+
+        wait_for(answers, "vLLM's HTTP server", timeout_s)
+        return self
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
@@ -107,27 +85,15 @@ class HttpServer:
             text: str = answer.read().decode()
         return text
 
-    def call(self, path: str, body: Any = None) -> tuple[int, Any]:
-        """Posts. Returns the status, and the answer's JSON."""
-        try:
-            status, text = 200, self._post(path, body)
-        except urllib.error.HTTPError as error:
-            status, text = error.code, error.read().decode()
-        return status, json.loads(text) if text.startswith("{") else text
-
     def post(self, path: str, **body: Any) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(self._post(path, {"model": "tiny", **body}))
         return answer
 
     def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
         """Returns the events of a streamed answer; the last one holds the usage."""
-        text = self._post(
-            path,
-            {"model": "tiny", **body, "stream": True, "stream_options": {"include_usage": True}},
-        )
-        lines = [
-            line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")
-        ]
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        text = self._post(path, {"model": "tiny", **body, **streamed})
+        lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
         assert lines[-1] == "[DONE]"
         return [json.loads(line) for line in lines[:-1]]
 
@@ -142,9 +108,8 @@ class HttpServer:
         return found
 
     def _post(self, path: str, body: Any) -> str:
-        data = None if body is None else json.dumps(body).encode()
         url, headers = f"http://127.0.0.1:{self.port}{path}", {"Content-Type": "application/json"}
-        request = urllib.request.Request(url, data, headers, method="POST")
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")
         with urllib.request.urlopen(request, timeout=120) as answer:
             text: str = answer.read().decode()
         return text
@@ -174,11 +139,8 @@ def _family(pid: int) -> list[int]:
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         is_tracker = b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        children = [
-            int(child) for task in tasks for child in (task / "children").read_text().split()
-        ]
+        children = [int(one) for t in tasks for one in (t / "children").read_text().split()]
     except OSError:
         return []
-    return ([] if is_tracker else [pid]) + [
-        member for child in children for member in _family(child)
-    ]
+    members = [member for child in children for member in _family(child)]
+    return members if is_tracker else [pid, *members]

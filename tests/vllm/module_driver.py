@@ -2,18 +2,16 @@
 
 First line of standard input: `module`, `arguments`, `environment` (variables to set). What the
 module prints goes to the log; when it has ended, one line of standard output says its exit status
-(`status`). Processes that vLLM starts for its engines are forked, where its CPU platform would
-start them anew, and nothing is compiled: as in `parallel_driver`.
+(`status`). Engines are forked, and nothing is compiled.
 """
 
 import json
-import multiprocessing
 import os
 import runpy
 import signal
 import sys
 
-from nursery import end_with_the_parent
+from nursery import end_with_the_parent, fork_engines
 
 
 def main() -> None:
@@ -23,14 +21,8 @@ def main() -> None:
     # vLLM's engine process outlives a server that is killed, and goes with one that is asked to
     # stop.
     end_with_the_parent(signal.SIGTERM)
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | order["environment"]
-    import torch
-    from vllm.v1.engine import coordinator, utils
-    from vllm.v1.executor import multiproc_executor
-
-    torch.compiler.set_stance("force_eager")
-    for module in (coordinator, utils, multiproc_executor):
-        module.get_mp_context = lambda: multiprocessing.get_context("fork")
+    os.environ |= order["environment"]
+    fork_engines()
     sys.argv = [order["module"], *order["arguments"]]
     try:
         runpy.run_module(order["module"], run_name="__main__", alter_sys=True)

@@ -1,12 +1,9 @@
 """Engines that start in a second: a process that has imported vLLM once forks one child for each.
 
-Importing vLLM takes longer than most tests. `nursery()` starts one such process for the whole run,
-which the workers of xdist share; tests use a `Child` as they would use `subprocess.Popen`. Children
-die with the nursery, and the nursery when its last worker has ended.
-
-Imported objects are frozen for the garbage collector, and vLLM cannot unfreeze them. A collection
-would otherwise walk 700,000 objects for a third of a second, and vLLM asks for several in each
-start and each stop.
+`nursery()` starts one such process for the whole run, which the workers of xdist share. Children
+die with the nursery, and the nursery when its last worker has ended. Imported objects are frozen
+for the garbage collector: vLLM asks for several collections in each start, and each would walk
+700,000 objects.
 """
 
 import contextlib
@@ -16,6 +13,7 @@ import functools
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -24,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,40 +39,12 @@ IMPORTS = (
     "hotkv_vllm.connector",
 )
 """Modules that every engine imports before it loads its model."""
-
-
-class Child:
-    """A forked engine, watched through a pidfd because the nursery is its parent."""
-
-    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
-        self.pid = pid
-        self.stdin = stdin
-        self.stdout = stdout
-        self._pidfd = os.pidfd_open(pid)
-        self._has_ended = False
-
-    def poll(self) -> int | None:
-        """Returns None while it lives, then 0: only the nursery knows its status."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.wait(0.0)
-        return None
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Waits for the end; returns 0. Raises subprocess.TimeoutExpired."""
-        if not self._has_ended:
-            # Not select(): a long run has more than 1,024 files.
-            poll = select.poll()
-            poll.register(self._pidfd, select.POLLIN)
-            if not poll.poll(None if timeout is None else 1000 * timeout):
-                raise subprocess.TimeoutExpired(f"engine {self.pid}", timeout or 0.0)
-            self._has_ended = True
-            os.close(self._pidfd)
-        return 0
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
+"""Variables of every engine."""
 
 
 class Nursery:
@@ -95,49 +65,45 @@ class Nursery:
     def _start(self, address: str) -> None:
         """Starts the process. It can be connected to at once, and answers when it has imported
         vLLM."""
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_LOGGING_LEVEL": "INFO",
-        }
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(address)
             listener.listen()
             command = [sys.executable, str(Path(__file__)), str(listener.fileno())]
+            environment = os.environ | ENVIRONMENT
             self._process = subprocess.Popen(command, pass_fds=[listener.fileno()], env=environment)
 
-    def fork(self, driver: str, log: IO[bytes]) -> Child:
-        """Forks an engine that runs `driver`'s main, with pipes for standard input and output and
-        `log` for errors."""
+    def fork(self, driver: str, log: IO[bytes]) -> Any:
+        """Forks an engine that runs `driver`'s main, with `log` for errors. Returns it as a
+        `ForkedServer` with pipes for standard input and output."""
+        from tests.support.daemons import ForkedServer
+
         to_child, stdin = os.pipe()
         stdout, from_child = os.pipe()
-        socket.send_fds(
-            self._socket,
-            [json.dumps({"driver": driver}).encode()],
-            [to_child, from_child, log.fileno()],
-        )
+        order = json.dumps({"driver": driver}).encode()
+        socket.send_fds(self._socket, [order], [to_child, from_child, log.fileno()])
         os.close(to_child)
         os.close(from_child)
         answer = self._socket.recv(MAX_ORDER_BYTES)
         assert answer, "the process that forks engines has ended"
-        return Child(json.loads(answer)["pid"], os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"))
+        child: Any = ForkedServer(self, json.loads(answer)["pid"])  # type: ignore[arg-type]
+        child.stdin, child.stdout = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb")
+        return child
+
+    def status_of(self, pid: int) -> int:
+        """Returns 0: no process waits for the children."""
+        return 0
 
     def fork_module(
         self,
         module: str,
         arguments: Sequence[str],
         log: IO[bytes],
-        environment: Mapping[str, str] | None = None,
-    ) -> Child:
+        environment: dict[str, str] | None = None,
+    ) -> Any:
         """Runs a module as `python -m` would, with its output in `log`. At its end it writes its
         exit status as JSON to standard output."""
         child = self.fork("module_driver.py", log)
-        order = {
-            "module": module,
-            "arguments": list(arguments),
-            "environment": dict(environment or {}),
-        }
+        order = {"module": module, "arguments": list(arguments), "environment": environment or {}}
         child.stdin.write(json.dumps(order).encode() + b"\n")
         child.stdin.flush()
         return child
@@ -167,6 +133,20 @@ def end_with_the_parent(number: int) -> None:
     """Has the calling process signalled when its parent ends. Forks and new programs must ask
     anew."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def fork_engines() -> None:
+    """Has vLLM fork the processes of engines and ranks, where its CPU platform starts them anew:
+    each would import vLLM once more, for twenty seconds. Nothing is compiled: vLLM compiles part of
+    its sampler at the first step even when it is told to be eager."""
+    import torch
+    from vllm.v1.engine import coordinator, utils
+    from vllm.v1.executor import multiproc_executor
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    torch.compiler.set_stance("force_eager")
+    for module in (coordinator, utils, multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def inspect_models_here() -> None:
@@ -202,11 +182,8 @@ def _keep_compiled_drafts() -> None:
     compile it anew, for five seconds."""
     from vllm.v1.spec_decode import ngram_proposer
 
-    for function in (
-        ngram_proposer.batch_propose_numba,
-        ngram_proposer._find_longest_matched_ngram_and_propose_tokens,
-    ):
-        function.enable_caching()
+    ngram_proposer.batch_propose_numba.enable_caching()
+    ngram_proposer._find_longest_matched_ngram_and_propose_tokens.enable_caching()
 
 
 def main() -> None:

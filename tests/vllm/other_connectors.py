@@ -1,9 +1,4 @@
-"""Connectors that tests put beside hotkv in vLLM's MultiConnector, and what puts them there.
-
-`CheckingConnector` has a handshake of its own and refuses all others, as NIXL's does, and asks for
-NIXL's layout. `LoadingConnector` offers what `PLAN` says, within the process of the harness, and
-writes what `PLAN.fill` writes.
-"""
+"""Connectors that tests put beside hotkv in vLLM's MultiConnector, and what puts them there."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,10 +40,8 @@ def beside(name: str, *, ours_first: bool) -> Within:
 
 def children(connector: MultiConnector) -> tuple[HotKVConnector, Any]:
     """hotkv's, and the other."""
-    ours, other = sorted(
-        connector.sub_connectors, key=lambda one: not isinstance(one, HotKVConnector)
-    )
-    return ours, other
+    one, other = connector.sub_connectors
+    return (one, other) if isinstance(one, HotKVConnector) else (other, one)
 
 
 def our_connector(connector: Any) -> HotKVConnector:
@@ -76,46 +69,32 @@ class Metadata(KVConnectorMetadata):
 class _Connector(KVConnectorBase_V1, SupportsHMA):
     """Does nothing."""
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None: ...
-    def wait_for_save(self) -> None: ...
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None: ...
+    def _nothing(self, *_: Any, **__: Any) -> None: ...
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = _nothing
+    update_state_after_alloc = _nothing
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         return 0, False
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return Metadata()
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: Any
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         return False, None
 
 
 class CheckingConnector(_Connector):
-    """Has a handshake, and checks it."""
+    """Has a handshake of its own and refuses all others, as NIXL's does; asks for NIXL's layout."""
 
     seen: dict[tuple[int, int], Any] | None = None
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return CheckedHandshake(self._vllm_config.parallel_config.rank)
 
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
-    ) -> None:
-        for one in metadata.values():
-            if not isinstance(one, CheckedHandshake):
-                raise ValueError(
-                    "CheckingConnector expects CheckedHandshake for handshake metadata."
-                )
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
+        if not all(isinstance(one, CheckedHandshake) for one in metadata.values()):
+            raise ValueError("CheckingConnector expects CheckedHandshake for handshake metadata.")
         self.seen = dict(metadata)
 
     @classmethod
@@ -142,20 +121,17 @@ PLAN = Plan()
 
 
 class LoadingConnector(_Connector):
-    """Loads by `PLAN`; both sides live in one process."""
+    """Offers what `PLAN` says, and writes what `PLAN.fill` writes; both sides live in one
+    process."""
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         tokens = PLAN.tokens.get(request.request_id, 0) - num_computed_tokens
         return (tokens, PLAN.is_async) if tokens > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens > 0:
-            PLAN.loading[request.request_id] = (
-                blocks.get_block_ids(),
-                PLAN.tokens.pop(request.request_id),
-            )
+            tokens = PLAN.tokens.pop(request.request_id)
+            PLAN.loading[request.request_id] = (blocks.get_block_ids(), tokens)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if PLAN.is_async or PLAN.holds:
@@ -175,9 +151,8 @@ class LoadingConnector(_Connector):
             if not PLAN.fails:
                 PLAN.fill(request_id, ids, tokens)
         PLAN.loading.clear()
-        return KVConnectorTransferResults(
-            finished_recving=done, failed_recving=done if PLAN.fails else set()
-        )
+        failed = done if PLAN.fails else set()
+        return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         invalid, PLAN.invalid = PLAN.invalid, set()
@@ -185,8 +160,7 @@ class LoadingConnector(_Connector):
 
 
 def loads_into(one: Any) -> Callable[[str, Sequence[list[int]], int], None]:
-    """Returns a load of an engine of the harness, which writes what the model would have
-    written."""
+    """Returns a load into an engine of the harness: it writes what the model would write."""
 
     def fill(name: str, tables: Sequence[list[int]], tokens: int) -> None:
         request = one.requests[name]

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from hotkv_client.admin import AdminClient
 from hotkv_proto.errors import HotKVError
 from tests.support.daemons import ForkedServer, start_server
+from tests.support.waiting import wait_for
 from tests.vllm.nursery import nursery
 from tests.vllm.tiny import engine_args, transfer_config
 
@@ -29,10 +29,8 @@ class Daemon:
         self.folder = folder
         self.target = f"unix:{folder}/grpc.sock"
         self._arena = arena
-        shm = Path("/dev/shm")
-        self._arena_folder = (
-            shm if os.access(shm, os.W_OK) else folder
-        ) / f"hotkv-test-{uuid.uuid4().hex[:8]}"
+        memory = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else folder
+        self._arena_folder = memory / f"hotkv-test-{uuid.uuid4().hex[:8]}"
         self.process: ForkedServer | subprocess.Popen[bytes] | None = None
 
     @property
@@ -44,16 +42,16 @@ class Daemon:
         arguments = ["--runtime-dir", str(self.folder), "--arena.dir", str(self._arena_folder)]
         arguments += ["--arena.bytes", self._arena, "--http.port", "0", *self.flags]
         self.process = start_server(*arguments)
-        until_s = time.monotonic() + timeout_s
-        while time.monotonic() < until_s:
-            assert self.process.poll() is None, f"hotkv-server ended with {self.process.returncode}"
-            try:
-                with AdminClient(self.target, 1.0) as admin:
-                    admin.info()
-                return self
-            except HotKVError:
-                time.sleep(0.05)
-        raise AssertionError("hotkv-server did not answer")
+        process = self.process
+
+        def answers() -> bool:
+            assert process.poll() is None, f"hotkv-server ended with {process.returncode}"
+            with contextlib.suppress(HotKVError), AdminClient(self.target, 1.0) as admin:
+                return bool(admin.info())
+            return False
+
+        wait_for(answers, "hotkv-server", timeout_s)
+        return self
 
     def kill(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -110,9 +108,8 @@ class EngineProcess:
         settings = engine_args(model, **arguments)
         if target is not None:
             # Test machines are slow and shared; how long a lookup may take is not what is tested.
-            settings["kv_transfer_config"] = transfer_config(
-                target=target, **{"lookup_timeout_s": 3.0, **(connector or {})}
-            )
+            ours = {"lookup_timeout_s": 3.0, **(connector or {})}
+            settings["kv_transfer_config"] = transfer_config(target=target, **ours)
         self.log_path = log
         self._log = log.open("wb")
         self.process = nursery().fork(driver, self._log)
@@ -130,14 +127,11 @@ class EngineProcess:
         return self.answer()
 
     def ask_each(self, prompts: list[list[int]], max_tokens: int) -> dict[str, list[Any]]:
-        """Answers of prompts that are generated one after another. In company bfloat16 rounds
-        otherwise: with weights of "random" by up to .03 of a log probability, which can turn a
-        token."""
+        """Answers of prompts that are generated one after another: in company bfloat16 rounds
+        otherwise, which can turn a token."""
         answers = [self.ask("generate", prompts=[p], max_tokens=max_tokens) for p in prompts]
-        return {
-            name: [answer[name][0] for answer in answers]
-            for name in ("tokens", "logprobs", "cached")
-        }
+        names = ("tokens", "logprobs", "cached")
+        return {name: [answer[name][0] for answer in answers] for name in names}
 
     def begin(self, operation: str, **arguments: Any) -> None:
         self.ready()
@@ -168,12 +162,9 @@ class EngineProcess:
     def stop(self) -> None:
         self.begin_stop()
         if self.process.poll() is None:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(60)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait(60)
-        self._log.close()
+        self.kill()
 
     def _send(self, value: dict[str, Any]) -> None:
         self.process.stdin.write(json.dumps(value).encode() + b"\n")
@@ -193,9 +184,8 @@ class Engines:
 
     def start(self, model: Path, target: str | None, **settings: Any) -> EngineProcess:
         """Starts one with the settings of `EngineProcess`; logs lie in the folder."""
-        self._made.append(
-            EngineProcess(model, self._folder / f"engine{len(self._made)}.log", target, **settings)
-        )
+        log = self._folder / f"engine{len(self._made)}.log"
+        self._made.append(EngineProcess(model, log, target, **settings))
         return self._made[-1]
 
     def stop(self) -> None:

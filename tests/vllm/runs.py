@@ -8,28 +8,7 @@ from typing import Any
 from tests.vllm.processes import EngineProcess
 from tests.vllm.tiny import BLOCK_TOKENS, VOCAB
 
-LENGTHS = (
-    1,
-    31,
-    33,
-    47,
-    64,
-    65,
-    95,
-    100,
-    127,
-    129,
-    200,
-    255,
-    257,
-    300,
-    333,
-    411,
-    500,
-    641,
-    777,
-    901,
-)
+LENGTHS = (1, 31, 33, 47, 64, 65, 95, 100, 127, 129, 200, 255, 257, 300, 333, 500, 641, 777, 901)
 RANDOM = {"load_format": "random", "dtype": "float32"}
 """Weights so large that other keys and values give other tokens, in a type that another batch does
 not round otherwise: loads end in other steps than computing does."""
@@ -48,19 +27,20 @@ def usable(prompt: list[int]) -> int:
     return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
+def hits(batch: list[list[int]]) -> list[int]:
+    return [usable(prompt) for prompt in batch]
+
+
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     """Largest difference of a chosen token's log probability, up to where the texts part."""
     worst = 0.0
-    for tokens, others, mine, theirs in zip(
-        one["tokens"], other["tokens"], one["logprobs"], other["logprobs"], strict=True
+    for mine, theirs, my_tokens, their_tokens in zip(
+        one["logprobs"], other["logprobs"], one["tokens"], other["tokens"], strict=True
     ):
-        same = next(
-            (i for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), len(tokens)
-        )
-        worst = max(
-            [worst]
-            + [abs(a - b) for a, b in zip(mine[: same + 1], theirs[: same + 1], strict=True)]
-        )
+        for a, b, token, their_token in zip(mine, theirs, my_tokens, their_tokens, strict=True):
+            worst = max(worst, abs(a - b))
+            if token != their_token:
+                break
     return worst
 
 

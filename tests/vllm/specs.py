@@ -1,6 +1,7 @@
 """KV cache specs of models that the harness runs, one per layer."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -14,22 +15,20 @@ from tests.vllm.tiny import BLOCK_TOKENS
 
 WINDOW = 80
 CHUNK = 96
+SIZES: dict[str, Any] = {
+    "block_size": BLOCK_TOKENS,
+    "num_kv_heads": 2,
+    "head_size": 32,
+    "dtype": torch.bfloat16,
+}
 
 
 def full_spec() -> FullAttentionSpec:
-    return FullAttentionSpec(
-        block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.bfloat16
-    )
+    return FullAttentionSpec(**SIZES)
 
 
 def window_spec() -> SlidingWindowSpec:
-    return SlidingWindowSpec(
-        block_size=BLOCK_TOKENS,
-        num_kv_heads=2,
-        head_size=32,
-        dtype=torch.bfloat16,
-        sliding_window=WINDOW,
-    )
+    return SlidingWindowSpec(**SIZES, sliding_window=WINDOW)
 
 
 def full_model() -> dict[str, KVCacheSpec]:
@@ -52,29 +51,14 @@ def mixed_model() -> dict[str, KVCacheSpec]:
 
 def chunked_model() -> dict[str, KVCacheSpec]:
     """One full layer and three that see their chunk of 96 tokens only."""
-    chunked = ChunkedLocalAttentionSpec(
-        block_size=BLOCK_TOKENS,
-        num_kv_heads=2,
-        head_size=32,
-        dtype=torch.bfloat16,
-        attention_chunk_size=CHUNK,
-    )
+    chunked = ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=CHUNK)
     return {f"layer.{i}": (full_spec() if i == 0 else chunked) for i in range(4)}
 
 
 def uneven_model() -> dict[str, KVCacheSpec]:
     """Full blocks of 64 tokens, window blocks of 32, so hits end at every other window block; the
     window is within one block."""
-    full = FullAttentionSpec(
-        block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=32, dtype=torch.bfloat16
-    )
-    window = SlidingWindowSpec(
-        block_size=BLOCK_TOKENS,
-        num_kv_heads=2,
-        head_size=32,
-        dtype=torch.bfloat16,
-        sliding_window=20,
-    )
+    full, window = replace(full_spec(), num_kv_heads=1), replace(window_spec(), sliding_window=20)
     return {f"layer.{i}": (full if i == 0 else window) for i in range(3)}
 
 

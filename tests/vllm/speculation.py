@@ -33,9 +33,8 @@ class SpeculatingEngine(Engine):
                 tokens += self._drafts(name, tokens, scheduled.num_scheduled_tokens[name] - 1)
         sampled = super()._forward(scheduled)
         for name, tokens in known.items():
-            drafts = self.tokens[name][
-                len(tokens) : len(tokens) + scheduled.num_scheduled_tokens[name] - 1
-            ]
+            end = len(tokens) + scheduled.num_scheduled_tokens[name] - 1
+            drafts = self.tokens[name][len(tokens) : end]
             sampled[name] = [self._next(name, tokens)]
             for draft in drafts:
                 if draft != sampled[name][-1]:

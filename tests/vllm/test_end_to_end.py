@@ -9,27 +9,26 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import wait_for
 from tests.vllm.processes import Daemon, EngineProcess, Engines
-from tests.vllm.runs import NOISE, RANDOM, _state, difference, prompts, settled, usable
-from tests.vllm.tiny import BLOCK_TOKENS, write_model
+from tests.vllm.runs import NOISE, RANDOM, _state, difference, hits, prompts, settled
+from tests.vllm.tiny import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
 @pytest.fixture
-def start(model: Path, engines: Engines) -> Callable[..., EngineProcess]:
-    def make(
-        target: str | None, *, connector: dict[str, Any] | None = None, **settings: Any
-    ) -> EngineProcess:
-        connector = {"weights_identity": "random"} | (connector or {})
-        return engines.start(model, target, connector=connector, **RANDOM | settings)
+def start(tmp_path: Path, daemon: Daemon, engines: Engines) -> Callable[..., EngineProcess]:
+    def make(**settings: Any) -> EngineProcess:
+        connector = {"weights_identity": "random"} | settings.pop("connector", {})
+        model = write_model(tmp_path / "model")
+        return engines.start(model, daemon.target, connector=connector, **RANDOM | settings)
 
     return make
+
+
+def generate(engine: EngineProcess, batch: list[list[int]], max_tokens: int = 8) -> dict[str, Any]:
+    return engine.ask("generate", prompts=batch, max_tokens=max_tokens)
 
 
 def test_parity_and_sharing_between_processes(
@@ -38,165 +37,82 @@ def test_parity_and_sharing_between_processes(
     """Cold, warm from vLLM's own prefix cache, warm from hotkv in the same and in another
     engine."""
     daemon.start()
-    first, second = start(daemon.target), start(daemon.target)
+    first, second = start(), start()
     batch = prompts(1)
-    cold = first.ask("generate", prompts=batch, max_tokens=40)
-    local = first.ask("generate", prompts=batch, max_tokens=40)
+    cold, local = generate(first, batch, 40), generate(first, batch, 40)
     settled(first)
     first.ask("reset")
-    warm = first.ask("generate", prompts=batch, max_tokens=40)
-    other = second.ask("generate", prompts=batch, max_tokens=40)
     assert cold["cached"] == [0] * len(batch)
-    expected = [usable(p) for p in batch]
-    assert (
-        local["cached"] == expected and warm["cached"] == expected and other["cached"] == expected
-    )
-    for answer in (local, warm, other):
-        assert answer["tokens"] == cold["tokens"] and difference(cold, answer) < NOISE
+    for answer in (local, generate(first, batch, 40), generate(second, batch, 40)):
+        assert answer["cached"] == hits(batch) and answer["tokens"] == cold["tokens"]
+        assert difference(cold, answer) < NOISE
     # Blocks that filled while decoding were stored as well: one engine's answer is the other's
     # prompt.
     longer = [p + t[:-1] for p, t in zip(batch, cold["tokens"], strict=True)]
-    answer = second.ask("generate", prompts=longer, max_tokens=1)
-    assert answer["cached"] == [usable(p) for p in longer]
+    assert generate(second, longer, 1)["cached"] == hits(longer)
     totals = second.ask("stats")["totals"]
-    assert (
-        totals["hit_requests"] > 0 and "failed_loads" not in totals and "hook_errors" not in totals
-    )
+    assert totals["hit_requests"] > 0 and not {"failed_loads", "hook_errors"} & totals.keys()
 
 
-@pytest.mark.parametrize("call", ["load", "store"])
-def test_server_killed_in_the_middle(
-    daemon: Daemon, start: Callable[..., EngineProcess], call: str
+def test_a_server_that_comes_hangs_and_is_killed_in_the_middle(
+    daemon: Daemon, start: Callable[..., EngineProcess]
 ) -> None:
+    engine = start(blocks=80, connector={"lookup_timeout_s": 0.2}, max_model_len=1024)
+    batch = prompts(7, (300, 333, 400, 411, 500, 511))
+    asked = batch[:2]
+    cold = generate(engine, batch)
+
+    def answers_as_before(what: list[list[int]] = asked) -> dict[str, Any]:
+        engine.ask("reset")
+        answer = generate(engine, what)
+        assert answer["tokens"] == cold["tokens"][: len(what)]
+        return answer
+
+    def hits_again() -> None:
+        assert engine.ask("wait", connected=True, timeout_s=60)["connected"] == [True, True]
+        answers_as_before()
+        settled(engine)
+        assert answers_as_before()["cached"] == hits(asked)
+
+    wait_for(lambda: "no KV cache server" in engine.log())
     daemon.start()
-    engine = start(daemon.target)
-    batch = prompts(2, (300, 333))
-    fresh = prompts(3, (310,))
-    cold = engine.ask("generate", prompts=batch, max_tokens=8)
-    settled(engine)
-    engine.ask("reset")
-    engine.ask("freeze", call=call, pid=daemon.pid)
-    engine.begin("generate", prompts=batch if call == "load" else batch + fresh, max_tokens=8)
-    deadline_s = time.monotonic() + 60
-    while time.monotonic() < deadline_s and _state(daemon.pid) != "T":
-        time.sleep(0.01)
-    time.sleep(0.2)
-    daemon.kill()
-    answer = engine.answer()
-    assert answer["tokens"][:2] == cold["tokens"]
-    # The engine goes on without a server.
-    engine.ask("reset")
-    assert engine.ask("generate", prompts=batch, max_tokens=8)["tokens"] == cold["tokens"]
-    daemon.start()
-    assert engine.ask("wait", connected=True, timeout_s=60)["connected"] == [True, True]
-    engine.ask("reset")
-    engine.ask("generate", prompts=batch, max_tokens=8)
-    settled(engine)
-    engine.ask("reset")
-    again = engine.ask("generate", prompts=batch, max_tokens=8)
-    assert again["tokens"] == cold["tokens"] and again["cached"] == [usable(p) for p in batch]
+    hits_again()
+    lines = [line for line in engine.log().splitlines() if "hotkv scheduler:" in line]
+    assert len(lines) == 2, lines
+    os.kill(daemon.pid, signal.SIGSTOP)
+    answers_as_before(batch)
+    assert answers_as_before()["seconds"] < 30
+    os.kill(daemon.pid, signal.SIGCONT)
+    hits_again()
+    for call, more in (("load", []), ("store", prompts(3, (310,)))):
+        engine.ask("reset")
+        engine.ask("freeze", call=call, pid=daemon.pid)
+        engine.begin("generate", prompts=asked + more, max_tokens=8)
+        wait_for(lambda: _state(daemon.pid) == "T")
+        # For the call to be under way.
+        time.sleep(0.2)
+        daemon.kill()
+        assert engine.answer()["tokens"][:2] == cold["tokens"][:2]
+        # The engine goes on without a server.
+        answers_as_before()
+        daemon.start()
+        hits_again()
 
 
 def test_killed_engine_leaves_nothing_behind(
     daemon: Daemon, start: Callable[..., EngineProcess]
 ) -> None:
     daemon.start()
-    engine = start(daemon.target)
+    engine = start()
     batch = prompts(4, (300, 333, 400))
-    cold = engine.ask("generate", prompts=batch, max_tokens=8)
+    cold = generate(engine, batch)
     settled(engine)
     assert len(daemon.admin("sessions")) == 2
     engine.ask("reset")
+    engine.ask("freeze", call="load", pid=engine.process.pid)
     engine.begin("generate", prompts=batch * 4, max_tokens=400)
-    time.sleep(0.3)
+    wait_for(lambda: _state(engine.process.pid) == "T")
     engine.kill()
-    until_s = time.monotonic() + 60
-    while daemon.admin("sessions") and time.monotonic() < until_s:
-        time.sleep(0.02)
-    assert daemon.admin("sessions") == []
-    second = start(daemon.target)
-    answer = second.ask("generate", prompts=batch, max_tokens=8)
-    assert answer["tokens"] == cold["tokens"] and answer["cached"] == [usable(p) for p in batch]
-
-
-def test_server_absent_at_the_start_then_there(
-    daemon: Daemon, start: Callable[..., EngineProcess]
-) -> None:
-    engine = start(daemon.target)
-    batch = prompts(5, (300, 333))
-    cold = engine.ask("generate", prompts=batch, max_tokens=8)
-    until_s = time.monotonic() + 60
-    while "no KV cache server" not in engine.log() and time.monotonic() < until_s:
-        time.sleep(0.05)
-    daemon.start()
-    assert engine.ask("wait", connected=True, timeout_s=60)["connected"] == [True, True]
-    engine.ask("generate", prompts=batch, max_tokens=8)
-    settled(engine)
-    engine.ask("reset")
-    warm = engine.ask("generate", prompts=batch, max_tokens=8)
-    assert warm["tokens"] == cold["tokens"] and warm["cached"] == [usable(p) for p in batch]
-    lines = [line for line in engine.log().splitlines() if "hotkv scheduler:" in line]
-    assert len(lines) == 2, lines
-
-
-def test_hung_server_does_not_hang_the_engine(
-    daemon: Daemon, start: Callable[..., EngineProcess]
-) -> None:
-    daemon.start()
-    engine = start(
-        daemon.target, blocks=80, connector={"lookup_timeout_s": 0.2}, max_model_len=1024
-    ).ready()
-    batch = prompts(7, (300, 333, 400, 411, 500, 511))
-    os.kill(daemon.pid, signal.SIGSTOP)
-    cold = engine.ask("generate", prompts=batch, max_tokens=8)
-    engine.ask("reset")
-    again = engine.ask("generate", prompts=batch[:2], max_tokens=8)
-    assert again["tokens"] == cold["tokens"][:2] and again["seconds"] < 30
-    os.kill(daemon.pid, signal.SIGCONT)
-    assert engine.ask("wait", connected=True, timeout_s=60)["connected"] == [True, True]
-    engine.ask("reset")
-    assert engine.ask("generate", prompts=batch, max_tokens=8)["tokens"] == cold["tokens"]
-    settled(engine)
-    engine.ask("reset")
-    warm = engine.ask("generate", prompts=batch[:2], max_tokens=8)
-    assert warm["tokens"] == cold["tokens"][:2] and warm["cached"] == [usable(p) for p in batch[:2]]
-
-
-def test_hints_and_resets_reach_the_server(
-    daemon: Daemon, start: Callable[..., EngineProcess]
-) -> None:
-    daemon.start()
-    engine = start(daemon.target)
-    batch = prompts(9, (300, 333))
-    hints = {
-        "hotkv.pin": True,
-        "hotkv.ttl_s": 600,
-        "hotkv.priority": "high",
-        "remote_engine_id": "another connector's",
-    }
-    cold = engine.ask("generate", prompts=batch, max_tokens=8, transfer=hints)
-    counted = settled(engine)
-    assert (
-        counted["wrong_hints"] == 2
-        and counted["reported_requests"] == 5
-        and "hotkv.priority = 'high'" in engine.log()
-    )
-    block_bytes = 2 * 2 * 2 * 32 * BLOCK_TOKENS * 4
-    assert (
-        daemon.admin("tiers")[0]["pinned_byte_count"]
-        == sum(usable(p) for p in batch) // BLOCK_TOKENS * block_bytes
-    )
-    assert engine.ask("reset", connector=True)["done"]
-    assert (
-        daemon.admin("blocks")["blocks"] == []
-        and daemon.admin("tiers")[0]["pinned_byte_count"] == 0
-    )
-    again = engine.ask("generate", prompts=batch, max_tokens=8)
-    assert again["tokens"] == cold["tokens"] and again["cached"] == [0, 0]
-    settled(engine)
-    engine.ask("reset")
-    assert engine.ask("generate", prompts=batch, max_tokens=8)["cached"] == [
-        usable(p) for p in batch
-    ]
-    totals = engine.ask("stats")["totals"]
-    assert totals["resets"] == 1 and not {"failed_loads", "hook_errors"} & totals.keys()
+    wait_for(lambda: not daemon.admin("sessions"), "the end of its sessions")
+    answer = generate(start(), batch)
+    assert answer["tokens"] == cold["tokens"] and answer["cached"] == hits(batch)

@@ -1,7 +1,6 @@
 """Events of the server beside those of the engine that filled it: a router must be able to take one
 for the other."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from vllm.distributed.kv_events import (
 
 from demo.processes import Server, runtime_folder
 from hotkv_client.admin import AdminClient
-from tests.vllm.processes import EngineProcess
+from tests.vllm.processes import Engines
 from tests.vllm.tiny import VOCAB, write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -53,14 +52,11 @@ def blocks(events: list[Any]) -> dict[Any, tuple[Any, ...]]:
             isinstance(event, BlockStored)
             and len(event.token_ids) == len(event.block_hashes) * event.block_size
         ):
+            size, parent = event.block_size, event.parent_block_hash
             for i, block_hash in enumerate(event.block_hashes):
-                parent = event.block_hashes[i - 1] if i else event.parent_block_hash
-                tokens = tuple(event.token_ids[i * event.block_size : (i + 1) * event.block_size])
-                assert found.setdefault(block_hash, (parent, tokens, event.block_size)) == (
-                    parent,
-                    tokens,
-                    event.block_size,
-                )
+                said = (parent, tuple(event.token_ids[i * size : (i + 1) * size]), size)
+                assert found.setdefault(block_hash, said) == said
+                parent = block_hash
     return found
 
 
@@ -73,55 +69,36 @@ def groups(events: list[Any]) -> dict[int | None, tuple[Any, ...]]:
     }
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with runtime_folder(256 << 20) as made:
-        yield made
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.long), "gemma3"])
 def test_the_server_tells_of_each_block_what_the_engine_told(
-    folder: Path, tmp_path: Path, kind: str
+    engines: Engines, tmp_path: Path, kind: str
 ) -> None:
-    flags = [
-        "--events.endpoint",
-        f"ipc://{folder}/host",
-        "--events.replay-endpoint",
-        f"ipc://{folder}/host-replay",
-    ]
-    own = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{folder}/device"}
-    own["replay_endpoint"] = f"ipc://{folder}/device-replay"
-    with Server(folder, "64MiB", *flags) as server:
-        server.wait_ready()
-        model = write_model(tmp_path / "model", kind)
-        engine = EngineProcess(model, tmp_path / "engine.log", server.target, kv_events_config=own)
-        try:
+    with runtime_folder(256 << 20) as folder:
+        far, near = f"ipc://{folder}/host", f"ipc://{folder}/device"
+        flags = ["--events.endpoint", far, "--events.replay-endpoint", f"{far}-replay"]
+        own = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": near}
+        own["replay_endpoint"] = f"{near}-replay"
+        with Server(folder, "64MiB", *flags) as server:
+            server.wait_ready()
+            model = write_model(tmp_path / "model", kind)
+            engine = engines.start(model, server.target, kv_events_config=own)
             engine.ask("wait", connected=True, timeout_s=60)
             for first in (3, 400):
                 prompt = [first + (i * 7) % (VOCAB - first) for i in range(600)]
                 engine.ask("generate", prompts=[prompt], max_tokens=2)
             server.wait_for_stores()
-            device, host = replayed(own["replay_endpoint"]), replayed(f"ipc://{folder}/host-replay")
-        finally:
-            engine.stop()
-        with AdminClient(server.target) as admin:
-            listed = admin.blocks(1, 10_000)["blocks"]
-            admin.flush(1)
-        cleared = replayed(f"ipc://{folder}/host-replay")[-1]
+            device, host = replayed(f"{near}-replay"), replayed(f"{far}-replay")
+            with AdminClient(server.target) as admin:
+                listed = admin.blocks(1, 10_000)["blocks"]
+                admin.flush(1)
+            cleared = replayed(f"{far}-replay")[-1]
     held = {
         (b["group_index"], int(b["block_hash"][-16:], 16)) for b in listed if b["state"] == "ready"
     }
-    told = {
-        (e.group_idx, block_hash)
-        for e in host
-        if isinstance(e, BlockStored)
-        for block_hash in e.block_hashes
-    }
+    stored = [event for event in host if isinstance(event, BlockStored)]
+    told = {(event.group_idx, one) for event in stored for one in event.block_hashes}
     assert told == held and held, "the events do not tell what is held"
-    assert {block_hash for _, block_hash in told} == set(blocks(host)), (
-        "a block was told without its tokens"
-    )
+    assert {one for _, one in told} == set(blocks(host)), "a block was told without its tokens"
     assert blocks(host).items() <= blocks(device).items()
     assert groups(host) == groups(device)
-    assert {e.medium for e in host if isinstance(e, BlockStored)} == {"CPU"}
-    assert cleared == AllBlocksCleared()
+    assert {event.medium for event in stored} == {"CPU"} and cleared == AllBlocksCleared()

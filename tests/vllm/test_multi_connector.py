@@ -1,5 +1,5 @@
 """hotkv as first and as second child of vLLM's MultiConnector: vLLM's real scheduler and
-MultiConnector round the model of the harness."""
+MultiConnector round the model of the harness. `tests/pairs` has random traffic beside both."""
 
 import copy
 import importlib.util
@@ -8,35 +8,22 @@ from collections.abc import Callable, Iterator
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
-    MultiKVConnectorWorkerMetadata,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from hotkv_client.testing import FakeServer
-from hotkv_vllm import link
 from hotkv_vllm.compat import checks
 from hotkv_vllm.connector import HotKVConnector
-from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StoreReport
+from hotkv_vllm.metadata import HotKVHandshake
 from hotkv_vllm.scheduler import sharing
 from tests.vllm.harness import Engine, prompt
-from tests.vllm.other_connectors import (
-    PLAN,
-    CheckedHandshake,
-    Plan,
-    beside,
-    children,
-    loads_into,
-)
-from tests.vllm.specs import mixed_model
+from tests.vllm.other_connectors import PLAN, CheckedHandshake, Plan, beside, children, loads_into
 from tests.vllm.tiny import BLOCK_TOKENS, transfer_config
 
 PROMPT = prompt(1, 200)
 USABLE = 192
-
-
+Make = Callable[..., Engine]
 BOTH_ORDERS = pytest.mark.parametrize("ours_first", [True, False], ids=["first", "second"])
 
 
@@ -46,21 +33,14 @@ def plan() -> Iterator[Plan]:
     PLAN.__init__()  # type: ignore[misc]
 
 
-# ---------------------------------------------------------------------------- handshakes and policy
-
-
 @BOTH_ORDERS
-@pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
 def test_beside_one_that_checks_its_handshake(
-    engine: Callable[..., Engine], server: FakeServer, ours_first: bool, pipelined: bool
+    engine: Make, server: FakeServer, ours_first: bool
 ) -> None:
     """Both get what they need, the very first request stores and hits, and a failed load is
     computed."""
     within = beside("CheckingConnector", ours_first=ours_first)
-    one, other = (
-        engine(within=within, pipelined=pipelined),
-        engine(within=within, pipelined=pipelined),
-    )
+    one, other = engine(within=within), engine(within=within)
     assert children(one.connector)[1].seen == {(0, 0): CheckedHandshake(0)}
     cold = one.generate("cold", PROMPT, 4)
     assert cold[1] == 0 and len(server.blocks) >= USABLE // BLOCK_TOKENS
@@ -68,144 +48,54 @@ def test_beside_one_that_checks_its_handshake(
     other.drop_local()
     server.fail_loads = True
     assert other.generate("fails", PROMPT, 4)[0] == cold[0] and other.finished["fails"] == "length"
-    assert other.counters["failed_loads"] == 1 and not {"hook_errors"} & (
-        one.counters.keys() | other.counters.keys()
-    )
+    assert other.counters["failed_loads"] == 1 and "hook_errors" not in other.counters
+    # vLLM's base class refuses handshakes of pipeline stages, so a child that knows no stages gets
+    # none of hotkv's.
+    beside_another = engine(within=beside("LoadingConnector", ours_first=ours_first))
+    assert beside_another.worker.get_handshake_metadata() is None
 
 
-@BOTH_ORDERS
-def test_ranks_of_later_stages_are_nobody_elses_business(
-    engine: Callable[..., Engine], ours_first: bool
-) -> None:
-    """vLLM's base class refuses handshakes of pipeline stages, so hotkv must hand none to a child
-    that knows no stages."""
-    one = engine(within=beside("LoadingConnector", ours_first=ours_first))
-    assert one.worker.get_handshake_metadata() is None
-    assert (
-        one.generate("cold", PROMPT, 4)[0]
-        and children(one.connector)[0]._scheduler.cache is not None
-    )
-
-
-def test_nested(engine: Callable[..., Engine]) -> None:
+def test_nested(engine: Make) -> None:
     inner = beside("CheckingConnector", ours_first=True)
     one = engine(within=lambda ours: beside("LoadingConnector", ours_first=False)(inner(ours)))
-    assert (
-        one.scheduler.recompute_kv_load_failures
-        and one.worker.get_handshake_metadata() == CheckedHandshake(0)
-    )
+    assert one.scheduler.recompute_kv_load_failures
+    assert one.worker.get_handshake_metadata() == CheckedHandshake(0)
 
 
 def test_policy_out_of_reach_is_said(
-    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    engine: Make, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(link.logger, "warning", lambda text, *_: said.append(text))
     monkeypatch.setattr("hotkv_vllm.compat.checks._has_children", lambda _: False)
     one = engine(within=beside("LoadingConnector", ours_first=True))
-    assert not one.scheduler.recompute_kv_load_failures and "kv_load_failure_policy" in said[0]
+    assert not one.scheduler.recompute_kv_load_failures and "kv_load_failure_policy" in warnings[0]
 
 
 def test_a_rank_that_never_answers(
-    engine: Callable[..., Engine], server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    engine: Make, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first requests wait a while, then the engine goes on without hotkv; when the rank answers
-    at last, hotkv begins."""
+    at last, hotkv begins, unless it answers that it has no key space."""
     one = engine(within=beside("LoadingConnector", ours_first=True))
-    answer = children(one.worker)[0]._worker.handshake
-    monkeypatch.setattr(children(one.worker)[0]._worker, "handshake", lambda: None)
+    worker, scheduler = children(one.worker)[0]._worker, children(one.connector)[0]._scheduler
+    answer = worker.handshake
+    monkeypatch.setattr(worker, "handshake", lambda: None)
     one.add("waits", PROMPT, 4)
     for _ in range(3):
         one.step()
     assert not one.outputs["waits"]
     monkeypatch.setattr(sharing, "JOINING_PATIENCE_S", 0.0)
-    children(one.connector)[0]._scheduler.sharing.joining._until_s = None
+    scheduler.sharing.joining._until_s = None
     one.run()
     assert len(one.outputs["waits"]) == 4 and not server.blocks
-    monkeypatch.setattr(children(one.worker)[0]._worker, "handshake", answer)
-    one.add("long", prompt(2, 100), 100)
-    one.run()
+    monkeypatch.setattr(worker, "handshake", answer)
+    one.generate("long", prompt(2, 100), 100)
     assert len(server.blocks) >= 6
-
-
-def test_without_a_key_space_hotkv_is_off(
-    engine: Callable[..., Engine], server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = engine(within=beside("LoadingConnector", ours_first=False))
-    monkeypatch.setattr(
-        children(one.worker)[0]._worker, "handshake", lambda: HotKVHandshake(None, "it says so")
-    )
-    assert len(one.generate("cold", PROMPT, 4)[0]) == 4
-    assert not server.blocks and children(one.connector)[0]._scheduler.sharing.joining is None
-
-
-def test_runner_v2_revokes_in_a_multi_connector(
-    engine: Callable[..., Engine], server: FakeServer
-) -> None:
-    """The pages of the fences come with the report. Nothing is stored before; blocks that are given
-    away later are taken back."""
-    server.hold = {"store"}
-    one = engine(within=beside("LoadingConnector", ours_first=True), specs=mixed_model(), v2=True)
-    ours, fence = children(one.connector)[0]._scheduler, children(one.worker)[0]._worker.rank.fence
-    assert ours.cache is None
-    answer = one.generate("a", PROMPT, 1)[0]
-    words = {store.fence_index for store in ours.cache.planner.in_flight.stores.values()}
-    assert words and 0 not in words and not any(fence.is_revoked(word) for word in words)
-    one.drop_local()
-    for number in range(2, 8):
-        one.generate(f"{number}", prompt(number, 400), 1)
-    assert all(fence.is_revoked(word) for word in words)
-    server.hold = set()
-    server.settle()
-    one.drop_local()
-    assert one.generate("again", PROMPT, 1)[0] == answer and "hook_errors" not in one.counters
-
-
-def test_reports_of_two_ranks() -> None:
-    """vLLM's aggregation over ranks, round MultiConnector's: every handshake, summed counters,
-    results of both, whichever come."""
-    handshakes = [HotKVHandshake(None, "one"), HotKVHandshake(None, "two")]
-    ranks = [
-        HotKVWorkerMetadata(
-            {1: StoreReport([b"\0"])}, {"load_bytes": 2.0}, None, (handshakes[0],), 3
-        ),
-        HotKVWorkerMetadata(
-            {1: StoreReport([b"\1"]), 2: StoreReport([b""])},
-            {"load_bytes": 3.0},
-            None,
-            (handshakes[1],),
-            3,
-        ),
-    ]
-
-    def output(meta: HotKVWorkerMetadata | None, failed: set[str]) -> ModelRunnerOutput:
-        wrapped = None if meta is None else MultiKVConnectorWorkerMetadata((None, meta))
-        one = KVConnectorOutput(
-            finished_recving={"a"}, failed_recving=failed, kv_connector_worker_meta=wrapped
-        )
-        return ModelRunnerOutput([], {}, kv_connector_output=one)
-
-    whole = KVOutputAggregator(2).aggregate([output(ranks[0], set()), output(ranks[1], {"a"})])
-    assert whole is not None and whole.kv_connector_output is not None
-    joined = whole.kv_connector_output.kv_connector_worker_meta.metadata[1]
-    assert (
-        joined.handshakes == tuple(handshakes)
-        and joined.counters == {"load_bytes": 5.0}
-        and joined.settled_step == 3
-    )
-    assert joined.stores[1].results == [b"\0", b"\1"] and joined.stores[2].results == [b""]
-    assert whole.kv_connector_output.failed_recving == {"a"}
-    assert (
-        sharing.Joining(2).handshakes(joined) == handshakes
-        and sharing.Joining(3).handshakes(joined) == []
-    )
-    late = KVOutputAggregator(2)
-    half = late.aggregate([output(ranks[0], {"a"}), output(None, set())])
-    assert half is not None and half.kv_connector_output is not None
-    assert (
-        sharing.Joining(2).handshakes(half.kv_connector_output.kv_connector_worker_meta.metadata[1])
-        == []
-    )
+    off = engine(within=beside("LoadingConnector", ours_first=False))
+    refused = HotKVHandshake(None, "it says so")
+    monkeypatch.setattr(children(off.worker)[0]._worker, "handshake", lambda: refused)
+    server.blocks.clear()
+    assert len(off.generate("cold", PROMPT, 4)[0]) == 4
+    assert not server.blocks and children(off.connector)[0]._scheduler.sharing.joining is None
 
 
 def test_the_name_is_known_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,54 +108,26 @@ def test_the_name_is_known_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -
     assert KVConnectorFactory.get_connector_class_by_name("HotKVConnector") is HotKVConnector
 
 
-# ------------------------------------------------------------------------------------------- layout
-
-
 @BOTH_ORDERS
 def test_layouts_do_not_conflict(
-    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, ours_first: bool
+    engine: Make, monkeypatch: pytest.MonkeyPatch, ours_first: bool
 ) -> None:
     """The other connector's wish goes first; where it has none, hotkv's stands."""
     monkeypatch.setattr(checks, "preferred_layout", lambda: "BLHNC")
     config = copy.copy(engine().vllm_config)
     assert HotKVConnector.get_required_kvcache_layout(config) == "BLHNC"
     for name, expected in (("CheckingConnector", "LBHNC"), ("LoadingConnector", "BLHNC")):
-        config.kv_transfer_config = KVTransferConfig(
-            **beside(name, ours_first=ours_first)(transfer_config())
-        )
+        several = beside(name, ours_first=ours_first)(transfer_config())
+        config.kv_transfer_config = KVTransferConfig(**several)
         assert MultiConnector.get_required_kvcache_layout(config) == expected
-        nested = beside("LoadingConnector", ours_first=ours_first)(
-            beside(name, ours_first=ours_first)(transfer_config())
-        )
+        nested = beside("LoadingConnector", ours_first=ours_first)(several)
         config.kv_transfer_config = KVTransferConfig(**nested)
         assert MultiConnector.get_required_kvcache_layout(config) in (None, "LBHNC")
 
 
-# ------------------------------------------------------------------------- what the other one loads
-
-
-@BOTH_ORDERS
-def test_hits_are_those_that_were_taken(
-    engine: Callable[..., Engine], server: FakeServer, plan: Plan, ours_first: bool
-) -> None:
-    """Both offer the prompt; who comes first serves it. What hotkv offered in vain is neither
-    counted as a hit nor kept pinned."""
-    one = engine(within=beside("LoadingConnector", ours_first=ours_first))
-    cold = one.generate("cold", PROMPT, 4)[0]
-    one.drop_local()
-    plan.tokens["warm"], plan.fill = USABLE, loads_into(one)
-    assert one.generate("warm", PROMPT, 4) == (cold, USABLE)
-    assert one.counters["offered_requests"] == 1 and one.counters["offered_tokens"] == USABLE
-    if ours_first:
-        assert one.counters["hit_requests"] == 1 and one.counters["hit_tokens"] == USABLE
-    else:
-        assert not {"hit_requests", "hit_tokens", "loads"} & one.counters.keys()
-    assert not server.leases
-
-
 @pytest.mark.parametrize("ending", ["aborted", "failed", "well"])
 def test_asynchronous_load_of_another(
-    engine: Callable[..., Engine], server: FakeServer, plan: Plan, ending: str
+    engine: Make, server: FakeServer, plan: Plan, ending: str
 ) -> None:
     """vLLM counts its tokens as computed from its start; hotkv must not store them before they are
     there, nor count its failures."""
@@ -296,7 +158,7 @@ def test_asynchronous_load_of_another(
 @pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
 @pytest.mark.parametrize("fails", [True, False], ids=["failed", "well"])
 def test_synchronous_load_of_another(
-    engine: Callable[..., Engine],
+    engine: Make,
     server: FakeServer,
     plan: Plan,
     monkeypatch: pytest.MonkeyPatch,
@@ -305,10 +167,8 @@ def test_synchronous_load_of_another(
 ) -> None:
     """Its failure is known after the step that used it: nothing of that step is stored before, and
     nothing at all if it failed."""
-    one, other = (
-        engine(within=beside("LoadingConnector", ours_first=False), pipelined=pipelined)
-        for _ in range(2)
-    )
+    within = beside("LoadingConnector", ours_first=False)
+    one, other = (engine(within=within, pipelined=pipelined) for _ in range(2))
     expected = other.generate("alone", PROMPT, 40)[0]
     one.generate("connects", prompt(9, 10), 2)
     server.blocks.clear()

@@ -1,28 +1,26 @@
 """Pauses and sleep: the engine forgets its own cache and the shared one stays, whatever was under
-way.
-
-vLLM's own `EngineCore` pauses and resets round the harness's scheduler (`engine_core`).
-"""
+way. vLLM's own `EngineCore` pauses and resets round the harness's scheduler (`engine_core`)."""
 
 import os
 from typing import Any
 
 import pytest
 
-from hotkv_vllm import versions
-from hotkv_vllm.compat import uses
 from tests.vllm.device import ToldDevice
 from tests.vllm.engine_core import Core, Executor
 from tests.vllm.harness import prompt
+from tests.vllm.oracle import answer_of, check_stored
 from tests.vllm.specs import full_model, hybrid_model, mixed_model
 
 PROMPT = prompt(1, 200)
+WAYS = pytest.mark.parametrize("way", ["pause", "sleep"])
 
 
-# --------------------------------------------------------------------------------- the shared cache
+def goes_on(core: Core, way: str) -> None:
+    core.wake_up() if way == "sleep" else core.core.resume_scheduler()
 
 
-@pytest.mark.parametrize("way", ["pause", "sleep"])
+@WAYS
 @pytest.mark.parametrize("model", [full_model, hybrid_model])
 def test_a_pause_keeps_the_shared_cache(engine: Any, server: Any, model: Any, way: str) -> None:
     one = engine(specs=model())
@@ -32,39 +30,21 @@ def test_a_pause_keeps_the_shared_cache(engine: Any, server: Any, model: Any, wa
     kept = set(server.blocks)
     getattr(core, way)()
     assert kept == set(server.blocks) and not server.flushes
-    core.wake_up() if way == "sleep" else core.core.resume_scheduler()
+    goes_on(core, way)
     assert one.generate("c", PROMPT, 4) == (answer, 192)
     assert engine(specs=model()).generate("d", PROMPT, 4) == (answer, 192)
-
-
-def test_a_reset_that_is_asked_for_while_the_engine_pauses_empties_the_cache(
-    engine: Any, server: Any
-) -> None:
-    one = engine()
-    core = Core(one)
-    one.generate("a", PROMPT, 4)
-    one.generate("b", prompt(2, 40))
-    core.pause()
-    assert (
-        server.blocks
-        and core.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        and not server.blocks
-    )
-
-
-@pytest.mark.parametrize("way", ["pause", "sleep"])
-def test_without_a_server(engine: Any, server: Any, way: str) -> None:
-    one = engine()
-    core = Core(one)
-    answer, _ = one.generate("a", PROMPT, 4)
-    one.generate("b", prompt(2, 40))
+    # Without a server, too.
     server.die(empty=False)
     getattr(core, way)()
-    core.wake_up()
-    assert one.generate("c", PROMPT, 4) == (answer, 0)
+    goes_on(core, way)
+    assert one.generate("e", PROMPT, 4) == (answer, 0)
     server.come_back()
     one.drop_local()
-    assert one.generate("d", PROMPT, 4) == (answer, 192) and not server.flushes
+    assert one.generate("f", PROMPT, 4) == (answer, 192) and not server.flushes
+    # A reset that somebody asks for while it pauses empties the shared cache.
+    getattr(core, way)()
+    assert core.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert not server.blocks
 
 
 def test_kept_requests_go_on_and_their_blocks_are_shared(engine: Any, server: Any) -> None:
@@ -81,10 +61,9 @@ def test_kept_requests_go_on_and_their_blocks_are_shared(engine: Any, server: An
     assert one.outputs["a"] == engine().generate("c", PROMPT, 60)[0] and len(server.blocks) == 8
 
 
-# ---------------------------------------------------------------------------- memory that goes away
-
-
-def test_the_server_holds_no_memory_of_a_sleeping_engine(engine: Any, server: Any) -> None:
+def test_the_server_holds_no_memory_of_a_sleeping_engine(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = engine()
     core = Core(one)
     answer, _ = one.generate("a", PROMPT, 4)
@@ -103,159 +82,127 @@ def test_the_server_holds_no_memory_of_a_sleeping_engine(engine: Any, server: An
     one.worker.restore_kv_caches()
     assert worker.rank.session is reopened
     assert one.generate("c", PROMPT, 4) == (answer, 192)
-
-
-@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
-def test_stores_under_way_bring_nothing_after_the_sleep(engine: Any, server: Any, v2: bool) -> None:
-    """With V2 the words in which the scheduler revokes stay the same page."""
-    one = engine(specs=mixed_model(), v2=v2)
-    core = Core(one)
-    server.hold = {"store"}
-    answer, _ = one.generate("a", PROMPT, 1)
-    worker, planner = one.worker._worker, one.connector._scheduler.cache.planner
-    stores = list(worker.stores.active.values())
-    assert stores
-    core.sleep()
-    assert all(store.answer.done() for store in stores)
-    server.hold = set()
-    server.settle()
-    assert not server.blocks
-    core.wake_up()
-    one.generate("b", prompt(2, 10), 2)
-    assert not len(planner.in_flight) and not worker.stores
-    one.drop_local()
-    assert one.generate("c", PROMPT, 1) == (answer, 0)
-    one.generate("d", prompt(3, 10))
-    one.drop_local()
-    assert one.generate("e", PROMPT, 1) == (answer, 192)
-
-
-def test_blocks_that_wait_for_the_next_step_are_not_stored_after_the_sleep(
-    engine: Any, server: Any
-) -> None:
-    one = engine(pipelined=True)
-    core = Core(one)
-    one.add("a", prompt(3, 60), 5)
-    planner = one.connector._scheduler.cache.planner
-    while not planner.tails.waiting:
-        one.step()
-    kept = set(server.blocks)
-    core.sleep()
-    core.wake_up()
-    one.generate("b", prompt(4, 10), 3)
-    assert set(server.blocks) == kept
-
-
-def test_a_store_behind_the_device_is_never_sent(engine: Any, server: Any) -> None:
-    device = ToldDevice()
-    one = engine(device=device)
-    one.add("a", PROMPT, 1)
-    one.step()
-    assert [store.answer for store in one.worker._worker.stores.active.values()] == [None]
-    executor = Executor(one)
-    executor.sleep(1)
-    device.run_to(device.given)
-    executor.wake_up(None)
-    one.generate("b", prompt(2, 10), 2)
-    assert (
-        not one.worker._worker.stores
-        and not one.connector._scheduler.cache.planner.in_flight
-        and not server.blocks
-    )
-
-
-@pytest.mark.parametrize("ended", [False, True], ids=["under way", "ended and not reported"])
-def test_a_load_of_before_the_sleep_counts_as_failed(engine: Any, server: Any, ended: bool) -> None:
-    """vLLM does not sleep while a request waits for a load; if it did, the request would be
-    computed."""
-    answer, _ = engine().generate("a", PROMPT, 4)
-    one = engine()
-    server.hold = {"load"}
-    one.add("b", PROMPT, 4)
-    for _ in range(4):
-        one.step()
-    assert one.worker._worker.loads
-    server.hold = set()
-    if ended:
-        server.settle("load")
-    executor = Executor(one)
-    executor.sleep(1)
-    assert not [kind for kind, *_ in server.held if kind == "load"]
-    executor.wake_up(None)
-    one.run()
-    assert one.outputs["b"] == answer and one.counters["failed_loads"] == 1
-
-
-def test_a_hung_server_does_not_keep_the_engine_awake(engine: Any, server: Any) -> None:
-    """Its late write lands where vLLM still holds the blocks; the request is computed once the
-    server has let go."""
-    answer, _ = engine().generate("a", PROMPT, 4)
-    one = engine(extra={"store_timeout_s": 0.0, "load_timeout_s": 0.0})
-    server.hold, server.ack_cancels = {"load"}, False
-    one.add("b", PROMPT, 4)
-    for _ in range(4):
-        one.step()
-    executor = Executor(one)
-    executor.sleep(1)
-    executor.wake_up(None)
-    for _ in range(4):
-        one.step()
-    assert not one.outputs["b"] and one.worker._worker.loads
-    server.cancelled.clear()
-    server.settle("load")
-    one.run()
-    assert one.outputs["b"] == answer
-
-
-def test_memory_that_can_not_be_shared_again_turns_hotkv_off(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = engine()
-    core = Core(one)
-    answer, _ = one.generate("a", PROMPT, 4)
-    one.generate("b", prompt(2, 40))
-    core.sleep()
+    # What breaks as it lets go ends the session; what can't share memory again turns hotkv off.
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "_let_go", lambda: 1 // 0)
+        core.sleep()
+    assert reopened.closed and worker.rank.session is None
     monkeypatch.setattr("hotkv_vllm.worker.layout.export", lambda *_: 1 // 0)
     core.wake_up()
-    assert one.connector._scheduler.cache is None
-    assert one.generate("c", PROMPT, 4) == (answer, 0)
+    assert scheduler.cache is None
+    assert one.generate("d", PROMPT, 4) == (answer, 0)
     core.pause()
 
 
-def test_an_unregister_that_breaks_ends_the_session(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+UNDER_WAY = {
+    "a store": {},
+    "a store of runner V2": {"specs": mixed_model(), "v2": True},
+    "a late store": {},
+    "a hung store": {"extra": {"store_timeout_s": 0.05}},
+    "a tail": {"pipelined": True},
+    "a store behind the device": {"device": ToldDevice()},
+    "a load": {},
+    "an ended load": {},
+    "a hung load": {"extra": {"store_timeout_s": 0.0, "load_timeout_s": 0.0}},
+    "a lease": {},
+}
+
+
+def begin(one: Any, server: Any, what: str) -> None:
+    """Has an engine begin this, for a request "a"."""
+    server.ack_cancels = what != "a hung load"
+    if what == "a tail":
+        one.add("a", prompt(3, 60), 5)
+        while not one.connector._scheduler.cache.planner.tails.waiting:
+            one.step()
+        return
+    call = {"load": "load", "lease": "acquire"}.get(what.split()[-1], "store")
+    if what == "a late store":
+        server.late = {call}
+    else:
+        server.hold = {call}
+    one.add("a", PROMPT, 1)
+    for _ in range(4 if call == "load" else 1):
+        one.step()
+    if what == "an ended load":
+        server.settle("load")
+
+
+@pytest.mark.parametrize(
+    ("what", "event", "num_stored"),
+    [
+        ("a store", "reset", 0),
+        ("a late store", "reset", 0),
+        ("a hung store", "reset", 0),
+        ("a tail", "reset", 0),
+        ("a load", "reset", 0),
+        ("a lease", "reset", 6),
+        ("a store", "sleep", 0),
+        ("a store of runner V2", "sleep", 0),
+        ("a tail", "sleep", 1),
+        ("a store behind the device", "sleep", 0),
+        # vLLM does not sleep while a request waits for a load; if it did, it would be computed.
+        ("a load", "sleep", 6),
+        ("an ended load", "sleep", 6),
+        ("a hung load", "sleep", 6),
+    ],
+)
+def test_what_is_under_way_brings_nothing_wrong(
+    engine: Any, server: Any, what: str, event: str, num_stored: int
 ) -> None:
-    one = engine()
-    session = one.worker._worker.rank.session
-    monkeypatch.setattr(one.worker._worker, "_let_go", lambda: 1 // 0)
-    one.worker.unregister_kv_caches()
-    assert session.closed and one.worker._worker.rank.session is None
-
-
-# ----------------------------------------------------------------------------------- vLLM's version
-
-
-def test_other_versions_run_without_hotkv(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    monkeypatch.setattr(versions, "VERSION", "0.34.0")
-    changed = uses.Answer(versions.OWN, "0.34.0", ("Request has no attribute id",), 9)
-    monkeypatch.setattr(versions, "_answer", lambda *_: changed)
-    one = engine()
-    assert (
-        "hotkv is off: it is tested with vLLM 0.32 to 0.33, and this is 0.34.0: "
-        "Request has no attribute id; set hotkv.allow_untested_vllm"
-    ) in caplog.text
-    assert one.generate("a", PROMPT, 4)[1] == 0 and not server.sessions
-    Core(one).sleep()
-    assert not one.connector.edge.broken and not one.worker.edge.broken
-    assert (
-        engine(extra={"allow_untested_vllm": True}).generate("b", PROMPT, 4)[0] == one.outputs["a"]
-        and server.sessions
-    )
-
-
-# ---------------------------------------------------------------------------- what 0.33 calls later
+    """`num_stored`: of the request's blocks, those that are found once it has ended."""
+    if what.split()[-1] in ("load", "lease"):
+        engine().generate("before", PROMPT, 4)
+    one = engine(**UNDER_WAY[what])
+    begin(one, server, what)
+    worker, scheduler = one.worker._worker, one.connector._scheduler
+    late, server.held = (server.held, []) if what == "a late store" else ([], server.held)
+    if event == "reset":
+        is_done = one.scheduler.reset_prefix_cache(reset_connector=True)
+        assert is_done == (what != "a load") and not server.blocks
+    elif what == "a tail":
+        core = Core(one)
+        core.sleep()
+        core.wake_up()
+    else:
+        executor = Executor(one)
+        executor.sleep(1)
+        if one.device is not None:
+            one.device.run_to(one.device.given)
+        executor.wake_up(None)
+    for _, _, future, act in late:
+        future.set_result(act())
+    assert scheduler.cache.reset.under_way or not late
+    if what == "a hung load":
+        for _ in range(4):
+            one.step()
+        # The late write lands where vLLM still holds the blocks.
+        assert not one.outputs["a"] and worker.loads
+        server.cancelled.clear()
+        server.settle("load")
+    if what != "a hung store":
+        server.hold, server.late = set(), set()
+        server.settle()
+    one.run()
+    one.generate("end", prompt(2, 10), 3)
+    one.generate("end", prompt(2, 10), 3)
+    tokens = list(one.requests["a"].prompt_token_ids)
+    assert one.outputs["a"] == answer_of(tokens, len(one.outputs["a"])) != []
+    found = {block_hash for _, _, block_hash in server.blocks}
+    hashes = one.requests["a"].block_hashes
+    assert sum(block_hash in found for block_hash in hashes) == num_stored
+    assert one.counters.get("failed_loads", 0) == ("load" in what)
+    assert not worker.stores and not worker.loads and not server.leases
+    assert not scheduler.cache.planner.in_flight.stores and not scheduler.cache.reset.under_way
+    server.hold = set()
+    one.scheduler.reset_prefix_cache()
+    check_stored(server, [one])
+    # Sharing goes on.
+    for hit in (None, 192):
+        answer, external = one.generate(f"again {hit}", PROMPT, 4)
+        assert answer == answer_of(PROMPT, 4) and hit in (None, external)
+        one.generate("end", prompt(2, 10), 3)
+        one.drop_local()
 
 
 def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(
@@ -280,26 +227,3 @@ def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(
     assert one.outputs["c"] and not server.blocks and not server.leases
     server.blocks.update(kept)
     assert engine().generate("d", PROMPT, 4) == (answer, 192)
-
-
-def test_vllm_refuses_a_pause_that_keeps_requests_during_a_load(engine: Any, server: Any) -> None:
-    """It can't take the blocks of a load back, whoever loads; the engine goes on, and pauses once
-    the load has ended."""
-    first, one = engine(), engine()
-    answer = first.generate("a", PROMPT, 4)[0]
-    server.hold = {"load"}
-    one.add("b", PROMPT, 4)
-    for _ in range(3):
-        one.step()
-    assert one.connector._scheduler.requests.loads.awaited
-    core = Core(one)
-    with pytest.raises(RuntimeError, match="running requests waiting for remote KV transfer"):
-        core.pause("keep")
-    core.core.resume_scheduler()
-    server.hold = set()
-    server.settle()
-    one.run()
-    assert one.outputs["b"] == answer and "hook_errors" not in one.counters
-    core.pause("keep")
-    core.core.resume_scheduler()
-    assert one.generate("c", PROMPT, 4)[0] == answer

@@ -6,95 +6,94 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.harness import prompt
-from tests.vllm.specs import HYBRIDS, full_model
+from tests.vllm.harness import Engine, prompt
+from tests.vllm.oracle import answer_of, audit
+from tests.vllm.specs import HYBRIDS, full_model, mixed_model
+
+CALLS = ["store", "load", "acquire", "lookup", "flush"]
 
 
-@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("model", [full_model, *HYBRIDS])
+def change(dice: random.Random, server: Any, one: Engine) -> None:
+    """One change of the server or of the engine's own cache."""
+    roll = dice.random()
+    if roll < 0.10:
+        server.hold = set(dice.sample(CALLS, dice.choice([0, 0, 1, 2])))
+    elif roll < 0.40:
+        server.settle(dice.choice(["", "store", "load", "acquire"]))
+    elif roll < 0.42:
+        server.die(empty=dice.random() < 0.3)
+    elif roll < 0.60 and not server.up:
+        server.come_back()
+    elif roll < 0.65:
+        server.fail_loads, server.fail_stores = dice.random() < 0.3, dice.random() < 0.2
+        server.spoil_loads = dice.random() < 0.5
+    elif roll < 0.68:
+        server.grant_limit = dice.choice([1, 3, 1 << 30, 1 << 30])
+    elif roll < 0.71:
+        server.ack_cancels = dice.random() < 0.7
+    elif roll < 0.80:
+        for key in dice.sample(list(server.blocks), min(len(server.blocks), 4)):
+            del server.blocks[key]
+    elif not one.queue:
+        one.scheduler.reset_prefix_cache(reset_connector=dice.random() < 0.05)
+
+
+@pytest.mark.parametrize("model", [full_model, mixed_model, *HYBRIDS])
+@pytest.mark.parametrize(
+    "way", [{"pipelined": False}, {"pipelined": True}, {"v2": True}], ids=["sync", "async", "v2"]
+)
 @pytest.mark.parametrize(
     "table",
     [pytest.param(True, id="table"), pytest.param(False, id="rpc", marks=pytest.mark.long)],
 )
-def test_random_faults(engine: Any, server: Any, pipelined: bool, model: Any, table: bool) -> None:
+def test_random_faults(
+    engine: Any, server: Any, model: Any, way: dict[str, bool], table: bool
+) -> None:
     dice = random.Random(0)
     server.table = table
-    settings = {"lookup_timeout_s": 0.002, "reset_timeout_s": 0.002}
-    one = engine(
-        specs=model(), pipelined=pipelined, blocks=40, max_tokens_per_step=128, extra=settings
-    )
-    live: list[str] = []
-    expected: dict[str, list[int]] = {}
-    alone: dict[tuple[int, int], list[int]] = {}
-    for turn in range(150):
-        roll = dice.random()
-        if roll < 0.3 and len(live) < 6:
-            family, length = dice.randrange(2), dice.randrange(20, 400)
-            name = f"r{turn}"
-            one.add(name, prompt(family, length), 40)
-            live.append(name)
-            expected[name] = _answer(alone, family, length)
-        elif roll < 0.34 and live:
-            name = live.pop(dice.randrange(len(live)))
+    extra = {"lookup_timeout_s": 0.002, "reset_timeout_s": 0.002}
+    settings = {"specs": model(), "max_tokens_per_step": 128, **way}
+    num_blocks = (18, 24) if model is full_model else (40, 44)
+    engines = [engine(blocks=blocks, extra=extra, **settings) for blocks in num_blocks]
+    live: list[tuple[Engine, str]] = []
+    asked: dict[tuple[Engine, str], list[int]] = {}
+    for turn in range(200):
+        one = dice.choice(engines)
+        if dice.random() < 0.4 and len(live) < 8:
+            tokens = prompt(dice.randrange(2), dice.randrange(20, 400))
+            one.add(f"r{turn}", tokens, 40)
+            live.append((one, f"r{turn}"))
+            asked[live[-1]] = tokens
+        elif dice.random() < 0.06 and live:
+            one, name = live.pop(dice.randrange(len(live)))
             one.abort(name)
-            expected.pop(name, None)
-        elif roll < 0.42:
-            server.hold = set(
-                dice.sample(
-                    ["store", "load", "acquire", "lookup", "flush"], dice.choice([0, 0, 1, 2])
-                )
-            )
-        elif roll < 0.55:
-            server.settle(dice.choice(["", "store", "load", "acquire"]))
-        elif roll < 0.56:
-            server.die(empty=dice.random() < 0.5)
-        elif roll < 0.66 and not server.up:
-            server.come_back()
-        elif roll < 0.68:
-            server.fail_loads, server.fail_stores = dice.random() < 0.3, dice.random() < 0.2
-        elif roll < 0.70:
-            server.grant_limit = dice.choice([1, 3, 1 << 30, 1 << 30])
-        elif roll < 0.72:
-            server.ack_cancels = dice.random() < 0.7
-        elif roll < 0.85 and server.blocks:
-            for key in dice.sample(list(server.blocks), min(len(server.blocks), 8)):
-                del server.blocks[key]
-        elif roll < 0.9 and not one.queue:
-            one.scheduler.reset_prefix_cache(reset_connector=dice.random() < 0.5)
-        for _ in range(dice.randrange(4)):
-            one.step()
+            del asked[one, name]
+        else:
+            change(dice, server, one)
+        for _ in range(dice.randrange(8)):
+            dice.choice(engines).step()
             if not server.ack_cancels:
                 server.settle()
-        live = [name for name in live if name not in one.finished]
+        live = [(one, name) for one, name in live if name not in one.finished]
     server.hold.clear()
     server.ack_cancels = True
     server.settle()
     server.come_back()
-    one.run()
-    for name, tokens in expected.items():
-        assert one.outputs[name] == tokens, name
-    # Stores of the last step are reported with the next one.
-    one.generate("last", prompt(9, 50))
-    one.generate("very last", prompt(9, 50))
-    planner = one.connector._scheduler.cache.planner
-    assert (
-        len(planner.in_flight) == 0
-        and not planner.in_flight.reading
-        and planner.in_flight.num_bytes == 0
+    for one in engines:
+        one.run()
+    for (one, name), tokens in asked.items():
+        assert one.outputs[name] == answer_of(tokens, 40), name
+    for one in engines:
+        # Stores of the last step are reported with the next one.
+        one.generate("last", prompt(9, 50))
+        one.generate("very last", prompt(9, 50))
+        side, worker = one.connector._scheduler, one.worker._worker
+        in_flight = side.cache.planner.in_flight
+        assert not len(in_flight) and not in_flight.reading and not in_flight.num_bytes
+        assert not worker.loads and not worker.stores and not side.requests.states
+        assert side.requests.failed_loads.is_empty and "hook_errors" not in one.counters
+    found = audit(server, engines)
+    assert found.num_stored and found.num_cached and not server.leases
+    assert any(one.preemptions for one in engines) or any(
+        "loads" in one.counters for one in engines
     )
-    assert not one.worker._worker.loads and not one.worker._worker.stores
-    assert not server.leases and not one.connector._scheduler.requests.states
-    assert "hook_errors" not in one.counters
-    print(f"preemptions {one.preemptions}", one.counters)
-
-
-def _answer(alone: dict[tuple[int, int], list[int]], family: int, length: int) -> list[int]:
-    """What the arithmetic model says without any cache."""
-    from tests.vllm.harness import _value
-
-    if (family, length) not in alone:
-        tokens = prompt(family, length)
-        for _ in range(40):
-            tokens.append(3 + _value(tokens)[-1] % 1000)
-        alone[family, length] = tokens[length:]
-    return alone[family, length]

@@ -8,155 +8,137 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hotkv_vllm.compat import model_weights
+from hotkv_vllm.compat.model_weights import MAX_SLICES, changed_since, files_identity
 
 
-def safetensors(path: Path, tensors: dict[str, bytes]) -> None:
-    header, at = {}, 0
+def safetensors(path: Path, **tensors: np.ndarray) -> Path:
+    """Writes arrays of bytes; returns the path."""
+    header: dict[str, Any] = {}
+    at = 0
     for name, data in tensors.items():
-        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [at, at + len(data)]}
-        at += len(data)
+        offsets = [at, at := at + data.size]
+        header[name] = {"dtype": "U8", "shape": data.shape, "data_offsets": offsets}
     text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(tensors.values()))
+    parts = [struct.pack("<Q", len(text)), text, *(data.tobytes() for data in tensors.values())]
+    path.write_bytes(b"".join(parts))
+    return path
+
+
+def noise(*shape: int) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 256, shape, np.uint8)
 
 
 def test_weights_identity_is_content_not_path(tmp_path: Path) -> None:
-    big = {f"t{i}": np.random.default_rng(i).bytes(3 << 20) for i in range(4)}
+    big = {f"t{i}": noise(3 << 20) for i in range(4)}
     for name in ("one", "two", "tuned"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
-    safetensors(tmp_path / "one" / "model.safetensors", big)
-    safetensors(tmp_path / "two" / "model.safetensors", big)
-    safetensors(
-        tmp_path / "tuned" / "model.safetensors", big | {"t2": bytes(255 - b for b in big["t2"])}
-    )
-    one, two, tuned = (
-        model_weights.files_identity(tmp_path / name) for name in ("one", "two", "tuned")
-    )
+        tuned = {"t2": 255 - big["t2"]} if name == "tuned" else {}
+        safetensors(tmp_path / name / "model.safetensors", **big | tuned)
+    one, two, tuned = (files_identity(tmp_path / name) for name in ("one", "two", "tuned"))
     assert one == two != tuned
     (tmp_path / "two" / "config.json").write_text('{"a": 1}')
-    assert model_weights.files_identity(tmp_path / "two") != one
+    assert files_identity(tmp_path / "two") != one
     with pytest.raises(ValueError, match="no weights files"):
-        model_weights.files_identity(tmp_path)
+        files_identity(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"\xff" * 9, struct.pack("<Q", 20) + b"not json at all ....", b"x" * (9 << 20)]
-)
-def test_weights_identity_of_damaged_files(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "model.safetensors").write_bytes(data)
-    first = model_weights.files_identity(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(data + b"y")
-    assert model_weights.files_identity(tmp_path) != first
+def test_weights_identity_of_damaged_files(tmp_path: Path) -> None:
+    not_json = struct.pack("<Q", 20) + b"not json at all ...."
+    for data in (b"", b"\xff" * 9, not_json, b"x" * (9 << 20)):
+        (tmp_path / "model.safetensors").write_bytes(data)
+        seen = {files_identity(tmp_path)}
+        for changed in (data + b"y", b"z" + data[1:]):
+            (tmp_path / "model.safetensors").write_bytes(changed)
+            seen.add(files_identity(tmp_path))
+        assert len(seen) == 3
 
 
-def safetensors_of(path: Path, name: str, data: bytes, shape: tuple[int, ...]) -> str:
-    text = json.dumps(
-        {name: {"dtype": "U8", "shape": shape, "data_offsets": [0, len(data)]}}
-    ).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-    return model_weights.files_identity(path)
+def test_weights_identity_tells_one_row_of_embeddings_and_one_expert(tmp_path: Path) -> None:
+    embeddings, experts = noise(1024, 10 << 10), noise(64, 16, 10 << 10)
+    for name, data in (("model.embed_tokens.weight", embeddings), ("experts.w2", experts)):
+        file = tmp_path / "model.safetensors"
+        seen = {files_identity(safetensors(file, **{name: data}))}
+        for index in (0, 1, 17, -2, -1):
+            data[index] ^= 1
+            seen.add(files_identity(safetensors(file, **{name: data})))
+        assert len(seen) == 6
 
 
-@pytest.mark.parametrize(
-    "name, shape",
-    [("model.embed_tokens.weight", (1024, 10 << 10)), ("experts.w2", (64, 16, 10 << 10))],
-)
-def test_weights_identity_tells_one_row_of_embeddings_and_one_expert(
-    tmp_path: Path, name: str, shape: tuple[int, ...]
-) -> None:
-    file, data = (
-        tmp_path / "model.safetensors",
-        np.random.default_rng(1).integers(0, 256, np.prod(shape), np.uint8),
-    )
-    seen = {safetensors_of(file, name, data.tobytes(), shape)}
-    rows = data.reshape(shape[0], -1)
-    for index in (0, 1, 17, shape[0] - 2, shape[0] - 1):
-        rows[index] ^= 1
-        seen.add(safetensors_of(file, name, data.tobytes(), shape))
-    assert len(seen) == 6
-
-
-@pytest.mark.parametrize(
-    ("shape", "num_slices"),
-    [
-        ((model_weights.MAX_SLICES, 2, 8), model_weights.MAX_SLICES),
-        ((model_weights.MAX_SLICES + 1, 2, 8), 1),
-        ((3, 2, 8), 3),
-        ((3, 16), 1),
-        ((1, 2, 8), 1),
-    ],
-)
-def test_slices_of_a_tensor_are_sampled_as_long_as_they_are_few(
-    shape: tuple[int, ...], num_slices: int
-) -> None:
-    size = int(np.prod(shape)) * 4096
-    pieces = model_weights._pieces("experts.w2", {"data_offsets": [64, 64 + size], "shape": shape})
-    assert len(pieces) == 3 * num_slices
-    assert {begin for begin, _ in pieces} >= {
-        64 + number * (size // num_slices) for number in range(num_slices)
-    }
-    assert max(end for _, end in pieces) == 64 + size
-
-
-def test_a_tensor_without_values_is_read_as_nothing() -> None:
+def test_slices_of_a_tensor_are_sampled_as_long_as_they_are_few() -> None:
+    few, many = ((MAX_SLICES, 2, 8), MAX_SLICES), ((MAX_SLICES + 1, 2, 8), 1)
+    for shape, num_slices in (few, many, ((3, 2, 8), 3), ((3, 16), 1), ((1, 2, 8), 1)):
+        size = int(np.prod(shape)) * 4096
+        tensor = {"data_offsets": [64, 64 + size], "shape": shape}
+        pieces = model_weights._pieces("experts.w2", tensor)
+        begins = {64 + number * (size // num_slices) for number in range(num_slices)}
+        assert len(pieces) == 3 * num_slices and {begin for begin, _ in pieces} >= begins
+        assert max(end for _, end in pieces) == 64 + size
     assert not model_weights._pieces("experts.w2", {"data_offsets": [64, 64], "shape": [0, 2, 8]})
 
 
 def test_what_changed_since_a_moment(tmp_path: Path) -> None:
     """Files in place, files moved there, and links that lead elsewhere now."""
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(name.encode())
+    one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
+    for file in (one, two):
+        file.parent.mkdir()
+        file.write_bytes(b"x")
     (tmp_path / "link").symlink_to("one")
     (tmp_path / "current").symlink_to(tmp_path / "link")
-    path = tmp_path / "current"
 
     def is_new_after(change: Callable[[], object]) -> bool:
         # File systems' clocks go by some milliseconds.
         time.sleep(0.02)
         moment_s = time.time()
-        assert not model_weights.changed_since(path, moment_s)
+        assert not changed_since(tmp_path / "current", moment_s)
         time.sleep(0.02)
         change()
-        return model_weights.changed_since(path, moment_s)
+        return changed_since(tmp_path / "current", moment_s)
 
     def switch() -> None:
         (tmp_path / "next").symlink_to("two")
         (tmp_path / "next").rename(tmp_path / "link")
 
     def move() -> None:
-        (tmp_path / "two" / "new").write_bytes(b"x")
-        (tmp_path / "two" / "new").rename(tmp_path / "two" / "model.safetensors")
+        (two.parent / "new").write_bytes(b"x")
+        (two.parent / "new").rename(two)
 
-    assert is_new_after(lambda: (tmp_path / "one" / "model.safetensors").write_bytes(b"x"))
+    assert is_new_after(lambda: one.write_bytes(b"x"))
     assert is_new_after(switch) and is_new_after(move)
-    assert is_new_after(lambda: (tmp_path / "two" / "modeling.py").write_text("pass"))
-    assert not is_new_after(lambda: (tmp_path / "one" / "model.safetensors").write_bytes(b"y"))
+    assert is_new_after(lambda: (two.parent / "modeling.py").write_text("pass"))
+    assert not is_new_after(lambda: one.write_bytes(b"y"))
 
 
 def test_when_this_process_began() -> None:
-    code = (
-        "import time; from hotkv_vllm.compat.model_weights import process_start_s as began; "
-        "print(time.time(), began())"
-    )
+    code = "import time; from hotkv_vllm.compat.model_weights import process_start_s as began"
+    code += "; print(time.time(), began())"
     before_s = time.time()
-    now_s, began_s = map(
-        float,
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, check=True, text=True
-        ).stdout.split(),
-    )
+    said = subprocess.check_output([sys.executable, "-c", code], text=True)
+    now_s, began_s = map(float, said.split())
     assert before_s - 0.02 <= began_s <= now_s
 
 
+def test_whether_an_engine_may_have_loaded_older_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [(None, SimpleNamespace(load_format="auto"))]
+    monkeypatch.setattr(model_weights, "_models", lambda _: models)
+    monkeypatch.setattr(model_weights, "_weights_path", lambda _: tmp_path)
+    monkeypatch.setattr(model_weights, "process_start_s", lambda: time.time() + 60)
+    assert not model_weights.weights_may_be_older(None)
+    monkeypatch.setattr(model_weights, "process_start_s", lambda: time.time() - 60)
+    assert model_weights.weights_may_be_older(None)
+    monkeypatch.setattr(model_weights, "process_start_s", lambda: Path("/none").stat())
+    assert model_weights.weights_may_be_older(None), "who can't find it out must doubt"
+
+
 def test_commits_name_weights_and_branches_do_not() -> None:
-    assert (
-        model_weights.is_commit("0" * 40)
-        and not model_weights.is_commit("main")
-        and not model_weights.is_commit("v1.0")
-    )
+    names = ("0" * 40, "main", "v1.0")
+    assert [model_weights.is_commit(name) for name in names] == [True, False, False]

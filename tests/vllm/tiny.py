@@ -8,7 +8,6 @@ from typing import Any
 BLOCK_TOKENS = 32
 VOCAB = 1024
 
-
 COMMON: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -26,30 +25,12 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
-_EXAONE: dict[str, Any] = {
-    "architectures": ["ExaoneMoEForCausalLM"],
-    "model_type": "exaone_moe",
-    "num_hidden_layers": 4,
-    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-    "is_moe_layer": [False, True, True, True],
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_shared_experts": 1,
-    "moe_intermediate_size": 64,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "hidden_act": "silu",
-    "sliding_window": 96,
-}
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+_THREE_WINDOWS = ["sliding_attention"] * 3 + ["full_attention"]
 
 MODELS: dict[str, dict[str, Any]] = {
     # One group of full attention.
-    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2},
+    "llama": _LLAMA | {"num_hidden_layers": 2},
     # Five groups of sliding windows and one of full attention over one buffer.
     "gemma3": {
         "architectures": ["Gemma3ForCausalLM"],
@@ -135,7 +116,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "gemma4_text",
         "num_hidden_layers": 4,
         "sliding_window": 96,
-        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "layer_types": _THREE_WINDOWS,
         "global_head_dim": 64,
         "num_global_key_value_heads": 2,
         "hidden_size_per_layer_input": 0,
@@ -144,21 +125,31 @@ MODELS: dict[str, dict[str, Any]] = {
         "enable_moe_block": False,
     },
     # Windows of two widths and full attention.
-    "two_windows": _EXAONE
-    | {
-        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-        "sliding_windows": [64, 160, 64, 0],
-    },
-    # Windows of two widths and no full attention.
-    "windows_only": _EXAONE
-    | {"layer_types": ["sliding_attention"] * 4, "sliding_windows": [64, 160, 64, 160]},
-    # One group, all of it windows.
-    "mistral": {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
+    "two_windows": {
+        "architectures": ["ExaoneMoEForCausalLM"],
+        "model_type": "exaone_moe",
         "num_hidden_layers": 4,
+        "layer_types": _THREE_WINDOWS,
+        "sliding_windows": [64, 160, 64, 0],
         "sliding_window": 96,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "is_moe_layer": [False, True, True, True],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "hidden_act": "silu",
     },
+    # One group, all of it windows.
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    | {"num_hidden_layers": 4, "sliding_window": 96},
     # Recurrent states so large (gated delta net) that a block has 1056 tokens. Its CPU kernels want
     # heads of 128 and bfloat16.
     "qwen3_next": {
@@ -182,12 +173,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
     },
     # A drafter for "llama".
-    "eagle": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "eagle_config": {},
-    },
+    "eagle": _LLAMA | {"num_hidden_layers": 1, "eagle_config": {}},
 }
 
 

@@ -10,10 +10,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tests.vllm.tiny import VOCAB
 
 SPECIAL = ("<pad>", "<s>", "</s>")
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] "
-    "}}\n{% endfor %}assistant: "
-)
+MESSAGE = "{{ message['role'] }}: {{ message['content'] }}\n"
+CHAT_TEMPLATE = f"{{% for message in messages %}}{MESSAGE}{{% endfor %}}assistant: "
 
 
 def write_tokenizer(folder: Path, extra_special: tuple[str, ...] = ()) -> Path:
@@ -24,13 +22,13 @@ def write_tokenizer(folder: Path, extra_special: tuple[str, ...] = ()) -> Path:
     tokens = [*SPECIAL, *letters]
     tokens += [next(pairs) for _ in range(VOCAB - len(tokens) - len(extra_special))]
     tokens += extra_special
-    tokenizer = Tokenizer(
-        models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=[])
-    )
+    vocab = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    special = (*SPECIAL, *extra_special)
     tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *extra_special)]
+        [AddedToken(one, special=True, normalized=False) for one in special]
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {

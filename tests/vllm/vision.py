@@ -18,12 +18,9 @@ def write_vision_model(folder: Path) -> Path:
     write_tokenizer(
         folder, ("<end_of_utterance>", "<fake_token_around_image>", "<global-img>", "<image>")
     )
-    vision = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
+    vision = {"model_type": "idefics3_vision", "image_size": SIZE, "patch_size": SIZE // 8}
+    vision |= {"hidden_size": 64, "intermediate_size": 128}
+    vision |= {"num_hidden_layers": 2, "num_attention_heads": 4}
     config = {
         "architectures": ["Idefics3ForConditionalGeneration"],
         "model_type": "idefics3",
@@ -33,12 +30,7 @@ def write_vision_model(folder: Path) -> Path:
         "tie_word_embeddings": False,
         "pad_token_id": 0,
         "text_config": COMMON | MODELS["llama"],
-        "vision_config": {
-            "model_type": "idefics3_vision",
-            "image_size": SIZE,
-            "patch_size": SIZE // 8,
-            **vision,
-        },
+        "vision_config": vision,
     }
     steps = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "do_pad")
     processor = {
@@ -53,9 +45,8 @@ def write_vision_model(folder: Path) -> Path:
         "resample": 3,
         **dict.fromkeys(steps, True),
     }
+    whole = {"processor_class": "Idefics3Processor", "image_seq_len": 16}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    (folder / "processor_config.json").write_text(
-        json.dumps({"processor_class": "Idefics3Processor", "image_seq_len": 16})
-    )
+    (folder / "processor_config.json").write_text(json.dumps(whole))
     return folder

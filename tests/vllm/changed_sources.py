@@ -1,0 +1,40 @@
+"""vLLM's sources as a later version might have them."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+
+class Replaced:
+    """Sources with text in place of other text: rows of file, before, after, and anything."""
+
+    name = "a later vLLM"
+
+    def __init__(self, source: Any, changes: Sequence[tuple[str, ...]]) -> None:
+        self._source, self._changes = source, changes
+        self.paths = source.paths
+
+    def read(self, path: str) -> str | None:
+        text: str | None = self._source.read(path)
+        for file, before, after, *_ in self._changes if text is not None else ():
+            if file == path:
+                assert before in text, f"{path} has no {before!r}"
+                text = text.replace(before, after, 1)
+        return text
+
+
+class Changed:
+    """Sources with other texts for some files; None: there is no such file."""
+
+    def __init__(self, source: Any, texts: dict[str, str | None]) -> None:
+        self._source, self._texts = source, texts
+
+    def read(self, path: str) -> str | None:
+        return self._texts[path] if path in self._texts else self._source.read(path)
+
+
+class Once:
+    """Sources whose files are read once."""
+
+    def __init__(self, source: Any) -> None:
+        self.read = functools.cache(source.read)
