@@ -43,8 +43,9 @@ class Indexer:
     """Dynamo's standalone indexer with one worker, whose events come from `port`."""
 
     def __init__(self, http_port: int, port: int, replay_port: int, log: Path) -> None:
+        self._log = log
         self._url = f"http://127.0.0.1:{http_port}"
-        self._worker = {
+        self._worker: dict[str, Any] = {
             "instance_id": 1,
             "model_name": "m",
             "block_size": BLOCK_TOKENS,
@@ -81,6 +82,13 @@ class Indexer:
         worker = found.get("1", {"cpu": 0, "disk": 0})
         return worker["cpu"], worker["disk"]
 
+    def late(self, http_port: int) -> "Indexer":
+        """Returns another indexer of the same worker."""
+        port, replay_port = (
+            int(self._worker[name].rpartition(":")[2]) for name in ("endpoint", "replay_endpoint")
+        )
+        return Indexer(http_port, port, replay_port, self._log.with_name("late"))
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait(30)
@@ -96,6 +104,8 @@ class Node:
             *("--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "64MiB"),
             *("--events.endpoint", f"tcp://*:{port}", "--events.numbering", "endpoint"),
             *("--events.replay-endpoint", f"tcp://*:{replay_port}", *PATIENT),
+            # So few that a late reader has missed most of them.
+            *("--events.buffer-steps", "4"),
         )
         self._first_token = 1000
         self.server = self._started()
@@ -167,6 +177,7 @@ def test_prompts_are_credited_where_they_lie(node_and_indexer: tuple[Node, Index
     node.flush("alpha")
     lies(first, 0, 0)
     lies(second, 0, PROMPT_TOKENS)
+    kept = node.store("alpha")
     for how in (signal.SIGTERM, signal.SIGKILL):
         node.restart(how)
         # The indexer connects again after a while; it asks for what it has missed with the next
@@ -174,3 +185,14 @@ def test_prompts_are_credited_where_they_lie(node_and_indexer: tuple[Node, Index
         again = node.store("alpha")
         wait_for(partial(node.tells_of, again, indexer))
         lies(again, PROMPT_TOKENS, PROMPT_TOKENS)
+        lies(kept, PROMPT_TOKENS, PROMPT_TOKENS)
+        lies(second, 0, PROMPT_TOKENS)
+        lies(first, 0, 0)
+    later = [node.store(model) for model in ("alpha", "beta") * 4]
+    (http_port,) = free_ports(1)
+    with contextlib.closing(indexer.late(http_port)) as late:
+        wait_for(partial(node.tells_of, again, late))
+        for prompt in (again, kept, *later):
+            wait_for(lambda prompt=prompt: late.credits(prompt) == (PROMPT_TOKENS, PROMPT_TOKENS))
+        assert late.credits(second) == (0, PROMPT_TOKENS)
+        assert late.credits(first) == (0, 0)
