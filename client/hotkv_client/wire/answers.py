@@ -149,7 +149,7 @@ def _event(
                 stored.group_index,
                 tuple(cache.unpack(stored.hashes, hash_bytes)),
                 stored.parent_hash,
-                fields.int32s("token_ids", stored.token_ids),
+                np.frombuffer(stored.token_ids, "<i4").astype(np.int32),
                 stored.lora_name,
                 tuple(map(cache.read_extra_keys, stored.extra_keys)),
                 enum_word(events_pb2.Medium.DESCRIPTOR, stored.medium).upper(),

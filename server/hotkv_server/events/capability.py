@@ -1,5 +1,6 @@
 """Events, as a capability of the node. ZMQ is imported only if the settings ask for it."""
 
+import asyncio
 import importlib
 import logging
 import socket
@@ -14,11 +15,20 @@ from numpy.typing import NDArray
 
 from hotkv_proto.blocks import RunContent
 from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.groups import GroupKind
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.table import Words, is_ready
 from hotkv_proto.v1 import events_pb2, events_pb2_grpc
 from hotkv_server.cache.room.space import Space
-from hotkv_server.cache.values import DISK_TIER, BoolMask, Entries, EvictionNotice, Medium, Run
+from hotkv_server.cache.values import (
+    DISK_TIER,
+    BoolMask,
+    Entries,
+    EvictionNotice,
+    HashList,
+    Medium,
+    Run,
+)
 from hotkv_server.events.contents import Contents
 from hotkv_server.events.drive import (
     BlocksStored,
@@ -29,6 +39,7 @@ from hotkv_server.events.drive import (
     removed_events,
     stored_events,
 )
+from hotkv_server.events.questions import PromptIndex
 from hotkv_server.events.service import EngineReader, EventService
 from hotkv_server.memory.arena import CONTENTS_FILE
 from hotkv_server.node.capability import Capability, Service, SessionCall
@@ -113,6 +124,16 @@ def _publisher(
         ) from error
 
 
+def _asked_group(key_space: KeySpace, block_tokens: int) -> int | None:
+    """Returns the group that a router asks about: the first that attends to all tokens and has
+    blocks of this size."""
+    kinds = (GroupKind.FULL_ATTENTION, GroupKind.MLA)
+    for at, group in enumerate(key_space.groups):
+        if group.kind in kinds and block_tokens in (0, group.block_tokens):
+            return at
+    return None
+
+
 class EventsCapability(Capability):
     """See the folder's README. Raises StartError if the publisher can't start."""
 
@@ -128,6 +149,7 @@ class EventsCapability(Capability):
         publisher = _publisher(settings, None if is_of_pool else self.state)
         self.hub = EventHub(publisher, of_pool=is_of_pool)
         self._has_announced = False
+        self._prompts = PromptIndex(self._contents)
 
     def __repr__(self) -> str:
         return f"EventsCapability({self.hub!r}, {self._contents!r})"
@@ -256,6 +278,30 @@ class EventsCapability(Capability):
                         run.part(first, end), key_space_id=number, medium=medium, tier=tier
                     )
 
+    async def check_blocks(
+        self, model: str, block_tokens: int, hashes: Sequence[int]
+    ) -> BoolMask | None:
+        if not self._settings.answers:
+            return None
+        found = np.zeros(len(hashes), np.bool_)
+        for number, record in list(self._node.core.key_spaces.items()):
+            key_space = record.key_space
+            names = self._contents.names(key_space.fingerprint) or [key_space.model]
+            group_index = _asked_group(key_space, block_tokens)
+            if model not in names or group_index is None:
+                continue
+            words, known = await asyncio.to_thread(
+                self._prompts.find, key_space.fingerprint, group_index, hashes
+            )
+            masks = self._lying(key_space.fingerprint, group_index, words)
+            if self._node.tiers is not None:
+                listed = [HashList(group_index, words)]
+                lying = await self._node.tiers.lookups.find(number, listed)
+                masks += [one.masks[0] for one in lying if one.is_up]
+            for mask in masks:
+                found |= mask & known
+        return found
+
     # Reading by engines
 
     def _read(
@@ -310,4 +356,5 @@ class EventsCapability(Capability):
 
     @property
     def wants_token_ids(self) -> bool:
-        return bool(self._settings.endpoint) or self.engines_publish_events
+        settings = self._settings
+        return bool(settings.endpoint) or settings.answers or self.engines_publish_events

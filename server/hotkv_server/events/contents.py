@@ -152,12 +152,19 @@ class Contents:
         with self._lock:
             return sum(map(len, self._index.values()))
 
-    def runs(self) -> Iterator[KnownRun]:
-        """Yields all runs; of a chain, earlier blocks come first as far as they were stored first.
+    @property
+    def head(self) -> int:
+        """Returns the position behind the newest record. It only grows."""
+        with self._lock:
+            return self._head
+
+    def runs(self, begin: int = 0) -> Iterator[KnownRun]:
+        """Yields the runs from a position on. Of a chain, earlier blocks come first as far as they
+        were stored first.
 
         Others may add runs between two steps; these come too.
         """
-        upto = 0
+        upto = begin
         while True:
             with self._lock:
                 records = [one for one in self._records if one.position >= upto and not one.name]

@@ -432,6 +432,18 @@ class Capability:
         """Returns the calls of `wire.calls`, wrapped if this capability traces them."""
         return calls
 
+    async def check_blocks(
+        self, model: str, block_tokens: int, hashes: Sequence[int]
+    ) -> BoolMask | None:
+        """Returns which blocks of a prompt are cached, in any medium; None if this capability
+        answers no such questions.
+
+        model: the name that requests use.
+        block_tokens: tokens in a block; 0: whatever the model's blocks have.
+        hashes: 64-bit hashes of the blocks by Dynamo's router.
+        """
+        return None
+
     @property
     def tracer(self) -> Tracer | None:
         """Returns the maker of spans for work below a call; None without tracing."""

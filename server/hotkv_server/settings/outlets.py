@@ -54,6 +54,13 @@ class EventSettings(BaseModel, extra="forbid"):
             "(--kv-events-config)."
         ),
     )
+    answers: bool = Field(
+        False,
+        description=(
+            "Answer routers that ask which blocks of a prompt are cached: POST "
+            "/api/v1/check_blocks of http, as Dynamo's router asks a shared cache."
+        ),
+    )
     node: str = Field(
         "",
         description="Name of this node in topics. Empty: the host's name.",
