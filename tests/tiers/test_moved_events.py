@@ -23,6 +23,7 @@ from hotkv_server.events.drive import (
 )
 from hotkv_server.node.health import Health
 from hotkv_server.node.removals import Effects
+from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.drive import copies as tier_copies
 from tests.core.support import evict, flush, words_of
@@ -39,7 +40,7 @@ class Listener:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def add_key_space(self, number: int, key_space: KeySpace) -> None:
+    def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
         """Needs no key space."""
 
     def forget_key_space(self, number: int) -> None:
@@ -58,8 +59,8 @@ class Heard:
     def __init__(self, node: Any) -> None:
         core, self.listener = node.core, Listener()
         self.hub = EventHub(self.listener)
-        self.hub.add_key_space(1, core.key_space(1))
-        self.events = EventsCapability(node, self.hub, 1 << 20)
+        self.events = EventsCapability(node, EventSettings(), self.hub)
+        self.events.key_space_added(1, core.key_space(1))
         self.effects = Effects(core, [self.events], list, asyncio.Event())
         self.read()
 

@@ -135,9 +135,12 @@ def _asked_group(key_space: KeySpace, block_tokens: int) -> int | None:
 
 
 class EventsCapability(Capability):
-    """See the folder's README. Raises StartError if the publisher can't start."""
+    """See the folder's README. Raises StartError if the publisher can't start.
 
-    def __init__(self, node: Node, settings: EventSettings) -> None:
+    hub: where events go; None makes it by the settings.
+    """
+
+    def __init__(self, node: Node, settings: EventSettings, hub: EventHub | None = None) -> None:
         self._node = node
         self._settings = settings
         self._fingerprints: dict[int, bytes] = {}
@@ -146,8 +149,10 @@ class EventsCapability(Capability):
         path = node.memory.directory / CONTENTS_FILE if self.wants_token_ids else None
         self._contents = Contents(path, settings.content_bytes, self._present)
         is_of_pool = settings.identity == "pool"
-        publisher = _publisher(settings, None if is_of_pool else self.state)
-        self.hub = EventHub(publisher, of_pool=is_of_pool)
+        if hub is None:
+            publisher = _publisher(settings, None if is_of_pool else self.state)
+            hub = EventHub(publisher, of_pool=is_of_pool)
+        self.hub = hub
         self._has_announced = False
         self._prompts = PromptIndex(self._contents)
 
