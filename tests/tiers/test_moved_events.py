@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 
 from hotkv_proto.keys import KeySpace
 from hotkv_server.cache.values import DISK_TIER, Entries, HashList, Medium
@@ -25,7 +24,6 @@ from hotkv_server.node.health import Health
 from hotkv_server.node.removals import Effects
 from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.testing.memory_tier import MemoryStore
-from hotkv_server.tiers.drive import copies as tier_copies
 from tests.core.support import evict, flush, words_of
 from tests.tiers.nodes import BLOCKS, Setup, SharedNode, until
 
@@ -183,8 +181,7 @@ async def test_a_flush_clears_the_disk_too_and_nothing_is_told_afterwards() -> N
         assert not stored(ear.read(), Medium.CPU)
 
 
-async def test_copies_in_a_shared_tier_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_copies, "LINGER_S", 0.05)
+async def test_copies_in_a_shared_tier_are_told_of() -> None:
     store = MemoryStore(places=False)
     one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
     async with heard(one) as ear, heard(other) as far:
