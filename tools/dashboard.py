@@ -604,7 +604,57 @@ SPARSE = Row(
     ),
     is_folded=True,
 )
-ROWS = (WORKING, PAYS, LIMITS, SPEED, TIERS, DEVICES, SPARSE)
+NODES = Row(
+    "Nodes",
+    (
+        Panel(
+            "Hit by node",
+            "Share of the prompts' tokens that hit here. A node far below the others gets prompts "
+            "that others have: see the router.",
+            {
+                "{{instance}}": share(
+                    "reported_hit_tokens_total", "reported_prompt_tokens_total", "instance"
+                )
+            },
+            "percentunit",
+        ),
+        Panel(
+            "Used by node",
+            "Share of the arena that holds blocks.",
+            {
+                "{{instance}}": f"sum by (instance) ({metric('arena_used_bytes')}) / "
+                f"sum by (instance) ({metric('arena_capacity_bytes')})"
+            },
+            "percentunit",
+        ),
+        Panel(
+            "Loaded by node",
+            "Bytes a second that engines load.",
+            {"{{instance}}": total("loaded_bytes_total", "instance")},
+            "Bps",
+        ),
+        Panel(
+            "Evicted by node",
+            "Blocks a second.",
+            {"{{instance}}": total("evicted_blocks_total", "instance")},
+            "cps",
+        ),
+        Panel(
+            "Sessions by node",
+            "Each engine has one for its scheduler and one for each worker.",
+            {"{{instance}}": f"sum by (instance) ({metric('sessions')})"},
+        ),
+        Panel(
+            "Event loop by node",
+            "How late the event loop was, 99th percentile.",
+            {"{{instance}}": f"max by (instance) ({metric('loop_lag_p99_seconds')})"},
+            "s",
+        ),
+    ),
+    is_folded=True,
+)
+
+ROWS = (WORKING, PAYS, LIMITS, SPEED, TIERS, NODES, DEVICES, SPARSE)
 
 
 def dashboard() -> dict[str, Any]:

@@ -155,7 +155,9 @@ class Connection:
         self.outbox.put(request)
         for response in self.call:
             if response.request_id == request.request_id:
-                self.order_kind, self.order_message = _answers.result(response, "register_memory")
+                self.order_kind, self.order_message = _answers.result(
+                    response, "register_memory", self._config.key_space.hash_bytes
+                )
                 break
 
     def submit(
@@ -214,7 +216,9 @@ class Connection:
             return
         self._give_back(waiting.fence_index)
         try:
-            value = _answers.result(response, waiting.call, waiting.lease_id)
+            value = _answers.result(
+                response, waiting.call, self._config.key_space.hash_bytes, waiting.lease_id
+            )
         except HotKVError as error:
             waiting.future.set_exception(error)
         except Exception as error:  # noqa: BLE001 The edge of the client's stream: every answer ends its call.

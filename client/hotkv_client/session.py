@@ -28,6 +28,7 @@ from hotkv_client.types import (
     BoolMask,
     EndedRequest,
     EngineMemory,
+    EventsRead,
     Flushed,
     GroupHashes,
     Int32s,
@@ -132,6 +133,11 @@ class Session:
         With tiers `lookup` finds more blocks than `probe`.
         """
         return self._life.opened.has_tiers
+
+    @property
+    def has_events(self) -> bool:
+        """Returns True if engines publish the events of the server last connected to."""
+        return self._life.opened.has_events
 
     @property
     def order_kind(self) -> OrderKind:
@@ -354,6 +360,15 @@ class Session:
     def delete_sequence(self, sequence_id: str) -> "Future[bool]":
         """Ends a sequence. Gives False if it does not exist."""
         return self._call(lambda: _sparse_wire.delete_sequence(sequence_id))
+
+    def read_events(self, most: int = 0) -> "Future[EventsRead]":
+        """Reads the next events of the key space: first the present state, then each event.
+
+        Fails as NOT_ALLOWED unless `has_events`.
+
+        most: most events in the answer; 0: the server's limit.
+        """
+        return self._call(lambda: _wire.read_events(most))
 
     def flush(self) -> "Future[Flushed]":
         """Drops every block of this session's key space, from all engines. Gives how many were

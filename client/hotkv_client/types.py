@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_client.fence import SharedFence
+from hotkv_proto.blocks import BlockExtraKeys
 from hotkv_proto.blocks import BlockResult as BlockResult
 from hotkv_proto.blocks import BlockRun as BlockRun
 from hotkv_proto.blocks import Flushed as Flushed
@@ -225,6 +226,56 @@ NO_CREDENTIALS = Credentials()
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """An unbroken run of blocks became ready.
+
+    hashes: in chain order.
+    parent_hash: hash of the block before the first; empty at the root, and if it is not known.
+    token_ids: int32, of all blocks; empty if they are not known.
+    extra_keys: of each block; empty if no block has any.
+    medium: "CPU", "DISK" or "REMOTE".
+    tier: its name; empty for host memory.
+    """
+
+    group_index: int
+    hashes: tuple[bytes, ...]
+    parent_hash: bytes
+    token_ids: Int32s
+    lora_name: str
+    extra_keys: tuple[BlockExtraKeys, ...]
+    medium: str
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """Blocks were removed. Fields as in BlocksStored."""
+
+    group_index: int
+    hashes: tuple[bytes, ...]
+    medium: str
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksCleared:
+    """All blocks of the key space were removed, in every medium."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventsRead:
+    """The next events of a session's key space, in order.
+
+    begins_state: the events begin with the present state. Blocks that it does not name are gone.
+    has_more_state: the next answer has more of the state.
+    """
+
+    events: tuple[BlocksStored | BlocksRemoved | BlocksCleared, ...]
+    begins_state: bool
+    has_more_state: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SessionConfig:
     """Settings of a session: its server, its engine and its key space.
 
@@ -234,6 +285,7 @@ class SessionConfig:
         group index after the last group of the key space, and so on (`representation_group`). A
         representation is kept if its block is ready when it is written, by an earlier store or by
         the same store. It is dropped with its block.
+    model_names: names by which requests address the model, for events.
     use_table: probe the shared block table if the server offers it.
     """
 
@@ -242,6 +294,7 @@ class SessionConfig:
     role: Role
     key_space: KeySpace
     representations: tuple[Representation, ...] = ()
+    model_names: tuple[str, ...] = ()
     client_name: str = "hotkv-client"
     use_table: bool = True
     connect_timeout_s: float = 5.0

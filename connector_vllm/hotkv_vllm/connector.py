@@ -8,7 +8,7 @@ The connector is thin. It holds a scheduler side and a worker side: one is real,
 `NoSide`. Each hook calls one of the sides. No hook does work per layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -47,6 +47,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "plan": lambda *_: HotKVMetadata(),
     "plan_broke": lambda *_: HotKVMetadata(),
     "reset_broke": lambda *_: False,
+    "take_events": lambda *_: [],
     "take_results": lambda *_: (set(), set()),
     "take_stats": lambda *_: None,
     "take_failed_results": lambda *_: set(),
@@ -279,6 +280,12 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     @hook(lambda self: self._scheduler.reset_broke(), last=False)
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset_cache()
+
+    @hook(lambda _: [], last=())
+    def take_events(self) -> Iterable[Any]:
+        """Returns the shared cache's events for this engine to publish, if the server's
+        `events.identity` is `engine`."""
+        return self._scheduler.take_events()
 
     @hook(nothing)
     def get_kv_connector_stats(self) -> HotKVStats | None:

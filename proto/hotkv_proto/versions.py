@@ -33,6 +33,8 @@ class Feature(enum.IntEnum):
     TIERS = 2
     """The server has tiers below host memory: a lookup also finds blocks that are not in the block
     table."""
+    EVENTS = 3
+    """Engines publish the server's events as their own."""
 
 
 FEATURES: Final = frozenset(Feature)

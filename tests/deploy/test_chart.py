@@ -207,7 +207,10 @@ def test_the_server_accepts_the_settings(
     flags = [*SMALL, "--copy.cuda", "off", "--tiers.disk.bytes", "16MiB", "--arena.pin", "auto"]
     node = Node(tmp_path, found, *flags, "--check")
     for variable, source in found.environment.items():
-        if isinstance(source, dict):
+        if variable == "HOTKV_EVENTS__NODE":
+            assert source == {"fieldRef": {"fieldPath": "spec.nodeName"}}
+            monkeypatch.setenv(variable, "node-1")
+        elif isinstance(source, dict):
             assert (variable, source) == (
                 "HOTKV_SECURITY__TENANTS",
                 {"secretKeyRef": {"name": "hotkv-tenants", "key": "tenants.json"}},

@@ -2,19 +2,19 @@
 with it, without a publisher and without tracing."""
 
 from hotkv_server.events.capability import EventsCapability
-from hotkv_server.events.drive import EventHub
 from hotkv_server.hints.capability import HintsCapability
 from hotkv_server.ledger.capability import LedgerCapability
 from hotkv_server.ledger.drive import LiveLedger
 from hotkv_server.node.node import Node
 from hotkv_server.residency.capability import ResidencyCapability
+from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.sparse.capability import SparseCapability
 
 
 def capable(node: Node) -> Node:
     """Returns the node, which has them from now on."""
     node.capabilities += [
-        EventsCapability(node, EventHub(), 1 << 20),
+        EventsCapability(node, EventSettings()),
         LedgerCapability(node, LiveLedger(node.core)),
         ResidencyCapability(node),
         SparseCapability(node),

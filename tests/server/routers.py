@@ -27,7 +27,7 @@ QUIET_MS = 300
 
 
 def topic(model: str) -> str:
-    return f"kv@{socket.gethostname()}@{model}"
+    return f"kv@node:{socket.gethostname()}@{model}"
 
 
 def external(block_hash: bytes) -> Any:

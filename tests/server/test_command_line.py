@@ -1,6 +1,8 @@
 """The command `hotkv` as people type it: options anywhere, slips, pipes, servers that are not
 there."""
 
+import contextlib
+import json
 import shutil
 import signal
 import socket
@@ -15,9 +17,11 @@ import pytest
 import tomllib
 
 from demo.processes import ROOT, Server
+from hotkv_client import BlockRun
 from hotkv_client.channels import why_unanswered
 from hotkv_client.command import cli
 from hotkv_client.testing import PagedEngine
+from tests.server.support import FULL, GroupsEngine, block_ids, hashes
 
 
 def hotkv(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -163,3 +167,31 @@ def test_a_prompt_shorter_than_a_block_hits_nothing(
     engine(model="short-prompts")
     done = hotkv("explain", "1", "2", "--target", server.target)
     assert "shorter than a block" in done.stdout and "0 of 0" not in done.stdout
+
+
+def test_status_of_a_fleet_has_a_row_a_node_and_the_sum(server: Server, tmp_path: Path) -> None:
+    with contextlib.closing(GroupsEngine(server.target, (FULL,), "fleet")) as engine:
+        engine.store(BlockRun(0, hashes(4), block_ids(4)))
+        alone = json.loads(hotkv("status", "--json", "--target", server.target).stdout)
+        absent = f"unix:{tmp_path}/absent.sock"
+        listed = tmp_path / "nodes"
+        listed.write_text(f"# ours\n{server.target}\n\n{absent}  # new\n{server.target}\n")
+        asked = hotkv("status", "--json", "--timeout-s", "5", "--target", f"@{listed}")
+    assert asked.returncode == 1, "a node does not answer"
+    fleet = json.loads(asked.stdout)
+    first, second, third = fleet["nodes"]
+    host = next(one for one in alone["tiers"] if one["name"] == "host")
+    assert first["block_count"] == third["block_count"] == host["block_count"] >= 4
+    assert second["target"] == absent and second["error"]
+    assert fleet["sum"]["block_count"] == 2 * first["block_count"]
+    shown = hotkv("status", "--target", f"{server.target},{server.target}")
+    assert shown.returncode == 0
+    assert [line.split()[0] for line in shown.stdout.splitlines()] == [
+        "node",
+        server.target,
+        server.target,
+        "2",
+    ]
+    for wrong in ("@/nothing/there", f"@{tmp_path / 'empty'}"):
+        (tmp_path / "empty").touch()
+        assert hotkv("status", "--target", wrong).returncode == 2

@@ -1,61 +1,146 @@
-"""Contents kept for tiers' events, against a naive book."""
+"""Contents of blocks for events, against a naive book: full rings, restarts, kills, damage."""
+
+import tempfile
+from pathlib import Path
 
 import numpy as np
-from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hotkv_proto.blocks import RunContent
-from hotkv_server.events.contents import BLOCK_BYTES, KnownContents
+from hotkv_proto.table import Words
+from hotkv_server.cache.values import BoolMask
+from hotkv_server.events import contents
+from hotkv_server.events.contents import Contents
 from hotkv_server.events.drive import UNKNOWN, BlocksStored
 from tests.core.support import words_of
 
-RUNS = st.tuples(st.integers(0, 12), st.integers(1, 5), st.booleans(), st.booleans())
 BLOCK_TOKENS = 4
+SPACES = st.sampled_from([b"a" * 32, b"b" * 32])
+NUMBERS, COUNTS = st.integers(0, 11), st.integers(1, 4)
+RING_BYTES = 8192
+NAMES = [words_of([number]).tobytes() for number in range(16)]
+Block = tuple[bytes, int]
 
 
-def run_of(number: int, first: int, count: int, has_tokens: bool, has_keys: bool) -> BlocksStored:
-    """Returns blocks `first`… after the block before them. The tokens name run and block."""
-    tokens = np.repeat(np.arange(count), BLOCK_TOKENS).astype(np.int32) + 100 * number
-    return BlocksStored(
-        1,
-        0,
-        words_of(range(first, first + count)),
-        words_of([first - 1])[0] if first else None,
-        first,
-        RunContent(
-            tokens if has_tokens else tokens[:0],
-            "adapter",
-            tuple((f"{number} {at}",) for at in range(count)) if has_keys else (),
-        ),
-    )
+def run_of(version: int, first: int, count: int) -> BlocksStored:
+    """Returns blocks `first`… after the block before them. The tokens name version and block."""
+    numbers = range(first, first + count)
+    tokens = np.repeat(numbers, BLOCK_TOKENS).astype(np.int32) + 1000 * version
+    keys = tuple((("salt", b"digest", ("image", at)), None)[at % 2] for at in numbers)
+    parent = words_of([first - 1])[0] if first else None
+    content = RunContent(tokens, "adapter", keys if version % 2 else ())
+    return BlocksStored(0, 0, words_of(numbers), parent, first, content)
 
 
-@given(st.lists(RUNS, max_size=12), st.integers(1, 12))
-def test_a_block_has_the_content_of_its_last_store_while_that_run_is_kept(
-    stores: list[tuple[int, int, bool, bool]], num_blocks: int
-) -> None:
-    max_bytes = num_blocks * (BLOCK_BYTES + 80)
-    book, kept = KnownContents(max_bytes), list[BlocksStored]()
-    for number, store in enumerate(stores):
-        run = run_of(number, *store)
-        book.keep(run)
-        kept += [run] * bool(len(run.content.token_ids))
-        while sum(one.num_bytes + BLOCK_BYTES * len(one.hashes) for one in kept) > max_bytes:
-            del kept[0]
-    for block in range(18):
-        name = words_of([block]).tobytes()
-        holders = [one for one in kept if one.depth <= block < one.depth + len(one.hashes)]
-        found = book.find(1, 0, name)
-        assert book.find(2, 0, name) is book.find(1, 1, name) is UNKNOWN
-        if not holders:
-            assert found is UNKNOWN
-            continue
-        last = holders[-1]
-        at = block - last.depth
-        here = slice(at * BLOCK_TOKENS, (at + 1) * BLOCK_TOKENS)
-        assert found.content.token_ids.tolist() == last.content.token_ids[here].tolist()
-        assert found.content.extra_keys == last.content.extra_keys[at : at + 1]
-        assert found.content.lora_name == "adapter"
-        assert (found.parent is None) == (block == 0)
-        if found.parent is not None:
-            assert np.array_equal(found.parent, words_of([block - 1])[0])
+class Book(RuleBasedStateMachine):
+    """`stored`: version of each block's last store. `cached`: blocks that the cache has."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.growth, contents.GROWTH_BYTES = contents.GROWTH_BYTES, RING_BYTES // 2
+        self.folder = tempfile.TemporaryDirectory()
+        self.stored: dict[Block, int] = {}
+        self.cached: set[Block] = set()
+        self.names: dict[bytes, list[str]] = {}
+        self.version = 0
+        self.book = self.opened()
+
+    def teardown(self) -> None:
+        contents.GROWTH_BYTES = self.growth
+        self.book.close()
+        self.folder.cleanup()
+
+    def opened(self) -> Contents:
+        return Contents(Path(self.folder.name, "contents"), RING_BYTES, self.present)
+
+    def present(self, fingerprint: bytes, group_index: int, hashes: Words) -> BoolMask:
+        numbers = [NAMES.index(row.tobytes()) for row in hashes]
+        return np.array([(fingerprint, number) in self.cached for number in numbers], np.bool_)
+
+    @rule(fingerprint=SPACES, first=NUMBERS, count=COUNTS, times=st.sampled_from([1, 2, 50]))
+    def store(self, fingerprint: bytes, first: int, count: int, times: int) -> None:
+        for _ in range(times):
+            self.version += 1
+            self.book.keep(fingerprint, run_of(self.version, first, count))
+        for number in range(first, first + count):
+            self.stored[fingerprint, number] = self.version
+            assert self.content(fingerprint, number) is not UNKNOWN, "the newest run is not kept"
+
+    @rule(fingerprint=SPACES, first=NUMBERS)
+    def without_tokens(self, fingerprint: bytes, first: int) -> None:
+        empty = RunContent(np.empty(0, np.int32))
+        self.book.keep(fingerprint, BlocksStored(0, 0, words_of([first]), None, 0, empty))
+
+    @rule(at=NUMBERS)
+    def cache(self, at: int) -> None:
+        """At most three blocks: these fit, whatever else is stored."""
+        known = [block for block in self.stored if self.content(*block) is not UNKNOWN]
+        if known and len(self.cached) < 3:
+            self.cached.add(known[at % len(known)])
+
+    @rule()
+    def evict(self) -> None:
+        self.cached.clear()
+
+    @rule(fingerprint=SPACES, name=st.sampled_from(["m", "org/m", "ü"]))
+    def name(self, fingerprint: bytes, name: str) -> None:
+        known = self.names.setdefault(fingerprint, [])
+        assert self.book.add_name(fingerprint, name) == (name not in known)
+        known += [name] * (name not in known)
+
+    @rule(is_killed=st.booleans())
+    def restart(self, is_killed: bool) -> None:
+        before = {block: self.content(*block) is UNKNOWN for block in self.stored}
+        if not is_killed:
+            self.book.close()
+        self.book = self.opened()
+        assert before == {block: self.content(*block) is UNKNOWN for block in self.stored}
+
+    @rule(at=st.integers(0, RING_BYTES - 1))
+    def damage(self, at: int) -> None:
+        """What can't be read is unknown; an earlier store of the block may count again."""
+        path = Path(self.folder.name, "contents")
+        self.book.close()
+        with path.open("r+b") as file:
+            file.seek(contents.START + at)
+            file.write(b"\xff")
+        self.cached.clear()
+        self.book = self.opened()
+        self.names = {one: self.book.names(one) for one in self.names}
+        for block, version in self.stored.items():
+            tokens = self.book.find(block[0], 0, NAMES[block[1]]).content.token_ids
+            self.stored[block] = int(tokens[0]) // 1000 if len(tokens) else version
+            assert self.stored[block] <= version
+
+    def content(self, fingerprint: bytes, number: int) -> object:
+        return self.book.find(fingerprint, 0, NAMES[number])
+
+    @invariant()
+    def agrees(self) -> None:
+        for (fingerprint, number), version in self.stored.items():
+            found = self.book.find(fingerprint, 0, NAMES[number])
+            if found is UNKNOWN:
+                assert (fingerprint, number) not in self.cached, "a cached block is forgotten"
+                continue
+            expected = run_of(version, number, 1)
+            assert found.content.token_ids.tolist() == expected.content.token_ids.tolist()
+            assert found.content.lora_name == "adapter"
+            assert found.content.extra_keys == expected.content.extra_keys
+            assert np.array_equal(found.parent, expected.parent)  # type: ignore[arg-type]
+            assert self.book.find(fingerprint, 1, NAMES[number]) is UNKNOWN
+        for fingerprint, names in self.names.items():
+            assert sorted(self.book.names(fingerprint)) == sorted(names)
+
+    @invariant()
+    def yields_each_known_block_once(self) -> None:
+        found: list[tuple[bytes, int]] = []
+        for known in self.book.runs():
+            first = known.run.depth
+            found += [(known.fingerprint, first + at) for at in np.flatnonzero(known.is_newest)]
+        known_blocks = [block for block in self.stored if self.content(*block) is not UNKNOWN]
+        assert sorted(found) == sorted(known_blocks)
+        assert self.book.num_blocks == len(found)
+
+
+TestBook = Book.TestCase

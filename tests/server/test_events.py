@@ -350,7 +350,8 @@ def test_settings_of_events_are_checked() -> None:
     for flags, words in (
         (
             ["--events.topic", "kv@{pod}"],
-            "events.topic is 'kv@{pod}': may name {host}, {model}, {tenant}, {key_space} in braces",
+            "events.topic is 'kv@{pod}': may name {node}, {pool}, {model}, {tenant}, "
+            "{key_space} in braces",
         ),
         (["--events.topic", "kv@{}"], "events.topic"),
         (["--events.replay-endpoint", "tcp://*:1"], "replay_endpoint needs endpoint"),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
@@ -65,11 +66,11 @@ class Reader:
         return last
 
 
-def publishing(folder: Path, **settings: bool) -> ZmqPublisher:
+def publishing(folder: Path, **settings: Any) -> ZmqPublisher:
     made = ZmqPublisher(
         f"ipc://{folder}/events",
         f"ipc://{folder}/replay",
-        lambda number, key_space: key_space.model,
+        lambda number, key_space, model: model,
         buffer_steps=3,
         buffer_bytes=MIB,
         int_hashes=False,
@@ -245,6 +246,56 @@ def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: 
     publisher.close()
 
 
+@pytest.mark.parametrize("per_endpoint", [False, True])
+def test_a_reader_whose_messages_are_gone_gets_the_present_state(
+    reader: Reader, tmp_path: Path, per_endpoint: bool
+) -> None:
+    cached: dict[int, list[int]] = {1: [], 2: []}
+
+    def state() -> Iterator[BlocksStored]:
+        for key_space_id, numbers in cached.items():
+            for number in numbers:
+                yield replace(stored([number]), key_space_id=key_space_id)
+
+    publisher = publishing(tmp_path, state=state, per_endpoint=per_endpoint)
+    last = reader.wait_subscribed(publisher)
+    publisher.add_key_space(2, replace(KEY_SPACE, model="other"), ("other", "alias"))
+    for number in range(40):
+        mine = cached[1 + number % 2]
+        event: Event = stored([number])
+        if number % 5 == 4:
+            event = removed([mine.pop(0)])
+        else:
+            mine.append(number)
+        publisher.publish(1.0, [replace(event, key_space_id=1 + number % 2)])
+        for _ in range(1 + number % 2):
+            last, _ = reader.read()
+    known: dict[bytes, set[Any]] = {}
+    numbers: list[int] = []
+    with reader.context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(f"ipc://{tmp_path}/replay")
+        dealer.send_multipart([b"", bytes(8)])
+        while dealer.poll(10_000):
+            _, topic, sequence, payload = dealer.recv_multipart()
+            if sequence == ZmqEventPublisher.END_SEQ:
+                break
+            numbers.append(int.from_bytes(sequence, "big"))
+            for one in msgspec.msgpack.decode(payload, type=KVEventBatch).events:
+                if isinstance(one, AllBlocksCleared):
+                    known = {} if per_endpoint else known | {topic: set()}
+                elif isinstance(one, BlockStored):
+                    known.setdefault(topic, set()).update(one.block_hashes)
+    assert known == {
+        name: {hash_of(number) for number in cached[key_space_id]}
+        for name, key_space_id in ((b"one", 1), (b"other", 2), (b"alias", 2))
+    }
+    assert numbers[-1] == last, "the state ends where the messages are"
+    if per_endpoint:
+        assert numbers == list(range(numbers[0], last + 1))
+    publisher.close()
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, MIB // 2)), max_size=40))
 def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their_share(
     sent: list[tuple[int, int]],
@@ -304,7 +355,7 @@ def test_a_store_is_told_as_its_unbroken_runs(
     content = RunContent(
         tokens, "adapter", tuple((f"salt {i}",) for i in range(n)) if has_keys else ()
     )
-    events = stored_events(1, KEY_SPACE, [run], [content], [np.array(results, np.uint8)])
+    events = stored_events(1, [run], [content], [np.array(results, np.uint8)])
     told: list[int] = []
     for event in events:
         assert isinstance(event, BlocksStored)

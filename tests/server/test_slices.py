@@ -42,9 +42,7 @@ async def test_while_a_key_space_is_flushed_others_store_in_it(
             run = [Run(0, words_of([number]))]
             begin_store(node.core, session, "t", f"l {number} {turns}", run, 0, 0.0, 1.0)
             results = node.core.end_store(session, "t", True, 1.0)
-            events.publish(
-                stored_events(1, KEY_SPACE, run, [RunContent(np.empty(0, np.int32))], results)
-            )
+            events.publish(stored_events(1, run, [RunContent(np.empty(0, np.int32))], results))
 
         async def meddle() -> None:
             nonlocal turns

@@ -29,6 +29,7 @@ class Node:
         folder.mkdir(parents=True)
         self._folder = folder
         self._password = password
+        self.path = folder / "socket"
         self.port, self._bus_port = port, bus_port
         self.start()
 
@@ -38,6 +39,7 @@ class Node:
             "port": self.port,
             "cluster-port": self._bus_port,
             "bind": "127.0.0.1",
+            "unixsocket": self.path,
             "dir": self._folder,
             "cluster-enabled": "yes",
             "cluster-node-timeout": 1000,
@@ -106,6 +108,27 @@ class Cluster:
     def address(self) -> str:
         """Of all servers, as the settings have it."""
         return ",".join(f"127.0.0.1:{one.port}" for one in self.nodes)
+
+    @contextlib.contextmanager
+    def replica_of(self, primary: Node, folder: Path) -> Iterator[Node]:
+        """A replica of a primary, in sync."""
+        port, bus_port = free_ports(2)
+        replica = Node(folder, port, bus_port, "")
+        try:
+            self.nodes[0].client.execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus_port)
+            name = primary.client.execute_command("CLUSTER", "MYID")
+
+            def is_replica() -> bool:
+                with contextlib.suppress(valkey_client.ResponseError):
+                    replica.client.execute_command("CLUSTER", "REPLICATE", name)
+                shown = [one.client.execute_command("CLUSTER", "SLOTS") for one in self.nodes]
+                is_known = all(any(len(part) > 3 for part in slots) for slots in shown)
+                return is_known and replica.client.info("replication")["master_link_status"] == "up"
+
+            wait_for(is_replica, "the replica does not join")
+            yield replica
+        finally:
+            replica.kill()
 
     def is_well(self) -> bool:
         """Returns whether all servers know that all slots are served, each by whom it should be."""

@@ -228,7 +228,6 @@ async def until(holds: Any, why: str) -> None:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_copies, "LINGER_S", 0.05)
     monkeypatch.setattr(tier_copies, "AGAIN_S", 0.05)
     monkeypatch.setattr(epoch_book, "CONFIRMED_S", 0.4)
     for name in ("ASK_EVERY_S", "RETRY_S"):

@@ -7,13 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 
 from hotkv_proto.keys import KeySpace
 from hotkv_server.cache.values import DISK_TIER, Entries, HashList, Medium
 from hotkv_server.events.capability import EventsCapability
-from hotkv_server.events.contents import KnownContents
 from hotkv_server.events.drive import (
+    UNKNOWN,
     BlocksRemoved,
     BlocksStored,
     Event,
@@ -23,8 +22,8 @@ from hotkv_server.events.drive import (
 )
 from hotkv_server.node.health import Health
 from hotkv_server.node.removals import Effects
+from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.testing.memory_tier import MemoryStore
-from hotkv_server.tiers.drive import copies as tier_copies
 from tests.core.support import evict, flush, words_of
 from tests.tiers.nodes import BLOCKS, Setup, SharedNode, until
 
@@ -39,7 +38,7 @@ class Listener:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def add_key_space(self, number: int, key_space: KeySpace) -> None:
+    def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
         """Needs no key space."""
 
     def forget_key_space(self, number: int) -> None:
@@ -58,8 +57,8 @@ class Heard:
     def __init__(self, node: Any) -> None:
         core, self.listener = node.core, Listener()
         self.hub = EventHub(self.listener)
-        self.hub.add_key_space(1, core.key_space(1))
-        self.events = EventsCapability(node, self.hub, 1 << 20)
+        self.events = EventsCapability(node, EventSettings(), self.hub)
+        self.events.key_space_added(1, core.key_space(1))
         self.effects = Effects(core, [self.events], list, asyncio.Event())
         self.read()
 
@@ -182,8 +181,7 @@ async def test_a_flush_clears_the_disk_too_and_nothing_is_told_afterwards() -> N
         assert not stored(ear.read(), Medium.CPU)
 
 
-async def test_copies_in_a_shared_tier_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_copies, "LINGER_S", 0.05)
+async def test_copies_in_a_shared_tier_are_told_of() -> None:
     store = MemoryStore(places=False)
     one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
     async with heard(one) as ear, heard(other) as far:
@@ -208,7 +206,7 @@ def test_an_event_says_what_is_known_of_its_block() -> None:
     entries = index.find(1, 0, words_of([2, 1]))
     evict(one.core, 1, 0, words_of([0]))
     one.put([50])
-    events = list(moved_events(index, entries, Medium.REMOTE, "v", KnownContents(1 << 20).find))
+    events = list(moved_events(index, entries, Medium.REMOTE, "v", lambda *_: UNKNOWN))
     assert [(numbers_of(e.hashes), e.parent, e.depth) for e in events] == [
         ([1], None, 1),
         ([2], None, 2),
@@ -216,4 +214,4 @@ def test_an_event_says_what_is_known_of_its_block() -> None:
     assert {(e.key_space_id, e.group_index, e.medium, e.tier) for e in events} == {
         (1, 0, Medium.REMOTE, "v")
     }
-    assert not list(moved_events(index, entries[:0], Medium.CPU, "", KnownContents(0).find))
+    assert not list(moved_events(index, entries[:0], Medium.CPU, "", lambda *_: UNKNOWN))

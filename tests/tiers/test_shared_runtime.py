@@ -206,7 +206,8 @@ async def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
 async def test_a_hit_of_a_key_space_that_was_not_in_use_is_confirmed_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(epoch_book, "USED_S", 0.1)
+    # Longer than a flush takes, during which its key space is in use.
+    monkeypatch.setattr(epoch_book, "USED_S", 2.5)
     async with nodes() as (a, b):
         a.put(BLOCKS)
         await a.until_copied(6)

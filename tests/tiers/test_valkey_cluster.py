@@ -2,6 +2,7 @@
 blocks and epoch; a server that is away costs hits."""
 
 import contextlib
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from hotkv_server.settings.tiers import ValkeySettings
+from hotkv_server.testing.fault_proxy import FaultProxy
 from hotkv_server.testing.flush_contract import (
     NAME,
     Store,
@@ -26,6 +28,7 @@ from hotkv_server.testing.tier_contract import Bench, Codes, Rig, check_tier, co
 from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
 from hotkv_server.tiers.valkey import epochs
 from hotkv_server.tiers.valkey.cluster import ClusterPipe, slot_of
+from tests.server.certificates import Authority
 from tests.support.waiting import wait_for
 from tests.tiers.cluster_support import Cluster, running
 from tests.tiers.support import quickest_s
@@ -33,7 +36,8 @@ from tests.tiers.valkey_support import bench_over, tier_over
 
 PASSWORD = "correct-horse-battery"
 RIGHTS = (
-    "~hotkv/1/* +get +set +exists +unlink +incrby +hello +client|setname +cluster|slots +asking"
+    "~hotkv/1/* +get +set +exists +unlink +incrby +hello +client|setname "
+    "+cluster|slots +asking +wait"
 )
 
 
@@ -255,6 +259,84 @@ def test_slots_that_move_cost_no_block(tmp_path: Path) -> None:
         for _ in range(3):
             bench.check_read(numbers, numbers)
         assert not bench.tier.problem()
+
+
+def test_a_failover_under_load_costs_no_block_and_no_flush(tmp_path: Path) -> None:
+    """The owner of the epoch dies while blocks are read; its replica takes over with both."""
+    numbers = list(range(24))
+    with running(tmp_path) as cluster, over(cluster, connections=2, timeout_s=1.0) as bench:
+        victim = cluster.owner(b"hotkv/1/%b/epoch" % NAME.encode())
+        with cluster.replica_of(victim, tmp_path / "replica") as replica:
+            bench.fill(numbers, numbers)
+            assert (bench.write(numbers, numbers) == Write.STORED).all()
+            with over(cluster) as other:
+                before = epoch(other.tier)
+                after = flush(other.tier)
+            assert before and after and after > before
+            assert victim.client.wait(1, 5000) == 1
+            ended: list[Codes] = []
+            for _ in range(20):
+                blocks = bench.blocks(numbers, numbers)
+                bench.tier.read(blocks, time.monotonic() + 5, ended.append)
+            victim.kill()
+            wait_for(lambda: len(ended) == 20, "a read did not end")
+            assert {Read.FOUND, Read.FAILED} >= {int(code) for one in ended for code in one}
+
+            def serves() -> bool:
+                bench.arena[:] = 0
+                return bool((bench.read(numbers, numbers) == Read.FOUND).all())
+
+            wait_for(serves, "the replica does not take over")
+            bench.check_read(numbers, numbers)
+            assert replica.client.info("replication")["role"] == "master"
+            with over(cluster) as other:
+                wait_for(lambda: epoch(other.tier) == after)
+
+
+def test_a_flush_that_no_replica_has_is_pending(tmp_path: Path) -> None:
+    with running(tmp_path) as cluster, over(cluster) as bench:
+        owner = cluster.owner(b"hotkv/1/%b/epoch" % NAME.encode())
+        with cluster.replica_of(owner, tmp_path / "replica") as replica:
+            before = flush(bench.tier)
+            with replica.stopped():
+                assert flush(bench.tier) is None
+            wait_for(lambda: owner.client.wait(1, 500) == 1)
+            wait_for(lambda: (flush(bench.tier) or 0) > (before or 0))
+
+
+def test_tls_reaches_every_server(tmp_path: Path) -> None:
+    """Proxies speak TLS, whose ports the servers announce as their own."""
+    authority = Authority(tmp_path, "ca")
+    certificate, secret = authority.issue("hotkv")
+    numbers = list(range(12))
+    with running(tmp_path / "cluster") as cluster, contextlib.ExitStack() as stack:
+        proxies = []
+        for node in cluster.nodes:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*authority.issue("valkey"))
+            proxies.append(
+                stack.enter_context(contextlib.closing(FaultProxy(str(node.path), context)))
+            )
+            node.client.config_set("cluster-announce-port", proxies[-1].port)
+        ports = {proxy.port for proxy in proxies}
+        wait_for(
+            lambda: all(
+                {part[2][1] for part in node.client.execute_command("CLUSTER", "SLOTS")} == ports
+                for node in cluster.nodes
+            )
+        )
+        with bench_over(
+            f"127.0.0.1:{proxies[0].port}",
+            cluster=True,
+            tls=True,
+            ca_file=authority.path,
+            cert_file=certificate,
+            key_file=secret,
+        ) as bench:
+            bench.fill(numbers, numbers)
+            assert (bench.write(numbers, numbers) == Write.STORED).all()
+            assert all(node.client.dbsize() for node in cluster.nodes)
+            bench.check_read(numbers, numbers)
 
 
 def test_slots_of_keys(cluster: Cluster) -> None:

@@ -118,7 +118,7 @@ def test_an_answer_whose_reader_breaks_fails_its_call_alone(
     made = Connection(CONFIG, None, Fence())
     broken, other = call(made, "lookup"), call(made, "ping")
 
-    def result(response: Any, waiting: str, lease_id: str) -> Any:
+    def result(response: Any, waiting: str, *_: Any) -> Any:
         return 1 // 0 if waiting == "lookup" else None
 
     monkeypatch.setattr(connection._answers, "result", result)

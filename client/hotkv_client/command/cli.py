@@ -18,6 +18,7 @@ import hotkv_proto
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import (
     doctor,
+    fleet,
     host_bench,
     recorder,
     savings_tables,
@@ -306,6 +307,21 @@ def bench(options: argparse.Namespace) -> int:
     return 1 if answer["problems"] else 0
 
 
+def of_fleet(options: argparse.Namespace) -> int:
+    """Runs `hotkv status` for several servers. Returns exit status 1 if one does not answer."""
+    try:
+        credentials = Credentials(**{field: getattr(options, field) for field in CREDENTIAL_FLAGS})
+        answer = fleet.status(
+            fleet.targets_of(options.target),
+            lambda target: AdminClient(target, options.timeout_s, credentials),
+        )
+    except (ValueError, OSError) as error:
+        print(f"hotkv: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(answer, indent=2) if options.json else fleet.show(answer), flush=True)
+    return 1 if any(one["error"] for one in answer["nodes"]) else 0
+
+
 def _main(arguments: Sequence[str] | None) -> int:
     whole = parser()
     options = whole.parse_args(arguments)
@@ -316,6 +332,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         return examine(options)
     if options.command == "bench":
         return bench(options)
+    if options.command == "status" and ("," in options.target or options.target.startswith("@")):
+        return of_fleet(options)
     run, show = COMMANDS[options.command]
     try:
         credentials = Credentials(**{field: getattr(options, field) for field in CREDENTIAL_FLAGS})

@@ -37,7 +37,9 @@ def common_options(*, has_defaults: bool) -> Parser:
     common = Parser(add_help=False)
     target = os.environ.get("HOTKV_TARGET", DEFAULT_TARGET)
     common.add_argument(
-        "--target", default=default(target), help=f"server (default: $HOTKV_TARGET or {target})"
+        "--target",
+        default=default(target),
+        help=f"server (default: $HOTKV_TARGET or {target}); for status also A,B,C or @FILE",
     )
     for field, text in CREDENTIAL_FLAGS.items():
         common.add_argument(

@@ -92,6 +92,10 @@ class FakeSession:
     def wants_token_ids(self) -> bool:
         return self.server.wants_token_ids
 
+    @property
+    def has_events(self) -> bool:
+        return False
+
     def start(self) -> None:
         self.tell(
             LinkState.CONNECTED if self.connected else LinkState.ABSENT,

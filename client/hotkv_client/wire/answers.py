@@ -10,6 +10,10 @@ from google.protobuf.message import DecodeError
 
 from hotkv_client.channels import why_unanswered
 from hotkv_client.types import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EventsRead,
     Evicted,
     Flushed,
     GroupHashes,
@@ -22,8 +26,9 @@ from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.keys import unsigned_salt
 from hotkv_proto.messages import cache, fields
 from hotkv_proto.messages.errors import STATUS_KEY, read_error_detail, read_error_status
+from hotkv_proto.messages.fields import enum_word
 from hotkv_proto.messages.session import read_memory_registered
-from hotkv_proto.v1 import session_pb2
+from hotkv_proto.v1 import events_pb2, session_pb2
 from hotkv_proto.versions import Feature, agreed_features
 
 ANSWERED_AS = {"register_memory": "memory_registered", "ping": "pong", "flush": "flushed"}
@@ -47,9 +52,10 @@ class Opened:
     salts: tuple[int, ...]
     has_residency: bool
     has_tiers: bool
+    has_events: bool
 
 
-NOT_OPENED = Opened("", 0, 0, False, False, (), False, False)
+NOT_OPENED = Opened("", 0, 0, False, False, (), False, False, False)
 
 
 def opened(response: Response | None) -> Opened:
@@ -70,15 +76,17 @@ def opened(response: Response | None) -> Opened:
         tuple(map(unsigned_salt, message.salts)),
         Feature.RESIDENCY in features,
         Feature.TIERS in features,
+        Feature.EVENTS in features,
     )
 
 
-def result(response: Response, call: str, lease_id: str = "") -> Any:
+def result(response: Response, call: str, hash_bytes: int, lease_id: str = "") -> Any:
     """Reads the answer to a call and returns its typed value.
 
     Raises HotKVError for a refusal, and whatever reading a malformed answer raises.
 
     call: name of the call, as in `ConnectRequest.body`.
+    hash_bytes: of the session's key space.
     """
     body = response.WhichOneof("body")
     if body == "error":
@@ -108,6 +116,8 @@ def result(response: Response, call: str, lease_id: str = "") -> Any:
             return Flushed(response.flushed.block_count, response.flushed.pending_tiers)
         case "memory_registered":
             return read_memory_registered(response.memory_registered)
+        case "read_events":
+            return _events(response.read_events, hash_bytes)
         case "load":
             return cache.read_transfer_result(response.load)
         case "store":
@@ -122,6 +132,39 @@ def result(response: Response, call: str, lease_id: str = "") -> Any:
             return response.delete_sequence.deleted
         case _:
             return None
+
+
+def _events(message: events_pb2.ReadEventsResponse, hash_bytes: int) -> EventsRead:
+    events = tuple(_event(one, hash_bytes) for one in message.events)
+    return EventsRead(events, message.begins_state, message.has_more_state)
+
+
+def _event(
+    message: events_pb2.Event, hash_bytes: int
+) -> BlocksStored | BlocksRemoved | BlocksCleared:
+    match message.WhichOneof("body"):
+        case "stored":
+            stored = message.stored
+            return BlocksStored(
+                stored.group_index,
+                tuple(cache.unpack(stored.hashes, hash_bytes)),
+                stored.parent_hash,
+                np.frombuffer(stored.token_ids, "<i4").astype(np.int32),
+                stored.lora_name,
+                tuple(map(cache.read_extra_keys, stored.extra_keys)),
+                enum_word(events_pb2.Medium.DESCRIPTOR, stored.medium).upper(),
+                stored.tier,
+            )
+        case "removed":
+            removed = message.removed
+            return BlocksRemoved(
+                removed.group_index,
+                tuple(cache.unpack(removed.hashes, hash_bytes)),
+                enum_word(events_pb2.Medium.DESCRIPTOR, removed.medium).upper(),
+                removed.tier,
+            )
+        case _:
+            return BlocksCleared()
 
 
 def evicted(response: Response, hash_bytes: int) -> Evicted:

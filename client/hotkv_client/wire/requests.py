@@ -27,7 +27,14 @@ from hotkv_proto.messages.layout import (
 )
 from hotkv_proto.messages.session import ended_message, load_end_message, report_message
 from hotkv_proto.order import DeviceOrder
-from hotkv_proto.v1 import cache_pb2, hints_pb2, residency_pb2, session_pb2, session_pb2_grpc
+from hotkv_proto.v1 import (
+    cache_pb2,
+    events_pb2,
+    hints_pb2,
+    residency_pb2,
+    session_pb2,
+    session_pb2_grpc,
+)
 from hotkv_proto.versions import FEATURES, NEWEST_VERSION, OLDEST_VERSION
 
 Request = session_pb2.ConnectRequest
@@ -49,6 +56,7 @@ def open_session(config: SessionConfig, ticket: bytes = b"") -> Request:
             representations=list(map(representation_message, config.representations)),
             ticket=ticket,
             without_eviction_notices=config.on_evicted is None,
+            model_names=config.model_names,
         )
     )
 
@@ -61,6 +69,11 @@ def register_memory(layout: Layout, order: DeviceOrder) -> Request:
             order=device_order_message(order),
         )
     )
+
+
+def read_events(most: int) -> Request:
+    """Builds the request for the next events."""
+    return Request(read_events=events_pb2.ReadEventsRequest(max_event_count=most))
 
 
 def ping() -> Request:

@@ -96,6 +96,22 @@ def is_device_empty(kv_cache_manager: Any) -> bool:
     return pool is not None and pool.num_gpu_blocks - pool.get_num_free_blocks() == 1
 
 
+def model_names(vllm_config: Any) -> tuple[str, ...]:
+    """Returns the names by which requests address the model, as far as an engine knows them: vLLM
+    hands it only the first of several.
+
+    Source: `get_served_model_name` in vLLM 0.32.
+    """
+    name = vllm_config.model_config.served_model_name
+    return (str(name),) if name else ()
+
+
+def publishes_events(vllm_config: Any) -> bool:
+    """Returns True if the engine publishes KV events."""
+    events = vllm_config.kv_events_config
+    return events is not None and bool(events.enable_kv_cache_events)
+
+
 def preferred_layout() -> str | None:
     """Returns the KV cache layout to ask vLLM for. On CUDA the block dimension comes first, so that
     a block of all layers is contiguous. None on other platforms."""

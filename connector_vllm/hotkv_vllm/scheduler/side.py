@@ -4,6 +4,7 @@ Holds the parts that live as long as the engine:
 - `sharing`: whether there is a cache, and its key space.
 - `requests`: the state of each request.
 - `steps`: the work of the workers.
+- `events`: the shared cache's blocks, told as this engine's.
 - `residents`: requests that outgrow the device.
 
 Runs in the scheduler's thread. After the start only two calls block: a reset, and a hit for as long
@@ -24,6 +25,7 @@ from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata
 from hotkv_vllm.residency.side import ResidentSide
 from hotkv_vllm.scheduler.admission import Admission
+from hotkv_vllm.scheduler.events import SharedEvents
 from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
 from hotkv_vllm.scheduler.step_planner import StepPlanner
 from hotkv_vllm.stats import HotKVStats
@@ -59,6 +61,7 @@ class HotKVScheduler:
             pool,
         )
         self.sharing = Sharing(engine)
+        self.events = SharedEvents(checks.publishes_events(vllm_config))
         self.residents = ResidentSide(pool, self.sharing, edge)
         self.requests = Admission(engine, self.sharing, edge)
         self.steps = StepPlanner(engine, self.sharing, self.requests, edge)
@@ -84,6 +87,13 @@ class HotKVScheduler:
         self.stats.reset()
         self.totals.aggregate(taken)
         return taken
+
+    def take_events(self) -> list[Any]:
+        """Returns the events of the shared cache that vLLM is to publish as this engine's."""
+        cache = self.sharing.cache
+        if cache is None:
+            return self.events.take(None, (), time.monotonic())
+        return self.events.take(cache.session, cache.cache_groups, time.monotonic())
 
     def connect(self, found: Iterable[Any]) -> None:
         """Receives the handshakes of the ranks. Ignores handshakes of other connectors."""

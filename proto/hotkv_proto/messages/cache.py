@@ -190,7 +190,7 @@ def read_run_content(message: cache_pb2.BlockRun, key_space: KeySpace) -> RunCon
     return RunContent(
         np.frombuffer(message.token_ids, "<i4"),
         fields.identifier("runs.lora_name", message.lora_name),
-        tuple(tuple(_extra_key(key) for key in block.keys) or None for block in message.extra_keys),
+        tuple(map(read_extra_keys, message.extra_keys)),
     )
 
 
@@ -208,6 +208,11 @@ def extra_keys_message(keys: BlockExtraKeys) -> cache_pb2.BlockExtraKeys:
                     multi_modal=cache_pb2.MultiModalKey(identifier=identity, offset=offset)
                 )
     return message
+
+
+def read_extra_keys(message: cache_pb2.BlockExtraKeys) -> tuple[ExtraKey, ...] | None:
+    """Reads a block's extra keys. Raises INVALID_FIELD."""
+    return tuple(map(_extra_key, message.keys)) or None
 
 
 def _extra_key(message: cache_pb2.ExtraKey) -> ExtraKey:

@@ -56,19 +56,25 @@ class SubscribeRequest(google.protobuf.message.Message):
 
     KEY_SPACE_ID_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
     key_space_id: builtins.int
     """Only events of this key space; zero for all."""
     tiers: builtins.bool
     """Also send events of tiers. If false, only events of host memory are sent, as to older clients,
     which do not know media.
     """
+    state: builtins.bool
+    """Begin with the blocks that are cached in host memory and on this server's disk, as far as the
+    server knows their tokens.
+    """
     def __init__(
         self,
         *,
         key_space_id: builtins.int = ...,
         tiers: builtins.bool = ...,
+        state: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["key_space_id", b"key_space_id", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key_space_id", b"key_space_id", "state", b"state", "tiers", b"tiers"]) -> None: ...
 
 Global___SubscribeRequest: typing_extensions.TypeAlias = SubscribeRequest
 
@@ -94,7 +100,7 @@ class BlocksStored(google.protobuf.message.Message):
     hashes: builtins.bytes
     """Packed hashes in chain order."""
     parent_hash: builtins.bytes
-    """Hash of the block before the first; empty at the root, and if a tier moved the block."""
+    """Hash of the block before the first; empty at the root, and if it is not known."""
     depth: builtins.int
     """Position of the first block in its chain, in blocks."""
     block_token_count: builtins.int
@@ -106,8 +112,8 @@ class BlocksStored(google.protobuf.message.Message):
     block_count: builtins.int
     """Number of blocks."""
     medium: Global___Medium.ValueType
-    """Where they are ready. A block that a tier moved is reported in a separate event, without token
-    ids, adapter and extra keys.
+    """Where they are ready. A block that a tier moved is reported in a separate event, with token
+    ids, adapter and extra keys as far as the server still knows them.
     """
     tier: builtins.str
     """Name of the tier, as in ListTiers; empty for host memory."""
@@ -245,3 +251,53 @@ class SubscribeResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["events", b"events", "lost_event_count", b"lost_event_count"]) -> None: ...
 
 Global___SubscribeResponse: typing_extensions.TypeAlias = SubscribeResponse
+
+@typing.final
+class ReadEventsRequest(google.protobuf.message.Message):
+    """Asks for the next events of a session's key space, in all media. The first request begins with the
+    present state, as SubscribeRequest.state.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MAX_EVENT_COUNT_FIELD_NUMBER: builtins.int
+    max_event_count: builtins.int
+    """Most events in the answer; zero for the server's limit."""
+    def __init__(
+        self,
+        *,
+        max_event_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_event_count", b"max_event_count"]) -> None: ...
+
+Global___ReadEventsRequest: typing_extensions.TypeAlias = ReadEventsRequest
+
+@typing.final
+class ReadEventsResponse(google.protobuf.message.Message):
+    """The next events; none if nothing happened since the previous answer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: builtins.int
+    BEGINS_STATE_FIELD_NUMBER: builtins.int
+    HAS_MORE_STATE_FIELD_NUMBER: builtins.int
+    begins_state: builtins.bool
+    """True if the events begin with the present state: blocks that it does not name are no longer
+    cached. The first answer does, and an answer after the reader was too slow and missed events.
+    """
+    has_more_state: builtins.bool
+    """True if the next answer has more of the state."""
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Event]:
+        """In order."""
+
+    def __init__(
+        self,
+        *,
+        events: collections.abc.Iterable[Global___Event] | None = ...,
+        begins_state: builtins.bool = ...,
+        has_more_state: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["begins_state", b"begins_state", "events", b"events", "has_more_state", b"has_more_state"]) -> None: ...
+
+Global___ReadEventsResponse: typing_extensions.TypeAlias = ReadEventsResponse

@@ -49,7 +49,8 @@ class EventServiceServicer(object):
     """
 
     def Subscribe(self, request, context):
-        """Streams events from now on. A reader that is too slow misses events; the answer says how many.
+        """Streams events from now on, or the present state and then events. A reader that is too slow
+        misses events; the answer says how many.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

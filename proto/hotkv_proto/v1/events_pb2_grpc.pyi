@@ -63,7 +63,9 @@ class EventServiceStub(typing.Generic[_EventServiceSubscribeType]):
     ], channel: grpc.aio.Channel) -> None: ...
 
     Subscribe: _EventServiceSubscribeType
-    """Streams events from now on. A reader that is too slow misses events; the answer says how many."""
+    """Streams events from now on, or the present state and then events. A reader that is too slow
+    misses events; the answer says how many.
+    """
 
 EventServiceAsyncStub: typing_extensions.TypeAlias = EventServiceStub[
     grpc.aio.UnaryStreamMultiCallable[
@@ -83,6 +85,8 @@ class EventServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.events_pb2.SubscribeRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[hotkv_proto.v1.events_pb2.SubscribeResponse], collections.abc.AsyncIterator[hotkv_proto.v1.events_pb2.SubscribeResponse]]:
-        """Streams events from now on. A reader that is too slow misses events; the answer says how many."""
+        """Streams events from now on, or the present state and then events. A reader that is too slow
+        misses events; the answer says how many.
+        """
 
 def add_EventServiceServicer_to_server(servicer: EventServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -11,6 +11,7 @@ import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import hotkv_proto.v1.cache_pb2
 import hotkv_proto.v1.errors_pb2
+import hotkv_proto.v1.events_pb2
 import hotkv_proto.v1.hints_pb2
 import hotkv_proto.v1.layout_pb2
 import hotkv_proto.v1.residency_pb2
@@ -69,6 +70,8 @@ class _FeatureEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """The server has tiers below host memory. Lookup also finds blocks that are not in the block
     table. AcquireLease waits for their promotion, within the server's limit.
     """
+    FEATURE_EVENTS: _Feature.ValueType  # 3
+    """Engines publish the server's events as their own (ReadEvents)."""
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
     """A capability that a session uses only if both sides know it. A side ignores numbers that it does
@@ -85,6 +88,8 @@ FEATURE_TIERS: Feature.ValueType  # 2
 """The server has tiers below host memory. Lookup also finds blocks that are not in the block
 table. AcquireLease waits for their promotion, within the server's limit.
 """
+FEATURE_EVENTS: Feature.ValueType  # 3
+"""Engines publish the server's events as their own (ReadEvents)."""
 Global___Feature: typing_extensions.TypeAlias = Feature
 
 class _MissReason:
@@ -167,6 +172,7 @@ class OpenSession(google.protobuf.message.Message):
     WITHOUT_EVICTION_NOTICES_FIELD_NUMBER: builtins.int
     NEWEST_PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     FEATURES_FIELD_NUMBER: builtins.int
+    MODEL_NAMES_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     """Oldest protocol version that the client speaks."""
     engine_id: builtins.str
@@ -200,6 +206,12 @@ class OpenSession(google.protobuf.message.Message):
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Feature.ValueType]:
         """Features that the client knows."""
 
+    @property
+    def model_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names by which requests address the model, for routers that read events. They may differ between
+        engines that share blocks.
+        """
+
     def __init__(
         self,
         *,
@@ -213,9 +225,10 @@ class OpenSession(google.protobuf.message.Message):
         without_eviction_notices: builtins.bool = ...,
         newest_protocol_version: builtins.int = ...,
         features: collections.abc.Iterable[Global___Feature.ValueType] | None = ...,
+        model_names: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key_space", b"key_space"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "engine_id", b"engine_id", "features", b"features", "key_space", b"key_space", "newest_protocol_version", b"newest_protocol_version", "protocol_version", b"protocol_version", "representations", b"representations", "role", b"role", "ticket", b"ticket", "without_eviction_notices", b"without_eviction_notices"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "engine_id", b"engine_id", "features", b"features", "key_space", b"key_space", "model_names", b"model_names", "newest_protocol_version", b"newest_protocol_version", "protocol_version", b"protocol_version", "representations", b"representations", "role", b"role", "ticket", b"ticket", "without_eviction_notices", b"without_eviction_notices"]) -> None: ...
 
 Global___OpenSession: typing_extensions.TypeAlias = OpenSession
 
@@ -556,6 +569,7 @@ class ConnectRequest(google.protobuf.message.Message):
     OPEN_RESIDENCY_FIELD_NUMBER: builtins.int
     EXTEND_RESIDENCY_FIELD_NUMBER: builtins.int
     CLOSE_RESIDENCY_FIELD_NUMBER: builtins.int
+    READ_EVENTS_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """Chosen by the client, repeated in the answer; zero if no answer is wanted."""
     @property
@@ -634,6 +648,10 @@ class ConnectRequest(google.protobuf.message.Message):
     def close_residency(self) -> hotkv_proto.v1.residency_pb2.CloseResidencyRequest:
         """Releases the room and the pins of a request."""
 
+    @property
+    def read_events(self) -> hotkv_proto.v1.events_pb2.ReadEventsRequest:
+        """Reads events of the session's key space; needs FEATURE_EVENTS."""
+
     def __init__(
         self,
         *,
@@ -657,10 +675,11 @@ class ConnectRequest(google.protobuf.message.Message):
         open_residency: hotkv_proto.v1.residency_pb2.OpenResidencyRequest | None = ...,
         extend_residency: hotkv_proto.v1.residency_pb2.ExtendResidencyRequest | None = ...,
         close_residency: hotkv_proto.v1.residency_pb2.CloseResidencyRequest | None = ...,
+        read_events: hotkv_proto.v1.events_pb2.ReadEventsRequest | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "close_residency", b"close_residency", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "extend_residency", b"extend_residency", "flush", b"flush", "load", b"load", "lookup", b"lookup", "open_residency", b"open_residency", "open_session", b"open_session", "ping", b"ping", "register_memory", b"register_memory", "release_lease", b"release_lease", "report_sparse", b"report_sparse", "report_use", b"report_use", "reserve_blocks", b"reserve_blocks", "store", b"store"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "close_residency", b"close_residency", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "extend_residency", b"extend_residency", "flush", b"flush", "load", b"load", "lookup", b"lookup", "open_residency", b"open_residency", "open_session", b"open_session", "ping", b"ping", "register_memory", b"register_memory", "release_lease", b"release_lease", "report_sparse", b"report_sparse", "report_use", b"report_use", "request_id", b"request_id", "reserve_blocks", b"reserve_blocks", "store", b"store"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open_session", "register_memory", "lookup", "acquire_lease", "reserve_blocks", "release_lease", "load", "store", "cancel_transfer", "report_use", "ping", "flush", "create_sequence", "append_blocks", "delete_sequence", "report_sparse", "open_residency", "extend_residency", "close_residency"] | None: ...
+    def HasField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "close_residency", b"close_residency", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "extend_residency", b"extend_residency", "flush", b"flush", "load", b"load", "lookup", b"lookup", "open_residency", b"open_residency", "open_session", b"open_session", "ping", b"ping", "read_events", b"read_events", "register_memory", b"register_memory", "release_lease", b"release_lease", "report_sparse", b"report_sparse", "report_use", b"report_use", "reserve_blocks", b"reserve_blocks", "store", b"store"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "close_residency", b"close_residency", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "extend_residency", b"extend_residency", "flush", b"flush", "load", b"load", "lookup", b"lookup", "open_residency", b"open_residency", "open_session", b"open_session", "ping", b"ping", "read_events", b"read_events", "register_memory", b"register_memory", "release_lease", b"release_lease", "report_sparse", b"report_sparse", "report_use", b"report_use", "request_id", b"request_id", "reserve_blocks", b"reserve_blocks", "store", b"store"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open_session", "register_memory", "lookup", "acquire_lease", "reserve_blocks", "release_lease", "load", "store", "cancel_transfer", "report_use", "ping", "flush", "create_sequence", "append_blocks", "delete_sequence", "report_sparse", "open_residency", "extend_residency", "close_residency", "read_events"] | None: ...
 
 Global___ConnectRequest: typing_extensions.TypeAlias = ConnectRequest
 
@@ -731,6 +750,7 @@ class ConnectResponse(google.protobuf.message.Message):
     OPEN_RESIDENCY_FIELD_NUMBER: builtins.int
     EXTEND_RESIDENCY_FIELD_NUMBER: builtins.int
     CLOSE_RESIDENCY_FIELD_NUMBER: builtins.int
+    READ_EVENTS_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """The request that this answers, or zero."""
     @property
@@ -813,6 +833,10 @@ class ConnectResponse(google.protobuf.message.Message):
     def close_residency(self) -> hotkv_proto.v1.residency_pb2.CloseResidencyResponse:
         """The residency is closed."""
 
+    @property
+    def read_events(self) -> hotkv_proto.v1.events_pb2.ReadEventsResponse:
+        """The next events."""
+
     def __init__(
         self,
         *,
@@ -837,10 +861,11 @@ class ConnectResponse(google.protobuf.message.Message):
         open_residency: hotkv_proto.v1.residency_pb2.OpenResidencyResponse | None = ...,
         extend_residency: hotkv_proto.v1.residency_pb2.ExtendResidencyResponse | None = ...,
         close_residency: hotkv_proto.v1.residency_pb2.CloseResidencyResponse | None = ...,
+        read_events: hotkv_proto.v1.events_pb2.ReadEventsResponse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "close_residency", b"close_residency", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "drain_notice", b"drain_notice", "error", b"error", "eviction_notice", b"eviction_notice", "extend_residency", b"extend_residency", "flushed", b"flushed", "load", b"load", "lookup", b"lookup", "memory_registered", b"memory_registered", "open_residency", b"open_residency", "pong", b"pong", "release_lease", b"release_lease", "reserve_blocks", b"reserve_blocks", "session_opened", b"session_opened", "store", b"store"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "close_residency", b"close_residency", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "drain_notice", b"drain_notice", "error", b"error", "eviction_notice", b"eviction_notice", "extend_residency", b"extend_residency", "flushed", b"flushed", "load", b"load", "lookup", b"lookup", "memory_registered", b"memory_registered", "open_residency", b"open_residency", "pong", b"pong", "release_lease", b"release_lease", "request_id", b"request_id", "reserve_blocks", b"reserve_blocks", "session_opened", b"session_opened", "store", b"store"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["error", "session_opened", "memory_registered", "lookup", "acquire_lease", "reserve_blocks", "release_lease", "load", "store", "cancel_transfer", "pong", "eviction_notice", "drain_notice", "flushed", "create_sequence", "append_blocks", "delete_sequence", "open_residency", "extend_residency", "close_residency"] | None: ...
+    def HasField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "close_residency", b"close_residency", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "drain_notice", b"drain_notice", "error", b"error", "eviction_notice", b"eviction_notice", "extend_residency", b"extend_residency", "flushed", b"flushed", "load", b"load", "lookup", b"lookup", "memory_registered", b"memory_registered", "open_residency", b"open_residency", "pong", b"pong", "read_events", b"read_events", "release_lease", b"release_lease", "reserve_blocks", b"reserve_blocks", "session_opened", b"session_opened", "store", b"store"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "close_residency", b"close_residency", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "drain_notice", b"drain_notice", "error", b"error", "eviction_notice", b"eviction_notice", "extend_residency", b"extend_residency", "flushed", b"flushed", "load", b"load", "lookup", b"lookup", "memory_registered", b"memory_registered", "open_residency", b"open_residency", "pong", b"pong", "read_events", b"read_events", "release_lease", b"release_lease", "request_id", b"request_id", "reserve_blocks", b"reserve_blocks", "session_opened", b"session_opened", "store", b"store"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["error", "session_opened", "memory_registered", "lookup", "acquire_lease", "reserve_blocks", "release_lease", "load", "store", "cancel_transfer", "pong", "eviction_notice", "drain_notice", "flushed", "create_sequence", "append_blocks", "delete_sequence", "open_residency", "extend_residency", "close_residency", "read_events"] | None: ...
 
 Global___ConnectResponse: typing_extensions.TypeAlias = ConnectResponse
 

@@ -1,8 +1,12 @@
 """Events, as a capability of the node. ZMQ is imported only if the settings ask for it."""
 
+import asyncio
 import importlib
+import logging
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -10,13 +14,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto.blocks import RunContent
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.groups import GroupKind
 from hotkv_proto.keys import KeySpace
+from hotkv_proto.table import Words, is_ready
 from hotkv_proto.v1 import events_pb2, events_pb2_grpc
-from hotkv_server.cache.values import Entries, EvictionNotice, Medium, Run
-from hotkv_server.events.contents import KnownContents
-from hotkv_server.events.drive import EventHub, moved_events, removed_events, stored_events
-from hotkv_server.events.service import EventService
-from hotkv_server.node.capability import Capability, Service
+from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.values import (
+    DISK_TIER,
+    BoolMask,
+    Entries,
+    EvictionNotice,
+    HashList,
+    Medium,
+    Run,
+)
+from hotkv_server.events.contents import Contents
+from hotkv_server.events.drive import (
+    BlocksStored,
+    Content,
+    EventHub,
+    edges,
+    moved_events,
+    removed_events,
+    stored_events,
+)
+from hotkv_server.events.questions import PromptIndex
+from hotkv_server.events.service import EngineReader, EventService
+from hotkv_server.memory.arena import CONTENTS_FILE
+from hotkv_server.node.capability import Capability, Service, SessionCall
 from hotkv_server.node.health import Health
 from hotkv_server.node.node import STALLED_WORK_S, Node
 from hotkv_server.node.session import LiveSession
@@ -28,6 +54,17 @@ from hotkv_server.wire.edge import Edge, full_name
 if TYPE_CHECKING:
     from hotkv_server.events.publisher import ZmqPublisher
 
+log = logging.getLogger(__name__)
+
+TOPICS = {
+    "node": "kv@node:{node}@{model}",
+    "pool": "kv@pool:{pool}@{model}",
+    "engine": "",
+}
+"""Topics by identity, as llm-d-router#2586 spells them."""
+MOST_NAMES = 16
+"""Most names of a key space's model: clients choose them."""
+
 
 def check(settings: Settings) -> None:
     """Raises StartError if events are wanted and can't be published."""
@@ -37,9 +74,7 @@ def check(settings: Settings) -> None:
 
 def attach(settings: Settings, node: Node) -> "EventsCapability":
     """Returns the events of this node. Raises StartError."""
-    return EventsCapability(
-        node, EventHub(_publisher(settings.events)), settings.events.buffer_bytes
-    )
+    return EventsCapability(node, settings.events)
 
 
 def _zmq() -> ModuleType:
@@ -54,18 +89,21 @@ def _zmq() -> ModuleType:
         ) from missing
 
 
-def _publisher(settings: EventSettings) -> "ZmqPublisher | None":
+def _publisher(
+    settings: EventSettings, state: Callable[[], Iterator[BlocksStored]] | None
+) -> "ZmqPublisher | None":
     """Returns the publisher of events; None if the settings name no endpoint. Raises StartError."""
     if not settings.endpoint:
         return None
     zmq = _zmq()
     from hotkv_server.events.publisher import ZmqPublisher
 
-    host = socket.gethostname()
+    node = settings.node or socket.gethostname()
+    topic = settings.topic or TOPICS[settings.identity]
 
-    def topic_of(number: int, key_space: KeySpace) -> str:
-        return settings.topic.format(
-            host=host, model=key_space.model, tenant=key_space.tenant, key_space=number
+    def topic_of(number: int, key_space: KeySpace, model: str) -> str:
+        return topic.format(
+            node=node, pool=settings.pool, model=model, tenant=key_space.tenant, key_space=number
         )
 
     try:
@@ -77,6 +115,7 @@ def _publisher(settings: EventSettings) -> "ZmqPublisher | None":
             buffer_bytes=settings.buffer_bytes,
             int_hashes=settings.int_hashes,
             per_endpoint=settings.numbering == "endpoint",
+            state=state,
         )
     except zmq.ZMQError as error:
         raise StartError(
@@ -85,16 +124,40 @@ def _publisher(settings: EventSettings) -> "ZmqPublisher | None":
         ) from error
 
 
-class EventsCapability(Capability):
-    """See the folder's README. `content_bytes`: most bytes of contents that wait for a tier."""
+def _asked_group(key_space: KeySpace, block_tokens: int) -> int | None:
+    """Returns the group that a router asks about: the first that attends to all tokens and has
+    blocks of this size."""
+    kinds = (GroupKind.FULL_ATTENTION, GroupKind.MLA)
+    for at, group in enumerate(key_space.groups):
+        if group.kind in kinds and block_tokens in (0, group.block_tokens):
+            return at
+    return None
 
-    def __init__(self, node: Node, hub: EventHub, content_bytes: int) -> None:
+
+class EventsCapability(Capability):
+    """See the folder's README. Raises StartError if the publisher can't start.
+
+    hub: where events go; None makes it by the settings.
+    """
+
+    def __init__(self, node: Node, settings: EventSettings, hub: EventHub | None = None) -> None:
         self._node = node
+        self._settings = settings
+        self._fingerprints: dict[int, bytes] = {}
+        self._numbers: dict[bytes, int] = {}
+        self._readers: dict[LiveSession, EngineReader] = {}
+        path = node.memory.directory / CONTENTS_FILE if self.wants_token_ids else None
+        self._contents = Contents(path, settings.content_bytes, self._present)
+        is_of_pool = settings.identity == "pool"
+        if hub is None:
+            publisher = _publisher(settings, None if is_of_pool else self.state)
+            hub = EventHub(publisher, of_pool=is_of_pool)
         self.hub = hub
-        self._contents = KnownContents(content_bytes)
+        self._has_announced = False
+        self._prompts = PromptIndex(self._contents)
 
     def __repr__(self) -> str:
-        return f"EventsCapability({self.hub!r})"
+        return f"EventsCapability({self.hub!r}, {self._contents!r})"
 
     def start(self, health: Health) -> None:
         if (publisher := self.hub.publisher) is not None:
@@ -104,17 +167,49 @@ class EventsCapability(Capability):
 
     async def tick(self, now_s: float) -> None:
         if self.hub.publisher is not None:
+            if not self._has_announced and self._contents.num_blocks:
+                # What an earlier server left; readers have been told to forget all of it.
+                self.hub.publisher.announce()
+            self._has_announced = True
             self.hub.publisher.settle()
 
     def release(self) -> None:
         if self.hub.publisher is not None:
             self.hub.publisher.close()
+        self._contents.close()
 
-    def key_space_added(self, number: int, key_space: KeySpace) -> None:
-        self.hub.add_key_space(number, key_space)
+    def key_space_added(
+        self, number: int, key_space: KeySpace, model_names: Sequence[str] = ()
+    ) -> None:
+        self._fingerprints[number] = key_space.fingerprint
+        self._numbers[key_space.fingerprint] = number
+        for name in model_names:
+            self._contents.add_name(key_space.fingerprint, name)
+        self.hub.add_key_space(number, key_space, self._contents.names(key_space.fingerprint))
+
+    def model_named(self, number: int, name: str) -> None:
+        fingerprint = self._fingerprints[number]
+        known = self._contents.names(fingerprint)
+        if name in known:
+            return
+        if len(known) >= MOST_NAMES:
+            log.warning(
+                "events of key space %d are not published as %.80r: it has %d names",
+                number,
+                name,
+                MOST_NAMES,
+            )
+            return
+        self._contents.add_name(fingerprint, name)
+        self.hub.add_name(number, name)
 
     def key_space_forgotten(self, number: int) -> None:
+        del self._numbers[self._fingerprints.pop(number)]
         self.hub.forget_key_space(number)
+
+    def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
+        if (reader := self._readers.pop(session, None)) is not None:
+            reader.close()
 
     def blocks_stored(
         self,
@@ -123,23 +218,16 @@ class EventsCapability(Capability):
         contents: Sequence[RunContent],
         results: Sequence[NDArray[np.uint8]],
     ) -> None:
-        if self.hub.is_heard and contents:
-            number, key_space = session.record.key_space_id, session.key_space
-            events = stored_events(number, key_space, runs, contents, results)
+        if contents and (self.wants_token_ids or self.hub.is_heard):
+            events = stored_events(session.record.key_space_id, runs, contents, results)
+            for event in events:
+                self._contents.keep(session.key_space.fingerprint, event)
             self.hub.publish(events)
-            if self._node.core.below:
-                for event in events:
-                    self._contents.keep(event)
 
     def blocks_moved(self, entries: Entries, medium: Medium, tier: str) -> None:
-        if not self.hub.is_heard:
-            return
-        core = self._node.core
-        places = [one.space for one in core.below if one.space is not None]
-        space = places[0] if medium is Medium.DISK else core.space
-        self.hub.publish(
-            list(moved_events(space.index, entries, medium, tier, self._contents.find))
-        )
+        if self.hub.is_heard:
+            space = self._spaces()[-1 if medium is Medium.DISK else 0]
+            self.hub.publish(list(moved_events(space.index, entries, medium, tier, self._find)))
 
     def blocks_removed(
         self,
@@ -149,6 +237,101 @@ class EventsCapability(Capability):
     ) -> None:
         if self.hub.is_heard:
             self.hub.publish(removed_events(notices, flushed_key_space_id, below))
+
+    # The present state
+
+    def _spaces(self) -> list[Space]:
+        """Returns host memory's space, and that of this node's disk if it has one."""
+        core = self._node.core
+        return [core.space, *[one.space for one in core.below if one.space is not None][:1]]
+
+    def _find(self, key_space_id: int, group_index: int, block_hash: bytes) -> Content:
+        return self._contents.find(self._fingerprints[key_space_id], group_index, block_hash)
+
+    def _present(self, fingerprint: bytes, group_index: int, hashes: Words) -> BoolMask:
+        """Returns which blocks are cached in host memory or on this node's disk."""
+        masks = self._lying(fingerprint, group_index, hashes)
+        return np.logical_or.reduce(masks) if masks else np.zeros(len(hashes), np.bool_)
+
+    def _lying(self, fingerprint: bytes, group_index: int, hashes: Words) -> list[BoolMask]:
+        """Returns which blocks are ready in each space; none if the key space is not known. Reads
+        the tables as clients do, on any thread."""
+        number = self._numbers.get(fingerprint)
+        if number is None:
+            return []
+        return [is_ready(space.index.find(number, group_index, hashes)) for space in self._spaces()]
+
+    def state(self, fingerprint: bytes | None = None) -> Iterator[BlocksStored]:
+        """Yields the blocks that are cached and whose tokens are known, on any thread. Of a chain,
+        earlier blocks come first.
+
+        fingerprint: only of this key space; None: of all.
+
+        A block that is stored or removed meanwhile may be in the state or not. An event that comes
+        later tells.
+        """
+        media = ((Medium.CPU, ""), (Medium.DISK, DISK_TIER))
+        for known in self._contents.runs():
+            if fingerprint not in (None, known.fingerprint):
+                continue
+            number, run = self._numbers.get(known.fingerprint), known.run
+            masks = self._lying(known.fingerprint, run.group_index, run.hashes)
+            for (medium, tier), mask in zip(media, masks, strict=False):
+                for first, end in edges(mask & known.is_newest):
+                    assert number is not None
+                    yield replace(
+                        run.part(first, end), key_space_id=number, medium=medium, tier=tier
+                    )
+
+    async def check_blocks(
+        self, model: str, block_tokens: int, hashes: Sequence[int]
+    ) -> BoolMask | None:
+        if not self._settings.answers:
+            return None
+        found = np.zeros(len(hashes), np.bool_)
+        for number, record in list(self._node.core.key_spaces.items()):
+            key_space = record.key_space
+            names = self._contents.names(key_space.fingerprint) or [key_space.model]
+            group_index = _asked_group(key_space, block_tokens)
+            if model not in names or group_index is None:
+                continue
+            words, known = await asyncio.to_thread(
+                self._prompts.find, key_space.fingerprint, group_index, hashes
+            )
+            masks = self._lying(key_space.fingerprint, group_index, words)
+            if self._node.tiers is not None:
+                listed = [HashList(group_index, words)]
+                lying = await self._node.tiers.lookups.find(number, listed)
+                masks += [one.masks[0] for one in lying if one.is_up]
+            for mask in masks:
+                found |= mask & known
+        return found
+
+    # Reading by engines
+
+    def _read(
+        self, session: LiveSession, request: events_pb2.ReadEventsRequest
+    ) -> events_pb2.ReadEventsResponse:
+        if not self.engines_publish_events:
+            raise HotKVError(
+                Reason.NOT_ALLOWED,
+                f"events.identity is {self._settings.identity}; only with engine do engines read "
+                "events",
+            )
+        if (reader := self._readers.get(session)) is None:
+            reader = self._readers[session] = EngineReader(
+                self.hub,
+                session.record.key_space_id,
+                partial(self.state, session.key_space.fingerprint),
+            )
+        return reader.read(request.max_event_count)
+
+    def session_calls(self) -> Mapping[str, SessionCall]:
+        return {"read_events": self._read}
+
+    @property
+    def engines_publish_events(self) -> bool:
+        return self._settings.identity == "engine"
 
     def counters(self) -> Mapping[str, float]:
         publisher = self.hub.publisher
@@ -171,11 +354,12 @@ class EventsCapability(Capability):
             Service(
                 full_name(events_pb2, "EventService"),
                 events_pb2_grpc.add_EventServiceServicer_to_server,
-                EventService(self._node, self.hub),
+                EventService(self._node, self.hub, self.state),
                 is_admin=True,
             )
         ]
 
     @property
     def wants_token_ids(self) -> bool:
-        return self.hub.publisher is not None
+        settings = self._settings
+        return bool(settings.endpoint) or settings.answers or self.engines_publish_events

@@ -1,78 +1,435 @@
-"""Token ids of stored blocks, kept until a tier announces the blocks.
+"""Contents of stored blocks (token ids, parent, adapter): what an event needs beyond a hash.
 
-A tier's event would have hashes only otherwise, and a router that matches tokens would not find
-the blocks below host memory.
+A tier's event, the state for a late reader and the events after a restart come long after the store
+that named the tokens. A router that matches tokens can't use an event without them.
 
-Always true: what is kept is bounded in bytes, and the oldest runs go first. On the event loop only.
+The contents lie in a ring: a file beside the arena, so that the next server has them. Positions in
+the ring only grow; a record never wraps around the end.
+
+Always true: the ring is bounded, and has memory before it is written. If it is full, the oldest
+records are overwritten; blocks in them that are still cached move to the front first, as far as
+that takes a short time. A record that a kill leaves unfinished is not read. Thread-safe.
 """
 
+import json
+import logging
+import mmap
+import os
+import struct
+import threading
+import zlib
 from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
-from hotkv_proto.blocks import RunContent
-from hotkv_server.events.drive import UNKNOWN, BlocksStored, Content
+import numpy as np
 
-BLOCK_BYTES = 256
-"""Estimated memory of a block beside its run's arrays."""
+from hotkv_proto.blocks import ExtraKey, RunContent
+from hotkv_proto.table import Words
+from hotkv_server.cache.values import BoolMask
+from hotkv_server.events.drive import UNKNOWN, BlocksStored, Content, edges
 
-Key = tuple[int, int, bytes]
-"""A block: its key space, group and hash."""
+log = logging.getLogger(__name__)
+
+MAGIC: Final = b"HOTKVEC1"
+START: Final = 4096
+"""Offset of the ring in the file; the header precedes it."""
+HEADER: Final = struct.Struct("<8sqqq")
+"""Magic, size of the ring, positions of the oldest record and behind the newest."""
+PREFIX: Final = struct.Struct("<III")
+"""Of a record: CRC-32 of all that follows it, length in bytes, kind."""
+RUN: Final = struct.Struct("<32sIIIIII")
+"""Of a run: key space's fingerprint, group, depth, blocks, tokens, length of the adapter's name,
+length of the extra keys. Then parent, hashes, tokens, name and keys."""
+ALIGN: Final = 16
+GROWTH_BYTES: Final = 4 << 20
+FILLER, BLOCKS, NAME = 0, 1, 2
+MOST_MOVES = 64
+"""Most records that one store moves to the front. If these were too few, nothing moves until an
+eighth of the ring has been overwritten: it is full of blocks that are cached."""
+AT_BITS = 17
+"""Bits of a block's position in its run, in the index."""
+NO_PARENT = bytes(32)
+
+Present = Callable[[bytes, int, Words], BoolMask]
+"""Returns which blocks are cached, by key space's fingerprint, group and hashes [n, 8]."""
 
 
-class KnownContents:
-    """The contents of the blocks that were stored last."""
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A record in the ring. `name`: of a model; empty for a run of blocks."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._runs: deque[BlocksStored] = deque()
-        self._by_block: dict[Key, tuple[BlocksStored, int]] = {}
+    position: int
+    fingerprint: bytes
+    group_index: int = 0
+    depth: int = 0
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRun:
+    """A run as it was stored, and which of its blocks have their newest content here [n]."""
+
+    fingerprint: bytes
+    run: BlocksStored
+    is_newest: BoolMask
+
+
+class Contents:
+    """The contents of blocks, by block.
+
+    path: the file; None keeps them in memory of this process.
+    max_bytes: most bytes of the ring. The index takes some 200 bytes more for each block.
+    present: tells which old contents are still of use.
+    """
+
+    def __init__(self, path: Path | None, max_bytes: int, present: Present) -> None:
+        self._max_bytes = max(max_bytes // GROWTH_BYTES, 1) * GROWTH_BYTES
+        self._present = present
+        self._lock = threading.Lock()
+        self._records: deque[_Record] = deque()
+        self._index: dict[tuple[bytes, int], dict[bytes, int]] = {}
+        self._names: dict[bytes, list[str]] = {}
+        self._tail = self._head = self._size = self._moves_from = 0
         self.unknown_blocks = 0
         """Blocks that were asked for in vain."""
+        self._fd = (
+            -1 if path is None else os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        )
+        self._map = self._mapped()
+        if path is not None:
+            self._read()
 
     def __repr__(self) -> str:
-        return f"KnownContents({len(self._by_block)} blocks, {self._num_bytes} bytes)"
+        return f"Contents({len(self._records)} runs, {self._head - self._tail} bytes)"
 
-    def keep(self, run: BlocksStored) -> None:
-        """Keeps the contents of a run, if the engine has sent its tokens."""
+    def close(self) -> None:
+        """Closes the file."""
+        with self._lock:
+            self._map.close()
+            if self._fd >= 0:
+                os.close(self._fd)
+
+    # Contents
+
+    def keep(self, fingerprint: bytes, run: BlocksStored) -> None:
+        """Adds a run that was stored, if the engine has sent its tokens."""
         if not len(run.content.token_ids):
             return
-        self._runs.append(run)
-        self._num_bytes += _bytes_of(run)
-        self._by_block.update((key, (run, at)) for at, key in enumerate(_keys(run)))
-        while self._num_bytes > self._max_bytes:
-            oldest = self._runs.popleft()
-            self._num_bytes -= _bytes_of(oldest)
-            for key in _keys(oldest):
-                # A block that was stored again belongs to a later run.
-                if key in self._by_block and self._by_block[key][0] is oldest:
-                    del self._by_block[key]
+        with self._lock:
+            self._add(_packed_run(fingerprint, run))
 
-    def find(self, key_space_id: int, group_index: int, block_hash: bytes) -> Content:
+    def find(self, fingerprint: bytes, group_index: int, block_hash: bytes) -> Content:
         """Returns the content of a block, as far as it is known. `block_hash`: 32 bytes."""
-        found = self._by_block.get((key_space_id, group_index, block_hash))
-        if found is None:
-            self.unknown_blocks += 1
-            return UNKNOWN
-        run, at = found
-        whole, block_tokens = run.content, len(run.content.token_ids) // len(run.hashes)
-        return Content(
-            run.hashes[at - 1] if at else run.parent,
-            RunContent(
-                whole.token_ids[at * block_tokens : (at + 1) * block_tokens].copy(),
-                whole.lora_name,
-                whole.extra_keys[at : at + 1],
-            ),
+        with self._lock:
+            place = self._index.get((fingerprint, group_index), {}).get(block_hash)
+            if place is None:
+                self.unknown_blocks += 1
+                return UNKNOWN
+            run = self._run_at(place >> AT_BITS)
+        at = place & ((1 << AT_BITS) - 1)
+        part = run.part(at, at + 1)
+        return Content(part.parent, part.content)
+
+    def add_name(self, fingerprint: bytes, name: str) -> bool:
+        """Adds a name by which requests address the model. Returns False if it is known."""
+        with self._lock:
+            if name in self._names.get(fingerprint, ()):
+                return False
+            self._add(_packed_name(fingerprint, name))
+            return True
+
+    def names(self, fingerprint: bytes) -> list[str]:
+        """Returns the names by which requests address the model."""
+        with self._lock:
+            return list(self._names.get(fingerprint, ()))
+
+    @property
+    def num_blocks(self) -> int:
+        """Returns how many blocks have a content."""
+        with self._lock:
+            return sum(map(len, self._index.values()))
+
+    @property
+    def head(self) -> int:
+        """Returns the position behind the newest record. It only grows."""
+        with self._lock:
+            return self._head
+
+    def runs(self, begin: int = 0) -> Iterator[KnownRun]:
+        """Yields the runs from a position on. Of a chain, earlier blocks come first as far as they
+        were stored first.
+
+        Others may add runs between two steps; these come too.
+        """
+        upto = begin
+        while True:
+            with self._lock:
+                records = [one for one in self._records if one.position >= upto and not one.name]
+                upto = self._head
+            if not records:
+                return
+            for record in sorted(records, key=lambda one: (one.depth, one.position)):
+                with self._lock:
+                    if record.position < self._tail:
+                        continue
+                    run = self._run_at(record.position)
+                    is_newest = self._is_newest(record, run)
+                yield KnownRun(record.fingerprint, run, is_newest)
+
+    # The ring
+
+    def _add(self, packed: bytes) -> None:
+        """Appends a record; makes room for it. Drops it if it is larger than a quarter of the
+        ring."""
+        if len(packed) > self._max_bytes // 4:
+            return
+        moved: list[bytes] = []
+        while not self._fit([*moved, packed]):
+            if not self._records:
+                return
+            if len(moved) >= MOST_MOVES:
+                self._moves_from = self._head + self._size // 8
+            kept = self._still_of_use(self._records[0])
+            self._drop_oldest()
+            moved += kept
+        for one in (*moved, packed):
+            self._append(one)
+
+    def _fit(self, packed: list[bytes]) -> bool:
+        """Returns whether the records fit behind the newest. Lets the ring grow, if it can."""
+        head = self._head
+        for one in packed:
+            if head <= self._size < head + len(one):
+                self._grow(head + len(one))
+            if not self._size:
+                return False
+            left = self._size - head % self._size
+            head += len(one) if left >= len(one) else left + len(one)
+        return head - self._tail <= self._size
+
+    def _grow(self, end: int) -> None:
+        """Lets the ring grow to `end` bytes or more, before it has wrapped for the first time."""
+        size = min(-(-end // GROWTH_BYTES) * GROWTH_BYTES, self._max_bytes)
+        if size <= self._size:
+            return
+        try:
+            if self._fd >= 0:
+                os.posix_fallocate(self._fd, 0, START + size)
+        except OSError as error:
+            log.warning(
+                "contents of blocks for events stay at %d bytes: %s", self._size, error.strerror
+            )
+            self._max_bytes = self._size
+            return
+        self._size = size
+        self._map.close()
+        self._map = self._mapped()
+        self._note()
+
+    def _append(self, packed: bytes) -> None:
+        left = self._size - self._head % self._size
+        if left < len(packed):
+            self._write(_packed(FILLER, b"", left))
+        position = self._head
+        self._write(packed)
+        self._list(position, packed)
+
+    def _write(self, packed: bytes) -> None:
+        start = START + self._head % self._size
+        self._map[start : start + len(packed)] = packed
+        self._head += max(len(packed), PREFIX.unpack_from(packed)[1])
+        self._note()
+
+    def _note(self) -> None:
+        """Publishes the positions, after what they refer to."""
+        HEADER.pack_into(self._map, 0, MAGIC, self._size, self._tail, self._head)
+
+    def _list(self, position: int, packed: bytes) -> None:
+        """Adds a record to what is known. Does nothing for a filler."""
+        kind = PREFIX.unpack_from(packed)[2]
+        if kind == BLOCKS:
+            fingerprint, group_index, depth, *_ = RUN.unpack_from(packed, PREFIX.size)
+            self._records.append(_Record(position, fingerprint, group_index, depth))
+            index = self._index.setdefault((fingerprint, group_index), {})
+            base = position << AT_BITS
+            index.update((key, base | at) for at, key in enumerate(_keys(packed)))
+        elif kind == NAME:
+            fingerprint, name = _unpacked_name(packed)
+            self._records.append(_Record(position, fingerprint, name=name))
+            if name not in (names := self._names.setdefault(fingerprint, [])):
+                names.append(name)
+
+    def _drop_oldest(self) -> None:
+        record = self._records.popleft()
+        if not record.name:
+            index = self._index[record.fingerprint, record.group_index]
+            base = record.position << AT_BITS
+            for at, key in enumerate(_keys(self._bytes_at(record.position))):
+                if index.get(key) == base | at:
+                    del index[key]
+            if not index:
+                del self._index[record.fingerprint, record.group_index]
+        self._tail = self._records[0].position if self._records else self._head
+        self._note()
+
+    def _still_of_use(self, record: _Record) -> list[bytes]:
+        """Returns records to move to the front: a name, and the blocks that are still cached and
+        have no newer content."""
+        if record.name:
+            return [self._bytes_at(record.position)]
+        if self._head < self._moves_from:
+            return []
+        run = self._run_at(record.position)
+        mask = self._is_newest(record, run)
+        if mask.any():
+            mask &= self._present(record.fingerprint, record.group_index, run.hashes)
+        return [_packed_run(record.fingerprint, run.part(first, end)) for first, end in edges(mask)]
+
+    def _is_newest(self, record: _Record, run: BlocksStored) -> BoolMask:
+        index = self._index.get((record.fingerprint, record.group_index), {})
+        base, packed = record.position << AT_BITS, run.hashes.tobytes()
+        return np.array(
+            [
+                index.get(packed[start : start + 32]) == base | start >> 5
+                for start in range(0, len(packed), 32)
+            ],
+            np.bool_,
         )
 
+    def _bytes_at(self, position: int) -> bytes:
+        start = START + position % self._size
+        length = PREFIX.unpack_from(self._map, start)[1]
+        return bytes(self._map[start : start + length])
 
-def _keys(run: BlocksStored) -> list[Key]:
-    packed = run.hashes.tobytes()
-    size = len(packed) // len(run.hashes)
-    return [
-        (run.key_space_id, run.group_index, packed[start : start + size])
-        for start in range(0, len(packed), size)
-    ]
+    def _run_at(self, position: int) -> BlocksStored:
+        return _unpacked_run(self._bytes_at(position))
+
+    def _mapped(self) -> mmap.mmap:
+        if self._fd < 0:
+            # The whole ring at once: pages that are not touched take no memory.
+            self._size = self._max_bytes
+            return mmap.mmap(-1, START + self._size)
+        if not self._size:
+            os.posix_fallocate(self._fd, 0, START)
+        return mmap.mmap(self._fd, START + self._size)
+
+    def _read(self) -> None:
+        """Reads the records of an earlier server, up to the first that is damaged."""
+        magic, size, tail, head = HEADER.unpack_from(self._map)
+        num_bytes = os.fstat(self._fd).st_size - START
+        if magic != MAGIC or not (0 < size <= num_bytes and 0 <= tail <= head <= tail + size):
+            self._note()
+            return
+        self._size = size
+        # A smaller limit than before holds from the next time on that the file is made anew.
+        self._max_bytes = max(size, self._max_bytes) if head <= size else size
+        self._map.close()
+        self._map = self._mapped()
+        self._tail = self._head = tail
+        while self._head < head:
+            packed = self._checked_at(self._head, head)
+            if packed is None:
+                log.warning("contents of blocks for events are damaged behind %d", self._head)
+                break
+            self._list(self._head, packed)
+            self._head += len(packed)
+        self._note()
+
+    def _checked_at(self, position: int, end: int) -> bytes | None:
+        """Returns the whole record at a position; None if it is damaged."""
+        start = START + position % self._size
+        crc, length, kind = PREFIX.unpack_from(self._map, start)
+        left = self._size - position % self._size
+        if not ALIGN <= length <= min(left, end - position) or length % ALIGN:
+            return None
+        packed = bytes(self._map[start : start + length])
+        if kind == FILLER:
+            return packed
+        return packed if zlib.crc32(packed[4:]) == crc else None
 
 
-def _bytes_of(run: BlocksStored) -> int:
-    return run.num_bytes + BLOCK_BYTES * len(run.hashes)
+# Records
+
+
+def _packed(kind: int, body: bytes, length: int = 0) -> bytes:
+    """Returns a record; its length is a multiple of ALIGN."""
+    length = length or -(-(PREFIX.size + len(body)) // ALIGN) * ALIGN
+    padding = b"" if kind == FILLER else bytes(length - PREFIX.size - len(body))
+    rest = struct.pack("<II", length, kind) + body + padding
+    return struct.pack("<I", zlib.crc32(rest)) + rest
+
+
+def _packed_name(fingerprint: bytes, name: str) -> bytes:
+    text = name.encode()
+    return _packed(NAME, fingerprint + struct.pack("<I", len(text)) + text)
+
+
+def _unpacked_name(packed: bytes) -> tuple[bytes, str]:
+    start = PREFIX.size + 32
+    (length,) = struct.unpack_from("<I", packed, start)
+    return packed[PREFIX.size : start], packed[start + 4 : start + 4 + length].decode()
+
+
+def _packed_run(fingerprint: bytes, run: BlocksStored) -> bytes:
+    content = run.content
+    name = content.lora_name.encode()
+    keys = json.dumps([_plain_keys(one) for one in content.extra_keys]).encode()
+    head = RUN.pack(
+        fingerprint,
+        run.group_index,
+        run.depth,
+        len(run.hashes),
+        len(content.token_ids),
+        len(name),
+        len(keys),
+    )
+    parent = NO_PARENT if run.parent is None else run.parent.tobytes()
+    tokens = content.token_ids.astype("<i4").tobytes()
+    return _packed(BLOCKS, b"".join((head, parent, run.hashes.tobytes(), tokens, name, keys)))
+
+
+def _unpacked_run(packed: bytes) -> BlocksStored:
+    """Returns the run of a record. Its key space id is 0."""
+    _, group_index, depth, count, num_tokens, name_length, keys_length = RUN.unpack_from(
+        packed, PREFIX.size
+    )
+    at = PREFIX.size + RUN.size
+    parent = packed[at : at + 32]
+    hashes = np.frombuffer(packed, np.uint32, count * 8, at + 32).reshape(-1, 8)
+    at += 32 + count * 32
+    tokens = np.frombuffer(packed, "<i4", num_tokens, at).astype(np.int32)
+    at += num_tokens * 4
+    name = packed[at : at + name_length].decode()
+    at += name_length
+    keys = json.loads(packed[at : at + keys_length])
+    return BlocksStored(
+        0,
+        group_index,
+        hashes,
+        None if parent == NO_PARENT else np.frombuffer(parent, np.uint32),
+        depth,
+        RunContent(tokens, name, tuple(map(_read_keys, keys))),
+    )
+
+
+def _keys(packed: bytes) -> list[bytes]:
+    """Returns the hashes of a run's record, 32 bytes each."""
+    count = RUN.unpack_from(packed, PREFIX.size)[3]
+    start = PREFIX.size + RUN.size + 32
+    return [packed[at : at + 32] for at in range(start, start + 32 * count, 32)]
+
+
+def _plain_keys(keys: tuple[ExtraKey, ...] | None) -> Any:
+    return keys and [{"bytes": key.hex()} if isinstance(key, bytes) else key for key in keys]
+
+
+def _read_keys(keys: Any) -> tuple[ExtraKey, ...] | None:
+    def key(one: Any) -> ExtraKey:
+        if isinstance(one, dict):
+            return bytes.fromhex(one["bytes"])
+        return one if isinstance(one, str) else (str(one[0]), int(one[1]))
+
+    return tuple(map(key, keys)) if keys else None

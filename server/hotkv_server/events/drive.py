@@ -12,7 +12,7 @@ Always true:
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +22,7 @@ from hotkv_proto.blocks import BlockResult, RunContent
 from hotkv_proto.keys import MAX_GROUPS, KeySpace
 from hotkv_proto.table import Words
 from hotkv_server.cache.table.index import BlockIndex
-from hotkv_server.cache.values import DISK_TIER, Entries, EvictionNotice, Medium, Run
+from hotkv_server.cache.values import DISK_TIER, BoolMask, Entries, EvictionNotice, Medium, Run
 from hotkv_server.node.broadcast import Feeds
 
 NO_CONTENT = RunContent(np.empty(0, np.int32))
@@ -49,6 +49,23 @@ class BlocksStored:
     @property
     def num_bytes(self) -> int:
         return int(self.hashes.nbytes) + self.content.num_bytes
+
+    def part(self, first: int, end: int) -> "BlocksStored":
+        """Returns the blocks from `first` to `end` of this run, as copies: a view would keep all of
+        the run's arrays in memory."""
+        whole, block_tokens = self.content, len(self.content.token_ids) // len(self.hashes)
+        content = RunContent(
+            whole.token_ids[first * block_tokens : end * block_tokens].copy(),
+            whole.lora_name,
+            whole.extra_keys[first:end],
+        )
+        return replace(
+            self,
+            hashes=self.hashes[first:end].copy(),
+            parent=self.hashes[first - 1].copy() if first else self.parent,
+            depth=self.depth + first,
+            content=content,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +130,15 @@ class EventPublisher(Protocol):
     def queued_bytes(self) -> int:
         """Bytes of events that wait to be sent."""
 
-    def add_key_space(self, number: int, key_space: KeySpace) -> None:
-        """Declares a key space, before its first event."""
+    def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
+        """Declares a key space, before its first event. `names`: of its model; without any, the key
+        space has its name."""
+
+    def add_name(self, number: int, name: str) -> None:
+        """Publishes the events of a key space under another name of its model, too."""
+
+    def announce(self) -> None:
+        """Sends the present state, after all events that are queued."""
 
     def forget_key_space(self, number: int) -> None:
         """Ends a key space, after its last event. It may be declared again under another number."""
@@ -136,10 +160,15 @@ class EventPublisher(Protocol):
 
 
 class EventHub:
-    """Sends events to feeds, and to the publisher if the server has a publisher."""
+    """Sends events to feeds, and to the publisher if the server has a publisher.
 
-    def __init__(self, publisher: EventPublisher | None = None) -> None:
+    of_pool: the publisher tells only of stores that nodes share, in the name of all of these nodes.
+        A node that starts then clears nothing.
+    """
+
+    def __init__(self, publisher: EventPublisher | None = None, *, of_pool: bool = False) -> None:
         self.publisher = publisher
+        self._of_pool = of_pool
         self.feeds: Feeds[TimedEvent] = Feeds()
         self._key_spaces: dict[int, KeySpace] = {}
 
@@ -151,13 +180,18 @@ class EventHub:
         """Whether anybody would receive an event."""
         return self.publisher is not None or len(self.feeds) > 0
 
-    def add_key_space(self, number: int, key_space: KeySpace) -> None:
+    def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
         """Registers a key space the first time it is seen, and tells subscribers to drop blocks
         that they remember from an earlier server."""
         self._key_spaces[number] = key_space
         if self.publisher is not None:
-            self.publisher.add_key_space(number, key_space)
-        self.publish([KeySpaceCleared(number)])
+            self.publisher.add_key_space(number, key_space, names)
+        self.publish([KeySpaceCleared(number)], is_first=True)
+
+    def add_name(self, number: int, name: str) -> None:
+        """Adds a name under which requests know the model of a key space."""
+        if self.publisher is not None:
+            self.publisher.add_name(number, name)
 
     def forget_key_space(self, number: int) -> None:
         """Ends a key space that the server has forgotten; it has no blocks. Does nothing if the key
@@ -165,20 +199,40 @@ class EventHub:
         if self._key_spaces.pop(number, None) is not None and self.publisher is not None:
             self.publisher.forget_key_space(number)
 
-    def publish(self, events: Sequence[Event]) -> None:
-        """Sends events out, in order."""
-        if events and self.is_heard:
-            now_s = time.time()
-            if self.publisher is not None:
-                self.publisher.publish(now_s, events)
-            self.feeds.put(
-                TimedEvent(now_s, event, self._key_spaces[event.key_space_id]) for event in events
-            )
+    def timed(self, event: Event) -> TimedEvent | None:
+        """Returns an event as of now; None if its key space has been forgotten."""
+        key_space = self._key_spaces.get(event.key_space_id)
+        return None if key_space is None else TimedEvent(time.time(), event, key_space)
+
+    def publish(self, events: Sequence[Event], *, is_first: bool = False) -> None:
+        """Sends events out, in order. `is_first`: of a key space that was not known."""
+        if not (events and self.is_heard):
+            return
+        now_s = time.time()
+        if self.publisher is not None:
+            published = events
+            if self._of_pool:
+                published = [] if is_first else [one for one in events if _is_of_pool(one)]
+            if published:
+                self.publisher.publish(now_s, published)
+        self.feeds.put(
+            TimedEvent(now_s, event, self._key_spaces[event.key_space_id]) for event in events
+        )
+
+
+def _is_of_pool(event: Event) -> bool:
+    return isinstance(event, KeySpaceCleared) or event.medium is Medium.REMOTE
+
+
+def edges(mask: BoolMask) -> list[tuple[int, int]]:
+    """Returns the unbroken runs of True: pairs of the first position and the position behind."""
+    steps = np.diff(np.concatenate(([0], mask, [0])).astype(np.int8))
+    first, end = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
+    return list(zip(first.tolist(), end.tolist(), strict=True))
 
 
 def stored_events(
     key_space_id: int,
-    key_space: KeySpace,
     runs: Sequence[Run],
     contents: Sequence[RunContent],
     results: Sequence[NDArray[np.uint8]],
@@ -187,28 +241,11 @@ def stored_events(
     representations."""
     events: list[BlocksStored] = []
     for run, content, values in zip(runs, contents, results, strict=True):
-        if run.group_index >= MAX_GROUPS:
-            continue
-        block_tokens = key_space.groups[run.group_index].block_tokens
-        edges = np.diff(np.concatenate(([0], values == BlockResult.STORED, [0])).astype(np.int8))
-        for first, end in zip(
-            np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True
-        ):
-            # Copy: a view would keep the whole message in memory, but count only as the view's
-            # bytes.
-            tokens = content.token_ids[first * block_tokens : end * block_tokens].copy()
-            part = RunContent(tokens, content.lora_name, content.extra_keys[first:end])
-            parent = run.hashes[first - 1].copy() if first else run.parent
-            events.append(
-                BlocksStored(
-                    key_space_id,
-                    run.group_index,
-                    run.hashes[first:end].copy(),
-                    parent,
-                    run.depth + first,
-                    part,
-                )
+        if run.group_index < MAX_GROUPS:
+            whole = BlocksStored(
+                key_space_id, run.group_index, run.hashes, run.parent, run.depth, content
             )
+            events += [whole.part(first, end) for first, end in edges(values == BlockResult.STORED)]
     return events
 
 

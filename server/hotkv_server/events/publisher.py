@@ -10,7 +10,9 @@ Always true:
 - the event loop only queues; a thread translates, encodes and sends;
 - the queue and the messages kept for replay are bounded in bytes;
 - if the queue is full, new events are lost. If a lost event was a removal, the topic's next message
-  begins with AllBlocksCleared, so that readers don't count on blocks that are gone.
+  begins with AllBlocksCleared, so that readers don't count on blocks that are gone;
+- a reader that asks for messages of which some are no longer kept gets the present state in their
+  place: AllBlocksCleared and the blocks that are cached, in messages with the last numbers sent.
 """
 
 import itertools
@@ -19,7 +21,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -39,6 +41,8 @@ LINGER_MS = 200
 HIGH_WATER_MESSAGES = 100_000
 """Messages that ZMQ keeps for a reader that does not read. Beyond that it drops new messages for
 this reader, as in vLLM's publisher."""
+STATE_BYTES = 1 << 20
+"""Bytes of events in a message of the state."""
 EVENT_BYTES = 64
 """Added for each event to the bytes of its arrays."""
 
@@ -54,15 +58,20 @@ class _Topic:
     """A topic's state.
 
     `must_clear`: a loss must still be announced to readers.
+    `key_spaces`: whose events it has.
     `sequence`: None before its first message.
+    `last_sent`: number of the newest message; -1 for none.
+    `last_forgotten`: number of the newest message that is no longer kept for replay; -1 for none.
 
-    `must_clear` and `num_key_spaces` belong to the event loop, the other fields to the thread.
+    `must_clear` and `key_spaces` belong to the event loop, the other fields to the thread.
     """
 
     name: bytes
-    num_key_spaces: int = 0
+    key_spaces: set[int] = field(default_factory=set)
     must_clear: bool = False
     sequence: "itertools.count[int] | None" = None
+    last_sent: int = -1
+    last_forgotten: int = -1
     sent: deque[tuple[int, bytes]] = field(default_factory=deque)
     sent_bytes: int = 0
 
@@ -81,43 +90,53 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """Ends a key space, after all events queued before. `is_last`: it was the last of its topic."""
+    """Ends a key space, after all events queued before. `topics`: those that had no other."""
 
     number: int
-    topic: _Topic
-    is_last: bool
+    topics: tuple[_Topic, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Announcement:
+    """The present state, for all readers of these topics, after all events queued before."""
+
+    topics: tuple[_Topic, ...]
 
 
 class ZmqPublisher:
     """Publishes events; see the module. Raises zmq.ZMQError if an endpoint can't be bound or
     connected to. Must be closed.
 
-    topic_of: returns the topic of a key space.
+    topic_of: returns the topic of a key space, given a name of its model.
     per_endpoint: a message has the next number of the endpoint, not of its topic.
+    state: yields the blocks that are cached, of all key spaces. Runs on the thread, while events
+        that come later wait. None: the state is not known, and a replay has what is kept.
     """
 
     def __init__(
         self,
         endpoint: str,
         replay_endpoint: str,
-        topic_of: Callable[[int, KeySpace], str],
+        topic_of: Callable[[int, KeySpace, str], str],
         *,
         buffer_steps: int,
         buffer_bytes: int,
         int_hashes: bool,
         per_endpoint: bool = False,
+        state: Callable[[], Iterator[BlocksStored]] | None = None,
     ) -> None:
         self.published_events = 0
         self.lost_events = 0
         self._topic_of = topic_of
+        self._state = state
         self._buffer_steps = buffer_steps
         self._buffer_bytes = buffer_bytes
         self._key_spaces: dict[int, KeySpace] = {}
         self._topics: dict[str, _Topic] = {}
-        self._by_key_space: dict[int, _Topic] = {}
+        self._by_key_space: dict[int, list[_Topic]] = {}
         self._translator = Translator(self._key_spaces, as_ints=int_hashes)
         self._encoder = msgspec.msgpack.Encoder()
-        self._queue: queue.SimpleQueue[_Item | _Ended | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | _Ended | _Announcement | None] = queue.SimpleQueue()
         # Each counter has a single thread that writes it.
         self._put_bytes = 0
         self._taken_bytes = 0
@@ -127,6 +146,7 @@ class ZmqPublisher:
         # First sequence number of new topics: a topic that returns must not seem to go back.
         self._first_number = time.time_ns() // 1000
         self._of_endpoint = itertools.count(self._first_number) if per_endpoint else None
+        self._last_sent = -1
         self._context = zmq.Context()
         try:
             self._pub = self._open(zmq.PUB, endpoint, bind=binds(endpoint))
@@ -163,30 +183,57 @@ class ZmqPublisher:
         """Bytes of events that wait to be sent."""
         return self._put_bytes - self._taken_bytes
 
-    def add_key_space(self, number: int, key_space: KeySpace) -> None:
-        """Declares a key space, before its first event."""
-        name = self._topic_of(number, key_space)
-        topic = self._topics.setdefault(name, _Topic(name.encode()))
-        topic.num_key_spaces += 1
+    def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
+        """Declares a key space, before its first event.
+
+        names: those of its model; without any, the key space's own name of it.
+        """
         self._key_spaces[number] = key_space
-        self._by_key_space[number] = topic
+        self._by_key_space[number] = []
+        for name in names or (key_space.model,):
+            self._add_topic(number, name)
+
+    def add_name(self, number: int, name: str) -> None:
+        """Publishes the events of a key space under another name of its model, too. The new topic
+        begins with the present state."""
+        if (topic := self._add_topic(number, name)) is not None:
+            self._queue.put(_Announcement((topic,)))
+
+    def _add_topic(self, number: int, model: str) -> _Topic | None:
+        """Returns the key space's topic under a name of its model; None if it has it already."""
+        name = self._topic_of(number, self._key_spaces[number], model)
+        topic = self._topics.setdefault(name, _Topic(name.encode()))
+        if number in topic.key_spaces:
+            return None
+        topic.key_spaces.add(number)
+        self._by_key_space[number].append(topic)
         log.info("events of key space %d have topic %s", number, name)
+        return topic
 
     def forget_key_space(self, number: int) -> None:
-        """Ends a key space, after its last event. The topic and its replay end with its last key
+        """Ends a key space, after its last event. A topic and its replay end with its last key
         space."""
-        topic = self._by_key_space.pop(number)
-        topic.num_key_spaces -= 1
-        if not topic.num_key_spaces:
-            del self._topics[topic.name.decode()]
-        self._queue.put(_Ended(number, topic, is_last=not topic.num_key_spaces))
+        ended = []
+        for topic in self._by_key_space.pop(number):
+            topic.key_spaces.remove(number)
+            if not topic.key_spaces:
+                del self._topics[topic.name.decode()]
+                ended.append(topic)
+        self._queue.put(_Ended(number, tuple(ended)))
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
         """Queues events, in order, in a message per topic. Drops them if the queue is full."""
-        for topic, part in itertools.groupby(
-            events, lambda event: self._by_key_space[event.key_space_id]
+        for names, part in itertools.groupby(
+            events,
+            lambda event: [topic.name for topic in self._by_key_space[event.key_space_id]],
         ):
-            self._put(topic, unix_time_s, tuple(part))
+            of_topics = tuple(part)
+            for name in names:
+                self._put(self._topics[name.decode()], unix_time_s, of_topics)
+
+    def announce(self) -> None:
+        """Sends the present state, after all events that are queued."""
+        self._queue.put(_Announcement(tuple(self._topics.values())))
 
     def settle(self) -> None:
         """Queues clears for topics that have lost a removal, as far as there is room."""
@@ -215,7 +262,7 @@ class ZmqPublisher:
         """Returns True if clearing the topic's only key space may clear all that its readers know.
         A reader that counts the endpoint's messages takes a clear for all of its topics."""
         others = self._by_key_space if self._of_endpoint is not None else ()
-        return topic.num_key_spaces == 1 and len(others) <= 1
+        return len(topic.key_spaces) == 1 and len(others) <= 1
 
     def is_alive(self) -> bool:
         """Returns False if the thread has died."""
@@ -243,12 +290,15 @@ class ZmqPublisher:
             else:
                 running = item is not None
                 if isinstance(item, _Item):
-                    self._send(item)
+                    self._send_events(item)
                     self._taken_bytes += item.num_bytes
+                elif isinstance(item, _Announcement):
+                    self._send_state(item.topics)
                 elif item is not None:
                     self._end(item)
             try:
-                while self._replay is not None and self._replay.poll(0):
+                # A request at a time: an answer can be long, and events wait for it.
+                if self._replay is not None and self._replay.poll(0):
                     self._serve_replay(self._replay)
             except zmq.ZMQError:
                 log.exception("a replay could not be sent")
@@ -257,33 +307,36 @@ class ZmqPublisher:
             self._replay.close()
         self._context.term()
 
-    def _send(self, item: _Item) -> None:
-        topic = item.topic
+    def _send_events(self, item: _Item) -> None:
         try:
             events = self._translator.translate(item.events, is_alone=item.is_alone)
             if item.clears_first:
                 events.insert(0, AllBlocksCleared())
-            if not events:
-                return
-            payload = self._encoder.encode(KVEventBatch(item.unix_time_s, events, RANK))
-            if topic.sequence is None:
-                topic.sequence = self._of_endpoint or itertools.count(self._first_number)
-            number = next(topic.sequence)
-            self._pub.send_multipart((topic.name, number.to_bytes(SEQUENCE_BYTES, "big"), payload))
+            if events:
+                payload = self._encoder.encode(KVEventBatch(item.unix_time_s, events, RANK))
+                self._send(item.topic, payload, len(events))
         except Exception:  # The effect executor's edge: one bad event must not end all others.
-            log.exception("events of topic %s could not be sent", topic.name.decode())
-            return
-        self.published_events += len(events)
-        self._keep(topic, number, payload)
+            log.exception("events of topic %s could not be sent", item.topic.name.decode())
+
+    def _send(self, topic: _Topic, payload: bytes, num_events: int) -> None:
+        """Sends a message under the next number, and keeps it for replay."""
+        if topic.sequence is None:
+            topic.sequence = self._of_endpoint or itertools.count(self._first_number)
+        topic.last_sent = next(topic.sequence)
+        self._last_sent = max(self._last_sent, topic.last_sent)
+        number = topic.last_sent.to_bytes(SEQUENCE_BYTES, "big")
+        self._pub.send_multipart((topic.name, number, payload))
+        self.published_events += num_events
+        self._keep(topic, topic.last_sent, payload)
 
     def _end(self, ended: _Ended) -> None:
         del self._key_spaces[ended.number]
-        if ended.is_last:
-            self._kept.pop(ended.topic, None)
-            while ended.topic.sent:
-                self._forget_oldest(ended.topic)
-            if ended.topic.sequence is not None and self._of_endpoint is None:
-                self._first_number = max(self._first_number, next(ended.topic.sequence))
+        for topic in ended.topics:
+            self._kept.pop(topic, None)
+            while topic.sent:
+                self._forget_oldest(topic)
+            if topic.sequence is not None and self._of_endpoint is None:
+                self._first_number = max(self._first_number, next(topic.sequence))
 
     def _keep(self, topic: _Topic, number: int, payload: bytes) -> None:
         """Keeps a message for replay. If all topics together exceed the limit, the topic with the
@@ -301,7 +354,8 @@ class ZmqPublisher:
             )
 
     def _forget_oldest(self, topic: _Topic) -> None:
-        num_bytes = len(topic.sent.popleft()[1])
+        topic.last_forgotten, payload = topic.sent.popleft()
+        num_bytes = len(payload)
         topic.sent_bytes -= num_bytes
         self._sent_bytes -= num_bytes
 
@@ -317,15 +371,88 @@ class ZmqPublisher:
             )
             return
         first = int.from_bytes(frames[1], "big")
-        kept = (
+        topics = [one for one in self._kept if len(frames) == 2 or frames[2] == one.name]
+        # A reader that counts the endpoint's messages knows no topics: one state for all of them.
+        partial = [one for one in topics if one.last_forgotten >= first and self._state]
+        stale = topics if partial and self._of_endpoint is not None else partial
+        answers = [
             (number, topic.name, payload)
-            for topic in self._kept
-            if len(frames) == 2 or frames[2] == topic.name
+            for topic in topics
+            if topic not in stale
             for number, payload in topic.sent
             if number >= first
-        )
-        for number, name, payload in sorted(kept, key=lambda one: one[0]):
-            socket.send_multipart(
-                (client, b"", name, number.to_bytes(SEQUENCE_BYTES, "big"), payload)
-            )
+        ]
+        for number, name, payload in sorted(answers, key=lambda one: one[0]):
+            self._answer(socket, client, name, number, payload)
+        if stale:
+            self._answer_state(socket, client, stale, first)
         socket.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
+
+    def _answer(
+        self, socket: "zmq.Socket[bytes]", client: bytes, name: bytes, number: int, payload: bytes
+    ) -> None:
+        sequence = number.to_bytes(SEQUENCE_BYTES, "big")
+        socket.send_multipart((client, b"", name, sequence, payload))
+        self._last_turn_s = time.monotonic()
+
+    # The state
+
+    def _send_state(self, topics: Sequence[_Topic]) -> None:
+        """Sends the present state to all readers of the topics, without a clear."""
+        try:
+            for topic, events in self._encoded_state(topics):
+                for part in _parts(events, len(events)):
+                    self._send(topic, self._batch(part), len(part))
+                    self._last_turn_s = time.monotonic()
+        except Exception:  # As for events.
+            log.exception("the state could not be sent")
+
+    def _answer_state(
+        self, socket: "zmq.Socket[bytes]", client: bytes, topics: Sequence[_Topic], first: int
+    ) -> None:
+        """Answers with the present state, in messages with the last numbers sent, none below
+        `first`. What is sent later has higher numbers."""
+        state = self._encoded_state(topics)
+        clear = [msgspec.Raw(self._encoder.encode(AllBlocksCleared()))]
+        if self._of_endpoint is None:
+            series = [(topic.last_sent, [(topic, clear + events)]) for topic, events in state]
+        else:
+            state[0] = (state[0][0], clear + state[0][1])
+            series = [(self._last_sent, state)]
+        for last, of_topics in series:
+            # At least a message for each topic, even if these numbers are too few.
+            most = max(1, (last - first + 1) // len(of_topics))
+            messages = [
+                (topic, part) for topic, events in of_topics for part in _parts(events, most)
+            ]
+            for number, (topic, part) in enumerate(messages, last - len(messages) + 1):
+                self._answer(socket, client, topic.name, number, self._batch(part))
+
+    def _batch(self, events: list[msgspec.Raw]) -> bytes:
+        return self._encoder.encode([time.time(), events, RANK])
+
+    def _encoded_state(self, topics: Sequence[_Topic]) -> list[tuple[_Topic, list[msgspec.Raw]]]:
+        """Returns the stores that describe the present state, by topic. Of a chain, earlier blocks
+        come first."""
+        by_key_space = {
+            number: [topic for topic in topics if number in topic.key_spaces]
+            for number in list(self._key_spaces)
+        }
+        state: dict[_Topic, list[msgspec.Raw]] = {topic: [] for topic in topics}
+        for event in self._state() if self._state is not None else ():
+            if of_topics := by_key_space.get(event.key_space_id):
+                (translated,) = self._translator.translate([event], is_alone=False)
+                encoded = msgspec.Raw(self._encoder.encode(translated))
+                for topic in of_topics:
+                    state[topic].append(encoded)
+            self._last_turn_s = time.monotonic()
+        return list(state.items())
+
+
+def _parts(events: list[msgspec.Raw], most: int) -> list[list[msgspec.Raw]]:
+    """Splits events into at most `most` messages of some STATE_BYTES each, or more if these would
+    be too many."""
+    num_bytes = sum(len(bytes(event)) for event in events)
+    count = max(1, min(most, -(-num_bytes // STATE_BYTES)))
+    step = max(1, -(-len(events) // count))
+    return [events[start : start + step] for start in range(0, len(events), step)]

@@ -1,6 +1,9 @@
 """EventService: events for tools, and events as messages."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+from itertools import islice
 from typing import Any
 
 from hotkv_proto.messages.cache import extra_keys_message, packed_words
@@ -23,12 +26,22 @@ MEDIA = {
 }
 
 
+MOST_EVENTS = 256
+"""Most events in an answer to an engine."""
+STATE_STEPS = 32
+"""Events of a state between two turns of the event loop."""
+
+State = Callable[[bytes | None], Iterator[BlocksStored]]
+"""Yields the blocks that are cached, of a key space by its fingerprint; None: of all."""
+
+
 class EventService(events_pb2_grpc.EventServiceServicer):
     """See events.proto."""
 
-    def __init__(self, node: Node, hub: EventHub) -> None:
+    def __init__(self, node: Node, hub: EventHub, state: State) -> None:
         self._node = node
         self._hub = hub
+        self._state = state
 
     async def Subscribe(
         self, request: events_pb2.SubscribeRequest, context: Any
@@ -43,10 +56,81 @@ class EventService(events_pb2_grpc.EventServiceServicer):
         def response(events: list[events_pb2.Event], lost: int) -> events_pb2.SubscribeResponse:
             return events_pb2.SubscribeResponse(events=events, lost_event_count=lost)
 
+        async def first() -> AsyncIterator[TimedEvent]:
+            fingerprint = (
+                self._node.core.key_space(request.key_space_id).fingerprint
+                if request.key_space_id
+                else None
+            )
+            for at, event in enumerate(self._state(fingerprint)):
+                if (item := self._hub.timed(event)) is not None:
+                    yield item
+                if at % STATE_STEPS == 0:
+                    await asyncio.sleep(0)
+
         async for part in stream(
-            context, self._node, request.key_space_id, self._hub.feeds, message, response
+            context,
+            self._node,
+            request.key_space_id,
+            self._hub.feeds,
+            message,
+            response,
+            first if request.state else None,
         ):
             yield part
+
+
+class EngineReader:
+    """Reads the events of a key space for an engine: the present state, then each event.
+
+    state: yields the blocks that are cached.
+
+    Always true: a block's event after the state is later than the state's word on it. If events are
+    lost, the state comes again.
+    """
+
+    def __init__(
+        self, hub: EventHub, key_space_id: int, state: Callable[[], Iterator[BlocksStored]]
+    ) -> None:
+        self._hub = hub
+        self._key_space_id = key_space_id
+        self._state = state
+        self._stack = ExitStack()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._stack.close()
+        self._feed = self._stack.enter_context(self._hub.feeds.reader())
+        self._present: Iterator[BlocksStored] | None = self._state()
+        self._begins = True
+
+    def close(self) -> None:
+        """Ends the reading."""
+        self._stack.close()
+
+    def read(self, most: int) -> events_pb2.ReadEventsResponse:
+        """Returns the next events, at most `most` of them; 0 for the limit."""
+        most = min(most if most > 0 else MOST_EVENTS, MOST_EVENTS)
+        items, lost = self._feed.take(most) if self._present is None else ([], 0)
+        if lost:
+            self._begin()
+            items = []
+        if self._present is not None:
+            items = [
+                item
+                for event in islice(self._present, min(most, STATE_STEPS))
+                if (item := self._hub.timed(event)) is not None
+            ]
+            if not items:
+                self._present = None
+        begins, self._begins = self._begins, False
+        return events_pb2.ReadEventsResponse(
+            events=[
+                _message(item) for item in items if item.event.key_space_id == self._key_space_id
+            ],
+            begins_state=begins,
+            has_more_state=self._present is not None,
+        )
 
 
 # ----------------------------------------------------------------------------------------- messages

@@ -128,7 +128,7 @@ ARENA_FILE, TABLE_FILE, NEW_TABLE_FILE, STATE_FILE, USE_FILE, LOCK_FILE = (
     "use",
     "lock",
 )
-FILLED_FILE, OWNER_FILE = "filled", "server.json"
+FILLED_FILE, OWNER_FILE, CONTENTS_FILE = "filled", "server.json", "contents"
 KEPT_FILES = ("calibration-*.json", "ledger*")
 """Measured copy speeds of devices, and the ledger. They are not part of the cache and are retained
 as long as the directory."""
@@ -139,6 +139,7 @@ FILES: Final = (
     NEW_TABLE_FILE,
     FILLED_FILE,
     ARENA_FILE,
+    CONTENTS_FILE,
     OWNER_FILE,
 )
 """In the order of removal: without the state the other files are ignored."""

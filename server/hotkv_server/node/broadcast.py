@@ -59,6 +59,10 @@ class Feed(Generic[T]):
         Also returns how many items were lost since those that the previous call returned.
         """
         await self._ready.wait()
+        return self.take(most)
+
+    def take(self, most: int) -> tuple[list[T], int]:
+        """Returns at most `most` items without waiting, and the lost ones as `get`."""
         items = [self._items.popleft() for _ in range(min(most, len(self._items)))]
         self._num_bytes -= sum(item.num_bytes + ITEM_BYTES for item in items)
         # A lost item is newer than every queued item: report the loss with the last queued item.

@@ -321,8 +321,16 @@ class Capability:
 
     # Events
 
-    def key_space_added(self, number: int, key_space: KeySpace) -> None:
-        """Called when a key space becomes known."""
+    def key_space_added(
+        self, number: int, key_space: KeySpace, model_names: Sequence[str] = ()
+    ) -> None:
+        """Called when a key space becomes known.
+
+        model_names: names by which requests of the session that brought it address the model.
+        """
+
+    def model_named(self, number: int, name: str) -> None:
+        """Called for each such name that another session of a known key space brings."""
 
     def key_space_forgotten(self, number: int) -> None:
         """Called when a key space without blocks is forgotten."""
@@ -424,6 +432,18 @@ class Capability:
         """Returns the calls of `wire.calls`, wrapped if this capability traces them."""
         return calls
 
+    async def check_blocks(
+        self, model: str, block_tokens: int, hashes: Sequence[int]
+    ) -> BoolMask | None:
+        """Returns which blocks of a prompt are cached, in any medium; None if this capability
+        answers no such questions.
+
+        model: the name that requests use.
+        block_tokens: tokens in a block; 0: whatever the model's blocks have.
+        hashes: 64-bit hashes of the blocks by Dynamo's router.
+        """
+        return None
+
     @property
     def tracer(self) -> Tracer | None:
         """Returns the maker of spans for work below a call; None without tracing."""
@@ -432,6 +452,11 @@ class Capability:
     @property
     def wants_token_ids(self) -> bool:
         """Returns whether engines must send token ids with their stores."""
+        return False
+
+    @property
+    def engines_publish_events(self) -> bool:
+        """Returns whether engines read this server's events to publish them as their own."""
         return False
 
     def session_prompts(self, session_id: str, tenant: str) -> Sequence[tuple[str, int, Words]]:

@@ -82,8 +82,11 @@ class Sessions:
         representations: tuple[Representation, ...] = (),
         *,
         hears_evictions: bool = True,
+        model_names: Sequence[str] = (),
     ) -> LiveSession:
         """Opens a session and saves its key space. Whoever presents its secret id may use it.
+
+        model_names: names by which requests address the model.
 
         Raises OVERLOADED, and the errors of CacheCore.open_session.
         """
@@ -97,7 +100,11 @@ class Sessions:
             engine_id, role, key_space, time.monotonic(), representations
         )
         if is_new:
-            self._add(record.key_space_id, key_space)
+            self._add(record.key_space_id, key_space, model_names)
+        else:
+            for one in self._capabilities:
+                for name in model_names:
+                    one.model_named(record.key_space_id, name)
         session = LiveSession(
             record, secrets.token_hex(16), self._core.key_space(record.key_space_id), client_name
         )
@@ -133,9 +140,9 @@ class Sessions:
         await self._meet(number)
         return number
 
-    def _add(self, number: int, key_space: KeySpace) -> None:
+    def _add(self, number: int, key_space: KeySpace, model_names: Sequence[str] = ()) -> None:
         for one in self._capabilities:
-            one.key_space_added(number, key_space)
+            one.key_space_added(number, key_space, model_names)
 
     async def close(self, session: LiveSession) -> None:
         """Cancels the session's transfers, waits until its memory is idle, then releases its

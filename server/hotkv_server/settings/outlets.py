@@ -25,7 +25,7 @@ class HttpSettings(BaseModel, extra="forbid"):
     )
 
 
-TOPIC_FIELDS = {"host": "", "model": "", "tenant": "", "key_space": 0}
+TOPIC_FIELDS = {"node": "", "pool": "", "model": "", "tenant": "", "key_space": 0}
 
 
 class EventSettings(BaseModel, extra="forbid"):
@@ -45,11 +45,33 @@ class EventSettings(BaseModel, extra="forbid"):
             "Empty: no replay."
         ),
     )
-    topic: str = Field(
-        "kv@{host}@{model}",
+    identity: Literal["node", "pool", "engine"] = Field(
+        "node",
         description=(
-            "Topic of the messages. {host}, {model}, {tenant} and {key_space} are replaced by "
-            "their values."
+            "In whose name blocks are told. node: this server's, at the endpoint. pool: at the "
+            "endpoint too, but only blocks of a store that nodes share, in the name of them all. "
+            "engine: each vLLM engine tells of the blocks as its own, at its own endpoint "
+            "(--kv-events-config)."
+        ),
+    )
+    answers: bool = Field(
+        False,
+        description=(
+            "Answer routers that ask which blocks of a prompt are cached: POST "
+            "/api/v1/check_blocks of http, as Dynamo's router asks a shared cache."
+        ),
+    )
+    node: str = Field(
+        "",
+        description="Name of this node in topics. Empty: the host's name.",
+    )
+    pool: str = Field("", description="Name of the pool in topics, for identity pool.")
+    topic: str = Field(
+        "",
+        description=(
+            "Topic of the messages. {node}, {pool}, {model}, {tenant} and {key_space} are replaced "
+            "by their values. {model} is the name that requests use. Empty: kv@node:{node}@{model} "
+            "or kv@pool:{pool}@{model}, by identity."
         ),
     )
     numbering: Literal["topic", "endpoint"] = Field(
@@ -65,8 +87,16 @@ class EventSettings(BaseModel, extra="forbid"):
     buffer_bytes: Annotated[ByteSize, Field(ge=MIB)] = Field(
         ByteSize(64 * MIB),
         description=(
-            "Most bytes that wait to be sent, most that are kept for replay, and most of the token "
-            "ids that are kept until tiers announce their blocks. Each is for all topics together."
+            "Most bytes that wait to be sent, and most that are kept for replay. Each is for all "
+            "topics together."
+        ),
+    )
+    content_bytes: Annotated[ByteSize, Field(ge=MIB)] = Field(
+        ByteSize(256 * MIB),
+        description=(
+            "Most bytes of token ids of cached blocks, kept for tiers' events, late readers and a "
+            "later server. They lie beside the arena and take memory as blocks come: some 100 "
+            "bytes for a block of 16 tokens, and 200 more in the process."
         ),
     )
     int_hashes: bool = Field(
@@ -97,9 +127,13 @@ class EventSettings(BaseModel, extra="forbid"):
         return value
 
     @model_validator(mode="after")
-    def _replays_something(self) -> "EventSettings":
+    def _fits_together(self) -> "EventSettings":
         if self.replay_endpoint and not self.endpoint:
             raise ValueError("replay_endpoint needs endpoint")
+        if self.identity == "engine" and self.endpoint:
+            raise ValueError("identity engine publishes at the engines; leave endpoint empty")
+        if self.identity == "pool" and not self.pool:
+            raise ValueError("identity pool needs pool, the name that all of its nodes give it")
         return self
 
 

@@ -158,6 +158,7 @@ class TierFacts:
     `capacity_bytes`: 0 if unknown.
     `is_shared`: whether other nodes write to the tier too.
     `batch_bytes`: the best size of a call.
+    `linger_s`: longest wait for more blocks before a smaller write.
     """
 
     name: str
@@ -166,6 +167,7 @@ class TierFacts:
     capacity_bytes: int
     is_shared: bool
     batch_bytes: int
+    linger_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import h11
 
 from hotkv_server.node.node import Node
 from hotkv_server.security.page_access import PageAccess
-from hotkv_server.told.pages.routes import Reply, Request, Routes
+from hotkv_server.told.pages.routes import CHECK_PATH, Reply, Request, Routes
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ CONNECTION_S = 10.0
 TURN_S = 0.5
 MAX_CONNECTIONS = 64
 MAX_REQUEST_BYTES = 8192
+MAX_BODY_BYTES = 4 << 20
 OPEN_HERE = PageAccess()
 """Access to the pages from this machine, without a token."""
 
@@ -56,6 +57,8 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._answering: asyncio.Task[None] | None = None
         self._is_head = False
+        self._question: Request | None = None
+        self._body = bytearray()
         self._deadline = asyncio.get_running_loop().call_later(CONNECTION_S, self.drop)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -85,20 +88,44 @@ class _Connection(asyncio.Protocol):
             return
         try:
             self._http.receive_data(data)
-            event = self._http.next_event()
+            while self._answering is None:
+                event = self._http.next_event()
+                if event in (h11.NEED_DATA, h11.PAUSED):
+                    return
+                self._heard(event)
         except h11.RemoteProtocolError as error:
             self._send(Reply.text(error.error_status_hint, "that was no HTTP request"))
-            return
-        if isinstance(event, h11.Request):
-            self._is_head = event.method == b"HEAD"
-            self._answering = asyncio.get_running_loop().create_task(self._answer(event))
 
-    async def _answer(self, request: h11.Request) -> None:
+    def _heard(self, event: object) -> None:
+        """Reads a part of the request. Begins to answer a GET at once, a question when its body is
+        whole."""
+        if isinstance(event, h11.Request):
+            request, self._is_head = _request(event), event.method == b"HEAD"
+            if event.method == b"POST" and request.path == CHECK_PATH:
+                self._question = request
+            elif event.method in (b"GET", b"HEAD") and request.path != CHECK_PATH:
+                self._begin(request)
+            else:
+                self._refuse(405, "try GET, or POST to ask about blocks")
+        elif isinstance(event, h11.Data):
+            self._body += event.data
+            if len(self._body) > MAX_BODY_BYTES:
+                self._refuse(413, f"a question has at most {MAX_BODY_BYTES} bytes")
+        elif self._question is not None:
+            self._begin(dataclasses.replace(self._question, body=bytes(self._body)))
+
+    def _begin(self, request: Request) -> None:
+        self._answering = asyncio.get_running_loop().create_task(self._answer(request))
+
+    def _refuse(self, status: int, why: str) -> None:
+        async def refuse() -> None:
+            self._send(Reply.text(status, why, {"Allow": "GET, HEAD, POST"}))
+
+        self._answering = asyncio.get_running_loop().create_task(refuse())
+
+    async def _answer(self, request: Request) -> None:
         try:
-            if request.method not in (b"GET", b"HEAD"):
-                self._send(Reply.text(405, "try GET", {"Allow": "GET, HEAD"}))
-                return
-            answer = self._server.routes.answer(_request(request))
+            answer = self._server.routes.answer(request)
             self._send(await asyncio.wait_for(answer, ANSWER_TIMEOUT_S))
         except asyncio.TimeoutError:
             # If the node's loop does not answer, the probe must fail.

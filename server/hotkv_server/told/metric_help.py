@@ -300,7 +300,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "events_lost_total": "KV events dropped because too many waited (events.buffer_bytes).",
         "events_without_tokens_total": (
             "Blocks that a tier announced without token ids, because they were stored too long ago "
-            "(events.buffer_bytes), before the last restart, or without tokens."
+            "(events.content_bytes) or without tokens."
         ),
         "events_lost_by_readers_total": "KV events that slow readers over gRPC missed.",
         "events_queued_bytes": "Bytes of KV events that wait to be published.",

@@ -145,17 +145,23 @@ async def stream(
     feeds: Feeds[Item],
     message: Callable[[Item], Part | None],
     response: Callable[[list[Part], int], Response],
+    first: Callable[[], AsyncIterator[Item]] | None = None,
 ) -> AsyncIterator[Response]:
     """Answers until the client ends the call. Refuses an unknown key space.
 
     message: returns the wire message of an item; None if the client did not ask for it.
     response: makes an answer of messages and the number of lost items.
+    first: yields items that precede those of the feed, which begins before them.
     """
     try:
         if key_space_id:
             node.core.key_space(key_space_id)
         with feeds.reader() as feed:
             yield response([], 0)
+            if first is not None:
+                async for item in first():
+                    if (part := message(item)) is not None:
+                        yield response([part], 0)
             while True:
                 items, lost = await feed.get(MAX_RESPONSE_ITEMS)
                 parts: list[Part] = []

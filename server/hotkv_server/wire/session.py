@@ -457,6 +457,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             ) from None
         fields.name("engine_id", opening.engine_id)
         fields.name("client_name", opening.client_name)
+        for name in opening.model_names:
+            fields.name("model_names", name)
         key_space, representations = (
             read_key_space(opening.key_space),
             read_representations(opening.representations),
@@ -471,6 +473,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         session = await self._node.sessions.open(
             engine_id, role, key_space, opening.client_name, representations,
             hears_evictions=not opening.without_eviction_notices,
+            model_names=opening.model_names,
         )  # fmt: skip
         if tenant is not None:
             session.peer, session.maps_arena = peer, False
@@ -511,6 +514,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         features = agreed_features(opening.features)
         if self._node.tiers is None:
             features -= {Feature.TIERS}
+        if not any(one.engines_publish_events for one in self._node.capabilities):
+            features -= {Feature.EVENTS}
         return session_pb2.ConnectResponse(
             request_id=first.request_id,
             session_opened=session_pb2.SessionOpened(

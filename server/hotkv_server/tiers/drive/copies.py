@@ -38,10 +38,6 @@ if TYPE_CHECKING:
     from hotkv_proto.traces import Span
 
 PAUSE_S = 0.05
-LINGER_S, LARGE_LINGER_S = 1.0, 5.0
-"""Longest wait for more blocks before a write. The second is for tiers that want LARGE_BATCH_BYTES
-at a time, because their calls cost money."""
-LARGE_BATCH_BYTES = 8 << 20
 MAX_OUT_BYTES = 64 << 20
 """Most bytes on their way to the tier: their slots can't be evicted until then."""
 LEARN_S = 1.0
@@ -116,11 +112,11 @@ class TierCopies:
             self._copies.add_old(entries)
 
     async def _copy_stored(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        batch_bytes, last_s = self._tier.facts().batch_bytes, time.monotonic()
+        facts, last_s = self._tier.facts(), time.monotonic()
         async for _ in tasks.turns(f"the copies to {self._name}", PAUSE_S):
             waiting = self._copies.lanes[STORED]
-            linger_s = LINGER_S if batch_bytes < LARGE_BATCH_BYTES else LARGE_LINGER_S
-            is_due = time.monotonic() >= last_s + linger_s or waiting.num_bytes >= batch_bytes
+            waited_s = time.monotonic() - last_s
+            is_due = waited_s >= facts.linger_s or waiting.num_bytes >= facts.batch_bytes
             if not len(waiting) or not is_due or self._breaker.is_open:
                 continue
             last_s = time.monotonic()

@@ -16,6 +16,8 @@ from hotkv_server.tiers.s3.client import Shared
 from hotkv_server.tiers.s3.packs import cut_packs
 
 INDEX_ENTRY_BYTES = 170
+LINGER_S = 5.0
+"""Blocks wait so long for a whole pack: calls cost money."""
 READ_BYTES, READ_BLOCKS = 8 << 20, 256
 """Bytes and blocks in a part of a read: a good size of a request."""
 
@@ -46,7 +48,7 @@ class S3Tier(RemoteTier):
         def cut_writes(num_bytes: Int64s) -> Iterator[slice]:
             return cut_packs(num_bytes, settings.pack_bytes)
 
-        facts = TierFacts(name, Medium.REMOTE, False, 0, True, settings.pack_bytes)
+        facts = TierFacts(name, Medium.REMOTE, False, 0, True, settings.pack_bytes, LINGER_S)
         self._shared = Shared(settings)
         # Writing a pack takes long: reads must not wait until all threads have written.
         workers = Workers(

@@ -27,6 +27,8 @@ NUM_SLOTS = 1 << 14
 MAX_REDIRECTS = 5
 ASKING = command(b"ASKING")
 CLUSTER_SLOTS = command(b"CLUSTER", b"SLOTS")
+REPLICA_WAIT_MS = 500
+WAIT_FOR_A_REPLICA = command(b"WAIT", b"1", b"%d" % REPLICA_WAIT_MS)
 Address = tuple[str, int]
 T = TypeVar("T")
 
@@ -43,6 +45,8 @@ class ClusterPipe:
         self._servers: dict[Address, ValkeyConnection] = {}
         self._detours: dict[Address, ValkeyConnection] = {}
         self._owners: list[Address] = []
+        # By server, how many replicas it has.
+        self._num_replicas: dict[Address, int] = {}
         # By slot, the place of its server in `_owners`; -1 without a server.
         self._owner_of = np.full(NUM_SLOTS, -1, np.int16)
         self._is_outdated = False
@@ -89,6 +93,17 @@ class ClusterPipe:
     def value(self, head: memoryview, place: Place, until_s: float) -> Bulk | ErrorReply | None:
         """Implements `Pipe`."""
         return self._receive(lambda connection: connection.value(head, place, until_s), until_s)
+
+    def outlives_failover(self, key: bytes, until_s: float) -> bool:
+        """Implements `Pipe`. Raises UnusableError if this user may not ask."""
+        owner = self._owners[self._owner_of[slot_of(key)]]
+        # After a redirect the write was on another connection, and its replicas are not known.
+        if self._is_outdated or not self._num_replicas[owner]:
+            return not self._is_outdated
+        (reply,) = self._servers[owner].ask([WAIT_FOR_A_REPLICA], until_s)
+        if isinstance(reply, ErrorReply):
+            raise unusable(reply.code) or LostError(f"answers WAIT with {reply.code}")
+        return isinstance(reply, int) and reply > 0
 
     def close(self) -> None:
         """Implements `Pipe`."""
@@ -145,8 +160,11 @@ class ClusterPipe:
             raise unusable(reply.code) or unusable(STANDALONE) or LostError("is no cluster")
         owner_of = np.full(NUM_SLOTS, -1, np.int16)
         owners: dict[Address, int] = {}
-        for first, last, address in (_range(part, teller) for part in _list(reply)):
+        num_replicas: dict[Address, int] = {}
+        for part in _list(reply):
+            first, last, address = _range(part, teller)
             owner_of[first : last + 1] = owners.setdefault(address, len(owners))
+            num_replicas[address] = len(_list(part)) - 3
         for address in self._servers.keys() - owners.keys():
             self._servers.pop(address).close()
         for address in owners.keys() - self._servers.keys():
@@ -157,6 +175,7 @@ class ClusterPipe:
         while self._detours:
             self._detours.popitem()[1].close()
         self._owners, self._owner_of, self._is_outdated = list(owners), owner_of, False
+        self._num_replicas = num_replicas
 
     def _connected(self, address: Address, until_s: float) -> ValkeyConnection:
         """Connects to a server that has slots."""

@@ -148,6 +148,10 @@ class Pipe(Protocol):
     def value(self, head: memoryview, place: Place, until_s: float) -> Bulk | ErrorReply | None:
         """Reads a value as `Replies.value` does. Replaces `next`."""
 
+    def outlives_failover(self, key: bytes, until_s: float) -> bool:
+        """Returns whether the last write of a key would outlive its server: a replica has it, or no
+        replica would take over."""
+
     def close(self) -> None:
         """Closes all connections."""
 
@@ -198,6 +202,10 @@ class ValkeyConnection:
         """Sends the bytes of commands and returns their replies."""
         self._stream.send([b"".join(commands)], until_s)
         return [self._replies.next(until_s) for _ in commands]
+
+    def outlives_failover(self, key: bytes, until_s: float) -> bool:
+        """Implements `Pipe`. A single server is the only one that hotkv knows."""
+        return True
 
     def close(self) -> None:
         """Implements `Pipe`."""

@@ -24,7 +24,7 @@ _UNUSABLE = {
     "NOAUTH": "asks for a password: set password_file, and user if it is not the default user",
     "WRONGPASS": "rejects user and password: check user and password_file",
     "NOPERM": "forbids this user what hotkv needs: allow it ~hotkv/1/* +get +set +exists +unlink "
-    "+incrby +hello +client|setname, of a cluster +cluster|slots +asking, else +select +info",
+    "+incrby +hello +client|setname, of a cluster +cluster|slots +asking +wait, else +select +info",
     "DENIED": "is in protected mode, so only clients of its own machine may speak to it",
     INCOMPLETE: "is a cluster of which a server is away, and no replica has taken its place yet",
     STANDALONE: "is no cluster: set cluster = false",

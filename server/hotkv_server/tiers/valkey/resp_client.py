@@ -186,11 +186,18 @@ class RespClient:
                     raise unusable(removed.code) or LostError(f"keeps an old epoch: {removed.code}")
                 if not removed:
                     raise LostError("is full: it has no room for the epoch of a key space")
+                self._check_replica(fingerprint, until_s)
                 return NO_EPOCH
             # If it is less, the epoch was lost after it was read, and began again at 0.
             if (epoch := epochs.parsed(reply)) >= wanted:
+                self._check_replica(fingerprint, until_s)
                 return epoch
         raise LostError("loses an epoch again and again")
+
+    def _check_replica(self, fingerprint: str, until_s: float) -> None:
+        """Raises LostError if a failover now would bring an old epoch back."""
+        if not self._pipe.outlives_failover(epochs.epoch_key(fingerprint), until_s):
+            raise LostError("has no replica that has the epoch of a key space")
 
     def close(self) -> None:
         """Implements `Client`."""

@@ -4,6 +4,7 @@ Always true: figures are read on the node's loop, and written as JSON on the loo
 many clients ask for metrics, the status or savings, the node computes each answer once at a time.
 """
 
+import array
 import asyncio
 import base64
 import dataclasses
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, TypeVar
 
+import numpy as np
 import orjson
 from prometheus_client import (
     CollectorRegistry,
@@ -28,6 +30,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from hotkv_server.cache.values import MAX_BLOCKS_PER_CALL, BoolMask
 from hotkv_server.node.capability import Figures, tell
 from hotkv_server.node.node import Node
 from hotkv_server.security.page_access import PageAccess, PageRefusal, Sight
@@ -53,13 +56,15 @@ PRIVATE: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A GET request. `host`, `authorization` and `accept` are headers, empty if missing."""
+    """A request. `host`, `authorization` and `accept` are headers, empty if missing. `body`: of a
+    question."""
 
     path: str
     query: str = ""
     host: str = ""
     authorization: str = field(default="", repr=False)
     accept: str = ""
+    body: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +230,8 @@ log = logging.getLogger(__name__)
 PAGE_PATH = "/"
 API = "/api/v1/"
 STATUS_PATH, SAVINGS_PATH = f"{API}status", f"{API}savings"
+CHECK_PATH = f"{API}check_blocks"
+"""The only path of POST. Its form is that of Dynamo's `SharedKvCacheHttpClient`."""
 ALL_PATHS = f"try /, /metrics, /livez, /readyz, {STATUS_PATH} or {SAVINGS_PATH}"
 T = TypeVar("T")
 
@@ -240,6 +247,14 @@ async def _probe(node: Node, *, also_draining: bool) -> Reply:
 async def _savings(node: Node, since_s: float, *, has_names: bool) -> Figures:
     filters = {"since_s": str(since_s), "rows": "" if has_names else "no"}
     return await tell(all_topics(node), "savings", filters)
+
+
+async def _check(node: Node, model: str, block_tokens: int, hashes: list[int]) -> BoolMask | None:
+    """Returns the answer of the capability that answers such questions; None without one."""
+    for one in node.capabilities:
+        if (found := await one.check_blocks(model, block_tokens, hashes)) is not None:
+            return found
+    return None
 
 
 async def _status(node: Node, *, has_names: bool) -> NodeStatus:
@@ -297,8 +312,38 @@ class Routes:
                     self._told = str(error)
                     log.warning("http.token_file can't be used: %s", error)
                 return Reply.text(503, "http.token_file can't be used; the server's log says why")
+            if request.path == CHECK_PATH:
+                return await self._checked(request, has_names=sight is Sight.NAMES)
             return await self._shown(request, has_names=sight is Sight.NAMES)
         return Reply.text(404, ALL_PATHS)
+
+    async def _checked(self, request: Request, *, has_names: bool) -> Reply:
+        """Answers a router's question, `{"block_hashes": […]}`, by `{"ranges": [[first, end], …]}`:
+        positions of blocks that are cached."""
+        if not has_names:
+            return Reply.text(
+                403, "questions about blocks need a token of security.admin_token_sha256"
+            )
+        query = urllib.parse.parse_qs(request.query)
+        model, size = query.get("model", [""])[-1], query.get("block_size", ["0"])[-1]
+        if not model:
+            return Reply.text(400, "model: name it in the address, as …/check_blocks?model=NAME")
+        if not (size.isascii() and size.isdecimal() and len(size) < 7):
+            return Reply.text(400, "block_size: give the tokens of a block, as a whole number")
+        try:
+            hashes = orjson.loads(request.body)["block_hashes"]
+            array.array("Q", hashes)
+        except (ValueError, TypeError, KeyError, OverflowError):
+            return Reply.text(400, 'block_hashes: send {"block_hashes": […]} with 64-bit numbers')
+        if len(hashes) > MAX_BLOCKS_PER_CALL:
+            return Reply.text(400, f"block_hashes: at most {MAX_BLOCKS_PER_CALL} in a question")
+        found = await self._of_node(_check(self._node, model, int(size), hashes))
+        if found is None:
+            return Reply.text(
+                404, "this server answers no questions about blocks: set events.answers"
+            )
+        steps = np.flatnonzero(np.diff(np.concatenate(([False], found, [False]))))
+        return Reply.json({"ranges": steps.reshape(-1, 2).tolist()})
 
     def _refused(self, request: Request, refusal: PageRefusal) -> Reply:
         if not refusal.needs_token:

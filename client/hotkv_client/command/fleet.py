@@ -1,0 +1,114 @@
+"""`hotkv status` of several servers: a row for each node, and their sum.
+
+A node that does not answer has a row with the reason; the others are shown all the same.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from hotkv_client.admin import AdminClient
+from hotkv_client.command.tables import human_bytes, human_seconds, state_line, table
+from hotkv_proto.errors import HotKVError
+
+MOST_AT_ONCE = 16
+SUMS = (
+    "engine_count",
+    "block_count",
+    "host_used_byte_count",
+    "host_capacity_byte_count",
+    "below_used_byte_count",
+    "found_block_count",
+    "missed_block_count",
+    "stored_byte_count",
+    "loaded_byte_count",
+    "evicted_block_count",
+)
+"""Fields of a node that add up."""
+
+
+def targets_of(target: str) -> list[str]:
+    """Returns the servers that `--target` names: A,B,C, or @FILE with a server a line. Raises
+    OSError, or ValueError if the file names none."""
+    if not target.startswith("@"):
+        return [one.strip() for one in target.split(",") if one.strip()]
+    lines = (line.partition("#")[0].strip() for line in Path(target[1:]).read_text().splitlines())
+    found = [line for line in lines if line]
+    if not found:
+        raise ValueError(f"{target[1:]} names no server; write one a line")
+    return found
+
+
+def status(targets: Sequence[str], connect: Callable[[str], AdminClient]) -> dict[str, Any]:
+    """Returns `nodes`, a row for each server, and `sum`."""
+    with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
+        nodes = list(pool.map(lambda target: _node(target, connect), targets))
+    return {"nodes": nodes, "sum": {name: sum(one.get(name, 0) for one in nodes) for name in SUMS}}
+
+
+def _node(target: str, connect: Callable[[str], AdminClient]) -> dict[str, Any]:
+    """Returns a server's row: its figures, or `error`."""
+    try:
+        with connect(target) as client:
+            info, tiers, sessions = client.info(), client.tiers(), client.sessions()
+    except (HotKVError, OSError, ValueError) as error:
+        text = error.message if isinstance(error, HotKVError) else str(error)
+        return {"target": target, "error": text}
+    host = next(one for one in tiers if one["name"] == "host")
+    counters = info["counters"]
+    return {
+        "target": target,
+        "error": "",
+        "state": state_line(info),
+        "version": info["version"],
+        "uptime_s": info["uptime_s"],
+        "engine_count": len({one["engine_id"] for one in sessions}),
+        "block_count": host["block_count"],
+        "host_used_byte_count": host["used_byte_count"],
+        "host_capacity_byte_count": host["capacity_byte_count"],
+        # What nodes share belongs to none of them.
+        "below_used_byte_count": sum(
+            one["used_byte_count"] for one in tiers if one["name"] == "disk"
+        ),
+        "found_block_count": counters.get("acquired_blocks_total", 0),
+        "missed_block_count": counters.get("missed_blocks_total", 0),
+        "stored_byte_count": counters["stored_bytes_total"],
+        "loaded_byte_count": counters["loaded_bytes_total"],
+        "evicted_block_count": counters["evicted_blocks_total"],
+    }
+
+
+def show(answer: dict[str, Any]) -> str:
+    """Formats the rows and the sum as a table."""
+    rows = [
+        (
+            one["target"],
+            one["error"] or one["state"],
+            human_seconds(one["uptime_s"]) if not one["error"] else "-",
+            *_figures(one),
+        )
+        for one in answer["nodes"]
+    ]
+    num_absent = sum(bool(one["error"]) for one in answer["nodes"])
+    missing = f"{num_absent} not answering" if num_absent else "all answer"
+    rows.append((f"{len(answer['nodes'])} nodes", missing, "", *_figures(answer["sum"])))
+    head = "node,state,up,engines,host,of,disk,blocks,found,stored,loaded,evicted"
+    return table(head.split(","), rows)
+
+
+def _figures(one: dict[str, Any]) -> tuple[str, ...]:
+    if one.get("error"):
+        return ("-",) * 9
+    asked = one["found_block_count"] + one["missed_block_count"]
+    return (
+        str(one["engine_count"]),
+        human_bytes(one["host_used_byte_count"]),
+        human_bytes(one["host_capacity_byte_count"]),
+        human_bytes(one["below_used_byte_count"]),
+        str(one["block_count"]),
+        f"{one['found_block_count'] / asked:.1%}" if asked else "-",
+        human_bytes(one["stored_byte_count"]),
+        human_bytes(one["loaded_byte_count"]),
+        f"{one['evicted_block_count']:.0f}",
+    )

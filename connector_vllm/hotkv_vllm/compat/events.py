@@ -1,0 +1,69 @@
+"""Events of the shared cache as vLLM's classes.
+
+Media are named as the server names them when it publishes itself: host memory is CPU; a tier is
+STORAGE, with the locality LOCAL for the server's disk and REMOTE for a store that nodes share.
+`ownership` is the name of such a store.
+"""
+
+from typing import Any
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+
+from hotkv_client.types import BlocksRemoved, BlocksStored
+from hotkv_proto.groups import GroupKind
+from hotkv_vllm.compat.kv_groups import CacheGroup
+
+MEDIA = {"CPU": ("CPU", None), "DISK": ("STORAGE", "LOCAL"), "REMOTE": ("STORAGE", "REMOTE")}
+"""vLLM's medium and locality of each medium of the server."""
+KINDS = {
+    GroupKind.FULL_ATTENTION: "full_attention",
+    GroupKind.MLA: "mla_attention",
+    GroupKind.SLIDING_WINDOW: "sliding_window",
+    GroupKind.CHUNKED_LOCAL: "chunked_local_attention",
+    GroupKind.MAMBA: "mamba",
+}
+"""vLLM's `KVCacheSpecKind` of each kind of group."""
+
+
+def stored(group: CacheGroup, run: BlocksStored) -> BlockStored:
+    """Returns the event of a run of blocks that became ready."""
+    medium, locality = MEDIA[run.medium]
+    tokens = run.token_ids.tolist()
+    return BlockStored(
+        block_hashes=[_external(one) for one in run.hashes],
+        parent_block_hash=_external(run.parent_hash) if run.parent_hash else None,
+        token_ids=tokens,
+        block_size=group.block_tokens if tokens else 0,
+        lora_id=None,
+        medium=medium,
+        lora_name=run.lora_name or None,
+        extra_keys=[None if keys is None else tuple(keys) for keys in run.extra_keys] or None,
+        group_idx=group.vllm_group,
+        kv_cache_spec_kind=KINDS[group.kind],
+        kv_cache_spec_sliding_window=group.window_tokens
+        if group.kind is GroupKind.SLIDING_WINDOW
+        else None,
+        locality=locality,
+        ownership=_owner(run),
+    )
+
+
+def removed(group: CacheGroup, gone: BlocksRemoved) -> BlockRemoved:
+    """Returns the event of blocks that were removed."""
+    medium, locality = MEDIA[gone.medium]
+    return BlockRemoved(
+        block_hashes=[_external(one) for one in gone.hashes],
+        medium=medium,
+        group_idx=group.vllm_group,
+        locality=locality,
+        ownership=_owner(gone),
+    )
+
+
+def _external(block_hash: bytes) -> Any:
+    return maybe_convert_block_hash(BlockHash(block_hash))
+
+
+def _owner(event: BlocksStored | BlocksRemoved) -> str | None:
+    return event.tier if event.medium == "REMOTE" else None

@@ -1,0 +1,114 @@
+"""Questions of routers: which blocks of a prompt are cached, asked by hashes of Dynamo's router.
+
+Such a question has a hash for each block, XXH3-64 of the block's tokens alone. The names of the
+blocks here are the engine's. `PromptIndex` leads from one to the other by the contents of stored
+blocks: it chains the hashes as that router does, and notes the chain of each stored block.
+
+Source of the hashes: `compute_block_hash_for_seq` and `compute_next_sequence_hash` of Dynamo 1.6.
+"""
+
+import threading
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import xxhash
+
+from hotkv_proto.blocks import RunContent
+from hotkv_proto.table import Words
+from hotkv_server.cache.values import BoolMask
+from hotkv_server.events.contents import Contents, KnownRun
+
+SEED = 1337
+MASK = (1 << 64) - 1
+
+
+def block_hashes(content: RunContent, count: int) -> list[int]:
+    """Returns the hash of each of the run's `count` blocks by its tokens and the adapter's name."""
+    adapter = xxhash.xxh3_64_intdigest(content.lora_name.encode()) if content.lora_name else 0
+    packed = content.token_ids.astype("<u4").tobytes()
+    size = len(packed) // count
+    return [
+        xxhash.xxh3_64_intdigest(packed[start : start + size], SEED + adapter & MASK)
+        for start in range(0, len(packed), size)
+    ]
+
+
+def chained(parent: int | None, block_hash: int) -> int:
+    """Returns the hash of a prefix that ends with this block. `parent`: of the prefix before it;
+    None at the root."""
+    if parent is None:
+        return block_hash
+    return xxhash.xxh3_64_intdigest(array("Q", (parent, block_hash)).tobytes(), SEED)
+
+
+@dataclass(slots=True)
+class _Prefixes:
+    """The prefixes of a group: by block, and the block by prefix."""
+
+    of_block: dict[bytes, int] = field(default_factory=dict)
+    blocks: dict[int, bytes] = field(default_factory=dict)
+
+
+class PromptIndex:
+    """Finds stored blocks by the router's hashes of a prompt.
+
+    Always true: a block with extra keys other than its adapter's name (a salt, an image) is not
+    found, because the router's hash does not name it. The index reads contents only when it is
+    asked; it costs stores nothing. Thread-safe; may block for some time.
+    """
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._lock = threading.Lock()
+        self._prefixes: dict[tuple[bytes, int], _Prefixes] = {}
+        self._read_to = 0
+
+    def __repr__(self) -> str:
+        return f"PromptIndex({sum(len(one.blocks) for one in self._prefixes.values())} blocks)"
+
+    def find(
+        self, fingerprint: bytes, group_index: int, hashes: Sequence[int]
+    ) -> tuple[Words, BoolMask]:
+        """Returns the engine's hashes of a prompt's blocks, words [n, 8], and which are known [n].
+
+        hashes: 64-bit hashes of the prompt's blocks, from its first block on.
+        """
+        with self._lock:
+            self._update()
+            blocks = self._prefixes.get((fingerprint, group_index), _Prefixes()).blocks
+        names: list[bytes] = []
+        prefix = None
+        for one in hashes:
+            prefix = chained(prefix, one)
+            names.append(blocks.get(prefix, b""))
+        packed = b"".join(name or bytes(32) for name in names)
+        words = np.frombuffer(packed, np.uint32).reshape(-1, 8)
+        return words, np.array([bool(name) for name in names], np.bool_)
+
+    def _update(self) -> None:
+        num_known = sum(len(one.blocks) for one in self._prefixes.values())
+        if num_known > 2 * self._contents.num_blocks + 1000:
+            # Most of it is of blocks that have left the ring.
+            self._prefixes, self._read_to = {}, 0
+        begin, self._read_to = self._read_to, self._contents.head
+        for known in self._contents.runs(begin):
+            self._add(known)
+
+    def _add(self, known: KnownRun) -> None:
+        run = known.run
+        prefixes = self._prefixes.setdefault((known.fingerprint, run.group_index), _Prefixes())
+        prefix = None
+        if run.depth:
+            prefix = prefixes.of_block.get(b"" if run.parent is None else run.parent.tobytes())
+            if prefix is None:
+                return
+        name, keys = run.content.lora_name, run.content.extra_keys
+        for at, one in enumerate(block_hashes(run.content, len(run.hashes))):
+            if keys and keys[at] not in (None, (name,)):
+                return
+            prefix = chained(prefix, one)
+            block_hash = run.hashes[at].tobytes()
+            prefixes.of_block[block_hash] = prefix
+            prefixes.blocks[prefix] = block_hash

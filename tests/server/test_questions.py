@@ -1,0 +1,176 @@
+"""Routers that ask which blocks of a prompt are cached, as Dynamo's router asks a shared cache."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from demo.processes import Server, runtime_folder
+from hotkv_client import BlockResult, BlockRun
+from hotkv_client.admin import AdminClient
+from hotkv_proto.blocks import RunContent
+from hotkv_server.events.contents import Contents
+from hotkv_server.events.drive import BlocksStored
+from hotkv_server.events.questions import PromptIndex
+from tests.core.support import words_of
+from tests.server.support import FULL, PATIENT, WINDOW, GroupsEngine, hashes, http_port
+from tests.support.waiting import wait_for
+
+TOKENS = list(range(100, 228))
+"""Eight blocks."""
+DYNAMO_HASHES = [
+    xxhash.xxh3_64_intdigest(np.array(TOKENS[at : at + 16], "<u4").tobytes(), 1337)
+    for at in range(0, 128, 16)
+]
+"""`compute_block_hash_for_seq(TOKENS, 16)` of Dynamo 1.6.1 begins with 10823191264391160519."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with runtime_folder(128 << 20) as folder:
+        flags = ("--arena.slab-bytes", "64KiB", "--events.answers", "true", *PATIENT)
+        disk = ("--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "64MiB")
+        with Server(folder, "16MiB", *flags, *disk) as running:
+            running.wait_ready()
+            yield running
+
+
+def ask(
+    server: Server, body: Any, query: str = "?model=m", method: str = "POST"
+) -> tuple[int, Any]:
+    """Returns the status, and the ranges or the text of the answer."""
+    data = body if isinstance(body, bytes) else json.dumps({"block_hashes": body}).encode()
+    url = f"http://127.0.0.1:{http_port(server)}/api/v1/check_blocks{query}"
+    request = urllib.request.Request(url, data, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, json.loads(answer.read())["ranges"]
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_a_prompt_is_found_where_it_lies(server: Server) -> None:
+    with closing(GroupsEngine(server.target, (FULL, WINDOW), "m")) as engine:
+        stored = hashes(8)
+        for first, end in ((0, 5), (6, 8)):
+            run = BlockRun(
+                0,
+                stored[first:end],
+                np.arange(end - first, dtype=np.int32),
+                parent_hash=stored[first - 1] if first else b"",
+                depth=first,
+                token_ids=TOKENS[16 * first : 16 * end],
+            )
+            assert (engine.store(run).results[0] == BlockResult.STORED).all()
+        # The prefix up to block 6 is not known, so the blocks behind the gap have no name.
+        assert ask(server, DYNAMO_HASHES) == (200, [[0, 5]])
+        run = BlockRun(
+            0, stored[5:], np.arange(3, dtype=np.int32), stored[4], 5, token_ids=TOKENS[80:]
+        )
+        engine.store(run)
+        assert ask(server, DYNAMO_HASHES[:7]) == (200, [[0, 6]])
+        assert ask(server, [1, *DYNAMO_HASHES]) == (200, [])
+        assert ask(server, DYNAMO_HASHES, "?model=other") == (200, [])
+        assert ask(server, DYNAMO_HASHES, "?model=m&block_size=32") == (200, [])
+        wait_for(lambda: server.counter("tier_demoted_blocks_total") == 8)
+        with AdminClient(server.target) as admin:
+            admin.evict(everything=True)
+        assert ask(server, DYNAMO_HASHES, "?model=m&block_size=16") == (200, [[0, 6]])
+        engine.session.flush().result(60)
+        assert ask(server, DYNAMO_HASHES) == (200, [])
+
+
+@pytest.mark.parametrize(
+    ("body", "query", "status", "named"),
+    [
+        ([1], "", 400, "model"),
+        ([1], "?model=m&block_size=x", 400, "block_size"),
+        ([-1], "?model=m", 400, "block_hashes"),
+        ([1 << 64], "?model=m", 400, "block_hashes"),
+        (["1"], "?model=m", 400, "block_hashes"),
+        ("1", "?model=m", 400, "block_hashes"),
+        (b"{", "?model=m", 400, "block_hashes"),
+        (b"[]", "?model=m", 400, "block_hashes"),
+        ([1] * 131_073, "?model=m", 400, "block_hashes"),
+        (b" " * (5 << 20), "?model=m", 413, "bytes"),
+    ],
+)
+def test_a_wrong_question_is_refused(
+    server: Server, body: Any, query: str, status: int, named: str
+) -> None:
+    got, text = ask(server, body, query)
+    assert got == status and named in text
+    assert ask(server, [], "?model=m") == (200, [])
+
+
+def test_the_path_takes_questions_only(server: Server) -> None:
+    assert ask(server, b"", method="GET")[0] == 405
+    assert ask(server, [1], "/more?model=m")[0] == 405
+
+
+RUNS = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(0, 5), st.integers(1, 3), st.sampled_from(["", "a"])),
+    max_size=8,
+)
+
+
+@given(RUNS)
+def test_blocks_whose_prefix_was_stored_are_found(
+    runs: list[tuple[int, int, int, str]],
+) -> None:
+    """Two prompts with the same tokens in each block but the first: only the chain tells them
+    apart. Against the list of all stores, in any order."""
+    contents = Contents(None, 1 << 20, lambda *_: np.zeros(0, np.bool_))
+    index = PromptIndex(contents)
+    stored: set[tuple[int, int, str]] = set()
+    for prompt, first, count, adapter in runs:
+        numbers = range(first, first + count)
+        tokens = [100 * at + (prompt if at == 0 else 7) for at in numbers for _ in range(4)]
+        salt = 1000 * prompt + (500 if adapter else 0)
+        contents.keep(
+            b"k" * 32,
+            BlocksStored(
+                0,
+                0,
+                words_of([salt + at for at in numbers]),
+                words_of([salt + first - 1])[0] if first else None,
+                first,
+                RunContent(np.array(tokens, np.int32), adapter, ((adapter,),) * count)
+                if adapter
+                else RunContent(np.array(tokens, np.int32)),
+            ),
+        )
+        stored |= {(prompt, at, adapter) for at in numbers}
+    for adapter in ("", "a"):
+        for prompt in range(2):
+            seed = 1337 + (xxhash.xxh3_64_intdigest(adapter.encode()) if adapter else 0)
+            asked = [
+                xxhash.xxh3_64_intdigest(
+                    np.array([100 * at + (prompt if at == 0 else 7)] * 4, "<u4").tobytes(),
+                    seed % (1 << 64),
+                )
+                for at in range(8)
+            ]
+            words, known = index.find(b"k" * 32, 0, asked)
+            whole = 0
+            while (prompt, whole, adapter) in stored:
+                whole += 1
+            salt = 1000 * prompt + (500 if adapter else 0)
+            assert known.tolist() == [at < whole for at in range(8)]
+            assert np.array_equal(words[:whole], words_of(range(salt, salt + whole)))
+
+
+def test_a_salted_block_is_not_found() -> None:
+    contents = Contents(None, 1 << 20, lambda *_: np.zeros(0, np.bool_))
+    tokens = RunContent(np.array(TOKENS[:32], np.int32), "", (None, ("salt",)))
+    contents.keep(b"k" * 32, BlocksStored(0, 0, words_of([1, 2]), None, 0, tokens))
+    _, known = PromptIndex(contents).find(b"k" * 32, 0, DYNAMO_HASHES[:2])
+    assert known.tolist() == [True, False]

@@ -1,0 +1,236 @@
+"""The shared cache's blocks, told by engines as their own: a router knows what each can load."""
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+
+from demo.processes import Server, runtime_folder
+from hotkv_client.admin import AdminClient
+from hotkv_client.types import EventsRead
+from hotkv_client.wire import answers
+from hotkv_proto.blocks import RunContent
+from hotkv_proto.groups import GroupKind
+from hotkv_server.cache.values import Medium
+from hotkv_server.events.drive import BlocksRemoved, BlocksStored, EventHub, KeySpaceCleared
+from hotkv_server.events.service import EngineReader
+from hotkv_vllm.compat.kv_groups import CacheGroup
+from hotkv_vllm.scheduler.events import ABSENCE_PATIENCE_S, SharedEvents
+from tests.core.support import make_key_space, words_of
+from tests.server.routers import external
+from tests.support.ports import free_ports
+from tests.support.routers import Indexer
+from tests.support.waiting import wait_for
+from tests.vllm.processes import EngineProcess
+from tests.vllm.tiny import BLOCK_TOKENS, VOCAB, write_model
+
+KEY_SPACE = make_key_space("one", 4096, 4096)
+GROUPS = [CacheGroup(number, GroupKind.FULL_ATTENTION, 16) for number in range(2)]
+MEDIA = st.sampled_from([(Medium.CPU, ""), (Medium.DISK, "disk")])
+BLOCKS = st.lists(st.integers(0, 20), min_size=1, max_size=6, unique=True)
+Lying = tuple[int, Medium, str, int]
+"""A block in a medium: group, medium, tier and number."""
+
+
+class Wire:
+    """A session whose answers are the server's reader's."""
+
+    def __init__(self, hub: EventHub, state: Any) -> None:
+        self.connected = self.has_events = True
+        self._reader = EngineReader(hub, 1, state)
+
+    def read_events(self) -> Future[EventsRead]:
+        future: Future[EventsRead] = Future()
+        future.set_result(answers._events(self._reader.read(3), KEY_SPACE.hash_bytes))
+        return future
+
+
+class Telling(RuleBasedStateMachine):
+    """`cached`: what the server has. `index`: what a router knows from the engine."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.hub = EventHub()
+        for number, name in ((1, "one"), (2, "other")):
+            self.hub.add_key_space(number, make_key_space(name, 4096, 4096))
+        self.cached: dict[Lying, None] = {}
+        self.index: set[Any] = set()
+        self.teller = SharedEvents(True)
+        self.session: Wire | None = Wire(self.hub, self.state)
+        self.now_s = 0.0
+
+    def state(self) -> Iterator[BlocksStored]:
+        for group, medium, tier, number in list(self.cached):
+            if (group, medium, tier, number) in self.cached:
+                yield self.run(group, [number], medium, tier)
+
+    @staticmethod
+    def run(group: int, numbers: list[int], medium: Medium, tier: str) -> BlocksStored:
+        tokens = RunContent(np.zeros(16 * len(numbers), np.int32))
+        return BlocksStored(1, group, words_of(numbers), None, 0, tokens, medium, tier)
+
+    @rule(group=st.integers(0, 1), numbers=BLOCKS, medium=MEDIA)
+    def store(self, group: int, numbers: list[int], medium: tuple[Medium, str]) -> None:
+        self.cached |= dict.fromkeys((group, *medium, number) for number in numbers)
+        self.hub.publish([self.run(group, numbers, *medium)])
+
+    @rule(group=st.integers(0, 1), numbers=BLOCKS, medium=MEDIA)
+    def remove(self, group: int, numbers: list[int], medium: tuple[Medium, str]) -> None:
+        for number in numbers:
+            self.cached.pop((group, *medium, number), None)
+        self.hub.publish([BlocksRemoved(1, group, words_of(numbers), *medium)])
+
+    @rule(kind=st.sampled_from(["flush", "other", "full", "restart", "off", "weights"]))
+    def disturb(self, kind: str) -> None:
+        match kind:
+            case "flush":
+                self.cached.clear()
+                self.hub.publish([KeySpaceCleared(1)])
+            case "other":
+                self.hub.publish([KeySpaceCleared(2)])
+            case "full":
+                # The engine was idle for so long that its feed has lost events.
+                self.change_unheard()
+                for feed in self.hub.feeds._open:
+                    feed._lost += 1
+            case "restart" if self.session is not None:
+                self.session.connected = False
+                self.step(0.01)
+                self.change_unheard()
+                vars(self.session).update(vars(Wire(self.hub, self.state)))
+            case "off":
+                self.session = None
+            case "weights":
+                self.session = Wire(self.hub, self.state)
+
+    def change_unheard(self) -> None:
+        """Half of the blocks go without an event."""
+        self.cached = dict.fromkeys(list(self.cached)[::2])
+
+    @rule()
+    def be_alone(self) -> None:
+        """Without a server for long nothing can be loaded."""
+        if self.session is not None and self.session.connected:
+            self.session.connected = False
+            self.step(0.01)
+            self.step(ABSENCE_PATIENCE_S)
+            assert not self.index
+            vars(self.session).update(vars(Wire(self.hub, self.state)))
+
+    @rule(seconds=st.just(0.01))
+    def step(self, seconds: float) -> None:
+        self.now_s += seconds
+        session: Any = self.session
+        for event in self.teller.take(session, GROUPS, self.now_s):
+            medium = (event.group_idx, event.medium, event.locality)
+            keys = {(*medium, block_hash) for block_hash in event.block_hashes}
+            assert len(keys) == len(event.block_hashes) > 0
+            if isinstance(event, BlockStored):
+                assert not keys & self.index, "a block was told twice"
+                assert len(event.token_ids) == 16 * len(keys) and event.block_size == 16
+                self.index |= keys
+            else:
+                assert isinstance(event, BlockRemoved) and keys <= self.index
+                self.index -= keys
+
+    @rule()
+    def settle(self) -> None:
+        for _ in range(100):
+            self.step(0.001)
+        named = {Medium.CPU: ("CPU", None), Medium.DISK: ("STORAGE", "LOCAL")}
+        assert self.index == {
+            (group, *named[medium], external(words_of([number]).tobytes()))
+            for group, medium, _, number in self.cached
+            if self.session is not None
+        }
+
+    def teardown(self) -> None:
+        self.settle()
+
+
+TestTelling = Telling.TestCase
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with (
+        runtime_folder(256 << 20) as folder,
+        Server(folder, "64MiB", "--events.identity", "engine") as running,
+    ):
+        running.wait_ready()
+        yield running
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_dynamo_credits_each_engine_with_what_any_of_them_stored(
+    server: Server, tmp_path: Path
+) -> None:
+    """Two real engines: what the first stores is the second's too; it goes for both; a late router
+    of the second knows it from the replay."""
+    model = write_model(tmp_path / "model", "llama")
+    ports = free_ports(4)
+    workers = [
+        (f"tcp://127.0.0.1:{ports[at]}", f"tcp://127.0.0.1:{ports[at + 1]}") for at in (0, 2)
+    ]
+    engines = [
+        EngineProcess(
+            model,
+            tmp_path / f"engine{at}.log",
+            server.target,
+            kv_events_config={
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": workers[at][0].replace("127.0.0.1", "*"),
+                "replay_endpoint": workers[at][1].replace("127.0.0.1", "*"),
+            },
+        )
+        for at in range(2)
+    ]
+    others = itertools.cycle(range(1, 400))
+
+    def step(engine: EngineProcess) -> None:
+        """Lets the engine make some steps, with a prompt too short for a block."""
+        engine.ask("generate", prompts=[[next(others)]], max_tokens=6)
+
+    def prompt(first: int) -> list[int]:
+        return [first + (at * 7) % (VOCAB - first) for at in range(10 * BLOCK_TOKENS)]
+
+    try:
+        for engine in engines:
+            engine.ask("wait", connected=True, timeout_s=60)
+        with closing(Indexer(tmp_path / "indexer.log", BLOCK_TOKENS, *workers)) as indexer:
+
+            def credited(tokens: list[int], worker: int, expected: int) -> bool:
+                """Asks about an engine that has no such blocks on its device."""
+                step(engines[worker - 1])
+                return indexer.credits(tokens, worker)[0] == expected
+
+            first, second = prompt(3), prompt(500)
+            engines[0].ask("generate", prompts=[first], max_tokens=2)
+            server.wait_for_stores()
+            wait_for(lambda: credited(first, 2, len(first)))
+            with AdminClient(server.target) as admin:
+                admin.flush(1)
+            wait_for(lambda: credited(first, 2, 0))
+            engines[1].ask("generate", prompts=[second], max_tokens=2)
+            server.wait_for_stores()
+            wait_for(lambda: credited(second, 1, len(second)))
+            with closing(Indexer(tmp_path / "late.log", BLOCK_TOKENS, *workers)) as late:
+                # It asks for what it has missed with the first message that it gets.
+                for engine in engines:
+                    engine.ask("generate", prompts=[prompt(700)], max_tokens=2)
+                wait_for(lambda: late.credits(second)[0] == len(second))
+                wait_for(lambda: late.credits(second, 2)[0] == len(second))
+                assert late.credits(first, 2)[0] == 0
+    finally:
+        for engine in engines:
+            engine.stop()
