@@ -13,7 +13,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -21,16 +20,16 @@ from obstore.store import S3Store
 
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import S3Settings
+from hotkv_server.testing import flush_contract
 from hotkv_server.testing.fault_proxy import FaultProxy
-from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, Rig
+from hotkv_server.testing.flush_contract import blocks_of
+from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, Rig, content
+from hotkv_server.tiers.protocol import Read
 from hotkv_server.tiers.s3.packs import folder_of, list_bytes, space_of
 from hotkv_server.tiers.s3.tier import S3Tier
 from tests.support.ports import free_ports
-from tests.support.waiting import wait_for
 from tests.tiers.support import broken
 
-T = TypeVar("T")
-WAIT_S = 60.0
 START_S = 30.0
 BUCKET = "of-tests"
 KEYS = {"admin": "admin-secret", "hotkv": "hotkv-secret", "reader": "reader-secret"}
@@ -239,6 +238,16 @@ class Gate:
         yield piece
 
 
+def damage_in(server: Server, prefix: str) -> Callable[[bytes, int], None]:
+    """Returns what damages a block that is alone in its key space, as `Rig` wants it."""
+
+    def damage(key: bytes, place: int) -> None:
+        (path,) = server.packs(f"{prefix}/{folder_of(space_of(key))}")
+        server.flip(path, list_bytes(path.rpartition("/")[2]) + 30)
+
+    return damage
+
+
 def rig_maker(
     server: Server, proxy: FaultProxy, **options: object
 ) -> Callable[[], "contextlib.AbstractContextManager[Rig]"]:
@@ -247,25 +256,42 @@ def rig_maker(
     @contextlib.contextmanager
     def make() -> Iterator[Rig]:
         prefix = new_prefix()
-
-        def damage(key: bytes, place: int) -> None:
-            # Checks damage a block that is alone in its key space.
-            (path,) = server.packs(f"{prefix}/{folder_of(space_of(key))}")
-            server.flip(path, list_bytes(path.rpartition("/")[2]) + 30)
-
         over_it = {"endpoint": f"http://127.0.0.1:{proxy.port}", **options}
         with tier_over(server, prefix, **over_it) as (tier, arena):
-            yield Rig(tier, arena, damage, lambda: broken(proxy))
+            yield Rig(tier, arena, damage_in(server, prefix), lambda: broken(proxy))
 
     return make
 
 
-def answer(call: Callable[[Callable[[T], None]], None]) -> T:
-    """What a call answers."""
-    done: list[T] = []
-    call(done.append)
-    wait_for(lambda: done, "the call did not end")
-    return done[0]
+SPACE = "0a/7"
+
+
+def key(number: int, space: str = SPACE) -> bytes:
+    return b"hotkv/1/%b/0/%064x" % (space.encode(), number)
+
+
+MakeKey = Callable[[int], bytes]
+
+
+def write(bench: Bench, numbers: list[int], key: MakeKey = key) -> list[int]:
+    """Writes blocks from the first slots. Returns the codes."""
+    bench.fill(numbers, range(len(numbers)))
+    codes, _ = bench.answer(blocks_of([key(number) for number in numbers], 0, {}))
+    return codes.tolist()
+
+
+def read(bench: Bench, numbers: list[int], key: MakeKey = key) -> list[int]:
+    """Returns the codes. What is found must be right, and slots of what is not stay as they are."""
+    bench.arena[:] = 0
+    codes = flush_contract.read(bench.tier, [key(number) for number in numbers], {})
+    for at, (number, code) in enumerate(zip(numbers, codes, strict=True), flush_contract.READ_AT):
+        expected = content(number) if code == Read.FOUND else 0
+        assert (bench.slot(at) == expected).all(), f"block {number} is {code}"
+    return codes
+
+
+def probe(bench: Bench, numbers: list[int]) -> list[int]:
+    return flush_contract.probe(bench.tier, [key(number) for number in numbers], {})
 
 
 def _key_file(folder: Path, name: str) -> Path:

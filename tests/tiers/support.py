@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,10 @@ from hotkv_server.cache.values import Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.sums import add_sums
 from hotkv_server.testing.fault_proxy import FaultProxy, nothing
+from hotkv_server.testing.tier_contract import WAIT_S, Bench
+from hotkv_server.tiers.protocol import Codes
 from tests.core.support import begin_store, words_of
+from tests.support.waiting import wait_for
 
 
 @contextlib.contextmanager
@@ -41,6 +44,35 @@ def quickest_s(call: Callable[[], object], times: int) -> float:
         call()
         took.append(time.monotonic() - began_s)
     return min(took)
+
+
+class Asked:
+    """Calls of a bench's tier that are under way. `codes`: of those that have ended, by name."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self.codes: dict[object, list[int]] = {}
+
+    def write(self, name: object, numbers: Sequence[int]) -> None:
+        """Writes blocks from the slots of their numbers."""
+        self._bench.tier.write(self._bench.blocks(numbers, numbers), self._end(name))
+
+    def read(
+        self, name: object, numbers: Sequence[int], slots: Sequence[int], within_s: float = WAIT_S
+    ) -> None:
+        deadline_s = time.monotonic() + within_s
+        self._bench.tier.read(self._bench.blocks(numbers, slots), deadline_s, self._end(name))
+
+    def wait(self, name: object) -> list[int]:
+        wait_for(lambda: name in self.codes, f"{name} did not end")
+        return self.codes[name]
+
+    def _end(self, name: object) -> Callable[..., None]:
+        def end(codes: Codes, seals: object = None) -> None:
+            assert name not in self.codes, f"{name} ended twice"
+            self.codes[name] = codes.tolist()
+
+        return end
 
 
 def content(number: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":

@@ -48,13 +48,6 @@ def test_blocks_come_back_and_kernels_agree_with_the_reference(
     assert is_sound and np.array_equal(back, block)
 
 
-def test_every_value_comes_back() -> None:
-    block = np.random.default_rng(1).permutation(1 << 16).astype(np.uint16).view(np.uint8)
-    used, room = encode(block, all_escapes(len(block)))
-    is_sound, back = decode(room[:used], len(block))
-    assert is_sound and np.array_equal(back, block)
-
-
 def naive(room: bytes, num_values: int) -> list[int]:
     """Values of an encoded form, one by one, as `form` describes it."""
     num_tiles = -(-num_values // form.TILE_VALUES)
@@ -228,7 +221,6 @@ def test_odd_begins_are_refused() -> None:
     block, room = np.zeros(GROUP_BYTES + 2, np.uint8), np.zeros(8192, np.uint8)
     columns = [np.array([number], np.int64) for number in (1, GROUP_BYTES, 0, 8192)]
     assert Codec(block, room).encode(*columns).tolist() == [0]
-    assert encode(block[:GROUP_BYTES], 8192)[0] > 0
     _, form_of_zeros = encode(block[:GROUP_BYTES], 8192)
     block[:] = 7
     assert Codec(block, form_of_zeros).decode(*columns).tolist() == [0]

@@ -109,22 +109,6 @@ def test_each_block_has_its_own_errno(tmp_path: Path) -> None:
     assert path.read_bytes() == content
 
 
-def test_a_direct_read_ends_at_the_end_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    content = sparse_file(path)
-    room = memory(ROOM_BYTES)
-    last = 4 * SLOT_ALIGN
-    rows = int64s([room.ctypes.data]), int64s([last]), int64s([ROOM_BYTES])
-    (result,) = use(path, os.O_RDONLY | os.O_DIRECT, lambda fd: FileIO(fd).read_many(
-        *rows))  # fmt: skip
-    assert result == FILE_BYTES - last
-    assert room[:result].tobytes() == content[last:]
-    askew = int64s([room.ctypes.data]), int64s([1]), int64s([100])
-    (result,) = use(path, os.O_RDONLY | os.O_DIRECT, lambda fd: FileIO(fd).read_many(
-        *askew))  # fmt: skip
-    assert result == -errno.EINVAL
-
-
 def test_a_write_that_is_cut_short_goes_on_until_the_errno(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch()

@@ -21,7 +21,6 @@ from hotkv_server.testing.fault_proxy import (
     FaultProxy,
     changed_at,
     cut_after,
-    delayed,
     nothing,
 )
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, Codes, content
@@ -216,13 +215,6 @@ def test_a_call_that_waits_for_the_store_shows(store: Store) -> None:
         assert bench.tier.figures().queued_bytes == 0
 
 
-def test_a_slow_store_misses_deadlines_and_nothing_else(store: Store, bench: Bench) -> None:
-    store.proxy.on_reply = delayed(0.2)
-    assert bench.read([3], [4], within_s=0.05).tolist() == [Read.FAILED]
-    assert not bench.tier.problem()
-    bench.check_read([3, 6], [4, 5])
-
-
 def test_a_call_beyond_the_queue_fails_at_once(
     store: Store, hasty: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,13 +231,6 @@ def test_a_call_beyond_the_queue_fails_at_once(
     wait_for(lambda: len(ended) == 6, "calls did not end")
     assert hasty.tier.figures().queued_bytes == 0
     dam.opened.set()
-
-
-def test_a_call_that_is_too_late_costs_no_connection(store: Store, bench: Bench) -> None:
-    before = store.proxy.num_connections
-    assert bench.read([3], [4], within_s=-1.0).tolist() == [Read.FAILED]
-    bench.check_read([3], [4])
-    assert store.proxy.num_connections == before
 
 
 # --------------------------------------------------------------------------------- cut and garbled
@@ -351,19 +336,6 @@ def test_parts_are_all_rows_in_order_and_bounded(sizes: list[int]) -> None:
         # No part ends too early.
         more = num_bytes[part.start : after.start + 1]
         assert len(more) > PART_BLOCKS or more.sum() > PART_BYTES
-
-
-def test_reads_go_before_writes_and_each_kind_in_its_order() -> None:
-    queue = PartQueue()
-    parts = [Part(RemoteCall(0, lambda call: None), lambda client, until_s: None) for _ in range(6)]
-    for part, is_read in zip(parts, [False, True, False, True, True, False], strict=True):
-        assert queue.put([part], is_read=is_read)
-    taken = [queue.get(0.0) for _ in range(6)]
-    assert [parts.index(part) for part in taken] == [1, 3, 4, 0, 2, 5]
-    assert queue.get(0.0) is None
-    queue.put(parts[:2], is_read=True)
-    assert queue.close() == parts[:2] and queue.get(float("inf")) is None
-    assert not queue.put(parts, is_read=True)
 
 
 def test_a_write_wakes_a_thread_that_takes_writes() -> None:

@@ -1,8 +1,10 @@
 """A flush that one node has answered counts on every other, whenever it happens during a read."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -52,38 +54,37 @@ def test_flushes_keep_their_contract(s3_server: Server, prefix: str) -> None:
     check_flushes(store)
 
 
-@pytest.mark.parametrize("ask", [read, probe])
-@pytest.mark.parametrize("held", ["/blocks/1/", "/epochs/1/"])
+@contextlib.contextmanager
+def asking(ask: Callable[..., list[int]], *arguments: Any) -> Iterator[list[list[int]]]:
+    """Another thread asks meanwhile. Yields its answers."""
+    done: list[list[int]] = []
+    thread = threading.Thread(target=lambda: done.append(ask(*arguments)))
+    thread.start()
+    yield done
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("ask", "held"), [(read, "/blocks/1/"), (read, "/epochs/1/"), (probe, "/epochs/1/")]
+)
 def test_no_old_block_after_a_flush_was_answered(
     s3_server: Server, prefix: str, node_a: S3Tier, held: str, ask: Callable[..., list[int]]
 ) -> None:
     # Node B's requests up to the held one reach the server before the flush, the others after it.
     now, told = epoch(node_a), []
     keys = keys_of(now, 4)
-    on_epoch = lambda name, at: told.append((name, at))  # noqa: E731
     with proxied(s3_server) as (proxy, over_it):
-        options = {"refresh_s": 3600, "on_epoch": on_epoch, **over_it}
+        options = {"refresh_s": 3600, "on_epoch": lambda *flush: told.append(flush), **over_it}
         with bench_over(s3_server, prefix, **options) as node_b:
             write(node_b, keys)
-            assert ask(node_b.tier, keys, {NAME: now}) == [Read.FOUND] * 4
             gate = Gate(b"GET", held)
+            assert ask(node_b.tier, keys, {NAME: now}) == [Read.FOUND] * 4
             proxy.on_command = gate
-            done: list[list[int]] = []
-            thread = threading.Thread(
-                target=lambda: done.append(ask(node_b.tier, keys, {NAME: now}))
-            )
-            thread.start()
-            if ask is read or held == "/epochs/1/":
+            with asking(ask, node_b.tier, keys, {NAME: now}) as done:
                 assert gate.is_held.wait(60)
                 raised = flush(node_a)
-            gate.opened.set()
-            thread.join()
-            if ask is probe and held == "/blocks/1/":
-                # It asks for no block.
-                assert done == [[Read.FOUND] * 4] and not gate.is_held.is_set()
-                return
-            assert done == [[Read.ABSENT] * 4]
-            assert told == [(NAME, raised)]
+                gate.opened.set()
+            assert done == [[Read.ABSENT] * 4] and told == [(NAME, raised)]
             # Blocks of the new epoch are there as ever.
             keys = keys_of(raised, 2)
             write(node_b, keys)
@@ -104,15 +105,10 @@ def test_a_flush_between_two_parts_refuses_the_whole_call(
             # The first part has been found, in the right epoch.
             gate = Gate(b"GET", "/blocks/1/", skipped=1)
             proxy.on_command = gate
-            done: list[list[int]] = []
-            thread = threading.Thread(
-                target=lambda: done.append(read(node_b.tier, keys, {NAME: now}))
-            )
-            thread.start()
-            assert gate.is_held.wait(60)
-            flush(node_a)
-            gate.opened.set()
-            thread.join()
+            with asking(read, node_b.tier, keys, {NAME: now}) as done:
+                assert gate.is_held.wait(60)
+                flush(node_a)
+                gate.opened.set()
             assert done == [[Read.ABSENT] * 4]
 
 
@@ -131,14 +127,6 @@ def test_a_flush_that_is_late_does_nothing(s3_server: Server, prefix: str, node_
             gate.opened.set()
             wait_for(lambda: raised, "the flush did not end")
             assert raised[0] > max(first, *flushed) and epoch(node_a) == raised[0]
-
-
-@pytest.mark.parametrize("value", [b"", b"0"])
-def test_an_epoch_that_is_no_number_is_not_raised(
-    s3_server: Server, prefix: str, node_a: S3Tier, value: bytes
-) -> None:
-    s3_server.store.put(f"{prefix}/{PATH}", value)
-    assert epoch(node_a) is None and flush(node_a) is None
 
 
 def test_a_read_that_loses_its_epoch_finds_nothing(
@@ -165,6 +153,8 @@ def test_a_read_that_loses_its_epoch_finds_nothing(
 def test_nobody_answers_for_a_dead_store(s3_server: Server) -> None:
     with tier_over(s3_server, new_prefix(), endpoint="http://127.0.0.1:1") as (tier, _):
         assert epoch(tier) is None and flush(tier) is None
+        wait_for(tier.problem, "no problem is known")
+        assert tier.problem().endswith("refuses connections: Connection refused")
 
 
 class Objects:
@@ -241,3 +231,10 @@ def test_a_real_bucket_honours_the_conditions(
 def test_a_fingerprint_that_is_no_name_has_no_epoch(node_a: S3Tier, name: str) -> None:
     assert answer(lambda done: node_a.raise_epoch(name, 0, done)) is None
     assert epoch(node_a)
+
+
+def test_an_epoch_that_is_no_number_is_not_raised(
+    s3_server: Server, prefix: str, node_a: S3Tier
+) -> None:
+    s3_server.store.put(f"{prefix}/{PATH}", b"0")
+    assert epoch(node_a) is None and flush(node_a) is None

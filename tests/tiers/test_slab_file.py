@@ -5,6 +5,7 @@ import fcntl
 import logging
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from hotkv_server.tiers.disk import slab_file
 from hotkv_server.tiers.disk.slab_file import SlabFile, SlabFileError
-from tests.tiers.disks import shm_folder, small_ext4, small_tmpfs
+from tests.tiers.disks import small_ext4, small_tmpfs
 
 MIB = 1 << 20
 
@@ -54,35 +55,32 @@ def test_a_second_daemon_is_told_so(tmp_path: Path) -> None:
     SlabFile.open(tmp_path, MIB).close()
 
 
-def test_links_and_other_kinds_of_files_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "slabs"
-    path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(SlabFileError, match="can't open"):
-        SlabFile.open(tmp_path, MIB)
-    assert not (tmp_path / "elsewhere").exists()
-    path.unlink()
-    os.mkfifo(path, 0o600)
-    with pytest.raises(SlabFileError, match="no regular file"):
-        SlabFile.open(tmp_path, MIB)
-
-
-def test_a_file_that_others_may_access_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "slabs"
-    path.touch()
-    path.chmod(0o640)
-    with pytest.raises(SlabFileError, match="mode 0640"):
-        SlabFile.open(tmp_path, MIB)
-    assert path.stat().st_size == 0
-
-
-def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
+def of_another_user(path: Path) -> None:
     if os.geteuid():
         pytest.skip("only root can give files away")
-    path = tmp_path / "slabs"
     path.touch(0o600)
     os.chown(path, 12345, -1)
-    with pytest.raises(SlabFileError, match="uid 12345"):
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda path: path.symlink_to(path.with_name("elsewhere")), "can't open"),
+        (lambda path: os.mkfifo(path, 0o600), "no regular file"),
+        (lambda path: path.touch(0o640), "mode 0640"),
+        (of_another_user, "uid 12345"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_and_stays(
+    tmp_path: Path, make: Callable[[Path], None], reason: str
+) -> None:
+    path = tmp_path / "slabs"
+    make(path)
+    before = path.lstat()
+    with pytest.raises(SlabFileError, match=reason):
         SlabFile.open(tmp_path, MIB)
+    assert [*tmp_path.iterdir()] == [path]
+    assert (path.lstat().st_mode, path.lstat().st_size) == (before.st_mode, before.st_size)
 
 
 def test_a_file_system_that_is_too_small_is_not_filled(
@@ -176,11 +174,4 @@ def test_a_file_that_can_not_be_made_whole_is_left_and_logged(
         assert file.mend()
         assert "can't allocate" in caplog.text
         assert (folder / "slabs").stat().st_size == 0
-        file.close()
-
-
-def test_buffered_is_what_was_asked_for() -> None:
-    with shm_folder() as folder:
-        file = SlabFile.open(folder, MIB, direct=False)
-        assert not file.is_direct and "buffered" in repr(file)
         file.close()

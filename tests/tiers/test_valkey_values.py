@@ -80,11 +80,6 @@ def test_a_block_of_another_size_is_corrupt(bench: Bench) -> None:
     assert not bench.arena.any()
 
 
-def test_bytes_of_another_key_are_corrupt(server: Server, bench: Bench) -> None:
-    server.client.copy(key(1), key(2), replace=True)
-    assert read_three(bench)[1] == Read.CORRUPT
-
-
 def test_foreign_bytes_are_corrupt(server: Server, bench: Bench) -> None:
     server.client.set(key(2), b"<html>" * 5000)
     assert read_three(bench)[1] == Read.CORRUPT
@@ -134,11 +129,6 @@ def test_two_nodes_may_write_the_same_key(server: Server, bench: Bench) -> None:
         bench.check_read([4, 1], [5, 6])
         other.tier.forget([key(1)])
         wait_for(lambda: bench.probe([1]).tolist() == [Read.ABSENT], "it was not forgotten")
-
-
-def test_databases_are_apart(server: Server, bench: Bench) -> None:
-    with bench_over(f"unix:{server.path}", database=5) as other:
-        assert other.read([1], [0]).tolist() == [Read.ABSENT]
 
 
 def test_deeper_blocks_expire_sooner(server: Server) -> None:
