@@ -8,10 +8,7 @@ import pytest
 
 from hotkv_server.device.runtime import DeviceError, DeviceRuntime, Priority
 from hotkv_server.testing.device import FakeRuntime, FakeStream
-from hotkv_server.testing.device_memory import (
-    bytes_at,
-    map_pages,
-)
+from hotkv_server.testing.device_memory import bytes_at, map_pages
 
 KIB = 1024
 

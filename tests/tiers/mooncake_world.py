@@ -22,14 +22,7 @@ import numpy as np
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import MooncakeSettings
 from hotkv_server.testing import flush_contract
-from hotkv_server.testing.tier_contract import (
-    ARENA_BYTES,
-    SLOT_BYTES,
-    Bench,
-    Rig,
-    check_tier,
-    key,
-)
+from hotkv_server.testing.tier_contract import ARENA_BYTES, SLOT_BYTES, Bench, Rig, check_tier, key
 from hotkv_server.tiers.compression.form import encoded_key
 from hotkv_server.tiers.mooncake.tier import MooncakeClient, mooncake_tier
 from hotkv_server.tiers.mooncake.words import epoch_key, quoted

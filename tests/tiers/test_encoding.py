@@ -18,16 +18,7 @@ from hotkv_server.testing.flush_contract import answer
 from hotkv_server.testing.tier_contract import Bench, Rig, check_tier, key
 from hotkv_server.tiers.compression.form import encoded_key
 from hotkv_server.tiers.compression.staged import Staged
-from hotkv_server.tiers.protocol import (
-    Blocks,
-    Codes,
-    Epochs,
-    Read,
-    Seals,
-    Shown,
-    TierFacts,
-    Write,
-)
+from hotkv_server.tiers.protocol import Blocks, Codes, Epochs, Read, Seals, Shown, TierFacts, Write
 from hotkv_server.tiers.remote.client import LostError, UnusableError
 from hotkv_server.tiers.remote.encoding import EncodingClient, encoding
 from hotkv_server.tiers.remote.tier import RemoteTier

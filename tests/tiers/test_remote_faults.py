@@ -16,13 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hotkv_server.testing.fault_proxy import (
-    Dam,
-    FaultProxy,
-    changed_at,
-    cut_after,
-    nothing,
-)
+from hotkv_server.testing.fault_proxy import Dam, FaultProxy, changed_at, cut_after, nothing
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, Codes, content
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote import calls
@@ -36,7 +30,7 @@ from hotkv_server.tiers.remote.calls import (
 )
 from tests.support.waiting import wait_for
 from tests.tiers import valkey_support
-from tests.tiers.support import broken, quickest_s
+from tests.tiers.support import Asked, broken, quickest_s
 
 NUMBERS = [3, 6, 9]
 """Blocks of one key space that are in the store."""
@@ -52,25 +46,16 @@ class Store:
     name: str
 
 
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[valkey_support.Server]:
-    with valkey_support.running(tmp_path_factory.mktemp("valkey")) as server:
-        yield server
-
-
 @pytest.fixture(params=["valkey", "s3"])
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     if request.param == "valkey":
-        valkey: valkey_support.Server = request.getfixturevalue("valkey")
-        valkey.client.flushall()
-        proxy = FaultProxy(valkey.path)
+        proxy = request.getfixturevalue("proxy")
         address = f"127.0.0.1:{proxy.port}"
         yield Store(
             proxy,
             lambda **options: valkey_support.bench_over(address, **options),
             f"valkey at {address} ",
         )
-        proxy.close()
         return
     pytest.importorskip("obstore", reason="obstore speaks S3")
     from tests.tiers import s3_support
@@ -115,12 +100,8 @@ def stored(bench: Bench) -> Bench:
 def test_a_read_that_hangs_in_its_middle_writes_no_slot_later(store: Store, bench: Bench) -> None:
     dam = Dam(SLOT_BYTES + SLOT_BYTES // 2)
     store.proxy.on_reply = dam
-    ended: list[Codes] = []
-    bench.tier.read(bench.blocks([3, 6], [4, 5]), time.monotonic() + 0.5, ended.append)
-    assert dam.is_full.wait(60)
-    wait_for(lambda: ended, "the read did not end")
-    first, second = ended[0].tolist()
-    assert second == Read.FAILED
+    first, second = bench.read([3, 6], [4, 5], within_s=0.5).tolist()
+    assert dam.is_full.wait(60) and second == Read.FAILED
     assert first == Read.FAILED or np.array_equal(bench.slot(4), content(3))
     # The slots belong to somebody else now.
     bench.arena[:] = 0xEE
@@ -172,45 +153,33 @@ def test_a_dead_store_is_named_and_comes_back_by_itself(
 def test_a_hung_store_is_given_up_after_its_time(store: Store, hasty: Bench) -> None:
     dam = Dam(0)
     store.proxy.on_reply = dam
-    begun_s = time.monotonic()
-    assert hasty.read([3], [4]).tolist() == [Read.FAILED]
-    assert time.monotonic() - begun_s > 0.4
-    wait_for(hasty.tier.problem, "no problem is known")
+    # One missed deadline says nothing yet, two do.
+    assert hasty.read([3], [4], within_s=0.05).tolist() == [Read.FAILED]
+    assert not hasty.tier.problem()
+    assert hasty.read([3], [4], within_s=0.05).tolist() == [Read.FAILED]
     assert hasty.tier.problem().endswith("has not answered in time")
     codes: list[int] = []
     assert quickest_s(lambda: codes.extend(hasty.write([12], [4]).tolist()), 10) < 0.3
-    assert codes == [Write.FAILED] * 10
-    codes.clear()
     assert quickest_s(lambda: codes.extend(hasty.probe([12]).tolist()), 10) < 0.3
-    assert codes == [Read.FAILED] * 10
+    assert codes == [Write.FAILED] * 10 + [Read.FAILED] * 10
     store.proxy.on_reply = nothing
     dam.opened.set()
     wait_for(lambda: not hasty.tier.problem(), "the problem stays")
     hasty.check_read([3], [4])
 
 
-def test_a_hung_store_that_misses_deadlines_is_found_out(store: Store, hasty: Bench) -> None:
-    dam = Dam(0)
-    store.proxy.on_reply = dam
-    assert hasty.read([3], [4], within_s=0.05).tolist() == [Read.FAILED]
-    assert not hasty.tier.problem()
-    assert hasty.read([3], [4], within_s=0.05).tolist() == [Read.FAILED]
-    assert hasty.tier.problem().endswith("has not answered in time")
-    dam.opened.set()
-
-
 def test_a_call_that_waits_for_the_store_shows(store: Store) -> None:
     with store.bench(connections=1, timeout_s=60) as bench:
-        dam, ended = Dam(0), list[Codes]()
-        stored(bench)
+        dam, asked, probed = Dam(0), Asked(stored(bench)), list[Codes]()
         store.proxy.on_reply = dam
-        bench.tier.read(bench.blocks([3], [4]), time.monotonic() + 60, ended.append)
+        asked.read("read", [3], [4])
         wait_for(lambda: bench.tier.stalled_s(time.monotonic()) > 0.2, "it does not show")
         # A probe asks for no bytes.
-        bench.tier.probe([b"hotkv/1/none"], time.monotonic() + 60, ended.append)
-        assert bench.tier.figures().queued_bytes == SLOT_BYTES and not ended
+        bench.tier.probe([b"hotkv/1/none"], time.monotonic() + 60, probed.append)
+        assert bench.tier.figures().queued_bytes == SLOT_BYTES and not asked.codes
         dam.opened.set()
-        wait_for(lambda: len(ended) == 2, "a call did not end")
+        asked.wait("read")
+        wait_for(lambda: probed, "a call did not end")
         assert bench.tier.stalled_s(time.monotonic()) == 0
         assert bench.tier.figures().queued_bytes == 0
 
@@ -219,16 +188,14 @@ def test_a_call_beyond_the_queue_fails_at_once(
     store: Store, hasty: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "MAX_QUEUED_PARTS", 3)
-    dam, ended = Dam(0), list[Codes]()
+    dam, asked = Dam(0), Asked(hasty)
     store.proxy.on_reply = dam
-    for slot in range(6):
-        if slot == 1:
-            # The first one is on its way.
-            wait_for(lambda: hasty.tier.stalled_s(time.monotonic()), "nothing began")
-        blocks = hasty.blocks([100 + slot], [slot])
-        hasty.tier.write(blocks, lambda codes, seals: ended.append(codes))
-    assert len(ended) == 2
-    wait_for(lambda: len(ended) == 6, "calls did not end")
+    asked.write(10, [10])
+    wait_for(lambda: hasty.tier.stalled_s(time.monotonic()), "nothing began")
+    for number in range(11, 16):
+        asked.write(number, [number])
+    assert asked.codes.keys() == {14, 15}
+    assert [asked.wait(number) for number in range(10, 16)] == [[Write.FAILED]] * 6
     assert hasty.tier.figures().queued_bytes == 0
     dam.opened.set()
 
@@ -236,9 +203,7 @@ def test_a_call_beyond_the_queue_fails_at_once(
 # --------------------------------------------------------------------------------- cut and garbled
 
 
-@pytest.mark.parametrize(
-    "at", [0, 1, 5, 33, 200, SLOT_BYTES, SLOT_BYTES + 34, SLOT_BYTES + 40, 2 * SLOT_BYTES]
-)
+@pytest.mark.parametrize("at", [0, 5, 200, SLOT_BYTES, SLOT_BYTES + 34, 2 * SLOT_BYTES])
 def test_an_answer_that_is_cut_gives_whole_blocks_or_none(
     store: Store, bench: Bench, at: int
 ) -> None:
@@ -285,24 +250,22 @@ def test_connections_that_ended_meanwhile_cost_one_read_at_most(store: Store, be
 
 
 def test_closing_over_a_hung_store_takes_its_time_and_no_longer(store: Store, hasty: Bench) -> None:
-    dam, ended = Dam(0), list[Codes]()
+    dam, asked = Dam(0), Asked(hasty)
     store.proxy.on_reply = dam
-    for slot in range(20):
-        blocks = hasty.blocks([100 + slot], [slot])
-        hasty.tier.write(blocks, lambda codes, seals: ended.append(codes))
+    for number in range(20):
+        asked.write(number, [number])
     hasty.tier.close()
-    assert [codes.tolist() for codes in ended] == [[Write.FAILED]] * 20
+    assert asked.codes == {number: [Write.FAILED] for number in range(20)}
     dam.opened.set()
 
 
 def test_closing_gives_threads_back(store: Store) -> None:
     before = {thread.name for thread in threading.enumerate()}
     with store.bench(connections=3) as bench:
-        stored(bench)
-        ended: list[Codes] = []
-        for _ in range(30):
-            bench.tier.read(bench.blocks([3], [4]), time.monotonic() + 9, ended.append)
-        wait_for(lambda: len(ended) == 30, "reads did not end")
+        asked = Asked(stored(bench))
+        for number in range(30):
+            asked.read(number, [3], [4])
+        assert all(asked.wait(number) == [Read.FOUND] for number in range(30))
         left = weakref.ref(bench.tier)
         begun = {thread.name for thread in threading.enumerate()} - before
         kind = store.name.partition(" ")[0]
@@ -314,7 +277,7 @@ def test_closing_gives_threads_back(store: Store) -> None:
         "threads are left",
     )
     bench.tier.close()
-    del bench
+    del bench, asked
     gc.collect()
     assert left() is None
 

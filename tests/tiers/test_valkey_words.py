@@ -4,7 +4,6 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,12 +54,6 @@ class Scripted:
                 for _ in re.findall(rb"(?:^|\r\n)\*\d", command):
                     if script:
                         client.sendall(script.pop(0))
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    with running(tmp_path / "server") as one:
-        yield one
 
 
 @pytest.fixture
