@@ -150,26 +150,6 @@ def test_what_stalls_on_the_device_shows(bench: Bench) -> None:
     bench.until(lambda: bench.engine.stalled_s(time.monotonic()) == 0)
 
 
-@pytest.mark.parametrize("nth", [1, 2, 3])
-@pytest.mark.parametrize("call", ["copy_batch", "record", "synchronize"])
-def test_a_failing_call_fails_one_job_which_ends_with_its_pieces(call: str, nth: int) -> None:
-    bench = Bench()
-    bench.runtime.fail_call(call, nth)
-    bench.engine.submit(bench.ends.job("fails", [bench.load()]))
-    if call == "copy_batch":
-        bench.until(lambda: bench.engine.figures().num_in_flight == min(nth, 2))
-        bench.until(bench.settled)
-        assert not bench.ended(), "it ended with pieces in flight"
-    bench.until(bench.ended, running=True)
-    bench.engine.submit(bench.ends.job("after", [bench.load(), bench.store()]))
-    bench.until(bench.ended, running=True)
-    assert bench.ends["fails"] is Outcome.FAILED and call in bench.ends.message("fails")
-    assert bench.ends["after"] is Outcome.DONE
-    figures = bench.engine.figures()
-    assert figures.num_failed == 1 and not figures.problem
-    bench.close()
-
-
 def test_a_device_that_can_not_be_followed_is_given_up() -> None:
     bench = Bench()
     for nth in (1, 2, 3):

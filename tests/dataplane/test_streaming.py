@@ -70,22 +70,6 @@ def test_every_size_about_one_line_and_every_place_in_it(how: str) -> None:
     memories.check(runs)
 
 
-@pytest.mark.parametrize("how", HOWS)
-@given(data=st.data())
-@settings(max_examples=40, deadline=None)
-def test_a_piece_copies_its_own_runs_alone(how: str, data: st.DataObject) -> None:
-    sizes = data.draw(st.lists(st.integers(0, 3000), min_size=1, max_size=8))
-    runs, to = [], data.draw(st.integers(0, 200))
-    for size in sizes:
-        runs.append((to, data.draw(st.integers(0, 5000)), size))
-        to += size + data.draw(st.integers(0, 3 * LINE_BYTES))
-    start = data.draw(st.integers(0, len(runs)))
-    end = data.draw(st.integers(start, len(runs)))
-    memories = Memories(to + 9000)
-    memories.copy(how, runs, start, end)
-    memories.check(runs[start:end])
-
-
 @pytest.mark.parametrize(("less", "streamed"), [(1, False), (0, True)])
 def test_jobs_of_eight_mib_and_more_are_streamed(
     monkeypatch: pytest.MonkeyPatch, less: int, streamed: bool

@@ -48,38 +48,6 @@ def test_blocks_come_back_and_kernels_agree_with_the_reference(
     assert is_sound and np.array_equal(back, block)
 
 
-def naive(room: bytes, num_values: int) -> list[int]:
-    """Values of an encoded form, one by one, as `form` describes it."""
-    num_tiles = -(-num_values // form.TILE_VALUES)
-    assert int.from_bytes(room[:8], "little") == form.HEAD
-    assert int.from_bytes(room[8:16], "little") == num_values
-    values = []
-    for at in range(num_values):
-        group, place = divmod(at, form.GROUP_VALUES)
-        packed = room[form.indices_at(num_values) + group * 64 + place % 64]
-        index = packed >> 4 if place >= 64 else packed & 15
-        table = form.HEAD_BYTES + at // form.TILE_VALUES * 16
-        rest = room[form.rests_at(num_values) + at]
-        values.append((rest & 0x80) << 8 | room[table + index] << 7 | rest & 0x7F)
-    at, seen = form.escapes_at(num_values), 0
-    for tile in range(num_tiles):
-        counted = form.HEAD_BYTES + num_tiles * 16 + 4 * tile
-        for _ in range(int.from_bytes(room[counted : counted + 4], "little")):
-            where = tile * form.TILE_VALUES + int.from_bytes(room[at : at + 2], "little")
-            values[where] = values[where] & 0x807F | room[at + 2] << 7
-            at, seen = at + form.ESCAPE_BYTES, seen + 1
-    assert seen == int.from_bytes(room[16:24], "little")
-    return values
-
-
-@settings(max_examples=10)
-@given(seed=st.integers(0, 1000), share=st.sampled_from([0.001, 0.1]))
-def test_the_form_is_what_is_written_down(seed: int, share: float) -> None:
-    block = keys_and_values(TILE_BYTES + 3 * GROUP_BYTES, seed, share)
-    _, room = encode(block, all_escapes(len(block)))
-    assert naive(room.tobytes(), len(block) // 2) == block.view(np.uint16).tolist()
-
-
 @given(pages=st.integers(1, 40), seed=st.integers(0, 100))
 @settings(max_examples=20)
 def test_rooms_hold_keys_and_values_and_have_no_old_bytes(pages: int, seed: int) -> None:
@@ -197,24 +165,6 @@ def test_malformed_forms_stay_in_their_memory(
         answers.append((is_sound, block.tobytes() if is_sound else b""))
     assert answers[0] == answers[1]
     assert answers[0][0] or cut or grown or changes
-
-
-@pytest.mark.parametrize("at, bytes_", [
-    (4, b"\2"), (5, b"\2"), (9, b"\0"), (16, (NUM_ESCAPES - 1).to_bytes(8, "little")),
-    (16, (NUM_ESCAPES + 1).to_bytes(8, "little")), (16, b"\xff" * 8),
-    (HEADS - 8, b"\xff\xff\xff\xff"), (HEADS - 8, b"\0\0\0\0"),
-    (HEADS - 8, (-1 << 31).to_bytes(4, "little", signed=True) + b"\x80\0\0\0"),
-    (HEADS - 8, (NUM_ESCAPES + 1).to_bytes(4, "little")),
-    (ESCAPES + 3 * NUM_ESCAPES - 3, b"\xff\xff"),
-])  # fmt: skip
-def test_each_part_of_a_form_is_checked(at: int, bytes_: bytes) -> None:
-    guarded = Guarded()
-    # No room behind the last escape.
-    spoiled = guarded.array(GOOD[: ESCAPES + 3 * NUM_ESCAPES])
-    assert decode(spoiled, GOOD_BYTES)[0] == 1
-    spoiled[at : at + len(bytes_)] = np.frombuffer(bytes_, np.uint8)
-    assert decode(spoiled, GOOD_BYTES)[0] == 0
-    guarded.check()
 
 
 def test_odd_begins_are_refused() -> None:

@@ -70,20 +70,6 @@ async def test_nothing_is_tried_while_something_is_known_against_the_store() -> 
         assert all(await b.leased([*BLOCKS, 20]))
 
 
-async def test_what_was_evicted_meanwhile_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_copies, "AGAIN_S", 0.2)
-    async with nodes(1) as (a,):
-        a.tier.faults.fails = lambda key: True
-        a.put(BLOCKS)
-        await until(lambda: a.tier.figures().failed_blocks == 6, "nothing was tried")
-        assert a.shared.out.num_waiting == 6
-        evict(a.core, 1, 0, words_of(BLOCKS[:4]))
-        a.tier.faults.fails = lambda key: False
-        await until(lambda: not a.shared.out.num_waiting, "they wait for ever")
-        await a.until_copied(2)
-        assert a.tier.figures().written_blocks == 2
-
-
 async def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(
     tmp_path: Path,
 ) -> None:

@@ -332,21 +332,6 @@ def test_a_connection_is_closed_before_its_memory_is_another_ones() -> None:
         wait_for(lambda: made.bench.read([1], [2]).tolist() == [Read.FOUND])
 
 
-def test_a_store_that_goes_away_between_two_questions_fails_what_was_left() -> None:
-    with over(connections=1) as made:
-        made.bench.fill([1, 3], [1, 3])
-        assert (made.bench.write([1, 3], [1, 3]) == Write.STORED).all()
-        asked: list[str] = []
-
-        def leave(name: str) -> None:
-            asked.append(name)
-            made.store.is_away = len(asked) == 2
-
-        made.store.before = leave
-        assert made.bench.read([1, 3], [11, 13]).tolist() == [Read.FOUND, Read.FAILED]
-        assert len(asked) == 2
-
-
 @pytest.mark.parametrize("raised_at", [None, 1, 2, 3, 4])
 def test_a_flush_during_a_read_refuses_all_its_blocks(raised_at: int | None) -> None:
     """Two are encoded and two plain, and only one fits the staging memory: six questions."""

@@ -23,9 +23,6 @@ from hotkv_server.tiers.remote import calls
 from hotkv_server.tiers.remote.calls import (
     PART_BLOCKS,
     PART_BYTES,
-    Part,
-    PartQueue,
-    RemoteCall,
     cut,
 )
 from tests.support.waiting import wait_for
@@ -299,26 +296,3 @@ def test_parts_are_all_rows_in_order_and_bounded(sizes: list[int]) -> None:
         # No part ends too early.
         more = num_bytes[part.start : after.start + 1]
         assert len(more) > PART_BLOCKS or more.sum() > PART_BYTES
-
-
-def test_a_write_wakes_a_thread_that_takes_writes() -> None:
-    queue, taken = PartQueue(), []
-    part = Part(RemoteCall(0, lambda call: None), lambda client, until_s: None)
-
-    def work(*, takes_writes: bool) -> None:
-        taken.append(queue.get(float("inf"), takes_writes=takes_writes))
-
-    threads = [
-        threading.Thread(target=work, kwargs={"takes_writes": takes_writes}, daemon=True)
-        for takes_writes in (False, True)
-    ]
-    for thread in threads:
-        # The one that takes none waits first, so one notice would go to it.
-        thread.start()
-        time.sleep(0.05)
-    assert queue.put([part], is_read=False)
-    wait_for(lambda: taken == [part], "nobody takes the write")
-    queue.close()
-    for thread in threads:
-        thread.join()
-    assert taken == [part, None]

@@ -148,17 +148,6 @@ def test_values_go_where_they_should_and_no_further(
     assert reader.next(FOREVER) == 7 and reader.is_empty
 
 
-def test_every_cut_of_a_value_gives_the_same() -> None:
-    body = bytes(range(256))
-    content = b"$%d\r\n%b\r\n:1\r\n" % (len(body), body)
-    for at in range(1, len(content)):
-        reader = Replies(Cut(content, [at, 1 << 20]))
-        memory, head = bytearray(252), bytearray(4)
-        place = lambda num_bytes, memory=memory: memoryview(memory)  # noqa: E731
-        assert reader.value(memoryview(head), place, FOREVER) == Bulk(256, True)
-        assert head + memory == body and reader.next(FOREVER) == 1
-
-
 @given(replies, cuts)
 def test_a_reply_that_ends_too_early_is_lost(reply: bytes, sizes: list[int]) -> None:
     for end in range(len(reply)):

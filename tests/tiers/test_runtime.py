@@ -7,16 +7,12 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-import numpy as np
-
-from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.room import space as room
 from hotkv_server.cache.values import HashList
 from hotkv_server.node import event_loop as slices
 from hotkv_server.node.health import Health
 from hotkv_server.tiers.drive import breaker
 from hotkv_server.tiers.drive import lookups as tier_lookups
-from hotkv_server.tiers.drive.reads import TRIED_S
 from tests.core.support import evict, words_of
 from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Setup, until
 
@@ -193,41 +189,3 @@ async def test_a_close_ends_what_is_under_way() -> None:
         one.put([20, 21])
         await asyncio.sleep(0.1)
         assert not any(await one.leased(BLOCKS))
-
-
-async def test_what_the_engine_computes_sooner_is_left_below() -> None:
-    async with made() as one:
-        await one.lie_below(BLOCKS)
-        reads = one.below.reads
-        # Nobody knows yet what a read takes.
-        assert all(one.lies_elsewhere(BLOCKS, tokens_per_s=1e12))
-        reads.add(1.0, SLOT_ALIGN)
-        assert not any(one.lies_elsewhere(BLOCKS, tokens_per_s=1e12))
-        assert reads.left_blocks == len(BLOCKS)
-        assert all(one.lies_elsewhere(BLOCKS)), "an engine that does not say how fast it is"
-        assert all(one.lies_elsewhere(BLOCKS, tokens_per_s=1e-3))
-        reads.last_s -= TRIED_S
-        assert all(one.lies_elsewhere(BLOCKS, tokens_per_s=1e12))
-
-
-async def test_a_lookup_begins_to_bring_its_hit_up() -> None:
-    async with made() as one:
-        await one.lie_below([*BLOCKS, 20, 21])
-        numbers = [*BLOCKS, 99, 20, 21]
-        lists = [HashList(0, words_of(numbers))]
-        nothing = [np.zeros(len(numbers), np.bool_)]
-        told = [np.array(one.lies_elsewhere(numbers))]
-        assert told[0].tolist() == [True] * 6 + [False, True, True]
-        one.tiers.fetch_ahead(one.session, lists, nothing, told)
-        one.tiers.fetch_ahead(one.session, lists, nothing, told)
-        await until(
-            lambda: one.core.lookup(1, lists)[0].any() and not len(one.books.moves),
-            "nothing comes up",
-        )
-        assert one.core.lookup(1, lists)[0].tolist() == [True] * 6 + [False] * 3
-        assert one.lower.counters.promoted == len(BLOCKS)
-        one.core.check_invariants()
-        one.session.knows_tiers = False
-        one.tiers.fetch_ahead(one.session, lists, nothing, [np.ones(9, np.bool_)])
-        assert not len(one.books.moves)
-        assert one.below.reads.queued_bytes == 0

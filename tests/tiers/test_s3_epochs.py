@@ -91,27 +91,6 @@ def test_no_old_block_after_a_flush_was_answered(
             assert ask(node_b.tier, keys, {NAME: raised}) == [Read.FOUND] * 2
 
 
-def test_a_flush_between_two_parts_refuses_the_whole_call(
-    s3_server: Server, prefix: str, node_a: S3Tier
-) -> None:
-    now = epoch(node_a)
-    keys = keys_of(now, 4)
-    with proxied(s3_server) as (proxy, over_it):
-        options = {"refresh_s": 3600, "connections": 1, **over_it}
-        with bench_over(s3_server, prefix, **options) as node_b:
-            node_b.tier._cut_reads = lambda num_bytes: iter([slice(0, 2), slice(2, 4)])
-            write(node_b, keys)
-            assert read(node_b.tier, keys, {NAME: now}) == [Read.FOUND] * 4
-            # The first part has been found, in the right epoch.
-            gate = Gate(b"GET", "/blocks/1/", skipped=1)
-            proxy.on_command = gate
-            with asking(read, node_b.tier, keys, {NAME: now}) as done:
-                assert gate.is_held.wait(60)
-                flush(node_a)
-                gate.opened.set()
-            assert done == [[Read.ABSENT] * 4]
-
-
 def test_a_flush_that_is_late_does_nothing(s3_server: Server, prefix: str, node_a: S3Tier) -> None:
     # B's write is on its way while A flushes twice; then it comes, and must bring nothing back.
     first = epoch(node_a)

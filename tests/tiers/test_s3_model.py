@@ -23,6 +23,7 @@ STEPS = st.lists(
         st.tuples(st.just("restart"), st.integers(0, 1), st.just([])),
         st.tuples(st.just("damage"), st.integers(0, 1), st.lists(st.integers(0, 1 << 20))),
         st.tuples(st.just("expire"), st.just(0), st.just([])),
+        st.tuples(st.just("cut"), st.just(0), st.lists(st.integers(0, 1 << 20), min_size=1)),
     ),
     max_size=12,
 )
@@ -61,6 +62,7 @@ def test_two_nodes_agree_with_a_dict(
                 codes = read(nodes[who], given_to_it, key)
                 for number, code in zip(given_to_it, codes, strict=True):
                     assert code == Read.FOUND or number not in sure[who]
+                    assert code != Read.FAILED and not nodes[who].tier.problem()
                     assert code == Read.ABSENT or number in ever
                     (sure[who].add if code == Read.FOUND else sure[who].discard)(number)
             elif what == "forget":
@@ -77,6 +79,10 @@ def test_two_nodes_agree_with_a_dict(
                 sure = [set(), set()]
             elif what == "expire" and (packs := s3_server.packs(prefix)):
                 s3_server.store.delete(packs[-1])
+                sure = [set(), set()]
+            elif what == "cut" and (packs := s3_server.packs(prefix)):
+                body = s3_server.bytes_of(packs[-1])
+                s3_server.store.put(packs[-1], body[: given_to_it[0] % len(body)])
                 sure = [set(), set()]
         # What is stored now is found by a node that starts now.
         everything = list(range(12))

@@ -111,21 +111,6 @@ def test_a_chain_costs_few_requests(s3_server: Server) -> None:
             assert requests.taken() == {"GET packs": 1}
 
 
-def test_a_damaged_list_costs_its_pack(s3_server: Server) -> None:
-    prefix = new_prefix()
-    with bench_over(s3_server, prefix) as node_a:
-        assert write(node_a, [1, 2, 3, 4]) == [Write.STORED] * 4
-        assert write(node_a, [5]) == [Write.STORED]
-        s3_server.flip(s3_server.packs(prefix)[1], 39)
-        with bench_over(s3_server, prefix) as node_b:
-            assert read(node_b, [1, 2, 5]) == [Read.ABSENT, Read.ABSENT, Read.FOUND]
-            # It may be written again, and is found by all then.
-            assert write(node_b, [2]) == [Write.STORED]
-            assert read(node_b, [2]) == [Read.FOUND]
-        # A has the list in memory, and the blocks themselves are whole.
-        assert read(node_a, [1, 2, 3, 4]) == [Read.FOUND] * 4
-
-
 def test_a_damaged_block_is_corrupt_once_on_each_node(s3_server: Server) -> None:
     prefix = new_prefix()
     with bench_over(s3_server, prefix) as node_a, bench_over(s3_server, prefix) as node_b:
@@ -141,23 +126,6 @@ def test_a_damaged_block_is_corrupt_once_on_each_node(s3_server: Server) -> None
     # The newest of two is the one that counts, after a restart too.
     with bench_over(s3_server, prefix) as node_c:
         assert read(node_c, [1, 2, 3]) == [Read.FOUND] * 3
-
-
-@pytest.mark.parametrize("left", [1.5, 0.5])
-def test_a_pack_that_was_cut_short_gives_no_wrong_block(s3_server: Server, left: float) -> None:
-    prefix = new_prefix()
-    with bench_over(s3_server, prefix) as node_a, bench_over(s3_server, prefix) as node_b:
-        assert write(node_a, [1, 2, 3]) == [Write.STORED] * 3
-        assert probe(node_b, [1, 2, 3]) == [Read.FOUND] * 3
-        (path,) = s3_server.packs(prefix)
-        kept = list_bytes(path.rpartition("/")[2]) + int(left * SLOT_BYTES)
-        s3_server.store.put(path, s3_server.bytes_of(path)[:kept])
-        codes = read(node_b, [1, 2, 3])
-        assert codes[1:] == [Read.CORRUPT] * 2 and Read.FAILED not in codes
-        assert read(node_b, [2, 3]) == [Read.ABSENT] * 2 and not node_b.tier.problem()
-        s3_server.store.put(path, b"hkvp")
-        with bench_over(s3_server, prefix) as node_c:
-            assert read(node_c, [1, 2, 3]) == [Read.ABSENT] * 3
 
 
 def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:

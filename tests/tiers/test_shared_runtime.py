@@ -10,7 +10,6 @@ import pytest
 
 from hotkv_server.cache.values import HashList
 from hotkv_server.testing.memory_tier import MemoryStore
-from hotkv_server.tiers.book import epochs as epoch_book
 from hotkv_server.tiers.drive import breaker
 from hotkv_server.tiers.drive import copies as tier_copies
 from hotkv_server.tiers.drive import shared as tier_shared
@@ -61,22 +60,6 @@ async def test_a_flush_counts_though_the_store_is_away() -> None:
         assert not any(await b.leased(BLOCKS))
 
 
-async def test_a_flush_elsewhere_counts_while_the_store_waits_to_be_told_of_one_here() -> None:
-    async with nodes() as (a, b):
-        await a.share(BLOCKS)
-        assert await b.looked_up(BLOCKS[:1]) == [True]
-        a.tier.faults.problem = "gone"
-        await a.flush()
-        a.put([20, 21])
-        assert not await b.flush()
-        # Host memory of a node that is cut off serves what it has.
-        assert all(await a.leased([20, 21]))
-        a.tier.faults.problem = ""
-        await until(a.epoch, "the flush was forgotten")
-        assert a.num_flushed_here == 2
-        assert not any(await a.leased([20, 21]))
-
-
 @pytest.mark.parametrize("is_flushed", [False, True])
 async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_for(
     is_flushed: bool,
@@ -102,49 +85,6 @@ async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_
         await one.tiers.close()
 
 
-async def test_an_epoch_that_falls_is_raised_above_all_that_were_known() -> None:
-    """A store that comes back from an old copy of its data shows the epoch and the blocks of then.
-    Both nodes have known a later one."""
-    store = MemoryStore(places=False)
-    async with nodes(store=store) as (a, b):
-        await a.share(BLOCKS)
-        assert all(await b.leased(BLOCKS))
-        content, epochs = dict(store.content), dict(store.epochs)
-        assert not await a.flush()
-        await until(lambda: b.epoch() not in (0, *epochs.values()), "b has not followed")
-        (known,) = store.epochs.values()
-        store.content.update(content)
-        store.epochs.update(epochs)
-        for _ in range(20):
-            assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
-            await asyncio.sleep(0.02)
-        await until(lambda: a.epoch() == b.epoch() != 0, "the nodes don't agree")
-        assert a.epoch() > known
-        await a.share(BLOCKS)
-        assert all(await b.leased(BLOCKS))
-
-
-async def test_a_store_that_has_just_started_from_an_old_copy_is_not_trusted() -> None:
-    """A newcomer knows of no later epoch. It waits until those who do have raised it."""
-    store = MemoryStore(places=False)
-    async with nodes(1, store=store) as (a,):
-        await a.share(BLOCKS)
-        content, epochs = dict(store.content), dict(store.epochs)
-        assert not await a.flush()
-        a.tier.faults.problem = "gone"
-        store.content.update(content)
-        store.epochs.update(epochs)
-        store.restored_below = max(epochs.values()) + 1
-        b = SharedNode(store, 10.0)
-        await b.start()
-        assert not any(await b.leased(BLOCKS))
-        a.tier.faults.problem = ""
-        await until(a.epoch, "a does not raise the epoch")
-        await until(lambda: b.epoch() == a.epoch(), "b does not follow")
-        assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
-        await b.tiers.close()
-
-
 async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet() -> None:
     """As on a node that comes with its store."""
     store = MemoryStore(places=False)
@@ -161,17 +101,6 @@ async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet() -> No
         await fetch
         assert b.core.lookup(1, lists)[0].all()
         await b.tiers.close()
-
-
-async def test_a_caller_that_leaves_changes_nothing() -> None:
-    async with nodes() as (a, b):
-        await a.share(BLOCKS)
-        assert all(await b.leased(BLOCKS))
-        caller = asyncio.create_task(a.flush())
-        await asyncio.sleep(0)
-        caller.cancel()
-        assert not await a.flush()
-        assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
 
 
 async def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
@@ -192,20 +121,6 @@ async def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
         assert len(raises) == 1
 
 
-async def test_a_hit_of_a_key_space_that_was_not_in_use_is_confirmed_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(epoch_book, "USED_S", 0.1)
-    async with nodes() as (a, b):
-        await a.share(BLOCKS)
-        assert all(await b.leased(BLOCKS))
-        await until(lambda: not b.epochs.book._active, "it stays in use")
-        assert not await a.flush()
-        assert b.num_flushed_here == 0, "nobody has asked"
-        assert not any(await b.leased(BLOCKS))
-        assert b.num_flushed_here == 1
-
-
 async def test_the_disk_serves_only_what_the_store_has_confirmed() -> None:
     node = SharedNode(MemoryStore(places=False), 10.0, disk=MemoryStore(places=True))
     await node.start()
@@ -222,17 +137,6 @@ async def test_the_disk_serves_only_what_the_store_has_confirmed() -> None:
     await until(lambda: node.epochs.are_all_confirmed(1), "it is not asked")
     assert all(await node.leased(BLOCKS))
     await node.tiers.close()
-
-
-async def test_a_store_that_lost_its_epochs_counts_as_flushed() -> None:
-    store = MemoryStore(places=False)
-    async with nodes(store=store) as (a, b):
-        await a.share(BLOCKS)
-        assert all(await b.leased(BLOCKS))
-        store.epochs.clear()
-        await until(lambda: b.num_flushed_here == 1, "the loss was not noticed")
-        await until(lambda: a.num_flushed_here == 1, "the loss was not noticed")
-        assert not any(await b.leased(BLOCKS))
 
 
 async def test_a_dead_store_is_a_miss_at_once_and_comes_back(

@@ -29,17 +29,6 @@ def test_a_new_file_is_private_and_has_all_its_bytes(tmp_path: Path) -> None:
     file.close()
 
 
-def test_growing_keeps_content_and_shrinking_drops_the_rest(tmp_path: Path) -> None:
-    path = tmp_path / "slabs"
-    SlabFile.open(tmp_path, MIB).close()
-    path.write_bytes(b"k" * MIB)
-    SlabFile.open(tmp_path, 3 * MIB).close()
-    assert path.read_bytes() == b"k" * MIB + bytes(2 * MIB)
-    assert path.stat().st_blocks * 512 >= 3 * MIB
-    SlabFile.open(tmp_path, MIB // 2).close()
-    assert path.read_bytes() == b"k" * (MIB // 2)
-
-
 def test_a_size_that_is_no_multiple_is_an_error(tmp_path: Path) -> None:
     for num_bytes in (0, -4096, 4097):
         with pytest.raises(ValueError, match="no multiple"):
@@ -162,16 +151,3 @@ def test_a_file_that_was_cut_short_is_made_whole(
     file.close()
     os.truncate(tmp_path / "slabs", MIB)
     assert not file.mend()
-
-
-def test_a_file_that_can_not_be_made_whole_is_left_and_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with small_tmpfs(tmp_path, 4 * MIB) as folder:
-        file = SlabFile.open(folder, 2 * MIB)
-        os.truncate(folder / "slabs", 0)
-        (folder / "other").write_bytes(bytes(3 * MIB))
-        assert file.mend()
-        assert "can't allocate" in caplog.text
-        assert (folder / "slabs").stat().st_size == 0
-        file.close()

@@ -164,17 +164,3 @@ def test_a_store_that_others_use_is_left_as_it_was(
     assert [(one["tier"], one["block_bytes"]) for one in said["timings"]] == [
         ("valkey", size) for size, _ in SIZES
     ]
-
-
-def test_a_cluster_is_tried_and_left_as_it_was(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from tests.tiers.cluster_support import running as running_cluster
-
-    with running_cluster(tmp_path / "cluster") as cluster:
-        flags = ["--tiers.valkey.address", cluster.address, "--tiers.valkey.cluster", "true"]
-        assert main(["tiers", "check", "--json", *flags]) == 0
-        said = json.loads(capsys.readouterr().out)
-        assert said["problems"] == said["left"] == {}
-        assert [(one["block_bytes"], one["num_blocks"]) for one in said["timings"]] == SIZES
-        assert not [key for key in cluster.names() if not key.endswith(b"/epoch")]

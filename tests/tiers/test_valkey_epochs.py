@@ -154,21 +154,6 @@ def test_an_epoch_of_another_type_lets_nothing_pass(server: Server, node_a: Valk
     assert epoch(node_a) is None and flush(node_a) is None
 
 
-def test_a_flush_counts_although_the_connection_is_lost_right_after(
-    server: Server, proxy: FaultProxy, node_a: ValkeyTier
-) -> None:
-    # A damaged block makes the read delete it, and that is what the connection is lost in.
-    now = epoch(node_a)
-    keys = keys_of(now, 2)
-    with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:
-        write(bench, keys)
-        server.damage(keys[1])
-        raised = flush(node_a)
-        digits = len(str(raised))
-        proxy.on_reply = cut_after(2 * REPLY_BYTES + len(b"$%d\r\n" % digits) + digits + 2)
-        assert read(bench.tier, keys, {NAME: now}) == [Read.ABSENT] * 2
-
-
 def test_control_calls_overtake_reads(proxy: FaultProxy, node_a: ValkeyTier) -> None:
     """A read that takes long must not keep other nodes from hearing of a flush."""
     now = epoch(node_a)
