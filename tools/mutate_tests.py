@@ -77,7 +77,7 @@ RESIDENTS = (
 TIERS = (
     "tests/tiers/test_runtime.py tests/tiers/test_shared_runtime.py "
     "tests/tiers/test_copies_again.py tests/tiers/test_moved_events.py "
-    "tests/tiers/test_tier_reads.py tests/tiers/test_memory_tier.py "
+    "tests/tiers/test_tier_reads.py "
     "tests/server/test_tiers.py tests/server/test_shared_tiers.py"
 )
 """The daemon's side of tiers, over a tier in memory."""

@@ -54,29 +54,28 @@ def test_a_long_wait_is_asked_for_ever_more_seldom(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine's queue may be half a second long, and the interpreter is everybody's."""
-    ends, gates, pauses, sleep = Ends(), [SwitchedGate(), SwitchedGate()], list[float](), time.sleep
-    rig.engine.submit(ends.job("waits", [whole_plan(rig.memories[0], rig.arena)], gates[0]))
-    rig.engine.submit(ends.job("goes", [whole_plan(rig.memories[0], rig.arena)], gates[1]))
-    clock = [time.monotonic()]
+    ends, gates, pauses, sleep = Ends(), [SwitchedGate(), SwitchedGate()], [0.0], time.sleep
+    for number, gate in enumerate(gates):
+        plans = [whole_plan(rig.memories[0], rig.arena)]
+        rig.engine.submit(ends.job(f"job {number}", plans, gate))
 
     def pause(seconds: float) -> None:
         pauses.append(seconds)
-        clock[0] += seconds
         sleep(1e-5)
 
-    monkeypatch.setattr(engines, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=pause))
-    while not pauses or pauses[-1] < engines.MAX_POLL_S:
+    clock = SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pause)
+    monkeypatch.setattr(engines, "time", clock)
+    while pauses[-1] < engines.MAX_POLL_S:
         sleep(1e-4)
-    rising = pauses[:]
-    assert (
-        rising == sorted(rising) and engines.POLL_S <= rising[0] < rising[-1] == engines.MAX_POLL_S
-    )
+    rising = pauses[1:]
+    assert rising == sorted(rising)
+    assert engines.POLL_S <= rising[0] < rising[-1] == engines.MAX_POLL_S
     gates[1].is_open = True
-    ends.wait("goes")
+    ends.wait("job 1")
     count = len(pauses)
     while len(pauses) < count + 2:
         sleep(1e-4)
-    assert min(pauses[len(rising) :]) == engines.POLL_S, "where marks pass, the next is not far"
+    assert min(pauses[len(rising) + 1 :]) == engines.POLL_S, "where marks pass, the next is near"
     gates[0].is_open = True
     ends.wait()
 

@@ -32,7 +32,7 @@ from tests.tiers.support import broken
 
 START_S = 30.0
 BUCKET = "of-tests"
-KEYS = {"admin": "admin-secret", "hotkv": "hotkv-secret", "reader": "reader-secret"}
+KEYS = {name: f"{name}-secret" for name in ("admin", "hotkv", "reader")}
 """Secrets by access key."""
 ACTIONS = {
     "admin": ["Admin", "Read", "Write", "List"],
@@ -53,12 +53,9 @@ class Server:
         (folder / "data").mkdir()
         self.keys = {name: _key_file(folder, name) for name in KEYS}
         identities = [
-            {
-                "name": name,
-                "credentials": [{"accessKey": name, "secretKey": secret}],
-                "actions": ACTIONS[name],
-            }
-            for name, secret in KEYS.items()
+            {"name": name, "credentials": [{"accessKey": name, "secretKey": KEYS[name]}]}
+            | {"actions": ACTIONS[name]}
+            for name in KEYS
         ]
         (folder / "s3.json").write_text(json.dumps({"identities": identities}))
         # One volume for a new bucket: each takes a while to make.
@@ -81,16 +78,11 @@ class Server:
             "master.volumeSizeLimitMB": 64,
             "volume.max": 0,
         }
+        command = [str(Path(sys.executable).with_name("weed")), f"-logdir={folder}", "server"]
+        command += ["-filer", "-s3", *(f"-{name}={value}" for name, value in options.items())]
         with (folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
-                [
-                    str(Path(sys.executable).with_name("weed")),
-                    f"-logdir={folder}",
-                    "server",
-                    "-filer",
-                    "-s3",
-                    *(f"-{name}={value}" for name, value in options.items()),
-                ],
+                command,
                 stdout=log,
                 stderr=log,
                 cwd=folder,

