@@ -89,13 +89,13 @@ DISK = (
 S3 = (
     "tests/tiers/test_s3_words.py tests/tiers/test_s3_packs.py tests/tiers/test_s3_lister.py "
     "tests/tiers/test_s3_model.py tests/tiers/test_s3_faults.py tests/tiers/test_s3_epochs.py "
-    "tests/tiers/test_remote_faults.py "
+    "tests/tiers/test_remote_faults.py tests/tiers/test_flush_races.py "
     "tests/tiers/test_s3_contract.py tests/tiers/test_s3_sharing.py"
 )
 VALKEY = (
     "tests/tiers/test_valkey_words.py tests/tiers/test_valkey_values.py "
     "tests/tiers/test_valkey_epochs.py tests/tiers/test_valkey_faults.py "
-    "tests/tiers/test_remote_faults.py "
+    "tests/tiers/test_remote_faults.py tests/tiers/test_flush_races.py "
     "tests/tiers/test_valkey_contract.py tests/tiers/test_valkey_cluster.py"
 )
 CALLS = (

@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -209,25 +208,6 @@ def proxied(server: Server) -> Iterator[tuple[FaultProxy, dict[str, object]]]:
         yield proxy, {"endpoint": f"http://127.0.0.1:{proxy.port}"}
     finally:
         proxy.close()
-
-
-class Gate:
-    """Holds requests that have this in their first line, from the `skipped`th on, until `opened`
-    is set. `is_held` is set once one waits."""
-
-    def __init__(self, method: bytes, part: str, skipped: int = 0) -> None:
-        self.is_held, self.opened = threading.Event(), threading.Event()
-        self._method, self._part = method, part.encode()
-        self._left = skipped
-
-    def __call__(self, piece: bytes) -> Iterator[bytes]:
-        line = piece[:500].partition(b"\r\n")[0]
-        if line.startswith(self._method + b" ") and self._part in line:
-            self._left -= 1
-            if self._left < 0:
-                self.is_held.set()
-                self.opened.wait(60)
-        yield piece
 
 
 def damage_in(server: Server, prefix: str) -> Callable[[bytes, int], None]:

@@ -2,8 +2,11 @@
 
 import contextlib
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -63,6 +66,42 @@ def quickest_s(call: Callable[[], object], times: int) -> float:
         call()
         took.append(time.monotonic() - began_s)
     return min(took)
+
+
+@dataclass
+class Store:
+    """A store behind `proxy`.
+
+    `bench`, `direct`: open a tier over the proxy, and past it.
+    `set_epoch`: replaces the epoch of `flush_contract.NAME`; None removes it.
+    `name`: begins the tier's problems.
+    """
+
+    proxy: FaultProxy
+    bench: Callable[..., AbstractContextManager[Bench]]
+    direct: Callable[..., AbstractContextManager[Bench]]
+    set_epoch: Callable[[bytes | None], object]
+    name: str
+
+    @property
+    def is_valkey(self) -> bool:
+        return self.name.startswith("valkey")
+
+
+class Gate:
+    """Holds requests over HTTP that have this in their first line, until `opened` is set. `is_full`
+    is set once one waits."""
+
+    def __init__(self, method: bytes, part: str) -> None:
+        self.is_full, self.opened = threading.Event(), threading.Event()
+        self._method, self._part = method, part.encode()
+
+    def __call__(self, piece: bytes) -> Iterator[bytes]:
+        line = piece[:500].partition(b"\r\n")[0]
+        if line.startswith(self._method + b" ") and self._part in line:
+            self.is_full.set()
+            self.opened.wait(60)
+        yield piece
 
 
 class Asked:

@@ -6,9 +6,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -16,7 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hotkv_server.testing.fault_proxy import Dam, FaultProxy, changed_at, cut_after, nothing
+from hotkv_server.testing.fault_proxy import Dam, changed_at, cut_after, nothing
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, Codes, content
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote import calls
@@ -26,45 +24,11 @@ from hotkv_server.tiers.remote.calls import (
     cut,
 )
 from tests.support.waiting import wait_for
-from tests.tiers import valkey_support
-from tests.tiers.support import Asked, broken, quickest_s
+from tests.tiers.support import Asked, Store, broken, quickest_s
 
 NUMBERS = [3, 6, 9]
 """Blocks of one key space that are in the store."""
 HASTY = {"timeout_s": 0.5, "connect_timeout_s": 0.5}
-
-
-@dataclass
-class Store:
-    """A store behind `proxy`. bench: opens a tier over it. name: begins the tier's problems."""
-
-    proxy: FaultProxy
-    bench: Callable[..., AbstractContextManager[Bench]]
-    name: str
-
-
-@pytest.fixture(params=["valkey", "s3"])
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    if request.param == "valkey":
-        proxy = request.getfixturevalue("proxy")
-        address = f"127.0.0.1:{proxy.port}"
-        yield Store(
-            proxy,
-            lambda **options: valkey_support.bench_over(address, **options),
-            f"valkey at {address} ",
-        )
-        return
-    pytest.importorskip("obstore", reason="obstore speaks S3")
-    from tests.tiers import s3_support
-
-    server, prefix = request.getfixturevalue("s3_server"), s3_support.new_prefix()
-    with s3_support.proxied(server) as (proxy, over_it):
-        options_of_all = {"refresh_s": 3600, **over_it}
-        yield Store(
-            proxy,
-            lambda **options: s3_support.bench_over(server, prefix, **options_of_all, **options),
-            f"s3 at http://127.0.0.1:{proxy.port}/of-tests/",
-        )
 
 
 @pytest.fixture

@@ -1,35 +1,26 @@
-"""A flush that one node has answered counts on every other, whenever it happens during a read."""
+"""Epochs as objects of a bucket; races of flushes are in `test_flush_races`."""
 
-import contextlib
-import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
 pytest.importorskip("obstore", reason="obstore speaks S3")
 
-from hotkv_server.testing.fault_proxy import nothing
 from hotkv_server.testing.flush_contract import (
     NAME,
-    Store,
     answer,
-    check_flushes,
     epoch,
     flush,
-    keys_of,
-    probe,
-    read,
-    write,
 )
-from hotkv_server.tiers.protocol import NO_EPOCH, Read, begun
+from hotkv_server.tiers.protocol import NO_EPOCH, begun
 from hotkv_server.tiers.remote.client import LostError, UnusableError
 from hotkv_server.tiers.s3 import epochs as epoch_objects
 from hotkv_server.tiers.s3.bucket import Bucket, FullError
 from hotkv_server.tiers.s3.tier import S3Tier
 from tests.support.waiting import wait_for
-from tests.tiers.s3_support import Gate, Server, bench_over, new_prefix, proxied, tier_over
+from tests.tiers.s3_support import Server, new_prefix, proxied, tier_over
+from tests.tiers.support import Gate
 
 PATH = f"epochs/1/{NAME}"
 
@@ -45,52 +36,6 @@ def node_a(s3_server: Server, prefix: str) -> Iterator[S3Tier]:
         yield tier
 
 
-def test_flushes_keep_their_contract(s3_server: Server, prefix: str) -> None:
-    store = Store(
-        lambda **options: bench_over(s3_server, prefix, **options),
-        lambda: s3_server.store.delete(f"{prefix}/{PATH}"),
-        lambda value: s3_server.store.put(f"{prefix}/{PATH}", value),
-    )
-    check_flushes(store)
-
-
-@contextlib.contextmanager
-def asking(ask: Callable[..., list[int]], *arguments: Any) -> Iterator[list[list[int]]]:
-    """Another thread asks meanwhile. Yields its answers."""
-    done: list[list[int]] = []
-    thread = threading.Thread(target=lambda: done.append(ask(*arguments)))
-    thread.start()
-    yield done
-    thread.join()
-
-
-@pytest.mark.parametrize(
-    ("ask", "held"), [(read, "/blocks/1/"), (read, "/epochs/1/"), (probe, "/epochs/1/")]
-)
-def test_no_old_block_after_a_flush_was_answered(
-    s3_server: Server, prefix: str, node_a: S3Tier, held: str, ask: Callable[..., list[int]]
-) -> None:
-    # Node B's requests up to the held one reach the server before the flush, the others after it.
-    now, told = epoch(node_a), []
-    keys = keys_of(now, 4)
-    with proxied(s3_server) as (proxy, over_it):
-        options = {"refresh_s": 3600, "on_epoch": lambda *flush: told.append(flush), **over_it}
-        with bench_over(s3_server, prefix, **options) as node_b:
-            write(node_b, keys)
-            gate = Gate(b"GET", held)
-            assert ask(node_b.tier, keys, {NAME: now}) == [Read.FOUND] * 4
-            proxy.on_command = gate
-            with asking(ask, node_b.tier, keys, {NAME: now}) as done:
-                assert gate.is_held.wait(60)
-                raised = flush(node_a)
-                gate.opened.set()
-            assert done == [[Read.ABSENT] * 4] and told == [(NAME, raised)]
-            # Blocks of the new epoch are there as ever.
-            keys = keys_of(raised, 2)
-            write(node_b, keys)
-            assert ask(node_b.tier, keys, {NAME: raised}) == [Read.FOUND] * 2
-
-
 def test_a_flush_that_is_late_does_nothing(s3_server: Server, prefix: str, node_a: S3Tier) -> None:
     # B's write is on its way while A flushes twice; then it comes, and must bring nothing back.
     first = epoch(node_a)
@@ -101,37 +46,16 @@ def test_a_flush_that_is_late_does_nothing(s3_server: Server, prefix: str, node_
             proxy.on_command = gate
             raised: list[int | None] = []
             node_b.raise_epoch(NAME, 0, raised.append)
-            assert gate.is_held.wait(60)
+            assert gate.is_full.wait(60)
             flushed = [flush(node_a), flush(node_a)]
             gate.opened.set()
             wait_for(lambda: raised, "the flush did not end")
             assert raised[0] > max(first, *flushed) and epoch(node_a) == raised[0]
 
 
-def test_a_read_that_loses_its_epoch_finds_nothing(
-    s3_server: Server, prefix: str, node_a: S3Tier
-) -> None:
-    # All blocks have come whole; the answer with the epoch never does.
-    now = epoch(node_a)
-    keys = keys_of(now, 2)
-
-    def lost(piece: bytes) -> Iterator[bytes]:
-        if b"/epochs/1/" in piece[:500]:
-            raise ConnectionAbortedError
-        yield piece
-
-    with proxied(s3_server) as (proxy, over_it), bench_over(s3_server, prefix, **over_it) as bench:
-        write(bench, keys)
-        for ask in (read, probe):
-            proxy.on_command = lost
-            assert ask(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
-            proxy.on_command = nothing
-            assert ask(bench.tier, keys, {NAME: now}) == [Read.FOUND] * 2
-
-
-def test_nobody_answers_for_a_dead_store(s3_server: Server) -> None:
+def test_a_dead_store_is_named(s3_server: Server) -> None:
     with tier_over(s3_server, new_prefix(), endpoint="http://127.0.0.1:1") as (tier, _):
-        assert epoch(tier) is None and flush(tier) is None
+        assert epoch(tier) is None
         wait_for(tier.problem, "no problem is known")
         assert tier.problem().endswith("refuses connections: Connection refused")
 

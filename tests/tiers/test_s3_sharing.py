@@ -20,7 +20,6 @@ from hotkv_server.tiers.seals import seal
 from tests.support.waiting import wait_for
 from tests.tiers.s3_support import (
     SPACE,
-    Gate,
     Server,
     bench_over,
     key,
@@ -30,6 +29,7 @@ from tests.tiers.s3_support import (
     read,
     write,
 )
+from tests.tiers.support import Gate
 
 
 def test_a_node_reads_what_another_wrote(s3_server: Server) -> None:
@@ -140,7 +140,7 @@ def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:
             ended: list[Codes] = []
             node_b.tier.probe([key(1), key(3)], time.monotonic() + 20, ended.append)
             # It has the names of both.
-            assert gate.is_held.wait(60)
+            assert gate.is_full.wait(60)
             s3_server.store.delete(s3_server.packs(prefix)[1])
             gate.opened.set()
             wait_for(lambda: ended, "the probe did not end")

@@ -1,18 +1,16 @@
-"""A flush that one node has answered counts on every other, whenever it happens during a read."""
+"""Epochs as keys of a Valkey; races of flushes are in `test_flush_races`."""
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from hotkv_server.testing.fault_proxy import Dam, FaultProxy, cut_after, nothing
+from hotkv_server.testing.fault_proxy import Dam, FaultProxy, nothing
 from hotkv_server.testing.flush_contract import (
     NAME,
-    Store,
     answer,
-    check_flushes,
     epoch,
     flush,
     keys_of,
@@ -20,7 +18,6 @@ from hotkv_server.testing.flush_contract import (
     read,
     write,
 )
-from hotkv_server.testing.tier_contract import SLOT_BYTES
 from hotkv_server.tiers.protocol import NO_EPOCH, Read, begun
 from hotkv_server.tiers.remote.calls import PART_KEYS
 from hotkv_server.tiers.remote.client import LostError
@@ -38,9 +35,6 @@ from hotkv_server.tiers.valkey.tier import ValkeyTier
 from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import Server, bench_over, running, tier_over
 
-REPLY_BYTES = len(b"$%d\r\n\r\n" % (SLOT_BYTES + 24)) + SLOT_BYTES + 24
-"""Of one block on the wire."""
-
 
 @pytest.fixture
 def node_a(server: Server) -> Iterator[ValkeyTier]:
@@ -48,49 +42,11 @@ def node_a(server: Server) -> Iterator[ValkeyTier]:
         yield tier
 
 
-@pytest.mark.parametrize("address", ["unix:{0.path}", "127.0.0.1:{0.port}"])
-def test_flushes_keep_their_contract(server: Server, address: str) -> None:
-    store = Store(
-        lambda **options: bench_over(address.format(server), **options),
-        lambda: server.client.delete(epoch_key(NAME)),
-        lambda value: server.client.set(epoch_key(NAME), value),
-    )
-    check_flushes(store)
-    with tier_over(address.format(server)) as (tier, _):
-        assert epoch(tier) and server.client.ttl(epoch_key(NAME)) == -1, "an epoch expires"
-
-
-@pytest.mark.parametrize("ask", [read, probe])
-@pytest.mark.parametrize("num_passed", range(5))
-def test_no_old_block_after_a_flush_was_answered(
-    proxy: FaultProxy, node_a: ValkeyTier, num_passed: int, ask: Callable[..., list[int]]
-) -> None:
-    # So many commands of node B's pipeline reach the server before the flush; the others after it.
-    now, told, done = epoch(node_a), [], list[list[int]]()
-    keys = keys_of(now, 4)
-    options = {"connections": 1, "on_epoch": lambda *flush: told.append(flush)}
-    with bench_over(f"127.0.0.1:{proxy.port}", **options) as bench:
-        write(bench, keys)
-        asked = command(b"GET" if ask is read else b"EXISTS", keys[0])
-        dam = Dam(num_passed * len(asked))
-        proxy.on_command = dam
-        thread = threading.Thread(target=lambda: done.append(ask(bench.tier, keys, {NAME: now})))
-        thread.start()
-        assert dam.is_full.wait(60)
-        # Commands that have passed are executed before the flush.
-        time.sleep(0.05)
-        raised = flush(node_a)
-        dam.opened.set()
-        thread.join()
-        assert done == [[Read.ABSENT] * 4] and told == [(NAME, raised)]
-        proxy.on_command = nothing
-        assert ask(bench.tier, keys, {NAME: raised}) == [Read.FOUND] * 4
-
-
 def test_a_flush_between_two_parts_refuses_the_whole_call(
     server: Server, proxy: FaultProxy, node_a: ValkeyTier
 ) -> None:
     now = epoch(node_a)
+    assert now and server.client.ttl(epoch_key(NAME)) == -1, "an epoch expires"
     keys = keys_of(now, PART_KEYS + 1)
     server.client.mset(dict.fromkeys(keys, b"x"))
     with tier_over(f"127.0.0.1:{proxy.port}", connections=1) as (node_b, _):
@@ -125,21 +81,6 @@ def test_a_flush_of_a_full_server_counts(server: Server, node_a: ValkeyTier) -> 
         finally:
             server.client.config_set("maxmemory", "0")
         assert epoch(node_a) > now
-
-
-def test_a_read_that_loses_its_epoch_finds_nothing(proxy: FaultProxy, node_a: ValkeyTier) -> None:
-    # All blocks, or answers to a probe, have come whole; the reply with the epoch never does.
-    now = epoch(node_a)
-    keys = keys_of(now, 2)
-    with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:
-        write(bench, keys)
-        for lost in (0, 1, 5):
-            proxy.on_reply = cut_after(2 * REPLY_BYTES + lost)
-            assert read(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
-            proxy.on_reply = nothing
-            assert read(bench.tier, keys, {NAME: now}) == [Read.FOUND] * 2
-        proxy.on_reply = cut_after(2 * len(b":1\r\n"))
-        assert probe(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
 
 
 @pytest.mark.parametrize("reply", [0, -1, b"", b"x", b"9" * 20, ErrorReply(b"WRONGTYPE no"), []])
