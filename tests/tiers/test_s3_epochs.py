@@ -1,6 +1,5 @@
 """Epochs as objects of a bucket; races of flushes are in `test_flush_races`."""
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +15,7 @@ from hotkv_server.testing.flush_contract import (
 from hotkv_server.tiers.protocol import NO_EPOCH, begun
 from hotkv_server.tiers.remote.client import LostError, UnusableError
 from hotkv_server.tiers.s3 import epochs as epoch_objects
-from hotkv_server.tiers.s3.bucket import Bucket, FullError
+from hotkv_server.tiers.s3.bucket import FullError
 from hotkv_server.tiers.s3.tier import S3Tier
 from tests.support.waiting import wait_for
 from tests.tiers.s3_support import Server, new_prefix, proxied, tier_over
@@ -110,24 +109,6 @@ def test_a_store_that_ignores_a_condition_is_not_used(condition: str) -> None:
         epoch_objects.check_conditions(Objects(), 0.0)
         with pytest.raises(UnusableError, match=f"ignores {condition}: "):
             epoch_objects.check_conditions(Objects(ignores=condition), 0.0)
-
-
-def test_a_real_bucket_honours_the_conditions(
-    s3_server: Server, prefix: str, node_a: S3Tier
-) -> None:
-    bucket: Bucket = node_a._shared.bucket()
-    until_s = time.monotonic() + 60
-    for _ in range(2):
-        epoch_objects.check_conditions(bucket, until_s)
-    assert bucket.put("x", b"1", until_s) and not bucket.put("x", b"2", until_s)
-    found = bucket.get("x", until_s)
-    assert found is not None and bucket.put("x", b"3", until_s, found[1])
-    assert not bucket.put("x", b"4", until_s, found[1])
-    assert not bucket.put("y", b"4", until_s, found[1])
-    assert bucket.get("x", until_s)[0] == b"3" and bucket.get("y", until_s) is None
-    bucket.delete("x", until_s)
-    bucket.delete("x", until_s)
-    assert bucket.get("x", until_s) is None
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "ä", "x" * 65])
