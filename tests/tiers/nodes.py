@@ -170,6 +170,12 @@ class SharedNode(Node):
         """That under which blocks lie in the store, 0 for none."""
         return self.epochs.get("shared", 1)
 
+    async def until_down(self, count: int) -> None:
+        """Waits until so many blocks lie on the disk below."""
+        assert self.tiers.below is not None
+        counters = self.tiers.below.lower.counters
+        await until(lambda: counters.demoted == count, "blocks are not moved down")
+
     async def share(self, numbers: list[int]) -> None:
         """Stores blocks, and waits until the shared tier has them."""
         before = self.shared.out.num_copied

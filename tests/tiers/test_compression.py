@@ -84,7 +84,8 @@ def test_a_form_fits_its_room_to_the_byte() -> None:
     used, room = encode(block, all_escapes(len(block)))
     assert encode(block, used)[0] == used
     assert encode(block, used - 1)[0] == 0
-    assert encode(block, 0)[0] == 0
+    for room_bytes in (0, 1, 8, 24, 63, form.HEAD_BYTES):
+        assert encode(block, room_bytes)[0] == 0
     assert decode(room[:used], len(block))[0] == 1
     assert decode(room[: used - 1], len(block))[0] == 0
 
@@ -175,18 +176,6 @@ def test_odd_begins_are_refused() -> None:
     block[:] = 7
     assert Codec(block, form_of_zeros).decode(*columns).tolist() == [0]
     assert (block == 7).all()
-
-
-def test_short_rooms_are_refused() -> None:
-    guarded = Guarded()
-    for length in (0, 1, 7, 8, 23, 24, 63, HEADS, ESCAPES - 1):
-        room = guarded.array(GOOD[:length])
-        assert decode(room, GOOD_BYTES)[0] == 0
-        block = keys_and_values(GOOD_BYTES, 7)
-        zero, size = np.zeros(1, np.int64), np.array([GOOD_BYTES], np.int64)
-        codec = Codec(block, room)
-        assert codec.encode(zero, size, zero, np.array([length], np.int64)).tolist() == [0]
-    guarded.check()
 
 
 def test_blocks_of_a_batch_have_their_own_results() -> None:

@@ -110,14 +110,12 @@ async def test_what_comes_from_the_disk_is_offered() -> None:
     node = SharedNode(store, 10.0, disk=MemoryStore(places=True))
     async with running(node):
         await node.share(BLOCKS)
-        assert node.tiers.below is not None
-        counters = node.tiers.below.lower.counters
-        await until(lambda: counters.demoted == 6, "blocks are not moved down")
+        await node.until_down(6)
         evict(node.core, 1, 0, words_of(BLOCKS))
         for key in list(store.content)[:4]:
             del store.content[key]
         assert all(await node.leased(BLOCKS))
-        assert counters.promoted == 6
+        assert node.books.lower.counters.promoted == 6
         await node.until_copied(12)
         assert node.tier.figures().written_blocks == 10 and len(store.content) == 6
 

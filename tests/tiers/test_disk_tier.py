@@ -102,12 +102,6 @@ def test_a_file_that_is_cut_short_loses_what_lay_beyond_and_is_used_on(
         bench.check_read([1, 2], [8, 9])
 
 
-def test_a_full_file_system_stops_no_write(tmp_path: Path) -> None:
-    with small_tmpfs(tmp_path, ARENA_BYTES + (1 << 20)) as folder, disk(folder) as made:
-        fill_up(folder)
-        made.stored(list(range(SLOTS))).check_read([SLOTS - 1], [0])
-
-
 def test_a_full_file_system_is_full_where_blocks_have_no_room(tmp_path: Path) -> None:
     with small_tmpfs(tmp_path, ARENA_BYTES + (1 << 20)) as folder, disk(folder) as made:
         bench = made.stored([1, 2])

@@ -17,7 +17,7 @@ from hotkv_server.tiers.remote.client import LateError
 from hotkv_server.tiers.s3.bucket import Loop
 from tests.support.waiting import wait_for
 from tests.tiers.s3_support import Server, bench_over, new_prefix
-from tests.tiers.support import Asked, Gate
+from tests.tiers.support import Asked
 
 QUIET = {"connections": 1, "refresh_s": 3600}
 """Nothing is asked that a test does not ask for."""
@@ -97,22 +97,6 @@ def test_a_store_that_refuses_writes_only_is_not_believed_in_between(
     wait_for(lambda: not bench.tier.problem(), "the problem stays")
     assert bench.write([12], [1]).tolist() == [Write.STORED]
     bench.check_read([12, 3], [7, 8])
-
-
-def test_a_first_look_that_hangs_ends_by_the_deadline(
-    s3_server: Server, proxy: FaultProxy, bench: Bench
-) -> None:
-    prefix = repr(bench.tier).partition("/of-tests/")[2].partition("'")[0]
-    gate = Gate(b"GET", "blocks%2F1")
-    proxy.on_command = gate
-    endpoint = f"http://127.0.0.1:{proxy.port}"
-    with bench_over(s3_server, prefix, endpoint=endpoint, connections=1) as node_b:
-        begun_s = time.monotonic()
-        assert node_b.read([3], [4], within_s=0.3).tolist() == [Read.FAILED]
-        assert time.monotonic() - begun_s > 0.2 and gate.is_full.is_set()
-        assert not node_b.tier.problem()
-        gate.opened.set()
-        node_b.check_read([3, 6, 9], [4, 5, 6])
 
 
 def test_requests_that_were_given_up_have_ended_when_the_loop_is_closed() -> None:

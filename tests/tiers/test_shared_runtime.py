@@ -125,9 +125,7 @@ async def test_the_disk_serves_only_what_the_store_has_confirmed() -> None:
     node = SharedNode(MemoryStore(places=False), 10.0, disk=MemoryStore(places=True))
     await node.start()
     await node.share(BLOCKS)
-    assert node.tiers.below is not None
-    counters = node.tiers.below.lower.counters
-    await until(lambda: counters.demoted == 6, "blocks are not moved down")
+    await node.until_down(6)
     evict(node.core, 1, 0, words_of(BLOCKS[:3]))
     node.tier._store.content.clear()
     node.tier.faults.problem = "gone"
