@@ -176,6 +176,9 @@ def answered(status: int, code: str = "") -> str:
     return f"Server returned non-2xx status code: {status} Words: {body if code else ''}"
 
 
+UNREACHABLE = 'Os {\n  code: 113,\n  kind: HostUnreachable,\n  message: "No route to host",\n}'
+
+
 @pytest.mark.parametrize(
     ("said", "kind", "words"),
     [
@@ -198,7 +201,7 @@ def answered(status: int, code: str = "") -> str:
         (f"dns error {SECRET}", LostError, "host's name is not known"),
         (f"kind: Timeout {SECRET}", LateError, "has not answered in time"),
         (f"source: TimedOut {SECRET}", LateError, "has not answered in time"),
-        ('Os {\n  code: 113,\n  message: "No route to host",\n}', LostError, "No route to host"),
+        (UNREACHABLE, LostError, "can't be reached: No route to host"),
         (SECRET, LostError, "has broken off its answer"),
     ],
 )
