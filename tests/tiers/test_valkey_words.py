@@ -16,6 +16,7 @@ from hotkv_server.testing.tier_contract import Bench
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote.client import quoted
 from hotkv_server.tiers.valkey.connection import Login, read_login
+from hotkv_server.tiers.valkey.stream import _words
 from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import Server, bench_over, running
 
@@ -211,6 +212,11 @@ def test_a_login_does_not_show_its_password(password_file: Path) -> None:
     login = read_login(ValkeySettings(address="a:1", password_file=password_file))
     assert login == Login("default", SECRET.encode())
     assert SECRET not in repr(login)
+
+
+def test_a_host_that_no_resolver_knows() -> None:
+    said = str(_words(socket.gaierror(socket.EAI_NONAME, "Name not known")))
+    assert said == "can't be reached: Name not known"
 
 
 def test_an_address_that_no_system_call_takes() -> None:
