@@ -73,7 +73,8 @@ RESIDENTS = (
 TIERS = (
     "tests/tiers/test_runtime.py tests/tiers/test_shared_runtime.py "
     "tests/tiers/test_copies_again.py tests/tiers/test_moved_events.py "
-    "tests/tiers/test_tier_reads.py tests/tiers/test_memory_tier.py"
+    "tests/tiers/test_tier_reads.py "
+    "tests/server/test_tiers.py tests/server/test_shared_tiers.py"
 )
 """The daemon's side of tiers, over a tier in memory."""
 DISK = (
@@ -84,13 +85,13 @@ DISK = (
 S3 = (
     "tests/tiers/test_s3_words.py tests/tiers/test_s3_packs.py tests/tiers/test_s3_lister.py "
     "tests/tiers/test_s3_model.py tests/tiers/test_s3_faults.py tests/tiers/test_s3_epochs.py "
-    "tests/tiers/test_remote_faults.py "
+    "tests/tiers/test_remote_faults.py tests/tiers/test_flush_races.py "
     "tests/tiers/test_s3_contract.py tests/tiers/test_s3_sharing.py"
 )
 VALKEY = (
     "tests/tiers/test_valkey_words.py tests/tiers/test_valkey_values.py "
     "tests/tiers/test_valkey_epochs.py tests/tiers/test_valkey_faults.py "
-    "tests/tiers/test_remote_faults.py "
+    "tests/tiers/test_remote_faults.py tests/tiers/test_flush_races.py "
     "tests/tiers/test_valkey_contract.py tests/tiers/test_valkey_cluster.py"
 )
 CALLS = (

@@ -10,7 +10,7 @@ import numpy as np
 
 from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
 from hotkv_server.dataplane.cuda.values import CudaCopySettings
-from hotkv_server.dataplane.engines import CopyEngines
+from hotkv_server.dataplane.engines import CopyEngine, CopyEngines
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.runtime import HOST
@@ -74,11 +74,25 @@ def device_memory(runtime: FakeRuntime, device: int, num_bytes: int, name: str) 
     return Region(runtime.allocate(device, num_bytes), num_bytes, name, device)
 
 
+def rig_of(
+    engine: CopyEngine, arena: Arena, memories: tuple[Region, ...], break_next: Callable[[], None]
+) -> Rig:
+    """Returns a rig whose memories may be of the arena's device runtime."""
+    runtime = arena.runtime
+    return Rig(
+        engine,
+        arena.region,
+        memories,
+        lambda region: read(runtime, region),
+        lambda region, data: write(runtime, region, data),
+        break_next,
+    )
+
+
 @contextlib.contextmanager
 def host_rig() -> Iterator[Rig]:
-    runtime, engine = FakeRuntime(threaded=False), HostCopyEngine(2)
+    engine, arena = HostCopyEngine(2), Arena(FakeRuntime(threaded=False))
     memory = np.zeros(ARENA_BYTES, np.uint8)
-    arena = Arena(runtime)
     own = engine._copy
 
     def broken(*args: object, **kwargs: object) -> None:
@@ -89,16 +103,24 @@ def host_rig() -> Iterator[Rig]:
         engine._copy = broken  # type: ignore[method-assign]
 
     region = Region(memory.ctypes.data, memory.nbytes, "memory")
-    yield Rig(
-        engine,
-        arena.region,
-        (region,),
-        lambda r: read(runtime, r),
-        lambda r, data: write(runtime, r, data),
-        break_next,
-    )
+    yield rig_of(engine, arena, (region,), break_next)
     engine.close()
     arena.close()
+
+
+@contextlib.contextmanager
+def on_devices(
+    runtime: FakeRuntime, arena: Arena, engine: CopyEngine, memories: tuple[Region, ...]
+) -> Iterator[Rig]:
+    """Yields a rig; at its end all is given back."""
+    yield rig_of(engine, arena, memories, lambda: runtime.fail_call(COPIES))
+    engine.close()
+    for memory in memories:
+        if memory.device != HOST:
+            runtime.free(memory.device, memory.address)
+    arena.close()
+    assert not runtime.held(), "memory of the device or pinned memory was not given back"
+    runtime.close()
 
 
 def cuda_rig(
@@ -119,24 +141,8 @@ def cuda_rig(
         memories = tuple(
             device_memory(runtime, 0, ARENA_BYTES // 2, f"memory {i}") for i in range(2)
         )
-
-        def break_next() -> None:
-            runtime.fail_call(COPIES)
-
-        yield Rig(
-            engine,
-            arena.region,
-            memories,
-            lambda r: read(runtime, r),
-            lambda r, data: write(runtime, r, data),
-            break_next,
-        )
-        engine.close()
-        for memory in memories:
-            runtime.free(0, memory.address)
-        arena.close()
-        assert not runtime.held(), "memory of the device or pinned memory was not given back"
-        runtime.close()
+        with on_devices(runtime, arena, engine, memories) as rig:
+            yield rig
 
     return make
 
@@ -148,34 +154,16 @@ def mixed_rig() -> Iterator[Rig]:
     arena = Arena(runtime)
     arena.grow()
     arena.grow()
-    host = HostCopyEngine(2)
-    engine = CopyEngines(
-        host, {device: CudaCopyEngine(runtime, device, arena, SMALL) for device in range(2)}
-    )
+    cuda = {device: CudaCopyEngine(runtime, device, arena, SMALL) for device in range(2)}
     plain = np.zeros(ARENA_BYTES // 4, np.uint8)
-    on_devices = tuple(
+    memories = tuple(
         device_memory(runtime, device, ARENA_BYTES // 4, f"memory of device {device}")
         for device in range(2)
     )
-    memories = (*on_devices, Region(plain.ctypes.data, plain.nbytes, "memory of the host"))
-
-    def break_next() -> None:
-        runtime.fail_call(COPIES)
-
-    yield Rig(
-        engine,
-        arena.region,
-        memories,
-        lambda r: read(runtime, r),
-        lambda r, data: write(runtime, r, data),
-        break_next,
-    )
-    engine.close()
-    for memory in on_devices:
-        runtime.free(memory.device, memory.address)
-    arena.close()
-    assert not runtime.held()
-    runtime.close()
+    host = Region(plain.ctypes.data, plain.nbytes, "memory of the host")
+    engine = CopyEngines(HostCopyEngine(2), cuda)
+    with on_devices(runtime, arena, engine, (*memories, host)) as rig:
+        yield rig
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Every copy engine keeps to one contract."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 
@@ -20,38 +21,23 @@ RIGS = {
     ),
     "all together": mixed_rig,
 }
+CHECKS = [
+    contract.check_nothing_to_do,
+    contract.check_failure,
+    contract.check_close,
+    contract.check_idle,
+    contract.check_times,
+]
 
 
-@pytest.fixture(params=RIGS)
-def make_rig(request: pytest.FixtureRequest) -> contract.MakeRig:
-    return RIGS[request.param]
+@pytest.mark.parametrize("rig", RIGS)
+@pytest.mark.parametrize("check", CHECKS)
+def test_calls(rig: str, check: Callable[[contract.MakeRig], None]) -> None:
+    check(RIGS[rig])
 
 
+@pytest.mark.parametrize("rig", RIGS)
+@pytest.mark.parametrize("check", [contract.check_bytes, contract.check_cancel])
 @pytest.mark.parametrize("seed", range(2))
-def test_bytes(make_rig: contract.MakeRig, seed: int) -> None:
-    contract.check_bytes(make_rig, seed=seed)
-
-
-def test_nothing_to_do(make_rig: contract.MakeRig) -> None:
-    contract.check_nothing_to_do(make_rig)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_cancel(make_rig: contract.MakeRig, seed: int) -> None:
-    contract.check_cancel(make_rig, seed=seed)
-
-
-def test_failure(make_rig: contract.MakeRig) -> None:
-    contract.check_failure(make_rig)
-
-
-def test_close(make_rig: contract.MakeRig) -> None:
-    contract.check_close(make_rig)
-
-
-def test_idle(make_rig: contract.MakeRig) -> None:
-    contract.check_idle(make_rig)
-
-
-def test_times(make_rig: contract.MakeRig) -> None:
-    contract.check_times(make_rig)
+def test_bytes(rig: str, check: Callable[..., None], seed: int) -> None:
+    check(RIGS[rig], seed=seed)

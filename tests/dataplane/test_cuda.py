@@ -141,21 +141,6 @@ def test_a_cancelled_job_ends_when_what_was_given_has_passed(bench: Bench) -> No
     assert sum(m.num_pieces for m in bench.engine.figures().moved) <= 3
 
 
-def test_a_call_that_fails_again_and_again_has_failed_and_the_device_counts_as_lost(
-    bench: Bench,
-) -> None:
-    lane, num_calls = bench.engine._lanes[Direction.LOAD], 0
-
-    def fails() -> None:
-        nonlocal num_calls
-        num_calls += 1
-        raise RuntimeError(f"call {num_calls}")
-
-    succeeded, error = lane._insist(fails)
-    assert not succeeded and error == "RuntimeError: call 1" and num_calls > 1
-    assert lane._problem
-
-
 def test_what_stalls_on_the_device_shows(bench: Bench) -> None:
     assert bench.engine.stalled_s(time.monotonic()) == 0
     bench.engine.submit(bench.ends.job("load", [bench.load(4096)]))
@@ -165,26 +150,6 @@ def test_what_stalls_on_the_device_shows(bench: Bench) -> None:
     bench.until(lambda: bench.engine.stalled_s(time.monotonic()) == 0)
 
 
-@pytest.mark.parametrize("nth", [1, 2, 3])
-@pytest.mark.parametrize("call", ["copy_batch", "record", "synchronize"])
-def test_a_failing_call_fails_one_job_which_ends_with_its_pieces(call: str, nth: int) -> None:
-    bench = Bench()
-    bench.runtime.fail_call(call, nth)
-    bench.engine.submit(bench.ends.job("fails", [bench.load()]))
-    if call == "copy_batch":
-        bench.until(lambda: bench.engine.figures().num_in_flight == min(nth, 2))
-        bench.until(bench.settled)
-        assert not bench.ended(), "it ended with pieces in flight"
-    bench.until(bench.ended, running=True)
-    bench.engine.submit(bench.ends.job("after", [bench.load(), bench.store()]))
-    bench.until(bench.ended, running=True)
-    assert bench.ends["fails"] is Outcome.FAILED and call in bench.ends.message("fails")
-    assert bench.ends["after"] is Outcome.DONE
-    figures = bench.engine.figures()
-    assert figures.num_failed == 1 and not figures.problem
-    bench.close()
-
-
 def test_a_device_that_can_not_be_followed_is_given_up() -> None:
     bench = Bench()
     for nth in (1, 2, 3):
@@ -192,33 +157,6 @@ def test_a_device_that_can_not_be_followed_is_given_up() -> None:
     bench.engine.submit(bench.ends.job("fails", [bench.load()]))
     bench.until(bench.ended, running=True)
     assert bench.ends["fails"] is Outcome.FAILED and "can't be followed" in bench.engine.problem
-    bench.close()
-
-
-@pytest.mark.parametrize("after", [0, 1, 5, 8])
-def test_with_a_lost_device_all_jobs_fail_and_others_are_refused(after: int) -> None:
-    bench = Bench()
-    names = [f"{number}" for number in range(6)]
-    for name in names:
-        bench.engine.submit(
-            bench.ends.job(name, [bench.load() if int(name) % 2 else bench.store()])
-        )
-    bench.until(lambda: bench.engine.figures().num_in_flight == 4)
-    assert bench.runtime.run(after) == after
-    assert not bench.engine.problem
-    bench.runtime.lose(0, "the GPU has fallen off the bus")
-    bench.until(bench.ended)
-    assert all(
-        bench.ends[name] is Outcome.FAILED and "fallen off" in bench.ends.message(name)
-        for name in names
-    )
-    assert (
-        "device 0 is lost" in bench.engine.problem
-        and bench.engine.figures().problem == bench.engine.problem
-    )
-    bench.engine.submit(bench.ends.job("late", [bench.load()]))
-    bench.until(bench.ended)
-    assert bench.ends["late"] is Outcome.FAILED and bench.engine.is_alive()
     bench.close()
 
 

@@ -55,28 +55,28 @@ def test_a_long_wait_is_asked_for_ever_more_seldom(
 ) -> None:
     """An engine's queue may be half a second long, and the interpreter is everybody's."""
     ends, gates, pauses, sleep = Ends(), [SwitchedGate(), SwitchedGate()], list[float](), time.sleep
-    rig.engine.submit(ends.job("waits", [whole_plan(rig.memories[0], rig.arena)], gates[0]))
-    rig.engine.submit(ends.job("goes", [whole_plan(rig.memories[0], rig.arena)], gates[1]))
-    clock = [time.monotonic()]
+    begun_s = time.monotonic()
+    for number, gate in enumerate(gates):
+        plans = [whole_plan(rig.memories[0], rig.arena)]
+        rig.engine.submit(ends.job(f"job {number}", plans, gate))
 
     def pause(seconds: float) -> None:
         pauses.append(seconds)
-        clock[0] += seconds
         sleep(1e-5)
 
-    monkeypatch.setattr(engines, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=pause))
+    clock = SimpleNamespace(monotonic=lambda: begun_s + sum(pauses), sleep=pause)
+    monkeypatch.setattr(engines, "time", clock)
     while not pauses or pauses[-1] < engines.MAX_POLL_S:
         sleep(1e-4)
     rising = pauses[:]
-    assert (
-        rising == sorted(rising) and engines.POLL_S <= rising[0] < rising[-1] == engines.MAX_POLL_S
-    )
+    assert rising == sorted(rising)
+    assert engines.POLL_S <= rising[0] < rising[-1] == engines.MAX_POLL_S
     gates[1].is_open = True
-    ends.wait("goes")
+    ends.wait("job 1")
     count = len(pauses)
     while len(pauses) < count + 2:
         sleep(1e-4)
-    assert min(pauses[len(rising) :]) == engines.POLL_S, "where marks pass, the next is not far"
+    assert min(pauses[len(rising) :]) == engines.POLL_S, "where marks pass, the next is near"
     gates[0].is_open = True
     ends.wait()
 
@@ -97,25 +97,14 @@ def test_jobs_that_wait_when_the_engine_closes_are_cancelled(rig: Rig) -> None:
     assert all(gate.num_released == 1 for gate in gates)
 
 
-def test_a_gate_is_asked_for_jobs_without_bytes_too(rig: Rig) -> None:
+def test_a_job_without_bytes_waits_for_its_gate_and_that_is_no_stall(rig: Rig) -> None:
     ends, gate = Ends(), SwitchedGate()
     rig.engine.submit(ends.job("nothing", [], gate))
-    while not gate.num_asked:
-        time.sleep(1e-4)
-    assert not ends.outcomes["nothing"]
+    while gate.num_asked < 100:
+        assert rig.engine.stalled_s(time.monotonic()) < 1 and not ends.outcomes["nothing"]
     gate.is_open = True
     ends.wait()
     assert ends["nothing"] is Outcome.DONE
-
-
-def test_waiting_for_gates_is_no_stall(rig: Rig) -> None:
-    ends, gate = Ends(), SwitchedGate()
-    job = ends.job("waits", [], gate)
-    rig.engine.submit(job)
-    while gate.num_asked < 100:
-        assert rig.engine.stalled_s(time.monotonic()) < 1
-    job.cancel()
-    ends.wait()
 
 
 def test_a_plan_for_a_device_without_an_engine_fails(rig: Rig) -> None:

@@ -1,7 +1,7 @@
 """Copies of runs, streamed and not, agree with plain slices: odd sizes, every misalignment, and no
 byte beside them."""
 
-import ctypes
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -70,84 +70,36 @@ def test_every_size_about_one_line_and_every_place_in_it(how: str) -> None:
     memories.check(runs)
 
 
-@pytest.mark.parametrize("how", HOWS)
-@given(data=st.data())
-@settings(max_examples=40, deadline=None)
-def test_a_piece_copies_its_own_runs_alone(how: str, data: st.DataObject) -> None:
-    sizes = data.draw(st.lists(st.integers(0, 3000), min_size=1, max_size=8))
-    runs, to = [], data.draw(st.integers(0, 200))
-    for size in sizes:
-        runs.append((to, data.draw(st.integers(0, 5000)), size))
-        to += size + data.draw(st.integers(0, 3 * LINE_BYTES))
-    start = data.draw(st.integers(0, len(runs)))
-    end = data.draw(st.integers(start, len(runs)))
-    memories = Memories(to + 9000)
-    memories.copy(how, runs, start, end)
-    memories.check(runs[start:end])
-
-
-class Kernels:
-    """Takes the place of the kernels; notes which copies were to be streamed."""
-
-    def __init__(self) -> None:
-        self.streamed: list[bool] = []
-
-    def copy_runs(
-        self,
-        to: int,
-        at: int,
-        to_offsets: Any,
-        at_offsets: Any,
-        sizes: Any,
-        start: int,
-        end: int,
-        streaming: bool,
-    ) -> None:
-        self.streamed.append(streaming)
-        for n in range(start, end):
-            ctypes.memmove(to + int(to_offsets[n]), at + int(at_offsets[n]), int(sizes[n]))
-
-
 @pytest.mark.parametrize(("less", "streamed"), [(1, False), (0, True)])
 def test_jobs_of_eight_mib_and_more_are_streamed(
     monkeypatch: pytest.MonkeyPatch, less: int, streamed: bool
 ) -> None:
+    """Two plans, in runs that no line divides: what counts is the job, not a piece of it."""
     assert host.STREAMED_JOB_BYTES == 8 << 20
-    kernels, ends = Kernels(), []
-    monkeypatch.setattr(native, "require", lambda name: kernels)
-    memories, size = Memories(9 << 20), (8 << 20) - less
+    kernels, said, ends = native.require("hotkv_proto.kernels"), [], []
+
+    def copy_runs(*arguments: Any) -> None:
+        said.append(arguments[-1])
+        kernels.copy_runs(*arguments)
+
+    monkeypatch.setattr(native, "require", lambda name: SimpleNamespace(copy_runs=copy_runs))
+    rng, left_bytes, at, runs = np.random.default_rng(8), (8 << 20) - less, 5, []
+    while left_bytes:
+        size = min(left_bytes, int(rng.integers(1, 90_000)))
+        runs.append((at, at + 6, size))
+        at, left_bytes = at + size + int(rng.integers(0, 150)), left_bytes - size
+    memories = Memories(at + 6)
     regions = [
         Region(memory.ctypes.data, len(memory), "memory") for memory in (memories.dst, memories.src)
     ]
-    # Two plans: what counts is the job, not a piece of it.
-    halves = [(0, 0, size // 2), (size // 2, size // 2, size - size // 2)]
     plans = [
-        CopyPlan(*regions, *(np.array([number], np.int64) for number in half)) for half in halves
+        CopyPlan(*regions, *(np.array(column, np.int64) for column in zip(*half, strict=True)))
+        for half in (runs[::2], runs[1::2])
     ]
-    engine = HostCopyEngine(1)
+    engine = HostCopyEngine(2)
     engine.submit(CopyJob(plans, lambda *outcome: ends.append(outcome), None))
     engine.close()
-    assert len(ends) == 1 and kernels.streamed and set(kernels.streamed) == {streamed}
-    memories.check(halves)
-
-
-def test_a_large_job_has_every_byte() -> None:
-    """Streamed by the engine itself, on several threads, in runs that no line divides."""
-    rng = np.random.default_rng(8)
-    runs, to, at = [], 5, 11
-    while sum(size for _, _, size in runs) < host.STREAMED_JOB_BYTES:
-        size = int(rng.integers(1, 90_000))
-        runs.append((to, at, size))
-        to, at = to + size + int(rng.integers(0, 150)), at + size + int(rng.integers(0, 9))
-    memories, ends = Memories(max(to, at)), []
-    regions = [
-        Region(memory.ctypes.data, len(memory), "memory") for memory in (memories.dst, memories.src)
-    ]
-    plan = CopyPlan(*regions, *(np.array(column, np.int64) for column in zip(*runs, strict=True)))
-    engine = HostCopyEngine(2)
-    engine.submit(CopyJob([plan], lambda *outcome: ends.append(outcome), None))
-    engine.close()
-    assert len(ends) == 1
+    assert len(ends) == 1 and said and set(said) == {streamed}
     memories.check(runs)
 
 

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.testing.faulty_disk import EVERYWHERE, Fault, FaultyDisk
-from hotkv_server.testing.tier_contract import ARENA_BYTES, Rig
+from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, Rig
 from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.disk.slab_file import FileIO, SlabFile
 from hotkv_server.tiers.disk.tier import DiskTier
+from hotkv_server.tiers.protocol import Write
 
 SHM = Path("/dev/shm")
 
@@ -119,6 +120,15 @@ class Disk:
         self.io.reads[EVERYWHERE] = self.io.writes[EVERYWHERE] = Fault(code=5)
         yield
         self.io.heal()
+
+    def stored(self, numbers: list[int], **options: Any) -> Bench:
+        """Returns a bench with these blocks on disk, and nowhere else. `options`: of `Rig`."""
+        bench = Bench(self.rig(**options))
+        bench.fill(numbers, numbers)
+        assert (bench.write(numbers, numbers) == Write.STORED).all()
+        bench.arena[:] = 0
+        self.io.begun.clear()
+        return bench
 
 
 @contextlib.contextmanager

@@ -1,14 +1,17 @@
 """Values that compress, and values that do not."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from hotkv_proto.table import SLOT_ALIGN
-from hotkv_server.testing.tier_contract import SLOTS
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.testing.tier_contract import SLOTS, Rig
 from hotkv_server.tiers.compression import kernels
 from hotkv_server.tiers.compression.form import room_bytes
-from hotkv_server.tiers.compression.staged import Codec
+from hotkv_server.tiers.compression.staged import Codec, Staged
 
 ODD = np.array(
     [0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7FFF, 0x7F7F], np.uint16
@@ -60,3 +63,26 @@ def noise(number: int) -> Any:
 
 def mixed(number: int) -> Any:
     return noise(number) if number % 3 == 0 else compressible(number)
+
+
+@contextlib.contextmanager
+def encoding_rig(
+    make: Callable[[Region, Staged], Any],
+    damage: Callable[[bytes, int], None],
+    breaks: Callable[[], Any] | None = None,
+    *,
+    content: Callable[[int], Any] = mixed,
+    staging_slots: int = 16,
+) -> Iterator[Rig]:
+    """Yields a rig over a tier that encodes. All staging memory is free at the end."""
+    memory = np.zeros(ARENA_BYTES, np.uint8)
+    arena = Region(memory.ctypes.data, ARENA_BYTES, "arena")
+    staged = Staged(arena, staging_slots * SLOT_BYTES)
+    staged.open()
+    tier = make(arena, staged)
+    try:
+        yield Rig(tier, arena, damage, breaks, content, SLOT_BYTES)
+        staged.check_invariants()
+    finally:
+        tier.close()
+        assert not tier.figures().queued_bytes

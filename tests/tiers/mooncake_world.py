@@ -19,25 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import MooncakeSettings
 from hotkv_server.testing import flush_contract
-from hotkv_server.testing.tier_contract import (
-    ARENA_BYTES,
-    SLOT_BYTES,
-    SLOTS,
-    Bench,
-    Rig,
-    check_tier,
-    key,
-)
+from hotkv_server.testing.tier_contract import ARENA_BYTES, SLOT_BYTES, Bench, Rig, check_tier, key
 from hotkv_server.tiers.compression.form import encoded_key
-from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.mooncake.tier import MooncakeClient, mooncake_tier
 from hotkv_server.tiers.mooncake.words import epoch_key, quoted
 from hotkv_server.tiers.protocol import Read, Write
 from tests.support.waiting import wait_for
+from tests.tiers.encodings import compressible, encoding_rig
 
 MASTER, OWNER = "127.0.0.1:50051", "127.0.0.1:17001"
 OWNED_BYTES = 64 << 20
@@ -118,32 +109,16 @@ def check_contract() -> None:
 
 def check_compressed() -> None:
     """A tier that encodes keeps the contract: the children map its staging memory."""
-    world, size = World(), 8 * SLOT_ALIGN
+    world = World()
+    settings = MooncakeSettings(master=MASTER, local_hostname="127.0.0.1")
 
-    def content(number: int) -> Any:
-        # As many different exponents as keys and values have.
-        floats = np.random.default_rng(number).normal(size=size // 2).astype(np.float32)
-        return (floats.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-
-    @contextlib.contextmanager
-    def make() -> Iterator[Rig]:
+    def make() -> contextlib.AbstractContextManager[Rig]:
         world.client.remove_all(True)
-        memory = np.zeros(SLOTS * size, np.uint8)
-        arena = Region(memory.ctypes.data, len(memory), "arena")
-        settings = MooncakeSettings(master=MASTER, local_hostname="127.0.0.1")
-        staged = Staged(arena, 16 * size)
-        staged.open()
-        tier = mooncake_tier(arena, -1, settings, staged=staged)
-        try:
-            yield Rig(
-                tier,
-                arena,
-                lambda name, at: world.damage(encoded_key(name)),
-                content=content,
-                slot_bytes=size,
-            )
-        finally:
-            tier.close()
+        return encoding_rig(
+            lambda arena, staged: mooncake_tier(arena, -1, settings, staged=staged),
+            lambda name, at: world.damage(encoded_key(name)),
+            content=compressible,
+        )
 
     check_tier(make, seed=2)
 

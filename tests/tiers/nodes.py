@@ -37,37 +37,28 @@ ARENA_BYTES = NUM_SLOTS * SLOT_ALIGN
 BLOCKS = list(range(6))
 
 
-class Setup:
-    """A core over memory of its own, and a tier below it."""
+class Node:
+    """A core over memory of its own. `has_disk`: it has places for a tier below."""
 
-    def __init__(self, lookup_wait_s: float) -> None:
-        space = Space(make_table(200), 256 * SLOT_ALIGN, SLAB, LRU(200))
+    def __init__(self, has_disk: bool) -> None:
+        places = Space(make_table(200), 256 * SLOT_ALIGN, SLAB, LRU(200)) if has_disk else None
         config = CoreConfig(ARENA_BYTES, SLAB, 200, check_stride=1)
         self.core = CacheCore(config, make_table(200), LRU(200))
-        self.books = TierBooks(self.core, space)
-        assert self.books.lower is not None
-        self.lower = self.books.lower
-        self.removed: list[bytes] = []
+        self.books = TierBooks(self.core, places)
         self.memory = np.zeros(ARENA_BYTES, np.uint8)
-        arena = Region(self.memory.ctypes.data, ARENA_BYTES, "arena")
-        self.arena = arena
-        self.store = MemoryStore(places=True)
-        self.tier = MemoryTier(arena, self.store)
-        self.verifier = Verifier(self.core, arena)
-        epochs = Epochs(self.core)
-        below = TierBelow(self.core, self.tier, self.verifier, epochs, moving_bytes(self.core))
-        self.tiers = Tiers(self.core, arena, lookup_wait_s, epochs, below)
+        self.arena = Region(self.memory.ctypes.data, ARENA_BYTES, "arena")
+        self.verifier = Verifier(self.core, self.arena)
+        self.num_calls = self.num_flushed_here = 0
+
+    def open(self) -> None:
+        """Opens a session."""
         key_space = make_key_space("m", SLOT_ALIGN, SLOT_ALIGN)
         self.number = self.core.open_session("e", "worker", key_space, 0.0).number
-        self.session: Any = SimpleNamespace(record=self.core.sessions.record(self.number))
-        self.num_calls = 0
+        record = self.core.sessions.record(self.number)
+        self.session: Any = SimpleNamespace(record=record, knows_tiers=True)
 
-    def tell(self) -> None:
-        """Notes what others are told of."""
-        for notice in self.core.take_effects():
-            self.removed += [words.tobytes() for words in notice.hashes]
-
-    async def flushed(self, key_space_id: int) -> int:
+    async def flushed_here(self, key_space_id: int) -> int:
+        self.num_flushed_here += 1
         flush(self.core, key_space_id)
         return 0
 
@@ -77,12 +68,42 @@ class Setup:
         name = f"store {self.num_calls}"
         store_blocks(self.core, self.arena, self.number, name, numbers)
 
+    def flip(self, number: int) -> None:
+        """Damages a block in host memory."""
+        index = self.core.space.index
+        entries = index.find(1, 0, words_of([number]))
+        self.memory[int(index.offsets(entries)[0]) + 7] ^= 1
+
+    def check_end(self) -> None:
+        """After the tiers are closed, nothing is under way."""
+        self.core.check_invariants()
+        assert not len(self.books.moves)
+        assert not self.core.space.index.pins.any()
+
+
+class Setup(Node):
+    """A node with a tier below it."""
+
+    def __init__(self, lookup_wait_s: float) -> None:
+        super().__init__(True)
+        assert self.books.lower is not None
+        self.lower = self.books.lower
+        self.removed: list[bytes] = []
+        self.store = MemoryStore(places=True)
+        self.tier = MemoryTier(self.arena, self.store)
+        epochs = Epochs(self.core)
+        self.below = TierBelow(self.core, self.tier, self.verifier, epochs, moving_bytes(self.core))
+        self.tiers = Tiers(self.core, self.arena, lookup_wait_s, epochs, self.below)
+        self.open()
+
+    def tell(self) -> None:
+        """Notes what others are told of."""
+        for notice in self.core.take_effects():
+            self.removed += [words.tobytes() for words in notice.hashes]
+
     async def until_down(self, count: int) -> None:
         """Waits until so many blocks lie below."""
-        until_s = time.monotonic() + 60
-        while self.lower.counters.demoted < count:
-            assert time.monotonic() < until_s, "blocks are not moved down"
-            await asyncio.sleep(0.01)
+        await until(lambda: self.lower.counters.demoted >= count, "blocks are not moved down")
 
     async def lie_below(self, numbers: list[int]) -> None:
         """Blocks are below, and not in host memory."""
@@ -100,14 +121,13 @@ class Setup:
 
     async def leased(self, numbers: list[int]) -> list[bool]:
         """Brings blocks up and leases them, as the rpc does; checks the bytes of what is pinned."""
-        self.num_calls += 1
         lists = [HashList(0, words_of(numbers))]
-        held = await self.tiers.bring_up(self.session, lists)
-        return lease(self, lists, numbers, held)
+        return lease(self, lists, numbers, await self.tiers.bring_up(self.session, lists))
 
 
-class SharedNode:
-    """A core over memory of its own, and a tier that it shares."""
+class SharedNode(Node):
+    """A node with a tier that it shares. `folder`: where notes outlive it. `left`: the blocks of an
+    earlier server, None if there was none. `disk`: of a tier below."""
 
     def __init__(
         self,
@@ -117,46 +137,25 @@ class SharedNode:
         left: list[int] | None = None,
         disk: MemoryStore | None = None,
     ) -> None:
-        """`folder`: where notes outlive the node. `left`: the blocks of an earlier server, None if
-        there was none. `disk`: of a tier below."""
-        config = CoreConfig(ARENA_BYTES, SLAB, 200, check_stride=1)
-        places = Space(make_table(200), 256 * SLOT_ALIGN, SLAB, LRU(200)) if disk else None
-        self.core = CacheCore(config, make_table(200), LRU(200))
-        self.books = TierBooks(self.core, places)
-        self.num_calls = self.num_flushed_here = 0
-        self.memory = np.zeros(ARENA_BYTES, np.uint8)
-        self.arena = arena = Region(self.memory.ctypes.data, ARENA_BYTES, "arena")
+        super().__init__(disk is not None)
         relay = EpochRelay()
-        self.tier = SharedMemoryTier(arena, store, on_epoch=relay)
+        self.tier = SharedMemoryTier(self.arena, store, on_epoch=relay)
         if left is not None:
-            self._open()
+            self.open()
             self.put(left)
             index = self.core.space.index
             index.unverified[index.ready_blocks()] = True
-        verifier = Verifier(self.core, arena)
         most_bytes = moving_bytes(self.core)
         folders = [] if folder is None else [NotesFolder(folder, left is not None)]
         self.epochs = epochs = Epochs(self.core, [(self.tier, relay)], EpochNotes(folders))
         below = None
         if disk is not None:
-            below = TierBelow(self.core, MemoryTier(arena, disk), verifier, epochs, most_bytes)
-        self.shared = TierShared(self.core, self.tier, verifier, epochs, most_bytes)
-        self.tiers = Tiers(self.core, arena, lookup_wait_s, epochs, below, [self.shared])
+            tier = MemoryTier(self.arena, disk)
+            below = TierBelow(self.core, tier, self.verifier, epochs, most_bytes)
+        self.shared = TierShared(self.core, self.tier, self.verifier, epochs, most_bytes)
+        self.tiers = Tiers(self.core, self.arena, lookup_wait_s, epochs, below, [self.shared])
         if left is None:
-            self._open()
-
-    def _open(self) -> None:
-        key_space = make_key_space("m", SLOT_ALIGN, SLOT_ALIGN)
-        self.fingerprint = key_space.fingerprint.hex()
-        self.number = self.core.open_session("e", "worker", key_space, 0.0).number
-        self.session: Any = SimpleNamespace(
-            record=self.core.sessions.record(self.number), knows_tiers=True
-        )
-
-    async def flushed_here(self, key_space_id: int) -> int:
-        self.num_flushed_here += 1
-        flush(self.core, key_space_id)
-        return 0
+            self.open()
 
     async def start(self) -> None:
         """Begins to move blocks; a session is opened."""
@@ -171,11 +170,17 @@ class SharedNode:
         """That under which blocks lie in the store, 0 for none."""
         return self.epochs.get("shared", 1)
 
-    def put(self, numbers: list[int]) -> None:
-        """Stores blocks, each with bytes of its own."""
-        self.num_calls += 1
-        name = f"store {self.num_calls}"
-        store_blocks(self.core, self.arena, self.number, name, numbers)
+    async def until_down(self, count: int) -> None:
+        """Waits until so many blocks lie on the disk below."""
+        assert self.tiers.below is not None
+        counters = self.tiers.below.lower.counters
+        await until(lambda: counters.demoted == count, "blocks are not moved down")
+
+    async def share(self, numbers: list[int]) -> None:
+        """Stores blocks, and waits until the shared tier has them."""
+        before = self.shared.out.num_copied
+        self.put(numbers)
+        await self.until_copied(before + len(numbers))
 
     async def until_copied(self, count: int) -> None:
         await until(lambda: self.shared.out.num_copied >= count, "blocks are not copied")
@@ -191,7 +196,6 @@ class SharedNode:
 
     async def leased(self, numbers: list[int]) -> list[bool]:
         """Brings blocks in and leases them, as the rpc does; checks the bytes of what is pinned."""
-        self.num_calls += 1
         lists = [HashList(0, words_of(numbers))]
         held = None
         if self.tiers.has_some(self.session, lists) or not self.epochs.may_serve(1):
@@ -204,6 +208,7 @@ class SharedNode:
 def lease(node: Any, lists: list[HashList], numbers: list[int], held: Any) -> list[bool]:
     """Leases blocks of a node, compares the bytes of those that are pinned, and releases them.
     Returns which were pinned. `held`: what was brought up for the lease, None for nothing."""
+    node.num_calls += 1
     core, name = node.core, f"lease {node.num_calls}"
     grant = core.acquire(node.number, name, lists, 10.0, time.monotonic())
     if held is not None:
@@ -240,13 +245,18 @@ async def nodes(
 ) -> AsyncIterator[list[SharedNode]]:
     store = store or MemoryStore(places=False)
     made = [SharedNode(store, lookup_wait_s) for _ in range(count)]
+    async with running(*made):
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def running(*made: SharedNode) -> AsyncIterator[None]:
+    """The nodes move blocks meanwhile."""
     for one in made:
         await one.start()
     try:
-        yield made
+        yield
     finally:
         for one in made:
             await one.tiers.close()
-            one.core.check_invariants()
-            assert not len(one.books.moves)
-            assert not one.core.space.index.pins.any()
+            one.check_end()

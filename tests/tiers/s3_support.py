@@ -7,13 +7,11 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -21,19 +19,19 @@ from obstore.store import S3Store
 
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import S3Settings
+from hotkv_server.testing import flush_contract
 from hotkv_server.testing.fault_proxy import FaultProxy
-from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, Rig
+from hotkv_server.testing.flush_contract import blocks_of
+from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, Rig, content
+from hotkv_server.tiers.protocol import Read
 from hotkv_server.tiers.s3.packs import folder_of, list_bytes, space_of
 from hotkv_server.tiers.s3.tier import S3Tier
 from tests.support.ports import free_ports
-from tests.support.waiting import wait_for
 from tests.tiers.support import broken
 
-T = TypeVar("T")
-WAIT_S = 60.0
 START_S = 30.0
 BUCKET = "of-tests"
-KEYS = {"admin": "admin-secret", "hotkv": "hotkv-secret", "reader": "reader-secret"}
+KEYS = {name: f"{name}-secret" for name in ("admin", "hotkv", "reader")}
 """Secrets by access key."""
 ACTIONS = {
     "admin": ["Admin", "Read", "Write", "List"],
@@ -54,12 +52,9 @@ class Server:
         (folder / "data").mkdir()
         self.keys = {name: _key_file(folder, name) for name in KEYS}
         identities = [
-            {
-                "name": name,
-                "credentials": [{"accessKey": name, "secretKey": secret}],
-                "actions": ACTIONS[name],
-            }
-            for name, secret in KEYS.items()
+            {"name": name, "credentials": [{"accessKey": name, "secretKey": KEYS[name]}]}
+            | {"actions": ACTIONS[name]}
+            for name in KEYS
         ]
         (folder / "s3.json").write_text(json.dumps({"identities": identities}))
         # One volume for a new bucket: each takes a while to make.
@@ -82,16 +77,11 @@ class Server:
             "master.volumeSizeLimitMB": 64,
             "volume.max": 0,
         }
+        command = [str(Path(sys.executable).with_name("weed")), f"-logdir={folder}", "server"]
+        command += ["-filer", "-s3", *(f"-{name}={value}" for name, value in options.items())]
         with (folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
-                [
-                    str(Path(sys.executable).with_name("weed")),
-                    f"-logdir={folder}",
-                    "server",
-                    "-filer",
-                    "-s3",
-                    *(f"-{name}={value}" for name, value in options.items()),
-                ],
+                command,
                 stdout=log,
                 stderr=log,
                 cwd=folder,
@@ -220,23 +210,14 @@ def proxied(server: Server) -> Iterator[tuple[FaultProxy, dict[str, object]]]:
         proxy.close()
 
 
-class Gate:
-    """Holds requests that have this in their first line, from the `skipped`th on, until `opened`
-    is set. `is_held` is set once one waits."""
+def damage_in(server: Server, prefix: str) -> Callable[[bytes, int], None]:
+    """Returns what damages a block that is alone in its key space, as `Rig` wants it."""
 
-    def __init__(self, method: bytes, part: str, skipped: int = 0) -> None:
-        self.is_held, self.opened = threading.Event(), threading.Event()
-        self._method, self._part = method, part.encode()
-        self._left = skipped
+    def damage(key: bytes, place: int) -> None:
+        (path,) = server.packs(f"{prefix}/{folder_of(space_of(key))}")
+        server.flip(path, list_bytes(path.rpartition("/")[2]) + 30)
 
-    def __call__(self, piece: bytes) -> Iterator[bytes]:
-        line = piece[:500].partition(b"\r\n")[0]
-        if line.startswith(self._method + b" ") and self._part in line:
-            self._left -= 1
-            if self._left < 0:
-                self.is_held.set()
-                self.opened.wait(60)
-        yield piece
+    return damage
 
 
 def rig_maker(
@@ -247,25 +228,42 @@ def rig_maker(
     @contextlib.contextmanager
     def make() -> Iterator[Rig]:
         prefix = new_prefix()
-
-        def damage(key: bytes, place: int) -> None:
-            # Checks damage a block that is alone in its key space.
-            (path,) = server.packs(f"{prefix}/{folder_of(space_of(key))}")
-            server.flip(path, list_bytes(path.rpartition("/")[2]) + 30)
-
         over_it = {"endpoint": f"http://127.0.0.1:{proxy.port}", **options}
         with tier_over(server, prefix, **over_it) as (tier, arena):
-            yield Rig(tier, arena, damage, lambda: broken(proxy))
+            yield Rig(tier, arena, damage_in(server, prefix), lambda: broken(proxy))
 
     return make
 
 
-def answer(call: Callable[[Callable[[T], None]], None]) -> T:
-    """What a call answers."""
-    done: list[T] = []
-    call(done.append)
-    wait_for(lambda: done, "the call did not end")
-    return done[0]
+SPACE = "0a/7"
+
+
+def key(number: int, space: str = SPACE) -> bytes:
+    return b"hotkv/1/%b/0/%064x" % (space.encode(), number)
+
+
+MakeKey = Callable[[int], bytes]
+
+
+def write(bench: Bench, numbers: list[int], key: MakeKey = key) -> list[int]:
+    """Writes blocks from the first slots. Returns the codes."""
+    bench.fill(numbers, range(len(numbers)))
+    codes, _ = bench.answer(blocks_of([key(number) for number in numbers], 0, {}))
+    return codes.tolist()
+
+
+def read(bench: Bench, numbers: list[int], key: MakeKey = key) -> list[int]:
+    """Returns the codes. What is found must be right, and slots of what is not stay as they are."""
+    bench.arena[:] = 0
+    codes = flush_contract.read(bench.tier, [key(number) for number in numbers], {})
+    for at, (number, code) in enumerate(zip(numbers, codes, strict=True), flush_contract.READ_AT):
+        expected = content(number) if code == Read.FOUND else 0
+        assert (bench.slot(at) == expected).all(), f"block {number} is {code}"
+    return codes
+
+
+def probe(bench: Bench, numbers: list[int]) -> list[int]:
+    return flush_contract.probe(bench.tier, [key(number) for number in numbers], {})
 
 
 def _key_file(folder: Path, name: str) -> Path:

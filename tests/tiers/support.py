@@ -1,8 +1,12 @@
 """Blocks of tests in a core over plain memory, and faults of stores."""
 
 import contextlib
+import ssl
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +17,11 @@ from hotkv_server.cache.values import Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.sums import add_sums
 from hotkv_server.testing.fault_proxy import FaultProxy, nothing
+from hotkv_server.testing.tier_contract import WAIT_S, Bench
+from hotkv_server.tiers.protocol import Codes
 from tests.core.support import begin_store, words_of
+from tests.server.certificates import Authority
+from tests.support.waiting import wait_for
 
 
 @contextlib.contextmanager
@@ -32,6 +40,23 @@ def broken(proxy: FaultProxy) -> Iterator[None]:
         proxy.on_command = nothing
 
 
+@contextlib.contextmanager
+def tls_proxy(
+    target: Any, authority: Authority, *, asks_for_certificate: bool = False
+) -> Iterator[FaultProxy]:
+    """A proxy that speaks TLS in front of a server that does not."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.issue("store"))
+    if asks_for_certificate:
+        context.load_verify_locations(authority.path)
+        context.verify_mode = ssl.CERT_REQUIRED
+    proxy = FaultProxy(target, context)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
+
+
 def quickest_s(call: Callable[[], object], times: int) -> float:
     """Seconds that the quickest of so many calls took: a busy machine slows some of them, a wait in
     the call slows all."""
@@ -41,6 +66,71 @@ def quickest_s(call: Callable[[], object], times: int) -> float:
         call()
         took.append(time.monotonic() - began_s)
     return min(took)
+
+
+@dataclass
+class Store:
+    """A store behind `proxy`.
+
+    `bench`, `direct`: open a tier over the proxy, and past it.
+    `set_epoch`: replaces the epoch of `flush_contract.NAME`; None removes it.
+    `name`: begins the tier's problems.
+    """
+
+    proxy: FaultProxy
+    bench: Callable[..., AbstractContextManager[Bench]]
+    direct: Callable[..., AbstractContextManager[Bench]]
+    set_epoch: Callable[[bytes | None], object]
+    name: str
+
+    @property
+    def is_valkey(self) -> bool:
+        return self.name.startswith("valkey")
+
+
+class Gate:
+    """Holds requests over HTTP that have this in their first line, until `opened` is set. `is_full`
+    is set once one waits."""
+
+    def __init__(self, method: bytes, part: str) -> None:
+        self.is_full, self.opened = threading.Event(), threading.Event()
+        self._method, self._part = method, part.encode()
+
+    def __call__(self, piece: bytes) -> Iterator[bytes]:
+        line = piece[:500].partition(b"\r\n")[0]
+        if line.startswith(self._method + b" ") and self._part in line:
+            self.is_full.set()
+            self.opened.wait(60)
+        yield piece
+
+
+class Asked:
+    """Calls of a bench's tier that are under way. `codes`: of those that have ended, by name."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self.codes: dict[object, list[int]] = {}
+
+    def write(self, name: object, numbers: Sequence[int]) -> None:
+        """Writes blocks from the slots of their numbers."""
+        self._bench.tier.write(self._bench.blocks(numbers, numbers), self._end(name))
+
+    def read(
+        self, name: object, numbers: Sequence[int], slots: Sequence[int], within_s: float = WAIT_S
+    ) -> None:
+        deadline_s = time.monotonic() + within_s
+        self._bench.tier.read(self._bench.blocks(numbers, slots), deadline_s, self._end(name))
+
+    def wait(self, name: object) -> list[int]:
+        wait_for(lambda: name in self.codes, f"{name} did not end")
+        return self.codes[name]
+
+    def _end(self, name: object) -> Callable[..., None]:
+        def end(codes: Codes, seals: object = None) -> None:
+            assert name not in self.codes, f"{name} ended twice"
+            self.codes[name] = codes.tolist()
+
+        return end
 
 
 def content(number: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":

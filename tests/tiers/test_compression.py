@@ -48,45 +48,6 @@ def test_blocks_come_back_and_kernels_agree_with_the_reference(
     assert is_sound and np.array_equal(back, block)
 
 
-def test_every_value_comes_back() -> None:
-    block = np.random.default_rng(1).permutation(1 << 16).astype(np.uint16).view(np.uint8)
-    used, room = encode(block, all_escapes(len(block)))
-    is_sound, back = decode(room[:used], len(block))
-    assert is_sound and np.array_equal(back, block)
-
-
-def naive(room: bytes, num_values: int) -> list[int]:
-    """Values of an encoded form, one by one, as `form` describes it."""
-    num_tiles = -(-num_values // form.TILE_VALUES)
-    assert int.from_bytes(room[:8], "little") == form.HEAD
-    assert int.from_bytes(room[8:16], "little") == num_values
-    values = []
-    for at in range(num_values):
-        group, place = divmod(at, form.GROUP_VALUES)
-        packed = room[form.indices_at(num_values) + group * 64 + place % 64]
-        index = packed >> 4 if place >= 64 else packed & 15
-        table = form.HEAD_BYTES + at // form.TILE_VALUES * 16
-        rest = room[form.rests_at(num_values) + at]
-        values.append((rest & 0x80) << 8 | room[table + index] << 7 | rest & 0x7F)
-    at, seen = form.escapes_at(num_values), 0
-    for tile in range(num_tiles):
-        counted = form.HEAD_BYTES + num_tiles * 16 + 4 * tile
-        for _ in range(int.from_bytes(room[counted : counted + 4], "little")):
-            where = tile * form.TILE_VALUES + int.from_bytes(room[at : at + 2], "little")
-            values[where] = values[where] & 0x807F | room[at + 2] << 7
-            at, seen = at + form.ESCAPE_BYTES, seen + 1
-    assert seen == int.from_bytes(room[16:24], "little")
-    return values
-
-
-@settings(max_examples=10)
-@given(seed=st.integers(0, 1000), share=st.sampled_from([0.001, 0.1]))
-def test_the_form_is_what_is_written_down(seed: int, share: float) -> None:
-    block = keys_and_values(TILE_BYTES + 3 * GROUP_BYTES, seed, share)
-    _, room = encode(block, all_escapes(len(block)))
-    assert naive(room.tobytes(), len(block) // 2) == block.view(np.uint16).tolist()
-
-
 @given(pages=st.integers(1, 40), seed=st.integers(0, 100))
 @settings(max_examples=20)
 def test_rooms_hold_keys_and_values_and_have_no_old_bytes(pages: int, seed: int) -> None:
@@ -123,7 +84,8 @@ def test_a_form_fits_its_room_to_the_byte() -> None:
     used, room = encode(block, all_escapes(len(block)))
     assert encode(block, used)[0] == used
     assert encode(block, used - 1)[0] == 0
-    assert encode(block, 0)[0] == 0
+    for room_bytes in (0, 1, 8, 24, 63, form.HEAD_BYTES):
+        assert encode(block, room_bytes)[0] == 0
     assert decode(room[:used], len(block))[0] == 1
     assert decode(room[: used - 1], len(block))[0] == 0
 
@@ -206,45 +168,14 @@ def test_malformed_forms_stay_in_their_memory(
     assert answers[0][0] or cut or grown or changes
 
 
-@pytest.mark.parametrize("at, bytes_", [
-    (4, b"\2"), (5, b"\2"), (9, b"\0"), (16, (NUM_ESCAPES - 1).to_bytes(8, "little")),
-    (16, (NUM_ESCAPES + 1).to_bytes(8, "little")), (16, b"\xff" * 8),
-    (HEADS - 8, b"\xff\xff\xff\xff"), (HEADS - 8, b"\0\0\0\0"),
-    (HEADS - 8, (-1 << 31).to_bytes(4, "little", signed=True) + b"\x80\0\0\0"),
-    (HEADS - 8, (NUM_ESCAPES + 1).to_bytes(4, "little")),
-    (ESCAPES + 3 * NUM_ESCAPES - 3, b"\xff\xff"),
-])  # fmt: skip
-def test_each_part_of_a_form_is_checked(at: int, bytes_: bytes) -> None:
-    guarded = Guarded()
-    # No room behind the last escape.
-    spoiled = guarded.array(GOOD[: ESCAPES + 3 * NUM_ESCAPES])
-    assert decode(spoiled, GOOD_BYTES)[0] == 1
-    spoiled[at : at + len(bytes_)] = np.frombuffer(bytes_, np.uint8)
-    assert decode(spoiled, GOOD_BYTES)[0] == 0
-    guarded.check()
-
-
 def test_odd_begins_are_refused() -> None:
     block, room = np.zeros(GROUP_BYTES + 2, np.uint8), np.zeros(8192, np.uint8)
     columns = [np.array([number], np.int64) for number in (1, GROUP_BYTES, 0, 8192)]
     assert Codec(block, room).encode(*columns).tolist() == [0]
-    assert encode(block[:GROUP_BYTES], 8192)[0] > 0
     _, form_of_zeros = encode(block[:GROUP_BYTES], 8192)
     block[:] = 7
     assert Codec(block, form_of_zeros).decode(*columns).tolist() == [0]
     assert (block == 7).all()
-
-
-def test_short_rooms_are_refused() -> None:
-    guarded = Guarded()
-    for length in (0, 1, 7, 8, 23, 24, 63, HEADS, ESCAPES - 1):
-        room = guarded.array(GOOD[:length])
-        assert decode(room, GOOD_BYTES)[0] == 0
-        block = keys_and_values(GOOD_BYTES, 7)
-        zero, size = np.zeros(1, np.int64), np.array([GOOD_BYTES], np.int64)
-        codec = Codec(block, room)
-        assert codec.encode(zero, size, zero, np.array([length], np.int64)).tolist() == [0]
-    guarded.check()
 
 
 def test_blocks_of_a_batch_have_their_own_results() -> None:

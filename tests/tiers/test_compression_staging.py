@@ -102,15 +102,6 @@ class StagedMachine(RuleBasedStateMachine):
 TestStaged = StagedMachine.TestCase
 
 
-def test_staging_memory_is_there_from_the_start() -> None:
-    memory = open_staging(3 * SLOT_ALIGN)
-    try:
-        assert not memory.has_holes() and memory.num_bytes == 3 * SLOT_ALIGN
-        assert not memory.address % (2 << 20)
-    finally:
-        memory.close()
-
-
 @pytest.mark.parametrize("num_bytes", [0, -SLOT_ALIGN, SLOT_ALIGN + 1, mmap.PAGESIZE // 2])
 def test_odd_staging_is_refused(num_bytes: int) -> None:
     with pytest.raises(ValueError, match="no multiple"):

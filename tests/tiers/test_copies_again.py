@@ -2,10 +2,8 @@
 the disk brings back. What the tier has already costs no bytes."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,32 +12,14 @@ from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.book.copies import MAX_TRIES
 from hotkv_server.tiers.drive import copies as tier_copies
 from tests.core.support import evict, words_of
-from tests.tiers.nodes import BLOCKS, SharedNode, nodes, until
+from tests.tiers.nodes import BLOCKS, SharedNode, nodes, running, until
 
 
-def run_node(node: SharedNode, script: Callable[[SharedNode], Awaitable[None]]) -> None:
-    """Runs the script while the node moves blocks."""
-
-    async def run() -> None:
-        await node.start()
-        try:
-            await script(node)
-        finally:
-            await node.tiers.close()
-            node.core.check_invariants()
-            assert not node.core.space.index.pins.any()
-
-    asyncio.run(run())
-
-
-def earlier(store: MemoryStore, folder: Path, numbers: list[int]) -> None:
+async def earlier(store: MemoryStore, folder: Path, numbers: list[int]) -> None:
     """A server that copies these blocks, and ends."""
-
-    async def script(node: SharedNode) -> None:
-        node.put(numbers)
-        await node.until_copied(len(numbers))
-
-    run_node(SharedNode(store, 10.0, folder), script)
+    node = SharedNode(store, 10.0, folder)
+    async with running(node):
+        await node.share(numbers)
 
 
 async def test_what_fails_is_tried_again_until_it_is_there() -> None:
@@ -72,21 +52,6 @@ async def test_tries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert a.shared.out.num_waiting == 0
 
 
-async def test_a_full_store_is_not_asked_again() -> None:
-    async with nodes(1) as (a,):
-        a.tier.faults.is_full = True
-        writes, write = [], a.tier.write
-
-        def counted(*arguments: Any) -> None:
-            writes.append(arguments)
-            write(*arguments)
-
-        a.tier.write = counted  # type: ignore[method-assign]
-        a.put(BLOCKS)
-        await until(lambda: a.shared.out.num_refused == 6, "they wait")
-        assert a.shared.out.num_waiting == 0 and len(writes) == 1
-
-
 async def test_nothing_is_tried_while_something_is_known_against_the_store() -> None:
     async with nodes() as (a, b):
         a.tier.faults.fails = lambda key: True
@@ -105,115 +70,73 @@ async def test_nothing_is_tried_while_something_is_known_against_the_store() -> 
         assert all(await b.leased([*BLOCKS, 20]))
 
 
-async def test_what_was_evicted_meanwhile_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_copies, "AGAIN_S", 0.2)
-    async with nodes(1) as (a,):
-        a.tier.faults.fails = lambda key: True
-        a.put(BLOCKS)
-        await until(lambda: a.tier.figures().failed_blocks == 6, "nothing was tried")
-        assert a.shared.out.num_waiting == 6
-        evict(a.core, 1, 0, words_of(BLOCKS[:4]))
-        a.tier.faults.fails = lambda key: False
-        await until(lambda: not a.shared.out.num_waiting, "they wait for ever")
-        await a.until_copied(2)
-        assert a.tier.figures().written_blocks == 2
-
-
-def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(tmp_path: Path) -> None:
+async def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(
+    tmp_path: Path,
+) -> None:
+    """But for what came back damaged."""
     store = MemoryStore(places=False)
-    earlier(store, tmp_path, BLOCKS[:2])
-    other = SharedNode(store, 10.0)
-
-    async def script(node: SharedNode) -> None:
-        await node.until_copied(6)
-        # The store had two of them, which were neither compared nor written.
-        assert node.tier.figures().written_blocks == 4
-        assert node.core.space.index.unverified.sum() == 2
-        await other.start()
-        assert all(await other.leased(BLOCKS))
-        await other.tiers.close()
-
-    run_node(SharedNode(store, 10.0, tmp_path, BLOCKS), script)
-
-
-def test_what_came_back_damaged_is_not_offered(tmp_path: Path) -> None:
-    store = MemoryStore(places=False)
-    earlier(store, tmp_path, [99])
-    node = SharedNode(store, 10.0, tmp_path, BLOCKS)
-    words = node.core.space.index.find(1, 0, words_of([2]))
-    node.memory[int(node.core.space.index.offsets(words)[0]) + 7] ^= 1
-
-    async def script(node: SharedNode) -> None:
+    await earlier(store, tmp_path, BLOCKS[:2])
+    node, other = SharedNode(store, 10.0, tmp_path, BLOCKS), SharedNode(store, 10.0)
+    node.flip(4)
+    async with running(node):
         await node.until_copied(5)
         await asyncio.sleep(0.2)
-        assert node.tier.figures().written_blocks == 5
-
-    run_node(node, script)
+        # The store had two of them, which were neither compared nor written.
+        assert node.tier.figures().written_blocks == 3
+        assert node.core.space.index.unverified.sum() == 2
+        async with running(other):
+            assert await other.leased(BLOCKS) == [True] * 4 + [False, True]
 
 
 @pytest.mark.parametrize("is_noted", [False, True])
-def test_what_may_be_of_before_a_flush_is_not_offered(tmp_path: Path, is_noted: bool) -> None:
+async def test_what_may_be_of_before_a_flush_is_not_offered(tmp_path: Path, is_noted: bool) -> None:
     """Under the new epoch it would be served to all nodes."""
     store = MemoryStore(places=False)
     if is_noted:
-        earlier(store, tmp_path, [99])
+        await earlier(store, tmp_path, [99])
         for name in store.epochs:
             store.epochs[name] += 1
-    before = dict(store.content)
-
-    async def script(node: SharedNode) -> None:
+    before, node = dict(store.content), SharedNode(store, 10.0, tmp_path, BLOCKS)
+    async with running(node):
         await until(node.epoch, "no epoch")
         await asyncio.sleep(0.3)
         assert store.content == before and node.num_flushed_here == 1
         # What is stored anew is.
-        node.put([30])
-        await node.until_copied(1)
-
-    run_node(SharedNode(store, 10.0, tmp_path, BLOCKS), script)
+        await node.share([30])
 
 
-def test_what_comes_from_the_disk_is_offered() -> None:
+async def test_what_comes_from_the_disk_is_offered() -> None:
     store = MemoryStore(places=False)
-
-    async def script(node: SharedNode) -> None:
-        node.put(BLOCKS)
-        await node.until_copied(6)
-        assert node.tiers.below is not None
-        counters = node.tiers.below.lower.counters
-        await until(lambda: counters.demoted == 6, "blocks are not moved down")
+    node = SharedNode(store, 10.0, disk=MemoryStore(places=True))
+    async with running(node):
+        await node.share(BLOCKS)
+        await node.until_down(6)
         evict(node.core, 1, 0, words_of(BLOCKS))
         for key in list(store.content)[:4]:
             del store.content[key]
         assert all(await node.leased(BLOCKS))
-        assert counters.promoted == 6
+        assert node.books.lower.counters.promoted == 6
         await node.until_copied(12)
         assert node.tier.figures().written_blocks == 10 and len(store.content) == 6
 
-    run_node(SharedNode(store, 10.0, disk=MemoryStore(places=True)), script)
 
-
-def test_a_restart_does_not_flood_the_store(
+async def test_a_restart_does_not_flood_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier_copies, "MIN_OLD_BYTES", SLOT_ALIGN)
     monkeypatch.setattr(tier_copies, "OLD_BYTES_PER_S", 5 * SLOT_ALIGN)
     store = MemoryStore(places=False)
-    earlier(store, tmp_path, [99])
+    await earlier(store, tmp_path, [99])
     node = SharedNode(store, 10.0, tmp_path, BLOCKS)
     node.tier._facts = replace(node.tier.facts(), batch_bytes=SLOT_ALIGN)
     node.shared.out._most_bytes = SLOT_ALIGN
-
-    async def script(node: SharedNode) -> None:
+    async with running(node):
         await node.until_copied(1)
         await asyncio.sleep(0.3)
         assert node.shared.out.num_copied < 5
         # What is stored meanwhile does not wait behind it.
         node.put([40])
-        await until(
-            lambda: any(bytes(key).endswith(words_of([40])[0].tobytes()) for key in store.content),
-            "not copied",
-        )
+        new = words_of([40])[0].tobytes()
+        await until(lambda: any(key.endswith(new) for key in store.content), "not copied")
         assert node.shared.out.num_copied < 6
         await node.until_copied(7)
-
-    run_node(node, script)

@@ -167,17 +167,6 @@ def test_pieces_share_a_call_among_threads_and_are_bounded() -> None:
     assert [take(queue).end for _ in range(2)] == [1, 2]
 
 
-def test_a_small_read_waits_for_one_piece_of_a_large_one() -> None:
-    queue = call_queue(1)
-    large, small = call(1000, 64 << 10), call(1)
-    queue.add(large)
-    first = take(queue)
-    queue.add(small)
-    queue.done(first)
-    second, third = take(queue), take(queue)
-    assert [second.call, third.call] == [large, small]
-
-
 def test_writes_that_have_waited_long_get_a_turn_before_reads() -> None:
     queue = call_queue(NUM_THREADS, patience_s=0.0)
     read, write = call(100), call(100, is_write=True)

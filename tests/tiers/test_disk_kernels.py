@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -107,42 +106,6 @@ def test_each_block_has_its_own_errno(tmp_path: Path) -> None:
         addresses, offsets, sizes))  # fmt: skip
     assert refused.tolist() == [-errno.EBADF] * 3
     assert path.read_bytes() == content
-
-
-def test_a_direct_read_ends_at_the_end_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    content = sparse_file(path)
-    room = memory(ROOM_BYTES)
-    last = 4 * SLOT_ALIGN
-    rows = int64s([room.ctypes.data]), int64s([last]), int64s([ROOM_BYTES])
-    (result,) = use(path, os.O_RDONLY | os.O_DIRECT, lambda fd: FileIO(fd).read_many(
-        *rows))  # fmt: skip
-    assert result == FILE_BYTES - last
-    assert room[:result].tobytes() == content[last:]
-    askew = int64s([room.ctypes.data]), int64s([1]), int64s([100])
-    (result,) = use(path, os.O_RDONLY | os.O_DIRECT, lambda fd: FileIO(fd).read_many(
-        *askew))  # fmt: skip
-    assert result == -errno.EINVAL
-
-
-def test_a_write_that_is_cut_short_goes_on_until_the_errno(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.touch()
-    room = memory(ROOM_BYTES)
-    room[:] = 7
-    results = np.zeros(2, np.int64)
-    rows = int64s([room.ctypes.data] * 2), int64s([0, 0]), int64s([2 * SLOT_ALIGN, 100])
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    fd = os.open(path, os.O_RDWR)
-    try:
-        # A real short write: the kernel writes up to the limit, and fails what follows.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (SLOT_ALIGN + 50, before[1]))
-        kernels.write_many(fd, *rows, results)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        os.close(fd)
-    assert results.tolist() == [-errno.EFBIG, 100]
-    assert path.read_bytes() == bytes([7]) * (SLOT_ALIGN + 50)
 
 
 INTERRUPTED = """

@@ -5,6 +5,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,11 @@ import pytest
 
 from hotkv_server.cache.values import Medium
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.testing.flush_contract import answer
 from hotkv_server.testing.tier_contract import Bench, Rig, check_tier, key
 from hotkv_server.tiers.compression.form import encoded_key
 from hotkv_server.tiers.compression.staged import Staged
-from hotkv_server.tiers.protocol import (
-    Blocks,
-    Codes,
-    Epochs,
-    Read,
-    Seals,
-    Shown,
-    TierFacts,
-    Write,
-)
+from hotkv_server.tiers.protocol import Blocks, Codes, Epochs, Read, Seals, Shown, TierFacts, Write
 from hotkv_server.tiers.remote.client import LostError, UnusableError
 from hotkv_server.tiers.remote.encoding import EncodingClient, encoding
 from hotkv_server.tiers.remote.tier import RemoteTier
@@ -37,9 +30,11 @@ from tests.tiers.encodings import (
     ROOM_BYTES,
     SLOT_BYTES,
     compressible,
+    encoding_rig,
     mixed,
     noise,
 )
+from tests.tiers.support import Asked
 
 
 class Store:
@@ -132,81 +127,56 @@ class StoreClient:
 
 
 class Over:
-    """A tier that encodes over a store in memory, or over what `make` makes, and its arena."""
+    """A tier that encodes over a store in memory, and a bench."""
 
-    def __init__(
-        self,
-        make: Callable[[Region, Staged], Any] | None = None,
-        *,
-        staging_slots: int = 16,
-        connections: int = 3,
-        content: Callable[[int], Any] = mixed,
-    ) -> None:
-        self.memory = np.zeros(ARENA_BYTES, np.uint8)
-        self.arena = Region(self.memory.ctypes.data, ARENA_BYTES, "arena")
-        self.staged = Staged(self.arena, staging_slots * SLOT_BYTES)
-        self.staged.open()
-        self.store = Store()
-        self.tier = make(self.arena, self.staged) if make else self._over_memory(connections)
-        self.content = content
-        self.bench = Bench(self.rig())
-
-    def _over_memory(self, connections: int) -> RemoteTier:
-        connect = encoding(lambda until_s: StoreClient(self.store), self.staged)
-        workers = Workers("memory", RemoteLimits(connections, 5.0, 20.0), connect)
-        return RemoteTier(
-            TierFacts("memory", Medium.REMOTE, False, 0, True, ARENA_BYTES),
-            self.arena,
-            workers,
-            on_epoch=lambda fingerprint, epoch: None,
-            staged=self.staged,
-        )
-
-    def rig(self) -> Rig:
-        return Rig(self.tier, self.arena, self._damage, self._breaks, self.content, SLOT_BYTES)
-
-    def _damage(self, name: bytes, place: int) -> None:
-        stored = encoded_key(name) if encoded_key(name) in self.store.content else name
-        content, sealed = self.store.content[stored]
-        damaged = bytearray(content)
-        damaged[500] ^= 1
-        self.store.content[stored] = bytes(damaged), sealed
-
-    @contextlib.contextmanager
-    def _breaks(self) -> Iterator[None]:
-        self.store.is_away = True
-        yield
-        self.store.is_away = False
+    def __init__(self, rig: Rig, store: Store) -> None:
+        self.store, self.tier, self.bench = store, rig.tier, Bench(rig)
 
 
 @contextlib.contextmanager
-def over(*arguments: Any, **options: Any) -> Iterator[Over]:
-    made = Over(*arguments, **options)
-    try:
-        yield made
-        made.staged.check_invariants()
-    finally:
-        made.tier.close()
-        assert not made.tier.figures().queued_bytes
+def over(connections: int = 3, **options: Any) -> Iterator[Over]:
+    """Yields a tier. `options`: of `encoding_rig`."""
+    store = Store()
+
+    def make(arena: Region, staged: Staged) -> RemoteTier:
+        workers = Workers(
+            "memory",
+            RemoteLimits(connections, 5.0, 20.0),
+            encoding(lambda until_s: StoreClient(store), staged),
+        )
+        facts = TierFacts("memory", Medium.REMOTE, False, 0, True, ARENA_BYTES)
+        return RemoteTier(facts, arena, workers, on_epoch=lambda *flush: None, staged=staged)
+
+    def damage(name: bytes, place: int) -> None:
+        stored = encoded_key(name) if encoded_key(name) in store.content else name
+        content, sealed = store.content[stored]
+        store.content[stored] = content[:500] + bytes([content[500] ^ 1]) + content[501:], sealed
+
+    @contextlib.contextmanager
+    def breaks() -> Iterator[None]:
+        store.is_away = True
+        yield
+        store.is_away = False
+
+    with encoding_rig(make, damage, breaks, **options) as rig:
+        yield Over(rig, store)
 
 
-def rigs(**options: Any) -> Callable[[], Any]:
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"content": content} for content in (compressible, noise, mixed)),
+        {"staging_slots": 1, "connections": 1},
+        {"staging_slots": 2, "connections": 3},
+    ],
+)
+def test_contract_over_memory(options: dict[str, Any]) -> None:
     @contextlib.contextmanager
     def make() -> Iterator[Rig]:
         with over(**options) as made:
-            yield made.rig()
+            yield made.bench.rig
 
-    return make
-
-
-@pytest.mark.parametrize("content", [compressible, noise, mixed])
-def test_contract_over_memory(content: Callable[[int], Any]) -> None:
-    check_tier(rigs(content=content), seed=1)
-
-
-@pytest.mark.parametrize("staging_slots, connections", [(1, 1), (2, 3)])
-def test_contract_with_little_staging(staging_slots: int, connections: int) -> None:
-    check_tier(rigs(staging_slots=staging_slots, connections=connections), seed=2)
+    check_tier(make, seed=1)
 
 
 def test_contract_over_valkey(tmp_path: Path) -> None:
@@ -214,50 +184,41 @@ def test_contract_over_valkey(tmp_path: Path) -> None:
     with support.running(tmp_path / "server") as server:
         settings = support.ValkeySettings(address=f"unix:{server.path}")
 
-        def tier(arena: Region, staged: Staged) -> Any:
-            return support.ValkeyTier(arena, settings, staged=staged)
-
         def damage(name: bytes, place: int) -> None:
-            stored = encoded_key(name) if server.client.exists(encoded_key(name)) else name
-            server.damage(stored)
+            is_encoded = server.client.exists(encoded_key(name))
+            server.damage(encoded_key(name) if is_encoded else name)
 
-        @contextlib.contextmanager
-        def make() -> Iterator[Rig]:
+        def make() -> contextlib.AbstractContextManager[Rig]:
             server.client.flushall()
-            with over(tier) as made:
-                yield Rig(made.tier, made.arena, damage, server.killed, mixed, SLOT_BYTES)
+            return encoding_rig(
+                lambda arena, staged: support.ValkeyTier(arena, settings, staged=staged),
+                damage,
+                server.killed,
+            )
 
         check_tier(make, seed=4)
 
 
 def test_contract_over_s3(s3_server: Any) -> None:
-    from hotkv_server.tiers.s3.packs import folder_of, list_bytes, space_of
     from hotkv_server.tiers.s3.tier import S3Tier
     from tests.tiers import s3_support as support
 
     with support.proxied(s3_server) as (proxy, over_it):
 
-        @contextlib.contextmanager
-        def make() -> Iterator[Rig]:
+        def make() -> contextlib.AbstractContextManager[Rig]:
             prefix = support.new_prefix()
             settings = support.settings_of(s3_server, prefix, **over_it)
-
-            def damage(name: bytes, place: int) -> None:
-                # Checks damage a block that is alone in its key space.
-                (path,) = s3_server.packs(f"{prefix}/{folder_of(space_of(name))}")
-                s3_server.flip(path, list_bytes(path.rpartition("/")[2]) + 30)
-
-            with over(lambda at, staged: S3Tier(at, settings, staged=staged)) as made:
-                yield Rig(
-                    made.tier,
-                    made.arena,
-                    damage,
-                    lambda: support.broken(proxy),
-                    mixed,
-                    SLOT_BYTES,
-                )
+            return encoding_rig(
+                lambda arena, staged: S3Tier(arena, settings, staged=staged),
+                support.damage_in(s3_server, prefix),
+                lambda: support.broken(proxy),
+            )
 
         check_tier(make, seed=5)
+
+
+def read(tier: RemoteTier, blocks: Blocks) -> Codes:
+    return answer(lambda done: tier.read(blocks, time.monotonic() + 20, done))
 
 
 def test_blocks_are_stored_in_the_form_that_their_keys_say() -> None:
@@ -291,8 +252,8 @@ def test_keys_without_room_for_the_suffix_are_plain() -> None:
         blocks = made.bench.blocks([1, 2], [0, 1])
         long = [b"k" * 248, b"k" * 249]
         made.bench.fill([1, 2], [0, 1])
-        answers = call(made.tier.write, Blocks(long, blocks.slots, blocks.num_bytes))
-        assert answers[0].tolist() == [Write.STORED] * 2
+        codes, _ = made.bench.answer(Blocks(long, blocks.slots, blocks.num_bytes))
+        assert codes.tolist() == [Write.STORED] * 2
         assert set(made.store.content) == {long[0] + b"~1", long[1]}
         found = Blocks(long, blocks.slots + 8 * SLOT_BYTES, blocks.num_bytes)
         assert read(made.tier, found).tolist() == [Read.FOUND] * 2
@@ -318,41 +279,38 @@ def test_blocks_that_fit_nowhere_are_failed_and_the_others_not() -> None:
         sizes = np.array([SLOT_BYTES, 3 * SLOT_BYTES, SLOT_BYTES], np.int64)
         slots = np.array([1, 3, 2], np.int64) * SLOT_BYTES
         blocks = Blocks([key(1), key(3), key(2)], slots, sizes)
-        codes, _ = call(made.tier.write, blocks)
+        codes, _ = made.bench.answer(blocks)
         assert codes.tolist() == [Write.STORED, Write.FAILED, Write.STORED]
         assert read(made.tier, blocks).tolist() == [Read.FOUND, Read.FAILED, Read.FOUND]
 
 
 def test_reads_wait_for_staging_until_their_deadline() -> None:
     """Writes that hang hold half of it: a read goes on; reads that hang hold the rest."""
-    goes_on = threading.Event()
+    goes_on, hanging = threading.Event(), list[str]()
+
+    def hang(name: str) -> None:
+        if name == "write" or len(hanging) >= 2:
+            hanging.append(name)
+            assert goes_on.wait(60)
+
     with over(staging_slots=4, connections=8, content=compressible) as made:
-        made.bench.fill(range(9), range(9))
-        assert made.bench.write([8], [8]).tolist() == [Write.STORED]
-        hanging: list[str] = []
-
-        def hang(name: str) -> None:
-            if name == "write" or len(hanging) >= 2:
-                hanging.append(name)
-                assert goes_on.wait(60)
-
+        bench = made.bench
+        bench.fill(range(9), range(9))
+        assert bench.write([8], [8]).tolist() == [Write.STORED]
         made.store.before = hang
-        ended = Ended()
+        asked = Asked(bench)
         for number in range(4):
-            made.tier.write(made.bench.blocks([number], [number]), ended.of(number))
+            asked.write(number, [number])
         wait_for(lambda: hanging == ["write"] * 2)
-        made.tier.read(made.bench.blocks([8], [20]), time.monotonic() + 60, ended.of(4))
-        made.tier.read(made.bench.blocks([8], [21]), time.monotonic() + 60, ended.of(5))
+        asked.read(4, [8], [20])
+        asked.read(5, [8], [21])
         wait_for(lambda: len(hanging) == 4)
-        before = made.memory.copy()
-        made.tier.read(made.bench.blocks([8], [22]), time.monotonic() + 0.2, ended.of(6))
-        ended.wait(1)
-        assert ended.answers[6][0].tolist() == [Read.FAILED]
-        assert np.array_equal(before, made.memory)
+        before = bench.arena.copy()
+        assert bench.read([8], [22], within_s=0.2).tolist() == [Read.FAILED]
+        assert np.array_equal(before, bench.arena) and not asked.codes
         goes_on.set()
-        ended.wait(7)
-        assert all(ended.answers[number][0].tolist() == [Write.STORED] for number in range(4))
-        assert all(ended.answers[number][0].tolist() == [Read.FOUND] for number in (4, 5))
+        assert all(asked.wait(number) == [Write.STORED] for number in range(4))
+        assert asked.wait(4) == asked.wait(5) == [Read.FOUND]
 
 
 def test_a_connection_is_closed_before_its_memory_is_another_ones() -> None:
@@ -360,46 +318,18 @@ def test_a_connection_is_closed_before_its_memory_is_another_ones() -> None:
         made.bench.fill([1], [1])
         assert made.bench.write([1], [1]).tolist() == [Write.STORED]
         given: list[int] = []
-        give = made.staged.give
+        give = made.tier._staged.give
 
         def noting(place: int, num_bytes: int, *, is_write: bool) -> None:
             given.append(made.store.num_closed)
             give(place, num_bytes, is_write=is_write)
 
-        made.staged.give = noting
+        made.tier._staged.give = noting
         made.store.is_away = True
         assert made.bench.read([1], [2]).tolist() == [Read.FAILED]
         assert given == [1]
         made.store.is_away = False
         wait_for(lambda: made.bench.read([1], [2]).tolist() == [Read.FOUND])
-
-
-def test_a_store_that_goes_away_between_two_questions_fails_what_was_left() -> None:
-    with over(connections=1) as made:
-        made.bench.fill([1, 3], [1, 3])
-        assert (made.bench.write([1, 3], [1, 3]) == Write.STORED).all()
-        asked: list[str] = []
-
-        def leave(name: str) -> None:
-            asked.append(name)
-            made.store.is_away = len(asked) == 2
-
-        made.store.before = leave
-        assert made.bench.read([1, 3], [11, 13]).tolist() == [Read.FOUND, Read.FAILED]
-        assert len(asked) == 2
-
-
-def test_closing_ends_what_waits_for_staging() -> None:
-    goes_on = threading.Event()
-    with over(staging_slots=2, connections=4, content=compressible) as made:
-        made.bench.fill(range(4), range(4))
-        made.store.before = lambda name: goes_on.wait(60) and None
-        ended = Ended()
-        for number in range(4):
-            made.tier.write(made.bench.blocks([number], [number]), ended.of(number))
-        threading.Timer(0.2, goes_on.set).start()
-        made.tier.close()
-        assert len(ended.answers) == 4
 
 
 @pytest.mark.parametrize("raised_at", [None, 1, 2, 3, 4])
@@ -417,7 +347,7 @@ def test_a_flush_during_a_read_refuses_all_its_blocks(raised_at: int | None) -> 
 
         made.store.before = count
         blocks = made.bench.blocks(range(4), range(10, 14))
-        blocks = Blocks(blocks.keys, blocks.slots, blocks.num_bytes, epochs={"f": 7})
+        blocks = replace(blocks, epochs={"f": 7})
         found = Read.FOUND if raised_at is None else Read.ABSENT
         assert read(made.tier, blocks).tolist() == [found] * 4
         assert made.tier.figures().absent_blocks == (0 if raised_at is None else 4)
@@ -432,40 +362,8 @@ def test_epochs_and_depths_reach_the_store() -> None:
         blocks = made.bench.blocks([1, 3], [1, 3])
         made.bench.fill([1, 3], [1, 3])
         depths = np.array([5, 6], np.int64)
-        call(made.tier.write, Blocks(blocks.keys, blocks.slots, blocks.num_bytes, depths=depths))
+        made.bench.answer(replace(blocks, depths=depths))
         assert made.store.depths == {encoded_key(key(1)): 5, key(3): 6}
-
-
-class Ended:
-    """Answers of calls by their number."""
-
-    def __init__(self) -> None:
-        self.answers: dict[int, tuple[Any, ...]] = {}
-        self._changed = threading.Condition()
-
-    def of(self, number: int) -> Callable[..., None]:
-        def on_done(*answer: Any) -> None:
-            with self._changed:
-                assert number not in self.answers, "a call has ended twice"
-                self.answers[number] = answer
-                self._changed.notify_all()
-
-        return on_done
-
-    def wait(self, count: int) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(self.answers) >= count, 60), "a call hangs"
-
-
-def call(do: Callable[..., None], *arguments: Any) -> tuple[Any, ...]:
-    ended = Ended()
-    do(*arguments, ended.of(0))
-    ended.wait(1)
-    return ended.answers[0]
-
-
-def read(tier: RemoteTier, blocks: Blocks) -> Codes:
-    return call(tier.read, blocks, time.monotonic() + 20)[0]
 
 
 def test_a_probe_asks_for_both_forms() -> None:

@@ -100,28 +100,19 @@ def made() -> Made:
     return Made()
 
 
-def test_blocks_come_back(made: Made) -> None:
-    answer = made.ask("write")
-    assert answer["codes"] == [Write.STORED] * 3 and all(answer["seals"])
-    assert made.ask("write") == {"codes": [Write.PRESENT] * 3, "seals": [0] * 3}
-    del made.store.values["b"]
-    assert made.ask("read", 4)["codes"] == [Read.FOUND, Read.ABSENT, Read.FOUND]
-    assert np.array_equal(made.bytes[4 * SIZE : 5 * SIZE], made.bytes[:SIZE])
-    assert np.array_equal(made.bytes[6 * SIZE : 7 * SIZE], made.bytes[2 * SIZE : 3 * SIZE])
-    assert made.ask("probe")["codes"] == [Read.FOUND, Read.ABSENT, Read.FOUND]
-    assert made.ask("write")["codes"] == [Write.PRESENT, Write.STORED, Write.PRESENT]
-    made.ask("forget")
-    assert not made.store.values
-
-
-def test_what_is_not_there_after_it_was_put_is_not_stored(made: Made) -> None:
-    made.store.codes |= {"exist": [[0, 0, 0], [1, 0, OTHER]]}
-    assert made.ask("write")["codes"] == [Write.STORED, Write.FULL, Write.FULL]
-
-
-def test_a_put_that_fails(made: Made) -> None:
-    made.store.codes |= {"put": [FULL_CODE, OTHER, 0], "exist": [[0, 0, 0], [0, 0, 1]]}
-    assert made.ask("write")["codes"] == [Write.FULL, Write.FAILED, Write.STORED]
+@pytest.mark.parametrize(
+    ("answers", "codes"),
+    [
+        ({"exist": [[0, 0, 0], [1, 0, OTHER]]}, [Write.STORED, Write.FULL, Write.FULL]),
+        (
+            {"put": [FULL_CODE, OTHER, 0], "exist": [[0, 0, 0], [0, 0, 1]]},
+            [Write.FULL, Write.FAILED, Write.STORED],
+        ),
+    ],
+)
+def test_what_was_put_is_looked_for(made: Made, answers: Any, codes: list[Write]) -> None:
+    made.store.codes |= answers
+    assert made.ask("write")["codes"] == codes
 
 
 def test_a_get_that_fails_is_no_damage(made: Made) -> None:

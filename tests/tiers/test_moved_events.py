@@ -81,16 +81,12 @@ def numbers_of(words: Any) -> list[int]:
 @contextlib.asynccontextmanager
 async def heard(one: Any) -> AsyncIterator[Heard]:
     ear = Heard(one)
-    one.tiers.start(Health(), ear.effects.run, one_flush(one), ear.moved)
+    one.tiers.start(Health(), ear.effects.run, one.flushed_here, ear.moved)
     await one.tiers.epochs.meet(1)
     try:
         yield ear
     finally:
         await one.tiers.close()
-
-
-def one_flush(one: Any) -> Any:
-    return getattr(one, "flushed", None) or one.flushed_here
 
 
 def stored(events: list[Event], medium: Medium) -> list[BlocksStored]:
@@ -135,7 +131,7 @@ async def test_what_the_disk_evicts_and_loses_is_removed_from_it() -> None:
         await one.lie_below(BLOCKS)
         for place in list(one.store.content)[:2]:
             one.store.damage(place, 100)
-        assert sum(await one.leased(BLOCKS)) == 4
+        assert sum(await one.leased(BLOCKS)) == 4 and one.lower.counters.lost == 2
         events = ear.read()
         lost = removed(events, Medium.DISK)
         assert len(lost) == 2
@@ -152,12 +148,12 @@ async def test_what_the_disk_evicts_and_loses_is_removed_from_it() -> None:
             evict(one.core, 1, 0, words_of(list(range(first, first + 10))))
         await asyncio.sleep(0.1)
         for event in ear.read():
-            if isinstance(event, BlocksStored) and event.medium is Medium.DISK:
+            if stored([event], Medium.DISK):
                 assert not set(numbers_of(event.hashes)) & believed, "stored twice"
                 believed |= set(numbers_of(event.hashes))
-            elif isinstance(event, BlocksRemoved) and event.medium is Medium.DISK:
-                assert set(numbers_of(event.hashes)) <= believed
-                believed -= set(numbers_of(event.hashes))
+            gone = removed([event], Medium.DISK)
+            assert gone <= believed
+            believed -= gone
         every = list(range(200))
         lies = one.lower.up.find(1, HashList(0, words_of(every))) != 0
         assert believed == set(np.flatnonzero(lies).tolist())
@@ -178,15 +174,14 @@ async def test_a_flush_clears_the_disk_too_and_nothing_is_told_afterwards() -> N
         assert removed(list(cleared.removed), Medium.DISK) == set(BLOCKS)
         one.tier.faults.is_hung = False
         await until(lambda: not len(one.lower.moves), "the move does not end")
-        assert not stored(ear.read(), Medium.CPU)
+        assert not stored(ear.read(), Medium.CPU) and not any(await one.leased(BLOCKS))
 
 
 async def test_copies_in_a_shared_tier_are_told_of() -> None:
     store = MemoryStore(places=False)
     one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
     async with heard(one) as ear, heard(other) as far:
-        one.put(BLOCKS)
-        await one.until_copied(len(BLOCKS))
+        await one.share(BLOCKS)
         copied = ear.read()
         assert copied == stored(copied, Medium.REMOTE)
         assert [

@@ -98,7 +98,6 @@ replies = st.recursive(
     ),
     max_leaves=8,
 )
-pushes = st.just(b">2\r\n+invalidate\r\n*1\r\n$1\r\nk\r\n")
 cuts = st.lists(st.integers(1, 400), min_size=1, max_size=5)
 
 
@@ -146,17 +145,6 @@ def test_values_go_where_they_should_and_no_further(
         if len(value) >= HEAD_BYTES:
             assert bytes(head) == value[:HEAD_BYTES]
     assert reader.next(FOREVER) == 7 and reader.is_empty
-
-
-def test_every_cut_of_a_value_gives_the_same() -> None:
-    body = bytes(range(256))
-    content = b"$%d\r\n%b\r\n:1\r\n" % (len(body), body)
-    for at in range(1, len(content)):
-        reader = Replies(Cut(content, [at, 1 << 20]))
-        memory, head = bytearray(252), bytearray(4)
-        place = lambda num_bytes, memory=memory: memoryview(memory)  # noqa: E731
-        assert reader.value(memoryview(head), place, FOREVER) == Bulk(256, True)
-        assert head + memory == body and reader.next(FOREVER) == 1
 
 
 @given(replies, cuts)

@@ -7,41 +7,25 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-import numpy as np
-
-from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.room import space as room
 from hotkv_server.cache.values import HashList
 from hotkv_server.node import event_loop as slices
 from hotkv_server.node.health import Health
 from hotkv_server.tiers.drive import breaker
 from hotkv_server.tiers.drive import lookups as tier_lookups
-from hotkv_server.tiers.drive.reads import TRIED_S
-from tests.core.support import evict, flush, words_of
-from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Setup
+from tests.core.support import evict, words_of
+from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Setup, until
 
 
 @contextlib.asynccontextmanager
 async def made(lookup_wait_s: float = 10.0) -> AsyncIterator[Setup]:
     one = Setup(lookup_wait_s)
-    one.tiers.start(Health(), one.tell, one.flushed)
+    one.tiers.start(Health(), one.tell, one.flushed_here)
     try:
         yield one
     finally:
         await one.tiers.close()
-        one.core.check_invariants()
-        assert not len(one.books.moves)
-        assert not one.core.space.index.pins.any()
-
-
-async def test_blocks_come_up_and_are_leased() -> None:
-    async with made() as one:
-        await one.lie_below(BLOCKS)
-        assert await one.leased([*BLOCKS, 99]) == [True] * 6 + [False]
-        index = one.core.space.index
-        words = index.find(1, 0, words_of(BLOCKS))
-        cases = one.verifier.cases(words)
-        assert all(good.all() for good in one.verifier.judge(cases))
+        one.check_end()
 
 
 async def test_others_are_told_of_what_is_evicted_for_blocks_that_come_up() -> None:
@@ -114,10 +98,7 @@ async def test_a_caller_that_gives_up_while_it_waits_pins_nothing() -> None:
         waiting.cancel()
         await asyncio.wait([waiting])
         one.tier.faults.is_hung = False
-        until_s = time.monotonic() + 60
-        while len(one.books.moves):
-            assert time.monotonic() < until_s, "a move up never ends"
-            await asyncio.sleep(0.01)
+        await until(lambda: not len(one.books.moves), "a move up never ends")
         assert all(await one.leased(BLOCKS))
 
 
@@ -142,20 +123,17 @@ async def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any) -> 
     async with made(0.2) as one:
         await one.lie_below(BLOCKS)
         one.tier.faults.is_hung = True
-        stalled = monkeypatch.setattr
+        lists = [HashList(0, words_of(BLOCKS))]
         began_s = time.monotonic()
         assert not any(await one.leased(BLOCKS))
         assert time.monotonic() - began_s >= 0.2
-        stalled(one.tier, "stalled_s", lambda now_s: breaker.MAX_STALL_S + 1)
+        monkeypatch.setattr(one.tier, "stalled_s", lambda now_s: breaker.MAX_STALL_S + 1)
         assert not one.tiers.has_some(one.session, [HashList(0, words_of([50]))])
         assert not any(one.lies_elsewhere(BLOCKS))
         # What is read at last is there for the next one.
         one.tier.faults.is_hung = False
-        stalled(one.tier, "stalled_s", lambda now_s: 0.0)
-        until_s = time.monotonic() + 60
-        while not all(await one.leased(BLOCKS)):
-            assert time.monotonic() < until_s
-            await asyncio.sleep(0.01)
+        monkeypatch.setattr(one.tier, "stalled_s", lambda now_s: 0.0)
+        await until(lambda: all(one.core.lookup(1, lists)[0]), "the read does not end")
 
 
 async def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
@@ -193,41 +171,15 @@ async def test_a_full_tier_goes_on_reading() -> None:
         assert not any(await one.leased([20, 21]))
 
 
-async def test_damaged_blocks_are_a_miss_and_gone() -> None:
-    async with made() as one:
-        await one.lie_below(BLOCKS)
-        for place in list(one.store.content)[:2]:
-            one.store.damage(place, 100)
-        assert sum(await one.leased(BLOCKS)) == 4
-        assert one.lower.counters.lost == 2
-        one.put(BLOCKS)
-        assert all(await one.leased(BLOCKS))
-
-
 async def test_blocks_whose_bytes_changed_in_host_memory_are_not_written() -> None:
     async with made() as one:
         one.tier.faults.problem = "not yet"
         one.put(BLOCKS)
-        words = one.core.space.index.find(1, 0, words_of([2]))
-        one.memory[int(one.core.space.index.offsets(words)[0]) + 7] ^= 1
+        one.flip(2)
         one.tier.faults.problem = ""
         await one.until_down(len(BLOCKS) - 1)
         evict(one.core, 1, 0, words_of(BLOCKS))
         assert await one.leased(BLOCKS) == [True, True, False, True, True, True]
-
-
-async def test_nothing_comes_up_after_a_flush() -> None:
-    async with made(0.05) as one:
-        await one.lie_below(BLOCKS)
-        one.tier.faults.is_hung = True
-        assert not any(await one.leased(BLOCKS))
-        flush(one.core, 1)
-        one.tier.faults.is_hung = False
-        until_s = time.monotonic() + 60
-        while len(one.lower.moves):
-            assert time.monotonic() < until_s
-            await asyncio.sleep(0.01)
-        assert not any(await one.leased(BLOCKS))
 
 
 async def test_a_close_ends_what_is_under_way() -> None:
@@ -237,44 +189,3 @@ async def test_a_close_ends_what_is_under_way() -> None:
         one.put([20, 21])
         await asyncio.sleep(0.1)
         assert not any(await one.leased(BLOCKS))
-
-
-async def test_what_the_engine_computes_sooner_is_left_below() -> None:
-    async with made() as one:
-        await one.lie_below(BLOCKS)
-        reads = one.tiers.below.reads if one.tiers.below is not None else None
-        assert reads is not None
-        # Nobody knows yet what a read takes.
-        assert all(one.lies_elsewhere(BLOCKS, tokens_per_s=1e12))
-        reads.add(1.0, SLOT_ALIGN)
-        assert not any(one.lies_elsewhere(BLOCKS, tokens_per_s=1e12))
-        assert reads.left_blocks == len(BLOCKS)
-        assert all(one.lies_elsewhere(BLOCKS)), "an engine that does not say how fast it is"
-        assert all(one.lies_elsewhere(BLOCKS, tokens_per_s=1e-3))
-        reads.last_s -= TRIED_S
-        assert all(one.lies_elsewhere(BLOCKS, tokens_per_s=1e12))
-
-
-async def test_a_lookup_begins_to_bring_its_hit_up() -> None:
-    async with made() as one:
-        await one.lie_below([*BLOCKS, 20, 21])
-        one.session.knows_tiers = True
-        numbers = [*BLOCKS, 99, 20, 21]
-        lists = [HashList(0, words_of(numbers))]
-        nothing = [np.zeros(len(numbers), np.bool_)]
-        told = [np.array(one.lies_elsewhere(numbers))]
-        assert told[0].tolist() == [True] * 6 + [False, True, True]
-        one.tiers.fetch_ahead(one.session, lists, nothing, told)
-        one.tiers.fetch_ahead(one.session, lists, nothing, told)
-        until_s = time.monotonic() + 60
-        while not one.core.lookup(1, lists)[0].any() or len(one.books.moves):
-            assert time.monotonic() < until_s, "nothing comes up"
-            await asyncio.sleep(0.01)
-        assert one.core.lookup(1, lists)[0].tolist() == [True] * 6 + [False] * 3
-        assert one.lower.counters.promoted == len(BLOCKS)
-        one.core.check_invariants()
-        one.session.knows_tiers = False
-        one.tiers.fetch_ahead(one.session, lists, nothing, [np.ones(9, np.bool_)])
-        assert not len(one.books.moves)
-        below = one.tiers.below
-        assert below is not None and below.reads.queued_bytes == 0

@@ -1,19 +1,16 @@
 """The tier in S3 keeps the contract over a real server, and over few and many connections."""
 
-import contextlib
-import ssl
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("obstore", reason="obstore speaks S3")
 
-from hotkv_server.testing.fault_proxy import FaultProxy
 from hotkv_server.testing.tier_contract import check_round_trip, check_tier
 from tests.server.certificates import Authority
 from tests.support.waiting import wait_for
 from tests.tiers.s3_support import Server, bench_over, new_prefix, proxied, rig_maker
+from tests.tiers.support import tls_proxy
 
 
 @pytest.mark.parametrize("connections", [1, 6])
@@ -22,21 +19,9 @@ def test_a_bucket_keeps_the_contract(s3_server: Server, connections: int) -> Non
         check_tier(rig_maker(s3_server, proxy, connections=connections), seed=connections)
 
 
-@contextlib.contextmanager
-def tls_proxy(server: Server, authority: Authority) -> Iterator[FaultProxy]:
-    """A proxy that speaks TLS in front of the server, which does not."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*authority.issue("store"))
-    proxy = FaultProxy(("127.0.0.1", server.port), context)
-    try:
-        yield proxy
-    finally:
-        proxy.close()
-
-
 def test_blocks_come_back_over_tls(s3_server: Server, tmp_path: Path) -> None:
     authority, other = Authority(tmp_path, "ca"), Authority(tmp_path, "other")
-    with tls_proxy(s3_server, authority) as proxy:
+    with tls_proxy(("127.0.0.1", s3_server.port), authority) as proxy:
         endpoint = f"https://127.0.0.1:{proxy.port}"
         make = rig_maker(s3_server, proxy, endpoint=endpoint, ca_file=authority.path)
         check_round_trip(make, seed=3)

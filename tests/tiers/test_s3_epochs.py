@@ -1,33 +1,25 @@
-"""A flush that one node has answered counts on every other, whenever it happens during a read."""
+"""Epochs as objects of a bucket; races of flushes are in `test_flush_races`."""
 
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 pytest.importorskip("obstore", reason="obstore speaks S3")
 
-from hotkv_server.testing.fault_proxy import nothing
 from hotkv_server.testing.flush_contract import (
     NAME,
-    Store,
     answer,
-    check_flushes,
     epoch,
     flush,
-    keys_of,
-    probe,
-    read,
-    write,
 )
-from hotkv_server.tiers.protocol import NO_EPOCH, Read, begun
+from hotkv_server.tiers.protocol import NO_EPOCH, begun
 from hotkv_server.tiers.remote.client import LostError, UnusableError
 from hotkv_server.tiers.s3 import epochs as epoch_objects
-from hotkv_server.tiers.s3.bucket import Bucket, FullError
+from hotkv_server.tiers.s3.bucket import FullError
 from hotkv_server.tiers.s3.tier import S3Tier
 from tests.support.waiting import wait_for
-from tests.tiers.s3_support import Gate, Server, bench_over, new_prefix, proxied, tier_over
+from tests.tiers.s3_support import Server, new_prefix, proxied, tier_over
+from tests.tiers.support import Gate
 
 PATH = f"epochs/1/{NAME}"
 
@@ -43,79 +35,6 @@ def node_a(s3_server: Server, prefix: str) -> Iterator[S3Tier]:
         yield tier
 
 
-def test_flushes_keep_their_contract(s3_server: Server, prefix: str) -> None:
-    store = Store(
-        lambda **options: bench_over(s3_server, prefix, **options),
-        lambda: s3_server.store.delete(f"{prefix}/{PATH}"),
-        lambda value: s3_server.store.put(f"{prefix}/{PATH}", value),
-    )
-    check_flushes(store)
-
-
-@pytest.mark.parametrize("ask", [read, probe])
-@pytest.mark.parametrize("held", ["/blocks/1/", "/epochs/1/"])
-def test_no_old_block_after_a_flush_was_answered(
-    s3_server: Server, prefix: str, node_a: S3Tier, held: str, ask: Callable[..., list[int]]
-) -> None:
-    # Node B's requests up to the held one reach the server before the flush, the others after it.
-    now, told = epoch(node_a), []
-    keys = keys_of(now, 4)
-    on_epoch = lambda name, at: told.append((name, at))  # noqa: E731
-    with proxied(s3_server) as (proxy, over_it):
-        options = {"refresh_s": 3600, "on_epoch": on_epoch, **over_it}
-        with bench_over(s3_server, prefix, **options) as node_b:
-            write(node_b, keys)
-            assert ask(node_b.tier, keys, {NAME: now}) == [Read.FOUND] * 4
-            gate = Gate(b"GET", held)
-            proxy.on_command = gate
-            done: list[list[int]] = []
-            thread = threading.Thread(
-                target=lambda: done.append(ask(node_b.tier, keys, {NAME: now}))
-            )
-            thread.start()
-            if ask is read or held == "/epochs/1/":
-                assert gate.is_held.wait(60)
-                raised = flush(node_a)
-            gate.opened.set()
-            thread.join()
-            if ask is probe and held == "/blocks/1/":
-                # It asks for no block.
-                assert done == [[Read.FOUND] * 4] and not gate.is_held.is_set()
-                return
-            assert done == [[Read.ABSENT] * 4]
-            assert told == [(NAME, raised)]
-            # Blocks of the new epoch are there as ever.
-            keys = keys_of(raised, 2)
-            write(node_b, keys)
-            assert ask(node_b.tier, keys, {NAME: raised}) == [Read.FOUND] * 2
-
-
-def test_a_flush_between_two_parts_refuses_the_whole_call(
-    s3_server: Server, prefix: str, node_a: S3Tier
-) -> None:
-    now = epoch(node_a)
-    keys = keys_of(now, 4)
-    with proxied(s3_server) as (proxy, over_it):
-        options = {"refresh_s": 3600, "connections": 1, **over_it}
-        with bench_over(s3_server, prefix, **options) as node_b:
-            node_b.tier._cut_reads = lambda num_bytes: iter([slice(0, 2), slice(2, 4)])
-            write(node_b, keys)
-            assert read(node_b.tier, keys, {NAME: now}) == [Read.FOUND] * 4
-            # The first part has been found, in the right epoch.
-            gate = Gate(b"GET", "/blocks/1/", skipped=1)
-            proxy.on_command = gate
-            done: list[list[int]] = []
-            thread = threading.Thread(
-                target=lambda: done.append(read(node_b.tier, keys, {NAME: now}))
-            )
-            thread.start()
-            assert gate.is_held.wait(60)
-            flush(node_a)
-            gate.opened.set()
-            thread.join()
-            assert done == [[Read.ABSENT] * 4]
-
-
 def test_a_flush_that_is_late_does_nothing(s3_server: Server, prefix: str, node_a: S3Tier) -> None:
     # B's write is on its way while A flushes twice; then it comes, and must bring nothing back.
     first = epoch(node_a)
@@ -126,45 +45,18 @@ def test_a_flush_that_is_late_does_nothing(s3_server: Server, prefix: str, node_
             proxy.on_command = gate
             raised: list[int | None] = []
             node_b.raise_epoch(NAME, 0, raised.append)
-            assert gate.is_held.wait(60)
+            assert gate.is_full.wait(60)
             flushed = [flush(node_a), flush(node_a)]
             gate.opened.set()
             wait_for(lambda: raised, "the flush did not end")
             assert raised[0] > max(first, *flushed) and epoch(node_a) == raised[0]
 
 
-@pytest.mark.parametrize("value", [b"", b"0"])
-def test_an_epoch_that_is_no_number_is_not_raised(
-    s3_server: Server, prefix: str, node_a: S3Tier, value: bytes
-) -> None:
-    s3_server.store.put(f"{prefix}/{PATH}", value)
-    assert epoch(node_a) is None and flush(node_a) is None
-
-
-def test_a_read_that_loses_its_epoch_finds_nothing(
-    s3_server: Server, prefix: str, node_a: S3Tier
-) -> None:
-    # All blocks have come whole; the answer with the epoch never does.
-    now = epoch(node_a)
-    keys = keys_of(now, 2)
-
-    def lost(piece: bytes) -> Iterator[bytes]:
-        if b"/epochs/1/" in piece[:500]:
-            raise ConnectionAbortedError
-        yield piece
-
-    with proxied(s3_server) as (proxy, over_it), bench_over(s3_server, prefix, **over_it) as bench:
-        write(bench, keys)
-        for ask in (read, probe):
-            proxy.on_command = lost
-            assert ask(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
-            proxy.on_command = nothing
-            assert ask(bench.tier, keys, {NAME: now}) == [Read.FOUND] * 2
-
-
-def test_nobody_answers_for_a_dead_store(s3_server: Server) -> None:
+def test_a_dead_store_is_named(s3_server: Server) -> None:
     with tier_over(s3_server, new_prefix(), endpoint="http://127.0.0.1:1") as (tier, _):
-        assert epoch(tier) is None and flush(tier) is None
+        assert epoch(tier) is None
+        wait_for(tier.problem, "no problem is known")
+        assert tier.problem().endswith("refuses connections: Connection refused")
 
 
 class Objects:
@@ -219,25 +111,14 @@ def test_a_store_that_ignores_a_condition_is_not_used(condition: str) -> None:
             epoch_objects.check_conditions(Objects(ignores=condition), 0.0)
 
 
-def test_a_real_bucket_honours_the_conditions(
-    s3_server: Server, prefix: str, node_a: S3Tier
-) -> None:
-    bucket: Bucket = node_a._shared.bucket()
-    until_s = time.monotonic() + 60
-    for _ in range(2):
-        epoch_objects.check_conditions(bucket, until_s)
-    assert bucket.put("x", b"1", until_s) and not bucket.put("x", b"2", until_s)
-    found = bucket.get("x", until_s)
-    assert found is not None and bucket.put("x", b"3", until_s, found[1])
-    assert not bucket.put("x", b"4", until_s, found[1])
-    assert not bucket.put("y", b"4", until_s, found[1])
-    assert bucket.get("x", until_s)[0] == b"3" and bucket.get("y", until_s) is None
-    bucket.delete("x", until_s)
-    bucket.delete("x", until_s)
-    assert bucket.get("x", until_s) is None
-
-
 @pytest.mark.parametrize("name", ["", "a/b", "..", "ä", "x" * 65])
 def test_a_fingerprint_that_is_no_name_has_no_epoch(node_a: S3Tier, name: str) -> None:
     assert answer(lambda done: node_a.raise_epoch(name, 0, done)) is None
     assert epoch(node_a)
+
+
+def test_an_epoch_that_is_no_number_is_not_raised(
+    s3_server: Server, prefix: str, node_a: S3Tier
+) -> None:
+    s3_server.store.put(f"{prefix}/{PATH}", b"0")
+    assert epoch(node_a) is None and flush(node_a) is None

@@ -10,26 +10,22 @@ import pytest
 
 pytest.importorskip("obstore", reason="obstore speaks S3")
 
-from hotkv_server.testing.fault_proxy import (
-    Dam,
-    FaultProxy,
-    nothing,
-)
-from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, Codes
+from hotkv_server.testing.fault_proxy import Dam, FaultProxy, nothing
+from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote.client import LateError
 from hotkv_server.tiers.s3.bucket import Loop
 from tests.support.waiting import wait_for
-from tests.tiers.s3_support import Gate, Server, bench_over, new_prefix, proxied
+from tests.tiers.s3_support import Server, bench_over, new_prefix
+from tests.tiers.support import Asked
 
 QUIET = {"connections": 1, "refresh_s": 3600}
 """Nothing is asked that a test does not ask for."""
 
 
 @pytest.fixture
-def proxy(s3_server: Server) -> Iterator[FaultProxy]:
-    with proxied(s3_server) as (one, _):
-        yield one
+def proxy(s3_proxy: FaultProxy) -> FaultProxy:
+    return s3_proxy
 
 
 @pytest.fixture
@@ -52,13 +48,6 @@ def test_a_read_that_was_given_up_leaves_no_request(proxy: FaultProxy, bench: Be
     wait_for(lambda: not asyncio.all_tasks(loop), "a request goes on")
     assert not bench.arena.any(), "bytes that have not come whole are in a slot"
     dam.opened.set()
-
-
-def test_a_store_that_is_away_at_the_start_is_known_without_a_call(s3_server: Server) -> None:
-    with bench_over(s3_server, new_prefix(), endpoint="http://127.0.0.1:1") as bench:
-        wait_for(bench.tier.problem, "no problem is known")
-        assert bench.tier.problem().endswith("refuses connections: Connection refused")
-        assert bench.read([3], [4]).tolist() == [Read.FAILED]
 
 
 @pytest.mark.parametrize(
@@ -110,22 +99,6 @@ def test_a_store_that_refuses_writes_only_is_not_believed_in_between(
     bench.check_read([12, 3], [7, 8])
 
 
-def test_a_first_look_that_hangs_ends_by_the_deadline(
-    s3_server: Server, proxy: FaultProxy, bench: Bench
-) -> None:
-    prefix = repr(bench.tier).partition("/of-tests/")[2].partition("'")[0]
-    gate = Gate(b"GET", "blocks%2F1")
-    proxy.on_command = gate
-    endpoint = f"http://127.0.0.1:{proxy.port}"
-    with bench_over(s3_server, prefix, endpoint=endpoint, connections=1) as node_b:
-        begun_s = time.monotonic()
-        assert node_b.read([3], [4], within_s=0.3).tolist() == [Read.FAILED]
-        assert time.monotonic() - begun_s > 0.2 and gate.is_held.is_set()
-        assert not node_b.tier.problem()
-        gate.opened.set()
-        node_b.check_read([3, 6, 9], [4, 5, 6])
-
-
 def test_requests_that_were_given_up_have_ended_when_the_loop_is_closed() -> None:
     async def hang() -> None:
         try:
@@ -154,14 +127,11 @@ def test_writes_under_way_leave_threads_for_reads(s3_server: Server, proxy: Faul
         bench.fill([3], [0])
         assert bench.write([3], [0]).tolist() == [Write.STORED]
         proxy.on_command = hold_writes
-        ended: list[Codes] = []
+        asked = Asked(bench)
         for number in range(10, 18):
-            bench.tier.write(
-                bench.blocks([number], [number]), lambda codes, seals: ended.append(codes)
-            )
+            asked.write(number, [number])
         for slot in range(20, 26):
             bench.check_read([3], [slot])
-        assert not ended
+        assert not asked.codes
         opened.set()
-        wait_for(lambda: len(ended) == 8, "writes did not end")
-        assert all(codes.tolist() == [Write.STORED] for codes in ended)
+        assert all(asked.wait(number) == [Write.STORED] for number in range(10, 18))

@@ -109,17 +109,6 @@ def test_the_first_who_asks_waits_and_the_next_do_not(
     assert sorted(bucket.fronts) == sorted(path.rpartition("/")[2] for path in bucket.objects)
 
 
-def test_nobody_looks_who_is_not_asked(bucket: Listed, index: PackIndex) -> None:
-    lister = Lister(index, lambda: bucket, refresh_s=3600.0, timeout_s=9.0)
-    time.sleep(0.02)
-    assert not bucket.looks
-    for _ in range(20):
-        ask(lister)
-        time.sleep(1e-3)
-    lister.close()
-    assert len(bucket.looks) == 1
-
-
 def test_a_look_ends_where_the_last_one_has_been(bucket: Listed, lister: Lister) -> None:
     long_ago_us = now_us() - 3600 * 10**6
     for number in range(40):

@@ -1,24 +1,18 @@
 """Two nodes over one bucket agree with a dict, whatever they do: what is found is right, and what a
 node knows of it finds."""
 
-import time
+import contextlib
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("obstore", reason="obstore speaks S3")
 
-from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, content
-from hotkv_server.tiers.protocol import Blocks, Read, Write
+from hotkv_server.testing.tier_contract import Bench
+from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.s3.packs import list_bytes
-from tests.tiers.s3_support import (
-    Server,
-    answer,
-    bench_over,
-    new_prefix,
-)
+from tests.tiers.s3_support import Server, bench_over, new_prefix, read, write
 
 NUMBERS = st.lists(st.integers(0, 11), min_size=1, max_size=8, unique=True)
 STEPS = st.lists(
@@ -29,6 +23,7 @@ STEPS = st.lists(
         st.tuples(st.just("restart"), st.integers(0, 1), st.just([])),
         st.tuples(st.just("damage"), st.integers(0, 1), st.lists(st.integers(0, 1 << 20))),
         st.tuples(st.just("expire"), st.just(0), st.just([])),
+        st.tuples(st.just("cut"), st.just(0), st.lists(st.integers(0, 1 << 20), min_size=1)),
     ),
     max_size=12,
 )
@@ -39,89 +34,64 @@ def key(number: int) -> bytes:
     return b"hotkv/1/0%d/1/0/%032x" % (number % 3, number)
 
 
-def blocks_of(numbers: list[int], first_slot: int) -> Blocks:
-    slots = np.arange(first_slot, first_slot + len(numbers), dtype=np.int64) * SLOT_BYTES
-    sizes = np.full(len(numbers), SLOT_BYTES, np.int64)
-    return Blocks([key(number) for number in numbers], slots, sizes)
-
-
-def write(bench: Bench, numbers: list[int]) -> list[int]:
-    bench.fill(numbers, range(len(numbers)))
-    blocks = blocks_of(numbers, 0)
-    return answer(lambda done: bench.tier.write(blocks, lambda codes, seals: done(codes))).tolist()
-
-
-def read(bench: Bench, numbers: list[int]) -> list[int]:
-    bench.arena[:] = 0
-    blocks = blocks_of(numbers, 32)
-    codes = answer(lambda done: bench.tier.read(blocks, time.monotonic() + 20, done)).tolist()
-    for at, (number, code) in enumerate(zip(numbers, codes, strict=True), 32):
-        if code == Read.FOUND:
-            assert np.array_equal(bench.slot(at), content(number)), f"block {number} differs"
-        else:
-            assert not bench.slot(at).any(), "a slot was written for a block that is not found"
-    return codes
-
-
 @settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(STEPS)
 def test_two_nodes_agree_with_a_dict(
     s3_server: Server, steps: list[tuple[str, int, list[int]]]
 ) -> None:
     prefix = new_prefix()
-    nodes: list[Bench] = []
     # What each node must find: what it has stored or found, and nothing has changed since.
     sure: list[set[int]] = [set(), set()]
     ever: set[int] = set()
-    with bench_over(s3_server, prefix) as one, bench_over(s3_server, prefix) as two:
-        nodes = [one, two]
-        fresh = []
-        try:
-            for what, who, given_to_it in steps:
-                if what == "write":
-                    codes = write(nodes[who], given_to_it)
-                    assert set(codes) <= {Write.STORED, Write.PRESENT}
-                    for number, code in zip(given_to_it, codes, strict=True):
-                        assert code == Write.PRESENT or number not in sure[who]
-                        ever.add(number)
-                        if code == Write.STORED:
-                            sure[who].add(number)
-                elif what == "read":
-                    codes = read(nodes[who], given_to_it)
-                    for number, code in zip(given_to_it, codes, strict=True):
-                        assert code == Read.FOUND or number not in sure[who]
-                        assert code == Read.ABSENT or number in ever
-                        (sure[who].add if code == Read.FOUND else sure[who].discard)(number)
-                elif what == "forget":
-                    nodes[who].tier.forget([key(number) for number in given_to_it])
-                    sure[who] -= set(given_to_it)
-                elif what == "restart":
-                    context = bench_over(s3_server, prefix)
-                    nodes[who] = context.__enter__()
-                    fresh.append(context)
-                    sure[who] = set()
-                elif what == "damage" and (packs := s3_server.packs(prefix)):
-                    for at in given_to_it:
-                        path = packs[at % len(packs)]
-                        s3_server.flip(path, at % len(s3_server.bytes_of(path)))
-                    # Any of them may be gone, or not: a list in memory outlives the bucket's.
-                    sure = [set(), set()]
-                elif what == "expire" and (packs := s3_server.packs(prefix)):
-                    s3_server.store.delete(packs[-1])
-                    sure = [set(), set()]
-            # What is stored now is found by a node that starts now.
-            everything = list(range(12))
-            write(nodes[0], everything)
-            codes = read(nodes[0], everything)
-            write(nodes[0], [number for number in everything if codes[number] != Read.FOUND])
-            last = bench_over(s3_server, prefix)
-            node = last.__enter__()
-            fresh.append(last)
-            found = read(node, everything)
-            again = read(nodes[0], everything)
-            assert again == [Read.FOUND] * 12
-            assert all(code in (Read.FOUND, Read.CORRUPT, Read.ABSENT) for code in found)
-            assert all(list_bytes(path.rpartition("/")[2]) for path in s3_server.packs(prefix))
-        finally:
-            for context in fresh:
-                context.__exit__(None, None, None)
+    with contextlib.ExitStack() as stack:
+
+        def started() -> Bench:
+            return stack.enter_context(bench_over(s3_server, prefix))
+
+        nodes = [started(), started()]
+        for what, who, given_to_it in steps:
+            if what == "write":
+                codes = write(nodes[who], given_to_it, key)
+                assert set(codes) <= {Write.STORED, Write.PRESENT}
+                for number, code in zip(given_to_it, codes, strict=True):
+                    assert code == Write.PRESENT or number not in sure[who]
+                    ever.add(number)
+                    if code == Write.STORED:
+                        sure[who].add(number)
+            elif what == "read":
+                codes = read(nodes[who], given_to_it, key)
+                for number, code in zip(given_to_it, codes, strict=True):
+                    assert code == Read.FOUND or number not in sure[who]
+                    assert code != Read.FAILED and not nodes[who].tier.problem()
+                    assert code == Read.ABSENT or number in ever
+                    (sure[who].add if code == Read.FOUND else sure[who].discard)(number)
+            elif what == "forget":
+                nodes[who].tier.forget([key(number) for number in given_to_it])
+                sure[who] -= set(given_to_it)
+            elif what == "restart":
+                nodes[who] = started()
+                sure[who] = set()
+            elif what == "damage" and (packs := s3_server.packs(prefix)):
+                for at in given_to_it:
+                    path = packs[at % len(packs)]
+                    s3_server.flip(path, at % len(s3_server.bytes_of(path)))
+                # Any of them may be gone, or not: a list in memory outlives the bucket's.
+                sure = [set(), set()]
+            elif what == "expire" and (packs := s3_server.packs(prefix)):
+                s3_server.store.delete(packs[-1])
+                sure = [set(), set()]
+            elif what == "cut" and (packs := s3_server.packs(prefix)):
+                body = s3_server.bytes_of(packs[-1])
+                s3_server.store.put(packs[-1], body[: given_to_it[0] % len(body)])
+                sure = [set(), set()]
+        # What is stored now is found by a node that starts now.
+        everything = list(range(12))
+        write(nodes[0], everything, key)
+        codes = read(nodes[0], everything, key)
+        lost = [number for number in everything if codes[number] != Read.FOUND]
+        write(nodes[0], lost, key)
+        found = read(started(), everything, key)
+        again = read(nodes[0], everything, key)
+        assert again == [Read.FOUND] * 12
+        assert all(code in (Read.FOUND, Read.CORRUPT, Read.ABSENT) for code in found)
+        assert all(list_bytes(path.rpartition("/")[2]) for path in s3_server.packs(prefix))

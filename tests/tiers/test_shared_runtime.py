@@ -10,7 +10,6 @@ import pytest
 
 from hotkv_server.cache.values import HashList
 from hotkv_server.testing.memory_tier import MemoryStore
-from hotkv_server.tiers.book import epochs as epoch_book
 from hotkv_server.tiers.drive import breaker
 from hotkv_server.tiers.drive import copies as tier_copies
 from hotkv_server.tiers.drive import shared as tier_shared
@@ -20,8 +19,7 @@ from tests.tiers.nodes import BLOCKS, SharedNode, nodes, until
 
 async def test_one_node_stores_and_another_finds() -> None:
     async with nodes() as (a, b):
-        a.put(BLOCKS)
-        await a.until_copied(6)
+        await a.share(BLOCKS)
         assert await b.looked_up([*BLOCKS, 99]) == [True] * 6 + [False]
         assert await b.leased([*BLOCKS, 99]) == [True] * 6 + [False]
         assert b.shared.num_fetched == 6 and b.tier.figures().read_blocks == 6
@@ -33,8 +31,7 @@ async def test_one_node_stores_and_another_finds() -> None:
 
 async def test_what_is_leased_without_a_lookup_is_asked_for() -> None:
     async with nodes() as (a, b):
-        a.put(BLOCKS)
-        await a.until_copied(6)
+        await a.share(BLOCKS)
         before = b.core.space.used_bytes()
         assert await b.leased([50, 51]) == [False, False]
         assert b.core.space.used_bytes() == before, "slots were taken for what nobody has"
@@ -44,8 +41,7 @@ async def test_what_is_leased_without_a_lookup_is_asked_for() -> None:
 async def test_a_flush_counts_though_the_store_is_away() -> None:
     """The engine does not wait for it; the store is told when it is back."""
     async with nodes() as (a, b):
-        a.put(BLOCKS)
-        await a.until_copied(6)
+        await a.share(BLOCKS)
         assert await b.looked_up(BLOCKS[:1]) == [True]
         a.tier.faults.problem = "gone"
         began_s = time.monotonic()
@@ -64,23 +60,6 @@ async def test_a_flush_counts_though_the_store_is_away() -> None:
         assert not any(await b.leased(BLOCKS))
 
 
-async def test_a_flush_elsewhere_counts_while_the_store_waits_to_be_told_of_one_here() -> None:
-    async with nodes() as (a, b):
-        a.put(BLOCKS)
-        await a.until_copied(6)
-        assert await b.looked_up(BLOCKS[:1]) == [True]
-        a.tier.faults.problem = "gone"
-        await a.flush()
-        a.put([20, 21])
-        assert not await b.flush()
-        # Host memory of a node that is cut off serves what it has.
-        assert all(await a.leased([20, 21]))
-        a.tier.faults.problem = ""
-        await until(a.epoch, "the flush was forgotten")
-        assert a.num_flushed_here == 2
-        assert not any(await a.leased([20, 21]))
-
-
 @pytest.mark.parametrize("is_flushed", [False, True])
 async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_for(
     is_flushed: bool,
@@ -93,73 +72,24 @@ async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_
     for one in made:
         await one.start()
     a.put(BLOCKS)
-    b.put([20])
-    await b.until_copied(1)
+    await b.share([20])
     if is_flushed:
         await b.flush()
     assert all(await a.leased(BLOCKS))
     a.tier.faults.problem = ""
     await until(a.epoch, "the epoch is not learned")
     assert not any(await a.leased(BLOCKS))
-    a.put([30])
-    await a.until_copied(1)
+    await a.share([30])
     assert await b.leased([*BLOCKS, 30]) == [False] * 6 + [True]
     for one in made:
         await one.tiers.close()
-
-
-async def test_an_epoch_that_falls_is_raised_above_all_that_were_known() -> None:
-    """A store that comes back from an old copy of its data shows the epoch and the blocks of then.
-    Both nodes have known a later one."""
-    store = MemoryStore(places=False)
-    async with nodes(store=store) as (a, b):
-        a.put(BLOCKS)
-        await a.until_copied(6)
-        assert all(await b.leased(BLOCKS))
-        content, epochs = dict(store.content), dict(store.epochs)
-        assert not await a.flush()
-        await until(lambda: b.epoch() not in (0, *epochs.values()), "b has not followed")
-        (known,) = store.epochs.values()
-        store.content.update(content)
-        store.epochs.update(epochs)
-        for _ in range(20):
-            assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
-            await asyncio.sleep(0.02)
-        await until(lambda: a.epoch() == b.epoch() != 0, "the nodes don't agree")
-        assert a.epoch() > known
-        a.put(BLOCKS)
-        await a.until_copied(12)
-        assert all(await b.leased(BLOCKS))
-
-
-async def test_a_store_that_has_just_started_from_an_old_copy_is_not_trusted() -> None:
-    """A newcomer knows of no later epoch. It waits until those who do have raised it."""
-    store = MemoryStore(places=False)
-    async with nodes(1, store=store) as (a,):
-        a.put(BLOCKS)
-        await a.until_copied(6)
-        content, epochs = dict(store.content), dict(store.epochs)
-        assert not await a.flush()
-        a.tier.faults.problem = "gone"
-        store.content.update(content)
-        store.epochs.update(epochs)
-        store.restored_below = max(epochs.values()) + 1
-        b = SharedNode(store, 10.0)
-        await b.start()
-        assert not any(await b.leased(BLOCKS))
-        a.tier.faults.problem = ""
-        await until(a.epoch, "a does not raise the epoch")
-        await until(lambda: b.epoch() == a.epoch(), "b does not follow")
-        assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
-        await b.tiers.close()
 
 
 async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet() -> None:
     """As on a node that comes with its store."""
     store = MemoryStore(places=False)
     async with nodes(1, store=store) as (a,):
-        a.put(BLOCKS)
-        await a.until_copied(6)
+        await a.share(BLOCKS)
         store.restored_below = max(store.epochs.values()) + 1
         b = SharedNode(store, 10.0)
         await b.start()
@@ -171,18 +101,6 @@ async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet() -> No
         await fetch
         assert b.core.lookup(1, lists)[0].all()
         await b.tiers.close()
-
-
-async def test_a_caller_that_leaves_changes_nothing() -> None:
-    async with nodes() as (a, b):
-        a.put(BLOCKS)
-        await a.until_copied(6)
-        assert all(await b.leased(BLOCKS))
-        caller = asyncio.create_task(a.flush())
-        await asyncio.sleep(0)
-        caller.cancel()
-        assert not await a.flush()
-        assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
 
 
 async def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
@@ -203,30 +121,11 @@ async def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
         assert len(raises) == 1
 
 
-async def test_a_hit_of_a_key_space_that_was_not_in_use_is_confirmed_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Longer than a flush takes, during which its key space is in use.
-    monkeypatch.setattr(epoch_book, "USED_S", 2.5)
-    async with nodes() as (a, b):
-        a.put(BLOCKS)
-        await a.until_copied(6)
-        assert all(await b.leased(BLOCKS))
-        await until(lambda: not b.epochs.book._active, "it stays in use")
-        assert not await a.flush()
-        assert b.num_flushed_here == 0, "nobody has asked"
-        assert not any(await b.leased(BLOCKS))
-        assert b.num_flushed_here == 1
-
-
 async def test_the_disk_serves_only_what_the_store_has_confirmed() -> None:
     node = SharedNode(MemoryStore(places=False), 10.0, disk=MemoryStore(places=True))
     await node.start()
-    node.put(BLOCKS)
-    assert node.tiers.below is not None
-    counters = node.tiers.below.lower.counters
-    await until(lambda: counters.demoted == 6, "blocks are not moved down")
-    await node.until_copied(6)
+    await node.share(BLOCKS)
+    await node.until_down(6)
     evict(node.core, 1, 0, words_of(BLOCKS[:3]))
     node.tier._store.content.clear()
     node.tier.faults.problem = "gone"
@@ -238,24 +137,11 @@ async def test_the_disk_serves_only_what_the_store_has_confirmed() -> None:
     await node.tiers.close()
 
 
-async def test_a_store_that_lost_its_epochs_counts_as_flushed() -> None:
-    store = MemoryStore(places=False)
-    async with nodes(store=store) as (a, b):
-        a.put(BLOCKS)
-        await a.until_copied(6)
-        assert all(await b.leased(BLOCKS))
-        store.epochs.clear()
-        await until(lambda: b.num_flushed_here == 1, "the loss was not noticed")
-        await until(lambda: a.num_flushed_here == 1, "the loss was not noticed")
-        assert not any(await b.leased(BLOCKS))
-
-
 async def test_a_dead_store_is_a_miss_at_once_and_comes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with nodes() as (a, b):
-        a.put(BLOCKS)
-        await a.until_copied(6)
+        await a.share(BLOCKS)
         assert await b.looked_up(BLOCKS[:1]) == [True]
         b.tier.faults.problem = "gone"
         b.put([30])
@@ -272,8 +158,7 @@ async def test_a_dead_store_is_a_miss_at_once_and_comes_back(
 
 async def test_a_hung_store_costs_a_bounded_wait() -> None:
     async with nodes(lookup_wait_s=0.2) as (a, b):
-        a.put(BLOCKS)
-        await a.until_copied(6)
+        await a.share(BLOCKS)
         assert await b.looked_up(BLOCKS) == [True] * 6
         b.tier.faults.is_hung = True
         began_s = time.monotonic()
@@ -287,22 +172,17 @@ async def test_a_hung_store_costs_a_bounded_wait() -> None:
         assert all(await b.leased(BLOCKS))
 
 
-async def test_a_damaged_block_is_a_miss() -> None:
-    store = MemoryStore(places=False)
-    async with nodes(store=store) as (a, b):
-        a.put(BLOCKS)
-        await a.until_copied(6)
-        for key in list(store.content):
-            if isinstance(key, bytes) and key.endswith(words_of([2])[0].tobytes()):
-                store.damage(key, 77)
-        assert await b.leased(BLOCKS) == [True, True, False, True, True, True]
-        assert b.tier.figures().corrupt_blocks == 1
+async def test_a_lookup_in_a_hung_store_ends() -> None:
+    async with nodes(1, lookup_wait_s=0.2) as (a,):
+        await a.share(BLOCKS)
+        a.tier.faults.is_hung = True
+        async with asyncio.timeout(20):
+            assert await a.looked_up([50]) == [False]
 
 
 async def test_a_block_is_written_once_and_not_with_each_use() -> None:
     async with nodes() as (a, b):
-        a.put(BLOCKS)
-        await a.until_copied(6)
+        await a.share(BLOCKS)
         for _ in range(3):
             assert all(await a.leased(BLOCKS))
         await asyncio.sleep(0.2)
@@ -343,8 +223,7 @@ async def test_what_is_known_to_be_there_is_bounded(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tier_shared, "MAX_FOUND", 4)
     monkeypatch.setattr(tier_shared, "MAX_PROBED", 5)
     async with nodes() as (a, b):
-        a.put(BLOCKS)
-        await a.until_copied(6)
+        await a.share(BLOCKS)
         assert await b.looked_up(BLOCKS) == [False, True, True, True, True, False]
         assert len(b.shared._found) == 4
 
@@ -352,8 +231,7 @@ async def test_what_is_known_to_be_there_is_bounded(monkeypatch: pytest.MonkeyPa
 async def test_what_was_found_long_ago_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_shared, "FOUND_S", 0.1)
     async with nodes(lookup_wait_s=0.05) as (a, b):
-        a.put(BLOCKS)
-        await a.until_copied(6)
+        await a.share(BLOCKS)
         for _ in range(3):
             await until(b.epoch, "no epoch")
             assert await b.looked_up(BLOCKS) == [True] * 6

@@ -2,7 +2,7 @@
 leaves everything as it was."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from hotkv_server.testing.memory_tier import MemoryStore, SharedMemoryTier
 from hotkv_server.tiers import check as tier_check
 from hotkv_server.tiers.disk.slab_file import SlabFile
 from hotkv_server.tiers.protocol import Blocks, Codes, OnRead, Read
-from tests.tiers.valkey_support import Server, running
+from tests.tiers.valkey_support import Server
 
 MIB = 1 << 20
 SIZES = [(64 << 10, 32), (MIB, 8)]
@@ -65,20 +65,18 @@ def test_a_folder_that_is_missing_is_missing_afterwards(
 def test_what_does_not_work_is_a_sentence_and_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "disk"
-    flags = ["--tiers.disk.path", str(path), "--tiers.disk.bytes", "4096TiB"]
-    assert main(["tiers", "check", *flags]) == 1
-    assert f"tiers.disk: {path} needs 4294967296 MiB more" in capsys.readouterr().err
-    path.write_text("a file")
-    assert main(["tiers", "check", *flags]) == 1
-    said = capsys.readouterr()
-    assert said.err.startswith(f"hotkv-server: tiers.disk: {path}") and not said.out
-    flags = ["--tiers.valkey.address", f"unix:{tmp_path}/nobody"]
-    assert main(["tiers", "check", *flags]) == 1
-    assert "can't be reached" in capsys.readouterr().err
-    assert main(["tiers", "check"]) == 2
-    assert "the settings have no tier" in capsys.readouterr().err
-    assert main(["tiers", "check", "--tiers.disk.bytes", "1"]) == 2
+    (tmp_path / "file").touch()
+    size = ("--tiers.disk.bytes", "4096TiB")
+    for flags, status, sentence in (
+        (("--tiers.disk.path", f"{tmp_path}/disk", *size), 1, "needs 4294967296 MiB more"),
+        (("--tiers.disk.path", f"{tmp_path}/file", *size), 1, f"tiers.disk: {tmp_path}/file"),
+        (("--tiers.valkey.address", f"unix:{tmp_path}/nobody"), 1, "can't be reached"),
+        ((), 2, "the settings have no tier"),
+        (("--tiers.disk.bytes", "1"), 2, "tiers.disk"),
+    ):
+        assert main(["tiers", "check", *flags]) == status
+        said = capsys.readouterr()
+        assert sentence in said.err and not said.out
 
 
 class Bad(SharedMemoryTier):
@@ -143,19 +141,13 @@ def test_a_store_that_does_not_remove_blocks_works_and_is_named(
     assert checked.left.startswith("works, but 40 keys") and fingerprint in checked.left
 
 
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[Server]:
-    with running(tmp_path / "valkey") as server:
-        yield server
-
-
 def test_a_store_that_others_use_is_left_as_it_was(
-    valkey: Server, capsys: pytest.CaptureFixture[str]
+    server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    client: Any = valkey.client
+    client: Any = server.client
     client.set(b"hotkv/1/abc/epoch", b"7")
     client.set(b"hotkv/1/abc/7/0/hash", b"bytes")
-    flags = ["--tiers.valkey.address", f"unix:{valkey.path}"]
+    flags = ["--tiers.valkey.address", f"unix:{server.path}"]
     assert main(["tiers", "check", "--json", *flags]) == 0
     assert sorted(client.keys()) == [b"hotkv/1/abc/7/0/hash", b"hotkv/1/abc/epoch"]
     assert client.get(b"hotkv/1/abc/epoch") == b"7"
@@ -164,17 +156,3 @@ def test_a_store_that_others_use_is_left_as_it_was(
     assert [(one["tier"], one["block_bytes"]) for one in said["timings"]] == [
         ("valkey", size) for size, _ in SIZES
     ]
-
-
-def test_a_cluster_is_tried_and_left_as_it_was(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from tests.tiers.cluster_support import running as running_cluster
-
-    with running_cluster(tmp_path / "cluster") as cluster:
-        flags = ["--tiers.valkey.address", cluster.address, "--tiers.valkey.cluster", "true"]
-        assert main(["tiers", "check", "--json", *flags]) == 0
-        said = json.loads(capsys.readouterr().out)
-        assert said["problems"] == said["left"] == {}
-        assert [(one["block_bytes"], one["num_blocks"]) for one in said["timings"]] == SIZES
-        assert not [key for key in cluster.names() if not key.endswith(b"/epoch")]

@@ -67,18 +67,6 @@ def test_the_choice_is_that_of_the_naive_one(
     assert worth(lists, made, 0.0) == [True] * len(offers)
 
 
-def test_the_tail_in_a_slow_tier_is_left_and_a_gap_that_it_fills_too() -> None:
-    lists = [Listed(FULL, mask("xx......"))]
-    quick, slow = Offer([mask("..xx....")], 0.001, 1e-7), Offer([mask("....xxxx")], 2.0, 1e-4)
-    assert worth(lists, [quick, slow], 1000.0) == [True, False]
-    assert worth(lists, [quick, slow], 10.0) == [True, True]
-    # What lies behind a gap that only the slow one fills brings no hit.
-    behind = Offer([mask("....xxxx")], 0.001, 1e-7)
-    fills = Offer([mask("..xx....")], 2.0, 1e-4)
-    assert worth(lists, [behind, fills], 1000.0) == [True, False]
-    assert worth(lists, [behind, fills], 10.0) == [True, True]
-
-
 def test_a_window_needs_its_end_only() -> None:
     lists = [Listed(FULL, mask("xxxxxxxx")), Listed(WINDOW, mask("......xx"))]
     both = [one.ready for one in lists]

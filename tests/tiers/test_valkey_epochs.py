@@ -1,18 +1,16 @@
-"""A flush that one node has answered counts on every other, whenever it happens during a read."""
+"""Epochs as keys of a Valkey; races of flushes are in `test_flush_races`."""
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from hotkv_server.testing.fault_proxy import Dam, FaultProxy, cut_after, nothing
+from hotkv_server.testing.fault_proxy import Dam, FaultProxy, nothing
 from hotkv_server.testing.flush_contract import (
     NAME,
-    Store,
     answer,
-    check_flushes,
     epoch,
     flush,
     keys_of,
@@ -20,7 +18,6 @@ from hotkv_server.testing.flush_contract import (
     read,
     write,
 )
-from hotkv_server.testing.tier_contract import SLOT_BYTES
 from hotkv_server.tiers.protocol import NO_EPOCH, Read, begun
 from hotkv_server.tiers.remote.calls import PART_KEYS
 from hotkv_server.tiers.remote.client import LostError
@@ -38,21 +35,6 @@ from hotkv_server.tiers.valkey.tier import ValkeyTier
 from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import Server, bench_over, running, tier_over
 
-REPLY_BYTES = len(b"$%d\r\n\r\n" % (SLOT_BYTES + 24)) + SLOT_BYTES + 24
-"""Of one block on the wire."""
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(tmp_path_factory.mktemp("valkey")) as server:
-        yield server
-
-
-@pytest.fixture
-def server(shared: Server) -> Server:
-    shared.client.flushall()
-    return shared
-
 
 @pytest.fixture
 def node_a(server: Server) -> Iterator[ValkeyTier]:
@@ -60,57 +42,11 @@ def node_a(server: Server) -> Iterator[ValkeyTier]:
         yield tier
 
 
-@pytest.mark.parametrize("address", ["unix:{0.path}", "127.0.0.1:{0.port}"])
-def test_flushes_keep_their_contract(server: Server, address: str) -> None:
-    store = Store(
-        lambda **options: bench_over(address.format(server), **options),
-        lambda: server.client.delete(epoch_key(NAME)),
-        lambda value: server.client.set(epoch_key(NAME), value),
-    )
-    check_flushes(store)
-
-
-def test_an_epoch_does_not_expire(server: Server, node_a: ValkeyTier) -> None:
-    assert epoch(node_a) and server.client.ttl(epoch_key(NAME)) == -1
-
-
-@pytest.mark.parametrize("ask", [read, probe])
-@pytest.mark.parametrize("num_passed", range(5))
-def test_no_old_block_after_a_flush_was_answered(
-    server: Server, node_a: ValkeyTier, num_passed: int, ask: Callable[..., list[int]]
-) -> None:
-    # So many commands of node B's pipeline reach the server before the flush; the others after it.
-    proxy = FaultProxy(server.path)
-    now, told = epoch(node_a), []
-    keys = keys_of(now, 4)
-    on_epoch = lambda name, at: told.append((name, at))  # noqa: E731
-    with bench_over(f"127.0.0.1:{proxy.port}", connections=1, on_epoch=on_epoch) as bench:
-        write(bench, keys)
-        asked = command(b"GET" if ask is read else b"EXISTS", keys[0])
-        dam = Dam(num_passed * len(asked))
-        proxy.on_command = dam
-        done: list[list[int]] = []
-        bench_call = lambda: done.append(ask(bench.tier, keys, {NAME: now}))  # noqa: E731
-        thread = threading.Thread(target=bench_call)
-        thread.start()
-        assert dam.is_full.wait(60)
-        # Commands that have passed are executed before the flush.
-        time.sleep(0.05)
-        raised = flush(node_a)
-        dam.opened.set()
-        thread.join()
-        assert done == [[Read.ABSENT] * 4]
-        assert told == [(NAME, raised)]
-        proxy.on_command = nothing
-        assert ask(bench.tier, keys, {NAME: raised}) == [Read.FOUND] * 4
-    proxy.close()
-
-
 def test_a_flush_between_two_parts_refuses_the_whole_call(
-    server: Server, node_a: ValkeyTier
+    server: Server, proxy: FaultProxy, node_a: ValkeyTier
 ) -> None:
-    proxy = FaultProxy(server.path)
     now = epoch(node_a)
+    assert now and server.client.ttl(epoch_key(NAME)) == -1, "an epoch expires"
     keys = keys_of(now, PART_KEYS + 1)
     server.client.mset(dict.fromkeys(keys, b"x"))
     with tier_over(f"127.0.0.1:{proxy.port}", connections=1) as (node_b, _):
@@ -129,7 +65,6 @@ def test_a_flush_between_two_parts_refuses_the_whole_call(
         dam.opened.set()
         wait_for(lambda: done, "the call did not end")
         assert done == [[Read.ABSENT] * len(keys)]
-    proxy.close()
 
 
 def test_a_flush_of_a_full_server_counts(server: Server, node_a: ValkeyTier) -> None:
@@ -148,65 +83,20 @@ def test_a_flush_of_a_full_server_counts(server: Server, node_a: ValkeyTier) -> 
         assert epoch(node_a) > now
 
 
-def test_an_epoch_of_another_type_lets_nothing_pass(server: Server, node_a: ValkeyTier) -> None:
-    keys = keys_of(1, 2)
-    with bench_over(f"unix:{server.path}") as bench:
-        write(bench, keys)
-        server.client.rpush(epoch_key(NAME), b"a")
-        assert read(bench.tier, keys, {NAME: 1}) == [Read.FAILED] * 2
-        assert epoch(node_a) is None and flush(node_a) is None
-
-
-def test_a_read_that_loses_its_epoch_finds_nothing(
-    server: Server, node_a: ValkeyTier, tmp_path: Path
-) -> None:
-    # All blocks, or answers to a probe, have come whole; the reply with the epoch never does.
-    proxy = FaultProxy(server.path)
-    now = epoch(node_a)
-    keys = keys_of(now, 2)
-    with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:
-        write(bench, keys)
-        for lost in (0, 1, 5):
-            proxy.on_reply = cut_after(2 * REPLY_BYTES + lost)
-            assert read(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
-            proxy.on_reply = nothing
-            assert read(bench.tier, keys, {NAME: now}) == [Read.FOUND] * 2
-        proxy.on_reply = cut_after(2 * len(b":1\r\n"))
-        assert probe(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
-    proxy.close()
-
-
 @pytest.mark.parametrize("reply", [0, -1, b"", b"x", b"9" * 20, ErrorReply(b"WRONGTYPE no"), []])
 def test_a_reply_that_is_no_epoch_is_lost(reply: Reply) -> None:
     with pytest.raises(LostError):
         parsed(reply)
 
 
-def test_nobody_answers_for_a_dead_server(tmp_path: Path) -> None:
-    with tier_over(f"unix:{tmp_path}/none.sock") as (tier, _):
-        assert epoch(tier) is None and flush(tier) is None
+def test_an_epoch_of_another_type_lets_nothing_pass(server: Server, node_a: ValkeyTier) -> None:
+    server.client.rpush(epoch_key(NAME), b"a")
+    assert read(node_a, keys_of(1, 2), {NAME: 1}) == [Read.FAILED] * 2
+    assert epoch(node_a) is None and flush(node_a) is None
 
 
-def test_a_flush_counts_although_the_connection_is_lost_right_after(
-    server: Server, node_a: ValkeyTier
-) -> None:
-    # A damaged block makes the read delete it, and that is what the connection is lost in.
-    proxy = FaultProxy(server.path)
-    now = epoch(node_a)
-    keys = keys_of(now, 2)
-    with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:
-        write(bench, keys)
-        server.damage(keys[1])
-        raised = flush(node_a)
-        digits = len(str(raised))
-        proxy.on_reply = cut_after(2 * REPLY_BYTES + len(b"$%d\r\n" % digits) + digits + 2)
-        assert read(bench.tier, keys, {NAME: now}) == [Read.ABSENT] * 2
-    proxy.close()
-
-
-def test_control_calls_overtake_reads(server: Server, node_a: ValkeyTier) -> None:
+def test_control_calls_overtake_reads(proxy: FaultProxy, node_a: ValkeyTier) -> None:
     """A read that takes long must not keep other nodes from hearing of a flush."""
-    proxy = FaultProxy(server.path)
     now = epoch(node_a)
     keys = keys_of(now, 4)
     with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:
@@ -226,7 +116,6 @@ def test_control_calls_overtake_reads(server: Server, node_a: ValkeyTier) -> Non
         dam.opened.set()
         reading.join(60)
         assert done == [[Read.ABSENT] * 4]
-    proxy.close()
 
 
 def info(run_id: bytes, now_s: float, up_s: int) -> bytes:

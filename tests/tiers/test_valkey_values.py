@@ -1,32 +1,22 @@
 """What lies in Valkey under a block's key: damaged, foreign, of another version, of any age."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hotkv_server.settings.tiers import ValkeySettings
+from hotkv_server.testing.flush_contract import answer, blocks_of
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, content, key
 from hotkv_server.tiers.protocol import Blocks, Read, Write
 from hotkv_server.tiers.remote.values import HEAD_BYTES, head
 from hotkv_server.tiers.valkey.resp_client import ttl_ms
 from hotkv_server.tiers.valkey.tier import ValkeyTier
-from tests.support.waiting import wait_for
-from tests.tiers.valkey_support import Server, arena_of, bench_over, running, tier_over
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(tmp_path_factory.mktemp("valkey")) as server:
-        yield server
-
-
-@pytest.fixture
-def server(shared: Server) -> Server:
-    shared.client.flushall()
-    return shared
+from tests.tiers.valkey_support import Server, arena_of, bench_over
 
 
 @pytest.fixture
@@ -48,54 +38,49 @@ def read_three(bench: Bench) -> list[int]:
     return codes
 
 
-@pytest.mark.parametrize("at", [0, 2, 8, 15, 16, 23, 24, 5000, SLOT_BYTES + HEAD_BYTES - 1])
-def test_a_flipped_bit_is_corrupt_and_the_value_goes(server: Server, bench: Bench, at: int) -> None:
-    server.damage(key(2), at)
-    assert read_three(bench)[1] == Read.CORRUPT
-    assert not server.client.exists(key(2))
-    assert bench.read([2], [5]).tolist() == [Read.ABSENT]
-    assert bench.write([2], [1]).tolist() == [Write.STORED]
+def cut(client: Any, num_bytes: int) -> None:
+    client.set(key(2), client.get(key(2))[:num_bytes])
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, HEAD_BYTES - 1, HEAD_BYTES, SLOT_BYTES])
-def test_a_shorter_value_is_corrupt(server: Server, bench: Bench, num_bytes: int) -> None:
-    value = server.client.get(key(2))
-    server.client.set(key(2), value[:num_bytes])
-    assert read_three(bench)[1] == Read.CORRUPT
-    assert not server.client.exists(key(2))
+def flip(client: Any, at: int) -> None:
+    (byte,) = client.getrange(key(2), at, at)
+    client.setrange(key(2), at, bytes([byte ^ 1]))
 
 
-@pytest.mark.parametrize("more", [1, 4096, 3_000_000])
-def test_a_longer_value_is_corrupt_and_stays_out_of_the_arena(
-    server: Server, bench: Bench, more: int
+def of_another_kind(client: Any, number: int) -> None:
+    client.delete(key(2))
+    client.rpush(key(2), b"a", b"b")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "number"),
+    [
+        *((cut, num_bytes) for num_bytes in (0, 1, HEAD_BYTES - 1, HEAD_BYTES, SLOT_BYTES)),
+        *(
+            (lambda client, more: client.append(key(2), b"x" * more), more)
+            for more in (1, 4096, 3_000_000)
+        ),
+        (lambda client, number: client.copy(key(number), key(2), replace=True), 1),
+        (lambda client, count: client.set(key(2), b"<html>" * count), 5000),
+        (of_another_kind, 0),
+        *((flip, at) for at in (0, 2, 8, 15, 16, 23, 24, 5000, SLOT_BYTES + HEAD_BYTES - 1)),
+    ],
+)
+def test_another_value_is_corrupt_goes_and_stays_out_of_the_arena(
+    server: Server, bench: Bench, spoil: Callable[[Any, int], None], number: int
 ) -> None:
-    server.client.append(key(2), b"x" * more)
+    spoil(server.client, number)
+    assert bench.write([2], [1]).tolist() == [Write.PRESENT]
     assert read_three(bench)[1] == Read.CORRUPT
     assert not bench.arena[9 * SLOT_BYTES :].any()
+    assert not server.client.exists(key(2))
+    assert bench.write([2], [1]).tolist() == [Write.STORED]
 
 
 def test_a_block_of_another_size_is_corrupt(bench: Bench) -> None:
     bench.arena[:] = 0
     assert bench.read([2], [5], [SLOT_BYTES // 2]).tolist() == [Read.CORRUPT]
     assert not bench.arena.any()
-
-
-def test_bytes_of_another_key_are_corrupt(server: Server, bench: Bench) -> None:
-    server.client.copy(key(1), key(2), replace=True)
-    assert read_three(bench)[1] == Read.CORRUPT
-
-
-def test_foreign_bytes_are_corrupt(server: Server, bench: Bench) -> None:
-    server.client.set(key(2), b"<html>" * 5000)
-    assert read_three(bench)[1] == Read.CORRUPT
-
-
-def test_a_list_under_the_key_is_corrupt_and_goes(server: Server, bench: Bench) -> None:
-    server.client.delete(key(2))
-    server.client.rpush(key(2), b"a", b"b")
-    assert bench.write([2], [1]).tolist() == [Write.PRESENT]
-    assert read_three(bench)[1] == Read.CORRUPT
-    assert not server.client.exists(key(2))
 
 
 def test_a_value_of_another_version_is_absent_and_stays(server: Server, bench: Bench) -> None:
@@ -132,32 +117,25 @@ def test_two_nodes_may_write_the_same_key(server: Server, bench: Bench) -> None:
         assert other.write([1, 4], [0, 1]).tolist() == [Write.PRESENT, Write.STORED]
         other.check_read([1], [3])
         bench.check_read([4, 1], [5, 6])
-        other.tier.forget([key(1)])
-        wait_for(lambda: bench.probe([1]).tolist() == [Read.ABSENT], "it was not forgotten")
-
-
-def test_databases_are_apart(server: Server, bench: Bench) -> None:
     with bench_over(f"unix:{server.path}", database=5) as other:
-        assert other.read([1], [0]).tolist() == [Read.ABSENT]
+        assert other.read([1], [0]).tolist() == [Read.ABSENT], "databases are not apart"
 
 
 def test_deeper_blocks_expire_sooner(server: Server) -> None:
     depths = [0, 1, 2, 63, 64, 65, 1000, 1001, 30_000, 30_001]
-    with tier_over(f"unix:{server.path}", ttl_s=1000.0) as (tier, _):
-        keys = [key(100 + depth) for depth in depths]
-        slots = np.arange(len(keys), dtype=np.int64) * SLOT_BYTES
-        sizes = np.full(len(keys), 4096, np.int64)
-        done = []
-        blocks = Blocks(keys, slots, sizes, depths=np.array(depths, np.int64))
-        tier.write(blocks, lambda codes, seals: done.append(codes.tolist()))
-        wait_for(lambda: done, "the write did not end")
-        assert done == [[Write.STORED] * len(keys)]
-        # What is left of each, with its expiry as one moment for all.
-        expiries = [server.client.pexpiretime(one) for one in keys]
-        assert expiries == sorted(expiries, reverse=True)
-        assert 999_000 < server.client.pttl(keys[0]) <= 1_000_000
-        assert 749_000 < server.client.pttl(keys[4]) <= 750_000
-        assert server.client.pttl(keys[-1]) > 499_000
+    keys = [key(100 + depth) for depth in depths]
+    blocks = replace(blocks_of(keys, 0, {}), depths=np.array(depths, np.int64))
+    with bench_over(f"unix:{server.path}", ttl_s=1000.0) as bench:
+        begun_s = time.time()
+        codes, _ = bench.answer(blocks)
+        took_s = time.time() - begun_s
+        assert codes.tolist() == [Write.STORED] * len(keys)
+        # Each with its expiry as one moment for all.
+        left_s = [server.client.pexpiretime(one) / 1000 - begun_s for one in keys]
+        assert left_s == sorted(left_s, reverse=True)
+        for at, expected_s in ((0, 1000), (4, 750)):
+            assert expected_s - 1 < left_s[at] <= expected_s + took_s
+        assert left_s[-1] > 499
 
 
 def test_times_to_live_fall_from_all_to_half() -> None:
@@ -166,42 +144,6 @@ def test_times_to_live_fall_from_all_to_half() -> None:
     assert all(sooner > later for sooner, later in pairwise(day))
     assert day[-1] >= 43_200_000
     assert ttl_ms(1.0, 1 << 40) == 500
-
-
-def test_prefixes_stay_whole_while_a_full_server_evicts(tmp_path: Path) -> None:
-    # Sequences in turns, each from its begin, into a server that holds a third of them.
-    chains, length, size = 24, 16, 16384
-    with running(
-        tmp_path / "small",
-        maxmemory="4mb",
-        **{"maxmemory-policy": "volatile-ttl", "maxmemory-samples": "10"},
-    ) as small:
-        used = small.client.info("memory")["used_memory"]
-        small.client.config_set("maxmemory", used + chains * length * size // 3)
-        with tier_over(f"unix:{small.path}", connections=1) as (tier, _):
-            for chain in range(chains):
-                keys = [b"hotkv/1/f/1/0/%d/%d" % (chain, depth) for depth in range(length)]
-                depths = np.arange(length, dtype=np.int64)
-                slots, sizes = depths * size, np.full(length, size, np.int64)
-                done = []
-                tier.write(
-                    Blocks(keys, slots, sizes, depths=depths * 8),
-                    lambda codes, seals, done=done: done.append(codes),
-                )
-                wait_for(lambda done=done: done, "the write did not end")
-        alive = {
-            (chain, depth)
-            for chain in range(chains)
-            for depth in range(length)
-            if small.client.exists(b"hotkv/1/f/1/0/%d/%d" % (chain, depth))
-        }
-    usable = {
-        (chain, depth)
-        for chain, depth in alive
-        if all((chain, before) in alive for before in range(depth))
-    }
-    assert len(alive) > chains * length // 6
-    assert len(usable) > 0.8 * len(alive), f"{len(usable)} of {len(alive)} are prefixes"
 
 
 def test_a_large_call_is_cut_and_comes_back_whole(server: Server) -> None:
@@ -213,21 +155,15 @@ def test_a_large_call_is_cut_and_comes_back_whole(server: Server) -> None:
     try:
         keys = [key(1000 + at) for at in range(count)]
         slots, sizes = np.arange(count, dtype=np.int64) * size, np.full(count, size, np.int64)
-        done: list[list[int]] = []
-        tier.write(Blocks(keys, slots, sizes), lambda codes, seals: done.append(codes.tolist()))
-        wait_for(lambda: done, "the write did not end")
-        reverse = slots[::-1] + count * size
-        tier.read(
-            Blocks(keys, reverse, sizes),
-            float("inf"),
-            lambda codes: done.append(codes.tolist()),
-        )
-        wait_for(lambda: len(done) == 2, "the read did not end")
-        assert done == [[Write.STORED] * count, [Read.FOUND] * count]
-        back = bytes_[count * size :].reshape(count, size)[::-1]
-        assert np.array_equal(back.ravel(), bytes_[: count * size])
-        tier.probe(keys * 9, float("inf"), lambda codes: done.append(codes.tolist()))
-        wait_for(lambda: len(done) == 3, "the probe did not end")
-        assert done[2] == [Read.FOUND] * 9 * count
+        blocks = Blocks(keys, slots, sizes)
+        codes = answer(lambda done: tier.write(blocks, lambda codes, seals: done(codes)))
+        assert codes.tolist() == [Write.STORED] * count
+        back = replace(blocks, slots=slots[::-1] + count * size)
+        codes = answer(lambda done: tier.read(back, float("inf"), done))
+        assert codes.tolist() == [Read.FOUND] * count
+        rows = bytes_[count * size :].reshape(count, size)[::-1]
+        assert np.array_equal(rows.ravel(), bytes_[: count * size])
+        codes = answer(lambda done: tier.probe(keys * 9, float("inf"), done))
+        assert codes.tolist() == [Read.FOUND] * 9 * count
     finally:
         tier.close()

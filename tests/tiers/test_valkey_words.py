@@ -1,5 +1,6 @@
 """What is known against a server is said in words, without a secret; settings say what to do."""
 
+import contextlib
 import logging
 import re
 import socket
@@ -15,6 +16,7 @@ from hotkv_server.testing.tier_contract import Bench
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote.client import quoted
 from hotkv_server.tiers.valkey.connection import Login, read_login
+from hotkv_server.tiers.valkey.stream import _words
 from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import Server, bench_over, running
 
@@ -24,43 +26,29 @@ HELLO = CLIENT + b"+mode\r\n+standalone\r\n+role\r\n+master\r\n+modules\r\n*0\r\
 ABSENT = b":0\r\n"
 
 
-class Scripted:
-    """A server that answers each command with the next reply of its script, on each connection
-    anew."""
+@contextlib.contextmanager
+def scripted(*script: bytes, **options: object) -> Iterator[Bench]:
+    """Yields a bench over a server that answers each command with the next reply of its script, on
+    each connection anew."""
 
-    def __init__(self, *script: bytes) -> None:
-        self._script = script
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def __enter__(self) -> "Scripted":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._listener.close()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                client = self._listener.accept()[0]
-            except OSError:
-                return
-            threading.Thread(target=self._answer, args=(client,), daemon=True).start()
-
-    def _answer(self, client: socket.socket) -> None:
-        script = list(self._script)
+    def answer(client: socket.socket) -> None:
+        replies = list(script)
         with client:
             while command := client.recv(1 << 16):
                 for _ in re.findall(rb"(?:^|\r\n)\*\d", command):
-                    if script:
-                        client.sendall(script.pop(0))
+                    if replies:
+                        client.sendall(replies.pop(0))
 
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client = listener.accept()[0]
+                threading.Thread(target=answer, args=(client,), daemon=True).start()
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    with running(tmp_path / "server") as one:
-        yield one
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        with bench_over(f"127.0.0.1:{listener.getsockname()[1]}", **options) as bench:
+            yield bench
 
 
 @pytest.fixture
@@ -76,25 +64,35 @@ def problem_of(bench: Bench) -> str:
     return bench.tier.problem()
 
 
-def test_a_server_that_asks_for_a_password(tmp_path: Path) -> None:
-    with running(tmp_path, password=SECRET) as server, bench_over(f"unix:{server.path}") as bench:
-        assert "asks for a password: set password_file" in problem_of(bench)
-        assert bench.read([1], [0]).tolist() == [Read.FAILED]
-
-
-def test_a_wrong_password_and_no_word_of_it(
-    tmp_path: Path, password_file: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("config", "user", "words"),
+    [
+        ({"password": SECRET}, None, "asks for a password: set password_file"),
+        ({"password": "right"}, "default", "rejects user and password"),
+        ({"user": f"kv on >{SECRET} ~other/* +@all"}, "kv", "allow it ~hotkv/1/*"),
+    ],
+)
+def test_a_server_that_refuses_the_user_and_no_word_of_the_password(
+    tmp_path: Path,
+    password_file: Path,
+    caplog: pytest.LogCaptureFixture,
+    config: dict[str, str],
+    user: str | None,
+    words: str,
 ) -> None:
     caplog.set_level(logging.DEBUG)
+    login = {} if user is None else {"user": user, "password_file": password_file}
     with (
-        running(tmp_path / "server", password="right") as server,
-        bench_over(f"unix:{server.path}", password_file=password_file) as bench,
+        running(tmp_path / "server", **config) as server,
+        bench_over(f"unix:{server.path}", **login) as bench,
     ):
-        assert "rejects user and password" in problem_of(bench)
+        assert words in problem_of(bench)
+        assert bench.read([1], [0]).tolist() == [Read.FAILED]
         assert SECRET not in repr(bench.tier) + bench.tier.problem() + caplog.text
-        # Whoever rotates a password changes server and file.
-        password_file.write_text("right")
-        wait_for(lambda: not bench.tier.problem(), "the new password is not read")
+        if user == "default":
+            # Whoever rotates a password changes server and file.
+            password_file.write_text("right")
+            wait_for(lambda: not bench.tier.problem(), "the new password is not read")
 
 
 def test_a_server_that_knows_no_hello(tmp_path: Path, password_file: Path) -> None:
@@ -116,20 +114,9 @@ def test_a_server_that_repeats_what_it_does_not_know(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     said = f"-{code} unknown command, with args beginning with: '3' 'AUTH' '{SECRET}'\r\n".encode()
-    with (
-        Scripted(said, said, said) as server,
-        bench_over(server.address, password_file=password_file) as bench,
-    ):
+    with scripted(said, said, said, password_file=password_file) as bench:
         assert "does not accept" in problem_of(bench)
         assert SECRET not in repr(bench.tier) + bench.tier.problem() + caplog.text
-
-
-def test_a_user_without_rights(tmp_path: Path, password_file: Path) -> None:
-    with (
-        running(tmp_path / "server", user=f"kv on >{SECRET} ~other/* +@all") as server,
-        bench_over(f"unix:{server.path}", user="kv", password_file=password_file) as bench,
-    ):
-        assert "forbids this user what hotkv needs: allow it ~hotkv/1/*" in problem_of(bench)
 
 
 def test_a_replica(server: Server) -> None:
@@ -155,10 +142,7 @@ def test_a_replica(server: Server) -> None:
     ],
 )
 def test_a_server_of_another_kind(said: bytes, instead: bytes, words: str) -> None:
-    with (
-        Scripted(HELLO.replace(said, instead), ABSENT) as server,
-        bench_over(server.address, connections=1) as bench,
-    ):
+    with scripted(HELLO.replace(said, instead), ABSENT, connections=1) as bench:
         assert words in problem_of(bench)
 
 
@@ -184,23 +168,17 @@ def test_too_many_clients(server: Server) -> None:
     ],
 )
 def test_errors_that_speak_about_the_whole_server(error: bytes, words: str) -> None:
-    with (
-        Scripted(HELLO, ABSENT, error + b"\r\n", b"_\r\n") as server,
-        bench_over(server.address, connections=1) as bench,
-    ):
+    with scripted(HELLO, ABSENT, error + b"\r\n", b"_\r\n", connections=1) as bench:
         assert bench.read([1, 2], [0, 1]).tolist() == [Read.FAILED, Read.ABSENT]
         assert words in problem_of(bench)
-    with (
-        Scripted(HELLO, error + b"\r\n") as server,
-        bench_over(server.address, connections=1) as bench,
-    ):
+    with scripted(HELLO, error + b"\r\n", connections=1) as bench:
         assert words in problem_of(bench)
 
 
 @pytest.mark.parametrize("code", [b"OOM", b"MISCONF", b"NOREPLICAS"])
 def test_a_server_that_takes_no_more_is_full(code: bytes) -> None:
     script = [HELLO, ABSENT, b"-" + code + b" no\r\n", b"+OK\r\n", b"-ERR no\r\n"]
-    with Scripted(*script) as server, bench_over(server.address, connections=1) as bench:
+    with scripted(*script, connections=1) as bench:
         codes = bench.write([1, 2, 3], [0, 1, 2]).tolist()
         assert codes == [Write.FULL, Write.STORED, Write.FAILED]
         assert not bench.tier.problem()
@@ -234,6 +212,11 @@ def test_a_login_does_not_show_its_password(password_file: Path) -> None:
     login = read_login(ValkeySettings(address="a:1", password_file=password_file))
     assert login == Login("default", SECRET.encode())
     assert SECRET not in repr(login)
+
+
+def test_a_host_that_no_resolver_knows() -> None:
+    said = str(_words(socket.gaierror(socket.EAI_NONAME, "Name not known")))
+    assert said == "can't be reached: Name not known"
 
 
 def test_an_address_that_no_system_call_takes() -> None:

