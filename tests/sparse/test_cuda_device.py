@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_sparse.cuda.device import FOLDER, SOURCES, CupyDevice, address_of, source_text
+from hotkv_sparse.cuda.device import FOLDER, SOURCES, CupyDevice, address_of
 
 
 class Tensor:
@@ -50,12 +50,6 @@ def test_every_kernel_of_a_source_is_named() -> None:
             for bits, groups in re.findall(r"^INSTANCE\((\d), (\d)\)", text, re.MULTILINE)
         }
         assert plain | instances == set(kernels)
-
-
-def test_sources_include_nothing() -> None:
-    for source in SOURCES:
-        text = source_text(source)
-        assert "#include" not in text and "#pragma once" not in text and "PLAN_WORDS = 8" in text
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")

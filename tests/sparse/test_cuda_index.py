@@ -128,22 +128,16 @@ def selector_of(
 ) -> CudaSelector:
     """Returns a layer over the given representations; every block but the last is a candidate."""
     num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
-    device = CpuDevice(seed)
+    device, most = CpuDevice(seed), num_blocks + 2
     config = SparseConfig(scorer=name, sink_tokens=0, recent_tokens=1, dense_layers=())
-    shape = StepShape(
-        2, num_blocks + 2, block_tokens, len(case.query), kv_heads, head_size, num_blocks + 2
-    )
-    work = Workspace(device, config, shape)
+    sizes = (len(case.query), kv_heads, head_size, most)
+    work = Workspace(device, config, StepShape(2, most, block_tokens, *sizes))
     index = Index(device, IndexShape(name, kv_heads, head_size, block_tokens), len(packed), case.mu)
     heads_of(index)[:] = packed
     pages = Pages(np.zeros(1, np.float32), "float32", 0, 0, 0)
     selector = CudaSelector(work, 0, index, pages, pages, CudaHotSets(work, (), 0))
     work.set_blocks(1, 0, rows, np.zeros(num_blocks, np.int64))
-    work.begin(
-        np.array(
-            [0, (num_blocks - 1) * block_tokens + 1 if block_tokens > 1 else num_blocks], np.int32
-        )
-    )
+    work.begin(np.array([0, (num_blocks - 1) * block_tokens + 1], np.int32))
     work.scores[:] = np.nan
     return selector
 
