@@ -91,14 +91,10 @@ def scans(seed: int = 0, num_requests: int = 3000) -> Requests:
     once."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
-    popular = _zipf(rng, 30, 0.8, num_requests)
-    for number in range(num_requests):
-        scanning = (number // 300) % 2 == 1 and rng.random() < 0.7
-        contents = (
-            chains.fresh(40)
-            if scanning
-            else [("popular", popular[number], part) for part in range(15)] + chains.fresh(2)
-        )
+    for number, popular in enumerate(_zipf(rng, 30, 0.8, num_requests)):
+        contents: list[object] = [("popular", popular, part) for part in range(15)]
+        is_scan = (number // 300) % 2 == 1 and rng.random() < 0.7
+        contents = chains.fresh(40) if is_scan else contents + chains.fresh(2)
         requests.append((number * 0.5, chains.chain(contents)))
     return requests
 
@@ -230,45 +226,26 @@ def sub_agents(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 def mixture(seed: int = 0, num_requests: int = 3000) -> Requests:
     """Agents, trees, a scan and a loop at once, on one clock."""
-    share = num_requests // 4
-    parts = [maker(seed, share) for maker in (agent_sessions, zipf_trees, scans, loops)]
+    makers = (agent_sessions, zipf_trees, scans, loops)
     merged: Requests = []
-    for part, requests in enumerate(parts):
-        length_s = requests[-1][0] or 1.0
-        merged += [
-            (time_s / length_s * 1200.0, [block * len(parts) + part for block in ids])
-            for time_s, ids in requests
-        ]
+    for part, maker in enumerate(makers):
+        requests = maker(seed, num_requests // len(makers))
+        scale = 1200.0 / (requests[-1][0] or 1.0)
+        for time_s, ids in requests:
+            merged.append((time_s * scale, [block * len(makers) + part for block in ids]))
     return sorted(merged, key=lambda request: request[0])
 
 
-MAKERS: dict[str, Callable[[int, int], Requests]] = {
-    "zipf_trees": zipf_trees,
-    "agent_sessions": agent_sessions,
-    "scans": scans,
-    "loops": loops,
-    "bursts": bursts,
-    "drift": drift,
-    "mixture": mixture,
-    "regular_turns": regular_turns,
-    "tool_pauses": tool_pauses,
-    "random_ends": random_ends,
-    "sub_agents": sub_agents,
+_SOME = (zipf_trees, agent_sessions, mixture, regular_turns, tool_pauses, random_ends)
+MAKERS: dict[str, Callable[..., Requests]] = {
+    maker.__name__: maker for maker in (*_SOME, scans, loops, bursts, drift, sub_agents)
 }
 
 
 def write_trace(path: Path, requests: Requests) -> Path:
     """Returns a file in Mooncake's format."""
-    lines = (
-        json.dumps(
-            {
-                "timestamp": round(time_s * 1000),
-                "input_length": 512 * len(ids),
-                "output_length": 1,
-                "hash_ids": ids,
-            }
-        )
-        for time_s, ids in requests
-    )
-    path.write_text("\n".join(lines) + "\n")
+    with path.open("w") as file:
+        for time_s, ids in requests:
+            line = {"timestamp": round(time_s * 1000), "input_length": 512 * len(ids)}
+            file.write(json.dumps({**line, "output_length": 1, "hash_ids": ids}) + "\n")
     return path
