@@ -30,7 +30,6 @@ def trace_of(name: str) -> Trace:
 
 
 def forecast_of(trace: Trace, capacity_blocks: int, max_keys: int, policy: str) -> Forecast:
-    """What is forecast after the whole trace."""
     made = Forecast(POLICIES[policy], 0, max_keys, MAX_SEEN)
     keys = np.ascontiguousarray(trace.hashes[:, :2]).view(np.uint64)[:, 0]
     starts = trace.starts.tolist()
@@ -121,21 +120,24 @@ def test_an_endless_cache_forgets_nothing_however_much_others_are_used(is_restor
     made = Forecast(POLICIES["lru"], 0, 64, 4096)
     made.observe(demand(0, 200), GIB, 0.0, 0)
     if is_restored:
-        seen, share = made.seen(), made.seen_share
-        made = Forecast(POLICIES["lru"], 0, 64, 4096)
-        made.put_back(seen, share)
+        made = restored(made)
     for number in range(1, 31):
         made.observe(demand(1000, 400), GIB, float(number), 0)
     made.observe(demand(0, 200), GIB, 31.0, 60 * 24)
     assert made.outlook(60, GIB, 60 * 24).ceiling_ratio == 1.0
 
 
+def restored(made: Forecast) -> Forecast:
+    again = Forecast(POLICIES["lru"], 0, 64, 4096)
+    again.put_back(made.seen(), made.seen_share)
+    return again
+
+
 def test_blocks_seen_before_a_restart_give_way_to_none_that_come_after() -> None:
     """Some 4 places of a bucket are free for each that is taken."""
     made = Forecast(POLICIES["lru"], 0, 64, 4096)
     made.observe(demand(0, 2000), GIB, 0.0, 0)
-    again = Forecast(POLICIES["lru"], 0, 64, 4096)
-    again.put_back(made.seen(), made.seen_share)
+    again = restored(made)
     again.observe(demand(2000, 2000), GIB, 1.0, 0)
     again.observe(demand(0, 2000), GIB, 2.0, 60 * 24)
     again.check_invariants()

@@ -14,20 +14,18 @@ from tests.simulate.traces import Requests
 GOOD = '{"timestamp": 5, "input_length": 1024, "output_length": 3, "hash_ids": [7, 8], "turn": 1}'
 
 
-def test_blank_lines_and_other_fields(tmp_path: Path) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_blank_lines_and_other_fields_of_plain_and_gzipped_files(
+    tmp_path: Path, packed: bool
+) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text(f'\n{GOOD}\n\n  \n{{"timestamp": 2005.5, "hash_ids": [7, 9, 10]}}')
+    text = f'\n{GOOD}\n\n  \n{{"timestamp": 2005.5, "hash_ids": [7, 9, 10]}}'.encode()
+    path.write_bytes(gzip.compress(text) if packed else text)
     trace = load_trace(path)
     assert trace.name == str(path)
     assert trace.times_s.tolist() == [0.0, 2.0005]
     assert (trace.blocks.tolist(), trace.starts.tolist()) == ([0, 1, 0, 2, 3], [0, 2, 5])
     assert (trace.num_unique_blocks, trace.num_accesses, trace.num_late) == (4, 5, 0)
-
-
-def test_gzipped_whatever_its_name(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_bytes(gzip.compress(GOOD.encode()))
-    assert load_trace(path).num_accesses == 2
 
 
 def test_damaged_gzip(tmp_path: Path) -> None:

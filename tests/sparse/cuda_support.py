@@ -75,10 +75,15 @@ class CpuTensors(CpuDevice):
         return source.numpy().copy()
 
     def launch(
-        self, kernel: str, grid: Sequence[int], threads: int, args: Sequence[Any], *more: int
+        self,
+        kernel: str,
+        grid: Sequence[int],
+        threads: int,
+        args: Sequence[Argument],
+        shared_bytes: int = 0,
     ) -> None:
         plain = [arg.data_ptr() if hasattr(arg, "data_ptr") else arg for arg in args]
-        super().launch(kernel, grid, threads, plain, *more)
+        super().launch(kernel, grid, threads, plain, shared_bytes)
 
 
 PAGE = mmap.PAGESIZE

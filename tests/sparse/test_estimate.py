@@ -24,9 +24,6 @@ def sparse(**settings: Any) -> SparseConfig:
     return SparseConfig(**({"dense_layers": (), "min_context_tokens": 0} | settings))
 
 
-# ------------------------------------------------------------------------------------------ by hand
-
-
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -93,8 +90,6 @@ def test_memory_of_host_and_device_bounds_the_batch() -> None:
     assert memory(too_large, small, Plan(4096), Mode.DENSE).largest_batch.value == 0.0
 
 
-# ------------------------------------------------------------------------------------------ always
-
 PLANS = st.builds(
     Plan,
     tokens=st.integers(1, 1 << 20),
@@ -136,8 +131,6 @@ def test_more_tokens_never_take_less(case: Any, more: int) -> None:
     for name in ("request", "host_request", "staging"):
         assert before[name].value <= after[name].value, name
 
-
-# ---------------------------------------------------------------------------------------- bad input
 
 GOOD = ["--model", "llama-3.1-8b", "--tokens", "100000", "--device", "h200"]
 
@@ -213,17 +206,9 @@ def test_a_config_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_config_of_qwen_is_read(tmp_path: Path) -> None:
     """It has biases that no field tells, and a window that is switched off."""
-    file = config_file(
-        tmp_path,
-        model_type="qwen2",
-        num_hidden_layers=48,
-        num_attention_heads=40,
-        hidden_size=5120,
-        intermediate_size=13824,
-        vocab_size=152064,
-        sliding_window=131072,
-        use_sliding_window=False,
-    )
+    sizes = {"num_hidden_layers": 48, "num_attention_heads": 40, "hidden_size": 5120}
+    sizes |= {"intermediate_size": 13824, "vocab_size": 152064, "sliding_window": 131072}
+    file = config_file(tmp_path, model_type="qwen2", use_sliding_window=False, **sizes)
     assert read_config(file).parameters == QWEN.parameters
 
 
@@ -246,9 +231,6 @@ def test_a_bad_config_names_the_field(tmp_path: Path, changes: Any, field: str) 
         read_config(config_file(tmp_path, **changes))
     assert caught.value.reason is Reason.INVALID_FIELD
     assert caught.value.message.startswith(f"{field} ")
-
-
-# -------------------------------------------------------------------------------------- the command
 
 
 def test_flags_reach_plan_and_device(capsys: pytest.CaptureFixture[str]) -> None:

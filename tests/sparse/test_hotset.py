@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_sparse.hotset import HotSet, SlotState
+from hotkv_sparse.hotset import MAX_SETS, AdaptiveCapacity, HotSet, SlotState
 from hotkv_sparse.selection import Span
 from tests.sparse.naive import NaiveHotSet
 from tests.sparse.support import selection_of
@@ -147,6 +148,20 @@ class Machine(RuleBasedStateMachine):
 TestHotSet = Machine.TestCase
 
 
+def test_many_victims_are_the_coldest_in_their_order() -> None:
+    """So many that keys are sorted by radix."""
+    hot = HotSet(500, 0)
+    hot.extend(Span(0, 500, 500), 500, 500)
+    hot.seed(np.arange(500, dtype=np.int32))
+    used = list(range(498, -1, -3))
+    for block in used:
+        hot.step(selection_of({block: 1.0}), 1)
+    unused = [block for block in range(500) if block % 3]
+    assert hot.resize(100).tolist() == unused + used[:67]
+    hot.resize(501)
+    assert hot.num_slots == 501
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -166,3 +181,26 @@ def test_refusals(call: Callable[[HotSet], object], words: str) -> None:
     with pytest.raises(HotKVError, match=words) as caught:
         call(hot)
     assert caught.value.reason is Reason.INVALID_FIELD
+
+
+@given(
+    budget=st.integers(1, 1000),
+    always=st.integers(0, 20),
+    steps=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 50)), max_size=80),
+)
+def test_capacity_stays_in_bounds(budget: int, always: int, steps: list[tuple[int, int]]) -> None:
+    capacity = AdaptiveCapacity(budget, always)
+    assert capacity.capacity_blocks == max(2 * budget, 2 * always)
+    most = max(MAX_SETS * budget, 2 * always)
+    for selected, left in steps:
+        blocks, least = capacity.observe(selected, left), max(min(selected, budget), always)
+        assert 2 * least - 1 <= blocks == capacity.capacity_blocks <= most + 1
+
+
+def test_the_capacity_goes_up_at_once_and_down_slowly_and_pressure_widens_it() -> None:
+    capacity = AdaptiveCapacity(500, 5)
+    assert [capacity.observe(wanted, 0) for wanted in (50, 400, 50)] == [100, 800, 784]
+    assert [capacity.observe(50, 0) for _ in range(200)][-1] == 100
+    capacity = AdaptiveCapacity(100, 5)
+    assert [capacity.observe(50, 3) for _ in range(60)][-1] == 200
+    assert [capacity.observe(50, 0) for _ in range(200)][-1] == 100

@@ -169,6 +169,9 @@ def test_a_client_that_follows_its_moves_holds_the_hot_set(
         context_tokens = int(np.clip(context_tokens + random.integers(0, 40), 1, 60 * 16))
 
 
+ALWAYS = CONFIG.max_always_blocks(16)
+
+
 def mu(layer: int, packed: bytes, **bias: float) -> dict[str, dict[int, PackedCentre]]:
     return {"centres": {layer: PackedCentre(packed, bias)}}
 
@@ -185,7 +188,7 @@ def mu(layer: int, packed: bytes, **bias: float) -> dict[str, dict[int, PackedCe
         ({"head_size": 1 << 20}, "select.head_size is 1048576"),
         ({"scale": -1.0}, "select.scale is -1.0"),
         ({"scale": float("nan")}, "select.scale is nan"),
-        ({"hot_blocks": 3}, "select.hot_block_count is 3; what is always kept"),
+        ({"hot_blocks": ALWAYS}, f"select.hot_block_count is {ALWAYS}; what is always kept"),
         ({"hot_blocks": -1}, "select.hot_block_count is -1"),
         ({"hot_blocks": 1 << 30}, "select.hot_block_count is 1073741824; allowed are 0 to"),
         (mu(2, bytes(512)), "select.centres.layer_index is 2"),
@@ -209,6 +212,7 @@ def test_a_spec_that_makes_no_sense_is_refused_with_its_field(
 
 
 def test_a_representation_has_the_bytes_of_its_spec() -> None:
+    SelectSpec(CONFIG, 256, (0,), 1, 64, 16, 1, hot_blocks=ALWAYS + 1)
     with pytest.raises(HotKVError, match=r"make [0-9]+ bytes a shard; .*\[7\]"):
         SelectSpec(CONFIG, 256, (0,), 1, 64, 16, 1).check_slots((7,))
 
