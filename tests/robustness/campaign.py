@@ -1,16 +1,10 @@
 """The kill campaign: engines store and load while the server or an engine is killed again and
-again; no wrong byte is ever loaded.
+again. Each byte that is loaded, or read in place under a lease, follows from the block's hash, and
+no server condemns a block. If the arena has room for everything (`roomy`), each acknowledged block
+is found after each restart; else (`tight`) blocks are evicted, and with a tier below come up again,
+also after the arena is lost. A seed decides all but the timing of threads.
 
-Always checked: each byte that is loaded, or read in the mapped arena under a lease, follows from
-the block's hash; and no server condemns a block. If the arena has room for everything (`roomy`),
-each acknowledged block is found after each restart. If it has not (`tight`), blocks may be evicted,
-and servers are killed while they rebalance and evict; with a disk below, evicted blocks come up
-from it, encoded or not, as each server was told anew, and now and then the arena is lost as well,
-as in a reboot. The same with a Valkey, which is killed and stopped, too. A seed decides arenas,
-kills and requests; the timing of threads is the machine's.
-
-`python -m tests.robustness.campaign --kills 1000 --seed 7` runs the long form and prints a table;
-`make torture` calls it. `--disk` and `--valkey` run all of it over these.
+`python -m tests.robustness.campaign --kills 1000 --seed 7 [--disk] [--valkey]` prints a table.
 """
 
 import argparse
@@ -259,7 +253,6 @@ class Campaign:
             assert self.engines.are_alive(), "an engine ended by itself"
 
     def cycle(self) -> None:
-        """Starts a server, lets it work, and ends it."""
         servers, chance = self.servers, self.chance
         if self.valkey is not None and chance.random() < 0.15:
             self.hurt(self.valkey)
@@ -402,7 +395,6 @@ def valkey_of(folder: Path) -> "contextlib.AbstractContextManager[Valkey]":
 
 
 def main() -> int:
-    """Runs the command."""
     options = argparse.ArgumentParser(description="Kills servers and engines, checks every byte.")
     options.add_argument("--kills", type=int, default=1000)
     options.add_argument("--seed", type=int, default=int(time.time()))

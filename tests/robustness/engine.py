@@ -1,10 +1,7 @@
-"""One engine of the kill campaign, a process of its own: random stores, loads, cancelled stores and
-reads in place; checks every byte it gets.
-
-The content of a block follows from its hash, so no process has to remember it. Reports to the
-campaign in lines, each in one write: `stored HASH...` (acknowledged), `missing HASH...` (evicted,
-from a notice), `loaded COUNT`, `read COUNT` (in the mapped arena), `void COUNT` (read there, but
-the lease ended during the read, so the bytes may be any), `wrong HASH`.
+"""One engine of the kill campaign: random stores, loads, cancelled stores and reads in place; it
+checks every byte. Reports in lines, each one write: `stored HASH...` (acknowledged), `missing
+HASH...` (evicted), `loaded COUNT`, `read COUNT` (in place), `void COUNT` (the same, but the lease
+ended meanwhile, so the bytes may be any), `wrong HASH`.
 """
 
 import hashlib

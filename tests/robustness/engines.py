@@ -1,10 +1,6 @@
-"""The kill campaign with real vLLM: engines answer prompts while their server, or they themselves,
-are killed; each answer must be right.
-
-`python -m tests.robustness.engines --kills 20 --seed 1`. Answers are compared with those of an
-engine that had no server: the same tokens, or a first different token whose logprobs differ by no
-more than what another way of computing the same prompt does.
-"""
+"""The kill campaign with real vLLM: `python -m tests.robustness.engines --kills 20 --seed 1`. Each
+answer has the tokens of an engine without a server, or a first other token whose logprobs differ no
+more than another way of computing the same prompt makes them."""
 
 import argparse
 import contextlib
@@ -40,7 +36,6 @@ ENGINE_KILL_EVERY = 7
 
 
 def prompts(seed: int) -> list[list[int]]:
-    """Returns token ids; some share their first 512."""
     chance = random.Random(seed)
 
     def text(num_tokens: int) -> list[int]:
@@ -144,7 +139,6 @@ class EngineCampaign:
 
 
 def main() -> int:
-    """Runs the command."""
     options = argparse.ArgumentParser(description="Kills servers and real engines under prompts.")
     options.add_argument("--kills", type=int, default=20)
     options.add_argument("--seed", type=int, default=int(time.time()))

@@ -1,17 +1,10 @@
-"""The flush campaign: nodes that share a store flush at random moments while everything around them
-breaks; no block of before a flush that was answered is ever loaded.
-
-Real daemons with a disk each share a Valkey or a bucket, each over a link of its own. Nodes are
-killed, stopped, cut off and lose the power with all pages that were not synced; callers of flushes
-leave; the store is killed, emptied, and put back from an older copy. A block's bytes say how many
-flushes had begun when it was stored. A load is stale if it began after the answer, with nothing
-pending, of a flush that began after its bytes were stored. Host memory of a node that can't reach
-the store may give such a block (docs/tiers.md): these are counted apart, and count as stale if any
-block has come up from a tier meanwhile.
+"""The flush campaign: nodes that share a store flush while everything around them breaks
+(docs/robustness.md). A block's bytes say how many flushes had begun when it was stored. A load is
+stale if it began after the answer, with nothing pending, of a flush that began after its bytes were
+stored. Host memory of a node that can't reach the store may give such a block (docs/tiers.md):
+these count as stale only if any block has come up from a tier meanwhile.
 
 `python -m tests.robustness.flushes --flushes 500 --seed 7 --nodes 3 --store valkey` prints counts.
-An old copy is put back only when all nodes run and reach the store, as the promise asks that a node
-which knows of the last flush does.
 """
 
 import argparse
@@ -289,7 +282,6 @@ class Campaign:
         caller.close()
 
     def collect(self) -> None:
-        """Takes in what flushes have been answered."""
         findings = self.findings
         for one in [one for one in self.under_way if one[2].done()]:
             generation, began_s, answer = one
@@ -487,7 +479,6 @@ STORES: dict[str, Any] = {"valkey": ValkeyStore, "s3": BucketStore}
 def campaign(
     seed: int, store: str, num_nodes: int, num_flushes: int, seconds: float = float("inf")
 ) -> Findings:
-    """Runs a campaign, and returns what it has found."""
     with tempfile.TemporaryDirectory(prefix="hotkv-flushes-") as name:
         folder = Path(name)
         made = STORES[store](folder / "store")

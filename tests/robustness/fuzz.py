@@ -1,17 +1,10 @@
-"""Fuzzing: sends odd, mutated and meaningless messages to every call of the server, and gives
-mutated files to its readers.
+"""Fuzzing: odd, mutated and meaningless messages to every call of a real server, odd clients
+(`odd_sessions`, `odd_connections`), and mutated files to its readers. The server answers each with
+a response or a canonical refusal, never INTERNAL; it stays alive, quick and small, and logs no
+traceback; a bystander's blocks come back byte for byte. Whatever files contain, the restored cache
+is consistent.
 
-A real server process gets messages over its socket. They are made from their descriptors, with
-hashes, ids and positions that exist, and most are then mutated byte by byte. Other clients
-misbehave below messages (`odd_sessions`, `odd_connections`). The server answers each with a
-response or a canonical refusal, never INTERNAL. It stays alive and quick and logs no traceback, and
-a bystander's blocks come back byte for byte. After each round its sessions and transfers have
-ended, and memory and descriptors of the server stay bounded. Files (block table, state, times of
-last use) are mutated and read in this process: whatever they contain, the restored cache is
-consistent.
-
-`python -m tests.robustness.fuzz --inputs 1000000 --seed 1` prints how often each message was sent
-and how it was answered.
+`python -m tests.robustness.fuzz --inputs 1000000 --seed 1` prints what was sent and answered.
 """
 
 import argparse
@@ -96,7 +89,6 @@ class Tally:
         return self.sent.total()
 
     def note(self, name: str, answer: str) -> None:
-        """Notes one input and its answer."""
         self.sent[name] += 1
         self.answers[name][answer] += 1
 
@@ -119,7 +111,6 @@ class Odd:
         self.session_id = session_id
 
     def message(self, kind: type[Message]) -> bytes:
-        """Bytes that may be a message of this kind."""
         made = kind()
         self.fill(made, 3)
         return self.mutated(made.SerializeToString())
@@ -243,7 +234,6 @@ class Fuzzer:
         return connection.session_id
 
     def keep(self) -> None:
-        """Stores the bystander's blocks unless they are there."""
         run = BlockRun(0, self.own, np.arange(20, dtype=np.int32))
         name = os.urandom(8).hex()
         self.bystander.session.store(name, name, [run], 20).result(60)
@@ -288,7 +278,6 @@ class Fuzzer:
         return f"{now}, after {self.first} at first" if has_grown else ""
 
     def unary(self, count: int) -> None:
-        """Makes so many calls of random methods."""
         names = sorted(UNARY)
         for _ in range(count):
             name = self.odd.random.choice(names)
@@ -364,7 +353,6 @@ class Fuzzer:
 
 
 def spoil(data: bytes, chance: random.Random) -> bytes:
-    """Changes bytes in some places, or the length."""
     changed = np.frombuffer(data, np.uint8).copy()
     for _ in range(chance.choice((1, 1, 3, 10))):
         at, count = chance.randrange(len(changed)), chance.choice((1, 1, 4, 8))
@@ -373,8 +361,6 @@ def spoil(data: bytes, chance: random.Random) -> bytes:
 
 
 class FileFuzzer:
-    """Mutates the files that a server reads at start."""
-
     def __init__(self, folder: Path, seed: int, tally: Tally) -> None:
         from tests.core import old_tables as cases
 
@@ -455,7 +441,6 @@ def fuzz(inputs: int, seed: int, *, say: Callable[[str], None] = lambda _: None)
 
 
 def main() -> int:
-    """Runs the command."""
     options = argparse.ArgumentParser(description="Fuzzes every call and every file.")
     options.add_argument("--inputs", type=int, default=1_000_000)
     options.add_argument("--seed", type=int, default=int(time.time()))

@@ -1,8 +1,5 @@
 """Odd clients below whole messages: they hold calls open, do not read, send halves, and hand over
-strange descriptors.
-
-What each kind did is counted under `KIND: what`; when it returns, its connections are ended.
-"""
+strange descriptors. Each kind is counted under `KIND: what`, and ends its connections."""
 
 import contextlib
 import ctypes

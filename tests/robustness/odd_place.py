@@ -1,8 +1,5 @@
-"""The server that odd clients work against, with the helpers that all of them need.
-
-Always true: a `with` block here closes everything that it opened; no wait is longer than
-DEADLINE_S.
-"""
+"""The server that odd clients work against, with the helpers that all of them need. A `with` block
+here closes everything that it opened; no wait is longer than DEADLINE_S."""
 
 import contextlib
 import os

@@ -1,8 +1,5 @@
 """Odd clients that send whole messages: they repeat, amplify, reuse ids, and open and drop sessions
-in numbers.
-
-What each kind did is counted under `KIND: what`; when it returns, its sessions are ended.
-"""
+in numbers. Each kind is counted under `KIND: what`, and ends its sessions."""
 
 import contextlib
 import mmap

@@ -1,9 +1,5 @@
-"""A session by hand: every message, descriptor and silence is up to the caller. For the fuzzer's
-odd clients.
-
-Always true: no wait is longer than DEADLINE_S, and what takes longer is an AssertionError, as is an
-answer INTERNAL.
-"""
+"""A session by hand: every message, descriptor and silence is up to the caller. A wait of more than
+DEADLINE_S is an AssertionError, as is an answer INTERNAL."""
 
 import contextlib
 import os

@@ -1,13 +1,8 @@
-"""Parity after every kind of restart: for each field of vLLM's config in turn, an engine with
-another value over the same server.
-
-`python -m tests.robustness.settings [--only PATH …] [--json FILE]`. One engine fills the server.
-Then one engine per field and value answers the same prompt twice: from what the server has, if it
-finds anything, and under a cache salt, which makes it compute all. Both must have the same
-logprobs. Fields and values come from vLLM's config classes (`tests.vllm.config_walk`), so new ones
-are in unasked. The model is a tiny Phi-3 with LongRoPE, whose keys depend on more settings than
-most. Values with which vLLM does not start are counted as refused.
-"""
+"""Parity after every kind of restart: `python -m tests.robustness.settings [--only PATH …] [--json
+FILE]`. For each field and value of vLLM's config (`tests.vllm.config_walk`) an engine answers a
+prompt from what an engine with the usual settings has stored, and under a cache salt, which makes
+it compute all: the logprobs must be equal. The model is a tiny Phi-3 with LongRoPE, whose keys
+depend on more settings than most. Values with which vLLM does not start count as refused."""
 
 import argparse
 import dataclasses
@@ -141,7 +136,6 @@ class Restarts:
 
 
 def main() -> int:
-    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[], help="model_config.max_model_len, …")
     parser.add_argument("--json", type=Path)
