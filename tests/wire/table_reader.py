@@ -133,7 +133,7 @@ def main(path: str, num_batches: int, seed: int, reference: bool) -> None:
     block_table = BlockTable.open(np.frombuffer(mapping, np.uint8))
     if reference:
         block_table._kernels = None
-    print(json.dumps(asdict(read(block_table, num_batches, seed))))
+    print(json.dumps(asdict(read(block_table, num_batches, seed)), default=int))
 
 
 if __name__ == "__main__":
