@@ -103,7 +103,7 @@ def test_equal_centres_are_equal_files_which_replace_others_whole(tmp_path: Path
     one, other = tmp_path / "a", tmp_path / "b"
     for path in (one, other):
         write_centres(path, example())
-    assert one.read_bytes() == other.read_bytes()
+    assert one.read_bytes() == other.read_bytes() and one.stat().st_mode & 0o777 == 0o644
     write_centres(one, Centres("another", 5000, example().layers))
     assert read_centres(str(one)).model == "another"
     (tmp_path / "taken").mkdir()
