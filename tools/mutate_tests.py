@@ -175,9 +175,7 @@ TESTS: dict[str, str] = {
         "tests/server/test_fence.py tests/vllm/test_revocations.py tests/server/test_life.py"
     ),
     "client/hotkv_client/session.py": LIFE,
-    "client/hotkv_client/connection.py": (
-        f"tests/wire/test_connection.py tests/wire/test_unreadable_answers.py {LIFE}"
-    ),
+    "client/hotkv_client/connection.py": (f"tests/wire/test_connection.py {LIFE}"),
     "client/hotkv_client/life.py": LIFE,
     "client/hotkv_client/link.py": (
         f"{LIFE} tests/server/test_arena.py tests/server/test_security.py"
@@ -190,7 +188,8 @@ TESTS: dict[str, str] = {
         "tests/wire/test_channels.py tests/server/test_security.py"
     ),
     "client/hotkv_client/wire/admin.py": (
-        "tests/server/test_record.py tests/server/test_health.py tests/server/test_flush.py"
+        "tests/wire/test_errors.py tests/server/test_record.py tests/server/test_health.py "
+        "tests/server/test_flush.py"
     ),
     "client/hotkv_client/wire/sparse.py": (
         "tests/server/test_sparse_service.py tests/server/test_refusals.py"
@@ -355,9 +354,13 @@ TESTS: dict[str, str] = {
         f"tests/vllm/test_resident_parts.py {RESIDENTS} tests/vllm/test_cuda_residency.py"
     ),
     "connector_vllm/hotkv_vllm/scheduler/side.py": f"tests/vllm/test_reset.py {REQUESTS}",
+    "sparse/hotkv_sparse/cuda/": (
+        "tests/sparse/test_cuda_arena.py tests/sparse/test_cuda_choice.py "
+        "tests/sparse/test_cuda_index.py tests/sparse/test_cuda_step.py"
+    ),
     "sparse/hotkv_sparse/": (
         "tests/sparse/test_scores.py tests/sparse/test_selection.py tests/sparse/test_selector.py "
-        "tests/sparse/test_hotset.py tests/sparse/test_budget.py tests/sparse/test_centre.py "
+        "tests/sparse/test_hotset.py tests/sparse/test_axes.py tests/sparse/test_centre.py "
         "tests/sparse/test_centre_file.py tests/sparse/test_config.py "
         "tests/sparse/test_estimate.py tests/sparse/test_representations.py"
     ),

@@ -10,51 +10,10 @@ import torch
 from bench.gpu import context as contexts
 from bench.gpu.kernels import HostTensors
 from bench.gpu.model import TINY, DummyModel
-from bench.gpu.resident_model import (
-    HostPages,
-    Resident,
-    dense_tokens,
-    equal_share,
-    resident_tokens,
-)
-from tests.sparse.cuda_support import CpuDevice, needs_compiler
+from bench.gpu.resident_model import HostPages, Resident, dense_tokens, equal_share, resident_tokens
+from tests.sparse.cuda_support import needs_compiler
 
 pytestmark = needs_compiler
-
-
-@pytest.mark.long
-def test_its_steps_pull_the_bytes_of_the_arena() -> None:
-    page_bytes = contexts.page_bytes_of(TINY)
-    pages = contexts.random_pages(48, page_bytes)
-    assert np.isfinite(pages.view(np.float16)).all() and pages.view(np.float16).std() > 0.5
-    context = contexts.Context(
-        CpuDevice(3),
-        contexts.SMALL_CONFIG,
-        768,
-        pages,
-        pages.ctypes.data,
-        lambda array: array.ctypes.data,  # type: ignore[attr-defined]
-        shape=TINY,
-        steps=6,
-        rows=2,
-    )
-    context.catch_up()
-    assert all(np.any(layer.index.pool) for layer in context.layers)  # type: ignore[call-overload]
-    context.step()
-    held = context.check()
-    assert held > 40, "a first step fills the hot sets"
-    for _ in range(3):
-        context.advance()
-        context.step()
-    assert context.check() >= held
-    assert context.pulled() > 40
-    target = context.device.zeros((context.freed, page_bytes), np.uint8)
-    context.stage(target)
-    staged = context.device.read(target)[context.num_here :]
-    assert np.array_equal(staged, pages[context.num_here : context.freed])
-    context.caches[0][5:] = 0  # type: ignore[index]
-    with pytest.raises(ValueError, match="is not block"):
-        context.check()
 
 
 @pytest.mark.long

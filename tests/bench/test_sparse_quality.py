@@ -4,13 +4,12 @@ where budgets cover the context."""
 import itertools
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from bench.sparse.decode import Decode, Outcome, Pages
+from bench.sparse.decode import Decode, Outcome
 from bench.sparse.llama import Calibration, Dense, Llama, Own, calibration, dense_pass
-from bench.sparse.texts import REPEAT, Text, copy_text, texts
+from bench.sparse.texts import REPEAT, Text, copy_text
 from bench.sparse.variants import (
     ENDS,
     FRESH,
@@ -117,38 +116,6 @@ def test_smaller_budgets_attend_to_less_and_better_scorers_lose_less(
     assert 0.0 < oracle.kl < ends.kl
 
 
-def test_pages_hold_what_each_variant_wrote() -> None:
-    torch.manual_seed(7)
-    shared = torch.randn(2, 2, 70, 8)
-    pages = Pages([shared[0]], [shared[1]], 64, 32, 3)
-    written = torch.randn(2, 20, 3, 2, 8)
-    for step in range(20):
-        pages.append(0, step, written[0, step], written[1, step])
-    query = torch.randn(3, 4, 8)
-    for variant in range(3):
-        keys, values = (
-            torch.cat([shared[part, :, :64], written[part, :, variant].transpose(0, 1)], dim=1)
-            for part in (0, 1)
-        )
-        blocks = np.array([0, 3, 5], np.int32)
-        chosen = np.r_[0:16, 48:64, 80:84]
-        scores = query[variant].view(2, 2, 8) @ keys[:, chosen].transpose(1, 2) / 8**0.5
-        expected = (scores.softmax(-1) @ values[:, chosen]).view(4, 8)
-        torch.testing.assert_close(
-            pages.attend(0, variant, query[variant], [blocks], 84, 16), expected
-        )
-        torch.testing.assert_close(
-            pages.attend(0, variant, query[variant], [blocks, blocks], 84, 16), expected
-        )
-        everything = query[variant].view(2, 2, 8) @ keys.transpose(1, 2) / 8**0.5
-        mass = torch.stack(
-            [part.logsumexp(-1) for part in everything.split(16, dim=-1)], dim=-1
-        ).view(4, 6)
-        np.testing.assert_allclose(
-            pages.block_mass(0, query, [variant], 84, 16)[0], mass, atol=1e-5
-        )
-
-
 def test_copy_text_ends_by_quoting_itself() -> None:
     text = copy_text(Text("prose", "here", tuple(range(1000))), 100)
     assert text.copy and len(text.tokens) == 1000
@@ -156,47 +123,26 @@ def test_copy_text_ends_by_quoting_itself() -> None:
     assert text.tokens[900:] == tuple(range(225, 325))
 
 
-def test_texts_that_are_too_short_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "short.txt"
-    file.write_text("too short")
-    with pytest.raises(ValueError, match=r"--texts: .*short.txt is no file of 100 tokens"):
-        texts([file], lambda text: [1] * len(text), 100, 10)
-
-
-def test_models_that_are_no_plain_llama_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
-    with pytest.raises(ValueError, match="use a llama"):
-        Llama(tmp_path)
-
-
-def test_every_row_decodes_once() -> None:
+def test_every_row_decodes_once_under_a_name_of_its_own() -> None:
     rows = default_variants(with_file=True)
-    assert len({row.key for row in rows}) == len(rows)
-    assert sorted(row.key for some in passes(rows, 12) for row in some) == sorted(
-        row.key for row in rows
-    )
+    decoded = [row.key for some in passes(rows, 12) for row in some]
+    assert sorted(decoded) == sorted({row.key for row in rows}) and len(decoded) == len(rows)
+    resident = resident_variants(with_file=True)
+    assert len({row.key for row in resident}) == len(resident)
 
 
 def test_targets_take_the_worst_text() -> None:
-    prose, copy = Text("prose", "here", ()), Text(REPEAT, "here", ())
     tight = Variant("rot2u", *TIGHT)
-    rows = [
-        Row(prose, Outcome(tight, 0.01, 0.9, 0.99, 0.05, 0.0)),
-        Row(Text("more", "here", ()), Outcome(tight, 0.06, 0.9, None, 0.05, 0.0)),
-        Row(copy, Outcome(tight, 0.9, 0.02, 0.97, 0.05, 0.0)),
-    ]
+    outcomes = {
+        "prose": Outcome(tight, 0.01, 0.9, 0.99, 0.05, 0.0),
+        "more": Outcome(tight, 0.06, 0.9, None, 0.05, 0.0),
+        REPEAT: Outcome(tight, 0.9, 0.02, 0.97, 0.05, 0.0),
+    }
+    rows = [Row(Text(name, "here", ()), outcome) for name, outcome in outcomes.items()]
     kl, loss, recall, *served = targets(rows, "rot2u")
     assert (kl.value, loss.value, recall.value) == (0.06, 0.02, 0.97)
     assert (kl.met, loss.met, recall.met) == (False, True, False)
-    assert [target.value for target in served] == [None, None] and not any(
-        target.met for target in served
-    )
-
-
-def test_budgets_of_residency_have_names_of_their_own() -> None:
-    rows = resident_variants(with_file=True)
-    assert len({row.key for row in rows}) == len(rows)
-    assert {"rot2u_256t_32_shared_lru_4", "rot2u_10_32_shared_lru_4"} <= {row.key for row in rows}
+    assert [(target.value, target.met) for target in served] == [(None, False)] * 2
 
 
 def test_targets_of_residency_are_each_texts_own() -> None:

@@ -1,9 +1,5 @@
-"""Stores blocks in a server, or looks whether it has them: `blocks.py store|check TARGET`.
-
-Runs in any environment that has hotkv's client, so it imports nothing of the tests. Blocks and
-their bytes follow from fixed numbers. `check` loads all blocks and compares every byte; it ends
-with status 1, and says what is missing, unless all are there.
-"""
+"""Stores blocks in a server, or loads all of them and compares every byte: `blocks.py store|check
+TARGET`; status 1 if any is missing. Runs wherever hotkv's client is, so it imports no tests."""
 
 import sys
 

@@ -1,10 +1,8 @@
-"""A Debian of its own for tests of the deployment: a folder with its file system, and the steps of
-a run with their times.
-
-Needs root and `mmdebstrap`. A folder that is whole is used again.
-"""
+"""A Debian of its own for tests of the deployment, in a folder that is used again if it is whole,
+and the steps of a run with their times. Needs root and `mmdebstrap`."""
 
 import contextlib
+import platform
 import shutil
 import subprocess
 import sys
@@ -67,16 +65,9 @@ def make_root(folder: Path, packages: Sequence[str]) -> Path:
     if (folder / WHOLE).exists():
         return folder
     shutil.rmtree(folder, ignore_errors=True)
-    release = dict(
-        line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if line
-    )["VERSION_CODENAME"].strip('"')
-    run(
-        program("mmdebstrap"),
-        "--variant=minbase",
-        f"--include={','.join(packages)}",
-        release,
-        folder,
-    )
+    release = platform.freedesktop_os_release()["VERSION_CODENAME"]
+    include = f"--include={','.join(packages)}"
+    run(program("mmdebstrap"), "--variant=minbase", include, release, folder)
     (folder / WHOLE).touch()
     return folder
 

@@ -26,7 +26,6 @@ class Stage:
 
 
 def parse(text: str) -> list[Stage]:
-    """Returns the stages of a Dockerfile."""
     stages: list[Stage] = []
     lines = [
         line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")

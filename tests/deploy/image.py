@@ -1,13 +1,9 @@
-"""Builds the image for real, and runs it as the Helm chart's pods do: probed, killed, started again
-on the same directories, drained.
+"""Builds the image, and runs it as the Helm chart's pods do: probed, killed, started again on the
+same directories, drained. `python -m tests.deploy.image [--folder DIR]`.
 
-`python -m tests.deploy.image [--folder DIR]` has buildah build the unchanged Dockerfile over a
-small Debian that stands for `python:3.12-slim`, since no registry of images is asked. The pod's
-part is taken from the rendered chart: init script, settings, arguments, user, probes. Prints each
-step with its time. Needs root, `mmdebstrap`, `buildah`, helm (or npm) and the package index: some
-minutes; the base stays in DIR for the next run.
-
-What buildah's isolation `chroot` leaves out: a read-only root, seccomp and cgroups.
+buildah builds the unchanged Dockerfile over a small Debian, as no registry is asked; its isolation
+`chroot` leaves out a read-only root, seccomp and cgroups. Needs root, `mmdebstrap`, `buildah`, helm
+(or npm), the package index and some minutes; the base stays in DIR for the next run.
 """
 
 import argparse
@@ -29,6 +25,7 @@ from tests.deploy.debian import Steps, program, run
 from tests.deploy.dockerfile import ROOT
 from tests.deploy.objects import Objects
 from tests.support.ports import free_port
+from tests.support.waiting import wait_for
 from tools import chart, helm
 
 PACKAGES = ("python3", "python3-venv", "ca-certificates", "passwd")
@@ -42,8 +39,6 @@ CAPABILITIES = (
 
 
 class Buildah:
-    """buildah with a store of its own."""
-
     def __init__(self, folder: Path) -> None:
         store = [f"--root={folder / 'store'}", f"--runroot={folder / 'runroot'}"]
         self.command = [program("buildah"), *store, "--storage-driver=vfs"]
@@ -64,7 +59,7 @@ class Pod:
     def __init__(self, buildah: Buildah, rendered: Objects, folder: Path) -> None:
         self._buildah = buildah
         self._rendered = rendered
-        self._log = folder / "server.log"
+        self.log = folder / "server.log"
         self._places = {
             name: volume["hostPath"]["path"]
             for name, volume in rendered.volumes.items()
@@ -95,27 +90,15 @@ class Pod:
             shutil.rmtree(place, ignore_errors=True)
 
     def _command(self, user: int, *command: str) -> list[str]:
-        variables = [
-            f"--env={name}={value}"
-            for name, value in self._rendered.environment.items()
-            if isinstance(value, str)
-        ]
+        environment = self._rendered.environment.items()
+        variables = [f"--env={k}={value}" for k, value in environment if isinstance(value, str)]
         added = self._rendered.directories["securityContext"]["capabilities"]["add"]
         dropped = [f"--cap-drop=CAP_{name}" for name in CAPABILITIES if user or name not in added]
-        limits = ["--isolation=chroot", f"--user={user}:{user}", *dropped]
-        return [
-            *self._buildah.command,
-            "run",
-            *limits,
-            *self._mounts,
-            *variables,
-            self._container,
-            "--",
-            *command,
-        ]
+        options = ["--isolation=chroot", f"--user={user}:{user}", *dropped]
+        options += [*self._mounts, *variables]
+        return [*self._buildah.command, "run", *options, self._container, "--", *command]
 
     def initialise(self) -> str:
-        """Runs the init container's script."""
         run(*self._command(0, *self._rendered.directories["command"]))
         owners = {
             name: f"{os.stat(place).st_uid} {os.stat(place).st_mode & 0o777:o}"
@@ -127,21 +110,20 @@ class Pod:
     def start(self) -> float:
         """Starts the server as the pod's user; returns the seconds until the readiness probe says
         yes."""
-        user = self._rendered.pod["securityContext"]["runAsUser"]
-        command = self._command(user, "hotkv-server", *self._rendered.server["args"])
         begun_s = time.monotonic()
-        with self._log.open("wb") as sink:
+        command = self._command(self._user, "hotkv-server", *self._rendered.server["args"])
+        with self.log.open("wb") as sink:
             self._server = subprocess.Popen(command, stderr=sink, start_new_session=True)
-        while not self.probe("readinessProbe"):
-            if self._server.poll() is not None or time.monotonic() > begun_s + READY_S:
-                raise SystemExit(f"the server is not ready:\n{self._log.read_text()}")
-            time.sleep(0.2)
+        wait_for(lambda: self.probe("readinessProbe"), "ready", READY_S)
         return time.monotonic() - begun_s
 
+    @property
+    def _user(self) -> int:
+        user: int = self._rendered.pod["securityContext"]["runAsUser"]
+        return user
+
     def probe(self, name: str) -> bool:
-        """Runs a probe's command in the container."""
-        user = self._rendered.pod["securityContext"]["runAsUser"]
-        words = self._command(user, *self._rendered.server[name]["exec"]["command"])
+        words = self._command(self._user, *self._rendered.server[name]["exec"]["command"])
         return subprocess.run(words, capture_output=True).returncode == 0
 
     def pid(self) -> int:
@@ -154,7 +136,7 @@ class Pod:
                 is_python = b"python" in words[0] and words[1].endswith(b"/hotkv-server")
                 if is_python and os.getsid(int(folder.name)) == session:
                     return int(folder.name)
-        raise SystemExit(f"there is no server:\n{self._log.read_text()}")
+        raise AssertionError("there is no server")
 
     def kill(self) -> None:
         """Kills the server as the kernel would: the server gets no chance to do anything."""
@@ -170,10 +152,9 @@ class Pod:
         return self._server.wait(STOP_S), time.monotonic() - begun_s
 
     def logged(self, words: str) -> str:
-        """Returns the last line of the log with these words. Raises SystemExit."""
-        lines = [line for line in self._log.read_text().splitlines() if words in line]
-        if not lines:
-            raise SystemExit(f"no {words!r} in the log:\n{self._log.read_text()}")
+        """Returns the last line of the log with these words. Raises AssertionError."""
+        lines = [line for line in self.log.read_text().splitlines() if words in line]
+        assert lines, f"no {words!r} in the log"
         return lines[-1]
 
 
@@ -183,7 +164,6 @@ def blocks(action: str, target: str) -> str:
 
 
 def build(buildah: Buildah, folder: Path, steps: Steps) -> None:
-    """Makes base and image."""
     with steps.step("a small Debian, in place of python:3.12-slim") as seen:
         root = debian.make_root(folder / "root", PACKAGES)
         python = root / "usr/bin/python"
@@ -192,14 +172,8 @@ def build(buildah: Buildah, folder: Path, steps: Steps) -> None:
         if not buildah.has(BASE):
             made = buildah("from", "scratch")
             packed = folder / "base.tar"
-            run(
-                "tar",
-                "--exclude=./dev/*",
-                f"--directory={root}",
-                f"--file={packed}",
-                "--create",
-                ".",
-            )
+            options = ["--exclude=./dev/*", f"--directory={root}", f"--file={packed}"]
+            run("tar", *options, "--create", ".")
             buildah("add", "--quiet", made, packed, "/")
             packed.unlink()
             buildah("commit", "--quiet", made, BASE)
@@ -215,30 +189,26 @@ def build(buildah: Buildah, folder: Path, steps: Steps) -> None:
 
 
 def walk(pod: Pod, steps: Steps) -> None:
-    """The life of a pod and of the next. Raises SystemExit."""
+    """The life of a pod and of the next. Raises AssertionError."""
     with steps.step("the init container's script gives the directories away") as seen:
         seen.append(pod.initialise())
     with steps.step("the probes say no while no server runs"):
-        if pod.probe("readinessProbe") or pod.probe("livenessProbe"):
-            raise SystemExit("a probe says yes")
+        assert not pod.probe("readinessProbe") and not pod.probe("livenessProbe")
     with steps.step("the server starts as user 10001, with the chart's settings") as seen:
         seen.append(f"ready after {pod.start():.1f} s")
         seen.append(pod.logged("ready version").partition(" ready ")[2])
-        if not pod.probe("livenessProbe"):
-            raise SystemExit("the liveness probe says no")
+        assert pod.probe("livenessProbe")
     with steps.step("an engine stores blocks") as seen:
         seen.append(blocks("store", pod.target))
     with steps.step("kill -9: the next pod goes on with the cache") as seen:
         pod.kill()
-        if pod.probe("readinessProbe"):
-            raise SystemExit("a dead server is ready")
+        assert not pod.probe("readinessProbe"), "a dead server is ready"
         pod.initialise()
         seen.append(f"ready after {pod.start():.1f} s, {blocks('check', pod.target)}")
         seen.append(pod.logged("restored blocks").partition(" restored ")[2])
     with steps.step("SIGTERM drains: status 0, and the next pod has the blocks") as seen:
         status, took_s = pod.stop()
-        if status:
-            raise SystemExit(f"status {status}")
+        assert not status, f"status {status}"
         pod.start()
         seen.append(f"stopped in {took_s:.1f} s, {blocks('check', pod.target)}")
 
@@ -254,13 +224,15 @@ def a_pod(buildah: Buildah, folder: Path) -> Iterator[Pod]:
     pod = Pod(buildah, rendered, Path(tempfile.mkdtemp(dir=folder)))
     try:
         yield pod
+    except AssertionError:
+        print(pod.log.read_text(), file=sys.stderr)
+        raise
     finally:
         pod.remove()
         shutil.rmtree(tag, ignore_errors=True)
 
 
 def main() -> int:
-    """Runs the command."""
     parser = argparse.ArgumentParser(description="Builds the image and runs it.")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "hotkv-image")
     parser.add_argument("--built", action="store_true", help="run the image of the last run")

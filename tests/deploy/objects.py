@@ -6,12 +6,14 @@ Skips the tests that use the chart where there is no helm and none can be fetche
 
 import functools
 import json
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.programs import program
 from tools import chart, helm
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (extra dev)")
@@ -37,7 +39,6 @@ class Objects:
         return Objects(tuple(item for item in yaml.safe_load_all(text) if item))
 
     def one(self, kind: str) -> dict[str, Any]:
-        """Returns the only object of this kind."""
         (found,) = (item for item in self.all if item["kind"] == kind)
         return found
 
@@ -47,19 +48,16 @@ class Objects:
 
     @property
     def pod(self) -> dict[str, Any]:
-        """Returns the specification of the DaemonSet's pods."""
         spec: dict[str, Any] = self.one("DaemonSet")["spec"]["template"]["spec"]
         return spec
 
     @property
     def server(self) -> dict[str, Any]:
-        """Returns the container."""
         (found,) = self.pod["containers"]
         return dict(found)
 
     @property
     def directories(self) -> dict[str, Any]:
-        """Returns the init container."""
         (found,) = self.pod["initContainers"]
         return dict(found)
 
@@ -81,7 +79,6 @@ class Objects:
 
 
 def of_manifest(name: str = "hotkv.yaml") -> Objects:
-    """Returns those of a file of deploy/kubernetes."""
     return Objects.read((KUBERNETES / name).read_text())
 
 
@@ -96,8 +93,17 @@ def of_chart(*values: str, sets: tuple[str, ...] = ()) -> Objects:
     return Objects.read(helm.render(chart.CHART, *files, sets=sets))
 
 
+def of_compose(*files: str, **environment: str) -> dict[str, Any]:
+    """Returns the services as Compose itself reads these files of the root. Skips without it."""
+    command = [program("docker-compose"), *(w for file in files for w in ("-f", ROOT / file))]
+    where = {"PATH": "/usr/bin:/bin", **environment}
+    done = subprocess.run([*command, "config"], capture_output=True, env=where, timeout=60)
+    assert done.returncode == 0, done.stderr
+    services: dict[str, Any] = yaml.safe_load(done.stdout)["services"]
+    return services
+
+
 def num_bytes(quantity: str) -> int:
-    """Bytes of a quantity such as 66Gi."""
     return int(quantity[:-2]) * BINARY[quantity[-2:]]
 
 
@@ -107,7 +113,6 @@ def validate(item: dict[str, Any], version: str) -> None:
 
 
 def transfer_config(arguments: list[str]) -> dict[str, Any]:
-    """Returns what vLLM is given as --kv-transfer-config."""
     read: dict[str, Any] = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
     return read
 

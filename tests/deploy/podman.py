@@ -1,10 +1,6 @@
 """podman in namespaces of this run alone: nothing that it mounts, starts or routes outlives them.
-
-`enter` runs a module again as the first step of a new mount and process namespace with an empty
-/dev/shm; `leave_network` moves this process, and what it starts afterwards, to an empty network
-where every port is free. Needs root. Containers run without cgroups and without a limit above this
-machine's own, as not every machine grants these; `LEFT_OUT` says so.
-"""
+Needs root. Containers run without cgroups and without a limit above this machine's own, as not
+every machine grants these; `LEFT_OUT` says so."""
 
 import contextlib
 import ctypes
@@ -66,7 +62,6 @@ def enter(folder: Path, module: str, arguments: Sequence[str]) -> int:
 
 
 def leave_network() -> None:
-    """Gives this process an empty network. Raises OSError."""
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "unshare")
     run(program("ip"), "link", "set", "lo", "up")
@@ -74,11 +69,8 @@ def leave_network() -> None:
 
 def hard_limits() -> dict[str, int]:
     """This machine's own limits, by Docker's names; -1 is none."""
-    numbers = {
-        "memlock": resource.RLIMIT_MEMLOCK,
-        "nofile": resource.RLIMIT_NOFILE,
-        "nproc": resource.RLIMIT_NPROC,
-    }
+    names = ("memlock", "nofile", "nproc")
+    numbers = {name: getattr(resource, f"RLIMIT_{name.upper()}") for name in names}
     return {name: resource.getrlimit(number)[1] for name, number in numbers.items()}
 
 
@@ -122,7 +114,6 @@ crun = ["{runtime}"]
         return run(*self.command, *arguments).strip()
 
     def forget(self) -> None:
-        """Removes containers and volumes of an earlier run; images stay."""
         self("rm", "--all", "--force", "--volumes")
         self("volume", "rm", "--all", "--force")
 
@@ -131,7 +122,6 @@ crun = ["{runtime}"]
         return done.returncode == 0
 
     def inspect(self, container: str) -> dict[str, Any]:
-        """Returns what podman knows of a container. Raises SystemExit if there is none."""
         (found,) = json.loads(self("container", "inspect", container))
         return dict(found)
 
@@ -159,13 +149,11 @@ crun = ["{runtime}"]
     @contextlib.contextmanager
     def health_checks(self, container: str) -> Iterator[None]:
         """Runs the container's health check at the image's interval, while there is one."""
-        ended = threading.Event()
+        ended, words = threading.Event(), [*self.command, "healthcheck", "run", container]
 
         def ask() -> None:
             while not ended.wait(HEALTH_S):
-                subprocess.run(
-                    [*self.command, "healthcheck", "run", container], capture_output=True
-                )
+                subprocess.run(words, capture_output=True)
 
         thread = threading.Thread(target=ask)
         thread.start()

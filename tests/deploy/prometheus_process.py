@@ -51,14 +51,12 @@ class Prometheus:
         return body["data"]
 
     def is_ready(self) -> bool:
-        """Returns whether it answers queries."""
         with contextlib.suppress(OSError):
             urllib.request.urlopen(f"http://127.0.0.1:{self.port}/-/ready", timeout=5).close()
             return True
         return False
 
     def values(self, expr: str) -> list[float]:
-        """Returns the values of an expression now."""
         found = self.ask("query", query=expr)
         rows = [found] if found["resultType"] == "scalar" else found["result"]
         return [float(row["value"][1]) for row in rows]

@@ -4,6 +4,7 @@ settings, and values that are none are refused with a sentence."""
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -30,7 +31,14 @@ from tools import chart, helm
 
 SPARE_BYTES = 1 << 30
 """What the server needs at least beside arena and table."""
-SECRETS = "/etc/hotkv-secrets"
+PLACES = {
+    "/etc/hotkv-secrets": "secrets",
+    "/run/hotkv-admin": "admin",
+    "/run/hotkv": "run",
+    "/dev/shm/hotkv": "arena",
+    "/var/lib/hotkv": "disk",
+}
+"""Folders of a node, and where they lie here."""
 READY_S = 180.0
 """A first start compiles kernels."""
 SETS = {"defaults": (), "gpu-tiers": ("gpu-tiers",), "tenants-tls": ("tenants-tls",)}
@@ -58,20 +66,13 @@ class Node:
     """Folders that stand for those of a node and a pod, and the pod's settings in them."""
 
     def __init__(self, folder: Path, found: Objects, *flags: str) -> None:
-        self.folder = folder
-        self.secrets = folder / "secrets"
+        self.folder, self.secrets = folder, folder / "secrets"
         self.secrets.mkdir()
         self.authority = Authority(self.secrets, "authority")
         self._fill(found)
         text = found.settings_file
-        for place, own in (
-            (SECRETS, self.secrets),
-            ("/run/hotkv-admin", folder / "admin"),
-            ("/run/hotkv", folder / "run"),
-            ("/dev/shm/hotkv", folder / "arena"),
-            ("/var/lib/hotkv", folder / "disk"),
-        ):
-            text = text.replace(f'"{place}', f'"{own}')
+        for place, own in PLACES.items():
+            text = text.replace(f'"{place}', f'"{folder / own}')
         config = folder / "hotkv.toml"
         config.write_text(text)
         tcp = ["--tcp-address", "127.0.0.1:0"] if "tcp_address" in text else []
@@ -81,15 +82,11 @@ class Node:
     def _fill(self, found: Objects) -> None:
         """Makes the files of Secrets, as the kubelet does."""
         certificate, key = self.authority.issue("server", "localhost")
+        known = {"tls.crt": certificate, "tls.key": key, "ca.crt": self.authority.path}
         sources = found.volumes.get("secrets", {"projected": {"sources": []}})["projected"]
         for source in sources["sources"]:
             for item in source["secret"]["items"]:
-                contents = {
-                    "tls.crt": certificate,
-                    "tls.key": key,
-                    "ca.crt": self.authority.path,
-                }.get(item["key"])
-                path = self.secrets / item["path"]
+                contents, path = known.get(item["key"]), self.secrets / item["path"]
                 path.write_bytes(contents.read_bytes() if contents else b"secret")
                 path.chmod(sources["defaultMode"])
 
@@ -156,13 +153,6 @@ def test_the_server_is_confined(rendered: Objects, name: str) -> None:
         assert volume.get("projected", {}).get("defaultMode", 0o440) == 0o440
 
 
-def test_it_may_place_memory_on_nodes_if_it_is_told_so() -> None:
-    found = objects.of_chart(sets=("capabilities={SYS_NICE}",))
-    capabilities = found.server["securityContext"]["capabilities"]
-    assert capabilities == {"drop": ["ALL"], "add": ["SYS_NICE"]}
-    objects.validate(found.one("DaemonSet"), VERSIONS[0])
-
-
 def test_a_pod_that_ends_has_time_to_drain(rendered: Objects, tmp_path: Path) -> None:
     settings = loaded(rendered, tmp_path)
     grace_s = rendered.pod["terminationGracePeriodSeconds"]
@@ -170,24 +160,21 @@ def test_a_pod_that_ends_has_time_to_drain(rendered: Objects, tmp_path: Path) ->
 
 
 def test_a_pod_has_memory_for_arena_and_index(rendered: Objects, tmp_path: Path) -> None:
-    check_memory(rendered, tmp_path)
+    larger = objects.of_chart(sets=("settings.arena.max_blocks=100000000",))
+    for found in (rendered, larger):
+        check_memory(found, loaded(found, tmp_path))
 
 
-def test_a_pod_has_memory_for_a_larger_index(tmp_path: Path) -> None:
-    check_memory(objects.of_chart(sets=("settings.arena.max_blocks=100000000",)), tmp_path)
-
-
-def check_memory(rendered: Objects, tmp_path: Path) -> None:
-    settings = loaded(rendered, tmp_path)
-    arena = settings.arena
+def check_memory(rendered: Objects, settings: Settings) -> None:
+    arena, tiers = settings.arena, settings.tiers
     geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.bytes)
     needed_bytes = arena.bytes + table_file_bytes(geometry) + SPARE_BYTES
-    if settings.tiers.disk.path is not None:
-        below = TableGeometry.for_capacity(settings.tiers.capacity, 1, settings.tiers.disk.bytes)
+    if tiers.disk.path is not None:
+        below = TableGeometry.for_capacity(tiers.capacity, 1, tiers.disk.bytes)
         needed_bytes += table_file_bytes(below)
     resources = rendered.server["resources"]
-    assert resources["limits"]["memory"] == resources["requests"]["memory"]
     memory = resources["limits"]["memory"]
+    assert memory == resources["requests"]["memory"]
     assert needed_bytes <= objects.num_bytes(memory) < 1.1 * needed_bytes + (2 << 30)
 
 
@@ -206,15 +193,13 @@ def test_the_server_accepts_the_settings(
     found = objects.of_chart(*SETS[chosen])
     flags = [*SMALL, "--copy.cuda", "off", "--tiers.disk.bytes", "16MiB", "--arena.pin", "auto"]
     node = Node(tmp_path, found, *flags, "--check")
+    secret = {"secretKeyRef": {"name": "hotkv-tenants", "key": "tenants.json"}}
     for variable, source in found.environment.items():
         if variable == "HOTKV_EVENTS__NODE":
             assert source == {"fieldRef": {"fieldPath": "spec.nodeName"}}
             monkeypatch.setenv(variable, "node-1")
         elif isinstance(source, dict):
-            assert (variable, source) == (
-                "HOTKV_SECURITY__TENANTS",
-                {"secretKeyRef": {"name": "hotkv-tenants", "key": "tenants.json"}},
-            )
+            assert (variable, source) == ("HOTKV_SECURITY__TENANTS", secret)
             monkeypatch.setenv(variable, TENANTS)
     status = server_cli.main(node.arguments)
     printed, said = capsys.readouterr()
@@ -233,24 +218,18 @@ def test_a_server_with_tenants_and_tls_serves(tmp_path: Path) -> None:
     """A real server with the files that the Secrets make: the pod's probe, an admin over TCP, and
     somebody who is none."""
     found = objects.of_chart("tenants-tls")
-    node = Node(tmp_path, found, *SMALL)
-    log = tmp_path / "log"
+    node, log = Node(tmp_path, found, *SMALL), tmp_path / "log"
     environment = {**os.environ, "HOTKV_SECURITY__TENANTS": TENANTS}
+    command = [sys.executable, "-m", "hotkv_server", *node.arguments]
     with log.open("wb") as sink:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "hotkv_server", *node.arguments], stderr=sink, env=environment
-        )
+        server = subprocess.Popen(command, stderr=sink, env=environment)
     try:
         probe = [*found.server["readinessProbe"]["exec"]["command"][1:], "--target", node.target]
         deadline_s = time.monotonic() + READY_S
         while cli.main(probe) != 0:
             assert server.poll() is None and time.monotonic() < deadline_s, log.read_text()
             time.sleep(0.1)
-        (port,) = (
-            word.partition("=")[2]
-            for word in log.read_text().split()
-            if word.startswith("tcp_port=")
-        )
+        (port,) = re.findall(r"tcp_port=(\d+)", log.read_text())
         for user, is_admin in (("spiffe://cluster/operator", True), ("spiffe://cluster/x", False)):
             certificate, key = node.authority.issue("client", user)
             proof = Credentials(str(node.authority.path), str(certificate), str(key))
@@ -269,17 +248,16 @@ def test_a_server_with_tenants_and_tls_serves(tmp_path: Path) -> None:
 def test_directories_win_over_the_variables_of_the_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = ("directories.arena=/dev/shm/other", "directories.sockets=/run/other")
-    found = objects.of_chart(sets=places)
+    arena, sockets = "/dev/shm/other", "/run/other"
+    found = objects.of_chart(sets=(f"directories.arena={arena}", f"directories.sockets={sockets}"))
     image = parse((objects.ROOT / "Dockerfile").read_text())[-1].last("ENV").split()
     for name, value in {**dict(one.split("=", 1) for one in image), **found.environment}.items():
         if name.startswith("HOTKV_"):
             monkeypatch.setenv(name, value)
     settings = loaded(found, tmp_path)
-    assert settings.arena_dir == Path("/dev/shm/other")
-    assert settings.grpc_socket == Path("/run/other/grpc.sock")
+    assert (str(settings.arena_dir), str(settings.grpc_socket.parent)) == (arena, sockets)
     paths = {volume["hostPath"]["path"] for volume in found.pod["volumes"] if "hostPath" in volume}
-    assert paths == {"/dev/shm/other", "/run/other"}
+    assert paths == {arena, sockets}
 
 
 def test_new_settings_are_new_pods() -> None:
@@ -313,43 +291,37 @@ def test_wrong_values_are_refused_with_their_name(wrong: str, words: str) -> Non
         helm.render(chart.CHART, sets=(wrong,))
 
 
-def test_settings_of_all_kinds_come_through(tmp_path: Path) -> None:
-    """Whole numbers stay whole; quotes, lists and tables in lists are TOML."""
+def rendered_with(folder: Path, release: str = "hotkv", **values: Any) -> Objects:
+    """Renders the chart with these values. Skips without helm."""
     objects.of_chart()
+    file = folder / "values.yaml"
+    file.write_text(json.dumps(values))
+    return Objects.read(helm.render(chart.CHART, file, release=release))
+
+
+def test_settings_of_all_kinds_come_through(tmp_path: Path) -> None:
+    """Whole numbers stay whole; quotes, lists and tables in lists are TOML. null is the server's
+    default: TOML has none."""
+    tenant = {"name": "one", "uids": [7], "guaranteed_bytes": "4MiB"}
     settings = {
         "integrity": {"scrub_bytes_per_s": 16777216},
         "arena": {"prefault": False},
         "residency": {"share": 0.25},
         "events": {"topic": 'a"b\\c@{model}'},
-        "security": {
-            "allowed_uids": [1001, 1002],
-            "tenants": [{"name": "one", "uids": [7], "guaranteed_bytes": "4MiB"}],
-        },
+        "security": {"allowed_uids": [1001, 1002], "tenants": [tenant]},
+        "tiers": {"disk": {"write_gb_per_day": None}},
+        "http": {"token_file": None},
     }
-    values = tmp_path / "values.yaml"
-    values.write_text(
-        json.dumps({"settings": settings, "resources": {"limits": {"memory": "1Gi"}}})
-    )
-    found = Objects.read(helm.render(chart.CHART, values))
+    resources = {"limits": {"memory": "1Gi"}}
+    found = rendered_with(tmp_path, settings=settings, resources=resources)
     assert "scrub_bytes_per_s = 16777216\n" in found.settings_file
+    assert "null" not in found.settings_file and found.server["resources"] == resources
     read = loaded(found, tmp_path)
     assert read.residency.share == 0.25 and not read.arena.prefault
     assert read.events.topic == settings["events"]["topic"]
     assert read.security.allowed_uids == [1001, 1002]
-    (tenant,) = read.security.tenants
-    assert (tenant.name, tenant.uids, tenant.guaranteed_bytes) == ("one", [7], 4 << 20)
-    assert found.server["resources"] == {"limits": {"memory": "1Gi"}}
-
-
-def test_null_is_the_servers_default(tmp_path: Path) -> None:
-    """TOML has no null: the server would end with `Invalid value`."""
-    objects.of_chart()
-    settings = {"tiers": {"disk": {"write_gb_per_day": None}}, "http": {"token_file": None}}
-    values = tmp_path / "values.yaml"
-    values.write_text(json.dumps({"settings": settings}))
-    found = Objects.read(helm.render(chart.CHART, values))
-    assert "null" not in found.settings_file
-    read = loaded(found, tmp_path)
+    (of_one,) = read.security.tenants
+    assert (of_one.name, of_one.uids, of_one.guaranteed_bytes) == ("one", [7], 4 << 20)
     assert read.tiers.disk.write_gb_per_day is None and read.http.token_file is None
 
 
@@ -360,25 +332,22 @@ def test_zero_is_no_default() -> None:
 
 
 def test_names_that_look_like_numbers_are_names(tmp_path: Path) -> None:
-    objects.of_chart()
     secret = {"secret": "1e3", "key": "0x1"}
-    named = {
-        "priorityClassName": "123",
-        "serviceAccount": {"name": "1e4", "create": True},
-        "gpu": {"enabled": True, "runtimeClassName": "12"},
-        "secrets": {"files": {"security.tls.key": secret}, "values": {"security.audit": secret}},
-    }
-    values = tmp_path / "values.yaml"
-    values.write_text(json.dumps(named))
-    found = Objects.read(helm.render(chart.CHART, values, release="2026"))
+    found = rendered_with(
+        tmp_path,
+        "2026",
+        priorityClassName="123",
+        serviceAccount={"name": "1e4", "create": True},
+        gpu={"enabled": True, "runtimeClassName": "12"},
+        secrets={"files": {"security.tls.key": secret}, "values": {"security.audit": secret}},
+    )
     for item in found.all:
         objects.validate(item, VERSIONS[-1])
     assert found.pod["priorityClassName"] == "123" and found.pod["runtimeClassName"] == "12"
     account = found.one("ServiceAccount")["metadata"]["name"]
     assert found.pod["serviceAccountName"] == account == "1e4"
-    assert found.environment["HOTKV_SECURITY__AUDIT"] == {
-        "secretKeyRef": {"name": "1e3", "key": "0x1"}
-    }
+    named = found.environment["HOTKV_SECURITY__AUDIT"]
+    assert named == {"secretKeyRef": {"name": "1e3", "key": "0x1"}}
 
 
 def test_with_gpus_it_is_the_manifest_with_its_patch() -> None:
@@ -387,17 +356,10 @@ def test_with_gpus_it_is_the_manifest_with_its_patch() -> None:
     assert objects.of_chart(sets=("gpu.enabled=true",)).one("DaemonSet") == patched
 
 
-def test_the_schema_knows_the_servers_settings() -> None:
-    """`python -m tools.chart` brings it up to date."""
-    assert chart.schema_text() == chart.SCHEMA.read_text()
-
-
-def test_the_plain_manifest_is_the_chart() -> None:
-    """`python -m tools.chart` brings it up to date."""
+def test_schema_and_plain_manifest_are_up_to_date() -> None:
+    """`python -m tools.chart` brings them up to date."""
     objects.of_chart()
+    assert chart.schema_text() == chart.SCHEMA.read_text()
     assert chart.manifest() == chart.MANIFEST.read_text()
-
-
-def test_the_charts_version_is_hotkvs() -> None:
     text = objects.yaml.safe_load((chart.CHART / "Chart.yaml").read_text())
     assert text["appVersion"] == text["version"] == hotkv_proto.__version__

@@ -2,7 +2,6 @@
 itself takes it."""
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 import hotkv_proto
 from hotkv_server.daemon import STOP_S
 from hotkv_server.settings import Settings, load_settings
+from tests.deploy import objects
 from tests.deploy.dockerfile import ROOT, is_sent, parse
-from tests.support.programs import program
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (extra dev)")
 
@@ -38,16 +37,7 @@ def settings(services: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Setti
 
 @pytest.mark.parametrize("files", [FILES[:1], FILES])
 def test_compose_takes_it(files: tuple[str, ...]) -> None:
-    words = [word for file in files for word in ("-f", str(ROOT / file))]
-    done = subprocess.run(
-        [program("docker-compose"), *words, "config"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PATH": "/usr/bin:/bin", "MODEL": "of/mine"},
-    )
-    assert done.returncode == 0, done.stderr
-    found = yaml.safe_load(done.stdout)["services"]
+    found = objects.of_compose(*files, MODEL="of/mine")
     assert found["vllm"]["command"][0] == "--model=of/mine"
     assert ("pid" in found["hotkv"]) == (len(files) == 2)
 

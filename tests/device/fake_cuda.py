@@ -38,21 +38,9 @@ class FakeDriver:
 
 def build(library: Path, *flags: str) -> None:
     assert COMPILER is not None
-    subprocess.run(
-        [
-            COMPILER,
-            "-std=c++17",
-            "-O1",
-            "-fPIC",
-            "-shared",
-            "-w",
-            *flags,
-            str(SOURCE),
-            "-o",
-            str(library),
-        ],
-        check=True,
-    )
+    fixed = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w"]
+    command = [COMPILER, *fixed, *flags, str(SOURCE), "-o", str(library)]
+    subprocess.run(command, check=True)
 
 
 @functools.cache

@@ -33,15 +33,6 @@ def test_registers_and_stack(tmp_path: Path) -> None:
     assert indexed.stack_bytes == 256
 
 
-def test_instances_are_named_in_the_source(tmp_path: Path) -> None:
-    text = "template <typename T, int N> __global__ void fill(T* out) { out[0] = (T)N; }\n"
-    text += "// instance: fill<int, 3>\n// instance: fill<float, 4>\n"
-    (tmp_path / "kernel.cu").write_text(text)
-    assert check_kernels.instances_of(tmp_path / "kernel.cu") == ("fill<int, 3>", "fill<float, 4>")
-    if isinstance(COMPILER, check_kernels.Nvrtc):
-        assert len(compiled(tmp_path, text)) == 2
-
-
 @pytest.mark.parametrize(
     "text", ["__global__ void k(int* o) { int unused; }", "__global__ void k(int* o) { o[0] = 1 }"]
 )

@@ -2,7 +2,6 @@
 driver library writes them down."""
 
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -54,28 +53,24 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 
 
 def test_devices(machine: Machine) -> None:
+    """The driver knows the node where /sys does not."""
     runtime: DeviceRuntime = machine.runtime()
     first, second = runtime.devices()
-    assert (first.number, first.name, first.pci_bus_id, first.numa_node) == (
-        0,
-        "Fake 0",
-        "0000:a8:00.0",
-        1,
-    )
+    assert (first.number, first.name, first.pci_bus_id) == (0, "Fake 0", "0000:a8:00.0")
     assert first.uuid == bytes(0 if i == 3 else 40 + i for i in range(16))
-    assert (second.number, second.pci_bus_id, second.numa_node) == (1, "0000:a9:00.0", 3), (
-        "the driver knows the node where /sys does not"
-    )
+    assert (second.number, second.pci_bus_id) == (1, "0000:a9:00.0")
+    assert (first.numa_node, second.numa_node) == (1, 3)
+    for device in (-1, 2):
+        with pytest.raises(DeviceError, match=f"device {device}: this process has 2"):
+            runtime.new_stream(device, Priority.LOW)
+    assert repr(runtime).startswith("CupyRuntime(devices=2, started=[], Driver(")
 
 
 def test_devices_start_when_used_and_every_thread_is_given_the_device(machine: Machine) -> None:
     runtime = machine.runtime()
     assert machine.driver.calls() == []
-    streams = [
-        runtime.new_stream(1, Priority.LOW),
-        runtime.new_stream(0, Priority.HIGH),
-        runtime.new_stream(1, Priority.HIGH),
-    ]
+    kinds = [(1, Priority.LOW), (0, Priority.HIGH), (1, Priority.HIGH)]
+    stream, *_ = [runtime.new_stream(*kind) for kind in kinds]
     assert machine.driver.calls() == [
         "cuDeviceGet 0 1",
         "cuDevicePrimaryCtxRetain 0 41",
@@ -87,12 +82,9 @@ def test_devices_start_when_used_and_every_thread_is_given_the_device(machine: M
     ]
     event = runtime.new_event(1)
     machine.driver.calls()
-    for work in (
-        lambda: runtime.record(event, streams[0]),
-        lambda: runtime.passed(event),
-        lambda: runtime.synchronize(event),
-    ):
-        thread = threading.Thread(target=work)
+    calls = ((runtime.record, event, stream), (runtime.passed, event), (runtime.synchronize, event))
+    for call, *args in calls:
+        thread = threading.Thread(target=call, args=args)
         thread.start()
         thread.join()
     assert [call.split()[1] for call in machine.driver.calls()] == ["141"] * 3
@@ -110,17 +102,14 @@ def test_order(machine: Machine) -> None:
         f"cuEventSynchronize 141 {event.handle}",
         f"cuEventDestroy_v2 141 {event.handle}",
     ]
-    assert stream.handle > 1 << 32 and event.handle > 1 << 32, (
-        "a handle that is cut to 32 bits would show"
-    )
+    # A handle that is cut to 32 bits would show.
+    assert stream.handle > 1 << 32 and event.handle > 1 << 32
     assert runtime.passed(event)
     machine.driver.fail("cuEventQuery", 600)
     assert not runtime.passed(event)
     machine.driver.fail("cuEventQuery", 700)
-    with pytest.raises(
-        DeviceError,
-        match=r"cuEventQuery on device 1: CUDA_ERROR_ILLEGAL_ADDRESS \(700\): an illegal memory",
-    ) as raised:
+    words = r"cuEventQuery on device 1: CUDA_ERROR_ILLEGAL_ADDRESS \(700\): an illegal memory"
+    with pytest.raises(DeviceError, match=words) as raised:
         runtime.passed(event)
     assert raised.value.is_lost
 
@@ -178,13 +167,11 @@ def test_batches_of_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batc
     for i, size in enumerate(sizes):
         assert (dst[i, :size] == src[i, :size]).all() and not dst[i, size:].any()
     whole = f"3 1,0,0,0,0,1 0 1 {stream.handle}"
-    single = [f"cuMemcpyAsync 141 {to[i]} {at[i]} {sizes[i]} {stream.handle}" for i in (0, 2, 3)]
-    assert (
-        machine.calls()
-        == (single, [f"cuMemcpyBatchAsync 141 {whole}"], [f"cuMemcpyBatchAsync_v2 141 {whole}"])[
-            batch
-        ]
-    )
+    expected = [f"cuMemcpyBatchAsync{'_v2' if batch == 2 else ''} 141 {whole}"]
+    if not batch:
+        copies = [f"{to[i]} {at[i]} {sizes[i]}" for i in (0, 2, 3)]
+        expected = [f"cuMemcpyAsync 141 {copy} {stream.handle}" for copy in copies]
+    assert machine.calls() == expected
     runtime.copy_batch(stream, to[:0], at[:0], sizes[:0])
     runtime.copy_batch(stream, to[1:2], at[1:2], sizes[1:2])
     runtime.copy(stream, int(to[1]), int(at[1]), 0)
@@ -194,9 +181,8 @@ def test_batches_of_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batc
     assert (dst[1, :11] == src[1, :11]).all()
     if batch == 1:
         machine.driver.fail("cuMemcpyBatchAsync", 1)
-        with pytest.raises(
-            DeviceError, match=r"cuMemcpyBatchAsync on device 1 at copy 1 of 2: unknown \(1\)"
-        ) as raised:
+        words = r"cuMemcpyBatchAsync on device 1 at copy 1 of 2: unknown \(1\)"
+        with pytest.raises(DeviceError, match=words) as raised:
             runtime.copy_batch(stream, to[2:], at[2:], sizes[2:])
         assert not raised.value.is_lost
 
@@ -210,68 +196,47 @@ def test_the_copy_kernel_is_compiled_once_a_device(machine: Machine) -> None:
     for stream in (*streams, *streams):
         runtime.copy_kernel(stream, 1 << 46, 100_000, 4096)
     runtime.copy_kernel(streams[0], 1 << 46, 10, 100 << 20)
-    assert machine.cupy.log == [
-        step
-        for n in (0, 1)
-        for step in (
-            ("setDevice", n),
-            ("RawModule", n, ("-std=c++17",), "nvrtc"),
-            ("get_function", "copy_runs"),
-        )
-    ]
-    assert machine.calls() == [
-        (
-            f"cuLaunchKernel {CONTEXTS[n]} {0x50000000000 + n} 8,1,1 512,1,1 0 {streams[n].handle} "
-            f"{1 << 46},100000,1 1"
-        )
-        for n in (0, 1, 0, 1)
-    ] + [
-        f"cuLaunchKernel 140 {0x50000000000} 8,1,1 512,1,1 0 {streams[0].handle} {1 << 46},10,103 1"
-    ]
+    options, compiled = ("-std=c++17",), ("get_function", "copy_runs")
+    once = [[("setDevice", n), ("RawModule", n, options, "nvrtc"), compiled] for n in (0, 1)]
+    assert machine.cupy.log == once[0] + once[1]
+
+    def launched(n: int, what: str) -> str:
+        where = f"{CONTEXTS[n]} {0x50000000000 + n} 8,1,1 512,1,1 0 {streams[n].handle}"
+        return f"cuLaunchKernel {where} {1 << 46},{what} 1"
+
+    expected = [launched(n, "100000,1") for n in (0, 1, 0, 1)]
+    assert machine.calls() == [*expected, launched(0, "10,103")]
 
 
 def test_a_kernel_that_does_not_compile_or_load(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
-    runtime = machine.runtime()
+    runtime, errors = machine.runtime(), machine.cupy.errors
     stream = runtime.new_stream(0, Priority.LOW)
-    machine.cupy.errors[:] = [
-        RuntimeError("no libnvrtc"),
-        fake_cuda.CompileException("line 3"),
-        fake_cuda.CUDARuntimeError(700),
-    ]
-    for text, is_lost in (
-        ("no libnvrtc; CuPy needs NVRTC: install", False),
-        ("line 3", False),
-        ("cudaErrorFake: 700", True),
+    for error, text, is_lost in (
+        (RuntimeError("no libnvrtc"), "no libnvrtc; CuPy needs NVRTC: install", False),
+        (fake_cuda.CompileException("line 3"), "line 3", False),
+        (fake_cuda.CUDARuntimeError(700), "cudaErrorFake: 700", True),
     ):
+        errors.append(error)
         with pytest.raises(DeviceError, match=f"copy.cu .*device 0: {text}") as raised:
             runtime.copy_kernel(stream, 1 << 46, 1, 1)
         assert raised.value.is_lost == is_lost
     assert "CUPY_CACHE_IN_MEMORY" not in os.environ
-    machine.cupy.errors[:] = [PermissionError("no home")]
+    errors.append(PermissionError("no home"))
     monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "0")
     runtime.copy_kernel(stream, 1 << 46, 1, 1)
     assert os.environ["CUPY_CACHE_IN_MEMORY"] == "1", "without a home the kernel is kept in memory"
 
 
-def test_only_errors_that_stay_mean_a_lost_device(machine: Machine) -> None:
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_only_errors_that_stay_mean_a_lost_device(machine: Machine, is_lost: bool) -> None:
     runtime = machine.runtime()
-    for status, is_lost in (
-        (2, False),
-        (1, False),
-        (400, False),
-        (712, False),
-        (999, False),
-        (214, True),
-        (719, True),
-        (709, True),
-    ):
+    for status in (214, 719, 709) if is_lost else (2, 1, 400, 712, 999):
         machine.driver.fail("cuMemAlloc_v2", status)
-        with pytest.raises(
-            DeviceError, match=rf"cuMemAlloc_v2 on device 0: .*\({status}\)"
-        ) as raised:
+        words = rf"cuMemAlloc_v2 on device 0: .*\({status}\)"
+        with pytest.raises(DeviceError, match=words) as raised:
             runtime.allocate(0, 1)
         assert raised.value.is_lost == is_lost
 
@@ -279,47 +244,27 @@ def test_only_errors_that_stay_mean_a_lost_device(machine: Machine) -> None:
 def test_what_is_missing_is_named(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(DeviceError, match=r"no NVIDIA driver: .*give the container its GPUs"):
-        CupyRuntime(library=str(tmp_path / "none.so"))
-    old = tmp_path / "old.so"
-    shutil.copy(machine.driver.path, old)
-    stripped = (
-        old.read_bytes()
-        .replace(b"cuIpcOpenEventHandle", b"cuIpcOpenEventHamdle")
-        .replace(b"cuStreamWriteValue32_v2", b"cuStreamWriteValue32_v0")
-    )
-    old.write_bytes(stripped)
-    with pytest.raises(
-        DeviceError, match="the NVIDIA driver lacks cuIpcOpenEventHandle; install one of CUDA 12"
-    ):
-        CupyRuntime(library=str(old))
+    def refused(words: str, library: str = "") -> None:
+        with pytest.raises(DeviceError, match=words):
+            CupyRuntime(library=library) if library else machine.runtime()
+
+    refused("no NVIDIA driver: .*give the container its GPUs", str(tmp_path / "none.so"))
+    old, code = tmp_path / "old.so", Path(machine.driver.path).read_bytes()
+    for name in (b"cuIpcOpenEventHandle", b"cuStreamWriteValue32_v2"):
+        code = code.replace(name, name[:-1] + b"_")
+    old.write_bytes(code)
+    refused("the NVIDIA driver lacks cuIpcOpenEventHandle; install one of CUDA 12", str(old))
     machine.driver.set_devices(0)
-    with pytest.raises(DeviceError, match="shows no device; CUDA_VISIBLE_DEVICES"):
-        machine.runtime()
+    refused("shows no device; CUDA_VISIBLE_DEVICES")
     machine.driver.set_devices(2)
     machine.driver.set_attribute(cu.ATTRIBUTE_HOST_POINTER_IS_DEVICES, 0)
-    with pytest.raises(
-        DeviceError, match=r"device 0 \(Fake 0\) sees registered memory at other addresses"
-    ):
-        machine.runtime()
+    refused(r"device 0 \(Fake 0\) sees registered memory at other addresses")
     machine.driver.set_attribute(cu.ATTRIBUTE_HOST_POINTER_IS_DEVICES, 1)
     machine.driver.fail("cuInit", 100)
-    with pytest.raises(DeviceError, match=r"cuInit on starting CUDA"):
-        machine.runtime()
+    refused("cuInit on starting CUDA")
     machine.driver.fail("cuInit", 0)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(
-        DeviceError, match=r"CuPy does not load: .*install hotkv\[cuda12\] or hotkv\[cuda13\]"
-    ):
-        machine.runtime()
-
-
-def test_a_device_that_is_none(machine: Machine) -> None:
-    runtime = machine.runtime()
-    for device in (-1, 2):
-        with pytest.raises(DeviceError, match=f"device {device}: this process has 2"):
-            runtime.new_stream(device, Priority.LOW)
-    assert repr(runtime).startswith("CupyRuntime(devices=2, started=[], Driver(")
+    refused(r"CuPy does not load: .*install hotkv\[cuda12\] or hotkv\[cuda13\]")
 
 
 def test_types_and_numbers_are_those_of_nvidias_header(tmp_path: Path) -> None:
@@ -330,9 +275,10 @@ def test_types_and_numbers_are_those_of_nvidias_header(tmp_path: Path) -> None:
         pytest.skip("no cuda.h here")
     header = headers[-1]
     fake_cuda.build(tmp_path / "checked.so", f'-DCUDA_HEADER="{header}"')
-    attribute = "CU_DEVICE_ATTRIBUTE_"
     numbers = {
-        f"{attribute}CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM": cu.ATTRIBUTE_HOST_POINTER_IS_DEVICES,
+        "CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM": (
+            cu.ATTRIBUTE_HOST_POINTER_IS_DEVICES
+        ),
         "CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID": cu.ATTRIBUTE_HOST_NUMA_NODE,
         "CU_STREAM_NON_BLOCKING": cu.STREAM_NON_BLOCKING,
         "CU_EVENT_BLOCKING_SYNC": cu.EVENT_BLOCKING_SYNC,
@@ -350,17 +296,12 @@ def test_types_and_numbers_are_those_of_nvidias_header(tmp_path: Path) -> None:
         "CU_IPC_HANDLE_SIZE": cu.HANDLE_BYTES,
         "sizeof(CUmemcpyAttributes)": 24,
     }
-    checks = "\n".join(
-        f'static_assert((long long)({name}) == {number}, "{name}");'
-        for name, number in numbers.items()
-    )
+    lines = [f'#include "{header}"']
+    for name, number in numbers.items():
+        lines.append(f'static_assert((long long)({name}) == {number}, "{name}");')
     source = tmp_path / "numbers.cpp"
-    source.write_text(f'#include "{header}"\n{checks}\n')
+    source.write_text("\n".join(lines))
     assert COMPILER is not None
-    done = subprocess.run(
-        [COMPILER, "-std=c++17", "-fsyntax-only", str(source)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [COMPILER, "-std=c++17", "-fsyntax-only", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

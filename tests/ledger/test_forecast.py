@@ -30,7 +30,6 @@ def trace_of(name: str) -> Trace:
 
 
 def forecast_of(trace: Trace, capacity_blocks: int, max_keys: int, policy: str) -> Forecast:
-    """What is forecast after the whole trace."""
     made = Forecast(POLICIES[policy], 0, max_keys, MAX_SEEN)
     keys = np.ascontiguousarray(trace.hashes[:, :2]).view(np.uint64)[:, 0]
     starts = trace.starts.tolist()
@@ -59,6 +58,10 @@ def compare(name: str, percent: float, max_keys: int, policy: str) -> tuple[floa
     return found.ceiling_ratio - ceiling, found.gain_ratio - max(0.0, larger - smaller)
 
 
+LONG = [(name, percent, most) for name in MAKERS for percent, most in ((2, 4096), (10, 256))]
+LONG += [(name, 10, 4096) for name in ("agents", "conversation", "synthetic")]
+
+
 @pytest.mark.parametrize(
     ("name", "percent", "max_keys", "policy"),
     [
@@ -67,16 +70,7 @@ def compare(name: str, percent: float, max_keys: int, policy: str) -> tuple[floa
         ("mixture", 5, 256, "hotness"),
         ("drift", 2, 4096, "lru"),
         ("agents", 5, 512, "hotness"),
-        *(
-            pytest.param(name, percent, max_keys, "hotness", marks=pytest.mark.long)
-            for name in MAKERS
-            for percent, max_keys in ((2, 4096), (10, 256))
-        ),
-        *(
-            pytest.param(name, percent, 4096, "hotness", marks=pytest.mark.long)
-            for name in ("agents", "conversation", "synthetic")
-            for percent in (10,)
-        ),
+        *(pytest.param(*case, "hotness", marks=pytest.mark.long) for case in LONG),
     ],
 )
 def test_ceiling_and_gain_are_the_simulators(
@@ -94,6 +88,8 @@ def demand(first: int, count: int, num_hits: int = 0) -> Demand:
 
 def test_what_did_hit_is_reachable_though_it_was_never_seen() -> None:
     """As blocks of answers: they are stored, and first named by the next prompt."""
+    found = Forecast(POLICIES["hotness"], 0).outlook(3600, GIB, 0)
+    assert (found.prompt_tokens, found.ceiling_ratio, found.gain_ratio) == (0, 0.0, 0.0)
     made = Forecast(POLICIES["lru"], 0)
     made.observe(demand(0, 10, num_hits=6), GIB, 0.0, 0)
     assert made.outlook(0, GIB, 0).ceiling_ratio == 0.6
@@ -124,21 +120,24 @@ def test_an_endless_cache_forgets_nothing_however_much_others_are_used(is_restor
     made = Forecast(POLICIES["lru"], 0, 64, 4096)
     made.observe(demand(0, 200), GIB, 0.0, 0)
     if is_restored:
-        seen, share = made.seen(), made.seen_share
-        made = Forecast(POLICIES["lru"], 0, 64, 4096)
-        made.put_back(seen, share)
+        made = restored(made)
     for number in range(1, 31):
         made.observe(demand(1000, 400), GIB, float(number), 0)
     made.observe(demand(0, 200), GIB, 31.0, 60 * 24)
     assert made.outlook(60, GIB, 60 * 24).ceiling_ratio == 1.0
 
 
+def restored(made: Forecast) -> Forecast:
+    again = Forecast(POLICIES["lru"], 0, 64, 4096)
+    again.put_back(made.seen(), made.seen_share)
+    return again
+
+
 def test_blocks_seen_before_a_restart_give_way_to_none_that_come_after() -> None:
     """Some 4 places of a bucket are free for each that is taken."""
     made = Forecast(POLICIES["lru"], 0, 64, 4096)
     made.observe(demand(0, 2000), GIB, 0.0, 0)
-    again = Forecast(POLICIES["lru"], 0, 64, 4096)
-    again.put_back(made.seen(), made.seen_share)
+    again = restored(made)
     again.observe(demand(2000, 2000), GIB, 1.0, 0)
     again.observe(demand(0, 2000), GIB, 2.0, 60 * 24)
     again.check_invariants()
@@ -156,8 +155,3 @@ def test_a_larger_step_for_a_larger_arena_and_its_part_for_one_gib(max_keys: int
             made.observe(demand(part, 64), capacity, turn * 1e4 + part, 0)
     found = made.outlook(0, capacity, 0)
     assert found.gain_ratio > 0.5 and found.gib_gain_ratio == pytest.approx(found.gain_ratio / 8)
-
-
-def test_without_reports_there_is_nothing_to_say() -> None:
-    found = Forecast(POLICIES["hotness"], 0).outlook(3600, GIB, 0)
-    assert (found.prompt_tokens, found.ceiling_ratio, found.gain_ratio) == (0, 0.0, 0.0)

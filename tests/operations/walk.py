@@ -1,15 +1,13 @@
-"""An operator's walk, as that person would go: from `pip install` in an empty environment to a
-server that is watched, asked, killed, drained and upgraded under traffic. `make walk`.
-
-The server and the command line are those of a wheel of this tree in an environment of its own; the
-traffic is vLLM with a real model, from the project's environment. Prints each step with what came
-of it; ends with status 1 at the first that does not hold. Debian's prometheus and chromium take
-part where they are installed (`make programs`), else their steps say that they were left out.
-"""
+"""An operator's walk (`make walk`): from `pip install` in an empty environment to a server that is
+watched, asked, killed, drained and upgraded under traffic of vLLM with a real model. Prints each
+step with what came of it; status 1 at the first that does not hold. Debian's prometheus and
+chromium take part where they are installed (`make programs`)."""
 
 import contextlib
+import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,34 +18,18 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from demo import prompts
 from demo.processes import ROOT, Engine, EngineSettings, ends_cleanly, prepare_model, runtime_folder
 from tests.deploy.prometheus_process import RULES, Prometheus
 from tests.support.ports import free_port
+from tests.support.waiting import wait_for
 
 ARENA_BYTES = 256 << 20
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 6, 300, 4
 WAIT_S = 90.0
-FOR = "for: "
-
-
-class WalkError(Exception):
-    """A step that does not hold."""
-
-
-def expect(holds: bool, what: str) -> None:
-    """Raises WalkError."""
-    if not holds:
-        raise WalkError(what)
-
-
-def wait(holds: Callable[[], bool], what: str, seconds: float = WAIT_S) -> None:
-    """Raises WalkError when the time is up."""
-    deadline_s = time.monotonic() + seconds
-    while not holds():
-        expect(time.monotonic() < deadline_s, f"not within {seconds:g} s: {what}")
-        time.sleep(0.2)
+wait = functools.partial(wait_for, within_s=WAIT_S)
 
 
 def say(step: str, came: str) -> None:
@@ -71,15 +53,12 @@ class Installed:
         subprocess.run([self.bin / "pip", "install", "-qq", *arguments], check=True)
 
     def hotkv(self, *arguments: str, status: int | None = 0) -> str:
-        """Returns the output of the command. Raises WalkError for another exit status than
-        `status`."""
-        done = subprocess.run(
-            [self.bin / "hotkv", *arguments], capture_output=True, text=True, timeout=180
-        )
-        expect(
-            status in (None, done.returncode),
-            f"hotkv {' '.join(arguments)} ended with {done.returncode}: {done.stderr}",
-        )
+        """Returns the output of the command. Raises AssertionError for another exit status
+        than `status`."""
+        command = [self.bin / "hotkv", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+        said = f"hotkv {' '.join(arguments)} ended with {done.returncode}: {done.stderr}"
+        assert status in (None, done.returncode), said
         return done.stdout
 
 
@@ -89,6 +68,7 @@ class Service:
     def __init__(self, installed: Installed, folder: Path) -> None:
         self.installed, self.folder, self.port = installed, folder, free_port()
         self.target = f"unix:{folder}/run/grpc.sock"
+        self.url = f"http://127.0.0.1:{self.port}"
         (folder / "run").mkdir(mode=0o700)
         self.config = folder / "hotkv.toml"
         self.config.write_text(
@@ -104,16 +84,12 @@ class Service:
         return self._process.pid
 
     def start(self) -> None:
+        command = [self.installed.bin / "hotkv-server", "run", "--config", str(self.config)]
         with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [self.installed.bin / "hotkv-server", "run", "--config", str(self.config)],
-                stdout=log,
-                stderr=log,
-            )
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
         wait(lambda: self.asks("/readyz") == 200, "the server is ready")
 
     def ended(self, seconds: float = WAIT_S) -> int:
-        """Returns the exit status."""
         assert self._process is not None
         return self._process.wait(seconds)
 
@@ -124,16 +100,19 @@ class Service:
 
     def asks(self, path: str) -> int:
         """Returns the status of a request; 0 if nobody answers."""
-        url = f"http://127.0.0.1:{self.port}{path}"
+        url = self.url + path
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as reply:
             return int(reply.status)
         return 0
 
     def get(self, path: str) -> bytes:
-        url = f"http://127.0.0.1:{self.port}{path}"
-        with urllib.request.urlopen(url, timeout=10) as reply:
+        with urllib.request.urlopen(self.url + path, timeout=10) as reply:
             body: bytes = reply.read()
             return body
+
+    def num_blocks(self) -> int:
+        spaces = json.loads(self.hotkv("status", "--json"))["key_spaces"]
+        return sum(space["block_count"] for space in spaces)
 
     def hotkv(self, *arguments: str, status: int | None = 0) -> str:
         return self.installed.hotkv("--target", self.target, *arguments, status=status)
@@ -179,64 +158,63 @@ class Traffic:
             self._thread.join(60)
 
     def goes_on(self, what: str) -> None:
-        """Waits until some more requests are through. Raises WalkError if one has failed."""
+        """Waits until some more requests are through. Raises AssertionError if one has failed."""
         before = self.num_requests
-        wait(lambda: self.num_requests >= before + 3 or bool(self.failures), what)
-        expect(not self.failures, "; ".join(self.failures))
+        self._wait(lambda: self.num_requests >= before + 3, what)
 
     def hits_again(self, what: str) -> None:
         before = self.num_hits
-        wait(lambda: self.num_hits > before or bool(self.failures), what)
-        expect(not self.failures, "; ".join(self.failures))
+        self._wait(lambda: self.num_hits > before, what)
+
+    def _wait(self, holds: Callable[[], bool], what: str) -> None:
+        wait(lambda: holds() or bool(self.failures), what)
+        assert not self.failures, "; ".join(self.failures)
 
 
 def look(service: Service) -> None:
-    """Looks at what somebody looks at first."""
     findings = json.loads(service.hotkv("doctor", "--json", status=None))
     say("doctor", f"{len(findings)} findings")
     top = service.hotkv("top", "--count", "1", "--interval", "0.5")
-    expect("host" in top and "tokens/s" in top, f"top shows no tier or engine: {top}")
+    assert "host" in top and "tokens/s" in top, f"top shows no tier or engine: {top}"
     say("top", top.splitlines()[1].strip())
     savings = service.hotkv("savings")
-    expect("saved" in savings, savings)
+    assert "saved" in savings, savings
     say("savings", savings.splitlines()[1])
     status = json.loads(service.get("/api/v1/status"))
     page = service.get("/").decode()
-    expect("<title>" in page and len(page) <= 150_000, "the page is missing or too large")
+    assert "<title>" in page and len(page) <= 150_000, "the page is missing or too large"
     say("page", f"{len(page) / 1000:.0f} KB; API with {', '.join(list(status)[:6])}, …")
     browser = shutil.which("chromium")
     if browser is None:
         say("browser", "left out: no chromium here")
         return
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000"]
-    url = f"http://127.0.0.1:{service.port}/"
-    shown = subprocess.run(
-        [browser, *flags, "--dump-dom", url], capture_output=True, text=True, timeout=120
-    ).stdout
-    expect("host" in shown, "the browser shows no tier")
+    command = [browser, *flags, "--dump-dom", f"{service.url}/"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    assert "host" in shown, "the browser shows no tier"
     say("browser", f"{len(shown) / 1000:.0f} KB of page with figures")
 
 
 def explain(service: Service, traffic: Traffic) -> None:
     """Shows why a prompt misses: four kinds, beside one that hits."""
 
-    def verdicts(tokens: list[int]) -> set[str]:
-        spaces = json.loads(service.hotkv("explain", "--json", *map(str, tokens)))
-        return {block["verdict"] for space in spaces for block in space["blocks"]}
+    def spaces(tokens: list[int]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(
+            service.hotkv("explain", "--json", *map(str, tokens))
+        )
+        return found
 
-    known, absent, gone, flushed, short = (
-        traffic.prompts[0],
-        list(range(1000, 1000 + PROMPT_TOKENS)),
-        traffic.prompts[1],
-        traffic.prompts[2],
-        traffic.prompts[3][:5],
-    )
+    def verdicts(tokens: list[int]) -> set[str]:
+        return {block["verdict"] for space in spaces(tokens) for block in space["blocks"]}
+
+    known, gone, flushed, cut = traffic.prompts[:4]
+    short, absent = cut[:5], list(range(1000, 1000 + PROMPT_TOKENS))
     wait(lambda: "ready" in verdicts(known), "a prompt is there")
     found = {"there": verdicts(known), "never stored": verdicts(absent)}
-    expect(found["never stored"] == {"never stored"}, f"{found}")
-    spaces = json.loads(service.hotkv("explain", "--json", *map(str, gone)))
-    hashes = [block["block_hash"] for block in spaces[0]["blocks"] if block["verdict"] == "ready"]
-    number = str(spaces[0]["key_space_id"])
+    assert found["never stored"] == {"never stored"}, f"{found}"
+    first = spaces(gone)[0]
+    hashes = [block["block_hash"] for block in first["blocks"] if block["verdict"] == "ready"]
+    number = str(first["key_space_id"])
 
     def evicted() -> bool:
         # The traffic may store the prompt again at any moment.
@@ -247,9 +225,9 @@ def explain(service: Service, traffic: Traffic) -> None:
     wait(evicted, "a prompt is evicted")
     service.hotkv("flush", "--key-space", number)
     found["flushed"] = verdicts(flushed)
-    expect("ready" not in found["flushed"], f"{found}")
+    assert "ready" not in found["flushed"], f"{found}"
     shown = service.hotkv("explain", *map(str, short))
-    expect("block" in shown, shown)
+    assert "block" in shown, shown
     found["shorter than a block"] = verdicts(short)
     say("explain", "; ".join(f"{kind}: {', '.join(sorted(v)) or '-'}" for kind, v in found.items()))
 
@@ -262,13 +240,7 @@ def watched(service: Service, folder: Path) -> Iterator[Prometheus | None]:
         yield None
         return
     rules = folder / "rules.yml"
-    lines = RULES.read_text().splitlines()
-    rules.write_text(
-        "\n".join(
-            f"{line.partition(FOR)[0]}{FOR}1s" if line.strip().startswith(FOR) else line
-            for line in lines
-        )
-    )
+    rules.write_text(re.sub(r"^(\s*for: ).*$", r"\g<1>1s", RULES.read_text(), flags=re.MULTILINE))
     watching = Prometheus(folder, service.port, rules)
     try:
         wait(watching.is_ready, "Prometheus answers")
@@ -304,19 +276,20 @@ def upgrade(service: Service, traffic: Traffic) -> None:
     """Drain, install over the old version, start: nobody notices but the cache is kept."""
     before = json.loads(service.hotkv("status", "--json"))
     service.hotkv("drain")
-    expect(service.ended() == 0, "a drained server ends with status 0")
+    assert service.ended() == 0, "a drained server ends with status 0"
     service.installed.pip("--force-reinstall", "--no-deps", str(service.installed.wheel))
     traffic.goes_on("requests are answered while the server is upgraded")
     service.start()
     after = json.loads(service.hotkv("status", "--json"))
-    expect(after["epoch"] == before["epoch"], "the cache was lost")
+    assert after["epoch"] == before["epoch"], "the cache was lost"
     traffic.hits_again("requests hit again")
-    blocks = sum(space["block_count"] for space in after["key_spaces"])
-    say("upgrade", f"drained, reinstalled, started; the cache is kept ({blocks} blocks)")
+    say(
+        "upgrade",
+        f"drained, reinstalled, started; the cache is kept ({service.num_blocks()} blocks)",
+    )
 
 
 def reload(service: Service) -> None:
-    """Reloads a setting that changes while it runs."""
     service.config.write_text('log_level = "debug"\n' + service.config.read_text())
     os.kill(service.pid, signal.SIGHUP)
     log = service.folder / "log"
@@ -326,45 +299,34 @@ def reload(service: Service) -> None:
 
 def second_door(service: Service, model: Path, folder: Path) -> None:
     """Engines behind whose own offloading hotkv is: a second one hits what a first one stored."""
-    config = {
-        "kv_connector": "HotKVOffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "cpu_bytes_to_use": 256 << 20,
-            "hotkv.target": service.target,
-            # vLLM's offloading refuses CPU engines; only the copy is another one here.
-            "spec_name": "HostTieringSpec",
-            "spec_module_path": "hotkv_vllm.testing.host_copies",
-        },
+    extra = {
+        "cpu_bytes_to_use": 256 << 20,
+        "hotkv.target": service.target,
+        # vLLM's offloading refuses CPU engines; only the copy is another one here.
+        "spec_name": "HostTieringSpec",
+        "spec_module_path": "hotkv_vllm.testing.host_copies",
     }
+    config = {"kv_connector": "HotKVOffloadingConnector", "kv_role": "kv_both"}
+    config |= {"kv_connector_extra_config": extra}
     settings = EngineSettings(str(model), engine_args={"kv_transfer_config": config})
-    prompt = prompts.token_ids(model, 77, PROMPT_TOKENS)
-    answers = []
-
-    def num_blocks() -> int:
-        spaces = json.loads(service.hotkv("status", "--json"))["key_spaces"]
-        return sum(space["block_count"] for space in spaces)
-
-    before = num_blocks()
+    prompt, answers = prompts.token_ids(model, 77, PROMPT_TOKENS), []
+    before = service.num_blocks()
     for name in ("first behind", "second behind"):
         with Engine(name, settings, folder) as engine:
             engine.wait_ready()
             answers.append(engine.generate(prompt, ANSWER_TOKENS))
             shown = service.hotkv("sessions")
-            expect("offloading" in shown, f"hotkv sessions names no such door: {shown}")
-            wait(lambda: num_blocks() > before, "blocks are stored")
-    expect(not answers[0].hit_tokens, "a new prompt hit")
-    expect(answers[1].hit_tokens > 0, "the second engine did not hit")
-    expect(answers[0].token_ids == answers[1].token_ids, "the tokens differ")
-    say(
-        "second door",
-        f"{answers[1].hit_tokens} tokens from the other engine; first token after "
-        f"{answers[1].ttft_s:.3f} s, {answers[0].ttft_s:.2f} computed; tokens equal",
-    )
+            assert "offloading" in shown, f"hotkv sessions names no such door: {shown}"
+            wait(lambda: service.num_blocks() > before, "blocks are stored")
+    first, second = answers
+    assert not first.hit_tokens, "a new prompt hit"
+    assert second.hit_tokens > 0, "the second engine did not hit"
+    assert first.token_ids == second.token_ids, "the tokens differ"
+    times = f"first token after {second.ttft_s:.3f} s, {first.ttft_s:.2f} computed"
+    say("second door", f"{second.hit_tokens} tokens from the other engine; {times}; tokens equal")
 
 
 def walk(folder: Path, shared_memory: Path) -> None:
-    """Walks all steps. Raises WalkError."""
     installed = Installed(folder)
     bench = json.loads(installed.hotkv("bench", "--seconds", "3", "--arena-mib", "256", "--json"))
     load = next(row for row in bench["rows"] if row["what"] == "load")
@@ -375,9 +337,8 @@ def walk(folder: Path, shared_memory: Path) -> None:
         stack.callback(service.stop)
         service.start()
         say("start", f"ready, {service.target}")
-        engine = stack.enter_context(
-            Engine("vllm", EngineSettings(str(model), service.target), folder)
-        )
+        settings = EngineSettings(str(model), service.target)
+        engine = stack.enter_context(Engine("vllm", settings, folder))
         engine.wait_ready()
         traffic = Traffic(engine, model)
         with traffic.flowing():
@@ -389,13 +350,12 @@ def walk(folder: Path, shared_memory: Path) -> None:
                 alert(service, traffic, watching)
                 upgrade(service, traffic)
             reload(service)
-        expect(not traffic.failures, "; ".join(traffic.failures))
+        assert not traffic.failures, "; ".join(traffic.failures)
         say("traffic", f"{traffic.num_requests} requests, {traffic.num_hits} hits, 0 failed")
         second_door(service, model, folder)
 
 
 def main() -> int:
-    """Runs the command."""
     with (
         ends_cleanly(),
         tempfile.TemporaryDirectory(prefix="hotkv-walk-") as folder,
@@ -403,7 +363,7 @@ def main() -> int:
     ):
         try:
             walk(Path(folder), shared_memory)
-        except (WalkError, subprocess.SubprocessError) as error:
+        except (AssertionError, subprocess.SubprocessError) as error:
             print(f"walk: {error}", file=sys.stderr)
             log = shared_memory / "log"
             if log.exists():

@@ -133,6 +133,5 @@ def _table(exponents: Codes) -> Codes:
 
 
 def _listed(listed: Codes) -> tuple[Int64s, Codes]:
-    """Yields (places in their tiles, exponents) of a list of escapes."""
     table = listed.reshape(-1, ESCAPE_BYTES)
     return table[:, 0] | table[:, 1].astype(np.int64) << 8, table[:, 2]

@@ -23,9 +23,6 @@ I8 = npt.NDArray[np.int8]
 I32 = npt.NDArray[np.int32]
 
 
-# ---------------------------------------------------------------------------------- representations
-
-
 def build(form: Format, keys_BTHD: F32, mu_HD: F32, num_tokens_B: I32) -> U8:
     """`build` in plain numpy, arguments complete and checked."""
     valid_BT = np.arange(keys_BTHD.shape[1]) < num_tokens_B[:, None]
@@ -91,20 +88,15 @@ def pack_parts(form: Format, parts_BHPD: F32, some_B: npt.NDArray[np.bool_]) -> 
     limit = np.float32(126.0 if form.name == "quest" else 127.0)
     scale = np.maximum(np.abs(parts_BHPD).max(axis=-1), np.float32(1e-20)) / limit
     steps = parts_BHPD / scale[..., None]
-    rounded = (
-        np.stack([np.ceil(steps[:, :, 0]), np.floor(steps[:, :, 1])], axis=2)
-        if form.name == "quest"
-        else np.rint(steps)
-    )
-    codes = np.full(
-        (num_blocks, kv_heads, num_parts, formats.padded_channels(form, head_size)), 128, np.uint8
-    )
+    rounded = np.rint(steps)
+    if form.name == "quest":
+        rounded = np.stack([np.ceil(steps[:, :, 0]), np.floor(steps[:, :, 1])], axis=2)
+    channels = formats.padded_channels(form, head_size)
+    codes = np.full((num_blocks, kv_heads, num_parts, channels), 128, np.uint8)
     codes[..., :head_size] = (rounded + 128.0).astype(np.uint8)
     scale = np.where(some_B[:, None, None], scale, NO_TOKEN).astype(np.float32)
-    return np.concatenate(
-        [codes.reshape(num_blocks, kv_heads, num_parts * codes.shape[-1]), scale.view(np.uint8)],
-        axis=-1,
-    )
+    codes_BHN = codes.reshape(num_blocks, kv_heads, num_parts * channels)
+    return np.concatenate([codes_BHN, scale.view(np.uint8)], axis=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +120,8 @@ def unpack_tokens(name: str, packed: U8, head_size: int) -> Tokens:
     channels, step = formats.padded_channels(form, head_size), formats.run_bytes(form, head_size)
     num_runs = packed.shape[-1] // step
     runs = packed.reshape(*lead, num_runs, step)
-    sigma = (
-        np.ascontiguousarray(runs[..., step - 2 * RUN_TOKENS :]).view(np.float16).astype(np.float32)
-    )
+    halves = np.ascontiguousarray(runs[..., step - 2 * RUN_TOKENS :]).view(np.float16)
+    sigma = halves.astype(np.float32)
     low_bytes = RUN_TOKENS * channels // 4
     codes = unpack_lines(runs[..., :low_bytes], 2)
     if form.bits == 3:
@@ -145,31 +136,25 @@ def unpack_parts(name: str, packed: U8, head_size: int) -> tuple[F32, npt.NDArra
     which have tokens at all."""
     form = formats.format_named(name)
     lead, channels = packed.shape[:-1], formats.padded_channels(form, head_size)
-    codes = packed[..., : form.parts * channels].reshape(*lead, form.parts, channels)[
-        ..., :head_size
-    ]
+    codes = packed[..., : form.parts * channels].reshape(*lead, form.parts, channels)
     scale = np.ascontiguousarray(packed[..., form.parts * channels :]).view(np.float32)
-    return (codes.astype(np.float32) - 128.0) * np.maximum(scale, 0.0)[..., None], scale[
-        ..., 0
-    ] >= 0.0
+    steps = codes[..., :head_size].astype(np.float32) - 128.0
+    return steps * np.maximum(scale, 0.0)[..., None], scale[..., 0] >= 0.0
 
 
 def approximate_keys(name: str, packed: U8, head_size: int) -> F32:
     """Returns the rotated keys as a token format holds them: float32 [B, H, R * 16, D]."""
     tokens = unpack_tokens(name, packed, head_size)
-    scale = np.maximum(tokens.sigma, np.float32(0.0)) / np.float32(
-        formats.format_named(name).level_unit
-    )
+    unit = np.float32(formats.format_named(name).level_unit)
+    scale = np.maximum(tokens.sigma, np.float32(0.0)) / unit
     return np.asarray(tokens.levels[..., :head_size] * scale[..., None], np.float32)
 
 
 def build_axes(y_HBTD: F32, axes: Axes, num_tokens_B: I32) -> U8:
     """`build` of mix2, from channels that `axes.channels_of` gave."""
     kv_heads, num_blocks, block_tokens, head_size = y_HBTD.shape
-    runs, channels = (
-        formats.num_runs(block_tokens),
-        formats.padded_channels(formats.FORMATS["mix2"], head_size),
-    )
+    runs = formats.num_runs(block_tokens)
+    channels = formats.padded_channels(formats.FORMATS["mix2"], head_size)
     num_fine, num_coarse = run_channels(head_size)
     num_coded = num_fine + num_coarse
     present_BT = np.arange(runs * RUN_TOKENS) < num_tokens_B[:, None]
@@ -178,9 +163,8 @@ def build_axes(y_HBTD: F32, axes: Axes, num_tokens_B: I32) -> U8:
     y[:, ~present_BT] = 0.0
     energy = np.sum(y * y, axis=-1)
     half_H1C = half_steps(axes)[:, None, None, :]
-    relative = (
-        y[..., :num_coded] / np.repeat(axes.rms, (num_fine, num_coarse), axis=1)[:, None, None]
-    )
+    rms_HC = np.repeat(axes.rms, (num_fine, num_coarse), axis=1)
+    relative = y[..., :num_coded] / rms_HC[:, None, None]
     gain = np.sqrt(np.sum(relative * relative, axis=-1) / np.float32(num_coded))
     inverse = np.where(gain > 0, 1.0 / np.where(gain > 0, gain, 1.0), 0.0).astype(np.float32)
     offsets_C = offsets_of(head_size)
@@ -192,17 +176,11 @@ def build_axes(y_HBTD: F32, axes: Axes, num_tokens_B: I32) -> U8:
     sigma = np.where(product > 0, energy / np.where(product > 0, product, 1.0), 0.0)
     sigma = np.where(present_BT, np.minimum(sigma, 65504.0), NO_TOKEN).astype(np.float16)
     codes_HBRTC = codes.reshape(kv_heads, num_blocks, runs, RUN_TOKENS, channels)
-    packed = np.concatenate(
-        [
-            pack_lines(codes_HBRTC[..., :num_fine], 4),
-            pack_lines(codes_HBRTC[..., num_fine:], 2),
-            sigma.reshape(kv_heads, num_blocks, runs, RUN_TOKENS).view(np.uint8),
-        ],
-        axis=-1,
-    )
-    return np.ascontiguousarray(
-        packed.reshape(kv_heads, num_blocks, runs * packed.shape[-1]).transpose(1, 0, 2), np.uint8
-    )
+    fine, coarse = codes_HBRTC[..., :num_fine], codes_HBRTC[..., num_fine:]
+    scales = sigma.reshape(kv_heads, num_blocks, runs, RUN_TOKENS).view(np.uint8)
+    packed = np.concatenate([pack_lines(fine, 4), pack_lines(coarse, 2), scales], axis=-1)
+    packed_HBN = packed.reshape(kv_heads, num_blocks, runs * packed.shape[-1])
+    return np.ascontiguousarray(packed_HBN.transpose(1, 0, 2), np.uint8)
 
 
 def _unpack_axes(packed_BHN: U8, head_size: int) -> tuple[I8, F32]:
@@ -211,13 +189,8 @@ def _unpack_axes(packed_BHN: U8, head_size: int) -> tuple[I8, F32]:
     lead, step = packed_BHN.shape[:-1], formats.run_bytes(formats.FORMATS["mix2"], head_size)
     runs = packed_BHN.reshape(*lead, packed_BHN.shape[-1] // step, step)
     fine_bytes = formats.num_lines(head_size)[0] * formats.LINE_BYTES
-    codes = np.concatenate(
-        [
-            unpack_lines(runs[..., :fine_bytes], 4),
-            unpack_lines(runs[..., fine_bytes : step - 2 * RUN_TOKENS], 2),
-        ],
-        axis=-1,
-    )
+    fine, coarse = runs[..., :fine_bytes], runs[..., fine_bytes : step - 2 * RUN_TOKENS]
+    codes = np.concatenate([unpack_lines(fine, 4), unpack_lines(coarse, 2)], axis=-1)
     sigma = np.ascontiguousarray(runs[..., step - 2 * RUN_TOKENS :]).view(np.float16)
     levels = (2 * codes.astype(np.int32) - offsets_of(head_size)).astype(np.int8)
     return (
@@ -238,16 +211,12 @@ def pack_lines(codes: U8, width: int) -> U8:
 
 
 def unpack_lines(data: U8, width: int) -> U8:
-    """Returns the inverse of `pack_lines`."""
     lead, planes = data.shape[:-1], 8 // width
     num_lines = data.shape[-1] // LINE_BYTES
     lines = np.moveaxis(data.reshape(*lead, num_lines, RUN_TOKENS, 4), -2, -3)
     shifts = (np.arange(planes, dtype=np.uint8) * width)[:, None]
     codes = (lines[..., None, :] >> shifts) & np.uint8((1 << width) - 1)
     return codes.reshape(*lead, RUN_TOKENS, num_lines * planes * 4).astype(np.uint8)
-
-
-# ------------------------------------------------------------------------------------------ queries
 
 
 def prepare(form: Format, query_QD: F32, codes_QPC: npt.NDArray[np.int8]) -> F32:
@@ -275,9 +244,6 @@ def prepare_axes(query_QD: F32, axes: Axes, codes_QC: I8) -> tuple[F32, I32]:
     return peak, sums.astype(np.int32)
 
 
-# ------------------------------------------------------------------------------- scores and choices
-
-
 def score_tokens(query: Query, tokens: Tokens) -> F32:
     """Computes token scores in plain numpy, of all blocks of `tokens`."""
     levels, sigma = tokens.levels.astype(np.int32), tokens.sigma
@@ -287,11 +253,8 @@ def score_tokens(query: Query, tokens: Tokens) -> F32:
         len(query.codes), num_blocks, num_tokens
     )
     sigma_QBT = np.repeat(sigma.transpose(1, 0, 2), grouped.shape[1], axis=0)
-    scores = np.where(
-        sigma_QBT >= 0,
-        products.astype(np.float32) * sigma_QBT * query.factor[:, None, None],
-        -np.inf,
-    )
+    scores = products.astype(np.float32) * sigma_QBT * query.factor[:, None, None]
+    scores = np.where(sigma_QBT >= 0, scores, -np.inf)
     peak = np.maximum(scores.max(axis=-1), np.float32(-1e30))
     with np.errstate(divide="ignore"):
         log_mass = peak + np.log(np.exp(scores - peak[..., None]).sum(axis=-1))
@@ -303,31 +266,22 @@ def score_parts(query: Query, packed_BHN: U8) -> F32:
     form, packed = query.form, packed_BHN
     num_blocks, kv_heads = packed.shape[:2]
     channels = formats.padded_channels(form, query.head_size)
-    codes = (
-        packed[..., : form.parts * channels]
-        .reshape(num_blocks, kv_heads, form.parts, channels)
-        .astype(np.int32)
-        - 128
-    )
+    shape = (num_blocks, kv_heads, form.parts, channels)
+    codes = packed[..., : form.parts * channels].reshape(shape).astype(np.int32) - 128
     scale_BHP = np.ascontiguousarray(packed[..., form.parts * channels :]).view(np.float32)
     grouped = query.codes.astype(np.int32).reshape(kv_heads, -1, form.parts, channels)
     products = np.einsum("bhpc,hgpc->hgbp", codes, grouped).astype(np.float32)
     sums = np.einsum("hgbp,bhp->hgb", products, scale_BHP).reshape(len(query.codes), num_blocks)
     absent = np.repeat((scale_BHP[..., 0] < 0).T, grouped.shape[1], axis=0)
-    return np.where(absent, -np.inf, sums * query.factor[:, None] + query.shift[:, None]).astype(
-        np.float32
-    )
+    scores = sums * query.factor[:, None] + query.shift[:, None]
+    return np.where(absent, -np.inf, scores).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """`per_head` float32 [H, S] and `shared` float32 [S], their mean; `always` float32 [H]: the
-    share of what is always kept.
+    """`shared` float32 [S]: mean share over the heads; `always` float32 [H]: the share of what is
+    always kept."""
 
-    `always[h] + per_head[h].sum()` is 1 unless nothing at all was scored.
-    """
-
-    per_head: F32
     shared: F32
     always: F32
 
@@ -338,26 +292,19 @@ class Weights:
 
 
 def aggregate(scores_QS: F32, always_log_mass_Q: F32, kv_heads: int) -> Weights:
-    """`aggregate` in plain numpy."""
     everything = np.concatenate([scores_QS, always_log_mass_Q[:, None]], axis=1)
     peak = np.maximum(everything.max(axis=1), np.float32(-1e30))
-    total = peak + np.log(
-        np.maximum(np.exp(everything - peak[:, None]).sum(axis=1), np.float32(1e-30))
-    )
-    share_QS = np.exp(scores_QS - total[:, None])
-    per_head = share_QS.reshape(kv_heads, len(scores_QS) // kv_heads, scores_QS.shape[1]).mean(
-        axis=1
+    mass = np.maximum(np.exp(everything - peak[:, None]).sum(axis=1), np.float32(1e-30))
+    total = peak + np.log(mass)
+    share_HGS = np.exp(scores_QS - total[:, None]).reshape(
+        kv_heads, len(scores_QS) // kv_heads, scores_QS.shape[1]
     )
     always = np.exp(always_log_mass_Q - total).reshape(kv_heads, -1).mean(axis=1)
-    return Weights(
-        per_head.astype(np.float32),
-        per_head.mean(axis=0).astype(np.float32),
-        always.astype(np.float32),
-    )
+    shared = share_HGS.mean(axis=1).mean(axis=0)
+    return Weights(shared.astype(np.float32), always.astype(np.float32))
 
 
 def top(weights_S: F32, count: int) -> I32:
-    """`top` in plain numpy."""
     positive = np.where(weights_S > 0, weights_S, 0.0)
     return np.sort(np.argsort(-positive, kind="stable")[:count]).astype(np.int32)
 
@@ -381,13 +328,8 @@ def select(
     if adaptive_p is not None:
         chosen = chosen[enough(weights_S[chosen], always_mass, adaptive_p, floor_blocks)]
     mass = min(always_mass + float(weights_S[chosen].sum(dtype=np.float64)), 1.0)
-    blocks = np.concatenate(
-        [
-            np.arange(where.first, dtype=np.int32),
-            chosen + np.int32(where.first),
-            np.arange(where.last, where.count, dtype=np.int32),
-        ]
-    )
+    first, last = np.arange(where.first), np.arange(where.last, where.count)
+    blocks = np.concatenate([first, chosen + where.first, last]).astype(np.int32)
     weights = np.full(len(blocks), np.inf, np.float32)
     weights[where.first : where.first + len(chosen)] = weights_S[chosen]
     return Selection(blocks, weights, mass)

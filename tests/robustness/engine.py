@@ -1,10 +1,7 @@
-"""One engine of the kill campaign, a process of its own: random stores, loads, cancelled stores and
-reads in place; checks every byte it gets.
-
-The content of a block follows from its hash, so no process has to remember it. Reports to the
-campaign in lines, each in one write: `stored HASH...` (acknowledged), `missing HASH...` (evicted,
-from a notice), `loaded COUNT`, `read COUNT` (in the mapped arena), `void COUNT` (read there, but
-the lease ended during the read, so the bytes may be any), `wrong HASH`.
+"""One engine of the kill campaign: random stores, loads, cancelled stores and reads in place; it
+checks every byte. Reports in lines, each one write: `stored HASH...` (acknowledged), `missing
+HASH...` (evicted), `loaded COUNT`, `read COUNT` (in place), `void COUNT` (the same, but the lease
+ended meanwhile, so the bytes may be any), `wrong HASH`.
 """
 
 import hashlib
@@ -75,6 +72,13 @@ class Work:
     is_load: bool = False
 
 
+def status_of(future: "Future[TransferResult] | None") -> TransferStatus | None:
+    """Returns None while the transfer runs, and if it failed with an exception."""
+    if future is None or not future.done() or future.exception() is not None:
+        return None
+    return future.result().status
+
+
 class CampaignEngine:
     """Each region of blocks does one thing at a time."""
 
@@ -82,11 +86,15 @@ class CampaignEngine:
         self.shape = shape
         self.random = random.Random(seed)
         self.engine = PagedEngine(
-            target, layers=shape.layers, num_blocks=NUM_BLOCKS, page_bytes=shape.page_bytes,
+            target,
+            layers=shape.layers,
+            num_blocks=NUM_BLOCKS,
+            page_bytes=shape.page_bytes,
             model=shape.model,
             engine_id=os.urandom(8).hex(),
-            on_evicted=self.evicted, reconnect_max_s=0.02,
-        )  # fmt: skip
+            on_evicted=self.evicted,
+            reconnect_max_s=0.02,
+        )
         self.engine.session.start()
         self.work = [Work() for _ in range(IN_FLIGHT)]
         self.count = 0
@@ -98,9 +106,7 @@ class CampaignEngine:
     def evicted(self, notice: Evicted) -> None:
         for group in notice.groups:
             for start in range(0, len(group.hashes), MOST_BLOCKS):
-                self.say(
-                    "missing", *(block.hex() for block in group.hashes[start : start + MOST_BLOCKS])
-                )
+                self.say("missing", *map(bytes.hex, group.hashes[start : start + MOST_BLOCKS]))
 
     def run(self) -> None:
         while True:
@@ -111,66 +117,61 @@ class CampaignEngine:
             time.sleep(self.random.choice((0.0, 0.0005, 0.002)))
 
     def turn(self, region: int) -> None:
-        work = self.work[region]
+        work, chance = self.work[region], self.random
         if work.future is not None:
             if not work.future.done():
-                if not work.is_load and self.random.random() < 0.02:
+                if not work.is_load and chance.random() < 0.02:
                     self.withdraw(region)
                 return
             self.ended(region)
         self.work[region] = Work()
-        numbers = self.random.sample(
-            range(self.shape.num_hashes), self.random.randint(1, MOST_BLOCKS)
-        )
-        hashes = [hash_of(self.shape, number) for number in sorted(numbers)]
+        count = chance.randint(1, MOST_BLOCKS)
+        numbers = sorted(chance.sample(range(self.shape.num_hashes), count))
+        hashes = [hash_of(self.shape, number) for number in numbers]
         try:
-            chance = self.random.random()
-            if chance < 0.5:
+            what = chance.random()
+            if what < 0.5:
                 self.store(region, hashes)
-            elif chance < 0.85:
+            elif what < 0.85:
                 self.load(region, hashes)
             else:
                 self.read(hashes)
         except (HotKVError, TimeoutError):
             time.sleep(0.005)
 
+    def name(self, kind: str) -> str:
+        self.count += 1
+        return f"{kind}{self.count}-{os.getpid()}"
+
     def ids(self, region: int, count: int) -> np.ndarray:
         return np.arange(region * REGION, region * REGION + count, dtype=np.int32)
 
     def store(self, region: int, hashes: list[bytes]) -> None:
-        ids = self.ids(region, len(hashes))
+        ids, name = self.ids(region, len(hashes)), self.name("s")
         for block_id, block_hash in zip(ids.tolist(), hashes, strict=True):
             self.engine.kv[:, block_id] = content(self.shape, block_hash)
-        self.count += 1
-        name = f"s{self.count}-{os.getpid()}"
-        self.work[region] = Work(
-            self.engine.session.store(name, name, [BlockRun(0, hashes, ids)], 10), hashes, name
-        )
+        future = self.engine.session.store(name, name, [BlockRun(0, hashes, ids)], 10)
+        self.work[region] = Work(future, hashes, name)
 
     def withdraw(self, region: int) -> None:
         """Cancels the store and overwrites its blocks at once; the server must not keep them."""
         work = self.work[region]
         self.engine.session.cancel(work.lease_id)
-        if work.future is not None and work.future.done() and self.was_revoked(work.future):
+        if status_of(work.future) is TransferStatus.CANCELLED:
             self.engine.kv[:, region * REGION : (region + 1) * REGION] = 0xAA
             self.work[region] = Work()
 
-    @staticmethod
-    def was_revoked(future: "Future[TransferResult]") -> bool:
-        return future.exception() is None and future.result().status is TransferStatus.CANCELLED
-
     def load(self, region: int, hashes: list[bytes]) -> None:
-        self.count += 1
-        name = f"l{self.count}-{os.getpid()}"
-        pinned = self.engine.session.acquire(name, [GroupHashes(0, hashes)]).result(60).pinned[0]
+        name, session = self.name("l"), self.engine.session
+        pinned = session.acquire(name, [GroupHashes(0, hashes)]).result(60).pinned[0]
         positions = np.flatnonzero(pinned).astype(np.int32)
         wanted = [hashes[position] for position in positions.tolist()]
         if not wanted:
-            self.engine.session.release(name)
+            session.release(name)
             return
         ids = self.ids(region, len(wanted))
         self.engine.kv[:, ids] = 0x55
-        future = self.engine.session.load(name, name, [LoadRun(0, positions, ids)], 10)
+        future = session.load(name, name, [LoadRun(0, positions, ids)], 10)
         self.work[region] = Work(future, wanted, name, is_load=True)
 
     def read(self, hashes: list[bytes]) -> None:
@@ -180,15 +181,13 @@ class CampaignEngine:
         arena = session.arena()
         if arena is None:
             return
-        self.count += 1
-        name, began_s = f"r{self.count}-{os.getpid()}", time.monotonic()
+        name, began_s = self.name("r"), time.monotonic()
         grant = session.acquire(name, groups, wants_offsets=True).result(60)
         time.sleep(self.random.choice((0.0, 0.001, 0.01)))
         positions = np.flatnonzero(grant.pinned[0])
         num_bytes = self.shape.layers * self.shape.page_bytes
-        pages = [
-            arena.memory[at : at + num_bytes].copy() for at in grant.offsets[0][positions].tolist()
-        ]
+        offsets = grant.offsets[0][positions].tolist()
+        pages = [arena.memory[at : at + num_bytes].copy() for at in offsets]
         if not self.outlasts(arena, name, groups, grant, began_s):
             self.say("void", str(len(pages)))
             return
@@ -213,40 +212,29 @@ class CampaignEngine:
 
     def ended(self, region: int) -> None:
         work = self.work[region]
-        assert work.future is not None
-        good = (
-            work.future.exception() is None and work.future.result().status is TransferStatus.DONE
-        )
+        is_good = status_of(work.future) is TransferStatus.DONE
         if work.is_load:
             self.engine.session.release(work.lease_id)
-        if good and work.is_load:
+        if is_good and work.is_load:
             self.check(region, work.hashes)
-        elif good:
+        elif is_good and work.future is not None:
             kept = work.future.result().results[0] <= int(BlockResult.PRESENT)
-            names = [
-                block.hex()
-                for block, is_kept in zip(work.hashes, kept.tolist(), strict=True)
-                if is_kept
-            ]
-            if names:
+            stored = zip(work.hashes, kept.tolist(), strict=True)
+            if names := [block.hex() for block, is_kept in stored if is_kept]:
                 self.say("stored", *names)
 
     def check(self, region: int, hashes: Sequence[bytes]) -> None:
-        for block_id, block_hash in zip(
-            self.ids(region, len(hashes)).tolist(), hashes, strict=True
-        ):
+        for block_id, block_hash in zip(self.ids(region, len(hashes)), hashes, strict=True):
             if not np.array_equal(self.engine.kv[:, block_id], content(self.shape, block_hash)):
                 self.say("wrong", block_hash.hex())
         self.say("loaded", str(len(hashes)))
 
 
-def main() -> int:
-    target, model, layers, page_bytes, num_hashes, seed = sys.argv[1:]
-    CampaignEngine(
-        target, Shape(model, int(layers), int(page_bytes), int(num_hashes)), int(seed)
-    ).run()
-    return 0
+def main() -> None:
+    target, model, *numbers = sys.argv[1:]
+    layers, page_bytes, num_hashes, seed = map(int, numbers)
+    CampaignEngine(target, Shape(model, layers, page_bytes, num_hashes), seed).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,17 +1,10 @@
-"""The flush campaign: nodes that share a store flush at random moments while everything around them
-breaks; no block of before a flush that was answered is ever loaded.
-
-Real daemons with a disk each share a Valkey or a bucket, each over a link of its own. Nodes are
-killed, stopped, cut off and lose the power with all pages that were not synced; callers of flushes
-leave; the store is killed, emptied, and put back from an older copy. A block's bytes say how many
-flushes had begun when it was stored. A load is stale if it began after the answer, with nothing
-pending, of a flush that began after its bytes were stored. Host memory of a node that can't reach
-the store may give such a block (docs/tiers.md): these are counted apart, and count as stale if any
-block has come up from a tier meanwhile.
+"""The flush campaign: nodes that share a store flush while everything around them breaks
+(docs/robustness.md). A block's bytes say how many flushes had begun when it was stored. A load is
+stale if it began after the answer, with nothing pending, of a flush that began after its bytes were
+stored. Host memory of a node that can't reach the store may give such a block (docs/tiers.md):
+these count as stale only if any block has come up from a tier meanwhile.
 
 `python -m tests.robustness.flushes --flushes 500 --seed 7 --nodes 3 --store valkey` prints counts.
-An old copy is put back only when all nodes run and reach the store, as the promise asks that a node
-which knows of the last flush does.
 """
 
 import argparse
@@ -90,7 +83,6 @@ class Link:
             self.proxy.drop()
 
     def heal(self) -> None:
-        """All passes, on new connections."""
         self.is_cut = False
         self.proxy.on_command = self.proxy.on_reply = nothing
         self.proxy.drop()
@@ -111,16 +103,14 @@ class Node(Place):
         self.flags = ["--tiers.disk.path", str(self.disk), "--tiers.disk.bytes", DISK, *flags]
 
     def begin(self) -> None:
-        """The next server starts."""
         self.start(*self.flags, arena=ARENA)
         if self.engine is None:
-            assert self.server is not None
-            self.engine = PagedEngine(
-                self.server.target,
-                layers=LAYERS,
-                num_blocks=2 * CHAIN * NUM_CHAINS,
-                page_bytes=PAGE_BYTES,
-            ).connect()
+            self.engine = self.new_engine(2 * CHAIN * NUM_CHAINS).connect()
+
+    def new_engine(self, num_blocks: int, **more: Any) -> PagedEngine:
+        assert self.server is not None
+        sizes = {"layers": LAYERS, "num_blocks": num_blocks, "page_bytes": PAGE_BYTES}
+        return PagedEngine(self.server.target, **sizes, **more)
 
     def pause(self) -> None:
         assert self.server is not None
@@ -132,6 +122,10 @@ class Node(Place):
         os.kill(self.server.pid, signal.SIGCONT)
         self.is_stopped = False
         assert self.engine.session.wait_connected(CALL_S)
+
+    def heal(self) -> None:
+        self.link.heal()
+        self.unreached_until_s = time.monotonic() + HEAL_S
 
     def sync(self) -> None:
         """The records of the disk are on the platter now."""
@@ -165,7 +159,7 @@ class Campaign:
         self.store = store
         self.nodes: list[Node] = []
         self.generation = self.flushed = 0
-        self.under_way: list[tuple[int, float, Node, Future[Flushed]]] = []
+        self.under_way: list[tuple[int, float, Future[Flushed]]] = []
         for number in range(num_nodes):
             link = Link(store.target)
             self.nodes.append(Node(folder / f"node{number}", link, store.flags(link.proxy.port)))
@@ -189,19 +183,10 @@ class Campaign:
     def run(self, num_flushes: int, seconds: float = float("inf")) -> Findings:
         """Goes on until so many flushes have begun, or the time is up."""
         ends_s = time.monotonic() + seconds
-        kinds: dict[Callable[[Node], None], int] = {
-            self.put: 24,
-            self.load: 40,
-            self.flush: 8,
-            self.flush_and_leave: 1,
-            self.evict: 3,
-            self.sync: 2,
-            self.stop_or_go_on: 2,
-            self.cut_or_heal: 2,
-            self.kill: 1,
-            self.lose_power: 1,
-            self.break_store: 1,
-        }
+        often = {self.load: 40, self.put: 24, self.flush: 8}
+        seldom = {self.evict: 3, self.sync: 2, self.stop_or_go_on: 2, self.cut_or_heal: 2}
+        once = (self.flush_and_leave, self.kill, self.lose_power, self.break_store)
+        kinds: dict[Callable[[Node], None], int] = {**often, **seldom, **dict.fromkeys(once, 1)}
         while self.findings.flushes < num_flushes and time.monotonic() < ends_s:
             for one in self.nodes:
                 if one.link.is_cut and self.dice.random() < 0.05:
@@ -261,66 +246,57 @@ class Campaign:
         findings.loads += 1
         findings.loaded_blocks += count
         findings.from_tiers_blocks += int(num_up)
-        if oldest >= flushed:
-            return
-        if not reaches and not num_up:
+        if oldest < flushed and not reaches and not num_up:
             findings.cut_off_loads += 1
-            return
-        findings.stale.append(
-            f"node={self.nodes.index(node)} loaded of={oldest} flushed={flushed} reaches={reaches} "
-            f"from_tiers={num_up} after={dict(findings.done)}"
-        )
+        elif oldest < flushed:
+            findings.stale.append(
+                f"node={self.nodes.index(node)} loaded of={oldest} flushed={flushed} "
+                f"reaches={reaches} from_tiers={num_up} after={dict(findings.done)}"
+            )
 
     def reaches(self, node: Node) -> bool:
         return node.reaches and self.store.is_up
 
     def flush(self, node: Node) -> None:
         """Nothing stored so far may be loaded once it is answered."""
-        self.generation += 1
-        self.findings.flushes += 1
+        generation = self.begin_generation()
         answer = self.engine(node).session.flush()
-        self.under_way.append((self.generation, time.monotonic(), node, answer))
+        self.under_way.append((generation, time.monotonic(), answer))
         if self.dice.random() < 0.7:
             with contextlib.suppress(Exception):
                 answer.result(CALL_S)
 
-    def flush_and_leave(self, node: Node) -> None:
-        """A caller that does not wait for the answer."""
-        assert node.server is not None
+    def begin_generation(self) -> int:
         self.generation += 1
         self.findings.flushes += 1
+        return self.generation
+
+    def flush_and_leave(self, node: Node) -> None:
+        """A caller that does not wait for the answer."""
+        self.begin_generation()
         self.findings.left += 1
-        caller = PagedEngine(
-            node.server.target,
-            engine_id="leaves",
-            layers=LAYERS,
-            num_blocks=CHAIN,
-            page_bytes=PAGE_BYTES,
-        )
+        caller = node.new_engine(CHAIN, engine_id="leaves")
         with contextlib.suppress(Exception):
             caller.connect()
             caller.session.flush()
         caller.close()
 
     def collect(self) -> None:
-        """Takes in what flushes have been answered."""
-        for one in list(self.under_way):
-            generation, began_s, _, answer = one
-            if not answer.done():
-                continue
+        findings = self.findings
+        for one in [one for one in self.under_way if one[2].done()]:
+            generation, began_s, answer = one
             self.under_way.remove(one)
             if answer.exception() is not None:
                 continue
             if answer.result().pending_tiers:
-                self.findings.pending += 1
+                findings.pending += 1
                 continue
-            self.findings.answered += 1
+            findings.answered += 1
             took_s = time.monotonic() - began_s
-            self.findings.longest_flush_s = max(self.findings.longest_flush_s, took_s)
+            findings.longest_flush_s = max(findings.longest_flush_s, took_s)
             self.flushed = max(self.flushed, generation)
 
     def evict(self, node: Node) -> None:
-        """What is loaded next comes from tiers."""
         assert node.server is not None
         with AdminClient(node.server.target) as admin:
             admin.evict(everything=True)
@@ -333,28 +309,31 @@ class Campaign:
     def stop_or_go_on(self, node: Node) -> None:
         if node.is_stopped:
             node.resume()
-        elif time.monotonic() >= self.steady_until_s:
+        elif not self.is_steady():
             node.pause()
+
+    def is_steady(self) -> bool:
+        """Returns whether nodes must be left alone, after an older copy was put back."""
+        return time.monotonic() < self.steady_until_s
 
     def cut_or_heal(self, node: Node) -> None:
         if node.link.is_cut:
-            node.link.heal()
-            node.unreached_until_s = time.monotonic() + HEAL_S
-        elif time.monotonic() >= self.steady_until_s:
+            node.heal()
+        elif not self.is_steady():
             node.link.cut(hangs=self.dice.random() < 0.5)
 
     def kill(self, node: Node) -> None:
-        if time.monotonic() >= self.steady_until_s:
+        if not self.is_steady():
             node.stop(signal.SIGKILL)
             node.begin()
 
     def lose_power(self, node: Node) -> None:
-        if time.monotonic() >= self.steady_until_s:
+        if not self.is_steady():
             node.lose_power()
 
     def break_store(self, node: Node) -> None:
         """Kills the store, or has it come back older or empty."""
-        if time.monotonic() < self.steady_until_s:
+        if self.is_steady():
             return
         what = self.dice.choice(["copy", "copy", "kill", "older", "older", "empty"])
         if what == "copy":
@@ -375,7 +354,6 @@ class Campaign:
         self.count(f"store_{what}")
 
     def count(self, what: str) -> None:
-        """Something has been done."""
         self.findings.done[what] = self.findings.done.get(what, 0) + 1
 
     def all_well(self) -> None:
@@ -384,8 +362,7 @@ class Campaign:
             if node.is_stopped:
                 node.resume()
             if node.link.is_cut:
-                node.link.heal()
-                node.unreached_until_s = time.monotonic() + HEAL_S
+                node.heal()
         time.sleep(max(0.0, max(one.unreached_until_s for one in self.nodes) - time.monotonic()))
         for node in self.nodes:
             self.load(node)
@@ -417,12 +394,10 @@ class ValkeyStore:
         return Path(config["dir"]) / config["dbfilename"]
 
     def copy(self) -> None:
-        """A snapshot is made now."""
         self._server.client.save()
         self._copies.append(self._file().read_bytes())
 
     def put_back(self, dice: random.Random) -> None:
-        """It comes back as an earlier snapshot has it."""
         if not self._copies:
             self.copy()
         path = self._file()
@@ -434,7 +409,6 @@ class ValkeyStore:
         self._server.client.flushall()
 
     def kill(self) -> None:
-        """What it had is on its disk."""
         self._server.client.save()
         self._server.kill()
         self.is_up = False
@@ -505,7 +479,6 @@ STORES: dict[str, Any] = {"valkey": ValkeyStore, "s3": BucketStore}
 def campaign(
     seed: int, store: str, num_nodes: int, num_flushes: int, seconds: float = float("inf")
 ) -> Findings:
-    """Runs a campaign, and returns what it has found."""
     with tempfile.TemporaryDirectory(prefix="hotkv-flushes-") as name:
         folder = Path(name)
         made = STORES[store](folder / "store")
@@ -516,16 +489,16 @@ def campaign(
             made.close()
 
 
-def main() -> int:
-    """Prints counts; 1 if a load was stale."""
+def main() -> bool:
+    """Prints counts; true if a load was stale."""
     parser = argparse.ArgumentParser(description="The flush campaign.")
     parser.add_argument("--flushes", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3), "big"))
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--store", choices=STORES, default="valkey")
-    options = parser.parse_args()
-    found = campaign(options.seed, options.store, options.nodes, options.flushes, options.seconds)
+    chosen = parser.parse_args()
+    found = campaign(chosen.seed, chosen.store, chosen.nodes, chosen.flushes, chosen.seconds)
     print(json.dumps(asdict(found), indent=2))
     return bool(found.stale)
 

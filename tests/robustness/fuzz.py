@@ -1,17 +1,10 @@
-"""Fuzzing: sends odd, mutated and meaningless messages to every call of the server, and gives
-mutated files to its readers.
+"""Fuzzing: odd, mutated and meaningless messages to every call of a real server, odd clients
+(`odd_sessions`, `odd_connections`), and mutated files to its readers. The server answers each with
+a response or a canonical refusal, never INTERNAL; it stays alive, quick and small, and logs no
+traceback; a bystander's blocks come back byte for byte. Whatever files contain, the restored cache
+is consistent.
 
-A real server process gets messages over its socket. They are made from their descriptors, with
-hashes, ids and positions that exist, and most are then mutated byte by byte. Other clients
-misbehave below messages (`odd_sessions`, `odd_connections`). The server answers each with a
-response or a canonical refusal, never INTERNAL. It stays alive and quick and logs no traceback, and
-a bystander's blocks come back byte for byte. After each round its sessions and transfers have
-ended, and memory and descriptors of the server stay bounded. Files (block table, state, times of
-last use) are mutated and read in this process: whatever they contain, the restored cache is
-consistent.
-
-`python -m tests.robustness.fuzz --inputs 1000000 --seed 1` prints how often each message was sent
-and how it was answered.
+`python -m tests.robustness.fuzz --inputs 1000000 --seed 1` prints what was sent and answered.
 """
 
 import argparse
@@ -41,7 +34,7 @@ from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.table import TableGeometry
-from hotkv_proto.v1 import errors_pb2, session_pb2, sparse_pb2
+from hotkv_proto.v1 import session_pb2, sparse_pb2
 from hotkv_server.cache.restore import restore
 from hotkv_server.memory.arena import USE_FILE, _read_use
 from hotkv_server.memory.state import (
@@ -55,7 +48,7 @@ from tests.robustness.odd_calls import UNARY, odd_envelope
 from tests.robustness.odd_connections import OddConnections
 from tests.robustness.odd_place import Place
 from tests.robustness.odd_sessions import OddSessions
-from tests.robustness.raw_client import Footprint
+from tests.robustness.raw_client import BAD_CODES, Footprint, code_of, word_of
 from tests.server.support import http_port
 
 NUM_BLOCKS = 64
@@ -72,24 +65,12 @@ MORE_DESCRIPTORS, MORE_BYTES = 64, 96 << 20
 32 MiB), free heap that is not given back yet (`FREE_BYTES`, 32 MiB), and as much again for what is
 loaded at first use and for the allocators of Python and gRPC. A leak of 100 bytes for each input
 breaks it within a million."""
-ODD_NUMBERS = (
-    0,
-    1,
-    2,
-    3,
-    7,
-    16,
-    63,
-    64,
-    255,
-    256,
-    1 << 14,
-    (1 << 31) - 1,
-    -1,
-    -2,
-    -(1 << 31),
-    1 << 18,
-)
+SMALL_NUMBERS = (0, 1, 2, 3, 7, 16, 63, 64, 255, 256)
+ODD_NUMBERS = (*SMALL_NUMBERS, 1 << 14, 1 << 18, (1 << 31) - 1, -1, -2, -(1 << 31))
+ODD_FLOATS = (0.0, 0.1, 1.0, -1.0, float("inf"), float("nan"), 1e300, 256.0)
+FILTERS = ("page_size", "page_token", "key_space_id", "since_s", "session_id", "odd")
+SHORT_TEXTS = ("", "a", "b", "c", "l1", "rot2u", "\u2603", "\x00", "%s%n")
+TEXTS = (*SHORT_TEXTS, "x" * 300, "y" * 20_000, "../../etc/passwd", "unix:/tmp/x")
 
 
 @dataclass
@@ -108,25 +89,18 @@ class Tally:
         return self.sent.total()
 
     def note(self, name: str, answer: str) -> None:
-        """Notes one input and its answer."""
         self.sent[name] += 1
         self.answers[name][answer] += 1
 
     def rows(self) -> list[tuple[str, int, str]]:
-        return [
-            (
-                name,
-                count,
-                ", ".join(f"{answer} {n}" for answer, n in self.answers[name].most_common(6)),
-            )
-            for name, count in sorted(self.sent.items())
-        ]
+        return [(name, count, self._said(name)) for name, count in sorted(self.sent.items())]
+
+    def _said(self, name: str) -> str:
+        return ", ".join(f"{answer} {n}" for answer, n in self.answers[name].most_common(6))
 
 
-TOPICS = (
-    "", "server", "tiers", "key_spaces", "sessions", "blocks", "residencies", "hints", "savings",
-    "sparse_layers",
-)  # fmt: skip
+TOPICS = ("", "server", "tiers", "key_spaces", "sessions", "blocks", "residencies", "hints")
+TOPICS += ("savings", "sparse_layers")
 
 
 class Odd:
@@ -137,99 +111,68 @@ class Odd:
         self.session_id = session_id
 
     def message(self, kind: type[Message]) -> bytes:
-        """Bytes that may be a message of this kind."""
         made = kind()
         self.fill(made, 3)
         return self.mutated(made.SerializeToString())
 
     def fill(self, message: Message, depth: int) -> None:
-        chosen = {self.random.choice(one.fields).name for one in message.DESCRIPTOR.oneofs}
+        chance = self.random
+        chosen = {chance.choice(one.fields).name for one in message.DESCRIPTOR.oneofs}
         for described in message.DESCRIPTOR.fields:
-            if self.random.random() < 0.15 or (
-                described.containing_oneof is not None and described.name not in chosen
-            ):
+            name, is_message = described.name, described.message_type is not None
+            if chance.random() < 0.15 or (described.containing_oneof and name not in chosen):
                 continue
-            if described.name == "filters":
-                names = ("page_size", "page_token", "key_space_id", "since_s", "session_id", "odd")
-                for name in self.random.sample(names, self.random.choice((0, 1, 1, 2))):
-                    value = self.random.choice(("1", "20", "-1", "nan", self.text()))
-                    message.filters[name] = value  # type: ignore[attr-defined]
+            if name == "filters":
+                for key in chance.sample(FILTERS, chance.choice((0, 1, 1, 2))):
+                    value = chance.choice(("1", "20", "-1", "nan", self.text()))
+                    message.filters[key] = value  # type: ignore[attr-defined]
             elif described.is_repeated:
-                values: Any = getattr(message, described.name)
-                for _ in range(self.random.choice((0, 1, 1, 1, 2, 5))):
-                    if described.message_type is not None:
-                        if depth:
-                            self.fill(values.add(), depth - 1)
-                    else:
+                values: Any = getattr(message, name)
+                for _ in range(chance.choice((0, 1, 1, 1, 2, 5))):
+                    if not is_message:
                         values.append(self.value(described))
-            elif described.message_type is not None:
-                if depth and self.random.random() < 0.8:
-                    child = getattr(message, described.name)
-                    child.SetInParent()
-                    self.fill(child, depth - 1)
-            else:
-                setattr(message, described.name, self.value(described))
+                    elif depth:
+                        self.fill(values.add(), depth - 1)
+            elif not is_message:
+                setattr(message, name, self.value(described))
+            elif depth and chance.random() < 0.8:
+                child = getattr(message, name)
+                child.SetInParent()
+                self.fill(child, depth - 1)
 
     def value(self, described: FieldDescriptor) -> Any:
-        chance, name = self.random, described.name
-        if described.type == FieldDescriptor.TYPE_BYTES:
+        chance, name, kind = self.random, described.name, described.type
+        if kind == FieldDescriptor.TYPE_BYTES:
             return self.packed(name)
         if name == "topic" and chance.random() < 0.9:
             return chance.choice(TOPICS)
-        if name == "kv_hints":
-            return odd_envelope(chance) if chance.random() < 0.9 else self.text()
-        if described.type == FieldDescriptor.TYPE_STRING:
-            return (
-                self.session_id if name == "session_id" and chance.random() < 0.9 else self.text()
-            )
-        if described.type == FieldDescriptor.TYPE_BOOL:
+        if name == "kv_hints" and chance.random() < 0.9:
+            return odd_envelope(chance)
+        if kind == FieldDescriptor.TYPE_STRING:
+            is_own = name == "session_id" and chance.random() < 0.9
+            return self.session_id if is_own else self.text()
+        if kind == FieldDescriptor.TYPE_BOOL:
             return chance.random() < 0.5
-        if described.type in (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT):
-            return chance.choice((0.0, 0.1, 1.0, -1.0, float("inf"), float("nan"), 1e300, 256.0))
-        if described.type == FieldDescriptor.TYPE_ENUM:
+        if kind in (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT):
+            return chance.choice(ODD_FLOATS)
+        if kind == FieldDescriptor.TYPE_ENUM:
             return chance.choice([value.number for value in described.enum_type.values])
         if name in ("group_index", "key_space_id") and chance.random() < 0.8:
             return chance.choice((0, 1))
-        if name == "fence_index":
-            return 0
-        number = chance.choice(ODD_NUMBERS)
-        return (
-            number
-            if described.type in (FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_SINT64)
-            else max(-(1 << 31), min(number, (1 << 31) - 1))
-        )
+        return 0 if name == "fence_index" else chance.choice(ODD_NUMBERS)
 
     def packed(self, name: str) -> bytes:
         chance, count = self.random, self.random.choice((0, 1, 2, 3, 8, 20))
         if "hash" in name:
-            return b"".join(
-                chance.choice(HASHES) if chance.random() < 0.8 else chance.randbytes(32)
-                for _ in range(count)
-            )
+            known = [chance.random() < 0.8 for _ in range(count)]
+            return b"".join(chance.choice(HASHES) if k else chance.randbytes(32) for k in known)
         if "ids" in name or "positions" in name:
-            return np.array(
-                [chance.choice((*range(count + 1), NUM_BLOCKS, -1)) for _ in range(count)], np.int32
-            ).tobytes()
+            places = (*range(count + 1), NUM_BLOCKS, -1)
+            return np.array([chance.choice(places) for _ in range(count)], np.int32).tobytes()
         return chance.randbytes(chance.choice((0, 1, 4, 32, 100, 4096)))
 
     def text(self) -> str:
-        return self.random.choice(
-            (
-                "",
-                "a",
-                "b",
-                "c",
-                "l1",
-                "rot2u",
-                "x" * 300,
-                "y" * 20_000,
-                "\u2603",
-                "../../etc/passwd",
-                "unix:/tmp/x",
-                "\x00",
-                "%s%n",
-            )
-        )
+        return self.random.choice(TEXTS)
 
     def mutated(self, data: bytes) -> bytes:
         chance = self.random
@@ -253,46 +196,36 @@ class Odd:
         return bytes(changed)
 
 
-def _as_is(message: bytes) -> bytes:
-    return message
-
-
 class Fuzzer:
     """Fuzzes one server; a bystander's blocks must not change."""
 
     def __init__(self, server: Server, seed: int) -> None:
-        self.server = server
-        self.tally = Tally()
-        self.seed = seed
-        sizes = {"layers": 2, "num_blocks": NUM_BLOCKS, "page_bytes": 4096}
-        self.bystander = PagedEngine(
-            server.target, model="fuzz", engine_id="bystander", **sizes
-        ).connect()  # type: ignore[arg-type]
-        self.bystander.kv[:] = np.random.default_rng(seed).integers(
-            0, 256, self.bystander.kv.shape, np.uint8
+        self.server, self.seed, self.tally = server, seed, Tally()
+        self.bystander, self.victim = (
+            self.engine("fuzz", "bystander"),
+            self.engine("fuzzed", "victim"),
         )
+        dice = np.random.default_rng(seed)
+        self.bystander.kv[:] = dice.integers(0, 256, self.bystander.kv.shape, np.uint8)
         self.content = self.bystander.kv[:, :20].copy()
-        self.victim = PagedEngine(
-            server.target, model="fuzzed", engine_id="victim", **sizes
-        ).connect()  # type: ignore[arg-type]
         self.victim.kv[:] = 7
         self.own = [os.urandom(32) for _ in range(20)]
         self.keep()
         self.channel = grpc.insecure_channel(server.target)
-        admin = Path(server.target.removeprefix("unix:")).with_name("admin.sock")
-        self.admin_channel = grpc.insecure_channel(f"unix:{admin}")
+        path = Path(server.target.removeprefix("unix:")).with_name("admin.sock")
+        admin, chance = f"unix:{path}", random.Random(seed)
+        self.admin_channel = grpc.insecure_channel(admin)
         self.odd = Odd(seed, self.session_id(self.victim))
-        place = Place(
-            server.target,
-            f"unix:{admin}",
-            http_port(server),
-            random.Random(seed),
-            self.tally.note,
-            self.look,
-        )
+        port = http_port(server)
+        place = Place(server.target, admin, port, chance, self.tally.note, self.look)
         self.kinds = [*OddSessions(place).kinds().items(), *OddConnections(place).kinds().items()]
         self.rounds = 0
         self.first = self.most = self.last = Footprint(server.pid)
+
+    def engine(self, model: str, name: str) -> PagedEngine:
+        target, sizes = self.server.target, {"layers": 2, "num_blocks": NUM_BLOCKS}
+        made = PagedEngine(target, model=model, engine_id=name, page_bytes=4096, **sizes)  # type: ignore[arg-type]
+        return made.connect()
 
     @staticmethod
     def session_id(engine: PagedEngine) -> str:
@@ -301,7 +234,6 @@ class Fuzzer:
         return connection.session_id
 
     def keep(self) -> None:
-        """Stores the bystander's blocks unless they are there."""
         run = BlockRun(0, self.own, np.arange(20, dtype=np.int32))
         name = os.urandom(8).hex()
         self.bystander.session.store(name, name, [run], 20).result(60)
@@ -309,27 +241,18 @@ class Fuzzer:
     def look(self) -> None:
         """Raises AssertionError if the server is dead, slow or wrong."""
         assert self.server._child.process.poll() is None, "the server has ended"
-        self.bystander.session.ping(PING_DEADLINE_S)
+        session, kv = self.bystander.session, self.bystander.kv
+        session.ping(PING_DEADLINE_S)
         self.keep()
-        self.bystander.kv[:, 30:50] = 0
+        kv[:, 30:50] = 0
         name, ids = os.urandom(8).hex(), np.arange(20, dtype=np.int32)
-        assert (
-            self.bystander.session.acquire(name, [GroupHashes(0, self.own)])
-            .result(60)
-            .pinned[0]
-            .all()
-        )
-        self.bystander.session.load(name, name, [LoadRun(0, ids, ids + np.int32(30))], 20).result(
-            20
-        )
-        self.bystander.session.release(name)
-        assert np.array_equal(self.bystander.kv[:, 30:50], self.content), (
-            "a bystander's block came back with other bytes"
-        )
+        assert session.acquire(name, [GroupHashes(0, self.own)]).result(60).pinned[0].all()
+        session.load(name, name, [LoadRun(0, ids, ids + np.int32(30))], 20).result(20)
+        session.release(name)
+        assert np.array_equal(kv[:, 30:50], self.content), "a bystander's block has other bytes"
         log = self.server.log.read_text()
         assert "Traceback" not in log, log[log.index("Traceback") - 500 :][:4000]
-        if not self.victim.session.connected:
-            assert self.victim.session.wait_connected(20)
+        assert self.victim.session.connected or self.victim.session.wait_connected(20)
         self.odd.session_id = self.session_id(self.victim)
 
     def check_footprint(self) -> None:
@@ -337,59 +260,44 @@ class Fuzzer:
         grown beyond its bounds."""
         deadline_s = time.monotonic() + SETTLE_S
         while left := self.left_behind():
-            assert time.monotonic() < deadline_s, (
-                f"{SETTLE_S} s after its end a round has left {left}"
-            )
+            assert time.monotonic() < deadline_s, f"{SETTLE_S} s after its end: {left}"
             time.sleep(0.02)
 
     def left_behind(self) -> str:
         """Returns what remains of the odd clients, or "" if nothing does."""
         with AdminClient(self.server.target) as admin:
-            others = [
-                session["engine_id"]
-                for session in admin.sessions()
-                if session["engine_id"] not in ("bystander", "victim")
-            ]
+            engines = {session["engine_id"] for session in admin.sessions()}
             num_transfers = admin.info()["counters"]["transfers_in_flight"]
+        others = engines - {"bystander", "victim"}
         self.last = now = Footprint(self.server.pid)
         self.most = max(self.most, now, key=lambda footprint: footprint.anonymous_bytes)
         if others or num_transfers:
             return f"{num_transfers} transfers and the sessions {others}"
-        if (
-            now.num_fds > self.first.num_fds + MORE_DESCRIPTORS
-            or now.anonymous_bytes > self.first.anonymous_bytes + MORE_BYTES
-        ):
-            return f"{now}, after {self.first} at first"
-        return ""
+        has_grown = now.num_fds > self.first.num_fds + MORE_DESCRIPTORS
+        has_grown |= now.anonymous_bytes > self.first.anonymous_bytes + MORE_BYTES
+        return f"{now}, after {self.first} at first" if has_grown else ""
 
     def unary(self, count: int) -> None:
-        """Makes so many calls of random methods."""
         names = sorted(UNARY)
         for _ in range(count):
             name = self.odd.random.choice(names)
             channel = self.admin_channel if name.startswith("Admin") else self.channel
-            call = channel.unary_unary(
-                f"/hotkv.v1.{name}", request_serializer=_as_is, response_deserializer=_as_is
-            )
-            self.tally.sent[name] += 1
+            call = channel.unary_unary(f"/hotkv.v1.{name}")
             try:
                 call(self.odd.message(UNARY[name]), timeout=PING_DEADLINE_S)
-                self.tally.answers[name]["answered"] += 1
+                self.tally.note(name, "answered")
             except grpc.RpcError as error:
-                code = error.code().name
-                self.tally.answers[name][code] += 1
-                assert code not in ("INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED"), f"{name}: {error}"
+                self.tally.note(name, code_of(error))
 
     def stream(self, method: str, kind: type[Message], first: list[bytes]) -> None:
         """Sends one stream of messages. The server may leave some unanswered, or end the stream."""
         waiting: queue.Queue[bytes | None] = queue.Queue()
-        free = threading.Semaphore(IN_FLIGHT)
+        free, broken = threading.Semaphore(IN_FLIGHT), list[str]()
         name = method.rpartition("/")[2]
 
         def requests() -> Iterator[bytes]:
             yield from first
-            while (message := waiting.get()) is not None:
-                yield message
+            yield from iter(waiting.get, None)
 
         def read() -> None:
             try:
@@ -399,13 +307,10 @@ class Fuzzer:
             except grpc.RpcError as error:
                 code = error.code().name
                 self.tally.answers[name][f"stream {code}"] += 1
-                if code in ("INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED"):
+                if code in BAD_CODES:
                     broken.append(f"{name}: {error}")
 
-        broken: list[str] = []
-        call = self.channel.stream_stream(
-            method, request_serializer=_as_is, response_deserializer=_as_is
-        )(requests(), timeout=60)
+        call = self.channel.stream_stream(method)(requests(), timeout=60)
         reader = threading.Thread(target=read)
         reader.start()
         for _ in range(STREAM_MESSAGES):
@@ -421,20 +326,9 @@ class Fuzzer:
         assert not broken, broken[0]
 
     def count_answer(self, name: str, answer: bytes) -> None:
-        error: errors_pb2.ErrorDetail | None = None
-        if name == "Connect":
-            connected = session_pb2.ConnectResponse.FromString(answer)
-            error = connected.error if connected.WhichOneof("body") == "error" else None
-        else:
-            selected = sparse_pb2.SelectBlocksResponse.FromString(answer)
-            error = selected.error if selected.HasField("error") else None
-        reason = (
-            "answered"
-            if error is None
-            else errors_pb2.ErrorReason.Name(error.reason).removeprefix("ERROR_REASON_")
-        )
-        self.tally.answers[name][reason] += 1
-        assert reason != "INTERNAL", error
+        is_session = name == "Connect"
+        kind: Any = session_pb2.ConnectResponse if is_session else sparse_pb2.SelectBlocksResponse
+        self.tally.answers[name][word_of(kind.FromString(answer))] += 1
 
     def round(self) -> None:
         """Makes calls and streams of each kind, then two kinds of odd clients."""
@@ -454,46 +348,31 @@ class Fuzzer:
                 raise
 
     def close(self) -> None:
-        self.bystander.close()
-        self.victim.close()
-        self.channel.close()
-        self.admin_channel.close()
+        for one in (self.bystander, self.victim, self.channel, self.admin_channel):
+            one.close()
 
 
 def spoil(data: bytes, chance: random.Random) -> bytes:
-    """Changes bytes in some places, or the length."""
     changed = np.frombuffer(data, np.uint8).copy()
     for _ in range(chance.choice((1, 1, 3, 10))):
-        at = chance.randrange(len(changed))
-        changed[at : at + chance.choice((1, 1, 4, 8))] = chance.choice(
-            (0, 255, chance.randrange(256))
-        )
+        at, count = chance.randrange(len(changed)), chance.choice((1, 1, 4, 8))
+        changed[at : at + count] = chance.choice((0, 255, chance.randrange(256)))
     return changed.tobytes()[: len(changed) - chance.choice((0, 0, 0, 1, 7, len(changed) // 2))]
 
 
 class FileFuzzer:
-    """Mutates the files that a server reads at start."""
-
     def __init__(self, folder: Path, seed: int, tally: Tally) -> None:
         from tests.core import old_tables as cases
 
         self.chance, self.tally, self.cases = random.Random(seed), tally, cases
-        self.path = folder / "file"
-        self.folder = folder
-        core = cases.filled()
-        self.records = core.space.index.table.records.copy()
-        self.header = core.space.index.table.geometry.pack()
-        write_state(
-            self.path, ServerState(1 << 16, (KnownKeySpace(1, cases.KEY_SPACE, (cases.KIND,)),))
-        )
+        self.folder, self.path = folder, folder / "file"
+        table = cases.filled().space.index.table
+        self.records, self.geometry = table.records.copy(), table.geometry
+        self.header = table.geometry.pack()
+        space = KnownKeySpace(1, cases.KEY_SPACE, (cases.KIND,))
+        write_state(self.path, ServerState(1 << 16, (space,)))
         self.state = self.path.read_bytes()
-        self.use = (
-            b"HOTKVUS1"
-            + np.array([1, 0], np.int64).tobytes()
-            + np.array([41], np.int64).tobytes()
-            + bytes(4 * 41)
-        )
-        self.geometry = core.space.index.table.geometry
+        self.use = b"HOTKVUS1" + np.array([1, 0, 41], np.int64).tobytes() + bytes(4 * 41)
 
     def each(self) -> dict[str, Callable[[], None]]:
         return {
@@ -505,17 +384,15 @@ class FileFuzzer:
 
     def run(self, name: str) -> None:
         """Reads one mutated file. Raises anything but a refusal."""
-        self.tally.sent[name] += 1
         try:
             self.each()[name]()
-            self.tally.answers[name]["read"] += 1
+            self.tally.note(name, "read")
         except (StateError, ValueError) as error:
-            self.tally.answers[name][f"refused: {type(error).__name__}"] += 1
+            self.tally.note(name, f"refused: {type(error).__name__}")
 
     def try_header(self) -> None:
-        TableGeometry.unpack(
-            spoil(self.header, self.chance), self.chance.choice((0, 4096, 1 << 20, 1 << 30))
-        )
+        file_bytes = self.chance.choice((0, 4096, 1 << 20, 1 << 30))
+        TableGeometry.unpack(spoil(self.header, self.chance), file_bytes)
 
     def try_state(self) -> None:
         self.path.write_bytes(spoil(self.state, self.chance))
@@ -526,12 +403,11 @@ class FileFuzzer:
         _read_use(self.folder / USE_FILE, self.geometry)
 
     def try_records(self) -> None:
-        records = np.frombuffer(
-            spoil(self.records.tobytes(), self.chance).ljust(self.records.nbytes, b"\0"), np.uint32
-        )
+        spoiled = spoil(self.records.tobytes(), self.chance).ljust(self.records.nbytes, b"\0")
+        records = np.frombuffer(spoiled, np.uint32).reshape(self.records.shape).copy()
         core = self.cases.empty()
         try:
-            restore(core, records.reshape(self.records.shape).copy(), {1: 1}, None, 5.0)
+            restore(core, records, {1: 1}, None, 5.0)
         except HotKVError as error:
             raise AssertionError(f"restore refused: {error}") from error
         core.check_invariants()
@@ -545,19 +421,16 @@ def fuzz(inputs: int, seed: int, *, say: Callable[[str], None] = lambda _: None)
     with runtime_folder(128 << 20) as folder, Server(folder, "16MiB", *FLAGS) as server:
         server.wait_ready()
         fuzzer = Fuzzer(server, seed)
-        began_s = time.monotonic()
+        tally, began_s = fuzzer.tally, time.monotonic()
         try:
-            while fuzzer.tally.inputs < inputs * 0.9:
+            while tally.inputs < inputs * 0.9:
                 fuzzer.round()
                 fuzzer.look()
                 fuzzer.check_footprint()
-                say(
-                    f"{fuzzer.tally.inputs} inputs, {time.monotonic() - began_s:.0f} s, "
-                    f"{fuzzer.last}, at most {fuzzer.most}"
-                )
+                took_s = time.monotonic() - began_s
+                say(f"{tally.inputs} inputs, {took_s:.0f} s, {fuzzer.last}, most {fuzzer.most}")
         finally:
             fuzzer.close()
-        tally = fuzzer.tally
         tally.footprints = f"{fuzzer.first} at first, {fuzzer.most} at most, {fuzzer.last} at last"
     with tempfile.TemporaryDirectory() as name:
         files = FileFuzzer(Path(name), seed, tally)
@@ -568,7 +441,6 @@ def fuzz(inputs: int, seed: int, *, say: Callable[[str], None] = lambda _: None)
 
 
 def main() -> int:
-    """Runs the command."""
     options = argparse.ArgumentParser(description="Fuzzes every call and every file.")
     options.add_argument("--inputs", type=int, default=1_000_000)
     options.add_argument("--seed", type=int, default=int(time.time()))

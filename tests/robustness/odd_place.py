@@ -1,8 +1,5 @@
-"""The server that odd clients work against, with the helpers that all of them need.
-
-Always true: a `with` block here closes everything that it opened; no wait is longer than
-DEADLINE_S.
-"""
+"""The server that odd clients work against, with the helpers that all of them need. A `with` block
+here closes everything that it opened; no wait is longer than DEADLINE_S."""
 
 import contextlib
 import os
@@ -18,13 +15,13 @@ import numpy as np
 from hotkv_client import BlockRun, GroupHashes, Role, SessionConfig
 from hotkv_client.link import descriptor_socket
 from hotkv_client.wire import requests as _wire
-from hotkv_proto.blocks import NO_OPTIONS
+from hotkv_proto.blocks import NO_OPTIONS, StoreOptions
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import NO_ORDER
 from hotkv_proto.v1 import session_pb2, sparse_pb2
-from tests.robustness.raw_client import DEADLINE_S, RawSession, name_of
+from tests.robustness.raw_client import DEADLINE_S, RawSession, word_of
 from tests.server.sparse_support import HEAD_SIZE, LAYERS, QUERY_HEADS, RepresentationEngine
 
 INT32 = np.int32
@@ -49,6 +46,28 @@ def memory_file(num_bytes: int, *, filled: bool = True) -> int:
     return fd
 
 
+def run_of(blocks: list[bytes], ids: np.ndarray | None = None, **more: Any) -> BlockRun:
+    """Returns a run of group 0; the blocks' places are the first ones unless `ids` are given."""
+    places = np.arange(len(blocks), dtype=INT32) if ids is None else ids
+    return BlockRun(0, blocks, places, **more)
+
+
+def store(
+    name: str,
+    runs: list[BlockRun],
+    *,
+    lease: str = "",
+    timeout_s: float = 20.0,
+    options: StoreOptions = NO_OPTIONS,
+    fence_index: int = 0,
+) -> session_pb2.ConnectRequest:
+    return _wire.store(name, lease or name, runs, timeout_s, options, fence_index, 32)
+
+
+def acquire(name: str, blocks: list[bytes], num_groups: int = 1) -> session_pb2.ConnectRequest:
+    return _wire.acquire(name, [GroupHashes(0, blocks)] * num_groups, 0, 32)
+
+
 class Place:
     """See the module. `note` counts an input and its answer; `look` asks whether others are
     served."""
@@ -67,21 +86,14 @@ class Place:
 
     @contextlib.contextmanager
     def session(
-        self, *, slot_bytes: int = 8192, model: str = "odd", hears: bool = False, **config: Any
+        self, *, slot_bytes: int = 8192, model: str = "odd", hears: bool = False
     ) -> Iterator[RawSession]:
         """Opens a session over a channel of its own, whose key space has one group; closes it
         afterwards."""
-        space = KeySpace(
-            f"{model} {slot_bytes}",
-            "w",
-            "bfloat16",
-            (GroupSpec(GroupKind.FULL_ATTENTION, 16, (slot_bytes,)),),
-            16,
-        )
+        group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (slot_bytes,))
+        space = KeySpace(f"{model} {slot_bytes}", "w", "bfloat16", (group,), 16)
         on_evicted = (lambda _: None) if hears else None
-        asked = SessionConfig(
-            self.target, f"odd {model}", Role.TOOL, space, on_evicted=on_evicted, **config
-        )
+        asked = SessionConfig(self.target, f"odd {model}", Role.TOOL, space, on_evicted=on_evicted)
         with grpc.insecure_channel(self.target, SMALL_WINDOW) as channel:
             session = RawSession(channel, self.target, _wire.open_session(asked))
             try:
@@ -99,13 +111,9 @@ class Place:
         ]
 
     def plain(self, num_bytes: int, slot_bytes: int = 8192) -> Layout:
-        return Layout(
-            0,
-            num_bytes // slot_bytes,
-            (MemoryHandle("kv", num_bytes),),
-            (PageTensor(0, "kv", 0, slot_bytes, slot_bytes, 0),),
-            "x",
-        )
+        tensor = PageTensor(0, "kv", 0, slot_bytes, slot_bytes, 0)
+        handles = (MemoryHandle("kv", num_bytes),)
+        return Layout(0, num_bytes // slot_bytes, handles, (tensor,), "x")
 
     @contextlib.contextmanager
     def working(self, model: str) -> Iterator[tuple[RawSession, list[bytes]]]:
@@ -116,9 +124,8 @@ class Place:
                 assert session.link({"kv": fd}) == "answered"
                 self.must(session, _wire.register_memory(self.plain(NUM_BLOCKS * 8192), NO_ORDER))
                 blocks = [bytes([number]) * 32 for number in range(16)]
-                run = BlockRun(0, blocks, np.arange(16, dtype=INT32))
-                self.must(session, _wire.store("first", "first", [run], 20, NO_OPTIONS, 0, 32))
-                self.must(session, _wire.acquire("lease", [GroupHashes(0, blocks)], 0, 32))
+                self.must(session, store("first", [run_of(blocks)]))
+                self.must(session, acquire("lease", blocks))
                 yield session, blocks
         finally:
             os.close(fd)
@@ -134,12 +141,9 @@ class Place:
         """Opens a connection that has sent nothing yet."""
         if what == "http":
             return socket.create_connection(("127.0.0.1", self.http_port), DEADLINE_S)
-        kind = socket.SOCK_SEQPACKET if what == "fd.sock" else socket.SOCK_STREAM
-        path = (
-            descriptor_socket(self.target)
-            if what == "fd.sock"
-            else Path(self.target.removeprefix("unix:"))
-        )
+        kind, path = socket.SOCK_STREAM, Path(self.target.removeprefix("unix:"))
+        if what == "fd.sock":
+            kind, path = socket.SOCK_SEQPACKET, descriptor_socket(self.target)
         connection = socket.socket(socket.AF_UNIX, kind)
         connection.settimeout(DEADLINE_S)
         try:
@@ -151,9 +155,8 @@ class Place:
 
     def sparse_engine(self, held: contextlib.ExitStack) -> RepresentationEngine:
         """Connects an engine with representations and stores some blocks."""
-        engine = RepresentationEngine(
-            self.target, f"sparse {self.chance.randrange(8)}", "odd sparse"
-        )
+        name = f"sparse {self.chance.randrange(8)}"
+        engine = RepresentationEngine(self.target, name, "odd sparse")
         held.callback(engine.close)
         engine.store([bytes([100 + number]) * 32 for number in range(64)])
         return engine
@@ -170,25 +173,18 @@ class Place:
     ) -> sparse_pb2.SelectBlocksRequest:
         connection = engine.session._connection
         assert connection is not None
-        query = np.random.default_rng(self.chance.randrange(1 << 30)).standard_normal(
-            QUERY_HEADS * HEAD_SIZE, np.float32
-        )
+        dice = np.random.default_rng(self.chance.randrange(1 << 30))
         return sparse_pb2.SelectBlocksRequest(
-            session_id=connection.session_id, sequence_id=name,
-            layer_index=self.chance.choice(LAYERS), query=query.tobytes(),
+            session_id=connection.session_id,
+            sequence_id=name,
+            layer_index=self.chance.choice(LAYERS),
+            query=dice.standard_normal(QUERY_HEADS * HEAD_SIZE, np.float32).tobytes(),
             context_token_count=context_tokens,
-        )  # fmt: skip
+        )
 
     def collect(self, kind: str, session: RawSession, asked: dict[int, str]) -> None:
         answers = session.answers(set(asked))
         for number, what in asked.items():
             answer = answers.get(number)
-            word = (
-                "ended"
-                if answer is None
-                else name_of(answer.error)
-                if answer.HasField("error")
-                else "answered"
-            )
-            self.note(f"{kind}: {what}", word)
+            self.note(f"{kind}: {what}", "ended" if answer is None else word_of(answer))
         asked.clear()

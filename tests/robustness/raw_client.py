@@ -1,9 +1,5 @@
-"""A session by hand: every message, descriptor and silence is up to the caller. For the fuzzer's
-odd clients.
-
-Always true: no wait is longer than DEADLINE_S, and what takes longer is an AssertionError, as is an
-answer INTERNAL.
-"""
+"""A session by hand: every message, descriptor and silence is up to the caller. A wait of more than
+DEADLINE_S is an AssertionError, as is an answer INTERNAL."""
 
 import contextlib
 import os
@@ -30,6 +26,11 @@ def name_of(error: errors_pb2.ErrorDetail) -> str:
     reason = errors_pb2.ErrorReason.Name(error.reason).removeprefix("ERROR_REASON_")
     assert reason != "INTERNAL", error
     return reason
+
+
+def word_of(answer: Any) -> str:
+    """Returns the reason of an answer that refuses, else `answered`."""
+    return name_of(answer.error) if answer.HasField("error") else "answered"
 
 
 def code_of(error: grpc.RpcError) -> str:
@@ -89,7 +90,7 @@ class RawSession:
         answer = self.answers({number}).get(number)
         if answer is None:
             return "ended", session_pb2.ConnectResponse()
-        return name_of(answer.error) if answer.WhichOneof("body") == "error" else "answered", answer
+        return word_of(answer), answer
 
     def link(self, fds: dict[str, int]) -> str:
         """Sends descriptors and keeps the link; what became of it in words."""
@@ -99,18 +100,14 @@ class RawSession:
         link.connect(str(descriptor_socket(self._target)))
         packet = _wire.link_request(self.session_id, list(fds))
         try:
-            if fds:
-                socket.send_fds(link, [packet], list(fds.values()))
-            else:
-                link.send(packet)
+            socket.send_fds(link, [packet], list(fds.values()))
             answer, received, _, _ = socket.recv_fds(link, MAX_PACKET_BYTES, 4)
         except OSError as error:
             assert not isinstance(error, TimeoutError), "the descriptor socket does not answer"
             return f"refused: {type(error).__name__}"
         for fd in received:
             os.close(fd)
-        response = session_pb2.LinkResponse.FromString(answer)
-        return name_of(response.error) if response.HasField("error") else "answered"
+        return word_of(session_pb2.LinkResponse.FromString(answer))
 
     def close(self, *, abruptly: bool = False) -> None:
         """Ends the stream, as a client that is done or as one that is gone."""
@@ -129,11 +126,8 @@ class Footprint:
     """What a process holds, by the kernel's word."""
 
     def __init__(self, pid: int) -> None:
-        status = dict(
-            line.split(":", 1)
-            for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-            if ":" in line
-        )
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        status = dict(line.split(":", 1) for line in lines if ":" in line)
         self.anonymous_bytes = int(status["RssAnon"].split()[0]) << 10
         self.num_threads = int(status["Threads"])
         self.num_fds = len(os.listdir(f"/proc/{pid}/fd"))

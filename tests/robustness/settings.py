@@ -1,13 +1,8 @@
-"""Parity after every kind of restart: for each field of vLLM's config in turn, an engine with
-another value over the same server.
-
-`python -m tests.robustness.settings [--only PATH …] [--json FILE]`. One engine fills the server.
-Then one engine per field and value answers the same prompt twice: from what the server has, if it
-finds anything, and under a cache salt, which makes it compute all. Both must have the same
-logprobs. Fields and values come from vLLM's config classes (`tests.vllm.config_walk`), so new ones
-are in unasked. The model is a tiny Phi-3 with LongRoPE, whose keys depend on more settings than
-most. Values with which vLLM does not start are counted as refused.
-"""
+"""Parity after every kind of restart: `python -m tests.robustness.settings [--only PATH …] [--json
+FILE]`. For each field and value of vLLM's config (`tests.vllm.config_walk`) an engine answers a
+prompt from what an engine with the usual settings has stored, and under a cache salt, which makes
+it compute all: the logprobs must be equal. The model is a tiny Phi-3 with LongRoPE, whose keys
+depend on more settings than most. Values with which vLLM does not start count as refused."""
 
 import argparse
 import dataclasses
@@ -23,6 +18,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -104,14 +101,8 @@ class Restarts:
 
     def engine(self, **more: Any) -> EngineProcess:
         connector = {"weights_identity": "the same", "startup_wait_s": 20.0, "flush_timeout_s": 5.0}
-        return EngineProcess(
-            self.model,
-            self.folder / "engine.log",
-            self.daemon.target,
-            connector=connector,
-            **SETTINGS,
-            **more,
-        )
+        log, more = self.folder / "engine.log", {**SETTINGS, **more}
+        return EngineProcess(self.model, log, self.daemon.target, connector=connector, **more)
 
     def ask(self, engine: EngineProcess, salt: str | None = None) -> dict[str, Any]:
         return engine.ask("generate", prompts=[self.prompt], max_tokens=ANSWER_TOKENS, salt=salt)
@@ -133,65 +124,45 @@ class Restarts:
         patience.start()
         try:
             warm, cold = self.ask(engine), self.ask(engine, salt=uuid.uuid4().hex)
-            pairs = [
-                pair
-                for one, two in zip(warm["logprobs"], cold["logprobs"], strict=True)
-                for pair in zip(one, two, strict=True)
-            ]
             assert cold["cached"] == [0], cold["cached"]
-            return Outcome(
-                path, value, "", warm["cached"][0], max(abs(one - two) for one, two in pairs)
-            )
+            difference = np.abs(np.subtract(warm["logprobs"], cold["logprobs"])).max()
+            return Outcome(path, value, "", warm["cached"][0], float(difference))
         except AssertionError as error:
-            lines = [line for line in str(error).splitlines() if "Error" in line] or [
-                str(error)[:200]
-            ]
-            return Outcome(path, value, lines[-1].strip()[-200:])
+            lines = [line for line in str(error).splitlines() if "Error" in line]
+            return Outcome(path, value, (lines or [str(error)[:200]])[-1].strip()[-200:])
         finally:
             patience.cancel()
             engine.kill()
 
-    def close(self) -> None:
-        self.daemon.stop()
-
 
 def main() -> int:
-    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--only", nargs="*", default=[], help="paths, such as model_config.max_model_len"
-    )
+    parser.add_argument("--only", nargs="*", default=[], help="model_config.max_model_len, …")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="hotkv-settings-"))
-    restarts = Restarts(folder)
-    outcomes = []
+    restarts, outcomes = Restarts(folder), list[Outcome]()
     try:
         same = restarts.fill()
         assert same > PROMPT_TOKENS - 64, f"an engine with the same settings hits {same} tokens"
         for path, value in variants(restarts.model):
             if not chosen.only or path in chosen.only:
-                outcomes.append(one := restarts.outcome(path, value))
-                said = (
-                    f"refused: {one.refused}"
-                    if one.refused
-                    else f"hit {one.hit_tokens}, difference {one.difference:.2g}"
-                )
-                print(f"{path} = {value!r}: {said}", flush=True)
+                outcomes.append(restarts.outcome(path, value))
+                print(outcomes[-1], flush=True)
     finally:
-        restarts.close()
+        restarts.daemon.stop()
         shutil.rmtree(folder, ignore_errors=True)
-    started = [one for one in outcomes if not one.refused]
-    wrong = [one for one in started if one.difference > NOISE]
     if chosen.json:
-        chosen.json.write_text(
-            json.dumps([dataclasses.asdict(one) for one in outcomes], indent=1, default=str)
-        )
+        rows = [dataclasses.asdict(one) for one in outcomes]
+        chosen.json.write_text(json.dumps(rows, indent=1, default=str))
+    started = [one for one in outcomes if not one.refused]
+    shared, wrong = (
+        sum(one.hit_tokens > 0 for one in started),
+        sum(one.difference > NOISE for one in started),
+    )
     print(
         f"{len(outcomes)} values of {len({one.path for one in outcomes})} fields: {len(started)} "
-        "engines started, "
-        f"{sum(one.hit_tokens > 0 for one in started)} shared, {len(wrong)} answered otherwise "
-        "than their own cold run"
+        f"engines started, {shared} shared, {wrong} answered otherwise than their own cold run"
     )
     return int(bool(wrong))
 

@@ -1,10 +1,8 @@
 """`hotkv-server simulate` as people and programs call it."""
 
+import itertools
 import json
-import os
-import struct
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +21,8 @@ def trace(tmp_path: Path) -> Path:
     return write_trace(tmp_path / "agents.jsonl", REQUESTS)
 
 
-def simulate(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    if not environment:
-        return daemons.run("simulate", *map(str, arguments), timeout_s=240)
-    return subprocess.run(
-        [sys.executable, "-m", "hotkv_server", "simulate", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=os.environ | environment,
-    )
+def simulate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return daemons.run("simulate", *map(str, arguments), timeout_s=240)
 
 
 def results(*arguments: str | Path) -> list[dict[str, Any]]:
@@ -57,48 +47,21 @@ def test_hints(trace: Path) -> None:
 
 def test_json(trace: Path, tmp_path: Path) -> None:
     other = write_trace(tmp_path / "scans.jsonl", scans(1, 60))
-    rows = results(
-        "--trace",
-        trace,
-        "--trace",
-        other,
-        "--policy",
-        ",".join(POLICIES),
-        "--capacity-percent",
-        "20,2.5",
-    )
-    seen = {(row["trace"], row["policy"], row["capacity_percent"]) for row in rows}
+    rows = results("--trace", trace, other, "--capacity-percent", "20,2.5")
+    rate = {(row["trace"], row["policy"], row["capacity_percent"]): row["hit_rate"] for row in rows}
     names = [*POLICIES, "unbounded", "clairvoyant"]
-    assert seen == {
-        (str(path), name, percent)
-        for path in (trace, other)
-        for name in names
-        for percent in (2.5, 20.0)
-    }
-    assert len(rows) == len(seen)
+    paths = (str(trace), str(other))
+    assert rate.keys() == set(itertools.product(paths, names, (2.5, 20.0)))
+    assert len(rows) == len(rate) and all(row["seconds"] > 0 for row in rows)
     accesses = sum(len(ids) for _, ids in REQUESTS)
     for row in rows:
-        assert {
-            "trace",
-            "policy",
-            "capacity_percent",
-            "hit_rate",
-            "block_accesses",
-            "seconds",
-        } <= set(row)
-        assert 0 <= row["hit_rate"] <= 1 and row["seconds"] > 0
-        if row["trace"] == str(trace):
+        path, name, percent = row["trace"], row["policy"], row["capacity_percent"]
+        best, most = (rate[path, bound, percent] for bound in ("clairvoyant", "unbounded"))
+        assert 0 <= row["hit_rate"] <= (most if name == "unbounded" else best) <= most <= 1
+        if path == str(trace):
             assert row["block_accesses"] == accesses
-        if row["trace"] == str(trace) and row["policy"] == "lru":
-            assert row["hit_rate"] == lru_hits(REQUESTS, row["capacity_blocks"]) / accesses
-    rate = {(row["trace"], row["policy"], row["capacity_percent"]): row["hit_rate"] for row in rows}
-    for path, name, percent in rate:
-        assert (
-            rate[path, name, percent]
-            <= rate[path, "clairvoyant", percent]
-            <= rate[path, "unbounded", percent]
-            or name == "unbounded"
-        )
+            hits = lru_hits(REQUESTS, row["capacity_blocks"])
+            assert name != "lru" or row["hit_rate"] == hits / accesses
 
 
 def test_a_tier_below(trace: Path) -> None:
@@ -134,103 +97,56 @@ def test_a_tier_in_bytes_and_its_budget(trace: Path) -> None:
 
 
 def test_table(trace: Path) -> None:
-    done = simulate(
-        "--trace", trace, "--policy", "lru", "--capacity-percent", "5,10", "--block-mib", "16"
-    )
+    sizes = ("--capacity-percent", "5,10", "--block-mib", "16")
+    done = simulate("--trace", trace, "--policy", "lru", *sizes)
     assert done.returncode == 0 and done.stderr == ""
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith(f"{trace}: 120 requests over ")
-    assert lines[1].split() == ["capacity", "blocks", "GiB", "policy", "hit", "rate", "accesses/s"]
-    shown = [line.split() for line in lines[2:] if line]
-    assert [(cells[0], cells[4]) for cells in shown] == [
-        (p, name) for p in ("5", "10") for name in ("lru", "clairvoyant", "unbounded")
-    ]
-    assert all(float(cells[3].replace(",", "")) > 0 and cells[5].endswith("%") for cells in shown)
-
-
-def test_defaults_are_all_policies(trace: Path) -> None:
-    rows = results("--trace", trace)
-    assert [row["policy"] for row in rows[: len(POLICIES)]] == list(POLICIES)
-    assert sorted({row["capacity_percent"] for row in rows}) == [1, 2, 5, 10, 20]
+    first, head, *lines = done.stdout.splitlines()
+    assert first.startswith(f"{trace}: 120 requests over ")
+    assert head.split() == ["capacity", "blocks", "GiB", "policy", "hit", "rate", "accesses/s"]
+    shown = [(cells[0], cells[4]) for cells in (line.split() for line in lines if line)]
+    assert shown == [*itertools.product(("5", "10"), ("lru", "clairvoyant", "unbounded"))]
 
 
 def test_plot(trace: Path, tmp_path: Path) -> None:
-    other = write_trace(tmp_path / "scans.jsonl", scans(1, 60))
-    png = tmp_path / "curves.png"
-    done = simulate(
-        "--trace",
-        trace,
-        other,
-        "--policy",
-        "lru",
-        "--plot",
-        png,
-        "--tier",
-        "disk=30%",
-        "--block-mib",
-        "2",
-    )
+    other, png = write_trace(tmp_path / "scans.jsonl", scans(1, 60)), tmp_path / "curves.png"
+    tier = ("--tier", "disk=30%", "--block-mib", "2")
+    done = simulate("--trace", trace, other, "--policy", "lru", "--plot", png, *tier)
     assert done.returncode == 0, done.stderr
-    data = png.read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR"
-    width, height = struct.unpack(">II", data[16:24])
-    assert width > 1000 and height > 400
+    assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and png.stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("flag", "value", "message"),
     [
-        (
-            ["--policy", "lru,mru"],
-            f"--policy: unknown policy mru; allowed are {', '.join(POLICIES)}",
-        ),
-        (["--policy", ","], "--policy: unknown policy ','; allowed are"),
-        (
-            ["--capacity-percent", "5,0"],
-            "--capacity-percent: '0' is no share; give percents above 0 and up to 100",
-        ),
-        (["--capacity-percent", "many"], "--capacity-percent: 'many' is no share"),
-        (["--capacity-percent", "nan"], "--capacity-percent: 'nan' is no share"),
-        (["--tier", "disk=101%"], "--tier: '101' is no share"),
-        (["--tier", "disk=much"], "--tier: 'much' is no size; give bytes such as 200GiB"),
-        (["--tier", "tape=1GiB"], "--tier: unknown tier 'tape'; allowed are disk"),
-        (["--tier", "disk=1GiB"], "--tier: a size in bytes needs to know a block's"),
-        (["--disk-write-gb-per-day", "9"], "--disk-write-gb-per-day: there is no tier"),
-        (["--block-tokens", "1.5"], "--block-tokens: '1.5' is no count"),
-        (["--block-mib", "-1"], "--block-mib: '-1' is no size; give a number above 0"),
-        (
-            ["--plot", "/nowhere/at/all.png"],
-            "--plot: /nowhere/at/all.png can't be written; name a file in a folder that exists",
-        ),
-        (["--arena.bytes", "1GiB"], "there is no --arena.bytes"),
-        (
-            ["--trace", "/nowhere.jsonl"],
-            "/nowhere.jsonl: No such file or directory; name a file that can be read",
-        ),
+        ("--policy", "lru,mru", "unknown policy mru"),
+        ("--policy", ",", "unknown policy ','"),
+        ("--capacity-percent", "5,0", "'0' is no share"),
+        ("--capacity-percent", "many", "'many' is no share"),
+        ("--capacity-percent", "nan", "'nan' is no share"),
+        ("--tier", "disk=101%", "'101' is no share"),
+        ("--tier", "disk=much", "'much' is no size"),
+        ("--tier", "tape=1GiB", "unknown tier 'tape'"),
+        ("--tier", "disk=1GiB", "a size in bytes needs to know a block's"),
+        ("--disk-write-gb-per-day", "9", "there is no tier"),
+        ("--block-tokens", "1.5", "'1.5' is no count"),
+        ("--block-mib", "-1", "'-1' is no size"),
+        ("--plot", "/nowhere/at/all.png", "/nowhere/at/all.png can't be written"),
+        ("--arena.bytes", "1GiB", ""),
+        ("--trace", "/nowhere.jsonl", "No such file or directory"),
     ],
 )
-def test_mistakes_are_named(trace: Path, arguments: list[str], message: str) -> None:
-    done = simulate("--trace", trace, *arguments)
+def test_mistakes_are_named(trace: Path, flag: str, value: str, message: str) -> None:
+    done = simulate("--trace", trace, flag, value)
     assert done.returncode == 2 and done.stdout == ""
-    assert message in done.stderr and "Traceback" not in done.stderr
+    assert (value if flag == "--trace" else flag) in done.stderr and message in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_bad_line_and_late_requests(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "late.jsonl", [(5.0, [1, 2]), (1.0, [1, 3])])
     done = simulate("--trace", path, "--policy", "lru")
-    assert done.returncode == 0
-    assert f"{path}: 1 requests are not in order of time; sorted" in done.stderr
+    assert done.returncode == 0 and f"{path}: 1 requests are not in order" in done.stderr
     path.write_text('{"timestamp": 1, "hash_ids": "x"}\n')
     done = simulate("--trace", path)
-    assert done.returncode == 2
-    assert done.stderr == (
-        f'hotkv-server: {path}: line 1: hash_ids is "x"; give a list of whole numbers, one a '
-        "block\n"
-    )
-
-
-def test_plot_without_matplotlib(trace: Path, tmp_path: Path) -> None:
-    (tmp_path / "matplotlib.py").write_text("raise ImportError('as if it were not installed')\n")
-    done = simulate("--trace", trace, "--plot", tmp_path / "x.png", PYTHONPATH=str(tmp_path))
-    assert done.returncode == 2
-    assert "--plot: matplotlib is not installed; pip install 'hotkv[simulate]'" in done.stderr
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f'{path}: line 1: hash_ids is "x"' in done.stderr

@@ -1,10 +1,5 @@
-"""Made-up traffic of many kinds. Each maker returns requests (time in seconds, block ids).
-
-An id stands for a block and all blocks before it.
-
-Seeded, so that the same arguments give the same requests. `num_requests` scales a trace without
-changing its character.
-"""
+"""Made-up traffic of many kinds. Each maker returns requests (time in seconds, block ids), the same
+for the same seed; an id stands for a block and all blocks before it."""
 
 import heapq
 import json
@@ -37,7 +32,6 @@ class Chains:
         return self.extend(self.ROOT, contents)
 
     def fresh(self, num_blocks: int) -> list[object]:
-        """Contents that nothing else has."""
         self._unique += num_blocks
         return [("only once", self._unique - i) for i in range(num_blocks)]
 
@@ -45,6 +39,10 @@ class Chains:
 def _zipf(rng: np.random.Generator, num_items: int, exponent: float, size: int) -> list[int]:
     weights = 1 / np.arange(1, num_items + 1) ** exponent
     return [int(item) for item in rng.choice(num_items, size=size, p=weights / weights.sum())]
+
+
+def _first(requests: Requests, count: int) -> Requests:
+    return sorted(requests, key=lambda request: request[0])[:count]
 
 
 def zipf_trees(seed: int = 0, num_requests: int = 3000) -> Requests:
@@ -91,14 +89,10 @@ def scans(seed: int = 0, num_requests: int = 3000) -> Requests:
     once."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
-    popular = _zipf(rng, 30, 0.8, num_requests)
-    for number in range(num_requests):
-        scanning = (number // 300) % 2 == 1 and rng.random() < 0.7
-        contents = (
-            chains.fresh(40)
-            if scanning
-            else [("popular", popular[number], part) for part in range(15)] + chains.fresh(2)
-        )
+    for number, popular in enumerate(_zipf(rng, 30, 0.8, num_requests)):
+        contents: list[object] = [("popular", popular, part) for part in range(15)]
+        is_scan = (number // 300) % 2 == 1 and rng.random() < 0.7
+        contents = chains.fresh(40) if is_scan else contents + chains.fresh(2)
         requests.append((number * 0.5, chains.chain(contents)))
     return requests
 
@@ -130,7 +124,7 @@ def bursts(seed: int = 0, num_requests: int = 3000) -> Requests:
             )
             now_s += float(rng.exponential(2.0))
         start_s += float(rng.exponential(6.0))
-    return sorted(requests, key=lambda request: request[0])[:num_requests]
+    return _first(requests, num_requests)
 
 
 def drift(seed: int = 0, num_requests: int = 3000) -> Requests:
@@ -155,11 +149,8 @@ def _sessions(
     num_prompts: int = 4,
 ) -> Requests:
     """Contexts that grow from turn to turn; a session begins every `every_s` on average and ends
-    after any turn with the same probability.
-
-    `gap_s`: the time until the next turn, of the generator and of the session's own pace, a number
-    around 1.
-    """
+    after any turn with the same probability. `gap_s`: the time until the next turn, of the
+    generator and of the session's own pace, a number around 1."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     start_s = 0.0
@@ -174,14 +165,16 @@ def _sessions(
             if rng.random() < end_ratio:
                 break
             now_s += gap_s(rng, pace)
-    return sorted(requests, key=lambda request: request[0])[:num_requests]
+    return _first(requests, num_requests)
 
 
 def regular_turns(seed: int = 0, num_requests: int = 3000) -> Requests:
     """Agents whose tools all take about two seconds, four at once."""
-    return _sessions(
-        seed, num_requests, 12.0, lambda rng, pace: 2.0 * float(rng.lognormal(0.0, 0.25)), 0.04
-    )
+
+    def gap_s(rng: np.random.Generator, pace: float) -> float:
+        return 2.0 * float(rng.lognormal(0.0, 0.25))
+
+    return _sessions(seed, num_requests, 12.0, gap_s, 0.04)
 
 
 def tool_pauses(seed: int = 0, num_requests: int = 3000) -> Requests:
@@ -225,50 +218,31 @@ def sub_agents(seed: int = 0, num_requests: int = 3000) -> Requests:
                     ends_s = max(ends_s, inner_s)
                 now_s = ends_s
             now_s += float(rng.gamma(6.0, 0.5))
-    return sorted(requests, key=lambda request: request[0])[:num_requests]
+    return _first(requests, num_requests)
 
 
 def mixture(seed: int = 0, num_requests: int = 3000) -> Requests:
     """Agents, trees, a scan and a loop at once, on one clock."""
-    share = num_requests // 4
-    parts = [maker(seed, share) for maker in (agent_sessions, zipf_trees, scans, loops)]
+    makers = (agent_sessions, zipf_trees, scans, loops)
     merged: Requests = []
-    for part, requests in enumerate(parts):
-        length_s = requests[-1][0] or 1.0
-        merged += [
-            (time_s / length_s * 1200.0, [block * len(parts) + part for block in ids])
-            for time_s, ids in requests
-        ]
+    for part, maker in enumerate(makers):
+        requests = maker(seed, num_requests // len(makers))
+        scale = 1200.0 / (requests[-1][0] or 1.0)
+        for time_s, ids in requests:
+            merged.append((time_s * scale, [block * len(makers) + part for block in ids]))
     return sorted(merged, key=lambda request: request[0])
 
 
-MAKERS: dict[str, Callable[[int, int], Requests]] = {
-    "zipf_trees": zipf_trees,
-    "agent_sessions": agent_sessions,
-    "scans": scans,
-    "loops": loops,
-    "bursts": bursts,
-    "drift": drift,
-    "mixture": mixture,
-    "regular_turns": regular_turns,
-    "tool_pauses": tool_pauses,
-    "random_ends": random_ends,
-    "sub_agents": sub_agents,
+_SOME = (zipf_trees, agent_sessions, mixture, regular_turns, tool_pauses, random_ends)
+MAKERS: dict[str, Callable[..., Requests]] = {
+    maker.__name__: maker for maker in (*_SOME, scans, loops, bursts, drift, sub_agents)
 }
 
 
 def write_trace(path: Path, requests: Requests) -> Path:
     """Returns a file in Mooncake's format."""
-    lines = (
-        json.dumps(
-            {
-                "timestamp": round(time_s * 1000),
-                "input_length": 512 * len(ids),
-                "output_length": 1,
-                "hash_ids": ids,
-            }
-        )
-        for time_s, ids in requests
-    )
-    path.write_text("\n".join(lines) + "\n")
+    with path.open("w") as file:
+        for time_s, ids in requests:
+            line = {"timestamp": round(time_s * 1000), "input_length": 512 * len(ids)}
+            file.write(json.dumps({**line, "output_length": 1, "hash_ids": ids}) + "\n")
     return path

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hotkv_sparse.cuda.arena import (
-    REGISTER_FLAGS,
-)
+from hotkv_sparse.cuda.arena import REGISTER_FLAGS
 from hotkv_sparse.cuda.device import FOLDER, SOURCES, Argument, Host, source_of
 from tests.device import cuda_on_cpu
 
@@ -42,9 +40,8 @@ class CpuDevice:
         return memory[start : start + size].view(dtype).reshape(tuple(shape))
 
     def write(self, target: np.ndarray, start: Sequence[int], values: Host) -> None:
-        target[
-            tuple(slice(at, at + size) for at, size in zip(start, values.shape, strict=True))
-        ] = values
+        sizes = zip(start, values.shape, strict=True)
+        target[tuple(slice(at, at + size) for at, size in sizes)] = values
 
     def read(self, source: np.ndarray) -> Host:
         return source.copy()
@@ -59,9 +56,8 @@ class CpuDevice:
     ) -> None:
         self.seed += self.seed > 0
         values = [np.uint64(0) if arg is None else arg for arg in args]
-        module(source_of(kernel)).launch(
-            kernel, tuple(grid), threads, values, shared_bytes, self.seed
-        )
+        source = module(source_of(kernel))
+        source.launch(kernel, tuple(grid), threads, values, shared_bytes, self.seed)
 
 
 class CpuTensors(CpuDevice):
@@ -134,16 +130,11 @@ class Cuda:
         return int(attribute in self.attributes)
 
     def hostRegister(self, address: int, num_bytes: int, flags: int) -> None:
-        assert (
-            address % PAGE == num_bytes % PAGE == 0
-            and num_bytes > 0
-            and flags == self.flags
-            and self.current == 1
-        )
-        if any(
-            address < at + size and at < address + num_bytes for at, size in self.registered.items()
-        ):
-            raise CUDARuntimeError("cudaErrorHostMemoryAlreadyRegistered")
+        assert address % PAGE == num_bytes % PAGE == 0 and num_bytes > 0
+        assert flags == self.flags and self.current == 1
+        for at, size in self.registered.items():
+            if address < at + size and at < address + num_bytes:
+                raise CUDARuntimeError("cudaErrorHostMemoryAlreadyRegistered")
         if sum(self.registered.values()) + num_bytes > self.beyond:
             raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
         self.registered[address] = num_bytes

@@ -12,7 +12,7 @@ F32 = npt.NDArray[np.float32]
 TOKEN_FORMATS = ("rot2u", "rot3u")
 SUMMARIES = ("quest", "mean")
 UNCALIBRATED = TOKEN_FORMATS + SUMMARIES
-"""All formats but mix2, whose axes need calibration."""
+"""All formats but mix2, whose axes need calibration: `test_axes.py`."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,21 @@ def make_case(
 ) -> Case:
     rng = np.random.default_rng(seed)
     centre = rng.standard_normal((kv_heads, head_size)).astype(np.float32) * rng.choice([0.0, 1.0])
-    keys = centre + rng.standard_normal((num_blocks, block_tokens, kv_heads, head_size)).astype(
-        np.float32
-    ) * np.float32(rng.choice([0.05, 1.0, 20.0]))
-    counts = (
-        rng.integers(0, block_tokens + 1, num_blocks)
-        if ragged
-        else np.full(num_blocks, block_tokens)
-    )
+    spread = np.float32(rng.choice([0.05, 1.0, 20.0]))
+    shape = (num_blocks, block_tokens, kv_heads, head_size)
+    keys = centre + rng.standard_normal(shape).astype(np.float32) * spread
+    counts = np.full(num_blocks, block_tokens)
+    if ragged:
+        counts = rng.integers(0, block_tokens + 1, num_blocks)
     query = rng.standard_normal((kv_heads * group, head_size)).astype(np.float32)
-    return Case(
-        keys.astype(np.float32),
-        counts.astype(np.int32),
-        query,
-        centre.astype(np.float32) if centred else None,
-    )
+    mu = centre.astype(np.float32) if centred else None
+    return Case(keys.astype(np.float32), counts.astype(np.int32), query, mu)
+
+
+def rows_of(data: st.DataObject, case: Case) -> npt.NDArray[np.int32]:
+    """Draws numbers of blocks, in any order and again."""
+    numbers = st.lists(st.integers(0, len(case.keys) - 1), max_size=150)
+    return np.array(data.draw(numbers) if len(case.keys) else [], np.int32)
 
 
 cases = st.builds(

@@ -3,6 +3,7 @@
 import mmap
 import sys
 import weakref
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import numpy as np
@@ -18,6 +19,7 @@ from hotkv_sparse.cuda.arena import (
     Access,
     MappedArena,
 )
+from hotkv_sparse.cuda.device import address_of
 from tests.sparse.cuda_support import PAGE, Cuda
 
 
@@ -29,7 +31,6 @@ def test_a_writable_mapping_is_registered_as_such(monkeypatch: pytest.MonkeyPatc
     arena = MappedArena(memory, 1, PAGE, is_writable=True)
     arena.start()
     assert arena.wait() and arena.access is Access.REGISTERED and len(cuda.registered) == 4
-    assert arena.addresses(np.array([PAGE]), PAGE).tolist() == [arena.address + PAGE]
     arena.close()
     assert not cuda.registered
 
@@ -59,9 +60,7 @@ def test_what_is_readable_is_registered_until_it_is_closed(
         cuda = Cuda(READ_ONLY_REGISTER, SAME_ADDRESS, beyond=fits * PAGE)
         arena = made(patch, cuda, num_pages * PAGE - tail, piece_pages * PAGE)
         assert (arena.access, arena.readable_bytes) == (Access.REGISTERED, 0)
-        assert not arena.addresses(np.zeros(1, np.int64), 1).any(), (
-            "nothing is registered before the start"
-        )
+        assert not arena.addresses(np.zeros(1, np.int64), 1).any(), "nothing before the start"
         arena.start()
         is_whole = arena.wait()
         pieces = -(-num_pages // piece_pages)
@@ -72,19 +71,12 @@ def test_what_is_readable_is_registered_until_it_is_closed(
             assert "out of memory" in arena.error and "ulimit" in arena.error
         slots = np.arange(-1, 2 * num_pages, dtype=np.int64) * (PAGE // 2)
         slots = slots[slots + 100 <= arena.num_bytes]
-        known = arena.addresses(slots, 100)
-        for offset, address in zip(slots.tolist(), known.tolist(), strict=True):
-            lies_in = [
-                at
-                for at, size in cuda.registered.items()
-                if at <= arena.address + offset < at + size
-            ]
-            assert address == (
-                arena.address + offset
-                if offset >= 0 and offset + 100 <= arena.readable_bytes
-                else 0
-            )
-            assert not address or lies_in
+        for offset, address in zip(slots.tolist(), arena.addresses(slots, 100), strict=True):
+            at = arena.address + offset
+            is_readable = offset >= 0 and offset + 100 <= arena.readable_bytes
+            assert address == (at if is_readable else 0)
+            pieces = cuda.registered.items()
+            assert not address or any(start <= at < start + size for start, size in pieces)
         arena.close()
         arena.close()
         assert not cuda.registered and not arena.readable_bytes and not arena.wait(0)
@@ -117,11 +109,8 @@ def test_pageable_memory_needs_no_registration(monkeypatch: pytest.MonkeyPatch) 
     arena = made(monkeypatch, cuda, 4 * PAGE)
     arena.start()
     assert arena.wait() and arena.access is Access.PAGEABLE
-    assert arena.addresses(np.array([-1, 0, 3 * PAGE]), PAGE).tolist() == [
-        0,
-        arena.address,
-        arena.address + 3 * PAGE,
-    ]
+    addresses = [0, arena.address, arena.address + 3 * PAGE]
+    assert arena.addresses(np.array([-1, 0, 3 * PAGE]), PAGE).tolist() == addresses
     arena.close()
     assert cuda.calls == [("synchronize", 1)] and arena.readable_bytes == 0
 
@@ -135,17 +124,44 @@ def test_says_what_to_do_where_a_device_can_not(
     assert caught.value.reason is Reason.NOT_ALLOWED
 
 
-def test_refuses_other_memory_pieces_and_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(PAGEABLE_ACCESS)
-    arena = made(monkeypatch, cuda, 4 * PAGE)
-    for call in (
-        lambda: MappedArena(mapped(4 * PAGE)[1:], 1),
-        lambda: MappedArena(mapped(4 * PAGE), 1, PAGE + 1),
-        lambda: MappedArena(mapped(4 * PAGE), 1, 0),
-        lambda: arena.addresses(np.array([3 * PAGE + 1]), PAGE),
-        lambda: arena.addresses(np.array([0]), 0),
-    ):
-        with pytest.raises(HotKVError) as caught:
-            call()
-        assert caught.value.reason is Reason.INVALID_FIELD
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda arena: MappedArena(mapped(4 * PAGE)[1:], 1),
+        lambda arena: MappedArena(mapped(4 * PAGE), 1, PAGE + 1),
+        lambda arena: MappedArena(mapped(4 * PAGE), 1, 0),
+        lambda arena: arena.addresses(np.array([3 * PAGE + 1]), PAGE),
+        lambda arena: arena.addresses(np.array([0]), 0),
+    ],
+)
+def test_refuses_other_memory_pieces_and_slots(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[MappedArena], object]
+) -> None:
+    arena = made(monkeypatch, Cuda(PAGEABLE_ACCESS), 4 * PAGE)
+    with pytest.raises(HotKVError) as caught:
+        call(arena)
+    assert caught.value.reason is Reason.INVALID_FIELD
     arena.close()
+
+
+class Tensor:
+    """As torch's, of a type that the array interface may not know."""
+
+    shape = (1,)
+    is_cuda = True
+
+    def data_ptr(self) -> int:
+        return 0x7F0000001000
+
+
+class CupyArray:
+    shape = (1,)
+    __cuda_array_interface__ = {"data": (0x7F0000002000, False)}  # noqa: RUF012
+
+
+def test_addresses_of_arrays() -> None:
+    found = [address_of(value) for value in (Tensor(), CupyArray(), 4096, None)]
+    assert found == [0x7F0000001000, 0x7F0000002000, 4096, 0]
+    with pytest.raises(HotKVError, match="ndarray is no device memory") as caught:
+        address_of(np.zeros(1))
+    assert caught.value.reason is Reason.INVALID_FIELD

@@ -31,11 +31,12 @@ def layer(
     num_heads: int = 2,
     num_slots: int = 8,
     seed: int = 0,
+    scorer: str = "mean",
     **sizes: int,
 ) -> CudaSelector:
     shape = StepShape(num_sequences, max_blocks, BLOCK, num_heads, 1, 16, num_slots, **sizes)
     work = Workspace(CpuDevice(seed), config, shape)
-    index = Index(work.device, IndexShape("mean", 1, 16, BLOCK), 1)
+    index = Index(work.device, IndexShape(scorer, 1, 16, BLOCK), 1)
     return CudaSelector(work, 5, index, NOWHERE, NOWHERE, CudaHotSets(work, (), 0))
 
 
@@ -50,21 +51,14 @@ def test_plans_as_the_reference_does(
     tokens: list[int], sinks: int, recent: int, topk: float
 ) -> None:
     config = SparseConfig(sparse_topk=topk, sink_tokens=sinks, recent_tokens=recent, scorer="mean")
-    selector = layer(config, len(tokens), 300)
-    selector._workspace.begin(np.array(tokens, np.int32))
-    for row, count in zip(selector._workspace.plan, tokens, strict=True):
+    work = layer(config, len(tokens), 300)._workspace
+    work.begin(np.array(tokens, np.int32))
+    for row, count in zip(work.plan, tokens, strict=True):
         where = span(config, count, BLOCK)
-        room = min(
-            max(config.budget_blocks(count, BLOCK) - where.num_always, 0), where.last - where.first
-        )
-        assert row[:6].tolist() == [
-            where.first,
-            where.last,
-            where.count,
-            room,
-            floor_blocks(BLOCK),
-            count,
-        ]
+        budget = max(config.budget_blocks(count, BLOCK) - where.num_always, 0)
+        room = min(budget, where.last - where.first)
+        expected = [where.first, where.last, where.count, room, floor_blocks(BLOCK), count]
+        assert row[:6].tolist() == expected
 
 
 @given(
@@ -88,10 +82,8 @@ def test_chooses_what_the_reference_chooses(
     scorer = "mean" if adaptive_p is None else "rot2u"
     config = SparseConfig(sparse_topk=0.1, adaptive_p=adaptive_p, scorer=scorer)
     max_blocks = -(-num_tokens // BLOCK) + 3
-    shape = StepShape(2, max_blocks, BLOCK, num_heads, 1, 16, max_blocks)
-    work = Workspace(CpuDevice(seed % 5), config, shape)
-    index = Index(work.device, IndexShape(scorer, 1, 16, BLOCK), 1)
-    selector = CudaSelector(work, 5, index, NOWHERE, NOWHERE, CudaHotSets(work, (), 0))
+    selector = layer(config, 2, max_blocks, num_heads, max_blocks, seed % 5, scorer)
+    work = selector._workspace
     work.begin(np.array([num_tokens, 0], np.int32))
     where = span(config, num_tokens, BLOCK)
     scores = (rng.standard_normal((num_heads, max_blocks)) * spread).astype(np.float32)
@@ -120,16 +112,12 @@ def test_chooses_what_the_reference_chooses(
 
 
 def test_a_share_that_nothing_reaches_takes_the_whole_budget() -> None:
-    config = SparseConfig(
-        sparse_topk=0.5, adaptive_p=0.99, scorer="rot2u", sink_tokens=16, recent_tokens=16
-    )
-    shape = StepShape(1, 100, BLOCK, 1, 1, 16, 100)
-    work = Workspace(CpuDevice(), config, shape)
-    index = Index(work.device, IndexShape("rot2u", 1, 16, BLOCK), 1)
-    selector = CudaSelector(work, 5, index, NOWHERE, NOWHERE, CudaHotSets(work, (), 0))
+    where = {"sink_tokens": 16, "recent_tokens": 16}
+    config = SparseConfig(sparse_topk=0.5, adaptive_p=0.99, scorer="rot2u", **where)
+    selector = layer(config, 1, 100, 1, 100, scorer="rot2u")
+    work = selector._workspace
     work.begin(np.array([1600], np.int32))
-    work.scores[:] = 0.0
-    work.always_log_mass[:] = -np.inf
+    work.scores[:], work.always_log_mass[:] = 0.0, -np.inf
     selector.choose()
     assert selector.numbers[0] == 50 and selector.blocks[0, :50].tolist() == [*range(49), 99]
 
@@ -139,11 +127,14 @@ class StepMachine(RuleBasedStateMachine):
     happens to the reference."""
 
     @initialize(
-        capacity=st.integers(4, 40), spare=st.integers(0, 4),
+        capacity=st.integers(4, 40),
+        spare=st.integers(0, 4),
         policy=st.sampled_from(["lru", "none"]),
-        count=st.integers(4, 60), corrections=st.integers(0, 4), seed=st.integers(0, 3),
-        max_prefetch=st.integers(1, 5),
-    )  # fmt: skip
+        count=st.integers(4, 60),
+        corrections=st.integers(0, 4),
+        seed=st.integers(0, 3),
+        prefetch=st.integers(1, 5),
+    )
     def begin(
         self,
         capacity: int,
@@ -152,20 +143,14 @@ class StepMachine(RuleBasedStateMachine):
         count: int,
         corrections: int,
         seed: int,
-        max_prefetch: int,
+        prefetch: int,
     ) -> None:
         self.hot = HotSet(capacity, spare, policy)
-        config = SparseConfig(
-            cache_policy=policy,
-            max_correction_blocks=corrections,
-            scorer="mean",
-            sink_tokens=16,
-            recent_tokens=32,
-        )
+        where = {"sink_tokens": 16, "recent_tokens": 32, "scorer": "mean"}
+        config = SparseConfig(cache_policy=policy, max_correction_blocks=corrections, **where)
         self.num_slots = capacity + spare
-        self.selector = layer(
-            config, 2, 200, num_slots=self.num_slots, seed=seed, max_prefetch=max_prefetch
-        )
+        sizes = {"num_slots": self.num_slots, "max_prefetch": prefetch}
+        self.selector = layer(config, 2, 200, seed=seed, **sizes)
         self.loading: list[int] = []
         self.wanted: np.ndarray = np.empty(0, np.int32)
         self.reach(count)
@@ -175,67 +160,47 @@ class StepMachine(RuleBasedStateMachine):
         self.hot.extend(Span(1, count - 2, count), count, count)
 
     def upload(self) -> None:
-        selector, hot, count = self.selector, self.hot, self.hot.span.count
-        selector.hot.state[1], selector.hot.block_of[1], selector.hot.used_at[1] = (
-            hot.state,
-            hot.block_of,
-            hot.used_at,
-        )
-        selector.hot.slot_of[1], selector._workspace.has_copy[1] = -1, 0
-        selector.hot.slot_of[1, :count], selector._workspace.has_copy[1, :count] = (
-            hot.slot_of[:count],
-            hot.has_copy[:count],
-        )
-        selector.hot.capacities[1], selector.hot.clocks[1] = hot.capacity_blocks, hot.clock
-        selector._workspace.plan[1, :3] = self.hot.span.first, self.hot.span.last, count
+        device, work = self.selector.hot, self.selector._workspace
+        hot, count = self.hot, self.hot.span.count
+        device.state[1], device.block_of[1] = hot.state, hot.block_of
+        device.used_at[1] = hot.used_at
+        device.slot_of[1], work.has_copy[1] = -1, 0
+        device.slot_of[1, :count] = hot.slot_of[:count]
+        work.has_copy[1, :count] = hot.has_copy[:count]
+        device.capacities[1], device.clocks[1] = hot.capacity_blocks, hot.clock
+        work.plan[1, :3] = hot.span.first, hot.span.last, count
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
-        where, selector = self.hot.span, self.selector
-        config = selector._workspace.config
-        chosen = data.draw(
-            st.lists(
-                st.integers(0, where.count - 1),
-                max_size=min(12, selector._workspace.max_selected - 4),
-            )
-        )
+        where, selector, device = self.hot.span, self.selector, self.selector.hot
+        work = selector._workspace
+        most = min(12, work.max_selected - 4)
+        chosen = data.draw(st.lists(st.integers(0, where.count - 1), max_size=most))
         weights = {b: float(data.draw(st.sampled_from([0.0, 0.25, 0.5, 1.0]))) for b in chosen}
         weights |= {int(b): np.inf for b in where.always}
         selection = selection_of(weights)
         self.upload()
-        number = len(selection.blocks)
+        number, count = len(selection.blocks), where.count
         selector.numbers[:] = [0, number]
-        selector.blocks[1, :number], selector.chosen[1, :number] = (
-            selection.blocks,
-            selection.weights,
-        )
-        selector.hot.correct(selector.blocks, selector.chosen, selector.numbers)
-        expected = self.hot.step(selection, config.max_correction_blocks)
-        counts = selector.hot.counts[1]
-        loaded, count = int(counts[LOADED]), where.count
-        assert selector.hot.loads[1, 0, :loaded].tolist() == expected.load.blocks.tolist()
-        assert selector.hot.loads[1, 1, :loaded].tolist() == expected.load.slots.tolist()
-        assert sorted(selector.hot.victims[1, : counts[VICTIMS]].tolist()) == sorted(
-            expected.load.victims.tolist()
-        )
-        assert (
-            selector.hot.prefetch[1, : counts[PREFETCH]].tolist()
-            == expected.prefetch.tolist()[: selector.hot.prefetch.shape[1]]
-        )
-        assert (counts[SELECTED], counts[RESIDENT]) == (
-            expected.num_selected,
-            expected.num_resident,
-        )
-        assert (
-            selector.hot.state[1].tolist() == self.hot.state.tolist()
-            and selector.hot.block_of[1].tolist() == self.hot.block_of.tolist()
-        )
-        assert selector.hot.slot_of[1, :count].tolist() == self.hot.slot_of[:count].tolist()
+        selector.blocks[1, :number] = selection.blocks
+        selector.chosen[1, :number] = selection.weights
+        device.correct(selector.blocks, selector.chosen, selector.numbers)
+        expected = self.hot.step(selection, work.config.max_correction_blocks)
+        counts, load = device.counts[1], expected.load
+        found = device.loads[1, :, : counts[LOADED]].tolist()
+        assert found[:2] == [load.blocks.tolist(), load.slots.tolist()]
+        victims = device.victims[1, : counts[VICTIMS]].tolist()
+        assert sorted(victims) == sorted(load.victims.tolist())
+        wanted = expected.prefetch.tolist()[: device.prefetch.shape[1]]
+        assert device.prefetch[1, : counts[PREFETCH]].tolist() == wanted
+        assert counts[SELECTED] == expected.num_selected
+        assert counts[RESIDENT] == expected.num_resident
+        assert device.state[1].tolist() == self.hot.state.tolist()
+        assert device.block_of[1].tolist() == self.hot.block_of.tolist()
+        assert device.slot_of[1, :count].tolist() == self.hot.slot_of[:count].tolist()
         mapped = self.hot.state == 1
-        assert (
-            selector.hot.used_at[1][mapped].tolist() == self.hot.used_at[mapped].tolist()
-            and selector.hot.clocks[1] == self.hot.clock
-        )
+        assert device.used_at[1][mapped].tolist() == self.hot.used_at[mapped].tolist()
+        assert device.clocks[1] == self.hot.clock
         self.wanted = expected.prefetch
 
     @rule(count=st.integers(0, 4))
@@ -265,11 +230,13 @@ TestStepMachine = StepMachine.TestCase
 TestStepMachine.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
 
 
-def test_refuses_what_the_device_cannot() -> None:
-    with pytest.raises(HotKVError, match="on CUDA"):
-        layer(SparseConfig(fusion={"mean": 1.0}), 1, 10)
-
-
-def test_a_layer_has_its_own_scorer() -> None:
-    with pytest.raises(HotKVError, match="layer 5 is scored by rot2u; the index is mean"):
-        layer(SparseConfig(), 1, 10)
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (SparseConfig(fusion={"mean": 1.0}), "on CUDA"),
+        (SparseConfig(), "layer 5 is scored by rot2u; the index is mean"),
+    ],
+)
+def test_refuses_what_the_device_cannot(config: SparseConfig, words: str) -> None:
+    with pytest.raises(HotKVError, match=words):
+        layer(config, 1, 10)

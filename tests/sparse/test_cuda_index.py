@@ -50,10 +50,8 @@ def built(
 ) -> tuple[Index, np.ndarray, np.ndarray]:
     """(index, rows, the keys as they were read)"""
     num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
-    device, rng = CpuDevice(seed), np.random.default_rng(seed)
-    index = Index(
-        device, IndexShape(name, kv_heads, head_size, block_tokens), num_blocks + 3, case.mu
-    )
+    rng, shape = np.random.default_rng(seed), IndexShape(name, kv_heads, head_size, block_tokens)
+    index = Index(CpuDevice(seed), shape, num_blocks + 3, case.mu)
     index.pool[:] = 0xA5
     order = rng.permutation(num_blocks + 2)[:num_blocks].astype(np.int32)
     rows = rng.permutation(num_blocks + 3)[:num_blocks].astype(np.int32)
@@ -94,21 +92,17 @@ def test_builds_what_the_reference_builds(
     case: Case, name: str, dtype: str, layout: str, seed: int
 ) -> None:
     index, rows, held = built(case, name, dtype, layout, seed)
-    expected, found = build(name, held, case.mu, case.num_tokens), heads_of(index)[rows]
-    want, have = (unpack_tokens(name, packed, case.keys.shape[3]) for packed in (expected, found))
-    size = case.keys.shape[3]
+    size, found = case.keys.shape[3], heads_of(index)[rows]
+    expected = build(name, held, case.mu, case.num_tokens)
+    want, have = (unpack_tokens(name, packed, size) for packed in (expected, found))
     same = want.levels[..., :size] == have.levels[..., :size]
     whole = same.all(axis=-1)
     assert np.array_equal(want.sigma < 0, have.sigma < 0)
     # A channel between two levels may go either way; nothing else differs but sigma's last bit.
     assert same.mean() > 0.999 or (~same).sum() <= 2
     np.testing.assert_allclose(have.sigma[whole], want.sigma[whole], rtol=2**-9, atol=2**-23)
-    np.testing.assert_allclose(
-        approximate_keys(name, found, size),
-        approximate_keys(name, expected, size),
-        rtol=0.01,
-        atol=0.8 * np.abs(held).max(),
-    )
+    keys = [approximate_keys(name, packed, size) for packed in (found, expected)]
+    np.testing.assert_allclose(*keys, rtol=0.01, atol=0.8 * np.abs(held).max())
     untouched = np.setdiff1d(np.arange(index.num_rows), rows)
     assert (index.pool[untouched] == 0xA5).all()
 
@@ -128,22 +122,16 @@ def selector_of(
 ) -> CudaSelector:
     """Returns a layer over the given representations; every block but the last is a candidate."""
     num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
-    device = CpuDevice(seed)
+    device, most = CpuDevice(seed), num_blocks + 2
     config = SparseConfig(scorer=name, sink_tokens=0, recent_tokens=1, dense_layers=())
-    shape = StepShape(
-        2, num_blocks + 2, block_tokens, len(case.query), kv_heads, head_size, num_blocks + 2
-    )
-    work = Workspace(device, config, shape)
+    sizes = (len(case.query), kv_heads, head_size, most)
+    work = Workspace(device, config, StepShape(2, most, block_tokens, *sizes))
     index = Index(device, IndexShape(name, kv_heads, head_size, block_tokens), len(packed), case.mu)
     heads_of(index)[:] = packed
     pages = Pages(np.zeros(1, np.float32), "float32", 0, 0, 0)
     selector = CudaSelector(work, 0, index, pages, pages, CudaHotSets(work, (), 0))
     work.set_blocks(1, 0, rows, np.zeros(num_blocks, np.int64))
-    work.begin(
-        np.array(
-            [0, (num_blocks - 1) * block_tokens + 1 if block_tokens > 1 else num_blocks], np.int32
-        )
-    )
+    work.begin(np.array([0, (num_blocks - 1) * block_tokens + 1], np.int32))
     work.scores[:] = np.nan
     return selector
 
@@ -151,17 +139,14 @@ def selector_of(
 @given(small, st.sampled_from(TOKEN_FORMATS + SUMMARIES), st.integers(0, 9))
 @quick
 def test_scores_what_the_reference_scores(case: Case, name: str, seed: int) -> None:
-    num_blocks, _, _, head_size = case.keys.shape
-    rng = np.random.default_rng(seed)
-    rows = rng.permutation(num_blocks + 2)[:num_blocks].astype(np.int32)
-    packed = np.zeros(
-        (num_blocks + 2, case.kv_heads, formats.head_bytes(name, case.keys.shape[1], head_size)),
-        np.uint8,
-    )
+    num_blocks, block_tokens, _, head_size = case.keys.shape
+    rows = np.random.default_rng(seed).permutation(num_blocks + 2)[:num_blocks].astype(np.int32)
+    num_bytes = formats.head_bytes(name, block_tokens, head_size)
+    packed = np.zeros((num_blocks + 2, case.kv_heads, num_bytes), np.uint8)
     packed[rows] = build(name, case.keys, case.mu, case.num_tokens)
     selector = selector_of(case, name, rows, packed, seed)
-    scale = 1.0 / np.sqrt(head_size)
     queries = np.stack([np.full_like(case.query, np.nan), case.query])
+    scale = 1.0 / np.sqrt(head_size)
     selector.score(Queries(queries, "float32", case.query.size, head_size), scale)
     first, last = selector._workspace.plan[1, :2]
     assert (first, last) == (0, num_blocks - 1)

@@ -1,8 +1,6 @@
 """Estimates against numbers computed by hand, and what must hold for all of them."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +10,9 @@ from hypothesis import strategies as st
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import SparseConfig
-from hotkv_sparse.estimate import (
-    DEVICES,
-    MODELS,
-    Mode,
-    Plan,
-    memory,
-    read_config,
-)
-from hotkv_sparse.estimate.command import NO_TIMES, as_json, as_text, main
-from hotkv_sparse.estimate.memory import figures_of
+from hotkv_sparse.estimate import DEVICES, MODELS, Mode, Plan, memory, read_config
+from hotkv_sparse.estimate.command import as_json, main
+from hotkv_sparse.estimate.memory import Memory, figures_of
 
 LLAMA, QWEN = MODELS["llama-3.1-8b"], MODELS["qwen2.5-14b"]
 H200 = DEVICES["h200"]
@@ -33,21 +24,13 @@ def sparse(**settings: Any) -> SparseConfig:
     return SparseConfig(**({"dense_layers": (), "min_context_tokens": 0} | settings))
 
 
-# ------------------------------------------------------------------------------------------ by hand
-
-
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
         ("smollm2-135m", 134_515_008),
         ("qwen2.5-0.5b", 494_032_768),
-        ("qwen2.5-7b", 7_615_616_512),
-        ("qwen2.5-14b", 14_770_033_664),
-        ("qwen2.5-32b", 32_763_876_352),
         ("qwen2.5-72b", 72_706_203_648),
-        ("llama-3.2-1b", 1_235_814_400),
         ("llama-3.1-8b", 8_030_261_248),
-        ("llama-3.1-70b", 70_553_706_496),
         ("mistral-7b", 7_248_023_552),
     ],
 )
@@ -55,29 +38,17 @@ def test_parameters_are_those_of_the_models_cards(name: str, parameters: int) ->
     assert MODELS[name].parameters == parameters
 
 
-def test_residency_s_example() -> None:
-    """RESIDENCY.md, "Arithmetic": 128 KiB a token, 512 MiB of staging a layer."""
+def test_published_examples() -> None:
+    """RESIDENCY.md, "Arithmetic": 128 KiB a token, 512 MiB of staging a layer. The design's cost at
+    1M tokens: KV 197 GB, index 13.1 GB."""
     plan = Plan(TOKENS_128K, chunk_tokens=CHUNK, staging_layers=1)
     taken = memory(LLAMA, H200, plan, Mode.RESIDENT)
     assert taken.kv_token.value == 128 * KIB
     assert taken.staging.value == 512 * MIB + CHUNK * 128 * KIB
-
-
-def test_sparse_s_case_of_a_million_tokens() -> None:
-    """The design's cost at 1M tokens: KV 197 GB, index 13.1 GB."""
     plan = Plan(1_000_000, sparse=sparse(sparse_topk=2048, sink_tokens=0, recent_tokens=1))
     taken = memory(QWEN, H200, plan, Mode.RESIDENT)
     assert taken.request_representations.value == pytest.approx(13.1e9, rel=0.005)
     assert memory(QWEN, H200, plan, Mode.DENSE).request_kv.value == pytest.approx(197e9, rel=0.005)
-
-
-def test_what_a_tenth_saves() -> None:
-    """RESIDENCY.md: 20 % hot and 6.6 % of rot2u are at most 3.7 times less."""
-    plan = Plan(1_000_000, sparse=sparse(sparse_topk=0.1))
-    dense, resident = (
-        memory(LLAMA, H200, plan, mode).request.value for mode in (Mode.DENSE, Mode.RESIDENT)
-    )
-    assert dense / resident == pytest.approx(1 / (0.2 + 34 / 512), rel=1e-3)
 
 
 def test_dense_layers_stay_whole_on_the_device() -> None:
@@ -98,39 +69,26 @@ def test_representations_in_host_memory_take_none_of_the_device() -> None:
 
 
 def test_devices_share_weights_and_heads() -> None:
-    one, two, sixteen = (
-        memory(LLAMA, H200, Plan(TOKENS_128K, tensor_parallel=n), Mode.DENSE) for n in (1, 2, 16)
-    )
-    assert two.weights.value == one.weights.value / 2
-    assert two.request.value == one.request.value / 2
+    def taken(num_devices: int, mode: Mode = Mode.DENSE) -> Memory:
+        return memory(LLAMA, H200, Plan(TOKENS_128K, tensor_parallel=num_devices), mode)
+
+    assert taken(2).weights.value == taken(1).weights.value / 2
+    assert taken(2).request.value == taken(1).request.value / 2
     # 8 KV heads on 16 devices: each has a copy of one.
-    assert sixteen.request.value == one.request.value / 8
-    host = [
-        memory(LLAMA, H200, Plan(TOKENS_128K, tensor_parallel=n), Mode.RESIDENT).host_request.value
-        for n in (1, 2, 16)
-    ]
-    assert host[0] == host[1] == host[2]
+    assert taken(16).request.value == taken(1).request.value / 8
+    assert len({taken(n, Mode.RESIDENT).host_request.value for n in (1, 2, 16)}) == 1
 
 
-def test_host_memory_bounds_the_batch() -> None:
+def test_memory_of_host_and_device_bounds_the_batch() -> None:
     plan = Plan(TOKENS_128K)
     host_request = memory(LLAMA, H200, plan, Mode.RESIDENT).host_request.value
     bounded = plan.with_(host_memory_bytes=int(3.5 * host_request))
     assert memory(LLAMA, H200, bounded, Mode.RESIDENT).largest_batch.value == 3
-    unbounded = memory(LLAMA, H200, plan, Mode.RESIDENT).largest_batch.value
     assert memory(LLAMA, H200, bounded, Mode.DENSE).largest_batch.value == 7
-    assert unbounded > 3
+    assert memory(LLAMA, H200, plan, Mode.RESIDENT).largest_batch.value > 3
+    too_large, small = MODELS["qwen2.5-72b"], DEVICES["a100-40g"]
+    assert memory(too_large, small, Plan(4096), Mode.DENSE).largest_batch.value == 0.0
 
-
-def test_a_model_that_does_not_fit_has_no_batch() -> None:
-    model, device, plan = MODELS["qwen2.5-72b"], DEVICES["a100-40g"], Plan(4096)
-    taken = memory(model, device, plan, Mode.DENSE)
-    assert taken.largest_batch.value == 0.0
-    text = as_text(model, device, plan, {Mode.DENSE: taken})
-    assert "does not fit the device" in text
-
-
-# ------------------------------------------------------------------------------------------ always
 
 PLANS = st.builds(
     Plan,
@@ -174,44 +132,42 @@ def test_more_tokens_never_take_less(case: Any, more: int) -> None:
         assert before[name].value <= after[name].value, name
 
 
-# ---------------------------------------------------------------------------------------- bad input
-
 GOOD = ["--model", "llama-3.1-8b", "--tokens", "100000", "--device", "h200"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "field"),
+    ("flag", "value"),
     [
-        (["--model", "gpt-9"], "model"),
-        (["--tokens", "0"], "tokens"),
-        (["--device", "abacus"], "device"),
-        (["--batch", "0"], "batch"),
-        (["--block-tokens", "-1"], "block_tokens"),
-        (["--chunk-tokens", "0"], "chunk_tokens"),
-        (["--staging-layers", "0"], "staging_layers"),
-        (["--tensor-parallel", "3"], "tensor_parallel"),
-        (["--tensor-parallel", "0"], "tensor_parallel"),
-        (["--dtype", "fp3"], "dtype"),
-        (["--weight-bits", "5"], "weight_bits"),
-        (["--memory-ratio", "1.1"], "memory_ratio"),
-        (["--memory-ratio", "nan"], "memory_ratio"),
-        (["--host-memory", "-1"], "host-memory"),
-        (["--sparse-topk", "1.5"], "sparse_topk"),
-        (["--sparse-topk", "10"], "sparse_topk"),
-        (["--scorer", "rot9u"], "scorer"),
-        (["--dense-layers", "32"], "dense_layers"),
-        (["--hot-sets", "0.5"], "hot_sets"),
-        (["--hot-sets", "inf"], "hot_sets"),
-        (["--device-memory", "0"], "device-memory"),
+        ("--model", "gpt-9"),
+        ("--tokens", "0"),
+        ("--device", "abacus"),
+        ("--batch", "0"),
+        ("--block-tokens", "-1"),
+        ("--chunk-tokens", "0"),
+        ("--staging-layers", "0"),
+        ("--tensor-parallel", "3"),
+        ("--tensor-parallel", "0"),
+        ("--dtype", "fp3"),
+        ("--weight-bits", "5"),
+        ("--memory-ratio", "1.1"),
+        ("--memory-ratio", "nan"),
+        ("--host-memory", "-1"),
+        ("--sparse-topk", "1.5"),
+        ("--sparse-topk", "10"),
+        ("--scorer", "rot9u"),
+        ("--dense-layers", "32"),
+        ("--hot-sets", "0.5"),
+        ("--hot-sets", "inf"),
+        ("--device-memory", "0"),
     ],
 )
 def test_bad_input_names_the_field(
-    arguments: list[str], field: str, capsys: pytest.CaptureFixture[str]
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*GOOD, *arguments]) == 2
+    assert main([*GOOD, flag, value]) == 2
     said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith((f"{field} ", f"sparse.{field} ")), said.err
+    field = said.err.split()[0].removeprefix("sparse.")
+    assert (said.out, field.replace("_", "-")) == ("", flag.removeprefix("--"))
     assert len(said.err.splitlines()) == 1
 
 
@@ -232,29 +188,27 @@ def config_file(folder: Path, **changes: object) -> Path:
     return file
 
 
-def test_a_config_is_read(tmp_path: Path) -> None:
+def test_a_config_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = config_file(tmp_path)
     for path in (file, tmp_path):
         model = read_config(path)
         assert (model.name, model.parameters) == (tmp_path.name, LLAMA.parameters)
-    nested = tmp_path / "nested.json"
-    nested.write_text(json.dumps({"text_config": CONFIG}))
-    assert read_config(nested).parameters == LLAMA.parameters
+    file.write_text(json.dumps({"text_config": CONFIG}))
+    assert read_config(file).parameters == LLAMA.parameters
+    for contents in ("", "[]", "{"):
+        file.write_text(contents)
+        with pytest.raises(HotKVError, match="config"):
+            read_config(tmp_path)
+    missing = str(tmp_path / "none.json")
+    assert main(["--config", missing, "--tokens", "1", "--device", "h200"]) == 2
+    assert missing in capsys.readouterr().err
 
 
 def test_a_config_of_qwen_is_read(tmp_path: Path) -> None:
     """It has biases that no field tells, and a window that is switched off."""
-    file = config_file(
-        tmp_path,
-        model_type="qwen2",
-        num_hidden_layers=48,
-        num_attention_heads=40,
-        hidden_size=5120,
-        intermediate_size=13824,
-        vocab_size=152064,
-        sliding_window=131072,
-        use_sliding_window=False,
-    )
+    sizes = {"num_hidden_layers": 48, "num_attention_heads": 40, "hidden_size": 5120}
+    sizes |= {"intermediate_size": 13824, "vocab_size": 152064, "sliding_window": 131072}
+    file = config_file(tmp_path, model_type="qwen2", use_sliding_window=False, **sizes)
     assert read_config(file).parameters == QWEN.parameters
 
 
@@ -279,74 +233,20 @@ def test_a_bad_config_names_the_field(tmp_path: Path, changes: Any, field: str) 
     assert caught.value.message.startswith(f"{field} ")
 
 
-@pytest.mark.parametrize("contents", ["", "[]", "{"])
-def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, contents: str) -> None:
-    (tmp_path / "config.json").write_text(contents)
-    with pytest.raises(HotKVError, match="config"):
-        read_config(tmp_path)
-
-
-def test_a_config_that_is_not_there_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    missing = tmp_path / "none.json"
-    assert main(["--config", str(missing), "--tokens", "1", "--device", "h200"]) == 2
-    assert str(missing) in capsys.readouterr().err
-
-
-# -------------------------------------------------------------------------------------- the command
-
-
-def test_text_shows_every_formula(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*GOOD, "--mode", "resident"]) == 0
-    text = capsys.readouterr().out
-    shown = figures_of(memory(LLAMA, H200, Plan(100_000), Mode.RESIDENT)).values()
-    assert all(figure.formula in text for figure in shown if figure.value)
-    assert NO_TIMES in text
-    assert "2 x 32 layers x 8 KV heads x 128 x 2 bytes" in text
-    assert "== dense" not in text
-
-
-def test_json_has_what_the_text_has(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_reach_plan_and_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GOOD, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert list(printed["modes"]) == ["dense", "sparse", "resident"]
-    assert printed["plan"]["sparse"]["sparse_topk"] == 2048, "the budget of publications"
     plan = Plan(100_000)
     modes = {mode: memory(LLAMA, H200, plan, mode) for mode in Mode}
-    expected = modes[Mode.RESIDENT].request
-    assert printed["modes"]["resident"]["memory"]["request"] == {
-        "value": expected.value, "unit": "bytes", "formula": expected.formula,
-    }  # fmt: skip
     assert printed == json.loads(json.dumps(as_json(LLAMA, H200, plan, modes)))
-
-
-def test_flags_reach_plan_and_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(printed["modes"]) == ["dense", "sparse", "resident"]
     flags = "--batch 3 --sparse-topk 0.2 --scorer rot3u --dense-layers 0 5 --hot-sets 3 "
     flags += "--representations host --device-memory 100 --host-memory 2"
     assert main([*GOOD, "--json", *flags.split()]) == 0
     printed = json.loads(capsys.readouterr().out)
-    plan, device = printed["plan"], printed["device"]
-    assert (plan["batch"], plan["hot_sets"]) == (3, 3.0)
-    assert plan["representations_on_host"]
-    assert plan["host_memory_bytes"] == 2 << 30
-    settings = plan["sparse"]
+    plan_of, settings = printed["plan"], printed["plan"]["sparse"]
+    assert (plan_of["batch"], plan_of["hot_sets"]) == (3, 3.0)
+    assert plan_of["representations_on_host"] and plan_of["host_memory_bytes"] == 2 << 30
     assert (settings["sparse_topk"], settings["scorer"]) == (0.2, "rot3u")
     assert settings["dense_layers"] == [0, 5]
-    assert device["memory_bytes"] == 100 << 30
-    assert "as given" in device["source"]
-
-
-def test_here_is_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*GOOD, "--device", "here", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["device"]["memory_bytes"] > 1 << 28
-
-
-def test_neither_torch_nor_grpc_is_imported() -> None:
-    code = (
-        "import sys; from hotkv_sparse.estimate.command import main; "
-        f"main({GOOD}); print(sorted({{'torch', 'grpc', 'pydantic', 'vllm', 'numba'}} & "
-        "set(sys.modules)), file=sys.stderr)"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stderr.splitlines()[-1] == "[]"
+    assert printed["device"]["memory_bytes"] == 100 << 30

@@ -1,23 +1,18 @@
 """The hot set against a naive model, with a memory of what every slot holds."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_sparse.hotset import HotSet, SlotState
+from hotkv_sparse.hotset import MAX_SETS, AdaptiveCapacity, HotSet, SlotState
 from hotkv_sparse.selection import Span
 from tests.sparse.naive import NaiveHotSet
 from tests.sparse.support import selection_of
-
-
-def full_set(capacity: int, num_blocks: int, policy: str = "lru", spare: int = 4) -> HotSet:
-    """Returns a hot set over blocks in host memory: one sink block, two recent ones, seeded."""
-    hot = HotSet(capacity, spare, policy)
-    hot.extend(Span(1, num_blocks - 2, num_blocks), num_blocks, num_blocks)
-    hot.seed(np.array([0, num_blocks - 2, num_blocks - 1], np.int32))
-    return hot
 
 
 class Machine(RuleBasedStateMachine):
@@ -43,35 +38,23 @@ class Machine(RuleBasedStateMachine):
 
     def grow(self, count: int, complete: int, num_host: int) -> None:
         first, last = self.span(count)
-        before = (
-            self.hot.map().blocks.tolist(),
-            self.hot.span,
-        )
+        before = (self.hot.map().blocks.tolist(), self.hot.span)
         expected = self.model.extend(first, last, count, complete, num_host)
         try:
             growth = self.hot.extend(Span(first, last, count), complete, num_host)
         except HotKVError as error:
             assert error.reason is Reason.OVERLOADED and expected is None
-            assert before == (
-                self.hot.map().blocks.tolist(),
-                self.hot.span,
-            )
+            assert before == (self.hot.map().blocks.tolist(), self.hot.span)
             return
-        assert expected == (
-            growth.new.blocks.tolist(),
-            growth.new.victims.tolist(),
-            growth.swap_out.tolist(),
-        )
-        self.write(growth.new.slots, growth.new.blocks)
-        self.out = sorted((set(self.out) | set(growth.swap_out.tolist())) & set(range(complete)))
+        new, out = growth.new, growth.swap_out.tolist()
+        assert expected == (new.blocks.tolist(), new.victims.tolist(), out)
+        self.write(new.slots, new.blocks)
+        self.out = sorted((set(self.out) | set(out)) & set(range(complete)))
         self.wanted = [b for b in self.wanted if b < count]
 
     def write(self, slots: np.ndarray, blocks: np.ndarray) -> None:
-        assert not {
-            s
-            for s in slots.tolist()
-            if self.hot.state[s] in (SlotState.LOADING, SlotState.CANCELLED)
-        }
+        busy = (SlotState.LOADING, SlotState.CANCELLED)
+        assert not any(self.hot.state[slot] in busy for slot in slots.tolist())
         self.content.update(zip(slots.tolist(), blocks.tolist(), strict=True))
 
     @rule(more=st.integers(0, 2), partial=st.booleans())
@@ -98,28 +81,20 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data(), max_loads=st.integers(0, 4))
     def step(self, data: st.DataObject, max_loads: int) -> None:
         span = self.hot.span
-        chosen = (
-            data.draw(st.lists(st.integers(0, max(span.count - 1, 0)), max_size=8))
-            if span.count
-            else []
-        )
-        weights = {b: float(data.draw(st.integers(0, 5))) for b in chosen}
+        blocks = st.lists(st.integers(0, max(span.count - 1, 0)), max_size=8)
+        weights = {b: float(data.draw(st.integers(0, 5))) for b in data.draw(blocks) if span.count}
         weights |= {b: np.inf for b in range(span.count) if b < span.first or b >= span.last}
         before = set(self.hot.map().blocks.tolist())
         result = self.hot.step(selection_of(weights), max_loads)
-        after = set(result.map.blocks.tolist())
-        loaded = result.load.blocks.tolist()
-        kept_missing = [b for b in weights if weights[b] == np.inf and b not in before]
-        assert len(loaded) <= max(max_loads, len(kept_missing))
-        assert (before & set(weights)) <= after and not set(result.load.victims.tolist()) & set(
-            weights
-        )
-        assert result.num_resident == len(
-            [b for b in weights if weights[b] < np.inf and b in before]
-        )
-        expected_load, expected_prefetch, victims = self.model.step(weights, max_loads)
+        after, loaded = set(result.map.blocks.tolist()), result.load.blocks.tolist()
+        victims = result.load.victims.tolist()
+        always = {b for b in weights if weights[b] == np.inf}
+        assert len(loaded) <= max(max_loads, len(always - before))
+        assert before & set(weights) <= after and not set(victims) & set(weights)
+        assert result.num_resident == len(before & set(weights) - always)
+        expected_load, expected_prefetch, expected_victims = self.model.step(weights, max_loads)
         assert (loaded, result.prefetch.tolist()) == (expected_load, expected_prefetch)
-        assert sorted(result.load.victims.tolist()) == sorted(victims)
+        assert sorted(victims) == sorted(expected_victims)
         self.write(result.load.slots, result.load.blocks)
         self.wanted = result.prefetch.tolist()
 
@@ -173,35 +148,59 @@ class Machine(RuleBasedStateMachine):
 TestHotSet = Machine.TestCase
 
 
-def test_a_prefetch_of_a_block_that_a_rewind_took_is_not_adopted() -> None:
-    """The block may have other bytes when the context is as long again."""
-    hot = HotSet(10, 4)
-    hot.extend(Span(1, 18, 20), 20, 20)
-    started = hot.begin_prefetch(np.array([12], np.int32))
-    assert (started.blocks.tolist(), started.slots.tolist()) == ([12], [0])
-    hot.extend(Span(1, 6, 8), 8, 8)
-    hot.extend(Span(1, 18, 20), 20, 20)
-    hot.finish_prefetch(started.slots, True)
-    assert not len(hot.adopt().blocks) and 12 not in hot.map().blocks
-    hot.check_invariants()
+def test_many_victims_are_the_coldest_in_their_order() -> None:
+    """So many that keys are sorted by radix."""
+    hot = HotSet(500, 0)
+    hot.extend(Span(0, 500, 500), 500, 500)
+    hot.seed(np.arange(500, dtype=np.int32))
+    used = list(range(498, -1, -3))
+    for block in used:
+        hot.step(selection_of({block: 1.0}), 1)
+    unused = [block for block in range(500) if block % 3]
+    assert hot.resize(100).tolist() == unused + used[:67]
+    hot.resize(501)
+    assert hot.num_slots == 501
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: HotSet(0), "use 1 and 0 or more"),
-        (lambda: HotSet(4, policy="mru"), "cache_policy is 'mru'"),
-        (lambda: full_set(10, 20).step(selection_of({20: 1.0}), 1), "from 0 to 19"),
-        (lambda: full_set(10, 20).seed(np.array([20], np.int32)), "from 0 to 19"),
-        (
-            lambda: full_set(10, 20).finish_prefetch(np.array([0], np.int32), True),
-            "no prefetch is writing",
-        ),
-        (lambda: full_set(10, 20).resize(0), "use 1 or more"),
-        (lambda: full_set(10, 20).extend(Span(1, 18, 20), 21), "21 blocks complete"),
+        (lambda hot: HotSet(0), "use 1 and 0 or more"),
+        (lambda hot: HotSet(4, policy="mru"), "cache_policy is 'mru'"),
+        (lambda hot: hot.step(selection_of({20: 1.0}), 1), "from 0 to 19"),
+        (lambda hot: hot.seed(np.array([20], np.int32)), "from 0 to 19"),
+        (lambda hot: hot.finish_prefetch(np.array([0], np.int32), True), "no prefetch is"),
+        (lambda hot: hot.resize(0), "use 1 or more"),
+        (lambda hot: hot.extend(Span(1, 18, 20), 21), "21 blocks complete"),
     ],
 )
-def test_refusals(call: object, words: str) -> None:
+def test_refusals(call: Callable[[HotSet], object], words: str) -> None:
+    hot = HotSet(10, 4)
+    hot.extend(Span(1, 18, 20), 20, 20)
+    hot.seed(np.array([0, 18, 19], np.int32))
     with pytest.raises(HotKVError, match=words) as caught:
-        call()  # type: ignore[operator]
+        call(hot)
     assert caught.value.reason is Reason.INVALID_FIELD
+
+
+@given(
+    budget=st.integers(1, 1000),
+    always=st.integers(0, 20),
+    steps=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 50)), max_size=80),
+)
+def test_capacity_stays_in_bounds(budget: int, always: int, steps: list[tuple[int, int]]) -> None:
+    capacity = AdaptiveCapacity(budget, always)
+    assert capacity.capacity_blocks == max(2 * budget, 2 * always)
+    most = max(MAX_SETS * budget, 2 * always)
+    for selected, left in steps:
+        blocks, least = capacity.observe(selected, left), max(min(selected, budget), always)
+        assert 2 * least - 1 <= blocks == capacity.capacity_blocks <= most + 1
+
+
+def test_the_capacity_goes_up_at_once_and_down_slowly_and_pressure_widens_it() -> None:
+    capacity = AdaptiveCapacity(500, 5)
+    assert [capacity.observe(wanted, 0) for wanted in (50, 400, 50)] == [100, 800, 784]
+    assert [capacity.observe(50, 0) for _ in range(200)][-1] == 100
+    capacity = AdaptiveCapacity(100, 5)
+    assert [capacity.observe(50, 3) for _ in range(60)][-1] == 200
+    assert [capacity.observe(50, 0) for _ in range(200)][-1] == 100

@@ -1,5 +1,7 @@
 """A layer's selection as a whole, against exact attention."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from hotkv_proto.errors import HotKVError
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.representations import build
 from hotkv_sparse.selection import (
+    Selection,
     Source,
     Span,
     choose,
@@ -40,20 +43,13 @@ class Context:
 
     def always(self, config: SparseConfig, query: np.ndarray) -> np.ndarray:
         where = span(config, self.num_tokens, BLOCK)
-        tokens = [
-            t
-            for b in where.always.tolist()
-            for t in range(b * BLOCK, (b + 1) * BLOCK)
-            if t < self.num_tokens
-        ]
-        return exact_log_mass(query, self.keys[tokens])
+        kept = np.isin(np.arange(self.num_tokens) // BLOCK, where.always)
+        return exact_log_mass(query, self.keys[: self.num_tokens][kept])
 
-    def sources(self, *names: str, mu: np.ndarray | None = None) -> dict[str, Source]:
+    def sources(self, name: str) -> dict[str, Source]:
         blocks = self.keys.reshape(self.num_blocks, BLOCK, HEADS, SIZE)
-        counts = np.minimum(BLOCK, self.num_tokens - BLOCK * np.arange(self.num_blocks)).astype(
-            np.int32
-        )
-        return {name: Source(build(name, blocks, mu, counts), mu) for name in names}
+        counts = np.minimum(BLOCK, self.num_tokens - BLOCK * np.arange(self.num_blocks))
+        return {name: Source(build(name, blocks, None, counts.astype(np.int32)), None)}
 
     def mass(self, query: np.ndarray, blocks: np.ndarray) -> float:
         grouped = query.reshape(HEADS, GROUP, SIZE)
@@ -64,89 +60,36 @@ class Context:
         return float(shares[:, :, tokens].sum(axis=-1).mean())
 
 
-def chosen(context: Context, config: SparseConfig, query: np.ndarray, *names: str):  # type: ignore[no-untyped-def]
-    rows = np.arange(context.num_blocks, dtype=np.int32)
-    always = context.always(config, query)
-    return select_layer(
-        config,
-        5,
-        query,
-        context.sources(*names),
-        rows,
-        always,
-        context.num_tokens,
-        BLOCK,
-    )
+def chosen(context: Context, config: SparseConfig, query: np.ndarray, name: str) -> Selection:
+    rows, always = np.arange(context.num_blocks, dtype=np.int32), context.always(config, query)
+    sources = context.sources(name)
+    return select_layer(config, 5, query, sources, rows, always, context.num_tokens, BLOCK)
 
 
 @pytest.mark.parametrize(("scorer", "least"), [("rot3u", 0.97), ("rot2u", 0.94)])
 def test_selections_hold_most_of_what_the_best_blocks_hold(scorer: str, least: float) -> None:
     context, config = Context(4090), SparseConfig(sparse_topk=0.1, scorer=scorer)
-    found, best = 0.0, 0.0
+    where, found, best = span(config, 4090, BLOCK), 0.0, 0.0
     for _ in range(5):
         query = context.query()
         selection = chosen(context, config, query, scorer)
         assert len(selection.blocks) == config.budget_blocks(4090, BLOCK) == 26
-        masses = np.array(
-            [context.mass(query, np.array([block])) for block in range(context.num_blocks)]
-        )
-        where = span(config, 4090, BLOCK)
-        middle = np.sort(masses[where.first : where.last])[::-1][: 26 - where.num_always]
-        best += masses[where.always].sum() + middle.sum()
+        every = [context.mass(query, np.array([block])) for block in range(context.num_blocks)]
+        middle = np.sort(every[where.first : where.last])[::-1][: 26 - where.num_always]
+        best += np.array(every)[where.always].sum() + middle.sum()
         found += context.mass(query, selection.blocks)
     assert found >= least * best
 
 
-def test_a_budget_that_covers_the_context_selects_everything() -> None:
-    context = Context(1000)
-    for config in (
-        SparseConfig(sparse_topk=1.0),
-        SparseConfig(sparse_topk=5000),
-        SparseConfig(sparse_topk=1.0, scorer="mean"),
-    ):
-        selection = chosen(context, config, context.query(), config.scorer)
-        assert selection.blocks.tolist() == list(range(63)) and selection.mass == pytest.approx(
-            1.0, abs=1e-5
-        )
-
-
-def test_rows_say_where_blocks_lie() -> None:
-    context, config = Context(2000), SparseConfig()
-    query = context.query()
-    source = context.sources("rot2u")["rot2u"]
-    rows = np.random.default_rng(1).permutation(200)[: context.num_blocks].astype(np.int32)
-    pool = np.zeros((200, *source.pool.shape[1:]), np.uint8)
-    pool[rows] = source.pool
-    always = context.always(config, query)
-    moved = select_layer(config, 5, query, {"rot2u": Source(pool)}, rows, always, 2000, BLOCK)
-    assert (moved.blocks == chosen(context, config, query, "rot2u").blocks).all()
-
-
-def test_refusals() -> None:
-    context = Context(500)
-    rows, query = np.arange(32, dtype=np.int32), context.query()
-    with pytest.raises(HotKVError, match="layer 0 is dense"):
-        select_layer(
-            SparseConfig(),
-            0,
-            query,
-            context.sources("rot2u"),
-            rows,
-            np.zeros(6, np.float32),
-            500,
-            BLOCK,
-        )
-    with pytest.raises(HotKVError, match="layer 5 has no source for rot2u"):
-        select_layer(
-            SparseConfig(),
-            5,
-            query,
-            context.sources("mean"),
-            rows,
-            np.zeros(6, np.float32),
-            500,
-            BLOCK,
-        )
+@pytest.mark.parametrize(
+    ("layer", "name", "words"),
+    [(0, "rot2u", "layer 0 is dense"), (5, "mean", "layer 5 has no source for rot2u")],
+)
+def test_refusals(layer: int, name: str, words: str) -> None:
+    context, rows, always = Context(500), np.arange(32, dtype=np.int32), np.zeros(6, np.float32)
+    query, sources = context.query(), context.sources(name)
+    with pytest.raises(HotKVError, match=words):
+        select_layer(SparseConfig(), layer, query, sources, rows, always, 500, BLOCK)
 
 
 @given(
@@ -170,28 +113,23 @@ def test_choosing_in_one_kernel_equals_its_reference(
     rng = np.random.default_rng(seed)
     scores = (rng.standard_normal((heads, num)) * spread).astype(np.float32)
     scores[rng.random(scores.shape) < empty] = -np.inf
-    always, where = (
-        rng.standard_normal(heads).astype(np.float32),
-        Span(first, first + num, first + num + recent),
-    )
-    options = {"adaptive_p": p, "floor_blocks": 2}
-    found = choose(scores, always, where, budget, **options)  # type: ignore[arg-type]
+    always = rng.standard_normal(heads).astype(np.float32)
+    where = Span(first, first + num, first + num + recent)
+    options: Any = {"adaptive_p": p, "floor_blocks": 2}
+    found = choose(scores, always, where, budget, **options)
     shares = oracle.aggregate(scores, always, 1)
-    expected = oracle.select(shares.shared, shares.always_shared, where, budget, **options)  # type: ignore[arg-type]
+    expected = oracle.select(shares.shared, shares.always_shared, where, budget, **options)
     assert abs(len(found.blocks) - len(expected.blocks)) <= (p is not None)
     assert found.mass == pytest.approx(expected.mass, abs=1e-4 if p is None else 0.05)
-    assert (np.diff(found.blocks) > 0).all() and (
-        np.isinf(found.weights) == np.isin(found.blocks, where.always)
-    ).all()
     middle = ~np.isinf(found.weights)
-    np.testing.assert_allclose(
-        found.weights[middle], shares.shared[found.blocks[middle] - first], rtol=1e-4, atol=1e-6
-    )
+    assert (np.diff(found.blocks) > 0).all()
+    assert (middle == ~np.isin(found.blocks, where.always)).all()
+    own = shares.shared[found.blocks[middle] - first]
+    np.testing.assert_allclose(found.weights[middle], own, rtol=1e-4, atol=1e-6)
     if len(found.blocks) == len(expected.blocks):
         # Where blocks weigh the same but for rounding, either may be chosen.
-        np.testing.assert_allclose(
-            np.sort(found.weights), np.sort(expected.weights), rtol=1e-4, atol=1e-6
-        )
+        weights = np.sort(found.weights), np.sort(expected.weights)
+        np.testing.assert_allclose(*weights, rtol=1e-4, atol=1e-6)
 
 
 def test_choosing_refuses_what_does_not_fit() -> None:
@@ -199,9 +137,3 @@ def test_choosing_refuses_what_does_not_fit() -> None:
         choose(np.zeros((2, 4), np.float32), np.zeros(2, np.float32), Span(0, 3, 3), 2)
     with pytest.raises(HotKVError, match="always_log_mass is"):
         choose(np.zeros((2, 3), np.float32), np.zeros(3, np.float32), Span(0, 3, 3), 2)
-
-
-def test_exact_mass_of_nothing() -> None:
-    assert np.isneginf(
-        exact_log_mass(np.ones((4, 8), np.float32), np.empty((0, 2, 8), np.float32))
-    ).all()

@@ -1,5 +1,7 @@
 """The book of sequences against dicts, and when uses count."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -27,6 +29,17 @@ BLOCKS = st.lists(st.integers(0, 2), max_size=7)
 
 def words(blocks: list[int]) -> Words:
     return hash_words(b"".join(bytes([block]) * 32 for block in blocks), 32)
+
+
+@contextlib.contextmanager
+def refusal(reason: Reason | None) -> Iterator[None]:
+    """What happens inside is refused for this reason, or not at all."""
+    if reason is None:
+        yield
+        return
+    with pytest.raises(HotKVError) as caught:
+        yield
+    assert caught.value.reason is reason
 
 
 class BookMachine(RuleBasedStateMachine):
@@ -58,53 +71,37 @@ class BookMachine(RuleBasedStateMachine):
 
     @rule(session=SESSIONS, name=IDS, group=st.sampled_from([0, 1]), blocks=BLOCKS)
     def create(self, session: int, name: str, group: int, blocks: list[int]) -> None:
-        existing = self.model.get((session, name))
-        reason = None
+        existing, reason = self.model.get((session, name)), None
         if existing is not None:
-            if (existing[0], existing[2]) != (group, len(blocks)) or existing[1][
-                : len(blocks)
-            ] != blocks:
+            old_group, old, created = existing
+            if (old_group, created, old[: len(blocks)]) != (group, len(blocks), blocks):
                 reason = Reason.DUPLICATE_ID
         elif sum(key[0] == session for key in self.model) >= 3:
             reason = Reason.OVERLOADED
         else:
             reason = self.refused(session, SEQUENCE_BLOCKS + len(blocks), len(blocks))
-        if reason is not None:
-            with pytest.raises(HotKVError) as caught:
-                self.book.create(session, name, group, words(blocks), None, self.owner_of[session])
-            assert caught.value.reason is reason
-            return
-        sequence, is_new = self.book.create(
-            session, name, group, words(blocks), None, self.owner_of[session]
-        )
-        assert is_new == (existing is None) and sequence is self.book.get(session, name)
-        if is_new:
-            self.model[session, name] = (group, blocks, len(blocks))
+        owner = self.owner_of[session]
+        with refusal(reason):
+            sequence, is_new = self.book.create(session, name, group, words(blocks), None, owner)
+            assert is_new == (existing is None) and sequence is self.book.get(session, name)
+            if is_new:
+                self.model[session, name] = (group, blocks, len(blocks))
 
     @rule(session=SESSIONS, name=IDS, first=st.integers(-1, 10), blocks=BLOCKS)
     def append(self, session: int, name: str, first: int, blocks: list[int]) -> None:
-        existing = self.model.get((session, name))
+        group, old, created = self.model.get((session, name), (0, [], -1))
         reason: Reason | None = Reason.INVALID_FIELD
-        whole: list[int] = []
-        if existing is not None and 0 <= first <= len(existing[1]):
-            old = existing[1]
-            whole = old[:first] + blocks + old[first + len(blocks) :]
-            if whole[: len(old)] == old:
-                reason = self.refused(session, len(whole) - len(old), len(whole))
-        if reason is not None:
-            with pytest.raises(HotKVError) as caught:
-                self.book.append(session, name, first, words(blocks))
-            assert caught.value.reason is reason
-            return
-        assert existing is not None
-        self.book.append(session, name, first, words(blocks))
-        self.model[session, name] = (existing[0], whole, existing[2])
+        whole = old[: max(first, 0)] + blocks + old[max(first, 0) + len(blocks) :]
+        if created >= 0 and 0 <= first <= len(old) and whole[: len(old)] == old:
+            reason = self.refused(session, len(whole) - len(old), len(whole))
+        with refusal(reason):
+            self.book.append(session, name, first, words(blocks))
+            self.model[session, name] = (group, whole, created)
 
     @rule(session=SESSIONS, name=IDS)
     def pop(self, session: int, name: str) -> None:
-        assert (self.book.pop(session, name) is None) == (
-            self.model.pop((session, name), None) is None
-        )
+        known = self.model.pop((session, name), None)
+        assert (self.book.pop(session, name) is None) == (known is None)
 
     @rule(session=SESSIONS)
     def drop_session(self, session: int) -> None:

@@ -53,7 +53,6 @@ class Table:
         assert self._records + RECORD_BYTES * (capacity + 1) <= num_bytes
 
     def word(self, block_hash: bytes, salt: int) -> int:
-        """Entry word of a block; 0 if it is not there."""
         prefix = int.from_bytes(block_hash[:8], "little")
         mixed = (prefix ^ salt) * MULTIPLIER & MASK_64
         tag, bucket = mixed & 0xFFFF_FFFF, (mixed >> 32) * self._num_buckets >> 32
@@ -116,7 +115,6 @@ class Stream:
 
 
 def talk(path: Path) -> socket.socket:
-    """Returns a connection to the descriptor socket."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(10)
     connection.connect(str(path))
@@ -150,12 +148,8 @@ def link(path: Path, session_id: str, handles: dict[str, int]) -> tuple[socket.s
 
 def opening(proof: bytes) -> session_pb2.OpenSession:
     """One group of full attention, one shard."""
-    group = layout_pb2.KvGroup(
-        group_index=0,
-        kind=layout_pb2.KV_GROUP_KIND_FULL_ATTENTION,
-        block_token_count=16,
-        shard_byte_counts=[BLOCK_BYTES],
-    )
+    full = layout_pb2.KV_GROUP_KIND_FULL_ATTENTION
+    group = layout_pb2.KvGroup(kind=full, block_token_count=16, shard_byte_counts=[BLOCK_BYTES])
     space = layout_pb2.KeySpace(
         model=MODEL,
         weights_identity="1",
@@ -179,28 +173,20 @@ def opening(proof: bytes) -> session_pb2.OpenSession:
 
 def layout() -> layout_pb2.Layout:
     """One handle, block after block."""
-    handle = layout_pb2.MemoryHandle(
-        handle_id="memory",
-        byte_count=NUM_BLOCKS * BLOCK_BYTES,
-        file_mapping=layout_pb2.FileMapping(file_byte_offset=0),
-    )
+    mapping, num_bytes = layout_pb2.FileMapping(), NUM_BLOCKS * BLOCK_BYTES
+    handle = layout_pb2.MemoryHandle(handle_id="memory", byte_count=num_bytes, file_mapping=mapping)
     tensor = layout_pb2.PageTensor(
-        group_index=0,
-        handle_id="memory",
-        block_stride_byte_count=BLOCK_BYTES,
-        run_byte_count=BLOCK_BYTES,
+        handle_id="memory", block_stride_byte_count=BLOCK_BYTES, run_byte_count=BLOCK_BYTES
     )
     return layout_pb2.Layout(block_count=NUM_BLOCKS, handles=[handle], tensors=[tensor])
 
 
 def int32s(values: Sequence[int]) -> bytes:
-    """Packed numbers."""
     return struct.pack(f"<{len(values)}i", *values)
 
 
 @contextlib.contextmanager
 def shared_memory(num_bytes: int) -> Iterator[tuple[int, mmap.mmap]]:
-    """A file in memory, and its mapping."""
     fd = os.memfd_create("foreign")
     try:
         os.posix_fallocate(fd, 0, num_bytes)
@@ -228,7 +214,6 @@ def failed_call(channel: grpc.Channel) -> dict[str, Any]:
 
 
 def main(folder: Path) -> dict[str, Any]:
-    """Stores, looks up, loads, compares; what it saw."""
     saw: dict[str, Any] = {}
     with (
         grpc.insecure_channel(f"unix:{folder / 'grpc.sock'}") as channel,
@@ -247,11 +232,9 @@ def main(folder: Path) -> dict[str, Any]:
         hashes = [hashlib.sha256(os.urandom(16)).digest() for _ in range(8)]
         saw["ready before"] = sum(table.is_ready(h, salt) for h in hashes)
         run = cache_pb2.BlockRun(hashes=b"".join(hashes), block_ids=int32s(range(8)))
-        stored = stream.ask(
-            store=cache_pb2.StoreRequest(
-                transfer_id="s", lease_id="s", runs=[run], fence_index=WORD_OF_STORE
-            )
-        )
+        names = {"transfer_id": "s", "lease_id": "s"}
+        store = cache_pb2.StoreRequest(**names, runs=[run], fence_index=WORD_OF_STORE)
+        stored = stream.ask(store=store)
         saw["stored"] = list(stored.runs[0].results)
         saw["ready after"] = sum(table.is_ready(h, salt) for h in hashes)
         record = table.record(table.word(hashes[3], salt))
@@ -273,11 +256,9 @@ def main(folder: Path) -> dict[str, Any]:
         # It takes back what it is about to store: nothing of it is committed.
         struct.pack_into("<I", fence, 4 * WORD_OF_STORE, 1)
         run.hashes, run.block_ids = hashlib.sha256(b"revoked").digest(), int32s([0])
-        revoked = stream.ask(
-            store=cache_pb2.StoreRequest(
-                transfer_id="r", lease_id="r", runs=[run], fence_index=WORD_OF_STORE
-            )
-        )
+        names = {"transfer_id": "r", "lease_id": "r"}
+        store = cache_pb2.StoreRequest(**names, runs=[run], fence_index=WORD_OF_STORE)
+        revoked = stream.ask(store=store)
         saw["revoked"] = [*revoked.runs[0].results, table.is_ready(run.hashes, salt)]
         try:
             stream.ask(load=cache_pb2.LoadRequest(transfer_id="u", lease_id="none's", runs=[to]))

@@ -1,10 +1,6 @@
-"""The reading process of `test_table_reader`: probes and finds in a table file until it has done
-its share, then prints counts as JSON.
-
-Every record says by itself whether it is whole: hash, depth, size, owner or check value all follow
-from the key's number and the record's offset word (`derived`). So does the writer's side, which
-imports this module.
-"""
+"""The reading process of `test_table_reader`, and its writer. Every record says by itself whether
+it is whole: hash, depth, size, owner and check value follow from the key's number and the record's
+offset word (`derived`)."""
 
 import json
 import mmap
@@ -76,18 +72,17 @@ class Counts:
     torn: int = 0
     wrong: int = 0
     generations: int = 0
+    """The highest that was seen."""
 
 
 def read(block_table: BlockTable, num_batches: int, seed: int) -> Counts:
     """Probes and finds batches of random keys."""
-    rng = np.random.default_rng(seed)
-    counts = Counts()
-    highest_generation = 0
+    rng, counts = np.random.default_rng(seed), Counts()
+    capacity = block_table.geometry.capacity
     for _ in range(num_batches):
         numbers = rng.integers(0, NUM_STABLE + NUM_MOVING + NUM_ABSENT, BATCH).astype(np.uint64)
         packed = packed_hashes(numbers)
-        absent = numbers >= NUM_STABLE + NUM_MOVING
-        stable = numbers < NUM_STABLE
+        absent, stable = numbers >= NUM_STABLE + NUM_MOVING, numbers < NUM_STABLE
         probed = block_table.probe(hash_prefixes(packed, HASH_BYTES), SALT)
         found, records = block_table.find(
             hash_words(packed, HASH_BYTES), SALT, KEY_SPACE, GROUP, with_records=True
@@ -95,24 +90,20 @@ def read(block_table: BlockTable, num_batches: int, seed: int) -> Counts:
         counts.probes += BATCH
         counts.finds += BATCH
         for words in (probed, found):
-            counts.wrong += int(np.sum(words[absent] != 0)) + int(
-                np.sum(words[stable] >= RESERVED_FLAG)
-            )
-            counts.wrong += int(np.sum((words & ~RESERVED_FLAG) > block_table.geometry.capacity))
-            counts.stable_finds += int(np.sum(words[stable] != 0))
-            counts.stable_misses += int(np.sum(words[stable] == 0))
+            counts.wrong += np.count_nonzero(words[absent])
+            counts.wrong += np.count_nonzero(words[stable] >= RESERVED_FLAG)
+            counts.wrong += np.count_nonzero((words & ~RESERVED_FLAG) > capacity)
+            counts.stable_finds += np.count_nonzero(words[stable])
+            counts.stable_misses += np.count_nonzero(words[stable] == 0)
         hit = found != 0
         is_ready = hit & (found < RESERVED_FLAG)
-        counts.ready += int(is_ready.sum())
-        counts.reserved += int((hit & ~is_ready).sum())
-        counts.misses += int((~hit).sum())
-        counts.torn += int(
-            torn(records[hit], numbers[hit], packed_hashes(numbers[hit]), is_ready[hit]).sum()
-        )
-        highest_generation = max(
-            highest_generation, int(records[hit, table.W_GENERATION].max(initial=0))
-        )
-    counts.generations = highest_generation
+        counts.ready += np.count_nonzero(is_ready)
+        counts.reserved += np.count_nonzero(hit & ~is_ready)
+        counts.misses += np.count_nonzero(~hit)
+        mine = numbers[hit]
+        counts.torn += int(torn(records[hit], mine, packed_hashes(mine), is_ready[hit]).sum())
+        generation = int(records[hit, table.W_GENERATION].max(initial=0))
+        counts.generations = max(counts.generations, generation)
     return counts
 
 
@@ -120,19 +111,16 @@ def torn(
     records: Words, numbers: Words64, packed: bytes, ready: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
     """Which records [n] are not what the writer wrote for these keys in one piece."""
-    truth = derived(numbers, records[:, table.W_OFFSET].astype(np.uint64))
-    low, high = (
-        (truth & np.uint64(0xFFFF_FFFF)).astype(np.uint32),
-        (truth >> np.uint64(32)).astype(np.uint32),
-    )
+    offsets, group_states = records[:, table.W_OFFSET], records[:, table.W_GROUP_STATE]
+    truth = derived(numbers, offsets.astype(np.uint64))
+    low = (truth & np.uint64(0xFFFF_FFFF)).astype(np.uint32)
+    high = (truth >> np.uint64(32)).astype(np.uint32)
     states = np.where(ready, table.STATE_READY, table.STATE_RESERVED)
     whole = np.all(records[:, :8] == hash_words(packed, HASH_BYTES), axis=1)
-    whole &= (records[:, table.W_KEY_SPACE] == KEY_SPACE) & (
-        records[:, table.W_GROUP_STATE] == (GROUP | states << 16)
-    )
-    whole &= (records[:, table.W_DEPTH] == low >> np.uint32(1)) & (
-        records[:, table.W_SIZE] == records[:, table.W_OFFSET] % 7 + 1
-    )
+    whole &= records[:, table.W_KEY_SPACE] == KEY_SPACE
+    whole &= group_states == (GROUP | states << 16)
+    whole &= records[:, table.W_DEPTH] == low >> np.uint32(1)
+    whole &= records[:, table.W_SIZE] == offsets % 7 + 1
     whole &= records[:, table.W_CHECK] == np.where(ready, low, ~low)
     whole &= records[:, table.W_CHECK + 1] == np.where(ready, high, 0)
     return ~whole
@@ -145,7 +133,7 @@ def main(path: str, num_batches: int, seed: int, reference: bool) -> None:
     block_table = BlockTable.open(np.frombuffer(mapping, np.uint8))
     if reference:
         block_table._kernels = None
-    print(json.dumps(asdict(read(block_table, num_batches, seed))))
+    print(json.dumps(asdict(read(block_table, num_batches, seed)), default=int))
 
 
 if __name__ == "__main__":
@@ -189,23 +177,13 @@ class Writer:
     def insert(self, numbers: np.ndarray) -> None:
         """One call each, because depth, size and owner are the key's own."""
         offset_words = self.rng.integers(1, 1 << 32, len(numbers)).astype(np.uint64)
-        truth = derived(numbers, offset_words)
-        for number, offset, check in zip(
-            numbers.tolist(), offset_words.tolist(), truth.tolist(), strict=True
-        ):
+        truth, one = derived(numbers, offset_words), np.ones(1, np.int64)
+        lists = (numbers.tolist(), offset_words.tolist(), truth.tolist())
+        for number, offset, check in zip(*lists, strict=True):
             hashes = hash_words(packed_hashes(np.array([number], np.uint64)), HASH_BYTES)
-            low = check & 0xFFFF_FFFF
-            one = np.ones(1, np.int64)
-            size = (offset % 7 + 1) * SLOT_ALIGN
-            entries = self.index.insert(
-                KEY_SPACE,
-                GROUP,
-                hashes,
-                one * offset * SLOT_ALIGN,
-                size,
-                one * (low >> 1),
-                ~low & 0xFFFF_FFFF,
-            )
+            low, size = check & 0xFFFF_FFFF, (offset % 7 + 1) * SLOT_ALIGN
+            place, depth, owner = one * offset * SLOT_ALIGN, one * (low >> 1), ~low & 0xFFFF_FFFF
+            entries = self.index.insert(KEY_SPACE, GROUP, hashes, place, size, depth, owner)
             assert len(entries) == 1
             self.entries[number], self.checks[number] = entries[0], check
 

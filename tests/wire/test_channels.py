@@ -43,35 +43,26 @@ def test_the_admin_socket_lies_beside_the_users() -> None:
     assert is_unix(UNIX) and not is_unix(FAR)
 
 
-@pytest.mark.parametrize("target", [UNIX, FAR])
-def test_without_tls_settings_a_channel_is_plain(opened: list[Any], target: str) -> None:
-    open_channel(target, NO_CREDENTIALS)
+@pytest.mark.parametrize(("target", "name"), [(UNIX, None), (FAR, None), (UNIX, "tls_ca")])
+def test_without_tls_settings_or_far_target_a_channel_is_plain(
+    opened: list[Any], files: dict[str, str], target: str, name: str | None
+) -> None:
+    open_channel(target, Credentials(**{name: files["ca"]}) if name else NO_CREDENTIALS)
     assert opened == [("plain", target, OPTIONS)]
 
 
-def test_a_unix_socket_needs_no_tls(opened: list[Any], files: dict[str, str]) -> None:
-    open_channel(UNIX, Credentials(tls_ca=files["ca"]))
-    assert opened == [("plain", UNIX, OPTIONS)]
-
-
 @pytest.mark.parametrize(
-    "given, secrets",
+    ("names", "secrets"),
     [
-        ({"tls_ca": "ca"}, (b"ca", None, None)),
-        (
-            {"tls_certificate": "certificate", "tls_key": "key"},
-            (None, b"key", b"certificate"),
-        ),
-        (
-            {"tls_ca": "ca", "tls_certificate": "certificate", "tls_key": "key"},
-            (b"ca", b"key", b"certificate"),
-        ),
+        (("ca",), (b"ca", None, None)),
+        (("certificate", "key"), (None, b"key", b"certificate")),
+        (("ca", "certificate", "key"), (b"ca", b"key", b"certificate")),
     ],
 )
 def test_any_tls_setting_makes_a_channel_secure(
-    opened: list[Any], files: dict[str, str], given: dict[str, str], secrets: Any
+    opened: list[Any], files: dict[str, str], names: tuple[str, ...], secrets: Any
 ) -> None:
-    open_channel(FAR, Credentials(**{name: files[file] for name, file in given.items()}))
+    open_channel(FAR, Credentials(**{f"tls_{name}": files[name] for name in names}))
     assert opened == [("tls", FAR, secrets, OPTIONS)]
 
 
@@ -81,30 +72,18 @@ def test_another_name_may_be_expected_in_the_certificate(opened: list[Any]) -> N
     assert opened == [("tls", FAR, (None, None, None), expected)]
 
 
-@pytest.mark.parametrize("name", ["tls_certificate", "tls_key"])
-def test_a_certificate_without_its_key_is_refused(
+@pytest.mark.parametrize("name", ["ca", "certificate", "key"])
+def test_a_file_that_is_not_there_and_half_a_pair_are_refused(
     opened: list[Any], files: dict[str, str], name: str
 ) -> None:
-    with pytest.raises(HotKVError, match="set both or neither") as refused:
-        open_channel(FAR, Credentials(**{name: files["key"]}))
-    assert refused.value.reason is Reason.INVALID_FIELD and not opened
-
-
-@pytest.mark.parametrize("name", ["tls_ca", "tls_certificate", "tls_key"])
-def test_a_file_that_is_not_there_is_named(
-    opened: list[Any], files: dict[str, str], name: str
-) -> None:
-    paths = {
-        "tls_ca": files["ca"],
-        "tls_certificate": files["certificate"],
-        "tls_key": files["key"],
-    }
-    with pytest.raises(HotKVError, match=f"{name} '/none': No such file") as refused:
-        open_channel(FAR, Credentials(**paths | {name: "/none"}))
-    assert refused.value.reason is Reason.INVALID_FIELD and not opened
-
-
-# ------------------------------------------------------------------------------------------- tokens
+    paths = {f"tls_{one}": files[one] for one in ("ca", "certificate", "key")}
+    cases = [(paths | {f"tls_{name}": "/none"}, f"tls_{name} '/none': No such file")]
+    if name != "ca":
+        cases.append(({f"tls_{name}": files["key"]}, "set both or neither"))
+    for given, words in cases:
+        with pytest.raises(HotKVError, match=words) as refused:
+            open_channel(FAR, Credentials(**given))
+        assert refused.value.reason is Reason.INVALID_FIELD and not opened
 
 
 def test_a_token_travels_where_nobody_can_read_it(files: dict[str, str]) -> None:

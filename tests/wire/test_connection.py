@@ -1,29 +1,44 @@
-"""One life of a client's stream: each call is resolved once, or was not sent and says why."""
+"""One life of a client's stream: each call is resolved once, or was not sent and says why. Answers
+that the client can't read, of a newer server or a broken one, resolve their own call as failed, and
+nothing else suffers. A process with a client forks as if it had none."""
 
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from hotkv_client import Role, SessionConfig, connection
+from hotkv_client import GroupHashes, LinkState, Role, Session, SessionConfig, connection
 from hotkv_client.connection import Connection, Pending
 from hotkv_client.fence import Fence
-from hotkv_client.types import After, TransferStatus
+from hotkv_client.testing import OddServer
+from hotkv_client.types import After, Evicted, TransferResult, TransferStatus
+from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.order import DeviceMark, OrderKind
+from hotkv_proto.v1 import session_pb2
+from tests.server.refusals import fill
 
 SPACE = KeySpace("m", "w", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
+CONFIG = SessionConfig("unix:/none/none.sock", "e", Role.WORKER, SPACE)
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Connection:
+def made() -> Connection:
     """A connection that nobody answers, with a fence."""
-    config = SessionConfig(f"unix:{tmp_path}/none.sock", "e", Role.WORKER, SPACE)
-    return Connection(config, None, Fence())
+    return Connection(CONFIG, None, Fence())
 
 
 def pending(**fields: Any) -> Pending:
@@ -40,18 +55,16 @@ def test_after_its_end_a_connection_takes_no_call(made: Connection) -> None:
     assert made.num_pending == 0 and not after.future.done()
 
 
-def test_calls_have_numbers_of_their_own(made: Connection) -> None:
+def test_as_many_calls_wait_as_there_may_each_with_its_number(
+    made: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "MAX_PENDING", 3)
     requests = [_wire.ping() for _ in range(3)]
     assert all(made.submit(request, pending(), None) is None for request in requests)
     assert len({request.request_id for request in requests} - {0}) == 3
-
-
-def test_as_many_calls_wait_as_there_may(made: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "MAX_PENDING", 2)
-    assert [made.submit(_wire.ping(), pending(), None) for _ in range(2)] == [None, None]
     refused = made.submit(_wire.ping(), pending(), None)
     assert isinstance(refused, HotKVError) and refused.reason is Reason.OVERLOADED
-    assert refused.retryable and made.num_pending == 2
+    assert refused.retryable and made.num_pending == 3
 
 
 @pytest.mark.parametrize(
@@ -68,17 +81,15 @@ def test_what_the_link_does_not_take_is_not_sent(
 
 def test_a_cancelled_store_with_a_word_of_the_fence_ends_at_once(made: Connection) -> None:
     made.link = object()  # type: ignore[assignment]
-    store, load = (
-        pending(transfer_id="s", fence_index=3),
-        pending(transfer_id="l", is_load=True),
-    )
-    for call in (store, load):
+    store, other = (pending(transfer_id="s", fence_index=index) for index in (3, 4))
+    load = pending(transfer_id="l", is_load=True)
+    for call in (store, other, load):
         assert made.submit(_wire.ping(), call, None) is None
-    stored, loaded = store.future, load.future
+    futures = [call.future for call in (store, other)]
     for name in ("s", "l"):
         made.cancel(name)
-    assert stored.result(0).status is TransferStatus.CANCELLED
-    assert not loaded.done() and made.num_pending == 2
+    assert [future.result(0).status for future in futures] == [TransferStatus.CANCELLED] * 2
+    assert not load.future.done() and made.num_pending == 3
     assert not made.has_unrevocable_store()
 
 
@@ -90,3 +101,278 @@ def test_a_store_without_a_word_of_the_fence_can_not_be_revoked(made: Connection
     assert not future.done()
     made.end()
     assert isinstance(future.exception(0), SessionLostError), "there is no link to wait for"
+
+
+FORKS = """
+import os, socket, sys, threading
+from hotkv_client.admin import AdminClient
+
+target = sys.argv[1]
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(target)
+listener.listen()
+threading.Thread(target=lambda: AdminClient("unix:" + target).info(), daemon=True).start()
+listener.accept()
+for _ in range(20):
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+sys.stderr.flush()
+os._exit(0)
+"""
+
+
+def test_grpc_does_not_hold_up_a_fork(tmp_path: Path) -> None:
+    """Its handlers say so when a call under way keeps them from stopping its threads. Where they
+    can stop them, they may wait for them for ever."""
+    environment = {k: v for k, v in os.environ.items() if k != "GRPC_ENABLE_FORK_SUPPORT"}
+    command = [sys.executable, "-c", FORKS, str(tmp_path / "socket")]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=60)
+    assert done.returncode == 0 and b"fork" not in done.stderr, done.stderr
+
+
+def bodies(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in kind.DESCRIPTOR.oneofs_by_name["body"].fields)
+
+
+BODIES, ANSWERS = bodies(session_pb2.ConnectRequest), bodies(session_pb2.ConnectResponse)
+TRANSFERS = ("load", "store")
+UNKNOWN = 9
+"""A number that no enum of the wire has."""
+
+
+def request(body: str) -> Any:
+    message = session_pb2.ConnectRequest()
+    getattr(message, body).SetInParent()
+    return message
+
+
+def answer(body: str, request_id: int, seed: int = 0, is_filled: bool = True) -> Any:
+    """Returns an answer of this kind with random values in random fields; no body for ""."""
+    message = session_pb2.ConnectResponse(request_id=request_id)
+    if body:
+        getattr(message, body).SetInParent()
+    if body and is_filled:
+        fill(getattr(message, body), np.random.default_rng(seed), 0)
+    return message
+
+
+def spoiled(message: Any, cuts: list[tuple[int, int]]) -> Any:
+    """Returns the message with some of its bytes changed; itself if that is no message any more."""
+    packed = bytearray(message.SerializeToString())
+    for place, value in cuts:
+        if packed:
+            packed[place % len(packed)] = value
+    try:
+        read = session_pb2.ConnectResponse.FromString(bytes(packed))
+    except DecodeError:
+        return message
+    read.request_id = message.request_id
+    return read
+
+
+def call(made: Connection, body: str, name: str = "", **fields: Any) -> "Future[Any]":
+    """Makes a call of this kind, which waits for its answer. Returns its future."""
+    future: Future[Any] = Future()
+    waiting = Pending(future, transfer_id=name, is_load=body == "load", **fields)
+    assert made.submit(request(body), waiting, None) is None
+    return future
+
+
+@example([("load", "load", 0, [])])
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(BODIES),
+            st.sampled_from((*ANSWERS, "", *["its own"] * len(ANSWERS))),
+            st.integers(0, 1 << 30),
+            st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), max_size=3),
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_any_answer_resolves_its_call(calls: list[tuple[str, str, int, list[Any]]]) -> None:
+    made = Connection(CONFIG, None, Fence())
+    futures, answers = [], []
+    for number, (body, kind, seed, cuts) in enumerate(calls, 1):
+        futures.append(call(made, body, f"t{number}" if body in TRANSFERS else ""))
+        kind = _answers.ANSWERED_AS.get(body, body) if kind == "its own" else kind
+        answers.append(spoiled(answer(kind if kind in ANSWERS else "", number, seed), cuts))
+    late = call(made, "ping")
+    made.call = [*answers, answer("pong", 77), answer("eviction_notice", 0)]
+    notices: list[Any] = []
+    made.serve(notices.append)
+    for (body, *_), future in zip(calls, futures, strict=True):
+        assert future.done(), body
+        error = future.exception(0)
+        assert error is None or isinstance(error, HotKVError), repr(error)
+        if error is None and body in TRANSFERS:
+            assert isinstance(future.result(0), TransferResult)
+            assert future.result(0).status in set(TransferStatus)
+    assert len(notices) == 1 and made.num_pending == 1 and not late.done()
+    made.end()
+    assert isinstance(late.exception(0), HotKVError)
+
+
+def test_an_answer_whose_reader_breaks_fails_its_call_alone(
+    made: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a caller that gives up end the stream: a cancelled future can't be resolved."""
+    broken, given_up, other = (call(made, body) for body in ("lookup", "ping", "ping"))
+    assert not given_up.cancel()
+
+    def result(response: Any, waiting: str, *_: Any) -> Any:
+        return 1 // 0 if waiting == "lookup" else None
+
+    monkeypatch.setattr(connection._answers, "result", result)
+    serve(made, answer("lookup", 1), answer("pong", 2), answer("pong", 3))
+    error = broken.exception(0)
+    assert isinstance(error, HotKVError) and error.reason is Reason.INTERNAL
+    assert given_up.done() and other.result(0) is None
+
+
+def serve(made: Connection, *answers: Any) -> None:
+    made.call = [*answers]
+    made.serve(lambda _: None)
+
+
+@pytest.mark.parametrize("body", TRANSFERS)
+def test_a_status_that_only_newer_servers_know_is_a_failure(made: Connection, body: str) -> None:
+    future, told = call(made, body, "t"), answer(body, 1, is_filled=False)
+    getattr(told, body).status = UNKNOWN
+    serve(made, told)
+    assert future.result(0).status is TransferStatus.FAILED
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_an_answer_to_another_call_fails_this_one(made: Connection, body: str) -> None:
+    """Nobody is given a value of another type than the call promises."""
+    others = {"", *ANSWERS} - {"error", _answers.ANSWERED_AS.get(body, body)}
+    futures = [call(made, body) for _ in others]
+    serve(made, *(answer(kind, number) for number, kind in enumerate(sorted(others), 1)))
+    for future in futures:
+        error = future.exception(0)
+        assert isinstance(error, HotKVError) and f"answered {body} by" in error.message
+
+
+def test_a_system_without_threads_still_ends_a_connections_calls(
+    made: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Closed:
+        def wait_closed(self) -> None:
+            """The server has let go of the memory."""
+
+    class NoThread(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    futures = [call(made, body, body) for body in TRANSFERS]
+    made.link = Closed()  # type: ignore[assignment]
+    monkeypatch.setattr(connection.threading, "Thread", NoThread)
+    made.end()
+    assert all(isinstance(future.exception(0), HotKVError) for future in futures)
+
+
+def opened() -> Any:
+    message = answer("session_opened", 0, is_filled=False)
+    message.session_opened.session_id = "s"
+    return message
+
+
+class Server:
+    """The answers of an OddServer: it opens sessions, and says to each call what `say` makes of its
+    number."""
+
+    def __init__(self, say: Callable[[int], list[bytes]]) -> None:
+        self.say = say
+
+    def __call__(self, packed: bytes) -> list[bytes]:
+        message = session_pb2.ConnectRequest.FromString(packed)
+        if message.WhichOneof("body") == "open_session":
+            return [opened().SerializeToString()]
+        return self.say(message.request_id) if message.request_id else []
+
+
+def session_to(target: str, **more: Any) -> Session:
+    return Session(SessionConfig(target, "e", Role.TOOL, SPACE, reconnect_initial_s=0.01, **more))
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[str]:
+    yield f"unix:{tmp_path}/grpc.sock"
+
+
+def masks_by(number: int) -> bytes:
+    packed: bytes = answer("lookup", number, is_filled=False).SerializeToString()
+    return packed
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        lambda number: [b"\xff" * 40],
+        lambda number: [answer("", number).SerializeToString()],
+        lambda number: [answer("load", number, number).SerializeToString()],
+        lambda number: [opened().SerializeToString(), masks_by(number)],
+        lambda number: [answer("eviction_notice", 0).SerializeToString() + b"\x6a\x03\x0a\x01\x08"],
+        lambda number: 1 / 0,
+    ],
+    ids=["no message", "no body", "another call's", "opened twice", "half a notice", "no answer"],
+)
+def test_a_session_outlives_what_it_can_not_read(
+    target: str, says: Callable[[int], list[bytes]]
+) -> None:
+    """Every future ends, and the next call to a server that is sane again is answered."""
+    server = Server(says)
+    session = session_to(target)
+    with OddServer(target, server):
+        session.start()
+        assert session.wait_connected(60)
+        futures = [session.lookup([GroupHashes(0, [bytes(32)])]) for _ in range(5)]
+        for future in futures:
+            assert isinstance(future.exception(60), HotKVError | None)
+        server.say = lambda number: [masks_by(number)]
+        assert answered_again(session) == ()
+    session.close()
+
+
+def answered_again(session: Session) -> Any:
+    """What the next lookup finds, once the session is there again."""
+    for _ in range(1000):
+        assert session.wait_connected(60)
+        future = session.lookup([GroupHashes(0, [bytes(32)])])
+        if future.exception(60) is None:
+            return future.result(0)
+    raise AssertionError("no call is answered any more")
+
+
+def test_listeners_that_raise_do_not_end_a_session(target: str) -> None:
+    heard: list[object] = []
+
+    def raises(*news: object) -> None:
+        heard.extend(news)
+        raise RuntimeError("a listener's own fault")
+
+    def says(number: int) -> list[bytes]:
+        notice = answer("eviction_notice", 0, is_filled=False)
+        notice.eviction_notice.groups.add(group_index=0, hashes=bytes(32))
+        return [notice.SerializeToString(), masks_by(number)]
+
+    session = session_to(target, on_state=raises, on_evicted=raises)
+    with OddServer(target, Server(says)):
+        session.start()
+        assert session.wait_connected(60)
+        for _ in range(2):
+            assert session.lookup([GroupHashes(0, [bytes(32)])]).result(60) == ()
+    session.close()
+    assert LinkState.CONNECTED in heard and LinkState.CLOSED in heard
+    assert any(isinstance(one, Evicted) for one in heard)
+
+
+def test_arguments_that_make_no_message_come_out_of_the_future(target: str) -> None:
+    session = session_to(target)
+    future = session.lookup([GroupHashes("0", [bytes(32)])])  # type: ignore[arg-type]
+    error = future.exception(0)
+    assert isinstance(error, HotKVError) and error.reason is Reason.INVALID_FIELD

@@ -5,12 +5,13 @@ from typing import Any
 import grpc
 import pytest
 
-from demo.processes import Server, runtime_folder
+from hotkv_client.wire import admin as _admin
 from hotkv_client.wire import answers as _answers
 from hotkv_proto.errors import RETRYABLE, HotKVError, Reason
 from hotkv_proto.messages.errors import STATUS_KEY, error_status, field_at_fault, read_error_detail
-from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc, errors_pb2
+from hotkv_proto.v1 import cache_pb2, errors_pb2, session_pb2, warm_pb2
 from hotkv_server.wire.errors import CODES
+from hotkv_server.wire.guard import audit
 
 google = pytest.importorskip("google.rpc", reason="googleapis-common-protos is not installed")
 from google.rpc import error_details_pb2, status_pb2  # noqa: E402
@@ -18,40 +19,26 @@ from google.rpc import error_details_pb2, status_pb2  # noqa: E402
 
 @pytest.mark.parametrize("reason", Reason)
 def test_every_reason_reads_as_googles_own_messages(reason: Reason) -> None:
-    packed = error_status(
-        HotKVError(reason, "lease_id is odd"), CODES[reason].value[0]
-    ).SerializeToString()
+    told, code = HotKVError(reason, "lease_id is odd"), CODES[reason].value[0]
+    packed = error_status(told, code).SerializeToString()
     status = status_pb2.Status.FromString(packed)
-    assert (status.code, status.message) == (CODES[reason].value[0], "lease_id is odd")
+    assert (status.code, status.message) == (code, "lease_id is odd")
     info = error_details_pb2.ErrorInfo()
     assert len(status.details) == 1 and status.details[0].Unpack(info)
     assert (info.reason, info.domain) == (reason.name, "hotkv")
     retryable = "true" if RETRYABLE[reason] else "false"
     assert dict(info.metadata) == {"field": "lease_id", "retryable": retryable}
+    read = _answers.as_error(FailedCall(("x", b""), (STATUS_KEY, packed)))
+    assert (read.reason, read.message, read.retryable) == (reason, told.message, RETRYABLE[reason])
 
 
 class FailedCall(grpc.RpcError):
     """A call as gRPC gives it to the client."""
 
     def __init__(self, *trailers: tuple[str, bytes]) -> None:
-        self._trailers = trailers
-
-    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
-        return self._trailers
-
-    def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.ABORTED
-
-    def details(self) -> str:
-        return "details"
-
-
-@pytest.mark.parametrize("reason", Reason)
-def test_the_client_reads_the_trailer(reason: Reason) -> None:
-    told = HotKVError(reason, "hashes is odd")
-    trailer = (STATUS_KEY, error_status(told, 1).SerializeToString())
-    read = _answers.as_error(FailedCall(("x", b""), trailer))
-    assert (read.reason, read.message, read.retryable) == (reason, told.message, RETRYABLE[reason])
+        self.trailing_metadata = lambda: trailers
+        self.code = lambda: grpc.StatusCode.ABORTED
+        self.details = lambda: "details"
 
 
 @pytest.mark.parametrize(
@@ -96,15 +83,33 @@ def test_the_field_is_what_the_sentence_begins_with(message: str, field: str) ->
     assert field_at_fault(message) == field
 
 
-def test_a_failed_call_carries_both_trailers() -> None:
-    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB") as server:
-        server.wait_ready()
-        with grpc.insecure_channel(server.target) as channel:
-            stub: Any = cache_pb2_grpc.CacheServiceStub(channel)
-            with pytest.raises(grpc.RpcError) as caught:
-                stub.Lookup(cache_pb2.LookupRequest(key_space_id=77))
-    trailers = dict(caught.value.trailing_metadata())  # type: ignore[attr-defined]
-    status = status_pb2.Status.FromString(trailers[STATUS_KEY])
-    info = error_details_pb2.ErrorInfo()
-    assert status.details[0].Unpack(info)
-    assert (info.reason, info.metadata["field"]) == ("UNKNOWN_KEY_SPACE", "key_space_id")
+class Refusing:
+    """A stub whose calls fail, those with streams after a first answer."""
+
+    def GetHintOutcomes(self, request: Any, **how: Any) -> Any:
+        raise FailedCall()
+
+    def ExportBlocks(self, request: Any, **how: Any) -> Any:
+        yield warm_pb2.ExportBlocksResponse(key_space={"hash_byte_count": 32})
+        yield warm_pb2.ExportBlocksResponse(groups=[{"group_index": 1, "hashes": b"h"}])
+        raise FailedCall()
+
+
+def test_an_admins_calls_fail_as_hotkvs_errors() -> None:
+    stub: Any = Refusing()
+    with pytest.raises(HotKVError, match="ABORTED"):
+        _admin.poll_hints(stub, "", "m", 0, 1, 1.0, (), b"")
+    parts = _admin.export(stub, 1, 1, 1.0, ())
+    assert [next(parts), next(parts)] == [{"hash_byte_count": 32}, [(1, b"h")]]
+    with pytest.raises(HotKVError, match="ABORTED"):
+        next(parts)
+
+
+def test_the_audit_has_sizes_in_place_of_contents() -> None:
+    run = cache_pb2.BlockRun(hashes=bytes(64), depth=3)
+    assert audit.arguments(run) == {"hashes": "64 bytes", "depth": 3}
+    request = cache_pb2.ReserveBlocksRequest(lease_id="l" * 99, runs=[run] * 2, ttl_ms=5)
+    request.retention.SetInParent()
+    expected = {"lease_id": "l" * audit.MAX_TEXT, "runs": "2 entries", "ttl_ms": 5}
+    assert audit.arguments(request) == {**expected, "retention": "set"}
+    assert audit.arguments(session_pb2.RequestReport(saved_s=float("inf"))) == {"saved_s": "inf"}

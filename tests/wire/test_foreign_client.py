@@ -42,49 +42,38 @@ def saw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     return answer
 
 
-def test_it_speaks_the_newest_version(saw: dict[str, object]) -> None:
-    assert saw["version"] == NEWEST_VERSION
-
-
-def test_what_it_stores_it_finds_in_the_table_and_loads(saw: dict[str, object]) -> None:
-    assert (saw["ready before"], saw["ready after"]) == (0, 8)
-    assert saw["stored"] == [BlockResult.STORED] * 8
-    assert saw["record"] == [True] * 3
-    assert (saw["pinned"], saw["loaded"], saw["equal"]) == ([1] * 8, "TRANSFER_STATUS_DONE", True)
-
-
-def test_a_store_that_it_revokes_commits_nothing(saw: dict[str, object]) -> None:
-    assert saw["revoked"] == [BlockResult.ABORTED, False]
-
-
-def test_refusals_say_what_is_wrong_and_whether_a_retry_helps(saw: dict[str, object]) -> None:
-    assert saw["refused"] == [Reason.UNKNOWN_LEASE, "lease_id", False]
-    assert saw["failed call"] == {
-        "code": "NOT_FOUND",
-        "reason": "UNKNOWN_SESSION",
-        "domain": "hotkv",
-        "field": "session_id",
-        "retryable": "false",
-    }
-
-
-def test_the_end_of_the_session_ends_the_link(saw: dict[str, object]) -> None:
-    assert saw["link ended"] is True
-
-
-def test_it_knows_nothing_of_hotkv_but_the_stubs(saw: dict[str, object]) -> None:
-    modules = saw["modules"]
+def test_it_stores_finds_loads_revokes_and_is_refused(saw: dict[str, object]) -> None:
+    modules = saw.pop("modules")
     assert isinstance(modules, list) and "hotkv_proto.v1.session_pb2" in modules
-    assert all(
-        name in ("hotkv_proto", "hotkv_proto.v1") or name.endswith(("_pb2", "_pb2_grpc"))
-        for name in modules
-    )
-    tree = ast.parse(CLIENT.read_text())
-    roots = {
-        (node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
+    for name in set(modules) - {"hotkv_proto", "hotkv_proto.v1"}:
+        assert name.endswith(("_pb2", "_pb2_grpc")), "it knows nothing of hotkv but the stubs"
+    assert saw == {
+        "version": NEWEST_VERSION,
+        "ready before": 0,
+        "stored": [BlockResult.STORED] * 8,
+        "ready after": 8,
+        "record": [True] * 3,
+        "pinned": [1] * 8,
+        "loaded": "TRANSFER_STATUS_DONE",
+        "equal": True,
+        "revoked": [BlockResult.ABORTED, False],
+        "refused": [Reason.UNKNOWN_LEASE, "lease_id", False],
+        "failed call": {
+            "code": "NOT_FOUND",
+            "reason": "UNKNOWN_SESSION",
+            "domain": "hotkv",
+            "field": "session_id",
+            "retryable": "false",
+        },
+        "link ended": True,
     }
+
+
+def test_it_imports_nothing_of_hotkv_but_the_stubs() -> None:
+    text = CLIENT.read_text()
+    nodes = [*ast.walk(ast.parse(text))]
+    roots = {node.names[0].name for node in nodes if isinstance(node, ast.Import)}
+    roots |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
     others = {root.split(".")[0] for root in roots} - set(sys.stdlib_module_names)
     assert others == {"grpc", "google", "hotkv_proto"} and "hotkv_proto.v1" in roots
-    assert len(CLIENT.read_text().splitlines()) <= MAX_LINES
+    assert len(text.splitlines()) <= MAX_LINES

@@ -74,16 +74,12 @@ def test_what_a_report_says_for_the_ledger_arrives(
 ) -> None:
     """Times of more than a day count as one, and reasons that engines can't know as none."""
     saved_s, wait_s = seconds
-    said = RequestReport(
-        [], 10, 0, 0, 0.0, miss=miss, saved_s=saved_s, wait_s=wait_s, report_id=number
-    )
-    end = LoadEnd(number, seconds[0], failed)
-    (request,) = _wire.report_requests([said], 32, 0.0, loads=[end])
-    message = request.report_use
-    (heard,), (ended,) = (
-        read_reports(message.requests, 32),
-        read_load_ends(message.loads),
-    )
+    tokens = (10, 0, 0, 0.0)
+    known = {"miss": miss, "saved_s": saved_s, "wait_s": wait_s, "report_id": number}
+    ends = [LoadEnd(number, saved_s, failed)]
+    (request,) = _wire.report_requests([RequestReport([], *tokens, **known)], 32, 0.0, loads=ends)
+    (heard,) = read_reports(request.report_use.requests, 32)
+    (ended,) = read_load_ends(request.report_use.loads)
     assert heard.miss == (miss if miss in SAID_BY_ENGINES else Miss.UNKNOWN)
     assert (heard.saved_s, heard.wait_s) == tuple(min(one, 86_400.0) for one in seconds)
     assert heard.report_id == ended.report_id == number

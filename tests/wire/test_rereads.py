@@ -1,9 +1,6 @@
 """Readers beside a writer that changes their bucket between the two times at which they look at its
-sequence number.
-
-Each step of a reader is followed by one of the writer's, so that nothing depends on time. Of the
-compiled kernels the Python source runs, with `load32` and `reload32` written as Python.
-"""
+sequence number; nothing depends on time. Of the compiled kernels the Python source runs, with
+`load32` and `reload32` written as Python."""
 
 import types
 from collections.abc import Callable
@@ -43,10 +40,10 @@ class Scene:
     def __init__(self) -> None:
         index = BlockIndex(make_table(8, NUM_BUCKETS))
         index.add_key_space(2, [SALT])
-        words = hash_words(BLOCK, 16)
-        entries = index.insert(2, 0, words, np.arange(1) * SLOT_ALIGN, SLOT_ALIGN, np.arange(1), 1)
+        words, places = hash_words(BLOCK, 16), np.zeros(1, np.int64)
+        entries = index.insert(2, 0, words, places, SLOT_ALIGN, places, 1)
         index.publish(entries, index.mixed(entries), np.zeros(1, np.uint64))
-        self.entry = int(entries[0])
+        self.entry, self.reads = int(entries[0]), 0
         self.buckets: Words = index.table.buckets
         self.records: Words = index.table.records
         self.way = int(np.flatnonzero(self.buckets[0, table.ENTRIES :] == self.entry)[0])
@@ -54,7 +51,6 @@ class Scene:
         self.other_entry = self.entry + 1
         self.records[self.other_entry] = self.records[self.entry]
         self.records[self.other_entry, table.W_OFFSET] = 99
-        self.reads = 0
 
     def half(self) -> None:
         self.buckets[0, table.SEQ] += 1
@@ -66,7 +62,6 @@ class Scene:
         self.buckets[0, table.SEQ] += 1
 
     def step(self) -> None:
-        """The writer's next step."""
         self.reads += 1
         if self.reads == 1:
             self.half()
@@ -108,19 +103,13 @@ def as_python(name: str, scene: Scene) -> Callable[..., None]:
             scene.step()
         return array[row, column]
 
-    def source(function: Any) -> Callable[..., Any]:
-        return types.FunctionType(function.py_func.__code__, names)
+    def source(name: str) -> Callable[..., Any]:
+        return types.FunctionType(getattr(kernels, name).py_func.__code__, names)
 
-    names = {
-        **vars(kernels),
-        "load32": load32,
-        "reload32": reload32,
-        "prefetch": lambda array, row: None,
-    }
-    names.update(
-        {inner: source(getattr(kernels, inner)) for inner in ("mix", "home_bucket", "_same_key")}
-    )
-    return source(getattr(kernels, name))
+    names = {**vars(kernels), "load32": load32, "reload32": reload32}
+    names["prefetch"] = lambda array, row: None
+    names |= {inner: source(inner) for inner in ("mix", "home_bucket", "_same_key")}
+    return source(name)
 
 
 def probed(how: str, scene: Scene) -> int:
@@ -135,11 +124,8 @@ def probed(how: str, scene: Scene) -> int:
 
 
 def found(how: str, scene: Scene) -> tuple[int, Words]:
-    words, out, records = (
-        hash_words(BLOCK, 16),
-        np.empty(1, np.uint32),
-        np.empty((1, RECORD_WORDS), np.uint32),
-    )
+    words, out = hash_words(BLOCK, 16), np.empty(1, np.uint32)
+    records = np.empty((1, RECORD_WORDS), np.uint32)
     if how == "reference":
         # The row is read whole; the writer comes while its records are read, so that they are
         # another block's.
@@ -150,18 +136,10 @@ def found(how: str, scene: Scene) -> tuple[int, Words]:
                 scene.reads = 2
 
         find_reference(scene.buckets, watched(scene.records, step), words, SALT, 2, 0, out, records)
-    else:
-        with np.errstate(over="ignore"):
-            as_python("find", scene)(
-                scene.buckets,
-                scene.records,
-                words,
-                np.uint64(SALT),
-                np.uint32(2),
-                np.uint32(0),
-                out,
-                records,
-            )
+        return int(out[0]), records
+    find, where = as_python("find", scene), (np.uint64(SALT), np.uint32(2), np.uint32(0))
+    with np.errstate(over="ignore"):
+        find(scene.buckets, scene.records, words, *where, out, records)
     return int(out[0]), records
 
 
@@ -172,17 +150,13 @@ HOWS = [
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_probe_looks_again_when_its_bucket_has_changed(how: str) -> None:
+@pytest.mark.parametrize("search", [probed, lambda how, scene: found(how, scene)[0]])
+def test_a_reader_looks_again_when_its_bucket_has_changed(
+    how: str, search: Callable[[str, Scene], int]
+) -> None:
+    """What was read first belongs to two states of the bucket."""
     scene = Scene()
-    assert probed(how, scene) == 0, "what was read belongs to two states of the bucket"
-    assert scene.reads >= 2
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_a_search_looks_again_when_its_bucket_has_changed(how: str) -> None:
-    scene = Scene()
-    assert found(how, scene)[0] == 0
-    assert scene.reads >= 2
+    assert search(how, scene) == 0 and scene.reads >= 2
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -195,19 +169,22 @@ def test_a_bucket_that_stays_is_believed(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "when",
-    ["between the number and the row", "between the row and the number", "whole change between"],
+    ("first", "second"),
+    [
+        pytest.param(0, 1, id="between the number and the row"),
+        pytest.param(1, 2, id="between the row and the number"),
+        pytest.param(1, 1, id="whole change between"),
+    ],
 )
-def test_a_row_is_read_again_when_its_number_has_moved(when: str) -> None:
+def test_a_row_is_read_again_when_its_number_has_moved(first: int, second: int) -> None:
     """`_stable_rows` gives one state of the bucket, the one at the end, whatever the writer did
     meanwhile."""
     scene = Scene()
-    at = 0 if when == "between the number and the row" else 1
 
     def step() -> None:
-        if scene.reads == at:
+        if scene.reads == first:
             scene.half()
-        if scene.reads == (at if when == "whole change between" else at + 1):
+        if scene.reads == second:
             scene.rest()
         scene.reads += 1
 

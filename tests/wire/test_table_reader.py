@@ -11,19 +11,15 @@ import pytest
 from hotkv_proto import native
 from hotkv_server.cache.table.index import BlockIndex
 from tests.wire import table_reader
-from tests.wire.table_reader import (
-    Writer,
-    table_path,
-)
+from tests.wire.table_reader import Writer, table_path
 
 __all__ = ["table_path"]
 
 
 def start_reader(path: Path, num_batches: int, seed: int, how: str) -> subprocess.Popen[str]:
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(entry or os.curdir for entry in sys.path)
-    }
+    python_path = os.pathsep.join(entry or os.curdir for entry in sys.path)
     command = [sys.executable, table_reader.__file__, str(path), str(num_batches), str(seed), how]
+    environment = os.environ | {"PYTHONPATH": python_path}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 

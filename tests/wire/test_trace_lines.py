@@ -15,17 +15,11 @@ from hotkv_proto.errors import HotKVError, Reason
 HASH_BYTES = 4
 
 
-def watched(*blocks: int, at_s: float = 10.0, tokens: int = 100) -> WatchedRequest:
+def watched(*blocks: int, at_s: float = 10.0) -> WatchedRequest:
     """Returns a request whose blocks' hashes are numbers."""
     hashes = b"".join(block.to_bytes(HASH_BYTES, "little") for block in blocks)
-    return WatchedRequest(
-        key_space_id=1,
-        unix_time_s=at_s,
-        hashes=hashes,
-        prompt_tokens=tokens,
-        device_hit_tokens=5,
-        hit_tokens=7,
-    )
+    counts = {"prompt_tokens": 100, "device_hit_tokens": 5, "hit_tokens": 7}
+    return WatchedRequest(key_space_id=1, unix_time_s=at_s, hashes=hashes, **counts)
 
 
 def fields(line: str) -> dict[str, Any]:
@@ -34,7 +28,8 @@ def fields(line: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "block_tokens, rounded, ids", [(1, 16, 4), (16, 16, 4), (17, 32, 2), (32, 32, 2), (48, 48, 1)]
+    ("block_tokens", "rounded", "ids"),
+    [(1, 16, 4), (16, 16, 4), (17, 32, 2), (32, 32, 2), (48, 48, 1)],
 )
 def test_blocks_of_a_trace_are_whole_hash_blocks(block_tokens: int, rounded: int, ids: int) -> None:
     tracer = TraceWriter(HASH_BYTES, 16, block_tokens, 0.0)
@@ -53,6 +48,7 @@ def test_a_block_is_named_by_its_last_hash() -> None:
 
 def test_a_line_says_what_the_engine_reported_and_time_does_not_go_back() -> None:
     tracer = TraceWriter(HASH_BYTES, 16, 16, 9.5)
+    assert fields(tracer.line(watched(1, at_s=9.0)))["timestamp"] == 0
     assert fields(tracer.line(watched(1, at_s=10.0))) == {
         "timestamp": 500,
         "input_length": 100,
@@ -61,11 +57,8 @@ def test_a_line_says_what_the_engine_reported_and_time_does_not_go_back() -> Non
         "device_hit_length": 5,
         "hit_length": 7,
     }
-    assert fields(tracer.line(watched(1, at_s=9.75)))["timestamp"] == 500
-    assert fields(tracer.line(watched(1, at_s=11.0)))["timestamp"] == 1500
-    assert (
-        fields(TraceWriter(HASH_BYTES, 16, 16, 10.0).line(watched(1, at_s=9.0)))["timestamp"] == 0
-    )
+    later = [fields(tracer.line(watched(1, at_s=at_s)))["timestamp"] for at_s in (9.75, 11.0)]
+    assert later == [500, 1500]
 
 
 class Client:
@@ -91,10 +84,16 @@ def recorded(client: Client, path: Path, *, space: int = 0, most: int = 100) -> 
 
 
 def test_a_recording_says_what_there_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is interrupted."""
     now_s = [10.0]
     monkeypatch.setattr(recorder.time, "time", lambda: now_s[0])
     client = Client(1, ([watched(1, 2)], 0), ([watched(1, 3), watched()], 4), ([], 1))
-    client.before_end = lambda: now_s.__setitem__(0, 12.0)
+
+    def interrupt() -> None:
+        now_s[0] = 12.0
+        raise KeyboardInterrupt
+
+    client.before_end = interrupt
     path = tmp_path / "trace"
     assert recorded(client, path) == {
         "file": str(path),
@@ -121,31 +120,17 @@ def test_a_recording_ends_when_it_is_full(
     assert (said["request_count"], said["is_full"]) == (requests, is_full)
 
 
-def test_the_smallest_blocks_are_hash_blocks(tmp_path: Path) -> None:
-    said = record(Client(1), tmp_path / "trace", 0, 1, 1.0, 1)  # type: ignore[arg-type]
-    assert said["block_token_count"] == 16
-
-
-def test_an_interrupted_recording_is_whole(tmp_path: Path) -> None:
-    client = Client(1, ([watched(1)], 0))
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    client.before_end = interrupt
-    assert recorded(client, tmp_path / "trace")["request_count"] == 1
-
-
-@pytest.mark.parametrize(
-    "spaces, asked, found", [(1, 0, 1), (1, 1, 1), (2, 2, 2), (2, 0, 0), (0, 0, 0), (1, 9, 0)]
-)
+@pytest.mark.parametrize(("spaces", "asked", "found"), [(1, 0, 1), (1, 1, 1), (2, 2, 2)])
 def test_the_key_space_is_named_or_the_only_one(
     tmp_path: Path, spaces: int, asked: int, found: int
 ) -> None:
+    said = recorded(Client(spaces), tmp_path / "trace", space=asked)
+    assert (said["key_space_id"], said["block_token_count"]) == (found, 16)
+
+
+@pytest.mark.parametrize(("spaces", "asked"), [(2, 0), (0, 0), (1, 9)])
+def test_a_key_space_that_is_not_there_is_refused(tmp_path: Path, spaces: int, asked: int) -> None:
     client = Client(spaces)
-    if found:
-        assert recorded(client, tmp_path / "trace", space=asked)["key_space_id"] == found
-        return
     with pytest.raises(HotKVError, match="known are") as refused:
         recorded(client, tmp_path / "trace", space=asked)
     assert refused.value.reason is Reason.UNKNOWN_KEY_SPACE and not client.asked
