@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 from hotkv_client.testing import FakeServer
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import answer_of, audit
-from tests.vllm.specs import HYBRIDS, full_model, hybrid_model, mixed_model
+from tests.vllm.specs import HYBRIDS, full_model, mixed_model
 
 LENGTH = 420
 Readable = Callable[[int, bytes], bool]
@@ -199,38 +199,3 @@ def test_many_requests_over_caches_that_diverge_while_they_run(
         > 0
     )
     assert not any("hook_errors" in one for one in counters) and not server.leases
-
-
-@pytest.mark.parametrize("group", range(3))
-@pytest.mark.parametrize("where", ["device", "host"])
-def test_one_group_is_missing_in_one_cache(
-    engine: Any, server: FakeServer, where: str, group: int
-) -> None:
-    """Two full and four window layers in three groups: the other cache makes up for it, whichever
-    it is."""
-    one = engine(specs=hybrid_model(), blocks=96)
-    one.generate("a", prompt(1, LENGTH))
-    one.generate("end", prompt(9, 10), 2)
-    pool = one.scheduler.kv_cache_manager.block_pool
-    cached = pool.cached_block_hash_to_block._cache
-    if where == "device":
-        pool.evict_blocks(
-            {found.block_id for key, found in cached.items() if get_group_id(key) == group}
-        )
-    else:
-        server.blocks = {key: shards for key, shards in server.blocks.items() if key[1] != group}
-    before = len(server.blocks)
-    one.generate("b", prompt(1, LENGTH))
-    usable = (
-        (LENGTH - 1)
-        // one.connector._scheduler.cache.finder.groups.alignment_tokens
-        * one.connector._scheduler.cache.finder.groups.alignment_tokens
-    )
-    assert one.local["b"] + one.external["b"] == usable
-    assert (one.external["b"] > 0) == (where == "device")
-    one.drop_local()
-    # What the host lacked has been stored once more.
-    assert one.generate("c", prompt(1, LENGTH))[1] == usable and (len(server.blocks) > before) == (
-        where == "host"
-    )
-    audit(server, [one])

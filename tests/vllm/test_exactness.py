@@ -5,14 +5,12 @@ The engines that decode sparsely are `approximate.Approximate`; every other engi
 first of their approximate values that it reads.
 """
 
-import functools
 import random
 from typing import Any
 
 import pytest
 
 from hotkv_sparse import SparseConfig
-from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
 from hotkv_vllm.sparse.rows import RowNames, announce
 from tests.vllm.approximate import SPARSE, Approximate, without_layers
 from tests.vllm.harness import prompt
@@ -124,85 +122,3 @@ def test_conversations_in_any_order(
 
 
 # ---------------------------------------------------------------------------------------- the class
-
-
-def test_nothing_is_watched_without_need() -> None:
-    one = Exactness((4, 0), 100)
-    assert one.exact_tokens("any") == EVERYTHING
-    one.step(None, (), ())
-    one.step_was_lost()
-    assert one.exact_tokens("any") == EVERYTHING
-
-
-def output(
-    scheduled: dict[str, tuple[int, int]],
-    tables: dict[str, Any],
-    new: Any = (),
-    resumed: Any = (),
-    copies: Any = (),
-) -> Any:
-    """Returns a step: (computed, scheduled) tokens of each request."""
-    kind = functools.partial(type, "Output", ())
-    return kind(
-        {
-            "kv_connector_block_state": kind({"get_block_ids": staticmethod(tables.get)})(),
-            "kv_cache_block_copies": [
-                kind({"src_block_id": a, "dst_block_id": b})() for a, b in copies
-            ],
-            "scheduled_new_reqs": [
-                kind({"req_id": name, "num_computed_tokens": scheduled[name][0]})() for name in new
-            ],
-            "scheduled_cached_reqs": kind(
-                {
-                    "req_ids": [name for name in scheduled if name not in new],
-                    "num_computed_tokens": [
-                        scheduled[name][0] for name in scheduled if name not in new
-                    ],
-                    "resumed_req_ids": set(resumed),
-                }
-            )(),
-            "num_scheduled_tokens": {name: tokens for name, (_, tokens) in scheduled.items()},
-        }
-    )()
-
-
-def test_marks_follow_hits_copies_and_new_owners() -> None:
-    one = Exactness((4,), 20)
-    one.is_watching = True
-    one.step(output({"a": (0, 8)}, {"a": ([1, 2],)}, new=["a"]), [1, 2], [])
-    one.step(output({"a": (8, 1)}, {"a": ([1, 2, 3],)}), [3], ["a"])
-    assert one.exact_tokens("a") == 8
-    one.ended("a")
-    # A hit in the marked block, and one in the block before it.
-    one.step(
-        output(
-            {"b": (12, 4), "c": (8, 4)}, {"b": ([1, 2, 3, 4],), "c": ([1, 2, 5],)}, new=["b", "c"]
-        ),
-        [4, 5],
-        [],
-    )
-    assert (one.exact_tokens("b"), one.exact_tokens("c")) == (8, EVERYTHING)
-    one.ended("b")
-    # Block 4 was computed from block 3; a copy of it into a new block is no better.
-    one.step(output({"d": (14, 1)}, {"d": ([1, 2, 5, 6],)}, new=["d"], copies=[(4, 6)]), [6], [])
-    assert one.exact_tokens("d") == 12
-    # Given away anew, they are as good as any.
-    one.step(output({"e": (0, 12)}, {"e": ([4, 6, 3],)}, new=["e"]), [3, 4, 6], [])
-    assert one.exact_tokens("e") == EVERYTHING
-    assert one.exact_tokens("never admitted") == 0
-
-
-def test_after_distrust_only_new_blocks_are_exact() -> None:
-    one = Exactness((4,), 20)
-    one.distrust_all()
-    one.step(output({"a": (4, 5)}, {"a": ([1, 2, 3],)}), [3], [])
-    assert one.exact_tokens("a") == 0
-    one.step(
-        output({"b": (0, 8), "c": (4, 8)}, {"b": ([4, 5],), "c": ([1, 6, 7],)}, new=["b", "c"]),
-        [4, 5, 6, 7],
-        [],
-    )
-    assert (one.exact_tokens("b"), one.exact_tokens("c")) == (EVERYTHING, 0)
-    # Preempted and computed again, it is exact.
-    one.step(output({"a": (0, 12)}, {"a": ([8, 9, 10],)}, resumed=["a"]), [8, 9, 10], [])
-    assert one.exact_tokens("a") == EVERYTHING

@@ -180,48 +180,6 @@ def device(server: Any) -> ToldDevice:
     return device
 
 
-def test_nothing_is_kept_of_a_block_that_was_given_away(engine: Any, server: Any) -> None:
-    """The server hangs over a store while its blocks are zeroed; what it commits later would be
-    zeroes."""
-    server.hold = {"store"}
-    one = engine(v2=True, specs=mixed_model(), blocks=64, max_tokens_per_step=256)
-    one.generate("a", PROMPT, 1)
-    planner = one.connector._scheduler.cache.planner
-    held = {name for _, name, _, _ in server.held}
-    assert held and len(planner.in_flight.fence.revocations._free) < fence.SHARED_WORDS - 1
-    one.drop_local()
-    before = len(one.metas)
-    in_flight = {store.fence_index: store.read for store in planner.in_flight.stores.values()}
-    given_away: set[int] = set()
-
-    def after_zeroing() -> None:
-        """Before the worker hears of it."""
-        fence = worker_of(one).rank.fence
-        ids = {
-            block for index, read in in_flight.items() if fence.is_revoked(index) for block in read
-        }
-        zeroed = {
-            block
-            for read in in_flight.values()
-            for block in read
-            if not one._cells("layer.0")[block].any()
-        }
-        assert zeroed <= ids
-        given_away.update(zeroed)
-
-    one.after_zeroing = after_zeroing
-    for number in range(2, 8):
-        one.generate(f"{number}", prompt(number, 400), 1)
-    assert given_away and any(meta.flush_stores for meta in one.metas[before:])
-    assert held & {name for _, name, _, _ in server.held} and not server.blocks
-    server.hold = set()
-    server.settle()
-    one.drop_local()
-    answer = engine(specs=mixed_model()).generate("again", PROMPT, 2)[0]
-    assert one.generate("again", PROMPT, 2)[0] == answer
-    assert "hook_errors" not in one.counters
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_random_lag(

@@ -1,22 +1,14 @@
 """What one rank does around its transfers: representations, weights, reports, sleep."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hotkv_vllm.identity.adapters import NO_WORK
 from hotkv_vllm.metadata import HotKVMetadata
-from tests.vllm.worker_parts import (
-    FAILED,
-    REPRESENTED,
-    STORED,
-    load,
-    store,
-    with_sparse,
-)
-
-# ---------------------------------------------------------------------------------- representations
+from tests.vllm.worker_parts import FAILED, REPRESENTED, STORED, load, store, with_sparse
 
 
 @pytest.mark.parametrize("how", ["built", "breaks", "absent", "not shared", "none"])
@@ -36,58 +28,25 @@ def test_representations_go_with_a_store_if_they_are_built(
         assert [run.group_index for run in runs] == ([0, 1] if how == "built" else [0])
 
 
-# ------------------------------------------------------------------------------------ before a step
-
-
-def test_transfers_whose_mark_has_passed_are_sent_before_the_next_step(rig: Any) -> None:
-    """They need not wait until it has computed."""
+def test_before_a_step_adapters_are_told_and_transfers_sent_whose_mark_has_passed(
+    rig: Any,
+) -> None:
     one = rig()
+    one.rank.adapters._unacknowledged = frozenset({1})
+    acknowledged = replace(NO_WORK, acknowledged=frozenset({1}))
     one.device.is_there = False
-    one.step(loads=(load(),), stores=(store(),))
+    one.step(adapters=acknowledged, loads=(load(),), stores=(store(),))
+    assert not one.session.sent
     one.device.is_there = True
     one.worker.before_step(HotKVMetadata())
     assert list(one.session.sent) == ["t-a-k0", "w1-k0"]
 
 
-def test_adapters_are_told_of_each_step_before_anything_is_sent(rig: Any) -> None:
-    one = rig()
-    one.rank.adapters._unacknowledged = frozenset({1})
-    acknowledged = replace(NO_WORK, acknowledged=frozenset({1}))
-    one.step(adapters=acknowledged, stores=(store(),))
-    assert list(one.session.sent) == ["w1-k0"]
-
-
-def test_sparse_attention_is_put_in_before_the_session_begins(
-    rig: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = rig()
-    done: list[str] = []
-    monkeypatch.setattr(one.rank, "export", lambda caches: done.append("export"))
-    monkeypatch.setattr(one.worker.sparse, "install_sparse", lambda caches: done.append("install"))
-    monkeypatch.setattr(one.rank, "open", lambda *_: done.append("open"))
-    one.worker.register({})
-    assert done == ["export", "install", "open"]
-
-
-# ------------------------------------------------------------------------------------------ weights
-
-
-class Weights:
-    """Stands for a rank's weights."""
-
-    held = False
-    report: Any = None
-
-    def take_report(self) -> Any:
-        return self.report
-
-    def obey(self, order: Any) -> bool:
-        return False
-
-
 def test_loads_of_changed_weights_are_void(rig: Any) -> None:
     one = rig()
-    one.rank.weights = weights = Weights()
+    one.rank.weights = weights = SimpleNamespace(
+        held=False, take_report=lambda: None, obey=lambda order: False
+    )
     one.step(loads=(load("a"),))
     assert one.worker.take_results() == (set(), set()) and not one.session.cancelled
     weights.held = True
@@ -98,23 +57,16 @@ def test_loads_of_changed_weights_are_void(rig: Any) -> None:
     assert one.worker.take_results() == ({"a"}, {"a"})
 
 
-# ------------------------------------------------------------------------------------------ reports
-
-
 def test_links_are_reported_when_they_are_asked_for(
     rig: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = rig()
     asked: list[bool] = []
     monkeypatch.setattr(one.rank, "link_report", lambda is_asked: asked.append(is_asked) or {})
-    one.step(asks_links=True)
-    one.worker.take_report(None)
-    one.step()
-    one.worker.take_report(None)
+    for asks_links in (True, False):
+        one.step(asks_links=asks_links)
+        one.worker.take_report(None)
     assert asked == [True, False]
-
-
-# -------------------------------------------------------------------------------------------- sleep
 
 
 def test_before_a_sleep_all_transfers_are_ended(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,20 +84,23 @@ def test_before_a_sleep_all_transfers_are_ended(rig: Any, monkeypatch: pytest.Mo
     assert "w3-k0" not in one.session.sent and one.worker._is_unregistered
 
 
-def test_memory_is_exported_again_after_a_sleep_and_not_before(
+def test_memory_is_exported_at_the_start_and_again_after_a_sleep(
     rig: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = rig()
     done: list[str] = []
     monkeypatch.setattr(one.rank, "export", lambda caches: done.append("export") or True)
+    monkeypatch.setattr(one.worker.sparse, "install_sparse", lambda caches: done.append("install"))
     monkeypatch.setattr(one.rank, "open", lambda *_: done.append("open"))
+    one.worker.register({})
+    assert done == ["export", "install", "open"]
     one.worker.restore()
-    assert not done
+    assert len(done) == 3
     one.worker.unregister()
     one.worker.restore()
-    assert done == ["export", "open"]
+    assert done[3:] == ["export", "open"]
     one.worker.restore()
-    assert len(done) == 2
+    assert len(done) == 5
     monkeypatch.setattr(one.rank, "export", lambda caches: False)
     one.worker.register({})
-    assert done[2:] == ["open"]
+    assert done[5:] == ["install", "open"]
