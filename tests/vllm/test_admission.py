@@ -129,12 +129,13 @@ def test_a_load_is_begun_in_the_blocks_that_vllm_gives(desk: Any) -> None:
 def test_a_load_that_can_not_be_is_reported_as_failed(desk: Any, why: str) -> None:
     one = desk()
     asks = request("a", LONG)
+    if why == "no room":
+        one.parts.put("a", range(4))
     if why != "unknown":
         one.arrive(asks)
     if why == "no cache":
         one.sharing.cache = None
     if why == "no room":
-        one.parts.put("a", range(4))
         one.hit(asks)
     one.desk.allocated(asks, blocks([1]), 4 * TOKENS)
     assert one.desk.loads.abandoned == ["a"] and one.desk.loads.awaited == {"a"}

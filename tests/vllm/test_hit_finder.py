@@ -56,8 +56,8 @@ def test_no_more_is_asked_for_than_a_hit_could_use(table: bool) -> None:
 # ------------------------------------------------------------------------------------ hint and miss
 
 
-@pytest.mark.parametrize("age, probes", [(0.5, 0), (1, 1), (2, 1)])
-def test_the_hint_of_an_arrival_is_used_once_and_for_a_moment(age: float, probes: int) -> None:
+@pytest.mark.parametrize("age, probes", [(0.5, False), (1, True), (2, True)])
+def test_the_hint_of_an_arrival_is_used_once_and_for_a_moment(age: float, probes: bool) -> None:
     parts = Parts()
     parts.server.hold.add("acquire")
     parts.put("a", range(4))
@@ -65,7 +65,7 @@ def test_the_hint_of_an_arrival_is_used_once_and_for_a_moment(age: float, probes
     parts.finder.arrive(state, parts.clock)
     before = parts.server.count("probe")
     assert parts.finder.match(state, 0, parts.clock + age * HINT_MEMORY_S) == ASK_AGAIN
-    assert parts.server.count("probe") - before == probes and state.hit.hint is None
+    assert (parts.server.count("probe") > before) == probes and state.hit.hint is None
 
 
 def test_a_miss_is_remembered_for_a_moment_and_counted_once() -> None:
