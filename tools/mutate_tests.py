@@ -63,10 +63,7 @@ REQUESTS = (
     f"tests/vllm/test_admission.py tests/vllm/test_scheduler_books.py {ENGINE}"
 )
 """Parts of the scheduler side without an engine, then with one."""
-RANK = (
-    "tests/vllm/test_worker_stores.py tests/vllm/test_worker_loads.py "
-    f"tests/vllm/test_worker_side.py {ENGINE}"
-)
+RANK = f"tests/vllm/test_worker_stores.py tests/vllm/test_worker_loads.py {ENGINE}"
 """The same of the worker side."""
 RESIDENTS = (
     "tests/vllm/test_residencies_books.py tests/vllm/test_resident_manager.py "

@@ -38,19 +38,6 @@ def test_media_are_shared_where_vllm_hashes_their_content(desk: Any, counts_medi
     assert not one.desk.loads.abandoned
 
 
-@pytest.mark.parametrize(
-    "absent, up, counted", [(True, True, 1), (True, False, 0), (False, True, 0)]
-)
-def test_requests_that_a_lacking_worker_can_not_serve_are_counted(
-    desk: Any, absent: bool, up: bool, counted: int
-) -> None:
-    one = desk()
-    one.sharing.links.told({0: "gone" if absent else ""}, one.now_s)
-    one.parts.server.up = up
-    one.arrive(request("a", LONG))
-    assert one.parts.count("unserved_requests") == counted
-
-
 # -------------------------------------------------------------------------------------------- match
 
 
@@ -106,23 +93,6 @@ def test_a_request_of_an_adapter_reads_once_its_bytes_are_known(
 
 
 # ---------------------------------------------------------------------------------------- allocated
-
-
-def test_a_load_is_begun_in_the_blocks_that_vllm_gives(desk: Any) -> None:
-    one = desk()
-    asks = one.load()
-    (job,) = one.desk.loads.jobs.values()
-    assert job.runs[0].block_ids.tolist() == [1, 2, 3, 4]
-    assert one.desk.loads.awaited == {"a"} and one.parts.count("loads") == 1
-    assert one.desk.written.take() == {1, 2, 3, 4, 5}
-    # Whatever else may be filling them, nothing of it is stored yet.
-    assert not one.desk.others.may_store("a")
-    one.cache.reports.send(one.now_s)
-    (report,) = dict(one.parts.server.calls)["report_requests"]
-    assert (report.hit_tokens, report.device_hit_tokens) == (4 * TOKENS, 0)
-    # More blocks leave the load alone.
-    one.desk.allocated(asks, blocks([1, 2, 3, 4, 5]), 0)
-    assert one.desk.states["a"].is_loading and not one.parts.server.released
 
 
 @pytest.mark.parametrize("why", ["unknown", "no cache", "no lease", "no room"])

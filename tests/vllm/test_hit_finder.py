@@ -233,17 +233,6 @@ def test_a_load_that_needs_more_than_is_leased_is_none(why: str) -> None:
 # ------------------------------------------------------------------------------------ ends of loads
 
 
-def test_only_what_was_leased_is_hidden() -> None:
-    parts = Parts()
-    parts.put("a", range(4))
-    state = parts.state(request("a", LONG))
-    parts.hit(state, 2 * TOKENS)
-    parts.load(state, 2 * TOKENS, [[1, 2, 3, 4]])
-    parts.finder.end_load(state, True)
-    assert len(parts.finder.hidden) == 2
-    assert parts.hit(parts.state(request("a", LONG))) == 2 * TOKENS
-
-
 @pytest.mark.parametrize("retries", [0, 2])
 def test_a_request_is_offered_hits_until_so_many_loads_failed(retries: int) -> None:
     parts = Parts(max_load_retries=retries)
@@ -301,41 +290,3 @@ def test_what_is_void_is_forgotten_and_a_load_under_way_goes_on(failed_too: bool
 
 
 # ------------------------------------------------------------------------------------- more groups
-
-
-def test_groups_that_need_every_block_bound_what_is_probed_of_the_others() -> None:
-    """The full group has one block, so of the windows' four only the first is looked at."""
-    parts = Parts([WINDOW, FULL])
-    parts.put("a", range(1), 1)
-    parts.put("a", range(4), 0)
-
-    def probes() -> list[Any]:
-        return [what for kind, what in parts.server.calls if kind == "probe"]
-
-    assert parts.hit(parts.state(request("a", LONG))) == TOKENS
-    assert probes()[-1] == 1
-    # Without a block of the full group the windows are not looked at at all.
-    parts.drop("a", [0], 1)
-    before = len(probes())
-    assert parts.match(parts.state(request("a", LONG))) == NO_HIT
-    assert probes()[before:] == [1]
-    # Nor any block that no hit could use.
-    parts = Parts([WINDOW])
-    parts.match(parts.state(request("a", 4 * TOKENS)))
-    assert probes() == [3]
-
-
-def test_blocks_that_all_came_with_representations_are_not_looked_at_again() -> None:
-    parts = Parts(represented=[0])
-    for group in (0, 1):
-        parts.put("a", range(4), group)
-    state = parts.state(request("a", LONG))
-    parts.hit(state)
-    parts.load(state, 4 * TOKENS, [[1, 2, 3, 4]])
-    assert parts.finder.end_load(state, False) == (4,)
-    # Behind a local hit they count from there.
-    parts.drop("a", [3], 1)
-    other = parts.state(request("a", LONG))
-    parts.hit(other, TOKENS)
-    parts.load(other, 3 * TOKENS, [[1, 2, 3, 4]])
-    assert parts.finder.end_load(other, False) == (3,)

@@ -79,7 +79,14 @@ def groups_of(*groups: Any, **engine: Any) -> tuple[CacheGroup, ...]:
 
 def test_each_kind_of_layer_is_the_group_that_hotkv_knows() -> None:
     """Groups that vLLM does not cache are left out; the others keep their numbers."""
-    specs = [SimpleNamespace(), full_spec(), window_spec(), CHUNKED, states(), states("align")]
+    specs = [
+        SimpleNamespace(prefix_cacheable=False),
+        full_spec(),
+        window_spec(),
+        CHUNKED,
+        states(),
+        states("align"),
+    ]
     config = kv_config(*map(group, specs), cacheable=[1, 2, 3, 4, 5])
     assert kv_groups.cache_groups(vllm_config(), config) == (
         CacheGroup(1, GroupKind.FULL_ATTENTION, BLOCK_TOKENS),

@@ -19,10 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from hotkv_client.fence import Fence, SharedFence
 from hotkv_client.session import Session
 from hotkv_client.testing import FakeServer
 from hotkv_vllm.compat import Unsupported
@@ -141,22 +138,6 @@ def test_engines_one_after_another_leave_nothing_behind(
         assert settled(lambda: shared_daemon.admin("sessions"), []) == []
 
 
-@pytest.mark.parametrize("kind", [Fence, SharedFence])
-def test_a_fences_descriptor_is_closed_when_nobody_has_the_fence(kind: Any) -> None:
-    gc.collect()
-    others = held()
-    page = kind()
-    words = page._words
-    assert "hotkv-fence" in os.readlink(f"/proc/self/fd/{page.fd}")
-    words[3] = 5
-    del page
-    left = held() - others
-    assert words[3] == 5 and [left[what] for what in left if "fence" in what] == [1]
-    assert left["map hotkv-fence"] == 1
-    del words
-    assert not [what for what in held() - others if "fence" in what]
-
-
 def test_an_export_that_breaks_in_the_middle_closes_what_it_opened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -253,31 +234,6 @@ def test_an_engine_starts_and_ends_without_a_server_and_finds_it_later(
         end(one)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def test_a_worker_without_a_scheduler_and_the_other_way_round(
-    engine: Any, server: FakeServer
-) -> None:
-    one = engine()
-    scheduler, worker = (
-        KVConnectorFactory.create_connector(one.vllm_config, role, one.kv_config)
-        for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
-    )
-    assert scheduler.get_kv_connector_stats() is None and scheduler.reset_cache()
-    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): one.worker.get_handshake_metadata()})
-    scheduler.shutdown()
-    scheduler.shutdown()
-    assert worker.get_handshake_metadata().why_off
-    assert not worker.get_transfer_results(set()).finished_recving
-    worker.shutdown()
-    # A scheduler whose worker has gone offers nothing, once it knows.
-    one.generate("a", PROMPT, 4)
-    one.worker.shutdown()
-    for name in "bcd":
-        one.drop_local()
-        assert one.generate(name, PROMPT, 4) == (answer_of(PROMPT, 4), 0)
-        assert one.finished[name] == "length"
-    assert one.counters["unserved_requests"] >= 1 and "hook_errors" not in one.counters
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])

@@ -268,15 +268,6 @@ def test_a_busy_engine_goes_on_to_hit(step_s: float) -> None:
     assert world.choice.costs.answers_s < 0.002 and world.choice.costs.load_s(200) < 0.004
 
 
-def test_a_server_that_never_answers_in_time_is_left_before_any_load() -> None:
-    world = World()
-    world.ask_s = 30.0
-    took = world.many(50, 200)
-    assert took[0] <= 0.2 + 0.2 + 0.01, "no longer than computing it, and computing it"
-    assert sum(took[1:]) <= 1.05 * 49 * 0.2
-    assert world.count("left_requests") > 40
-
-
 def test_a_server_whose_answers_come_in_time_again_was_tried() -> None:
     """Its loads had never lost, so the first trial is a load like any other."""
     world = World()

@@ -44,32 +44,6 @@ def test_on_a_cpu_all_marks_have_passed_and_nothing_is_offered() -> None:
     assert marks_for(torch.device("cpu"), "auto").order == NO_ORDER
 
 
-def test_an_event_is_recorded_again_only_when_nobody_waits_for_it() -> None:
-    device = ToldDevice()
-    marks = Marks(device, "events")
-    first = marks.make(OrderKind.EVENTS)
-    assert first.after is not None and first.after.kind is OrderKind.EVENTS
-    assert (first.uses, first.after.mark.index) == (1, 0)
-    marks.use(first)
-    others = [marks.make(OrderKind.EVENTS) for _ in range(NUM_EVENTS - 1)]
-    assert sorted(one.after.mark.index for one in others if one.after) == list(range(1, NUM_EVENTS))
-    marks.done(first)
-    late = marks.make(OrderKind.EVENTS)
-    # All events are in use: the mark serves this process alone.
-    assert late.after is None and late.event is not None
-    marks.done(first)
-    again = marks.make(OrderKind.EVENTS)
-    assert again.after is not None and again.after.mark.index == 0
-    # One that could not be recorded is still free.
-    marks.done(again)
-    free = len(marks._free)
-    device.on_record = lambda event: 1 // 0
-    with pytest.raises(ZeroDivisionError):
-        marks.make(OrderKind.EVENTS)
-    device.on_record = lambda event: None
-    assert marks.make(OrderKind.EVENTS).after and len(marks._free) == free - 1
-
-
 @pytest.mark.parametrize("kind", [OrderKind.FLAGS, OrderKind.HOST])
 def test_events_of_this_process_are_used_again(kind: OrderKind) -> None:
     made: list[Any] = []

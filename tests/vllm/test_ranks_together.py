@@ -11,7 +11,6 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import RequestStatus
 
 from hotkv_client.testing import FakeServer
 from hotkv_vllm.metadata import HotKVHandshake
@@ -90,34 +89,6 @@ def test_what_ranks_report_is_summed(
     for output in given:
         assert not output.invalid_block_ids and not output.failed_recving
         assert not output.finished_sending
-
-
-@pytest.mark.parametrize("failing", [set(), {0}, {1}, {2}, {0, 2}, {0, 1, 2}], ids=str)
-@BOTH_MODELS
-def test_a_load_has_ended_when_it_has_in_all_ranks(
-    ranked: Ranked, server: FakeServer, model: Any, failing: set[int]
-) -> None:
-    """If it failed in one, what the others loaded is nobody's."""
-    first, one = (ranked(specs=model(), num_ranks=3, stages=True) for _ in range(2))
-    first.generate("a", PROMPT, 4)
-    server.hold, server.spoil_loads = {"load"}, True
-    given = outputs_of(one)
-    one.add("b", PROMPT, 4)
-    order = random.Random(str(failing)).sample(range(3), 3)
-    for rank in order:
-        for _ in range(3):
-            one.step()
-        assert one.requests["b"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        server.fail_loads = rank in failing
-        assert settle(server, "load", rank) == 1
-    server.hold, server.fail_loads = set(), False
-    one.run()
-    assert one.outputs["b"] == answer_of(PROMPT, 4) and one.finished["b"] == "length"
-    failed = [output.failed_recving for output in given if output.failed_recving]
-    assert failed == ([{"b"}] if failing else [])
-    assert one.counters.get("failed_loads", 0) == bool(failing)
-    audit(server, [first, one])
-    assert not server.leases
 
 
 @pytest.mark.parametrize("ended", [0, 1])

@@ -1,5 +1,5 @@
-"""The small books of the scheduler side, each alone: loads that failed, are held back or are other
-connectors', blocks about to be written, hidden keys, reports, hints, links of workers."""
+"""Small books of the scheduler side, each alone: loads that failed or are other connectors', blocks
+about to be written, hidden keys, reports, hints."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 
 from hotkv_proto.blocks import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
-from hotkv_vllm.compat import NULL_BLOCK
 from hotkv_vllm.hints.requests import LOG_INTERVAL_S, HintReader
-from hotkv_vllm.scheduler import hits, sharing
+from hotkv_vllm.scheduler import hits
 from hotkv_vllm.scheduler.admission import WrittenBlocks
 from hotkv_vllm.scheduler.groups import CachedGroups
 from hotkv_vllm.scheduler.hits import HiddenKeys
 from hotkv_vllm.scheduler.loads import ADMISSION_PATIENCE_S, FailedLoads, OtherLoads
 from hotkv_vllm.scheduler.reports import UseReports
-from hotkv_vllm.scheduler.sharing import Joining, WorkerLinks
 from hotkv_vllm.stats import HotKVStats
 from tests.vllm.desks import blocks
 from tests.vllm.parts import FULL, TOKENS, Parts, request
@@ -41,9 +39,6 @@ def test_requests_whose_load_failed_are_in_the_way_until_they_move_or_end() -> N
     for name in ("unknown", "a", "b"):
         failed.ended(name)
     assert failed.is_empty
-
-
-# ---------------------------------------------------------------------------- loads and held blocks
 
 
 # ---------------------------------------------------------------------------------- loads of others
@@ -93,25 +88,6 @@ def test_blocks_behind_what_a_request_hit_are_new_to_it(
         assert written.take() == {1, 2, 3}
     with pytest.raises(ValueError, match="shorter"):
         written.allocated(asks("a"), blocks([1]))
-
-
-def test_a_step_is_looked_at_when_somebody_asks_and_the_null_block_is_nobodys() -> None:
-    step = SimpleNamespace(
-        scheduled_new_reqs=[SimpleNamespace(num_computed_tokens=0, block_ids=([NULL_BLOCK, 7],))],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set()
-        ),
-        kv_cache_block_copies=None,
-        new_block_ids_to_zero=None,
-    )
-    written = WrittenBlocks([16])
-    written.allocated(asks("a"), blocks([NULL_BLOCK, 3]))
-    written.step(step)
-    assert written.of_step() == {3, 7} == written.take() and written.of_step() == set()
-    written.step(step)
-    written.allocated(asks("a"), blocks([NULL_BLOCK, 3]))
-    # Nobody asked, so the workers hear of what was allocated.
-    assert written.take() == {3} and written.of_step() == set()
 
 
 # -------------------------------------------------------------------------------------- hidden keys
@@ -236,39 +212,3 @@ def test_hints_that_fit_are_read_and_others_left_out_counted_and_said(
         assert reader.read(params, now_s) == retention
         assert len(warnings) == num_said * bool(num_wrong)
     assert stats.data.get("wrong_hints", 0) == 3 * num_wrong
-
-
-# --------------------------------------------------------------------------------- links of workers
-
-
-@pytest.mark.parametrize("patience_s", [None, 0.5, 0.0])
-def test_a_worker_that_stays_absent_is_warned_of_once(
-    warnings: list[str], patience_s: float | None
-) -> None:
-    links = WorkerLinks()
-    waits_s = sharing.ABSENCE_PATIENCE_S if patience_s is None else patience_s
-    links.check(True, 0.0, patience_s)
-    links.told({1: "gone"}, 10.0)
-    # The time runs from the first of them on.
-    links.told({2: "gone"}, 10.0 + waits_s)
-    if waits_s:
-        links.check(True, 10.0 + waits_s - 0.1, patience_s)
-    assert not warnings
-    for now_s in (10.0, 20.0):
-        links.check(True, now_s + waits_s, patience_s)
-        assert len(warnings) == 2
-    assert "worker 1" in warnings[0] and "worker 2" in warnings[1]
-    # One that was back is warned of again.
-    links.told({1: ""}, 30.0)
-    links.told({1: "gone"}, 30.0)
-    links.check(True, 40.0 + waits_s, patience_s)
-    assert len(warnings) == 3
-
-
-def test_requests_ask_again_until_ranks_are_late(warnings: list[str]) -> None:
-    one = Joining(2)
-    assert one.asks_again(10.0) and not one.was_late
-    assert one.asks_again(10.0 + sharing.JOINING_PATIENCE_S - 0.1) and not warnings
-    for _ in range(3):
-        assert not one.asks_again(10.0 + sharing.JOINING_PATIENCE_S)
-        assert one.was_late and len(warnings) == 1

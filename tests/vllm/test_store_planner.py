@@ -6,18 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv_client.fence import Revocations, SharedFence
-from hotkv_client.types import BlockResult, BlockRun
-from hotkv_vllm.identity.exactness import EVERYTHING
+from hotkv_client.types import BlockResult
 from hotkv_vllm.scheduler import stores_in_flight
-from hotkv_vllm.scheduler.stores_in_flight import StoreFence
 from tests.vllm.parts import (
     BLOCK_BYTES,
     STATES,
     TOKENS,
-    WINDOW,
     Parts,
-    ids,
     plan,
     report,
     request,
@@ -62,18 +57,6 @@ def test_a_request_is_looked_at_when_another_block_is_full() -> None:
     assert not parts.planner.due(states, {"a": 16}, (), {})
 
 
-@pytest.mark.parametrize("exact, num_stored, next_check", [(20, 1, EVERYTHING), (48, 3, 64)])
-def test_behind_inexact_tokens_nothing_is_stored_ever(
-    exact: int, num_stored: int, next_check: int
-) -> None:
-    parts = Parts()
-    parts.exactness.is_watching = True
-    parts.exactness._exact_tokens = {"a": exact}
-    state = parts.state(request("a", 100))
-    assert stored(plan(parts, (state, 48))[0]) == [(0, [1, 2, 3][:num_stored])]
-    assert state.store.next_check_tokens == next_check
-
-
 def test_a_block_is_not_stored_by_two_requests_at_once() -> None:
     parts = Parts()
     assert stored(planned(parts, "a", 2)[1]) == [(0, [1, 2])]
@@ -85,16 +68,6 @@ def test_a_block_is_not_stored_by_two_requests_at_once() -> None:
     both = (parts.state(request("c", 64)), 64), (parts.state(request("d", 80)), 80)
     wanted = [(0, [1, 2]), (0, [3]), (0, [4]), (0, [5])]
     assert stored(plan(parts, *both)[0]) == wanted
-
-
-def test_blocks_that_no_hit_could_use_are_counted_and_left() -> None:
-    """Windows of two blocks, hits at every fourth: the two before each boundary are of use."""
-    parts = Parts([WINDOW], alignment=4 * TOKENS)
-    assert stored(planned(parts, "a", 8)[1]) == [(0, [3, 4]), (0, [7, 8])]
-    assert parts.count("unreachable_blocks") == 4
-    # Null blocks are nobody's.
-    planned(parts, "b", 4, 0, 0, 13, 14)
-    assert parts.count("unreachable_blocks") == 4
 
 
 @pytest.mark.parametrize(
@@ -151,17 +124,6 @@ def test_more_than_fits_waits_and_what_is_last_is_dropped() -> None:
     assert stored(jobs) == [(0, [21, 22])] and fourth.store.stored_blocks == [0]
 
 
-def test_a_store_that_can_not_be_revoked_is_not_sent() -> None:
-    page = SharedFence()
-    revocations = Revocations([page.place])
-    revocations._free = revocations._free[-1:]
-    parts = Parts(fence=StoreFence(revocations))
-    _, (job,) = planned(parts, "a", 2)
-    assert job.fence_index
-    _, jobs = planned(parts, "b", 3, 11, 12, 13)
-    assert jobs == () and parts.count("dropped_blocks") == 3 and parts.count("stores") == 1
-
-
 # --------------------------------------------------------------------------------- what steps await
 
 
@@ -174,32 +136,6 @@ def test_a_step_waits_for_the_stores_that_read_what_it_writes() -> None:
     # It reads nothing any more, and its blocks may be stored again.
     assert plan(parts, written=[11]) == ((), ())
     assert plan(parts, written=[1, 2, 11]) == ((), (one.store_id,))
-
-
-def test_who_writes_is_asked_only_if_something_reads() -> None:
-    parts = Parts()
-    asked: list[int] = []
-
-    def written() -> list[int]:
-        asked.append(1)
-        return []
-
-    for num_asked in range(3):
-        parts.planner.plan([], lambda _: None, {}, written)
-        assert len(asked) == num_asked
-        if not num_asked:
-            parts.planner.finish(parts.state(request("a", 16)), [[1]], 16)
-
-
-@pytest.mark.parametrize("how", ["is_held", "is_rekeying"])
-def test_while_nothing_is_stored_every_step_waits_for_what_is_in_flight(how: str) -> None:
-    parts = Parts()
-    _, (job,) = planned(parts, "a", 2)
-    setattr(parts.planner, how, True)
-    state = parts.state(request("b", 32))
-    assert plan(parts, (state, 32), tables=[[11, 12]]) == ((), (job.store_id,))
-    setattr(parts.planner, how, False)
-    assert stored(plan(parts, (state, 32), tables=[[11, 12]])[0]) == [(0, [11, 12])]
 
 
 def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
@@ -215,18 +151,6 @@ def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
     assert plan(parts) == ((), (job.store_id,))
     assert parts.count("dropped_blocks") == 2 and not parts.planner.in_flight.num_bytes
     assert plan(parts) == ((), ())
-
-
-def test_a_plan_that_broke_takes_back_what_no_worker_was_told_of() -> None:
-    parts = Parts()
-    _, (sent,) = planned(parts, "a", 1)
-    flight = parts.planner.in_flight
-    flight.step()
-    lost = flight.begin([BlockRun(0, [b"x"], ids([9]))], [], 5)
-    assert lost is not None and flight.reading == {1: sent.store_id, 9: lost.store_id}
-    parts.planner.plan_broke()
-    assert list(flight.stores) == [sent.store_id] and flight.num_bytes == BLOCK_BYTES
-    assert flight.reading == {1: sent.store_id}
 
 
 # ------------------------------------------------------------------------------------------ results

@@ -54,18 +54,6 @@ def test_loads_that_were_never_begun_are_reported_as_failed(rig: Any) -> None:
     assert one.worker.take_results() == ({"a"}, {"a"})
 
 
-def test_results_that_break_are_taken_as_failures(rig: Any) -> None:
-    one = rig()
-    one.step(loads=(load("a"), load("b")), abandoned_loads=("x",))
-    one.session.end("t-a-k0")
-    one.device.is_there = False
-    one.step(loads=(load("c"),))
-    assert one.worker.take_failed_results() == {"a", "c", "x"}
-    assert one.worker.take_failed_results() == set() and len(one.worker.loads) == 1
-    one.worker.take_report(None)
-    assert len(one.rank.marks._spare) == 1
-
-
 # --------------------------------------------------------------------------------- marks and times
 
 

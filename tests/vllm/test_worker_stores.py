@@ -1,14 +1,17 @@
-"""Stores of one rank, from the hook that begins them to the report of their end, and how a step
-takes back the blocks that they read."""
+"""Stores of one rank, from the hook that begins them to the report of their end, how a step takes
+back the blocks that they read, and what a rank does around its transfers."""
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hotkv_vllm.compat.checks import RankPlace
+from hotkv_vllm.identity.adapters import NO_WORK
 from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.worker import rank_stores, side
-from tests.vllm.worker_parts import FAILED, REPRESENTED, STORED, WRITTEN, store
+from tests.vllm.worker_parts import FAILED, REPRESENTED, STORED, WRITTEN, load, store, with_sparse
 
 
 @pytest.mark.parametrize("how", ["cancelled", "refused", "unreadable", "breaks", "absent"])
@@ -48,20 +51,6 @@ def test_a_store_of_nothing_but_what_could_not_be_built_has_ended(rig: Any) -> N
     one = rig()
     one.step(stores=(store(blocks=0, representations=(REPRESENTED,)),))
     assert not one.session.sent and one.results() == {1: [b""]}
-
-
-def test_a_hook_that_broke_fails_what_it_has_not_sent(rig: Any) -> None:
-    one = rig()
-    one.step(stores=(store(1),))
-    one.device.is_there = False
-    one.step(stores=(store(2),))
-    one.worker.stores_broke(HotKVMetadata(stores=(store(1), store(2), store(3))))
-    one.device.is_there = True
-    one.step()
-    assert list(one.session.sent) == ["w1-k0"]
-    assert one.results() == {2: [FAILED], 3: [FAILED]}
-    one.session.end("w1-k0", [STORED, STORED])
-    assert one.results() == {1: [bytes([STORED] * 2)]}
 
 
 def test_a_store_behind_a_mark_is_sent_later_or_taken_back_without_the_server(rig: Any) -> None:
@@ -190,3 +179,52 @@ def test_changed_weights_begin_another_session(rig: Any, monkeypatch: pytest.Mon
     session.connected = False
     one.step()
     assert one.opened[-1].waited_s == []
+
+
+# -------------------------------------------------------------------- around the transfers
+
+
+@pytest.mark.parametrize("how", ["built", "breaks", "absent", "not shared", "none"])
+def test_representations_go_with_a_store_if_they_are_built(
+    rig: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    one = rig()
+    sparse = with_sparse(one, monkeypatch)
+    sparse.breaks, one.session.connected = how == "breaks", how != "absent"
+    if how == "not shared":
+        one.rank.shared = None
+    one.step(stores=(store(representations=() if how == "none" else (REPRESENTED,)),))
+    assert sparse.built == ([(11, [5])] if how == "built" else [])
+    assert one.counters == ({"sparse_faults": 1} if how == "breaks" else {})
+    if how != "absent":
+        _, runs, *_ = one.session.sent["w1-k0"]
+        assert [run.group_index for run in runs] == ([0, 1] if how == "built" else [0])
+
+
+def test_before_a_step_adapters_are_told_and_transfers_sent_whose_mark_has_passed(
+    rig: Any,
+) -> None:
+    one = rig()
+    one.rank.adapters._unacknowledged = frozenset({1})
+    acknowledged = replace(NO_WORK, acknowledged=frozenset({1}))
+    one.device.is_there = False
+    one.step(adapters=acknowledged, loads=(load(),), stores=(store(),))
+    assert not one.session.sent
+    one.device.is_there = True
+    one.worker.before_step(HotKVMetadata())
+    assert list(one.session.sent) == ["t-a-k0", "w1-k0"]
+
+
+def test_loads_of_changed_weights_are_void(rig: Any) -> None:
+    one = rig()
+    one.rank.weights = weights = SimpleNamespace(
+        held=False, take_report=lambda: None, obey=lambda order: False
+    )
+    one.step(loads=(load("a"),))
+    assert one.worker.take_results() == (set(), set()) and not one.session.cancelled
+    weights.held = True
+    one.session.ends_cancelled = False
+    one.worker.take_results()
+    assert one.session.cancelled == ["t-a-k0"]
+    one.session.end("t-a-k0", num_bytes=5)
+    assert one.worker.take_results() == ({"a"}, {"a"})
