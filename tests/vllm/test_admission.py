@@ -38,9 +38,6 @@ def test_media_are_shared_where_vllm_hashes_their_content(desk: Any, counts_medi
     assert not one.desk.loads.abandoned
 
 
-# -------------------------------------------------------------------------------------------- match
-
-
 def test_a_request_waits_a_moment_for_workers_that_may_be_back(desk: Any) -> None:
     one = desk()
     one.sharing.links.told({0: "gone"}, one.now_s, is_connected=False)
@@ -92,9 +89,6 @@ def test_a_request_of_an_adapter_reads_once_its_bytes_are_known(
     assert one.parts.server.count("acquire") == is_known
 
 
-# ---------------------------------------------------------------------------------------- allocated
-
-
 @pytest.mark.parametrize("why", ["unknown", "no cache", "no lease", "no room"])
 def test_a_load_that_can_not_be_is_reported_as_failed(desk: Any, why: str) -> None:
     one = desk()
@@ -114,9 +108,6 @@ def test_a_load_that_can_not_be_is_reported_as_failed(desk: Any, why: str) -> No
         hit = one.desk.states["a"].hit
         assert hit.failed_loads == 1 and hit.phase is Phase.IDLE
     assert len(one.parts.server.released) == (why == "no room")
-
-
-# ---------------------------------------------------------------------------------------------- end
 
 
 @pytest.mark.parametrize(
@@ -199,9 +190,6 @@ def test_rows_follow_every_request_and_the_memory_those_that_have_a_name(desk: A
     one.desk.finished(other, [[]])
     assert rows.told == [*(("arrived", name) for name in "abc"), ("ended", "c")]
     assert not one.edge.broken
-
-
-# ------------------------------------------------------------------------------------- broken hooks
 
 
 @pytest.mark.parametrize("why", ["hook broke", "no cache", "no state"])

@@ -131,8 +131,6 @@ def test_hits_are_what_both_caches_give_together(
 def test_many_requests_over_caches_that_diverge_while_they_run(
     engine: Any, server: FakeServer, model: Any, pipelined: bool
 ) -> None:
-    """Blocks of a lease may be gone when they are loaded, and loads fail with rubbish left in the
-    blocks."""
     dice = random.Random(f"{model.__name__}{pipelined}")
     # On a busy machine answers would be late, and nothing would be loaded.
     sizes = {"blocks": 96, "max_tokens_per_step": 192, "extra": {"lookup_timeout_s": 60.0}}

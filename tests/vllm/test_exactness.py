@@ -66,8 +66,7 @@ def test_prompts_of_sparse_engines_are_shared_and_answers_below_the_least_contex
 def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
     server: Any, engine: Any
 ) -> None:
-    """Both are of one engine, as in vLLM's MultiConnector; the engine decodes sparsely because of
-    the other one."""
+    """Both are of one engine, as in vLLM's MultiConnector."""
     one = engine()
     names = RowNames(SparseConfig(**SPARSE["sparse"]), ((0, BLOCK_TOKENS),))
     announce(str(one.vllm_config.kv_transfer_config.engine_id), names)
@@ -76,9 +75,8 @@ def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
     one.run()
     one.generate("stores end", prompt(9, 40))
     stored = {block_hash for _, _, block_hash in server.blocks}
-    assert stored.intersection(request.block_hashes) == set(
-        request.block_hashes[: 150 // BLOCK_TOKENS]
-    )
+    exact = set(request.block_hashes[: 150 // BLOCK_TOKENS])
+    assert stored.intersection(request.block_hashes) == exact
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
@@ -86,8 +84,6 @@ def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
 def test_conversations_in_any_order(
     approximate: Any, engine: Any, server: Any, pipelined: bool, model: Any
 ) -> None:
-    """Turns build on earlier ones, in an engine with few blocks (preemption, eviction) and in dense
-    ones."""
     dice = random.Random(0)
     sparse = approximate(specs=model(), pipelined=pipelined, blocks=40, max_tokens_per_step=128)
     dense = [engine(specs=model(), pipelined=pipelined) for _ in range(2)]
@@ -102,11 +98,8 @@ def test_conversations_in_any_order(
             sparse.abort(f"{turn}-{talks[0]}")
         sparse.run()
         for talk in talks:
-            contexts[talk] = (
-                contexts[talk]
-                + sparse.outputs[f"{turn}-{talk}"]
-                + prompt(dice.randrange(9), dice.randrange(1, 40))
-            )
+            asked = prompt(dice.randrange(9), dice.randrange(1, 40))
+            contexts[talk] = contexts[talk] + sparse.outputs[f"{turn}-{talk}"] + asked
             if len(contexts[talk]) > 400:
                 contexts[talk] = prompt(dice.randrange(3, 9), 50)
         if dice.random() < 0.3:
@@ -119,6 +112,3 @@ def test_conversations_in_any_order(
     # The model is arithmetic, so answers are exact whatever was read.
     assert not any("hook_errors" in one.counters for one in (sparse, *dense))
     assert sum(one.counters.get("hit_requests", 0) for one in dense) > 3
-
-
-# ---------------------------------------------------------------------------------------- the class

@@ -53,9 +53,6 @@ def test_no_more_is_asked_for_than_a_hit_could_use(table: bool) -> None:
         assert state.hit.leased == [range(1, 4)]
 
 
-# ------------------------------------------------------------------------------------ hint and miss
-
-
 @pytest.mark.parametrize("age, probes", [(0.5, False), (1, True), (2, True)])
 def test_the_hint_of_an_arrival_is_used_once_and_for_a_moment(age: float, probes: bool) -> None:
     parts = Parts()
@@ -122,9 +119,6 @@ def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
     # The lease that came late was let go again.
     assert lease.keys() <= set(parts.server.released) or not lease
     assert list(parts.server.leases) == [other.hit.lease_id]
-
-
-# ------------------------------------------------------------------------------------------- leases
 
 
 def test_a_grant_that_is_shorter_than_asked_shortens_the_hit() -> None:
@@ -195,9 +189,6 @@ def test_a_lease_for_another_local_hit_is_given_back(moment: str) -> None:
     assert parts.hit(state, TOKENS) == 3 * TOKENS
 
 
-# -------------------------------------------------------------------------------------------- loads
-
-
 @pytest.mark.parametrize(
     "external, table, fits",
     [(0, 9, False), (-1, 9, False), (4, 9, True), (1, 9, True), (5, 9, False), (4, 3, False)],
@@ -228,9 +219,6 @@ def test_a_load_that_needs_more_than_is_leased_is_none(why: str) -> None:
     else:
         assert parts.load(state, 3 * TOKENS, [[1, 2, 3], [0, 12, 13]]) is None
     assert not state.is_loading and not state.hit.unproved_loads
-
-
-# ------------------------------------------------------------------------------------ ends of loads
 
 
 @pytest.mark.parametrize("retries", [0, 2])
@@ -287,6 +275,3 @@ def test_what_is_void_is_forgotten_and_a_load_under_way_goes_on(failed_too: bool
     state = loading(parts, "b")
     parts.finder.forget(state)
     assert state.is_loading and state.hit.lease_id in parts.server.leases
-
-
-# ------------------------------------------------------------------------------------- more groups

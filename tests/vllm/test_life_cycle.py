@@ -88,9 +88,6 @@ def settled(read: Callable[[], Any], expected: Any, timeout_s: float = 60.0) -> 
     return found
 
 
-# ----------------------------------------------------------------------------- nothing stays behind
-
-
 ENGINES = pytest.mark.parametrize(
     ("model", "settings"),
     [
@@ -156,9 +153,6 @@ def test_an_export_that_breaks_in_the_middle_closes_what_it_opened(
     for fd in shared:
         with pytest.raises(OSError, match="descriptor"):
             os.fstat(fd)
-
-
-# ------------------------------------------------------------------------------- the order of calls
 
 
 @pytest.mark.parametrize("worker_first", [True, False], ids=["worker first", "scheduler first"])

@@ -80,8 +80,6 @@ def test_a_report_that_has_anything_is_not_empty(name: str) -> None:
     assert not HotKVWorkerMetadata(**{name: FULL[name]}).is_empty()
 
 
-# ------------------------------------------------------------------------------- in whatever order
-
 NAMES, RANKS = st.sampled_from("ab"), st.integers(0, 2)
 WHOLE = st.integers(0, 9).map(float)
 """Sums of them are the same in any order."""

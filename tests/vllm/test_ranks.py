@@ -166,8 +166,6 @@ def test_notes_reach_all_ranks_and_one_that_never_comes_is_named() -> None:
 
 
 def test_ranks_meet_in_the_store_of_their_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those whose workers did not set up torch's groups, or whose torch keeps their store
-    elsewhere, can't meet."""
     note = notes_of([[1]], 2, 1)[0]
     assert ranks.agree(note, 1, "engine")[1].rank == note.place.rank
     with pytest.raises(Unsupported, match="can't exchange what they found"):

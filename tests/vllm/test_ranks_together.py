@@ -63,9 +63,6 @@ def outputs_of(one: RankedEngine) -> list[KVConnectorOutput]:
     return given
 
 
-# ------------------------------------------------------------------------------------------ outputs
-
-
 @pytest.mark.parametrize(("num_ranks", "stages"), [(2, False), (2, True), (3, True)])
 @BOTH_MODELS
 def test_what_ranks_report_is_summed(
@@ -162,8 +159,6 @@ def test_ranks_that_lag_at_random(
     assert any(one.preemptions for one in engines)
     assert not any("hook_errors" in one.counters for one in engines)
 
-
-# --------------------------------------------------------------------------------------- handshakes
 
 Handshakes = dict[tuple[int, int], Any]
 STAGES = [(0, 0), (1, 0), (2, 0)]

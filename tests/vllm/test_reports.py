@@ -61,9 +61,6 @@ def test_the_engines_prefill_speed_goes_with_the_reports(
     assert (server.prefill_tokens_per_s > 0) == (load == "auto")
 
 
-# -------------------------------------------------------------------------------------------- hints
-
-
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 def test_hints_go_with_the_report_and_with_every_store(
     engine: Any, server: Any, pipelined: bool
@@ -97,9 +94,6 @@ VALUES = st.one_of(
 @given(st.one_of(st.none(), st.text(), st.dictionaries(st.one_of(st.integers(), NAMES), VALUES)))
 def test_no_hint_breaks_a_request(params: Any) -> None:
     assert isinstance(HintReader(HotKVStats()).read(params, 0.0), Retention)
-
-
-# ------------------------------------------------------------------------------------------- tokens
 
 
 @pytest.mark.parametrize("model", HYBRIDS)

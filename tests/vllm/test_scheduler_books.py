@@ -41,9 +41,6 @@ def test_requests_whose_load_failed_are_in_the_way_until_they_move_or_end() -> N
     assert failed.is_empty
 
 
-# ---------------------------------------------------------------------------------- loads of others
-
-
 def test_steps_that_were_lost_and_those_without_a_report_are_not_trusted() -> None:
     others = OtherLoads()
     for name in ("a", "b", "c"):
@@ -58,9 +55,6 @@ def test_steps_that_were_lost_and_those_without_a_report_are_not_trusted() -> No
     others.step(["d"], True)
     others.settled(4, True)
     assert not others.may_store("d") and others.held == {"a", "d"}
-
-
-# ----------------------------------------------------------------------------------- written blocks
 
 
 def asks(name: str, computed: int = 0) -> Any:
@@ -88,9 +82,6 @@ def test_blocks_behind_what_a_request_hit_are_new_to_it(
         assert written.take() == {1, 2, 3}
     with pytest.raises(ValueError, match="shorter"):
         written.allocated(asks("a"), blocks([1]))
-
-
-# -------------------------------------------------------------------------------------- hidden keys
 
 
 def test_masks_of_other_groups_than_there_are_make_no_hit() -> None:
@@ -127,9 +118,6 @@ def test_keys_stay_hidden_until_they_are_cleared(monkeypatch: pytest.MonkeyPatch
     assert shown(0, b"a", b"b", b"c") == [False] * 3
     hidden.hide(0, [b"d"])
     assert shown(0, b"a", b"b", b"c", b"d") == [True, False, False, False]
-
-
-# ------------------------------------------------------------------------------------------ reports
 
 
 @pytest.mark.parametrize(
@@ -172,9 +160,6 @@ def test_a_request_is_reported_once_with_what_it_hit(
         reports.send(110.0)
     assert [(one.prompt_tokens, one.age_s) for one in sent()[-1]] == [(5, 0.0)]
     assert len(sent()) == 2
-
-
-# -------------------------------------------------------------------------------------------- hints
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ from tests.vllm.rekeyed import OTHER, PROMPT, updated
 
 __all__ = ["updated"]
 
-# -------------------------------------------------------- the scheduler starts a second time (0.33)
-
 
 def connect_again(one: Engine) -> None:
     """As after a sleep in which a rank's handshake has changed."""
@@ -76,9 +74,6 @@ def test_a_word_that_a_session_waits_for_is_not_given_out_by_another_owner() -> 
     assert page.is_revoked(index) and index not in taken and taken.count(0) == 2
     page.give_back(index)
     assert second.take() == index and not page.is_revoked(index)
-
-
-# ------------------------------------------------------------------------------------------ weights
 
 
 @pytest.mark.parametrize("skipped", [0, 1, 2, 4])

@@ -94,9 +94,6 @@ def test_tenants_and_named_weights_have_key_spaces_of_their_own(engine: Any) -> 
     assert len(set(spaces)) == len(spaces)
 
 
-# ------------------------------------------------------------------------------------------- memory
-
-
 def test_export_moves_memory_in_place_and_shares_it(engine: Any) -> None:
     one = engine()
     (memory,) = (one.worker._worker.rank.memory,)
@@ -132,9 +129,6 @@ def test_memory_that_cannot_be_shown_turns_hotkv_off(
     monkeypatch.setattr(where, name, instead, raising=False)
     answer, external = engine().generate("a", PROMPT, 2)
     assert answer and external == 0 and not server.sessions
-
-
-# -------------------------------------------------------------------------------------------- stats
 
 
 def test_hook_times_are_written_at_shutdown(engine: Any, tmp_path: Path) -> None:

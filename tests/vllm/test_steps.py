@@ -125,9 +125,6 @@ def test_the_boundary_of_a_shared_prefix_is_none_where_vllm_names_none(
     assert steps.shared_prefix_boundary(SimpleNamespace(**given)) == tokens
 
 
-# ------------------------------------------------------------------------------------ block tables
-
-
 ENDS = st.integers(-5, 5) | st.none()
 
 

@@ -30,9 +30,6 @@ def planned(parts: Parts, name: str, num_blocks: int, *table: int, **more: Any) 
     return state, plan(parts, (state, TOKENS * num_blocks), tables=tables, **more)[0]
 
 
-# ----------------------------------------------------------------------------- blocks that are full
-
-
 def test_a_request_is_looked_at_when_another_block_is_full() -> None:
     parts = Parts()
     one = request("a", 100)
@@ -101,9 +98,6 @@ def test_a_state_is_stored_under_the_hash_of_the_block_that_ends_at_its_boundary
         assert (run.depth, [*run.hashes]) == (depth, [state.request.block_hashes[depth]])
 
 
-# ------------------------------------------------------------------------------- room in the flight
-
-
 def test_more_than_fits_waits_and_what_is_last_is_dropped() -> None:
     """The room is for four blocks."""
     parts = Parts(max_inflight_store_mib=1)
@@ -122,9 +116,6 @@ def test_more_than_fits_waits_and_what_is_last_is_dropped() -> None:
     third, fourth = parts.state(request("c", 32)), parts.state(request("d", 16))
     jobs, _ = parts.planner.plan([(third, 32), (fourth, 16)], tables.get, {}, lambda: ())
     assert stored(jobs) == [(0, [21, 22])] and fourth.store.stored_blocks == [0]
-
-
-# --------------------------------------------------------------------------------- what steps await
 
 
 def test_a_step_waits_for_the_stores_that_read_what_it_writes() -> None:
@@ -151,9 +142,6 @@ def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
     assert plan(parts) == ((), (job.store_id,))
     assert parts.count("dropped_blocks") == 2 and not parts.planner.in_flight.num_bytes
     assert plan(parts) == ((), ())
-
-
-# ------------------------------------------------------------------------------------------ results
 
 
 @pytest.mark.parametrize(

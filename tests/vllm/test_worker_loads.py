@@ -54,9 +54,6 @@ def test_loads_that_were_never_begun_are_reported_as_failed(rig: Any) -> None:
     assert one.worker.take_results() == ({"a"}, {"a"})
 
 
-# --------------------------------------------------------------------------------- marks and times
-
-
 @pytest.mark.parametrize("sent", [False, True])
 def test_the_deadline_of_a_load_runs_from_its_mark(rig: Any, sent: bool) -> None:
     """`sent`: the server waits for the mark, so that the load need not wait here."""
@@ -126,9 +123,6 @@ def test_a_late_load_is_timed_until_it_is_over_or_given_up(rig: Any, hangs: bool
             one.session.answers[name].set_result(TransferResult(name, TransferStatus.CANCELLED))
     assert one.worker.take_results() == ({"a", "b"}, {"a", "b"})
     assert told(one) == {"a": pytest.approx(-6.0)}
-
-
-# ------------------------------------------------------------------- loads that no server ends
 
 
 @pytest.mark.parametrize("held", [False, True])

@@ -67,9 +67,6 @@ def test_a_store_behind_a_mark_is_sent_later_or_taken_back_without_the_server(ri
     assert one.results() == {1: [bytes([STORED] * 2)], 2: [FAILED]}
 
 
-# -------------------------------------------------------------------------------------- taking back
-
-
 class NotedWaits:
     """Stands for `_all_done`: notes how long each wait may be, and does not wait."""
 
@@ -179,9 +176,6 @@ def test_changed_weights_begin_another_session(rig: Any, monkeypatch: pytest.Mon
     session.connected = False
     one.step()
     assert one.opened[-1].waited_s == []
-
-
-# -------------------------------------------------------------------- around the transfers
 
 
 @pytest.mark.parametrize("how", ["built", "breaks", "absent", "not shared", "none"])
