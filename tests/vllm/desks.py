@@ -42,7 +42,6 @@ class Desk:
         self,
         monkeypatch: pytest.MonkeyPatch,
         *,
-        loads: bool = True,
         stores: bool = True,
         counts_media: bool = False,
         memory: Memory | None = None,
@@ -53,7 +52,7 @@ class Desk:
         monkeypatch.setattr(admission.time, "monotonic", lambda: self.now_s)
         vllm_config = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(
-                is_kv_consumer=loads, is_kv_producer=stores, engine_id="engine"
+                is_kv_consumer=True, is_kv_producer=stores, engine_id="engine"
             ),
             parallel_config=SimpleNamespace(world_size=1, decode_context_parallel_size=1),
             model_config=SimpleNamespace(max_model_len=LONG),

@@ -6,36 +6,12 @@ from typing import Any
 
 import pytest
 
-from hotkv_proto.blocks import NO_RETENTION
-from hotkv_vllm.identity.adapters import Standing
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Phase
 from hotkv_vllm.scheduler.sharing import LINKS_PATIENCE_S
 from tests.vllm.desks import LONG, Memory, blocks, desk, ended
 from tests.vllm.parts import TOKENS, request
 
 __all__ = ["desk"]
-
-
-@pytest.mark.parametrize("counts_media", [True, False])
-def test_media_are_shared_where_vllm_hashes_their_content(desk: Any, counts_media: bool) -> None:
-    """Others than those with media are shared in any case."""
-    one = desk(counts_media=counts_media)
-    for first, name, media in ((1, "text", []), (6, "image", ["image"])):
-        table = list(range(first, first + 5))
-        one.parts.put(name, range(4))
-        asks = request(name, LONG, computed=LONG)
-        asks.mm_features = media
-        state = one.arrive(asks)
-        is_shared = not (media and counts_media)
-        assert state.arrived_s == one.now_s and (state.hit.hint is not None) == is_shared
-        assert state.retention == NO_RETENTION and not one.parts.count("unserved_requests")
-        assert one.hit(asks) == (4 * TOKENS if is_shared else 0)
-        one.desk.allocated(asks, blocks(table), 0)
-        one.desk.others.step({name}, False)
-        one.parts.drop(name, range(4))
-        one.desk.finished(asks, [table])
-        assert bool(one.tails()) == is_shared
-    assert not one.desk.loads.abandoned
 
 
 def test_a_request_waits_a_moment_for_workers_that_may_be_back(desk: Any) -> None:
@@ -56,37 +32,6 @@ class WithAdapter:
         self.lora_request = SimpleNamespace(
             lora_name="one", lora_path="/one", lora_int_id=1, load_inplace=False
         )
-
-
-@pytest.mark.parametrize(
-    "standing, up, answer",
-    [
-        (Standing.WAIT, True, ASK_AGAIN),
-        (Standing.WAIT, False, NO_HIT),
-        (Standing.NOT_YET, True, NO_HIT),
-        (Standing.NEVER, True, NO_HIT),
-        (Standing.KNOWN, True, (4 * TOKENS, True)),
-    ],
-)
-def test_a_request_of_an_adapter_reads_once_its_bytes_are_known(
-    desk: Any, monkeypatch: pytest.MonkeyPatch, standing: Standing, up: bool, answer: Any
-) -> None:
-    memory = Memory()
-    one = desk(memory=memory)
-    one.parts.put("a", range(4))
-    asks = WithAdapter("a")
-    state = one.arrive(asks)
-    # What has no name yet is neither looked up nor followed.
-    assert not one.parts.server.count("probe") and not memory.told
-    monkeypatch.setattr(one.adapters, "standing", lambda *_: standing)
-    monkeypatch.setattr(one.adapters, "keys", lambda asked: asked.block_hashes)
-    one.parts.server.up = up
-    state.hit.lease_id = "" if standing is Standing.KNOWN else "held"
-    assert one.desk.match(asks, 0) == answer
-    is_known = standing is Standing.KNOWN
-    assert one.parts.server.released == ([] if is_known else ["held"])
-    assert memory.told == ([("arrived", "a")] if is_known else [])
-    assert one.parts.server.count("acquire") == is_known
 
 
 @pytest.mark.parametrize("why", ["unknown", "no cache", "no lease", "no room"])

@@ -33,22 +33,6 @@ def approximate(server: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> 
         one.connector.shutdown()
 
 
-@pytest.mark.parametrize("model", [full_model, *HYBRIDS])
-def test_what_was_decoded_sparsely_is_not_found_by_dense_engines(
-    approximate: Any, engine: Any, model: Any
-) -> None:
-    sparse, first = approximate(specs=model()), prompt(1, 200)
-    answer, _ = sparse.generate("a", first, 150)
-    sparse.generate("stores end", prompt(9, 40))
-    # The engine's own cache serves it the answer, and what follows builds on that.
-    again = first + answer[:-1] + prompt(3, 100)
-    sparse.generate("b", again, 100)
-    sparse.generate("stores end again", prompt(9, 40))
-    dense = engine(specs=model())
-    assert dense.generate("c", again, 100)[1] >= 160
-    assert dense.generate("d", first, 150)[0] == answer
-
-
 def test_prompts_of_sparse_engines_are_shared_and_answers_below_the_least_context_too(
     approximate: Any, engine: Any
 ) -> None:

@@ -12,10 +12,9 @@ from hotkv_vllm.scheduler.hits import (
     LEASE_SHARE_BEFORE_LOAD,
     MISS_MEMORY_S,
     NEVER_AGAIN,
-    pinned_masks,
 )
 from hotkv_vllm.scheduler.loads import ADMISSION_PATIENCE_S
-from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, HitState, Phase
+from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Phase
 from tests.vllm.desks import LONG, granted
 from tests.vllm.parts import FULL, TOKENS, WINDOW, Parts, request
 
@@ -27,12 +26,11 @@ def loading(parts: Parts, name: str = "a", blocks: int = 4) -> Any:
     return state
 
 
-def windowed(window: Any) -> Parts:
-    """Returns parts whose server has four full blocks and these of the windows."""
-    parts = Parts([FULL, WINDOW])
+def asking(**settings: Any) -> tuple[Parts, Any]:
+    """Returns parts whose server has four blocks of a request, and the request's state."""
+    parts = Parts(**settings)
     parts.put("a", range(4))
-    parts.put("a", window, 1)
-    return parts
+    return parts, parts.state(request("a", LONG))
 
 
 @pytest.mark.parametrize("table", [True, False], ids=["table", "calls"])
@@ -55,10 +53,8 @@ def test_no_more_is_asked_for_than_a_hit_could_use(table: bool) -> None:
 
 @pytest.mark.parametrize("age, probes", [(0.5, False), (1, True), (2, True)])
 def test_the_hint_of_an_arrival_is_used_once_and_for_a_moment(age: float, probes: bool) -> None:
-    parts = Parts()
+    parts, state = asking()
     parts.server.hold.add("acquire")
-    parts.put("a", range(4))
-    state = parts.state(request("a", LONG))
     parts.finder.arrive(state, parts.clock)
     before = parts.server.count("probe")
     assert parts.finder.match(state, 0, parts.clock + age * HINT_MEMORY_S) == ASK_AGAIN
@@ -96,10 +92,8 @@ def test_an_offer_is_counted_once_and_what_is_loaded_too() -> None:
 
 @pytest.mark.parametrize("kind", ["lookup", "acquire"])
 def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
-    parts = Parts()
+    parts, state = asking()
     parts.server.table, parts.server.hold = kind == "acquire", {kind}
-    parts.put("a", range(4))
-    state = parts.state(request("a", LONG))
     assert parts.match(state) == ASK_AGAIN
     waits_s = parts.config.lookup_timeout_s
     parts.clock += waits_s * 0.99
@@ -122,26 +116,20 @@ def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
 
 
 def test_a_grant_that_is_shorter_than_asked_shortens_the_hit() -> None:
-    parts = Parts()
-    parts.put("a", range(4))
+    parts, _ = asking()
     for limit, blocks, num_short in ((2, 2, 1), (0, 0, 2), (1 << 30, 4, 2)):
         parts.server.grant_limit = limit
         state = parts.state(request("a", LONG))
         assert parts.hit(state) == blocks * TOKENS and bool(state.hit.lease_id) == bool(blocks)
         assert parts.count("short_grants") == num_short
     assert len(parts.server.released) == 1
-    two = Parts([FULL, WINDOW])
-    with pytest.raises(ValueError, match="shorter"):
-        pinned_masks(
-            two.groups,
-            HitState(hit_tokens=TOKENS, leased=[range(1), range(1)]),
-            [np.ones(1, np.bool_)],
-        )
 
 
 def test_a_shorter_hit_does_not_reach_behind_the_lease() -> None:
     """A hit of three blocks would need the window's second, which is ready and not leased."""
-    parts = windowed(range(4))
+    parts = Parts([FULL, WINDOW])
+    for group in (0, 1):
+        parts.put("a", range(4), group)
     parts.server.hold = {"acquire"}
     state = parts.state(request("a", LONG))
     assert parts.match(state) == ASK_AGAIN and state.hit.leased == [range(4), range(2, 4)]
@@ -156,10 +144,8 @@ def test_a_grant_is_answered_again_until_half_its_life_is_over(
     given_s: float, life_s: float
 ) -> None:
     """Its life is the server's, if the server says one."""
-    parts = Parts(lease_ttl_s=10.0)
-    parts.put("a", range(4))
+    parts, state = asking(lease_ttl_s=10.0)
     parts.server.hold = {"acquire"}
-    state = parts.state(request("a", LONG))
     assert parts.match(state) == ASK_AGAIN
     first = state.hit.lease_id
     state.hit.answer.set_result(LeaseGrant(first, (np.ones(4, np.bool_),), given_s))
@@ -170,23 +156,6 @@ def test_a_grant_is_answered_again_until_half_its_life_is_over(
     parts.clock += 0.02
     assert parts.match(state) == (4 * TOKENS, True)
     assert parts.server.released == [first] and state.hit.lease_id != first
-
-
-@pytest.mark.parametrize("moment", ["leasing", "granted"])
-def test_a_lease_for_another_local_hit_is_given_back(moment: str) -> None:
-    parts = Parts()
-    parts.server.hold = {"acquire"} if moment == "leasing" else set()
-    parts.put("a", range(4))
-    state = parts.state(request("a", LONG))
-    assert parts.match(state) == (ASK_AGAIN if moment == "leasing" else (4 * TOKENS, True))
-    parts.server.hold.clear()
-    parts.server.settle()
-    first = state.hit.lease_id
-    answer = parts.match(state, TOKENS)
-    assert answer == (NO_HIT if moment == "leasing" else (3 * TOKENS, True))
-    assert parts.server.released == [first]
-    parts.clock += 1
-    assert parts.hit(state, TOKENS) == 3 * TOKENS
 
 
 @pytest.mark.parametrize(
@@ -205,20 +174,6 @@ def test_no_load_is_longer_than_its_lease_or_its_table(
         assert run.lease_positions.tolist() == list(range(external))
         assert run.block_ids.tolist() == list(range(1, external + 1))
         assert (job.lease_id, job.timeout_s) == (state.hit.lease_id, parts.config.load_timeout_s)
-
-
-@pytest.mark.parametrize("why", ["not leased", "not pinned"])
-def test_a_load_that_needs_more_than_is_leased_is_none(why: str) -> None:
-    """vLLM wants a shorter hit, whose window lies before what is leased."""
-    parts = windowed([1, 2, 3])
-    state = parts.state(request("a", LONG))
-    parts.hit(state)
-    if why == "not pinned":
-        state.hit.ready[1][3] = False
-        assert parts.load(state, 4 * TOKENS, [[1, 2, 3, 4], [0, 0, 13, 14]]) is None
-    else:
-        assert parts.load(state, 3 * TOKENS, [[1, 2, 3], [0, 12, 13]]) is None
-    assert not state.is_loading and not state.hit.unproved_loads
 
 
 @pytest.mark.parametrize("retries", [0, 2])

@@ -18,7 +18,6 @@ from tests.vllm.harness import prompt
 from tests.vllm.oracle import answer_of, audit
 from tests.vllm.ranked import RankedEngine
 from tests.vllm.specs import full_model, hybrid_model
-from tests.vllm.tiny import BLOCK_TOKENS
 
 PROMPT = prompt(1, 200)
 USABLE = 192
@@ -86,34 +85,6 @@ def test_what_ranks_report_is_summed(
     for output in given:
         assert not output.invalid_block_ids and not output.failed_recving
         assert not output.finished_sending
-
-
-@pytest.mark.parametrize("ended", [0, 1])
-def test_blocks_of_an_aborted_load_are_free_when_all_ranks_are_done(
-    ranked: Ranked, server: FakeServer, ended: int
-) -> None:
-    """The server answers no cancel of the other rank."""
-    first, one = ranked(), ranked()
-    first.generate("a", PROMPT, 4)
-    server.hold, server.spoil_loads, server.ack_cancels = {"load"}, True, False
-    pool = one.scheduler.kv_cache_manager.block_pool
-    num_free = pool.get_num_free_blocks()
-    one.add("b", PROMPT, 4)
-    for _ in range(3):
-        one.step()
-    assert settle(server, "load", ended) == 1
-    one.step()
-    one.abort("b")
-    for number in range(4):
-        one.add(f"c{number}", prompt(3, 100 + number), 2)
-        one.step()
-        assert pool.get_num_free_blocks() <= num_free - USABLE // BLOCK_TOKENS
-    assert server.settle("load") == 1
-    server.hold = set()
-    one.run()
-    one.generate("end", prompt(2, 40), 2)
-    assert pool.get_num_free_blocks() == num_free and not server.leases
-    audit(server, [first, one])
 
 
 @pytest.mark.parametrize("stages", [False, True], ids=["tensor", "pipeline"])

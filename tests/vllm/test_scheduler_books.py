@@ -11,34 +11,12 @@ from hotkv_proto.blocks import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
 from hotkv_vllm.hints.requests import LOG_INTERVAL_S, HintReader
 from hotkv_vllm.scheduler import hits
 from hotkv_vllm.scheduler.admission import WrittenBlocks
-from hotkv_vllm.scheduler.groups import CachedGroups
 from hotkv_vllm.scheduler.hits import HiddenKeys
-from hotkv_vllm.scheduler.loads import ADMISSION_PATIENCE_S, FailedLoads, OtherLoads
+from hotkv_vllm.scheduler.loads import OtherLoads
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.stats import HotKVStats
 from tests.vllm.desks import blocks
-from tests.vllm.parts import FULL, TOKENS, Parts, request
-
-
-def test_requests_whose_load_failed_are_in_the_way_until_they_move_or_end() -> None:
-    failed = FailedLoads()
-    assert failed.is_empty and not failed.steps_aside("a") and not failed.outwait(10.0, 99.0)
-    failed.add("a")
-    failed.add("b")
-    assert "a" in failed and len(failed) == 2 and not failed.is_empty
-    assert failed.steps_aside("a") and not failed.steps_aside("a") and "a" in failed
-    # A hit waits a moment for them.
-    assert not failed.outwait(10.0, 10.0 + ADMISSION_PATIENCE_S)
-    assert failed.outwait(10.0, 10.0 + ADMISSION_PATIENCE_S + 0.01)
-    failed.scheduled(["a", "c"])
-    assert "a" not in failed and failed.outwait(10.0, 99.0)
-    failed.scheduled(["b"])
-    # It was not asked for its hit since.
-    assert not failed.outwait(10.0, 99.0) and not failed.is_empty
-    assert failed.steps_aside("b")
-    for name in ("unknown", "a", "b"):
-        failed.ended(name)
-    assert failed.is_empty
+from tests.vllm.parts import TOKENS, Parts, request
 
 
 def test_steps_that_were_lost_and_those_without_a_report_are_not_trusted() -> None:
@@ -82,13 +60,6 @@ def test_blocks_behind_what_a_request_hit_are_new_to_it(
         assert written.take() == {1, 2, 3}
     with pytest.raises(ValueError, match="shorter"):
         written.allocated(asks("a"), blocks([1]))
-
-
-def test_masks_of_other_groups_than_there_are_make_no_hit() -> None:
-    groups = CachedGroups([FULL, FULL], TOKENS, TOKENS)
-    for count in (1, 3):
-        with pytest.raises(ValueError, match=r"shorter|longer"):
-            groups.longest_hit((np.ones(2, np.bool_),) * count, 0, 64)
 
 
 def test_keys_stay_hidden_until_they_are_cleared(monkeypatch: pytest.MonkeyPatch) -> None:

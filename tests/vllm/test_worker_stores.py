@@ -1,17 +1,14 @@
 """Stores of one rank, from the hook that begins them to the report of their end, how a step takes
 back the blocks that they read, and what a rank does around its transfers."""
 
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hotkv_vllm.compat.checks import RankPlace
-from hotkv_vllm.identity.adapters import NO_WORK
 from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.worker import rank_stores, side
-from tests.vllm.worker_parts import FAILED, REPRESENTED, STORED, WRITTEN, load, store, with_sparse
+from tests.vllm.worker_parts import FAILED, REPRESENTED, STORED, WRITTEN, store, with_sparse
 
 
 @pytest.mark.parametrize("how", ["cancelled", "refused", "unreadable", "breaks", "absent"])
@@ -193,32 +190,3 @@ def test_representations_go_with_a_store_if_they_are_built(
     if how != "absent":
         _, runs, *_ = one.session.sent["w1-k0"]
         assert [run.group_index for run in runs] == ([0, 1] if how == "built" else [0])
-
-
-def test_before_a_step_adapters_are_told_and_transfers_sent_whose_mark_has_passed(
-    rig: Any,
-) -> None:
-    one = rig()
-    one.rank.adapters._unacknowledged = frozenset({1})
-    acknowledged = replace(NO_WORK, acknowledged=frozenset({1}))
-    one.device.is_there = False
-    one.step(adapters=acknowledged, loads=(load(),), stores=(store(),))
-    assert not one.session.sent
-    one.device.is_there = True
-    one.worker.before_step(HotKVMetadata())
-    assert list(one.session.sent) == ["t-a-k0", "w1-k0"]
-
-
-def test_loads_of_changed_weights_are_void(rig: Any) -> None:
-    one = rig()
-    one.rank.weights = weights = SimpleNamespace(
-        held=False, take_report=lambda: None, obey=lambda order: False
-    )
-    one.step(loads=(load("a"),))
-    assert one.worker.take_results() == (set(), set()) and not one.session.cancelled
-    weights.held = True
-    one.session.ends_cancelled = False
-    one.worker.take_results()
-    assert one.session.cancelled == ["t-a-k0"]
-    one.session.end("t-a-k0", num_bytes=5)
-    assert one.worker.take_results() == ({"a"}, {"a"})
