@@ -43,11 +43,10 @@ class Desk:
         monkeypatch: pytest.MonkeyPatch,
         *,
         stores: bool = True,
-        counts_media: bool = False,
         memory: Memory | None = None,
         **parts: Any,
     ) -> None:
-        self.parts = Parts(counts_media=counts_media, **parts)
+        self.parts = Parts(**parts)
         self.now_s = 100.0
         monkeypatch.setattr(admission.time, "monotonic", lambda: self.now_s)
         vllm_config = SimpleNamespace(
@@ -70,7 +69,7 @@ class Desk:
             self.parts.stats,
             Adapters(1, lambda text: None),
             self.parts.exactness,
-            counts_media,
+            False,
             DevicePool(vllm_config, kv),
         )
         self.adapters = engine.adapters

@@ -66,6 +66,7 @@ class Parts:
         num_ranks: int = 1,
         by_handoff: Sequence[int] = (),
         left_out: range = range(0),
+        adapters: Any = None,
         counts_media: bool = False,
         **settings: Any,
     ) -> None:
@@ -78,7 +79,8 @@ class Parts:
         self.session = self.server.open(config)
         self.stats = HotKVStats()
         self.config = ConnectorConfig(**settings)
-        self.groups = CachedGroups(self.specs, TOKENS, TOKENS, frozenset(), None, counts_media)
+        shared = frozenset[int](), adapters, counts_media
+        self.groups = CachedGroups(self.specs, TOKENS, TOKENS, *shared)
         self.finder = HitFinder(
             self.session,
             self.groups,

@@ -1,5 +1,5 @@
-"""Small books of the scheduler side, each alone: loads that failed or are other connectors', blocks
-about to be written, hidden keys, reports, hints."""
+"""Small books of the scheduler side, each alone: loads of other connectors, blocks about to be
+written, hidden keys, reports, hints."""
 
 from types import SimpleNamespace
 from typing import Any
