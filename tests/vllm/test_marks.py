@@ -44,6 +44,16 @@ def test_on_a_cpu_all_marks_have_passed_and_nothing_is_offered() -> None:
     assert marks_for(torch.device("cpu"), "auto").order == NO_ORDER
 
 
+def test_an_event_that_could_not_be_recorded_is_still_free() -> None:
+    device = ToldDevice()
+    marks = Marks(device, "events")
+    device.on_record = lambda event: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        marks.make(OrderKind.EVENTS)
+    device.on_record = lambda event: None
+    assert marks.make(OrderKind.EVENTS).after and len(marks._free) == NUM_EVENTS - 1
+
+
 @pytest.mark.parametrize("kind", [OrderKind.FLAGS, OrderKind.HOST])
 def test_events_of_this_process_are_used_again(kind: OrderKind) -> None:
     made: list[Any] = []
