@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -427,29 +427,31 @@ class Engine:
             if chunk:
                 first = computed // chunk * chunk
             places = self._places(name, group_id, first, computed)
-            assert (places.blocks != 0).all(), f"{name}: attention would read the null block"
+            assert (places[0] != 0).all(), f"{name}: attention would read the null block"
             what = f"{name} of {computed}"
             for layer in group.layer_names:
-                self._give(functools.partial(self._check_layer, what, first, layer, places))
+                self._give(functools.partial(self._check_layer, what, first, layer, *places))
 
-    def _check_layer(self, name: str, first: int, layer: str, places: "Places") -> None:
-        rows = self._cells(layer)[places.blocks, :, places.offsets, :]
-        expected = (places.values ^ _layer(layer) ^ self.salt)[:, None, None]
+    def _check_layer(
+        self, name: str, first: int, layer: str, blocks: Any, offsets: Any, values: Any
+    ) -> None:
+        rows = self._cells(layer)[blocks, :, offsets, :]
+        expected = (values ^ _layer(layer) ^ self.salt)[:, None, None]
         wrong = np.flatnonzero((rows != expected).any(axis=(1, 2)))
         assert not len(wrong), (
-            f"{name}: wrong KV at token {first + wrong[0]}, {layer}, blocks {places.blocks}"
+            f"{name}: wrong KV at token {first + wrong[0]}, {layer}, blocks {blocks}"
         )
 
     def _write(self, name: str, computed: int, count: int) -> None:
         for group_id, group in enumerate(self.kv_config.kv_cache_groups):
-            places = self._places(name, group_id, computed, computed + count)
+            blocks, offsets, values = self._places(name, group_id, computed, computed + count)
+            known = blocks[: len(values)], offsets[: len(values)], values
             for layer in group.layer_names:
-                self._give(functools.partial(self._write_layer, layer, places))
+                self._give(functools.partial(self._write_layer, layer, *known))
 
-    def _write_layer(self, layer: str, places: "Places") -> None:
-        known = len(places.values)
-        at = places.blocks[:known], slice(None), places.offsets[:known]
-        self._cells(layer)[at] = (places.values ^ _layer(layer) ^ self.salt)[:, None, None]
+    def _write_layer(self, layer: str, blocks: Any, offsets: Any, values: Any) -> None:
+        expected = values ^ _layer(layer) ^ self.salt
+        self._cells(layer)[blocks, :, offsets, :] = expected[:, None, None]
 
     def _give(self, work: Callable[[], None]) -> None:
         if self.device is None:
@@ -461,12 +463,14 @@ class Engine:
         """Returns the layer's memory as it lies now, int16 [blocks, heads, tokens, cell]."""
         return self.tensors[layer].view(torch.int16).numpy()
 
-    def _places(self, name: str, group_id: int, first: int, end: int) -> "Places":
+    def _places(self, name: str, group_id: int, first: int, end: int) -> tuple[Any, Any, Any]:
+        """Block and offset of each token, and the value that belongs there (fewer where tokens are
+        not known yet)."""
         positions = np.arange(first, end)
         table = np.array(self.tables[name][group_id])
         values = np.array(self._values(name)[first:end], np.int16)
         block_tokens = self.kv_config.kv_cache_groups[group_id].kv_cache_spec.block_size
-        return Places(table[positions // block_tokens], positions % block_tokens, values)
+        return table[positions // block_tokens], positions % block_tokens, values
 
     def _values(self, name: str) -> list[int]:
         """What belongs to each of a request's tokens."""
@@ -486,15 +490,6 @@ class Engine:
     def tints(self) -> tuple[int, ...]:
         """By what values may differ from exact ones in the engine's own cache, 0 among them."""
         return (0,)
-
-
-class Places(NamedTuple):
-    """Block and offset of each token, and the value that belongs there (fewer where tokens are not
-    known yet)."""
-
-    blocks: Any
-    offsets: Any
-    values: Any
 
 
 @dataclass(frozen=True, slots=True)
