@@ -42,7 +42,7 @@ DOOR = (
     "tests/offloading/test_engines.py"
 )
 ENGINE = (
-    "tests/vllm/test_traps.py tests/vllm/test_traps_transfers.py tests/vllm/test_reports.py "
+    "tests/vllm/test_traps.py tests/vllm/test_reports.py "
     "tests/vllm/test_scenarios.py "
     "tests/vllm/test_hooks.py tests/vllm/test_sleep.py "
     "tests/vllm/test_exactness.py tests/vllm/test_multi_connector.py "
@@ -56,14 +56,10 @@ SEAMS = (
 )
 REQUESTS = (
     "tests/vllm/test_hit_finder.py tests/vllm/test_store_planner.py "
-    "tests/vllm/test_stores_in_flight.py tests/vllm/test_admission.py "
-    f"tests/vllm/test_load_books.py tests/vllm/test_scheduler_books.py {ENGINE}"
+    f"tests/vllm/test_admission.py tests/vllm/test_scheduler_books.py {ENGINE}"
 )
 """Parts of the scheduler side without an engine, then with one."""
-RANK = (
-    "tests/vllm/test_worker_stores.py tests/vllm/test_worker_loads.py "
-    f"tests/vllm/test_worker_side.py {ENGINE}"
-)
+RANK = f"tests/vllm/test_worker_stores.py tests/vllm/test_worker_loads.py {ENGINE}"
 """The same of the worker side."""
 RESIDENTS = (
     "tests/vllm/test_residencies_books.py tests/vllm/test_resident_manager.py "
@@ -254,7 +250,7 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/metadata.py": f"tests/vllm/test_metadata.py {ENGINE}",
     "connector_vllm/hotkv_vllm/compat/checks.py": "tests/vllm/test_multi_connector.py",
     "connector_vllm/hotkv_vllm/scheduler/loads.py": (
-        "tests/vllm/test_load_books.py tests/vllm/test_multi_connector.py"
+        "tests/vllm/test_scheduler_books.py tests/vllm/test_multi_connector.py"
     ),
     "connector_vllm/hotkv_vllm/offloading/": DOOR,
     "connector_vllm/hotkv_vllm/offloading/requests.py": (

@@ -19,6 +19,7 @@ from tests.vllm.parts import TOKENS, Clock, Parts, request
 from tests.vllm.specs import full_spec
 
 LONG = 4 * TOKENS + 5
+"""A prompt of four full blocks and some tokens."""
 
 
 class Memory:
@@ -41,20 +42,17 @@ class Desk:
         self,
         monkeypatch: pytest.MonkeyPatch,
         *,
-        loads: bool = True,
         stores: bool = True,
-        counts_media: bool = False,
         memory: Memory | None = None,
         **parts: Any,
     ) -> None:
-        self.parts = Parts(counts_media=counts_media, **parts)
+        self.parts = Parts(**parts)
         self.now_s = 100.0
         monkeypatch.setattr(admission.time, "monotonic", lambda: self.now_s)
-        self.transfer = SimpleNamespace(
-            is_kv_consumer=loads, is_kv_producer=stores, engine_id="engine"
-        )
         vllm_config = SimpleNamespace(
-            kv_transfer_config=self.transfer,
+            kv_transfer_config=SimpleNamespace(
+                is_kv_consumer=True, is_kv_producer=stores, engine_id="engine"
+            ),
             parallel_config=SimpleNamespace(world_size=1, decode_context_parallel_size=1),
             model_config=SimpleNamespace(max_model_len=LONG),
             num_speculative_tokens=0,
@@ -71,7 +69,7 @@ class Desk:
             self.parts.stats,
             Adapters(1, lambda text: None),
             self.parts.exactness,
-            counts_media,
+            False,
             DevicePool(vllm_config, kv),
         )
         self.adapters = engine.adapters
@@ -136,9 +134,6 @@ def ended(one: Desk, asks: Any, table: Sequence[int] = (1, 2, 3, 4, 5)) -> list[
     one.desk.finished(asks, [list(table)])
     assert "a" not in one.desk.states
     return one.tails()
-
-
-"""A prompt of four full blocks and some tokens."""
 
 
 def granted(parts: Parts, name: str = "a", blocks: int = 4, computed: int = 0) -> Any:

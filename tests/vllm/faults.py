@@ -81,28 +81,17 @@ def functions() -> dict[CodeType, FunctionType]:
     """Returns the connector's functions and methods, and those of the cache's double that a session
     has, by their code."""
     found: dict[CodeType, FunctionType] = {}
-    names = [module.name for module in pkgutil.walk_packages(hotkv_vllm.__path__, "hotkv_vllm.")]
-    modules = [
-        sys.modules.get(name) or importlib.import_module(name)
-        for name in names
-        if "plugin" not in name
-    ]
-    for module in modules:
-        owners = [
-            module,
-            *(
-                one
-                for one in vars(module).values()
-                if inspect.isclass(one) and one.__module__ == module.__name__
-            ),
-        ]
-        for owner in owners:
-            for one in list(vars(owner).values()):
-                _add(found, one, module.__name__)
-    for one in vars(fake.FakeSession).values():
-        if getattr(one, "__name__", "_").startswith("_"):
+    for _, name, _ in pkgutil.walk_packages(hotkv_vllm.__path__, "hotkv_vllm."):
+        if "plugin" in name:
             continue
-        _add(found, one, fake.__name__)
+        module = importlib.import_module(name)
+        classes = [one for one in vars(module).values() if inspect.isclass(one)]
+        for owner in (module, *(one for one in classes if one.__module__ == name)):
+            for one in list(vars(owner).values()):
+                _add(found, one, name)
+    for one in vars(fake.FakeSession).values():
+        if not getattr(one, "__name__", "_").startswith("_"):
+            _add(found, one, fake.__name__)
     return found
 
 

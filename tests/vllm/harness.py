@@ -38,9 +38,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    KVCacheSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -91,26 +89,20 @@ class Engine:
         """`within`: makes the engine's `kv_transfer_config` out of the connector's, for engines
         with several."""
         monkeypatch.setattr(link, "open_session", server.open)
-        self.server, self.pipelined, self.v2, self.device, self.layout = (
-            server,
-            pipelined,
-            v2,
-            device,
-            layout,
-        )
+        self.server, self.device, self.layout = server, device, layout
+        self.pipelined, self.v2 = pipelined, v2
         self.model = torch.nn.Linear(2, 2)
         monkeypatch.setattr(session, "marks_for", lambda _, wanted: Marks(device, wanted))
-        arguments = engine_args(
-            write_model(folder), blocks=blocks, max_num_batched_tokens=max_tokens_per_step, **more
-        )
         longest = more.get("max_model_len", 512)
         fitting = min(longest, (blocks - 2) * BLOCK_TOKENS)
-        arguments |= {"max_model_len": fitting, "num_gpu_blocks_override": blocks}
+        more |= {"max_num_batched_tokens": max_tokens_per_step, "max_model_len": fitting}
+        arguments = engine_args(write_model(folder), blocks=blocks, **more)
+        arguments["num_gpu_blocks_override"] = blocks
         arguments.pop("disable_log_stats")
         extra = {"flush_timeout_s": 0.02, **(extra or {})}
-        self.vllm_config = EngineArgs(
-            **arguments, kv_transfer_config=within(transfer_config(**extra))
-        ).create_engine_config()
+        transfer = within(transfer_config(**extra))
+        engine = EngineArgs(**arguments, kv_transfer_config=transfer)
+        self.vllm_config = engine.create_engine_config()
         if v2:
             self.vllm_config.__class__ = V2Config
         self.vllm_config.cache_config.kv_cache_layout = layout.name
@@ -255,9 +247,8 @@ class Engine:
     def step(self) -> None:
         scheduled = self.scheduler.schedule()
         self.queue.append((scheduled, *self._execute(scheduled)))
-        while len(self.queue) > (
-            1 if self.pipelined and scheduled.total_num_scheduled_tokens else 0
-        ):
+        waits = self.pipelined and scheduled.total_num_scheduled_tokens > 0
+        while len(self.queue) > waits:
             self._collect()
 
     def _collect(self) -> None:
@@ -265,12 +256,9 @@ class Engine:
         if self.device is not None:
             self.device.run_to(point)
         for outputs in self.scheduler.update_from_output(scheduled, output).values():
-            stats = (
-                outputs.scheduler_stats.kv_connector_stats
-                if outputs.scheduler_stats is not None
-                else None
-            )
-            for counter, growth in (stats or {}).get("HotKVConnector", stats or {}).items():
+            told = outputs.scheduler_stats
+            stats = (told and told.kv_connector_stats) or {}
+            for counter, growth in stats.get("HotKVConnector", stats).items():
                 self.counters[counter] = self.counters.get(counter, 0) + growth
             for one in outputs.outputs:
                 self.outputs[one.request_id] += one.new_token_ids
@@ -317,9 +305,8 @@ class Engine:
         return self._run(pickle.loads(pickle.dumps(scheduled)))
 
     def _run(self, scheduled: Any) -> tuple[ModelRunnerOutput, int]:
-        output, sampled, point = (
-            self._run_v1(scheduled) if self.active is None else self._run_v2(scheduled)
-        )
+        run = self._run_v1 if self.active is None else self._run_v2
+        output, sampled, point = run(scheduled)
         names = list(scheduled.num_scheduled_tokens)
         index = {name: i for i, name in enumerate(names)}
         return self._output(names, index, sampled, output), point
@@ -335,12 +322,8 @@ class Engine:
             self.before_forward()
         self._take_tokens(scheduled)
         sampled = self._forward(scheduled)
-        return (
-            sampled,
-            self.device.given
-            if self.device is not None and scheduled.total_num_scheduled_tokens
-            else 0,
-        )
+        has_work = self.device is not None and scheduled.total_num_scheduled_tokens
+        return sampled, self.device.given if has_work else 0  # type: ignore[union-attr]
 
     def _run_v1(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
         """vLLM's own mixin calls the hooks; `GPUModelRunner.execute_model` of the V1 runner calls
@@ -353,9 +336,8 @@ class Engine:
             KVConnectorModelRunnerMixin._get_kv_connector_output(scheduled) as output,
         ):
             sampled, point = self._computed(scheduled)
-        output.kv_connector_worker_meta = pickle.loads(
-            pickle.dumps(output.kv_connector_worker_meta)
-        )
+        meta = pickle.dumps(output.kv_connector_worker_meta)
+        output.kv_connector_worker_meta = pickle.loads(meta)
         return output, sampled, point
 
     def _run_v2(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
@@ -364,11 +346,8 @@ class Engine:
         self._zero_blocks(scheduled)
         if not scheduled.total_num_scheduled_tokens:
             sampled, point = self._computed(scheduled)
-            return (
-                self.active.no_forward(scheduled).kv_connector_output or KVConnectorOutput(),
-                sampled,
-                point,
-            )
+            output = self.active.no_forward(scheduled).kv_connector_output
+            return output or KVConnectorOutput(), sampled, point
         names = list(scheduled.num_scheduled_tokens)
         batch = SimpleNamespace(
             idx_mapping=torch.arange(len(names)),
@@ -444,57 +423,35 @@ class Engine:
         for group_id, group in enumerate(self.kv_config.kv_cache_groups):
             window = getattr(group.kv_cache_spec, "sliding_window", None)
             chunk = getattr(group.kv_cache_spec, "attention_chunk_size", None)
-            first = (
-                max(0, computed - (window - 1))
-                if window
-                else computed // chunk * chunk
-                if chunk
-                else 0
-            )
-            blocks, offsets, values = self._places(name, group_id, first, computed)
-            assert (blocks != 0).all(), f"{name}: attention would read the null block"
+            first = max(0, computed - (window - 1)) if window else 0
+            if chunk:
+                first = computed // chunk * chunk
+            places = self._places(name, group_id, first, computed)
+            assert (places[0] != 0).all(), f"{name}: attention would read the null block"
+            what = f"{name} of {computed}"
             for layer in group.layer_names:
-                self._give(
-                    functools.partial(
-                        self._check_layer,
-                        f"{name} of {computed}",
-                        first,
-                        layer,
-                        blocks,
-                        offsets,
-                        values,
-                    )
-                )
+                self._give(functools.partial(self._check_layer, what, first, layer, *places))
 
     def _check_layer(
         self, name: str, first: int, layer: str, blocks: Any, offsets: Any, values: Any
     ) -> None:
         rows = self._cells(layer)[blocks, :, offsets, :]
-        wrong = np.flatnonzero(
-            (rows != (values ^ _layer(layer) ^ self.salt)[:, None, None]).any(axis=(1, 2))
-        )
+        expected = (values ^ _layer(layer) ^ self.salt)[:, None, None]
+        wrong = np.flatnonzero((rows != expected).any(axis=(1, 2)))
         assert not len(wrong), (
-            f"{name}: wrong KV at token {first + wrong[0]}, {layer}, blocks {np.unique(blocks)}"
+            f"{name}: wrong KV at token {first + wrong[0]}, {layer}, blocks {blocks}"
         )
 
     def _write(self, name: str, computed: int, count: int) -> None:
         for group_id, group in enumerate(self.kv_config.kv_cache_groups):
             blocks, offsets, values = self._places(name, group_id, computed, computed + count)
+            known = blocks[: len(values)], offsets[: len(values)], values
             for layer in group.layer_names:
-                self._give(
-                    functools.partial(
-                        self._write_layer,
-                        layer,
-                        blocks[: len(values)],
-                        offsets[: len(values)],
-                        values,
-                    )
-                )
+                self._give(functools.partial(self._write_layer, layer, *known))
 
     def _write_layer(self, layer: str, blocks: Any, offsets: Any, values: Any) -> None:
-        self._cells(layer)[blocks, :, offsets, :] = (values ^ _layer(layer) ^ self.salt)[
-            :, None, None
-        ]
+        expected = values ^ _layer(layer) ^ self.salt
+        self._cells(layer)[blocks, :, offsets, :] = expected[:, None, None]
 
     def _give(self, work: Callable[[], None]) -> None:
         if self.device is None:
@@ -554,13 +511,12 @@ def media_of(request: Request) -> dict[int, int]:
     if request.prompt_embeds is not None:
         rows = request.prompt_embeds.to(torch.float32).contiguous().numpy()
         return {place: zlib.crc32(row.tobytes()) for place, row in enumerate(rows)}
-    return {
-        place: zlib.crc32(f"{feature.identifier}/{place - feature.mm_position.offset}".encode())
-        for feature in request.mm_features
-        for place in range(
-            feature.mm_position.offset, feature.mm_position.offset + feature.mm_position.length
-        )
-    }
+    shown = {}
+    for feature in request.mm_features:
+        at = feature.mm_position
+        for place in range(at.length):
+            shown[at.offset + place] = zlib.crc32(f"{feature.identifier}/{place}".encode())
+    return shown
 
 
 def next_token(values: Sequence[int]) -> int:

@@ -60,12 +60,9 @@ def check_stored(
             continue
         group = space.groups[group_index]
         expected = _expected(named, block_hash, group.block_tokens)
-        assert len(expected) == group.block_tokens, (
-            f"the server has a part of a block in group {group_index}"
-        )
-        assert sorted(shards) == list(range(len(salts))), (
-            f"shards {sorted(shards)} are no whole block"
-        )
+        what = f"the server's block of group {group_index}"
+        assert len(expected) == group.block_tokens, f"{what} is a part of a block"
+        assert sorted(shards) == list(range(len(salts))), f"{what} has shards {sorted(shards)}"
         if fingerprint not in weights_of:
             first = np.frombuffer(shards[0], np.int16)[0] ^ _layer(group.layer_names[0]) ^ salts[0]
             weights_of[fingerprint] = int(first ^ expected[0])
@@ -75,12 +72,7 @@ def check_stored(
             pages = np.split(np.frombuffer(shards[shard], np.int16), len(group.layer_names))
             for layer, page in zip(group.layer_names, pages, strict=True):
                 rows = page.reshape(num_heads[layer], group.block_tokens, -1)
-                _compare(
-                    rows,
-                    expected ^ salt,
-                    layer,
-                    f"the server's block of group {group_index}, shard {shard}",
-                )
+                _compare(rows, expected ^ salt, layer, f"{what}, shard {shard}")
         num_compared += 1
     return num_compared
 
@@ -89,22 +81,15 @@ def check_cached(one: Engine, weights: int = 0) -> int:
     """Returns the blocks that vLLM's own prefix cache of an engine offers."""
     assert not one.queue and not one.scheduler.requests, "the oracle compares what is at rest"
     num_compared = 0
-    for (
-        key,
-        found,
-    ) in one.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache.items():
+    cached = one.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache
+    for key, found in cached.items():
         group = one.kv_config.kv_cache_groups[get_group_id(key)]
         expected = _expected(one.named, get_block_hash(key), group.kv_cache_spec.block_size)
         for block in [found] if isinstance(found, KVCacheBlock) else found.values():
             for layer, (tensors, salt) in itertools.product(group.layer_names, one.memories):
                 rows = tensors[layer].view(torch.int16).numpy()[block.block_id][:, : len(expected)]
-                _compare(
-                    rows,
-                    expected ^ salt ^ weights,
-                    layer,
-                    f"vLLM's block {block.block_id} of group {get_group_id(key)}",
-                    one.tints,
-                )
+                what = f"vLLM's block {block.block_id} of group {get_group_id(key)}"
+                _compare(rows, expected ^ salt ^ weights, layer, what, one.tints)
             num_compared += 1
     return num_compared
 

@@ -19,14 +19,9 @@ def device(server: Any) -> ToldDevice:
 
     def on_record(event: Any) -> None:
         names = {name for _, name, _, _ in server.held if name in server.afters}
-        in_use = {
-            server.afters[name].mark.index
-            for name in names
-            if server.afters[name].kind is OrderKind.EVENTS
-        }
-        assert event.number not in in_use, (
-            f"event {event.number} is recorded again while {names} wait"
-        )
+        afters = [server.afters[name] for name in names]
+        in_use = {after.mark.index for after in afters if after.kind is OrderKind.EVENTS}
+        assert event.number not in in_use, f"{event.number} is recorded while {names} wait"
 
     device.on_record = on_record
     server.has_passed = device.has_passed

@@ -19,7 +19,6 @@ from hotkv_vllm.scheduler.groups import CachedGroups, RepresentationPlanner
 from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.scheduler.stores import StorePlanner
-from hotkv_vllm.scheduler.stores_in_flight import StoreFence
 from hotkv_vllm.stats import HotKVStats
 
 TOKENS = 16
@@ -63,11 +62,8 @@ class Parts:
         self,
         specs: Sequence[GroupSpec] = (FULL,),
         *,
-        alignment: int = TOKENS,
-        drafts: Sequence[int] = (),
         represented: Sequence[int] = (),
         num_ranks: int = 1,
-        fence: StoreFence | None = None,
         by_handoff: Sequence[int] = (),
         left_out: range = range(0),
         adapters: Any = None,
@@ -79,14 +75,12 @@ class Parts:
         kinds = tuple(Representation(index, "test", 1, (64,)) for index in represented)
         space = KeySpace("model", "weights", "bfloat16", self.specs, TOKENS)
         self.space = space.fingerprint
-        self.session = self.server.open(
-            SessionConfig("unix:/none", "engine", Role.SCHEDULER, space, kinds)
-        )
+        config = SessionConfig("unix:/none", "engine", Role.SCHEDULER, space, kinds)
+        self.session = self.server.open(config)
         self.stats = HotKVStats()
         self.config = ConnectorConfig(**settings)
-        self.groups = CachedGroups(
-            self.specs, TOKENS, alignment, frozenset(drafts), adapters, counts_media
-        )
+        shared = frozenset[int](), adapters, counts_media
+        self.groups = CachedGroups(self.specs, TOKENS, TOKENS, *shared)
         self.finder = HitFinder(
             self.session,
             self.groups,
@@ -104,7 +98,6 @@ class Parts:
                 spec.block_tokens,
                 spec.window_tokens,
                 states_by_handoff=index in by_handoff,
-                is_draft=index in drafts,
             )
             for index, spec in enumerate(self.specs)
         ]
@@ -116,7 +109,7 @@ class Parts:
             self.config,
             self.stats,
             "e",
-            fence,
+            None,
             self.exactness,
         )
         self.clock = 100.0

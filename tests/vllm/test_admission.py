@@ -6,66 +6,12 @@ from typing import Any
 
 import pytest
 
-from hotkv_proto.blocks import NO_RETENTION
-from hotkv_vllm.identity.adapters import Standing
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Phase
 from hotkv_vllm.scheduler.sharing import LINKS_PATIENCE_S
-from tests.vllm.desks import (
-    LONG,
-    Memory,
-    blocks,
-    desk,
-    ended,
-)
+from tests.vllm.desks import LONG, Memory, blocks, desk, ended
 from tests.vllm.parts import TOKENS, request
 
 __all__ = ["desk"]
-
-# ------------------------------------------------------------------------------------------ arrival
-
-
-def test_a_request_that_arrives_is_known_and_its_hit_looked_up(desk: Any) -> None:
-    one = desk()
-    one.parts.put("a", range(4))
-    state = one.arrive(request("a", LONG))
-    assert state.arrived_s == one.now_s and state.hit.hint is not None
-    assert state.retention == NO_RETENTION and not one.parts.count("unserved_requests")
-
-
-@pytest.mark.parametrize("counts_media", [True, False])
-def test_media_are_shared_where_vllm_hashes_their_content(desk: Any, counts_media: bool) -> None:
-    """Others than those with media are shared in any case."""
-    one = desk(counts_media=counts_media)
-    for first, name, media in ((1, "text", []), (6, "image", ["image"])):
-        table = list(range(first, first + 5))
-        one.parts.put(name, range(4))
-        asks = request(name, LONG, computed=LONG)
-        asks.mm_features = media
-        one.arrive(asks)
-        is_shared = not (media and counts_media)
-        assert one.hit(asks) == (4 * TOKENS if is_shared else 0)
-        one.desk.allocated(asks, blocks(table), 0)
-        one.desk.others.step({name}, False)
-        one.parts.drop(name, range(4))
-        one.desk.finished(asks, [table])
-        assert bool(one.tails()) == is_shared
-    assert not one.desk.loads.abandoned
-
-
-@pytest.mark.parametrize(
-    "absent, up, counted", [(True, True, 1), (True, False, 0), (False, True, 0)]
-)
-def test_requests_that_a_lacking_worker_can_not_serve_are_counted(
-    desk: Any, absent: bool, up: bool, counted: int
-) -> None:
-    one = desk()
-    one.sharing.links.told({0: "gone" if absent else ""}, one.now_s)
-    one.parts.server.up = up
-    one.arrive(request("a", LONG))
-    assert one.parts.count("unserved_requests") == counted
-
-
-# -------------------------------------------------------------------------------------------- match
 
 
 def test_a_request_waits_a_moment_for_workers_that_may_be_back(desk: Any) -> None:
@@ -88,88 +34,25 @@ class WithAdapter:
         )
 
 
-@pytest.mark.parametrize(
-    "standing, up, answer",
-    [
-        (Standing.WAIT, True, ASK_AGAIN),
-        (Standing.WAIT, False, NO_HIT),
-        (Standing.NOT_YET, True, NO_HIT),
-        (Standing.NEVER, True, NO_HIT),
-        (Standing.KNOWN, True, (4 * TOKENS, True)),
-    ],
-)
-def test_a_request_of_an_adapter_reads_once_its_bytes_are_known(
-    desk: Any, monkeypatch: pytest.MonkeyPatch, standing: Standing, up: bool, answer: Any
-) -> None:
-    memory = Memory()
-    one = desk(memory=memory)
-    one.parts.put("a", range(4))
-    asks = WithAdapter("a")
-    state = one.arrive(asks)
-    # What has no name yet is neither looked up nor followed.
-    assert not one.parts.server.count("probe") and not memory.told
-    monkeypatch.setattr(one.adapters, "standing", lambda *_: standing)
-    monkeypatch.setattr(one.adapters, "keys", lambda asked: asked.block_hashes)
-    one.parts.server.up = up
-    state.hit.lease_id = "" if standing is Standing.KNOWN else "held"
-    assert one.desk.match(asks, 0) == answer
-    is_known = standing is Standing.KNOWN
-    assert one.parts.server.released == ([] if is_known else ["held"])
-    assert memory.told == ([("arrived", "a")] if is_known else [])
-    assert one.parts.server.count("acquire") == is_known
-
-
-# ---------------------------------------------------------------------------------------- allocated
-
-
-def test_a_load_is_begun_in_the_blocks_that_vllm_gives(desk: Any) -> None:
-    one = desk()
-    one.load()
-    (job,) = one.desk.loads.jobs.values()
-    assert job.runs[0].block_ids.tolist() == [1, 2, 3, 4]
-    assert one.desk.loads.awaited == {"a"} and one.parts.count("loads") == 1
-    assert one.desk.written.take() == {1, 2, 3, 4, 5}
-    # Whatever else may be filling them, nothing of it is stored yet.
-    assert not one.desk.others.may_store("a")
-    one.cache.reports.send(one.now_s)
-    (report,) = dict(one.parts.server.calls)["report_requests"]
-    assert (report.hit_tokens, report.device_hit_tokens) == (4 * TOKENS, 0)
-
-
-def test_more_blocks_for_a_request_that_loads_leave_its_load_alone(desk: Any) -> None:
-    one = desk()
-    asks = one.load()
-    one.desk.allocated(asks, blocks([1, 2, 3, 4, 5]), 0)
-    assert one.desk.states["a"].is_loading and not one.parts.server.released
-
-
-@pytest.mark.parametrize("why", ["unknown", "no cache", "no lease"])
+@pytest.mark.parametrize("why", ["unknown", "no cache", "no lease", "no room"])
 def test_a_load_that_can_not_be_is_reported_as_failed(desk: Any, why: str) -> None:
     one = desk()
     asks = request("a", LONG)
+    if why == "no room":
+        one.parts.put("a", range(4))
     if why != "unknown":
         one.arrive(asks)
     if why == "no cache":
         one.sharing.cache = None
-    one.desk.allocated(asks, blocks([1, 2]), TOKENS)
+    if why == "no room":
+        one.hit(asks)
+    one.desk.allocated(asks, blocks([1]), 4 * TOKENS)
     assert one.desk.loads.abandoned == ["a"] and one.desk.loads.awaited == {"a"}
     assert not one.desk.loads.jobs and not one.parts.count("loads")
-    if why == "no lease":
-        assert one.desk.states["a"].hit.failed_loads == 1
-
-
-def test_a_load_that_can_not_be_gives_its_lease_back(desk: Any) -> None:
-    one = desk()
-    one.parts.put("a", range(4))
-    asks = request("a", LONG)
-    state = one.arrive(asks)
-    one.hit(asks)
-    one.desk.allocated(asks, blocks([1]), 4 * TOKENS)
-    assert one.desk.loads.abandoned == ["a"] and state.hit.phase is Phase.IDLE
-    assert len(one.parts.server.released) == 1 and state.hit.failed_loads == 1
-
-
-# ---------------------------------------------------------------------------------------------- end
+    if why in ("no lease", "no room"):
+        hit = one.desk.states["a"].hit
+        assert hit.failed_loads == 1 and hit.phase is Phase.IDLE
+    assert len(one.parts.server.released) == (why == "no room")
 
 
 @pytest.mark.parametrize(
@@ -232,20 +115,6 @@ def test_what_was_known_of_a_request_is_forgotten_at_its_end(desk: Any) -> None:
     assert not one.edge.broken
 
 
-# ------------------------------------------------------------------------------------ sparse decode
-
-
-@pytest.mark.parametrize("adapter", [False, True])
-def test_the_memory_follows_requests_that_have_a_name(desk: Any, adapter: bool) -> None:
-    memory = Memory()
-    one = desk(memory=memory)
-    one.desk.arrived(WithAdapter("a") if adapter else request("a", LONG))
-    assert memory.told == ([] if adapter else [("arrived", "a")])
-    one.sharing.cache = None
-    one.desk.arrived(request("b", LONG))
-    assert len(memory.told) == (0 if adapter else 1) and not one.edge.broken
-
-
 class Rows(Memory):
     """Stands for the names of rows, which end without a time."""
 
@@ -253,58 +122,19 @@ class Rows(Memory):
         super().ended(request_id, now_s)
 
 
-def test_rows_follow_every_request(desk: Any) -> None:
-    one = desk()
-    one.desk.rows = told = Rows()
+def test_rows_follow_every_request_and_the_memory_those_that_have_a_name(desk: Any) -> None:
+    memory = Memory()
+    one = desk(memory=memory)
+    one.desk.rows = rows = Rows()
+    plain, other = request("a", LONG), request("c", LONG)
+    for asks in (plain, WithAdapter("b")):
+        one.desk.arrived(asks)
     one.sharing.cache = None
-    asks = request("a", LONG)
-    one.desk.arrived(asks)
-    one.desk.finished(asks, [[]])
-    assert told.told == [("arrived", "a"), ("ended", "a")] and not one.edge.broken
-
-
-# ------------------------------------------------------------------------------------- broken hooks
-
-
-@pytest.mark.parametrize("how", ["request_broke", "end_broke"])
-def test_a_request_whose_hook_broke_is_no_longer_known(desk: Any, how: str) -> None:
-    one = desk()
-    asks = one.load()
-    lease_id = one.desk.states["a"].hit.lease_id
-    one.desk.written.matched(asks.request_id, 0)
-    one.parts.exactness._exact_tokens["a"] = 5
-    one.parts.finder.failed_loads.add("a")
-    getattr(one.desk, how)("a")
-    assert not one.desk.states and one.desk.loads.cancelled == ["a"]
-    assert one.parts.server.released == [lease_id]
-    assert not one.desk.written._matched_tokens and not one.parts.exactness._exact_tokens
-    is_over = how == "end_broke"
-    assert one.desk.others.may_store("a") == is_over
-    assert ("a" not in one.parts.finder.failed_loads) == is_over
-    # Again, of nothing; and of one that holds nothing.
-    getattr(one.desk, how)("a")
-    one.arrive(request("b", LONG))
-    getattr(one.desk, how)("b")
-    assert one.desk.loads.cancelled == ["a"] and one.parts.server.released == [lease_id]
-
-
-@pytest.mark.parametrize("how", ["request_broke", "end_broke"])
-def test_a_hook_that_broke_without_a_cache_gives_nothing_back(desk: Any, how: str) -> None:
-    one = desk()
-    one.load()
-    one.sharing.cache = None
-    getattr(one.desk, how)("a")
-    assert not one.desk.states and not one.parts.server.released
-
-
-@pytest.mark.parametrize("external", [0, TOKENS])
-def test_a_broken_allocation_loads_nothing_and_nothing_is_safe(desk: Any, external: int) -> None:
-    one = desk()
-    one.arrive(request("a", LONG))
-    assert not one.desk.lost_track
-    one.desk.alloc_broke("a", external)
-    assert one.desk.lost_track and not one.desk.others.may_store("a")
-    assert one.desk.loads.abandoned == (["a"] if external else [])
+    one.desk.arrived(other)
+    assert memory.told == [("arrived", "a")]
+    one.desk.finished(other, [[]])
+    assert rows.told == [*(("arrived", name) for name in "abc"), ("ended", "c")]
+    assert not one.edge.broken
 
 
 @pytest.mark.parametrize("why", ["hook broke", "no cache", "no state"])

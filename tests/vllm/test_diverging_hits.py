@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 from hotkv_client.testing import FakeServer
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import answer_of, audit
-from tests.vllm.specs import HYBRIDS, full_model, hybrid_model, mixed_model
+from tests.vllm.specs import HYBRIDS, full_model, mixed_model
 
 LENGTH = 420
 Readable = Callable[[int, bytes], bool]
@@ -26,12 +26,9 @@ MODELS = pytest.mark.parametrize("model", [full_model, mixed_model, *HYBRIDS])
 
 
 def on_device(one: Engine) -> Readable:
-    pool = one.scheduler.kv_cache_manager.block_pool
+    cached: Any = one.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
     return lambda group, block_hash: (
-        pool.cached_block_hash_to_block.get_one_block(
-            make_block_hash_with_group_id(block_hash, group)
-        )
-        is not None  # type: ignore[arg-type]
+        cached.get_one_block(make_block_hash_with_group_id(block_hash, group)) is not None
     )
 
 
@@ -58,10 +55,8 @@ def read_at(one: Engine, request: Request, end: int) -> list[tuple[int, bytes]]:
     found = []
     for index, group in enumerate(one.kv_config.kv_cache_groups):
         spec: Any = group.kv_cache_spec
-        window, chunk = (
-            getattr(spec, "sliding_window", None),
-            getattr(spec, "attention_chunk_size", None),
-        )
+        window = getattr(spec, "sliding_window", None)
+        chunk = getattr(spec, "attention_chunk_size", None)
         first = max(0, end - (window - 1)) if window else end // chunk * chunk if chunk else 0
         scale = spec.block_size // one.hash_block_tokens
         for block in range(first // spec.block_size, -(-end // spec.block_size)):
@@ -83,16 +78,12 @@ def forget(
     pool = one.scheduler.kv_cache_manager.block_pool
     for group in range(len(one.kv_config.kv_cache_groups)):
         if device:
-            mine = [
-                found
-                for key, found in pool.cached_block_hash_to_block._cache.items()
-                if get_group_id(key) == group
-            ]
-            ids = [
-                [found.block_id] if isinstance(found, KVCacheBlock) else list(found)
-                for found in chosen(dice, mine)
-            ]
-            pool.evict_blocks({block_id for some in ids for block_id in some})
+            cached = pool.cached_block_hash_to_block._cache.items()
+            mine = [found for key, found in cached if get_group_id(key) == group]
+            evicted: set[int] = set()
+            for found in chosen(dice, mine):
+                evicted.update([found.block_id] if isinstance(found, KVCacheBlock) else found)
+            pool.evict_blocks(evicted)
         if host:
             for key in chosen(dice, [key for key in server.blocks if key[1] == group]):
                 del server.blocks[key]
@@ -111,9 +102,8 @@ def test_hits_are_what_both_caches_give_together(
     num_joined = num_external = 0
     for turn in range(40):
         family, name = dice.randrange(2), f"r{turn}"
-        tokens = prompt(family, dice.randrange(40, LENGTH)) + [
-            dice.randrange(3, 9)
-        ] * dice.randrange(3)
+        tokens = prompt(family, dice.randrange(40, LENGTH))
+        tokens += [dice.randrange(3, 9)] * dice.randrange(3)
         if turn % 4 == 3:
             # The device has the beginning only, so that its hit ends within the host's.
             one.drop_local()
@@ -121,19 +111,12 @@ def test_hits_are_what_both_caches_give_together(
         one.add(name, tokens, dice.choice((1, 1, 30)))
         request, count = one.requests[name], one.requests[name].max_tokens
         device, host = on_device(one), on_host(one, server)
-        most = longest(
-            one,
-            request,
-            lambda group, h, device=device, host=host: device(group, h) or host(group, h),
-        )  # type: ignore[misc]
+        most = longest(one, request, lambda *key: device(*key) or host(*key))  # noqa: B023
         least = longest(one, request, host)
         one.run()
         local, external = one.local[name], one.external[name]
         assert one.outputs[name] == answer_of(tokens, count)
-        assert local + external <= most, f"{name}: {local} + {external} tokens, {most} can be read"
-        assert local + external >= least, (
-            f"{name}: {local} + {external} tokens, the host alone has {least}"
-        )
+        assert least <= local + external <= most, f"{name}: {local} + {external} tokens"
         num_external += external > 0
         num_joined += local > 0 and external > 0
         one.generate(f"end{turn}", prompt(9, 10), 1)
@@ -141,96 +124,3 @@ def test_hits_are_what_both_caches_give_together(
         forget(dice, one, server, device=True, host=turn % 3 == 2)
     assert num_external > 4 and num_joined, (num_external, num_joined)
     assert not {"failed_loads", "hook_errors"} & one.counters.keys() and not server.leases
-
-
-@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
-@MODELS
-def test_many_requests_over_caches_that_diverge_while_they_run(
-    engine: Any, server: FakeServer, model: Any, pipelined: bool
-) -> None:
-    """Blocks of a lease may be gone when they are loaded, and loads fail with rubbish left in the
-    blocks."""
-    dice = random.Random(f"{model.__name__}{pipelined}")
-    engines = [
-        engine(
-            specs=model(),
-            pipelined=pipelined,
-            blocks=96,
-            max_tokens_per_step=192,
-            # On a busy machine answers would be late, and nothing would be loaded.
-            extra={"lookup_timeout_s": 60.0},
-        )
-        for _ in range(2)
-    ]
-    server.spoil_loads = True
-    asked: list[tuple[Engine, str, list[int]]] = []
-    for turn in range(30):
-        one = dice.choice(engines)
-        asked.append((one, f"r{turn}", prompt(dice.randrange(2), dice.randrange(40, LENGTH))))
-        one.add(asked[-1][1], asked[-1][2], dice.choice((1, 4, 20)))
-        server.hold = set(dice.sample(["load", "store", "acquire"], dice.randrange(3)))
-        server.fail_loads = dice.random() < 0.3
-        for _ in range(dice.randrange(5)):
-            dice.choice(engines).step()
-        forget(dice, one, server, device=dice.random() < 0.5, host=dice.random() < 0.5)
-        server.settle()
-    server.hold, server.fail_loads = set(), False
-    server.settle()
-    for one in engines:
-        one.run()
-        one.generate("end", prompt(9, 10), 2)
-    for one, name, tokens in asked:
-        assert one.finished[name] == "length" and one.outputs[name] == answer_of(
-            tokens, one.requests[name].max_tokens
-        )
-    # On a slow machine those loads may all have worked, or all have failed.
-    for name in ("cold", "stores end"):
-        engines[0].generate(name, prompt(7, LENGTH), 1)
-    server.fail_loads = True
-    assert engines[1].generate("fails", prompt(7, LENGTH), 1)[0] == answer_of(prompt(7, LENGTH), 1)
-    server.fail_loads = False
-    engines[1].drop_local()
-    assert engines[1].generate("warm", prompt(7, LENGTH), 1)[1] > 0
-    audit(server, engines)
-    counters = [one.counters for one in engines]
-    assert (
-        sum(one.get("loads", 0) for one in counters)
-        > sum(one.get("failed_loads", 0) for one in counters)
-        > 0
-    )
-    assert not any("hook_errors" in one for one in counters) and not server.leases
-
-
-@pytest.mark.parametrize("group", range(3))
-@pytest.mark.parametrize("where", ["device", "host"])
-def test_one_group_is_missing_in_one_cache(
-    engine: Any, server: FakeServer, where: str, group: int
-) -> None:
-    """Two full and four window layers in three groups: the other cache makes up for it, whichever
-    it is."""
-    one = engine(specs=hybrid_model(), blocks=96)
-    one.generate("a", prompt(1, LENGTH))
-    one.generate("end", prompt(9, 10), 2)
-    pool = one.scheduler.kv_cache_manager.block_pool
-    cached = pool.cached_block_hash_to_block._cache
-    if where == "device":
-        pool.evict_blocks(
-            {found.block_id for key, found in cached.items() if get_group_id(key) == group}
-        )
-    else:
-        server.blocks = {key: shards for key, shards in server.blocks.items() if key[1] != group}
-    before = len(server.blocks)
-    one.generate("b", prompt(1, LENGTH))
-    usable = (
-        (LENGTH - 1)
-        // one.connector._scheduler.cache.finder.groups.alignment_tokens
-        * one.connector._scheduler.cache.finder.groups.alignment_tokens
-    )
-    assert one.local["b"] + one.external["b"] == usable
-    assert (one.external["b"] > 0) == (where == "device")
-    one.drop_local()
-    # What the host lacked has been stored once more.
-    assert one.generate("c", prompt(1, LENGTH))[1] == usable and (len(server.blocks) > before) == (
-        where == "host"
-    )
-    audit(server, [one])

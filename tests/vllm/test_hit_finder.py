@@ -12,10 +12,9 @@ from hotkv_vllm.scheduler.hits import (
     LEASE_SHARE_BEFORE_LOAD,
     MISS_MEMORY_S,
     NEVER_AGAIN,
-    pinned_masks,
 )
 from hotkv_vllm.scheduler.loads import ADMISSION_PATIENCE_S
-from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, HitState, Phase
+from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Phase
 from tests.vllm.desks import LONG, granted
 from tests.vllm.parts import FULL, TOKENS, WINDOW, Parts, request
 
@@ -27,7 +26,11 @@ def loading(parts: Parts, name: str = "a", blocks: int = 4) -> Any:
     return state
 
 
-# ---------------------------------------------------------------------------------------- the limit
+def asking(**settings: Any) -> tuple[Parts, Any]:
+    """Returns parts whose server has four blocks of a request, and the request's state."""
+    parts = Parts(**settings)
+    parts.put("a", range(4))
+    return parts, parts.state(request("a", LONG))
 
 
 @pytest.mark.parametrize("table", [True, False], ids=["table", "calls"])
@@ -37,40 +40,25 @@ def test_no_more_is_asked_for_than_a_hit_could_use(table: bool) -> None:
     parts.put("a", range(5))
     parts.hit(parts.state(request("a", 4 * TOKENS)))
     asked = dict(parts.server.calls)
-    (leased,) = asked["acquire"]
-    assert len(leased.hashes) == 3
-    if not table:
-        (looked_up,) = asked["lookup"]
-        assert len(looked_up.hashes) == 3
-
-
-def test_what_the_engine_holds_is_neither_leased_nor_offered() -> None:
-    parts = Parts()
-    state = granted(parts, computed=TOKENS)
-    assert state.hit.leased == [range(1, 4)]
-    # A local hit inside a block: that block is loaded whole.
-    other = parts.state(request("b", LONG))
-    parts.put("b", range(1, 4))
-    assert parts.hit(other, TOKENS + 3) == 3 * TOKENS - 3
-    assert other.hit.leased == [range(1, 4)]
-
-
-# ------------------------------------------------------------------------------------ hint and miss
-
-
-def test_the_hint_of_an_arrival_is_used_for_a_moment() -> None:
-    parts = Parts()
-    parts.server.hold.add("acquire")
-    parts.put("a", range(4))
-    for age_s, probes in ((HINT_MEMORY_S / 2, 0), (HINT_MEMORY_S, 1), (HINT_MEMORY_S * 2, 1)):
+    for kind in ("acquire", *(["lookup"] if not table else [])):
+        (group,) = asked[kind]
+        assert len(group.hashes) == 3
+    # What the engine holds is neither leased nor offered. A local hit inside a block: that block is
+    # loaded whole.
+    for computed, hit in ((TOKENS, 3 * TOKENS), (TOKENS + 3, 3 * TOKENS - 3)):
         state = parts.state(request("a", LONG))
-        parts.finder.arrive(state, parts.clock)
-        before = parts.server.count("probe")
-        assert parts.finder.match(state, 0, parts.clock + age_s) == ASK_AGAIN
-        assert (parts.server.count("probe") > before) == bool(probes)
-        # It is used once.
-        assert state.hit.hint is None
-        parts.finder.give_back(state)
+        assert parts.hit(state, computed) == hit
+        assert state.hit.leased == [range(1, 4)]
+
+
+@pytest.mark.parametrize("age, probes", [(0.5, False), (1, True), (2, True)])
+def test_the_hint_of_an_arrival_is_used_once_and_for_a_moment(age: float, probes: bool) -> None:
+    parts, state = asking()
+    parts.server.hold.add("acquire")
+    parts.finder.arrive(state, parts.clock)
+    before = parts.server.count("probe")
+    assert parts.finder.match(state, 0, parts.clock + age * HINT_MEMORY_S) == ASK_AGAIN
+    assert (parts.server.count("probe") > before) == probes and state.hit.hint is None
 
 
 def test_a_miss_is_remembered_for_a_moment_and_counted_once() -> None:
@@ -102,15 +90,10 @@ def test_an_offer_is_counted_once_and_what_is_loaded_too() -> None:
     assert not parts.count("miss_requests")
 
 
-# ------------------------------------------------------------------------------------ late and lost
-
-
 @pytest.mark.parametrize("kind", ["lookup", "acquire"])
 def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
-    parts = Parts()
+    parts, state = asking()
     parts.server.table, parts.server.hold = kind == "acquire", {kind}
-    parts.put("a", range(4))
-    state = parts.state(request("a", LONG))
     assert parts.match(state) == ASK_AGAIN
     waits_s = parts.config.lookup_timeout_s
     parts.clock += waits_s * 0.99
@@ -132,113 +115,21 @@ def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
     assert list(parts.server.leases) == [other.hit.lease_id]
 
 
-# ------------------------------------------------------------------------------------------- leases
-
-
 def test_a_grant_that_is_shorter_than_asked_shortens_the_hit() -> None:
-    parts = Parts()
-    parts.put("a", range(4))
-    parts.server.grant_limit = 2
-    assert parts.hit(parts.state(request("a", LONG))) == 2 * TOKENS
-    assert parts.count("short_grants") == 1
-    parts.server.grant_limit = 0
-    state = parts.state(request("a", LONG))
-    assert parts.hit(state) == 0 and state.hit.lease_id == ""
-    assert parts.count("short_grants") == 2 and len(parts.server.released) == 1
-    parts.server.grant_limit = 1 << 30
-    assert parts.hit(parts.state(request("a", LONG))) == 4 * TOKENS
-    assert parts.count("short_grants") == 2
-
-
-def test_a_grant_of_fewer_groups_than_were_asked_for_is_an_error() -> None:
-    parts = Parts([FULL, WINDOW])
-    hit = HitState(hit_tokens=TOKENS, leased=[range(1), range(1)])
-    with pytest.raises(ValueError, match="shorter"):
-        pinned_masks(parts.groups, hit, [np.ones(1, np.bool_)])
-
-
-def test_a_grant_is_answered_again_until_half_its_life_is_over() -> None:
-    parts = Parts(lease_ttl_s=10.0)
-    state = granted(parts)
-    first = state.hit.lease_id
-    parts.clock += 10.0 * LEASE_SHARE_BEFORE_LOAD - 0.01
-    assert parts.match(state) == (4 * TOKENS, True) and state.hit.lease_id == first
-    parts.clock += 0.01
-    assert parts.match(state) == (4 * TOKENS, True)
-    assert parts.server.released == [first] and state.hit.lease_id != first
-
-
-def test_the_life_of_a_grant_is_the_servers_where_it_says_one() -> None:
-    parts = Parts(lease_ttl_s=10.0)
-    parts.put("a", range(4))
-    for given_s, life_s in ((4.0, 4.0), (0.0, 10.0)):
-        parts.server.hold = {"acquire"}
+    parts, _ = asking()
+    for limit, blocks, num_short in ((2, 2, 1), (0, 0, 2), (1 << 30, 4, 2)):
+        parts.server.grant_limit = limit
         state = parts.state(request("a", LONG))
-        assert parts.match(state) == ASK_AGAIN
-        mask = (np.ones(4, np.bool_),)
-        state.hit.answer.set_result(LeaseGrant(state.hit.lease_id, mask, given_s))
-        parts.server.held.clear()
-        assert parts.match(state) == (4 * TOKENS, True)
-        assert state.hit.lease_ends_s == parts.clock + life_s * LEASE_SHARE_BEFORE_LOAD
-
-
-@pytest.mark.parametrize("moment", ["leasing", "granted"])
-def test_a_lease_for_another_local_hit_is_given_back(moment: str) -> None:
-    parts = Parts()
-    parts.server.hold = {"acquire"} if moment == "leasing" else set()
-    parts.put("a", range(4))
-    state = parts.state(request("a", LONG))
-    assert parts.match(state) == (ASK_AGAIN if moment == "leasing" else (4 * TOKENS, True))
-    parts.server.hold.clear()
-    parts.server.settle()
-    first = state.hit.lease_id
-    answer = parts.match(state, TOKENS)
-    assert answer == (NO_HIT if moment == "leasing" else (3 * TOKENS, True))
-    assert parts.server.released == [first]
-    parts.clock += 1
-    assert parts.hit(state, TOKENS) == 3 * TOKENS
-
-
-# -------------------------------------------------------------------------------------------- loads
-
-
-@pytest.mark.parametrize(
-    "external, fits", [(0, False), (-1, False), (4, True), (1, True), (5, False)]
-)
-def test_no_load_is_longer_than_its_lease(external: int, fits: bool) -> None:
-    parts = Parts()
-    state = granted(parts)
-    job = parts.load(state, external * TOKENS, [list(range(1, 9))])
-    assert (job is not None) == fits == state.is_loading
-    if job is not None:
-        (run,) = job.runs
-        assert run.lease_positions.tolist() == list(range(external))
-        assert run.block_ids.tolist() == list(range(1, external + 1))
-        assert (job.lease_id, job.timeout_s) == (state.hit.lease_id, parts.config.load_timeout_s)
-
-
-def test_a_table_that_is_too_short_is_no_load() -> None:
-    parts = Parts()
-    assert parts.load(granted(parts), 4 * TOKENS, [[1, 2, 3]]) is None
-
-
-def test_a_load_that_needs_more_than_is_leased_is_none() -> None:
-    """vLLM wants a shorter hit, whose window lies before what is leased."""
-    parts = Parts([FULL, WINDOW])
-    parts.put("a", range(4))
-    parts.put("a", [2, 3], 1)
-    state = parts.state(request("a", LONG))
-    parts.hit(state)
-    assert parts.load(state, 3 * TOKENS, [[1, 2, 3], [0, 12, 13]]) is None
-    assert not state.is_loading and not state.hit.unproved_loads
+        assert parts.hit(state) == blocks * TOKENS and bool(state.hit.lease_id) == bool(blocks)
+        assert parts.count("short_grants") == num_short
+    assert len(parts.server.released) == 1
 
 
 def test_a_shorter_hit_does_not_reach_behind_the_lease() -> None:
-    """The grant lacks the last full block. A hit of three blocks would need the window's second,
-    which is ready and not leased."""
+    """A hit of three blocks would need the window's second, which is ready and not leased."""
     parts = Parts([FULL, WINDOW])
-    parts.put("a", range(4))
-    parts.put("a", range(4), 1)
+    for group in (0, 1):
+        parts.put("a", range(4), group)
     parts.server.hold = {"acquire"}
     state = parts.state(request("a", LONG))
     assert parts.match(state) == ASK_AGAIN and state.hit.leased == [range(4), range(2, 4)]
@@ -248,28 +139,41 @@ def test_a_shorter_hit_does_not_reach_behind_the_lease() -> None:
     assert parts.count("short_grants") == 1 and parts.server.released
 
 
-def test_blocks_that_are_leased_and_were_not_pinned_are_not_loaded() -> None:
-    parts = Parts([FULL, WINDOW])
-    parts.put("a", range(4))
-    parts.put("a", [1, 2, 3], 1)
-    state = parts.state(request("a", LONG))
-    parts.hit(state)
-    state.hit.ready[1][3] = False
-    assert parts.load(state, 4 * TOKENS, [[1, 2, 3, 4], [0, 0, 13, 14]]) is None
+@pytest.mark.parametrize("given_s, life_s", [(4.0, 4.0), (0.0, 10.0)])
+def test_a_grant_is_answered_again_until_half_its_life_is_over(
+    given_s: float, life_s: float
+) -> None:
+    """Its life is the server's, if the server says one."""
+    parts, state = asking(lease_ttl_s=10.0)
+    parts.server.hold = {"acquire"}
+    assert parts.match(state) == ASK_AGAIN
+    first = state.hit.lease_id
+    state.hit.answer.set_result(LeaseGrant(first, (np.ones(4, np.bool_),), given_s))
+    parts.server.hold.clear()
+    for later_s in (0.0, life_s * LEASE_SHARE_BEFORE_LOAD - 0.01):
+        parts.clock += later_s
+        assert parts.match(state) == (4 * TOKENS, True) and state.hit.lease_id == first
+    parts.clock += 0.02
+    assert parts.match(state) == (4 * TOKENS, True)
+    assert parts.server.released == [first] and state.hit.lease_id != first
 
 
-# ------------------------------------------------------------------------------------ ends of loads
-
-
-def test_only_what_was_leased_is_hidden() -> None:
+@pytest.mark.parametrize(
+    "external, table, fits",
+    [(0, 9, False), (-1, 9, False), (4, 9, True), (1, 9, True), (5, 9, False), (4, 3, False)],
+)
+def test_no_load_is_longer_than_its_lease_or_its_table(
+    external: int, table: int, fits: bool
+) -> None:
     parts = Parts()
-    parts.put("a", range(4))
-    state = parts.state(request("a", LONG))
-    parts.hit(state, 2 * TOKENS)
-    parts.load(state, 2 * TOKENS, [[1, 2, 3, 4]])
-    parts.finder.end_load(state, True)
-    assert len(parts.finder.hidden) == 2
-    assert parts.hit(parts.state(request("a", LONG))) == 2 * TOKENS
+    state = granted(parts)
+    job = parts.load(state, external * TOKENS, [list(range(1, 1 + table))])
+    assert (job is not None) == fits == state.is_loading
+    if job is not None:
+        (run,) = job.runs
+        assert run.lease_positions.tolist() == list(range(external))
+        assert run.block_ids.tolist() == list(range(1, external + 1))
+        assert (job.lease_id, job.timeout_s) == (state.hit.lease_id, parts.config.load_timeout_s)
 
 
 @pytest.mark.parametrize("retries", [0, 2])
@@ -287,15 +191,12 @@ def test_a_request_is_offered_hits_until_so_many_loads_failed(retries: int) -> N
     assert parts.match(state) == NO_HIT
 
 
-def test_loads_whose_end_was_never_seen_count_as_failed() -> None:
+def test_loads_whose_end_was_never_seen_or_that_were_given_up_count_as_failed() -> None:
     parts = Parts()
     state = loading(parts)
     parts.finder.give_back(state)
     assert not state.hit.failed_loads and parts.match(state) == NO_HIT
     assert not parts.server.count("lookup") and parts.server.count("acquire") == 1
-
-
-def test_a_request_whose_load_is_given_up_is_offered_nothing_more() -> None:
     parts = Parts(max_load_retries=1000)
     state = loading(parts)
     parts.finder.give_up(state)
@@ -310,11 +211,10 @@ def test_a_grant_does_not_wait_for_ever_behind_a_request_whose_load_failed() -> 
     parts.finder.load_failed(parts.state(request("other", LONG)))
     parts.clock += ADMISSION_PATIENCE_S
     assert parts.match(state) == (4 * TOKENS, True)
-    parts.clock += 0.01
-    assert parts.match(state) == NO_HIT and not parts.server.leases
-    # It is computed, and not offered the hit again.
-    parts.clock += 1
-    assert parts.match(state) == NO_HIT
+    # From then on it is computed, and not offered the hit again.
+    for later_s in (0.01, 1):
+        parts.clock += later_s
+        assert parts.match(state) == NO_HIT and not parts.server.leases
 
 
 @pytest.mark.parametrize("failed_too", [False, True])
@@ -330,47 +230,3 @@ def test_what_is_void_is_forgotten_and_a_load_under_way_goes_on(failed_too: bool
     state = loading(parts, "b")
     parts.finder.forget(state)
     assert state.is_loading and state.hit.lease_id in parts.server.leases
-
-
-# ----------------------------------------------------------------------------- groups of many kinds
-
-
-def test_groups_that_need_every_block_bound_what_is_probed_of_the_others() -> None:
-    """The full group has one block, so of the windows' four only the first is looked at."""
-    parts = Parts([WINDOW, FULL])
-    parts.put("a", range(1), 1)
-    parts.put("a", range(4), 0)
-    state = parts.state(request("a", LONG))
-    assert parts.hit(state) == TOKENS
-    probes = [what for kind, what in parts.server.calls if kind == "probe"]
-    assert probes[-1] == 1
-    # Without a block of the full group the windows are not looked at at all.
-    parts.drop("a", [0], 1)
-    before = len(parts.server.calls)
-    assert parts.match(parts.state(request("a", LONG))) == NO_HIT
-    assert [what for kind, what in parts.server.calls[before:] if kind == "probe"] == [1]
-
-
-def test_of_windows_no_block_is_probed_that_no_hit_could_use() -> None:
-    parts = Parts([WINDOW])
-    parts.match(parts.state(request("a", 4 * TOKENS)))
-    assert [what for kind, what in parts.server.calls if kind == "probe"] == [3]
-
-
-# ---------------------------------------------------------------------------------- representations
-
-
-def test_blocks_that_all_came_with_representations_are_not_looked_at_again() -> None:
-    parts = Parts(represented=[0])
-    for group in (0, 1):
-        parts.put("a", range(4), group)
-    state = parts.state(request("a", LONG))
-    parts.hit(state)
-    parts.load(state, 4 * TOKENS, [[1, 2, 3, 4]])
-    assert parts.finder.end_load(state, False) == (4,)
-    # Behind a local hit they count from there.
-    parts.drop("a", [3], 1)
-    other = parts.state(request("a", LONG))
-    parts.hit(other, TOKENS)
-    parts.load(other, 3 * TOKENS, [[1, 2, 3, 4]])
-    assert parts.finder.end_load(other, False) == (3,)

@@ -37,9 +37,8 @@ def states(mode: str = "all") -> MambaSpec:
 
 
 def group(spec: Any, *names: str, is_draft: bool = False) -> Any:
-    return SimpleNamespace(
-        kv_cache_spec=spec, layer_names=list(names) or ["layer"], is_eagle_group=is_draft
-    )
+    layers = list(names) or ["layer"]
+    return SimpleNamespace(kv_cache_spec=spec, layer_names=layers, is_eagle_group=is_draft)
 
 
 def kv_config(*groups: Any, cacheable: Sequence[int] | None = None, alignment: int = 0) -> Any:
@@ -52,18 +51,15 @@ def kv_config(*groups: Any, cacheable: Sequence[int] | None = None, alignment: i
 
 def vllm_config(*, drops: bool | None = None, stages: int = 1, dcp: int = 1, pcp: int = 1) -> Any:
     """`drops`: whether the drafter has the last block of a hit computed again; None without one."""
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=stages,
-            decode_context_parallel_size=dcp,
-            prefill_context_parallel_size=pcp,
-            distributed_executor_backend="mp",
-            world_size=stages,
-        ),
-        speculative_config=None
-        if drops is None
-        else SimpleNamespace(use_eagle_block_drop=lambda: drops),
+    parallel = SimpleNamespace(
+        pipeline_parallel_size=stages,
+        decode_context_parallel_size=dcp,
+        prefill_context_parallel_size=pcp,
+        distributed_executor_backend="mp",
+        world_size=stages,
     )
+    drafter = None if drops is None else SimpleNamespace(use_eagle_block_drop=lambda: drops)
+    return SimpleNamespace(parallel_config=parallel, speculative_config=drafter)
 
 
 CROSS = CrossAttentionSpec(
@@ -77,36 +73,40 @@ def one_group(*layers: Any) -> Any:
     return UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=specs)
 
 
+def groups_of(*groups: Any, **engine: Any) -> tuple[CacheGroup, ...]:
+    return kv_groups.cache_groups(vllm_config(**engine), kv_config(*groups))
+
+
 def test_each_kind_of_layer_is_the_group_that_hotkv_knows() -> None:
-    config = kv_config(group(full_spec()), group(window_spec()), group(CHUNKED), group(states()))
+    """Groups that vLLM does not cache are left out; the others keep their numbers."""
+    specs = [
+        SimpleNamespace(prefix_cacheable=False),
+        full_spec(),
+        window_spec(),
+        CHUNKED,
+        states(),
+        states("align"),
+    ]
+    config = kv_config(*map(group, specs), cacheable=[1, 2, 3, 4, 5])
     assert kv_groups.cache_groups(vllm_config(), config) == (
-        CacheGroup(0, GroupKind.FULL_ATTENTION, BLOCK_TOKENS),
-        CacheGroup(1, GroupKind.SLIDING_WINDOW, BLOCK_TOKENS, WINDOW),
-        CacheGroup(2, GroupKind.CHUNKED_LOCAL, BLOCK_TOKENS, CHUNK),
-        CacheGroup(3, GroupKind.MAMBA, 32),
+        CacheGroup(1, GroupKind.FULL_ATTENTION, BLOCK_TOKENS),
+        CacheGroup(2, GroupKind.SLIDING_WINDOW, BLOCK_TOKENS, WINDOW),
+        CacheGroup(3, GroupKind.CHUNKED_LOCAL, BLOCK_TOKENS, CHUNK),
+        CacheGroup(4, GroupKind.MAMBA, 32),
+        # Only in this mode vLLM names the states.
+        CacheGroup(5, GroupKind.MAMBA, 32, states_by_handoff=True),
     )
 
 
 def test_a_window_is_as_wide_as_the_widest_layer_with_what_it_keeps_besides() -> None:
     wide = replace(window_spec(), sliding_window=WINDOW + 5, extra_retained_tokens=0)
     keeps = replace(window_spec(), extra_retained_tokens=9)
-    for layers in ([wide, window_spec()], [window_spec(), wide]):
-        (found,) = kv_groups.cache_groups(vllm_config(), kv_config(group(one_group(*layers))))
-        assert found.window_tokens == WINDOW + 5
-    (found,) = kv_groups.cache_groups(vllm_config(), kv_config(group(keeps)))
-    assert found.window_tokens == WINDOW + 9
-
-
-@pytest.mark.parametrize("mode", ["all", "align"])
-def test_states_are_named_by_vllm_in_align_mode_only(mode: str) -> None:
-    (found,) = kv_groups.cache_groups(vllm_config(), kv_config(group(states(mode))))
-    assert found.states_by_handoff == (mode == "align")
-
-
-def test_groups_that_vllm_does_not_cache_are_left_out_and_keep_their_numbers() -> None:
-    uncached = SimpleNamespace(prefix_cacheable=False)
-    config = kv_config(group(uncached), group(full_spec()), cacheable=[1])
-    assert [one.vllm_group for one in kv_groups.cache_groups(vllm_config(), config)] == [1]
+    for spec, tokens in (
+        (one_group(wide, window_spec()), WINDOW + 5),
+        (one_group(window_spec(), wide), WINDOW + 5),
+        (keeps, WINDOW + 9),
+    ):
+        assert [one.window_tokens for one in groups_of(group(spec))] == [tokens]
 
 
 @pytest.mark.parametrize(
@@ -140,20 +140,14 @@ def test_an_engine_without_prefill_ranks_has_one() -> None:
 
 
 def test_blocks_that_ranks_share_count_the_tokens_of_all_of_them() -> None:
-    sharded = replace(full_spec(), dcp_sharded=True)
-    whole = replace(full_spec(), dcp_sharded=False)
-    config = kv_config(group(sharded), group(whole))
+    """States follow no token order."""
+    specs = [replace(full_spec(), dcp_sharded=sharded) for sharded in (True, False)]
+    config = kv_config(*map(group, specs))
     found = kv_groups.cache_groups(vllm_config(dcp=2), config)
     assert [one.block_tokens for one in found] == [2 * BLOCK_TOKENS, BLOCK_TOKENS]
-    assert kv_groups.group_block_tokens(vllm_config(dcp=2), config) == (
-        2 * BLOCK_TOKENS,
-        BLOCK_TOKENS,
-    )
-
-
-def test_states_follow_no_token_order() -> None:
-    config = kv_config(group(states()), group(full_spec()))
-    assert kv_groups.group_block_tokens(vllm_config(), config) == (0, BLOCK_TOKENS)
+    config = kv_config(*map(group, [*specs, states()]))
+    found_tokens = kv_groups.group_block_tokens(vllm_config(dcp=2), config)
+    assert found_tokens == (2 * BLOCK_TOKENS, BLOCK_TOKENS, 0)
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from hotkv_client.fence import Fence, SharedFence
 from hotkv_client.session import Session
 from hotkv_client.testing import FakeServer
 from hotkv_vllm.compat import Unsupported
@@ -36,28 +33,22 @@ from tests.vllm.specs import full_model, hybrid_model, mixed_model
 PROMPT, OTHER = prompt(1, 200), prompt(2, 40)
 USABLE = 192
 Make = Callable[..., Engine]
-Held = Counter[str]
 
 
 @pytest.fixture
 def make(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Engines that share a key space of the test's own; the test shuts them down."""
+    extra = {
+        "target": shared_daemon.target,
+        "weights_identity": tmp_path.name,
+        "lookup_timeout_s": 5.0,
+        "startup_wait_s": 20.0,
+    }
 
     def start(**settings: Any) -> Engine:
-        extra = {
-            "target": shared_daemon.target,
-            "weights_identity": tmp_path.name,
-            "lookup_timeout_s": 5.0,
-            "startup_wait_s": 20.0,
-        }
         server: Any = RealServer(shared_daemon.target)
-        return Engine(
-            server,
-            tmp_path / "model",
-            monkeypatch,
-            extra=extra | settings.pop("extra", {}),
-            **settings,
-        )
+        more = extra | settings.pop("extra", {})
+        return Engine(server, tmp_path / "model", monkeypatch, extra=more, **settings)
 
     return start
 
@@ -67,10 +58,10 @@ def end(one: Engine) -> None:
     one.connector.shutdown()
 
 
-def held(pid: int | str = "self") -> Held:
+def held(pid: int | str = "self") -> Counter[str]:
     """What a process holds of hotkv's and of engines': descriptors by kind, mappings of shared
     files, and for this one threads."""
-    found: Held = Counter()
+    found = Counter[str]()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         try:
             target = os.readlink(f"/proc/{pid}/fd/{fd}")
@@ -81,14 +72,10 @@ def held(pid: int | str = "self") -> Held:
         if match := re.search(r"memfd:(\S+)|/dev/shm/(hotkv|torch)", line):
             found[f"map {match[1] or match[2]}"] += 1
     if pid == "self":
-        found.update(
-            f"thread {thread.name}"
-            for thread in threading.enumerate()
-            if thread.name.startswith("hotkv")
-        )
-        found.update(
-            "file" for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")
-        )
+        names = [thread.name for thread in threading.enumerate()]
+        found.update(f"thread {name}" for name in names if name.startswith("hotkv"))
+        own = f"torch_{os.getpid()}_"
+        found.update("file" for name in os.listdir("/dev/shm") if name.startswith(own))
     return found
 
 
@@ -99,9 +86,6 @@ def settled(read: Callable[[], Any], expected: Any, timeout_s: float = 60.0) -> 
     while (found := read()) != expected and time.monotonic() < until_s:
         time.sleep(0.02)
     return found
-
-
-# ----------------------------------------------------------------------------- nothing stays behind
 
 
 ENGINES = pytest.mark.parametrize(
@@ -131,9 +115,8 @@ def test_engines_one_after_another_leave_nothing_behind(
         one.add("under way", [*PROMPT, *prompt(2, 200)], 4)
         for _ in range(3):
             one.step()
-        assert {"map hotkv-fence", "thread hotkv-session-worker"} <= (
-            held() - others
-        ).keys() and len(shared_daemon.admin("sessions")) == 2
+        assert {"map hotkv-fence", "thread hotkv-session-worker"} <= (held() - others).keys()
+        assert len(shared_daemon.admin("sessions")) == 2
         end(one)
         # At once, while the engine itself is still there.
         left = held() - others
@@ -148,27 +131,8 @@ def test_engines_one_after_another_leave_nothing_behind(
         gc.collect()
         assert ended() is None
         assert not settled(lambda: held() - before, Counter())
-        assert (
-            not settled(lambda: held(shared_daemon.pid) - at_server, Counter())
-            and settled(lambda: shared_daemon.admin("sessions"), []) == []
-        )
-
-
-@pytest.mark.parametrize("kind", [Fence, SharedFence])
-def test_a_fences_descriptor_is_closed_when_nobody_has_the_fence(kind: Any) -> None:
-    gc.collect()
-    others = held()
-    page = kind()
-    fd, words = page.fd, page._words
-    assert "hotkv-fence" in os.readlink(f"/proc/self/fd/{fd}")
-    words[3] = 5
-    del page
-    assert not os.path.exists(f"/proc/self/fd/{fd}") or "hotkv-fence" not in os.readlink(
-        f"/proc/self/fd/{fd}"
-    )
-    assert words[3] == 5 and (held() - others)["map hotkv-fence"] == 1
-    del words
-    assert not [what for what in held() - others if "fence" in what]
+        assert not settled(lambda: held(shared_daemon.pid) - at_server, Counter())
+        assert settled(lambda: shared_daemon.admin("sessions"), []) == []
 
 
 def test_an_export_that_breaks_in_the_middle_closes_what_it_opened(
@@ -191,9 +155,6 @@ def test_an_export_that_breaks_in_the_middle_closes_what_it_opened(
             os.fstat(fd)
 
 
-# ------------------------------------------------------------------------------- the order of calls
-
-
 @pytest.mark.parametrize("worker_first", [True, False], ids=["worker first", "scheduler first"])
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 def test_shutdown_at_any_time_and_twice(
@@ -207,7 +168,8 @@ def test_shutdown_at_any_time_and_twice(
     for num_steps in range(6):
         one = Engine(server, tmp_path / "model", monkeypatch, pipelined=pipelined)
         server.hold, server.spoil_loads = {"store", "load"}, True
-        one.add("a", [*PROMPT, num_steps], 8)
+        tokens = [*PROMPT, num_steps]
+        one.add("a", tokens, 8)
         for _ in range(num_steps):
             one.step()
         sides = [one.worker, one.connector] if worker_first else [one.connector, one.worker]
@@ -216,32 +178,25 @@ def test_shutdown_at_any_time_and_twice(
             one.step()
         server.hold = set()
         server.settle()
-        worker = one.worker._worker
-        assert (
-            worker.rank.memory is None
-            and worker.rank.session is None
-            and one.connector._scheduler.cache is None
-        )
+        rank = one.worker._worker.rank
+        assert rank.memory is None and rank.session is None
+        assert one.connector._scheduler.cache is None
         one.run()
-        assert (
-            one.outputs["a"] == answer_of([*PROMPT, num_steps], 8) and one.finished["a"] == "length"
-        )
+        assert one.outputs["a"] == answer_of(tokens, 8) and one.finished["a"] == "length"
         one.generate("b", OTHER, 4)
         one.drop_local()
         assert one.generate("c", OTHER, 4) == (answer_of(OTHER, 4), 0)
         audit(server, [one])
-        assert "hook_errors" not in one.counters and all(
-            session.closed for session in server.sessions
-        )
+        assert "hook_errors" not in one.counters
+        assert all(session.closed for session in server.sessions)
 
 
 def test_an_engine_starts_and_ends_without_a_server_and_finds_it_later(
     shared_daemon: Daemon, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Waits are as short as was set, and ends find the thread ended."""
     folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
     elsewhere = {"target": f"unix:{folder}/run/grpc.sock", "startup_wait_s": 0.05}
-    # Neither the start nor the end waits for a server that is not there: waits are as short as was
-    # set, and ends find the thread ended.
     waits_s, threads_that_go_on, wait, close = [], [], Session.wait_connected, Session.close
 
     def noted_wait(session: Session, timeout_s: float) -> bool:
@@ -262,8 +217,7 @@ def test_an_engine_starts_and_ends_without_a_server_and_finds_it_later(
         assert waits_s and max(waits_s) <= 0.05
         assert threads_that_go_on and not any(threads_that_go_on)
         (folder / "run").symlink_to(shared_daemon.folder)
-        until_s = time.monotonic() + 60
-        number = 0
+        until_s, number = time.monotonic() + 60, 0
         while one.external.get(f"b{number}", 0) != USABLE and time.monotonic() < until_s:
             number += 1
             one.drop_local()
@@ -274,37 +228,6 @@ def test_an_engine_starts_and_ends_without_a_server_and_finds_it_later(
         end(one)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def test_a_worker_without_a_scheduler_and_the_other_way_round(
-    engine: Any, server: FakeServer
-) -> None:
-    one = engine()
-    scheduler: Any = KVConnectorFactory.create_connector(
-        one.vllm_config, KVConnectorRole.SCHEDULER, one.kv_config
-    )
-    assert scheduler.get_kv_connector_stats() is None and scheduler.reset_cache()
-    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): one.worker.get_handshake_metadata()})
-    scheduler.shutdown()
-    scheduler.shutdown()
-    worker: Any = KVConnectorFactory.create_connector(
-        one.vllm_config, KVConnectorRole.WORKER, one.kv_config
-    )
-    assert (
-        worker.get_handshake_metadata().why_off
-        and not worker.get_transfer_results(set()).finished_recving
-    )
-    worker.shutdown()
-    # A scheduler whose worker has gone offers nothing, once it knows.
-    one.generate("a", PROMPT, 4)
-    one.worker.shutdown()
-    for name in "bcd":
-        one.drop_local()
-        assert (
-            one.generate(name, PROMPT, 4) == (answer_of(PROMPT, 4), 0)
-            and one.finished[name] == "length"
-        )
-    assert one.counters["unserved_requests"] >= 1 and "hook_errors" not in one.counters
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
@@ -318,17 +241,16 @@ def test_memory_that_is_registered_twice(
     one.generate("end", OTHER, 1)
     one.drop_local()
     server.spoil_loads = True
+    longer = [*PROMPT, *prompt(3, 100)]
     if busy:
         server.hold = {"load", "store"}
-        one.add("b", [*PROMPT, *prompt(3, 100)], 4)
+        one.add("b", longer, 4)
         for _ in range(3):
             one.step()
     before = held()
     one.worker.register_kv_caches(one.tensors)
-    assert [session.closed for session in server.sessions if session.layout is not None] == [
-        True,
-        False,
-    ]
+    workers = [session for session in server.sessions if session.layout is not None]
+    assert [session.closed for session in workers] == [True, False]
     # The double keeps descriptors of its own, one for each session.
     assert (held() - before).total() <= 2, held() - before
     server.hold = set()
@@ -337,6 +259,6 @@ def test_memory_that_is_registered_twice(
     one.drop_local()
     assert one.generate("c", PROMPT, 4) == (answer_of(PROMPT, 4), USABLE)
     if busy:
-        assert one.outputs["b"] == answer_of([*PROMPT, *prompt(3, 100)], 4)
+        assert one.outputs["b"] == answer_of(longer, 4)
     audit(server, [one])
     assert "hook_errors" not in one.counters

@@ -24,13 +24,6 @@ from hotkv_vllm.stats import HotKVStats
 TOKENS_PER_S = 1000.0
 
 
-class Waited:
-    """An answer that has taken so long until now."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-
 class Groups:
     """Hits of whole blocks."""
 
@@ -47,11 +40,11 @@ class Finder:
 
     def __init__(self, ask_s: float, hit: int, block_tokens: int = 16) -> None:
         self.ask_s, self.hit, self.groups = ask_s, hit, Groups(block_tokens)
-        self.waited: Waited | None = None
+        self.waited: Any = None
 
     def match(self, state: Any, computed_tokens: int, now_s: float) -> Any:
         if self.waited is None:
-            self.waited = Waited()
+            self.waited = SimpleNamespace(seconds=0.0)
             state.hit.asked.append(self.waited)
             state.hit.answer = Future()
         if self.waited.seconds < self.ask_s:
@@ -64,13 +57,17 @@ class Finder:
 
     def look_again(self, state: Any, step_s: float) -> None:
         """A step later. The answer came when it came, not when the engine looks."""
-        assert self.waited is not None
         self.waited.seconds = min(self.waited.seconds + step_s, self.ask_s)
         if self.waited.seconds == self.ask_s:
             state.hit.answer.set_result(None)
 
     def give_back(self, state: Any) -> None:
         state.hit.asked = []
+
+
+def state_of(num_tokens: int) -> RequestState:
+    request = SimpleNamespace(request_id="a", num_tokens=num_tokens + 1)
+    return RequestState(request, StoreState([], 0))
 
 
 class World:
@@ -99,9 +96,7 @@ class World:
     def request(self, num_tokens: int, hit: int | None = None) -> float:
         """Seconds to the first token of a request, whose hit is all but one token if left out."""
         hit = num_tokens if hit is None else hit
-        request = SimpleNamespace(request_id="a", num_tokens=num_tokens + 1)
-        state = RequestState(request, StoreState([], 0))
-        finder = Finder(self.ask_s, hit, self.block_tokens)
+        state, finder = state_of(num_tokens), Finder(self.ask_s, hit, self.block_tokens)
         began_s = self.now_s
         while True:
             answer = self.choice.match(finder, state, 0, self.now_s)  # type: ignore[arg-type]
@@ -131,126 +126,97 @@ class World:
             self.compute(num_tokens - loaded)
         return self.now_s - began_s
 
+    def many(self, count: int, num_tokens: int) -> list[float]:
+        return [self.request(num_tokens) for _ in range(count)]
+
+    def begun(self, num_tokens: int, hit: int, block_tokens: int = 16) -> tuple[Any, Any]:
+        """Returns the state of a request whose answer comes at once, and vLLM's answer to it."""
+        state, finder = state_of(num_tokens), Finder(0.0, hit, block_tokens)
+        return state, self.choice.match(finder, state, 0, self.now_s)  # type: ignore[arg-type]
+
     def count(self, name: str) -> float:
         return self.stats.data.get(name, 0)
 
 
 def test_hits_that_win_are_loaded() -> None:
     world = World()
-    for _ in range(10):
-        assert world.request(1000) < 0.05
+    assert max(world.many(10, 1000)) < 0.05
     assert not world.count("left_requests") and not world.count("tried_requests")
     assert world.count("judged_choices") == world.count("right_choices") == 10
 
 
+GOOD = {"fixed_s": 0.001, "token_s": 1e-5, "ask_s": 0.001}
+NO_END = {"cancel_s": math.inf}
+"""A load that has begun takes its time."""
+TWENTY = 20 / TOKENS_PER_S
+
+
 @pytest.mark.parametrize(
-    "ask_s, times, cancel_s",
-    [(0.001, 200.0, 0.0), (0.05, 200.0, 0.0), (0.3, 1.0, 0.0), (0.05, 200.0, 0.5)],
+    "num_tokens, slow, well, num_first, most_share",
+    [
+        (200, {"fixed_s": 0.2, "token_s": 2e-3}, {}, 2, 0.1),
+        (200, {"fixed_s": 0.2, "token_s": 2e-3, "ask_s": 0.05}, {}, 2, 0.1),
+        (200, {"ask_s": 0.3}, {}, 2, 0.1),
+        (200, {"fixed_s": 0.2, "token_s": 2e-3, "ask_s": 0.05, "cancel_s": 0.5}, {}, 2, 0.1),
+        (600, {"token_s": TWENTY, "ask_s": 0.02, **NO_END}, {}, 4, 0.1),
+        # No part of the hit is one.
+        (600, {"token_s": TWENTY, "block_tokens": 2000}, {}, 4, 0.1),
+        # The first trials have less time than a load takes that is well.
+        (1000, {"fixed_s": 1.0, "token_s": 1e-3}, {"fixed_s": 0.05, "token_s": 1e-4}, 4, 0.2),
+        # A load of few tokens takes nearly as long as one of many.
+        *(
+            (size, {"fixed_s": fixed, "token_s": TWENTY, **NO_END}, {"fixed_s": fixed}, 4, most)
+            for size, fixed, most in (
+                (300, 0.03, 0.2),
+                (600, 0.2, 0.43),
+                (2000, 0.2, 0.2),
+                (2000, 0.66, 0.43),
+                (2000, 1.0, 0.6),
+            )
+        ),
+    ],
 )
-def test_a_slow_server_costs_little_after_the_first_request_and_is_found_well_again(
-    ask_s: float, times: float, cancel_s: float
+def test_a_slow_server_costs_little_after_its_first_requests_and_is_found_well_again(
+    num_tokens: int,
+    slow: dict[str, Any],
+    well: dict[str, Any],
+    num_first: int,
+    most_share: float,
 ) -> None:
-    world, num_tokens = World(), 200
-    for _ in range(5):
-        world.request(num_tokens)
-    world.fixed_s, world.token_s = 0.001 * times, 1e-5 * times
-    world.ask_s, world.cancel_s = ask_s, cancel_s
-    computing_s = num_tokens / TOKENS_PER_S
-    # It loses at most what computing takes, once more.
-    assert world.request(num_tokens) <= 2.1 * computing_s + 0.05 + cancel_s
-    world.request(num_tokens)
-    spent_s = sum(world.request(num_tokens) for _ in range(200))
-    assert spent_s <= 1.05 * 200 * computing_s
-    assert world.count("left_requests") > 150 and world.count("tried_requests") > 0
-    # It recovers, and that is noticed by trials alone.
-    world.fixed_s, world.token_s, world.ask_s = 0.001, 1e-5, 0.001
-    took = [world.request(num_tokens) for _ in range(400)]
-    assert max(took[-100:]) < 0.1 * computing_s
-    assert all(seconds <= 2.1 * computing_s for seconds in took)
-
-
-def test_trials_load_little_where_a_load_can_not_be_ended() -> None:
-    """A load that has begun takes its time, twenty times that of computing. So trials are of a few
-    blocks, and a server that is well again is found soon."""
-    world, num_tokens = World(), 600
-    for _ in range(5):
-        world.request(num_tokens)
-    world.token_s, world.ask_s, world.cancel_s = 20 / TOKENS_PER_S, 0.02, math.inf
-    computing_s = num_tokens / TOKENS_PER_S
-    for _ in range(3):
-        world.request(num_tokens)
-    took = [world.request(num_tokens) for _ in range(200)]
-    assert sum(took) <= 1.05 * 200 * computing_s and max(took) <= 2.5 * computing_s
-    assert world.count("tried_requests") > 3
-    world.token_s, world.ask_s = 1e-5, 0.001
-    took = [world.request(num_tokens) for _ in range(60)]
-    assert max(took[-20:]) < 0.1 * computing_s
-
-
-@pytest.mark.parametrize("num_tokens", [300, 600, 2000])
-@pytest.mark.parametrize("fixed_share", [0.1, 0.33, 0.5])
-def test_what_any_load_takes_is_told_from_what_each_token_takes(
-    num_tokens: int, fixed_share: float
-) -> None:
-    """A load of few tokens takes nearly as long as one of many."""
+    """By trials alone. `most_share`: of the time of computing, what a hit takes in the end."""
     world = World()
-    for _ in range(5):
-        world.request(num_tokens)
+    world.many(5, num_tokens)
+    vars(world).update(slow)
     computing_s = num_tokens / TOKENS_PER_S
-    world.fixed_s = fixed_share * computing_s
-    world.token_s, world.cancel_s = 20 / TOKENS_PER_S, math.inf
-    slow = [world.request(num_tokens) for _ in range(60)]
-    assert sum(slow[3:]) <= 1.05 * 57 * computing_s + 0.6 * computing_s
-    world.token_s = 1e-5
-    took = [world.request(num_tokens) for _ in range(600)]
-    assert max(took[-20:]) < (fixed_share + 0.1) * computing_s
-
-
-def test_a_hit_of_which_no_part_is_one_is_tried_whole() -> None:
-    world, num_tokens = World(), 600
-    world.block_tokens = 2000
-    world.token_s = 20 / TOKENS_PER_S
-    for _ in range(100):
-        world.request(num_tokens)
-    world.token_s = 1e-5
-    took = [world.request(num_tokens) for _ in range(400)]
-    assert max(took[-50:]) < 0.1 * num_tokens / TOKENS_PER_S
-
-
-def test_a_load_of_a_tenth_of_computing_is_found_again_too() -> None:
-    """The first trials have less time than such a load takes."""
-    world, num_tokens = World(), 1000
-    world.fixed_s, world.token_s, world.ask_s = 1.0, 1e-3, 0.0
-    for _ in range(20):
-        world.request(num_tokens)
-    world.fixed_s, world.token_s = 0.05, 0.1e-3
-    took = [world.request(num_tokens) for _ in range(300)]
-    assert max(took[-50:]) <= 0.2
+    first_s = world.request(num_tokens)
+    if "block_tokens" not in slow and world.cancel_s < math.inf:
+        # It loses at most what computing takes, once more.
+        assert first_s <= 2.1 * computing_s + 0.05 + world.cancel_s
+    world.many(num_first - 1, num_tokens)
+    assert sum(world.many(200, num_tokens)) <= 1.05 * 200 * computing_s + 0.6 * computing_s
+    assert world.count("left_requests") > 100 and world.count("tried_requests") > 0
+    vars(world).update(GOOD | well)
+    took = world.many(600, num_tokens)
+    assert max(took[-20:]) < most_share * computing_s + 1e-9
+    assert all(seconds <= 2.5 * computing_s for seconds in took)
 
 
 @given(
     st.lists(
-        st.tuples(
-            st.integers(64, 4000),
-            st.floats(0, 0.2),
-            st.floats(0, 3.0),
-            st.floats(0, 3e-3),
-        ),
+        st.tuples(st.integers(64, 4000), st.floats(0, 0.2), st.floats(0, 3.0), st.floats(0, 3e-3)),
         min_size=1,
         max_size=60,
     )
 )
 def test_whatever_the_server_does_trials_spend_their_share_at_most(steps: list[Any]) -> None:
-    """Of all that is spent beyond computing, what was believed to win is one prefill a time at
-    most; trials are TRIED_SHARE of what was computed, and one whole prefill."""
+    """Beyond computing, a hit that was believed to win costs one prefill at most."""
     world = World()
-    computed_s, tried_s, largest_s = 0.0, 0.0, 0.0
+    computed_s, tried_s = 0.0, 0.0
     for num_tokens, ask_s, fixed_s, token_s in steps:
         world.ask_s, world.fixed_s, world.token_s = ask_s, fixed_s, token_s
         computing_s = num_tokens / TOKENS_PER_S
         before = world.count("tried_requests")
         took_s = world.request(num_tokens)
-        largest_s = max(largest_s, computing_s)
         computed_s += computing_s
         if world.count("tried_requests") > before and not world.was_taken:
             tried_s += max(0.0, took_s - computing_s)
@@ -261,16 +227,13 @@ def test_whatever_the_server_does_trials_spend_their_share_at_most(steps: list[A
 
 
 def test_what_is_not_known_is_loaded_and_always_means_always() -> None:
-    world = World(learns=False)
-    world.fixed_s = 9.0
-    for _ in range(3):
-        assert world.request(1000) > 9.0
-    assert not world.count("left_requests")
     fresh = World()
     fresh.prefill._costs.clear()
     fresh.prefill._fit = None
-    fresh.fixed_s = 9.0
-    assert fresh.request(1000) > 9.0
+    for world, count in ((fresh, 1), (World(learns=False), 3)):
+        world.fixed_s = 9.0
+        assert min(world.many(count, 1000)) > 9.0
+        assert not world.count("left_requests")
 
 
 def test_a_hit_that_is_shorter_than_hoped_is_left_if_it_loses() -> None:
@@ -288,10 +251,8 @@ def test_a_miss_and_a_load_that_failed_at_once_say_nothing() -> None:
     world = World()
     assert world.request(1000, hit=0) >= 1.0
     assert world.choice.costs.load_s(1000) == 0
-    request = SimpleNamespace(request_id="a", num_tokens=1001)
-    state, finder = RequestState(request, StoreState([], 0)), Finder(0.0, 1000)
-    assert world.choice.match(finder, state, 0, world.now_s) == (1000, True)  # type: ignore[arg-type]
-    assert state.choice is not None and state.choice.verdict is Verdict.TAKE
+    state, answer = world.begun(1000, 1000)
+    assert answer == (1000, True) and state.choice.verdict is Verdict.TAKE
     assert world.choice.time_for(state, 10.0) == 1.0
     world.choice.end(state, True)
     assert world.choice.costs.load_s(1000) == 0 and not world.count("judged_choices")
@@ -302,19 +263,9 @@ def test_a_busy_engine_goes_on_to_hit(step_s: float) -> None:
     """It looks for answers between its long steps only, which is not the server's time."""
     world = World()
     world.step_s = step_s
-    for _ in range(50):
-        world.request(200)
+    world.many(50, 200)
     assert not world.count("left_requests") and not world.count("late_requests")
     assert world.choice.costs.answers_s < 0.002 and world.choice.costs.load_s(200) < 0.004
-
-
-def test_a_server_that_never_answers_in_time_is_left_before_any_load() -> None:
-    world = World()
-    world.ask_s = 30.0
-    took = [world.request(200) for _ in range(50)]
-    assert took[0] <= 0.2 + 0.2 + 0.01, "no longer than computing it, and computing it"
-    assert sum(took[1:]) <= 1.05 * 49 * 0.2
-    assert world.count("left_requests") > 40
 
 
 def test_a_server_whose_answers_come_in_time_again_was_tried() -> None:
@@ -322,8 +273,7 @@ def test_a_server_whose_answers_come_in_time_again_was_tried() -> None:
     world = World()
     world.request(200)
     world.ask_s = 0.5
-    for _ in range(5):
-        world.request(200)
+    world.many(5, 200)
     assert world.count("left_requests") > 0
     world.ask_s, before = 0.001, world.count("tried_requests")
     while not world.was_taken:
@@ -335,31 +285,25 @@ def test_requests_without_a_hit_cost_no_trials() -> None:
     """Most have none. The server is well again, and that is noticed."""
     world = World()
     world.fixed_s, world.token_s = 9.0, 0.0
-    for _ in range(5):
-        world.request(2000)
-    for at in range(400):
-        world.request(2000 if at % 10 == 0 else 500, hit=None if at % 10 == 0 else 0)
-    tried = world.count("tried_requests")
-    assert tried > 0
-    world.fixed_s = 0.001
-    took = [
-        world.request(2000 if at % 10 == 0 else 500, hit=None if at % 10 == 0 else 0)
-        for at in range(1500)
-    ]
-    assert max(took[-100::10]) < 0.2
-
-
-def test_a_request_that_is_asked_about_again_and_again_is_charged_nothing() -> None:
-    world = World()
-    world.fixed_s = 9.0
-    for _ in range(60):
-        world.request(500)
+    world.many(60, 500)
     before = world.choice._allowance_s
-    request = SimpleNamespace(request_id="a", num_tokens=501)
-    state, finder = RequestState(request, StoreState([], 0)), Finder(0.0, 0)
+    state, finder = state_of(500), Finder(0.0, 0)
     for _ in range(40):
         world.choice.match(finder, state, 0, world.now_s)  # type: ignore[arg-type]
     assert world.choice._allowance_s >= before
+
+    def tenths_hit(count: int) -> list[float]:
+        for _ in range(count):
+            took.append(world.request(2000))
+            for _ in range(9):
+                world.request(500, hit=0)
+        return took
+
+    took: list[float] = []
+    tenths_hit(40)
+    assert world.count("tried_requests") > 0
+    world.fixed_s = 0.001
+    assert max(tenths_hit(150)[-10:]) < 0.2
 
 
 def test_short_hits_of_long_prompts_are_tried_again() -> None:
@@ -378,12 +322,9 @@ def test_short_hits_of_long_prompts_are_tried_again() -> None:
 def test_a_rank_that_fails_says_nothing_of_the_servers_speed(late: bool) -> None:
     world = World()
     world.fixed_s = 0.1
-    for _ in range(3):
-        world.request(1000)
+    world.many(3, 1000)
     known_s = world.choice.costs.load_s(1000)
-    request = SimpleNamespace(request_id="a", num_tokens=1001)
-    state, finder = RequestState(request, StoreState([], 0)), Finder(0.0, 1000)
-    world.choice.match(finder, state, 0, world.now_s)  # type: ignore[arg-type]
+    state, _ = world.begun(1000, 1000)
     world.choice.told({"a": state}, {"a": 0.01})
     if late:
         world.choice.told({"a": state}, {"a": -5.0, "b": -1.0})
@@ -391,45 +332,32 @@ def test_a_rank_that_fails_says_nothing_of_the_servers_speed(late: bool) -> None
     assert (world.choice.costs.load_s(1000) == known_s) != late
 
 
-def test_a_trial_that_was_not_timed_is_a_win() -> None:
-    """A load that ended before the device was seen at its mark."""
+def test_a_trial_has_its_share_of_the_hit_and_is_a_win_if_it_was_not_timed() -> None:
     world = World()
     world.fixed_s = 9.0
-    for _ in range(40):
-        world.request(1000)
-    assert world.choice.costs.load_s(1000) > 1.0
-    world.choice._allowance_s = 9.0
-    request = SimpleNamespace(request_id="a", num_tokens=1001)
-    state, finder = RequestState(request, StoreState([], 0)), Finder(0.0, 1000, 2000)
-    assert world.choice.match(finder, state, 0, world.now_s) == (1000, True)  # type: ignore[arg-type]
-    assert not world.choice.end(state, False)
-    assert world.choice.costs.load_s(1000) == 0
-
-
-def test_a_trial_of_a_short_hit_has_its_share_of_that() -> None:
-    world = World()
-    world.fixed_s = 9.0
-    for _ in range(5):
-        world.request(1000)
+    world.many(5, 1000)
     world.choice._allowance_s, world.choice._share = 100.0, 1.0
-    request = SimpleNamespace(request_id="a", num_tokens=20_001)
-    state, finder = RequestState(request, StoreState([], 0)), Finder(0.0, 100, 200)
-    assert world.choice.match(finder, state, 0, world.now_s) == (100, True)  # type: ignore[arg-type]
+    state, answer = world.begun(20_000, 100, 200)
+    assert answer == (100, True)
     assert world.choice.time_for(state, 10.0) == pytest.approx(0.1)
     assert world.choice._allowance_s == pytest.approx(99.9)
+    assert world.choice.costs.load_s(1000) > 1.0
+    # It ended before the device was seen at its mark.
+    assert not world.choice.end(state, False)
+    assert world.choice.costs.load_s(1000) == 0
 
 
 # ----------------------------------------------------------------------------------------- stalls
 
 
-def fallen(num_tokens: int) -> World:
+def fallen(num_tokens: int, stall_s: float = 0.0) -> World:
     """Returns a world whose server was good, and has just become too slow."""
     world = World()
-    for _ in range(5):
-        world.request(num_tokens)
-    world.token_s = 20 / TOKENS_PER_S
-    for _ in range(2):
-        world.request(num_tokens)
+    world.many(5, num_tokens)
+    world.token_s = TWENTY
+    world.many(2, num_tokens)
+    if stall_s:
+        world.fixed_s = world.cancel_s = stall_s
     return world
 
 
@@ -452,27 +380,17 @@ def test_a_stall_of_any_length_silences_hits_for_a_bounded_number_of_requests(
     late = world.count("late_requests")
     world.fixed_s = world.cancel_s = stall_s
     requests_until(world, num_tokens, lambda _: world.count("late_requests") > late)
-    world.fixed_s, world.token_s, world.cancel_s = 0.001, 1e-5, 0.0
+    vars(world).update(GOOD, cancel_s=0.0)
     computing_s = num_tokens / TOKENS_PER_S
     # Each left request puts TRIED_SHARE of its time by; failed trials double the next one's time.
     most = (DEBT_TRIALS + 2) / TRIED_SHARE
     assert requests_until(world, num_tokens, lambda took: took <= 0.1 * computing_s) <= most
 
 
-def test_trials_that_always_stall_are_paid_for_in_full() -> None:
-    world, num_tokens = fallen(200), 200
-    world.fixed_s = world.cancel_s = 10.0
-    computing_s = num_tokens / TOKENS_PER_S
-    spent_s = sum(world.request(num_tokens) for _ in range(10_000))
-    assert spent_s <= 1.06 * 10_000 * computing_s + USUAL_TRIALS * world.cancel_s
-
-
-def test_a_debt_fades_while_nothing_happens() -> None:
-    world, num_tokens = fallen(200), 200
-    world.fixed_s = world.cancel_s = 10.0
-    for _ in range(5000):
-        world.request(num_tokens)
-    world.fixed_s, world.token_s, world.cancel_s = 0.001, 1e-5, 0.0
+def test_trials_that_always_stall_are_paid_for_in_full_and_their_debt_fades() -> None:
+    world = fallen(200, stall_s=10.0)
+    spent_s = sum(world.many(10_000, 200))
+    assert spent_s <= 1.06 * 10_000 * 0.2 + USUAL_TRIALS * world.cancel_s
+    vars(world).update(GOOD, cancel_s=0.0)
     world.now_s += 20 * DEBT_HALF_LIFE_S
-    computing_s = num_tokens / TOKENS_PER_S
-    assert requests_until(world, num_tokens, lambda took: took <= 0.1 * computing_s) <= 100
+    assert requests_until(world, 200, lambda took: took <= 0.02) <= 100

@@ -10,6 +10,7 @@ from tests.vllm.harness import Engine, prompt
 from tests.vllm.specs import HYBRIDS
 
 LONGEST = 505
+MODELS = pytest.mark.parametrize("model", HYBRIDS)
 
 
 def blocks_for_one(one: Engine) -> int:
@@ -21,14 +22,22 @@ def blocks_for_one(one: Engine) -> int:
     )
 
 
-def stored(roomy: Engine, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Returns the answers of an engine with room, which stores all that it computes."""
+def stored(
+    engine: Any, model: Any, prompts: dict[str, list[int]]
+) -> tuple[Engine, dict[str, list[int]]]:
+    """Returns an engine with room, which has stored all that it computed, and its answers."""
+    roomy = engine(specs=model(), max_tokens_per_step=128, blocks=400)
     answers = {name: roomy.generate(name, tokens, 2)[0] for name, tokens in prompts.items()}
     roomy.generate("end", prompt(1000, 3), 2)
-    return answers
+    return roomy, answers
 
 
-@pytest.mark.parametrize("model", HYBRIDS)
+def steps(one: Engine, count: int) -> None:
+    for _ in range(count):
+        one.step()
+
+
+@MODELS
 def test_requests_that_load_together_all_end(engine: Any, server: Any, model: Any) -> None:
     settings = {"specs": model(), "max_tokens_per_step": 128}
     roomy, num_loads = engine(blocks=400, **settings), 0
@@ -51,61 +60,44 @@ def test_requests_that_load_together_all_end(engine: Any, server: Any, model: An
     assert num_loads > 12
 
 
-@pytest.mark.parametrize("model", HYBRIDS)
-def test_loads_that_fit_together_go_on_together(engine: Any, server: Any, model: Any) -> None:
-    one = engine(specs=model(), blocks=400, max_tokens_per_step=128)
+@pytest.mark.parametrize("fails", [False, True])
+@MODELS
+def test_loads_that_fit_go_on_together_and_those_that_failed_make_room(
+    engine: Any, server: Any, model: Any, fails: bool
+) -> None:
     prompts = {f"{number}": prompt(number, LONGEST) for number in range(3)}
-    stored(one, prompts)
-    one.drop_local()
-    server.hold = {"load"}
+    roomy, answers = stored(engine, model, prompts)
+    blocks = 1 + 2 * blocks_for_one(roomy) if fails else 400
+    one = engine(specs=model(), blocks=blocks, max_tokens_per_step=128)
+    server.fail_loads, server.hold = fails, set() if fails else {"load"}
     for name, tokens in prompts.items():
-        one.add(f"again {name}", tokens, 2)
-    for _ in range(6):
-        one.step()
-    assert server.count("load") == 3
-    server.hold = set()
+        one.add(name, tokens, 2)
+    if fails:
+        while server.count("load") < 2:
+            one.step()
+    else:
+        steps(one, 6)
+        assert server.count("load") == 3
+    server.fail_loads, server.hold = False, set()
     server.settle()
     one.run()
+    assert one.outputs == answers
 
 
-@pytest.mark.parametrize("model", HYBRIDS)
-def test_requests_whose_loads_failed_make_room_for_each_other(
-    engine: Any, server: Any, model: Any
-) -> None:
-    settings = {"specs": model(), "max_tokens_per_step": 128}
-    roomy = engine(blocks=400, **settings)
-    prompts = {f"{number}": prompt(number, LONGEST) for number in range(3)}
-    answers = stored(roomy, prompts)
-    tight = engine(blocks=1 + 2 * blocks_for_one(roomy), extra={"max_load_retries": 3}, **settings)
-    server.fail_loads = True
-    for name, tokens in prompts.items():
-        tight.add(name, tokens, 2)
-    while server.count("load") < 2:
-        tight.step()
-    server.fail_loads = False
-    tight.run()
-    assert tight.outputs == answers
-
-
-@pytest.mark.parametrize("model", HYBRIDS)
+@MODELS
 def test_who_waits_for_room_is_not_passed_by_smaller_ones(
     engine: Any, server: Any, model: Any
 ) -> None:
-    settings = {"specs": model(), "max_tokens_per_step": 128}
-    roomy = engine(blocks=400, **settings)
     prompts = {"small": prompt(1, 140), "large": prompt(2, LONGEST), "late": prompt(3, 140)}
-    answers = stored(roomy, prompts)
-    tight = engine(blocks=1 + blocks_for_one(roomy), **settings)
+    roomy, answers = stored(engine, model, prompts)
+    tight = engine(specs=model(), blocks=1 + blocks_for_one(roomy), max_tokens_per_step=128)
     server.hold = {"load"}
     for name, tokens in prompts.items():
         tight.add(name, tokens, 2)
-    for _ in range(6):
-        tight.step()
-    assert server.count("load") == 1
-    server.settle()
-    for _ in range(6):
-        tight.step()
-    assert server.count("load") == 2
+    for num_loads in (1, 2):
+        steps(tight, 6)
+        assert server.count("load") == num_loads
+        server.settle()
     server.hold = set()
     server.settle()
     tight.run()

@@ -22,23 +22,14 @@ from hotkv_vllm.metadata import HotKVHandshake
 from hotkv_vllm.worker import layout
 from tests.vllm.harness import prompt
 
-PROMPT = prompt(1, 200)
-
 
 def space(sizes: list[int], names: list[tuple[str, ...]], stage: int) -> KeySpace:
     groups = tuple(
         GroupSpec(GroupKind.FULL_ATTENTION, 16, (size or 1,), 0, name)
         for size, name in zip(sizes, names, strict=True)
     )
-    return KeySpace(
-        "model",
-        "weights",
-        "bfloat16",
-        groups,
-        16,
-        page_format=f"format {stage // 2}",
-        extra=("all", f"layers of {stage}"),
-    )
+    parts = {"page_format": f"format {stage // 2}", "extra": ("all", f"layers of {stage}")}
+    return KeySpace("model", "weights", "bfloat16", groups, 16, **parts)
 
 
 def notes_of(stages: list[list[int]], tp_size: int, replicas: int) -> list[RankNote]:
@@ -57,6 +48,19 @@ def notes_of(stages: list[list[int]], tp_size: int, replicas: int) -> list[RankN
     return notes
 
 
+def other_space(**change: Any) -> Callable[[RankNote], RankNote]:
+    return lambda note: (
+        note if note.space is None else replace(note, space=replace(note.space, **change))
+    )
+
+
+def more_groups(note: RankNote) -> RankNote:
+    if note.space is None:
+        return note
+    groups = replace(note.space, groups=note.space.groups[:1] * 4)
+    return replace(note, space=groups, shard_bytes=note.shard_bytes[:1] * 4)
+
+
 SHAPES = st.tuples(
     st.integers(1, 3).flatmap(
         lambda groups: st.lists(
@@ -68,23 +72,9 @@ SHAPES = st.tuples(
 DAMAGES: list[Callable[[RankNote], RankNote]] = [
     lambda note: replace(note, space=None, why_off=f"trouble of {note.place.rank}"),
     lambda note: replace(note, host="elsewhere"),
-    lambda note: (
-        note
-        if note.space is None
-        else replace(note, space=replace(note.space, weights_identity="others"))
-    ),
-    lambda note: (
-        note if note.space is None else replace(note, space=replace(note.space, extra=("else",)))
-    ),
-    lambda note: (
-        note
-        if note.space is None
-        else replace(
-            note,
-            space=replace(note.space, groups=note.space.groups[:1] * 4),
-            shard_bytes=note.shard_bytes[:1] * 4,
-        )
-    ),
+    other_space(weights_identity="others"),
+    other_space(extra=("else",)),
+    more_groups,
 ]
 
 
@@ -128,9 +118,8 @@ def check_slot(found: KeySpace, notes: list[RankNote], places: dict[int, RankPla
         for group, size in zip(found.groups, note.shard_bytes, strict=True):
             assert group.shard_bytes[shard] == size
     for index, group in enumerate(found.groups):
-        assert group.layer_names == tuple(
-            dict.fromkeys(n for note in notes for n in note.space.groups[index].layer_names)
-        )
+        names = [name for note in notes for name in note.space.groups[index].layer_names]
+        assert group.layer_names == tuple(dict.fromkeys(names))
 
 
 def test_engines_whose_stages_are_cut_or_packed_otherwise_do_not_share() -> None:
@@ -138,14 +127,11 @@ def test_engines_whose_stages_are_cut_or_packed_otherwise_do_not_share() -> None
         ranks.decide(notes_of(stages, 1, 1), 0)[0] for stages in ([[2], [2]], [[1], [3]])
     )
     other = notes_of([[2], [2]], 1, 1)
-    other[1] = replace(other[1], space=replace(other[1].space, page_format="packed"))
+    other[1] = other_space(page_format="packed")(other[1])
     assert len({one.fingerprint for one in (even, uneven, ranks.decide(other, 0)[0])}) == 3
     # As a single rank says it, where all stages say the same.
-    assert even.page_format == "format 0" and even.extra == (
-        "all",
-        "stage 0: layers of 0",
-        "stage 1: layers of 1",
-    )
+    stages = ("stage 0: layers of 0", "stage 1: layers of 1")
+    assert even.page_format == "format 0" and even.extra == ("all", *stages)
 
 
 def exchanged(notes: list[RankNote], num_ranks: int, timeout_s: float) -> dict[int, str]:
@@ -154,13 +140,12 @@ def exchanged(notes: list[RankNote], num_ranks: int, timeout_s: float) -> dict[i
     store, came_to = HashStore(), {}
 
     def rank(note: RankNote) -> None:
+        number = note.place.rank
         try:
-            found, _ = ranks.decide(
-                ranks.exchange(store, "engine", note, num_ranks, timeout_s), note.place.rank
-            )
-            came_to[note.place.rank] = found.fingerprint.hex()
+            notes = ranks.exchange(store, "engine", note, num_ranks, timeout_s)
+            came_to[number] = ranks.decide(notes, number)[0].fingerprint.hex()
         except Unsupported as error:
-            came_to[note.place.rank] = str(error)
+            came_to[number] = str(error)
 
     threads = [threading.Thread(target=rank, args=(note,)) for note in notes]
     for thread in threads:
@@ -170,36 +155,27 @@ def exchanged(notes: list[RankNote], num_ranks: int, timeout_s: float) -> dict[i
     return came_to
 
 
-def test_notes_reach_all_ranks() -> None:
+def test_notes_reach_all_ranks_and_one_that_never_comes_is_named() -> None:
     notes = notes_of([[2], [1]], 2, 1)
     assert len(set(exchanged(notes, 4, 20.0).values())) == 1
     notes[2] = replace(notes[2], space=None, why_off="no room")
     assert exchanged(notes, 4, 20.0) == dict.fromkeys(range(4), "rank 2: no room")
+    came_to = exchanged(notes_of([[2], [1]], 1, 1)[:1], 2, 0.1)
+    assert list(came_to) == [0]
+    assert came_to[0].startswith("rank 1 has not said within 0 s what it found")
 
 
-def test_ranks_without_a_process_group_can_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an engine whose workers did not set up torch's groups, and with a torch that keeps
-    their store elsewhere."""
+def test_ranks_meet_in_the_store_of_their_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     note = notes_of([[1]], 2, 1)[0]
     assert ranks.agree(note, 1, "engine")[1].rank == note.place.rank
     with pytest.raises(Unsupported, match="can't exchange what they found"):
         ranks.agree(note, 2, "engine")
-    monkeypatch.delattr(distributed_c10d, "_get_default_store")
-    with pytest.raises(Unsupported, match="can't exchange what they found"):
-        ranks.agree(note, 2, "engine")
-
-
-def test_ranks_meet_in_the_store_of_their_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
     assert ranks.process_group_store() is store
-
-
-def test_a_rank_that_never_comes_is_named_and_not_waited_for() -> None:
-    came_to = exchanged(notes_of([[2], [1]], 1, 1)[:1], 2, 0.1)
-    assert list(came_to) == [0] and came_to[0].startswith(
-        "rank 1 has not said within 0 s what it found"
-    )
+    monkeypatch.delattr(distributed_c10d, "_get_default_store")
+    with pytest.raises(Unsupported, match="can't exchange what they found"):
+        ranks.agree(note, 2, "engine")
 
 
 def test_a_rank_tells_the_others_whatever_breaks_in_it(
@@ -211,23 +187,18 @@ def test_a_rank_tells_the_others_whatever_breaks_in_it(
         told.append(note)
         return ranks.decide([note], 0)
 
+    def describe(*_: Any) -> Any:
+        raise error
+
     monkeypatch.setattr(ranks, "agree", agree)
-    for error in (
-        Unsupported("unsupported"),
-        OSError("no file"),
-        KeyError("layer"),
-        AssertionError(),
-    ):
-        monkeypatch.setattr(
-            layout, "describe", lambda *_, error=error: (_ for _ in ()).throw(error)
-        )
+    monkeypatch.setattr(layout, "describe", describe)
+    errors = Unsupported("unsupported"), OSError("no file"), KeyError("layer"), AssertionError()
+    for error in errors:
         one = engine()
-        assert told[-1].space is None and told[-1].why_off in (
-            str(error),
-            f"{type(error).__name__}: {error}",
-        )
+        assert told[-1].space is None
+        assert told[-1].why_off in (str(error), f"{type(error).__name__}: {error}")
         assert one.worker.get_handshake_metadata() == HotKVHandshake(None, told[-1].why_off)
-        assert one.generate("a", PROMPT, 1)[1] == 0 and not server.sessions
+        assert one.generate("a", prompt(1, 200), 1)[1] == 0 and not server.sessions
 
 
 @pytest.mark.parametrize(
@@ -235,40 +206,29 @@ def test_a_rank_tells_the_others_whatever_breaks_in_it(
     [
         ({"nnodes_within_dp": 2}, "several machines"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
-        (
-            {"distributed_executor_backend": "external_launcher", "world_size": 2},
-            "external launcher",
-        ),
+        ({"distributed_executor_backend": "external_launcher"}, "external launcher"),
     ],
 )
 def test_what_no_rank_can_do_is_refused_without_asking_the_others(
     parallel: dict[str, Any], words: str
 ) -> None:
-    shape = {
-        "prefill_context_parallel_size": 1,
-        "nnodes_within_dp": 1,
-        "distributed_executor_backend": "mp",
-        "world_size": 2,
-    }
+    sizes = {"prefill_context_parallel_size": 1, "nnodes_within_dp": 1, "world_size": 2}
+    shape = sizes | {"distributed_executor_backend": "mp"}
     checks.check_ranks(SimpleNamespace(parallel_config=SimpleNamespace(**shape)))
     with pytest.raises(Unsupported, match=words):
         checks.check_ranks(SimpleNamespace(parallel_config=SimpleNamespace(**shape | parallel)))
 
 
 def test_engines_of_other_shapes_do_not_share() -> None:
-    shape = {
-        "tensor_parallel_size": 2,
-        "pipeline_parallel_size": 1,
-        "decode_context_parallel_size": 1,
-        "cp_kv_cache_interleave_size": 1,
+    names = (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "cp_kv_cache_interleave_size",
+    )
+    shapes = [(2, 1, 1, 1), (1, 1, 1, 1), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 2, 16)]
+    found = {
+        key_space._parallel_shape(SimpleNamespace(**dict(zip(names, shape, strict=True))))
+        for shape in shapes
     }
-    changes: list[dict[str, int]] = [
-        {},
-        {"tensor_parallel_size": 1},
-        {"pipeline_parallel_size": 2},
-        {"decode_context_parallel_size": 2},
-        {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 16},
-    ]
-    assert len(
-        {key_space._parallel_shape(SimpleNamespace(**shape | change)) for change in changes}
-    ) == len(changes)
+    assert len(found) == len(shapes)

@@ -1,7 +1,6 @@
 """What the connector tells the server beside blocks: hits in the engine's own cache, how long to
 keep a request's blocks, token ids."""
 
-import logging
 from typing import Any
 
 import pytest
@@ -27,11 +26,12 @@ def stored(server: Any) -> list[BlockRun]:
     return [run for kind, runs in server.calls if kind == "store" for run in runs]
 
 
-# ------------------------------------------------------------------------------------------ reports
-
-
 def test_each_request_is_reported_once_with_its_hits(engine: Any, server: Any) -> None:
-    one = engine()
+    server.up = False
+    one = engine(max_tokens_per_step=1024)
+    # Without a server nothing is kept to be reported.
+    one.generate("unheard", prompt(9, 50), 2)
+    server.come_back()
     one.generate("cold", PROMPT, 40)
     one.generate("local", PROMPT, 40)
     one.generate("longer", PROMPT + prompt(7, 50), 2)
@@ -42,10 +42,8 @@ def test_each_request_is_reported_once_with_its_hits(engine: Any, server: Any) -
     assert list(reports(server)[2].hashes) == list(request.block_hashes[: 250 // BLOCK_TOKENS])
     assert all(r.age_s >= 0 and r.retention == NO_RETENTION for r in reports(server))
     assert one.counters["reported_requests"] == 3
-
-
-def test_requests_of_a_step_are_reported_in_one_message(engine: Any, server: Any) -> None:
-    one = engine(max_tokens_per_step=1024)
+    # Those of a step are in one message.
+    server.calls.clear()
     for index in range(4):
         one.add(f"r{index}", prompt(index, 100))
     one.run()
@@ -63,44 +61,6 @@ def test_the_engines_prefill_speed_goes_with_the_reports(
     assert (server.prefill_tokens_per_s > 0) == (load == "auto")
 
 
-def test_decode_steps_report_nothing(engine: Any, server: Any) -> None:
-    one = engine()
-    one.add("a", PROMPT, 30)
-    for _ in range(5):
-        one.step()
-    server.calls.clear()
-    one.run()
-    assert server.count("report_requests") == 0
-
-
-def test_a_preempted_request_is_not_reported_again(engine: Any, server: Any) -> None:
-    one = engine(blocks=20)
-    for index, name in enumerate("abc"):
-        one.add(name, prompt(index, 120), 120)
-    one.run()
-    assert one.preemptions > 0 and len(reports(server)) == 3
-
-
-def test_a_failed_load_is_not_reported_twice(engine: Any, server: Any) -> None:
-    engine().generate("a", PROMPT, 2)
-    server.calls.clear()
-    server.fail_loads = True
-    engine().generate("b", PROMPT, 2)
-    assert server.count("load") == 1 and len(reports(server)) == 1
-
-
-def test_without_a_server_nothing_is_kept_to_be_reported(engine: Any, server: Any) -> None:
-    server.up = False
-    one = engine()
-    one.generate("a", PROMPT, 2)
-    server.come_back()
-    one.generate("b", prompt(2, 50), 2)
-    assert [r.prompt_tokens for r in reports(server)] == [50]
-
-
-# -------------------------------------------------------------------------------------------- hints
-
-
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 def test_hints_go_with_the_report_and_with_every_store(
     engine: Any, server: Any, pipelined: bool
@@ -108,76 +68,21 @@ def test_hints_go_with_the_report_and_with_every_store(
     """Also with blocks that fill while decoding, and with the last one."""
     one = engine(pipelined=pipelined, max_tokens_per_step=1024)
     hints = {"hotkv.priority": 3, "hotkv.ttl_s": 60, "hotkv.pin": True}
-    one.add(
-        "a", prompt(1, 60), 37, transfer={"do_remote_decode": True, "remote_host": "x", **hints}
-    )
+    transfer = {"do_remote_decode": True, "remote_host": "x", **hints}
+    one.add("a", prompt(1, 60), 37, transfer=transfer)
     one.add("b", prompt(2, 60), 37)
     one.run()
     one.generate("end", prompt(3, 10), 2)
-    assert {r.prompt_tokens: r.retention for r in reports(server)[:1]} == {
-        60: Retention(3, 60.0, True)
-    }
+    retention = Retention(3, 60.0, True)
+    assert (reports(server)[0].prompt_tokens, reports(server)[0].retention) == (60, retention)
     stores: dict[Retention, set[bytes]] = {}
-    for retention, runs in server.retentions:
-        stores.setdefault(retention, set()).update(
-            block_hash for run in runs for block_hash in run.hashes
-        )
-    expected = {
+    for kind, runs in server.retentions:
+        stores.setdefault(kind, set()).update(one for run in runs for one in run.hashes)
+    assert stores == {
         kind: set(one.requests[name].block_hashes[:3])
-        for kind, name in ((Retention(3, 60.0, True), "a"), (NO_RETENTION, "b"))
+        for kind, name in ((retention, "a"), (NO_RETENTION, "b"))
     }
-    assert stores == expected and {block_hash for _, _, block_hash in server.blocks} == expected[
-        NO_RETENTION
-    ].union(*expected.values())
-
-
-@pytest.mark.parametrize(
-    ("params", "expected", "said"),
-    [
-        ({"hotkv.priority": 9}, NO_RETENTION, ["hotkv.priority = 9", "-8 to 8"]),
-        ({"hotkv.priority": True}, NO_RETENTION, ["hotkv.priority = True", "whole number"]),
-        (
-            {"hotkv.priority": "high", "hotkv.ttl_s": 5},
-            Retention(0, 5.0),
-            ["hotkv.priority = 'high'"],
-        ),
-        ({"hotkv.ttl_s": -1}, NO_RETENTION, ["hotkv.ttl_s = -1", "0 to 86400"]),
-        ({"hotkv.ttl_s": float("nan")}, NO_RETENTION, ["hotkv.ttl_s = nan"]),
-        ({"hotkv.ttl_s": [1], "hotkv.priority": -2}, Retention(-2), ["hotkv.ttl_s = [1]"]),
-        (
-            {"hotkv.pin": 1, "hotkv.ttl_s": 5},
-            Retention(0, 5.0),
-            ["hotkv.pin = 1", "true and false"],
-        ),
-        ({"hotkv.pin": True}, NO_RETENTION, ["hotkv.pin", "needs hotkv.ttl_s"]),
-        (
-            {"hotkv.priorty": 2},
-            NO_RETENTION,
-            ["hotkv.priorty", "there is no such hint", "hotkv.priority"],
-        ),
-    ],
-)
-def test_a_wrong_hint_is_left_out_and_the_log_says_why(
-    engine: Any,
-    server: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    params: dict[str, Any],
-    expected: Retention,
-    said: list[str],
-) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(
-        logging.getLogger("vllm.hotkv"),
-        "warning",
-        lambda text, *values: lines.append(text % values),
-    )
-    one = engine()
-    one.add("a", PROMPT, 3, transfer=params)
-    one.add("b", prompt(2, 40), 3, transfer=params)
-    one.run()
-    assert len(one.outputs["a"]) == 3 and [r.retention for r in reports(server)] == [expected] * 2
-    assert len(lines) == 1 and all(text in lines[0] for text in said), lines
-    assert one.counters["wrong_hints"] == 2
+    assert {block_hash for _, _, block_hash in server.blocks} == set().union(*stores.values())
 
 
 NAMES = st.sampled_from(["hotkv.priority", "hotkv.ttl_s", "hotkv.pin", "hotkv.x", "remote_host"])
@@ -191,9 +96,6 @@ def test_no_hint_breaks_a_request(params: Any) -> None:
     assert isinstance(HintReader(HotKVStats()).read(params, 0.0), Retention)
 
 
-# ------------------------------------------------------------------------------------------- tokens
-
-
 @pytest.mark.parametrize("model", HYBRIDS)
 def test_stores_carry_exactly_the_tokens_of_their_blocks(
     engine: Any, server: Any, model: Any
@@ -204,42 +106,31 @@ def test_stores_carry_exactly_the_tokens_of_their_blocks(
     tokens = prompt(1, 420)
     answer, _ = one.generate("a", tokens, 100)
     one.generate("b", prompt(2, 10), 2)
-    specs = one.connector._scheduler.cache.finder.groups.specs
-    hashes = [
-        list(one.connector._scheduler.cache.finder.groups.hashes(one.requests["a"], index))
-        for index in range(len(specs))
-    ]
+    groups = one.connector._scheduler.cache.finder.groups
     seen = set()
     for run in stored(server):
-        size = specs[run.group_index].block_tokens
-        first = hashes[run.group_index].index(run.hashes[0])
-        assert (
-            hashes[run.group_index][first : first + len(run.hashes)] == list(run.hashes)
-            and run.depth == first
-        )
-        assert (
-            list(run.token_ids)
-            == (tokens + answer)[first * size : (first + len(run.hashes)) * size]
-        )
+        size = groups.specs[run.group_index].block_tokens
+        hashes = list(groups.hashes(one.requests["a"], run.group_index))
+        first = hashes.index(run.hashes[0])
+        end = first + len(run.hashes)
+        assert hashes[first:end] == list(run.hashes) and run.depth == first
+        assert list(run.token_ids) == (tokens + answer)[first * size : end * size]
         seen.add(run.group_index)
-    assert seen == set(range(len(specs)))
+    assert seen == set(range(len(groups.specs)))
 
 
-def test_stores_say_what_else_is_hashed(engine: Any, server: Any) -> None:
-    """A salt is hashed into the first block; a router that knew only the tokens would match prompts
-    that can't hit."""
-    server.wants_token_ids = True
+@pytest.mark.parametrize("wanted", [True, False])
+def test_stores_say_what_else_is_hashed_if_tokens_are_wanted(
+    engine: Any, server: Any, wanted: bool
+) -> None:
+    """A salt is hashed into the first block only."""
+    server.wants_token_ids = wanted
     one = engine(specs=hybrid_model())
     one.add("salted", PROMPT, 2, cache_salt="mine")
     one.run()
-    runs = stored(server)
-    assert runs and all(
-        list(run.extra_keys)
-        == ([("mine",), *[None] * (len(run.hashes) - 1)] if run.depth == 0 else [])
-        for run in runs
-    )
-
-
-def test_tokens_stay_here_where_nobody_wants_them(engine: Any, server: Any) -> None:
-    engine(specs=hybrid_model()).generate("a", PROMPT, 2)
-    assert stored(server) and not any(len(run.token_ids) for run in stored(server))
+    assert stored(server)
+    for run in stored(server):
+        assert bool(len(run.token_ids)) == wanted
+        is_salted = wanted and run.depth == 0
+        salted = [("mine",), *[None] * (len(run.hashes) - 1)]
+        assert list(run.extra_keys) == (salted if is_salted else [])

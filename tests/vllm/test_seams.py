@@ -10,51 +10,38 @@ import torch
 from hotkv_client.fence import SHARED_WORDS, Revocations, SharedFence
 from hotkv_vllm.identity import weights_watch
 from hotkv_vllm.identity.weights_watch import ROW_WORDS, WeightsWatch
+from tests.vllm.changing_weights import load
 from tests.vllm.harness import Engine, prompt
-from tests.vllm.rekeyed import (
-    OTHER,
-    PROMPT,
-    updated,
-)
-from tests.vllm.test_rekeying import load
+from tests.vllm.rekeyed import OTHER, PROMPT, updated
 
 __all__ = ["updated"]
 
-# -------------------------------------------------------- the scheduler starts a second time (0.33)
-
 
 def connect_again(one: Engine) -> None:
-    """As after a sleep in which a rank's handshake has changed; here it is what nothing depends
-    on."""
-    told = one.worker.get_handshake_metadata()
-    one.connector.set_xfer_handshake_metadata_pp_aware(
-        {(0, 0): replace(told, sparse_layers=((0, 0),))}
-    )
+    """As after a sleep in which a rank's handshake has changed."""
+    told = replace(one.worker.get_handshake_metadata(), sparse_layers=((0, 0),))
+    one.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
+
+
+def twice(one: Engine, tokens: list[int]) -> None:
+    """Computes a prompt two times, which the engine's own cache does not have."""
+    for turn in range(2):
+        one.generate(f"{tokens[0]} {turn}", tokens, 4)
+        one.generate(f"end {tokens[0]} {turn}", OTHER, 2)
+        one.drop_local()
 
 
 def test_original_weights_after_a_second_start_are_not_those_before(updated: Any) -> None:
+    """The engine then shares with those that never had others, and with those alone."""
     one, two = updated(), updated()
     load(one, 7)
-    one.generate("a", PROMPT, 4)
-    one.generate("end", OTHER, 2)
-    one.drop_local()
-    one.generate("b", PROMPT, 4)
-    one.generate("end again", OTHER, 2)
+    twice(one, PROMPT)
     connect_again(one)
-    # The weights of the start again: the engine shares with those that never had others, and with
-    # those alone.
-    one.drop_local()
     one.model.load_weights(two.model.state_dict())
-    other = prompt(4, 200)
-    for turn in range(2):
-        one.generate(f"c{turn}", other, 4)
-        one.generate(f"end {turn}", prompt(5, 40), 2)
-        one.drop_local()
-    assert (
-        one.connector._scheduler.cache.session.config.key_space
-        == two.connector._scheduler.cache.session.config.key_space
-    )
-    assert two.generate("d", other, 4)[1] == 192
+    twice(one, prompt(4, 200))
+    spaces = [each.connector._scheduler.cache.session.config.key_space for each in (one, two)]
+    assert spaces[0] == spaces[1]
+    assert two.generate("d", prompt(4, 200), 4)[1] == 192
 
 
 def test_reports_of_stores_from_before_a_second_start_end_no_other_store(
@@ -89,33 +76,25 @@ def test_a_word_that_a_session_waits_for_is_not_given_out_by_another_owner() -> 
     assert second.take() == index and not page.is_revoked(index)
 
 
-# ------------------------------------------------------------------------------------------ weights
-
-
 @pytest.mark.parametrize("skipped", [0, 1, 2, 4])
 def test_one_element_of_a_large_tensor_shows_when_weights_were_written(skipped: int) -> None:
-    """vLLM's sparse weight transfer writes single elements. `skipped`: bytes before the tensor in
-    its memory."""
+    """`skipped`: bytes before the tensor in its memory."""
     model = torch.nn.Module()
     raw = torch.zeros(3_000_007 + skipped, dtype=torch.uint8)[skipped:]
     model.register_buffer("large", raw)
     watch = WeightsWatch([model])
-    # Between samples, in each part of a word.
-    for place in (1_000_100, 1_777_701, 1_777_706, len(raw) - 5_001):
-        raw[place] += 1
+    # Between samples, in each part of a word; then changes that cancel in a sum over all, or over a
+    # column.
+    places = [(place,) for place in (1_000_100, 1_777_701, 1_777_706, len(raw) - 5_001)]
+    cancelling = [(1_000_100, 1_700_000), (1_000_100, 1_000_100 + 8 * ROW_WORDS)]
+    for changed in places + cancelling:
+        before = raw[list(changed)].clone()
+        raw[list(changed)] += torch.tensor([1, 255][: len(changed)], dtype=torch.uint8)
         watch.touched = True
-        assert watch.digest() != watch.original, place
-        raw[place] -= 1
+        assert watch.digest() != watch.original, changed
+        raw[list(changed)] = before
         watch.touched = True
         assert watch.digest() == watch.original
-    # Changes that cancel in a sum over all, or over a column.
-    for other in (1_700_000, 1_000_100 + 8 * ROW_WORDS):
-        raw[1_000_100] += 1
-        raw[other] += 255
-        watch.touched = True
-        assert watch.digest() != watch.original
-        raw[1_000_100] -= 1
-        raw[other] += 1
 
 
 def test_weights_that_could_not_be_read_are_looked_at_again(
@@ -137,39 +116,11 @@ def test_a_rank_that_can_not_open_its_new_session_stores_nothing_under_the_old_k
 ) -> None:
     """The old session is still open when the new one fails: it closes beside the step."""
     one, two = updated(), updated()
-    one.generate("a", PROMPT, 4)
-    one.generate("end", OTHER, 2)
+    twice(one, PROMPT)
     worker, closing = one.worker._worker, []
     monkeypatch.setattr(worker.rank.session, "close", lambda: closing.append(1))
     monkeypatch.setattr(worker.rank, "begin", lambda: 1 // 0)
     load(one, 7)
-    other = prompt(4, 200)
-    for turn in range(2):
-        one.generate(f"b{turn}", other, 4)
-        one.generate(f"end {turn}", prompt(5, 40), 2)
-        one.drop_local()
+    twice(one, prompt(4, 200))
     assert one.counters["hook_errors"] and closing
-    assert two.generate("c", other, 4)[1] == 0 and not worker.stores
-
-
-# ------------------------------------------------------------------------------------- broken hooks
-
-
-def test_a_request_whose_end_broke_takes_no_hits_from_others(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While a request waits whose load has failed, others give hits up that can't be admitted
-    beside it."""
-    engine().generate("a", PROMPT, 4)
-    one = engine()
-    server.fail_loads = True
-    scheduler = one.connector._scheduler
-    one.add("b", PROMPT, 4)
-    while not scheduler.cache.finder.failed_loads:
-        one.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(scheduler.requests, "finished", lambda *_: 1 // 0)
-        one.abort("b")
-    one.step()
-    assert scheduler.cache.finder.failed_loads.is_empty and not scheduler.requests.others.held
-    assert scheduler.requests.others.may_store("b")
+    assert two.generate("c", prompt(4, 200), 4)[1] == 0 and not worker.stores

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,17 +19,17 @@ GROUPS = (TOKENS, 2 * TOKENS, 0)
 """Blocks of two sizes, and states."""
 
 
-def step(
+def fresh(
     *,
     new: Sequence[tuple[int, Any]] = (),
     cached: Sequence[tuple[int, Any]] = (),
     resumed: Sequence[int] = (),
     copies: Sequence[tuple[int, int]] | None = None,
     zeroed: Sequence[int] | None = None,
-) -> Any:
-    """`new`, `cached`: computed tokens and block ids of each request; `resumed`: which of `cached`
-    were preempted; `copies`: from block, to block."""
-    return SimpleNamespace(
+) -> set[int]:
+    """Returns the blocks that a step writes anew. `new`, `cached`: computed tokens and block ids of
+    each request; `resumed`: which of `cached` were preempted; `copies`: from block, to block."""
+    told: Any = SimpleNamespace(
         scheduled_new_reqs=[
             SimpleNamespace(num_computed_tokens=tokens, block_ids=ids) for tokens, ids in new
         ],
@@ -43,97 +44,77 @@ def step(
         else [SimpleNamespace(src_block_id=a, dst_block_id=b) for a, b in copies],
         new_block_ids_to_zero=zeroed,
     )
+    return steps.fresh_block_ids(told, GROUPS)
 
 
-def fresh(**parts: Any) -> set[int]:
-    return steps.fresh_block_ids(step(**parts), GROUPS)
+TABLE = ([1, 2, 3], [11, 12], [21])
 
 
-def test_a_step_without_anything_new_writes_nothing_anew() -> None:
-    assert fresh() == fresh(copies=[], zeroed=[]) == fresh(cached=[(64, None)]) == set()
-
-
-@pytest.mark.parametrize("computed", [0, 1, TOKENS, 2 * TOKENS - 1, 2 * TOKENS])
-def test_a_new_request_writes_all_but_the_blocks_it_hit(computed: int) -> None:
-    found = fresh(new=[(computed, ([1, 2, 3], [11, 12], [21, 22]))])
-    assert found == {*[1, 2, 3][computed // TOKENS :], *[11, 12][computed // (2 * TOKENS) :]} | {
-        # Which of the states are hit their order does not say.
-        21,
-        22,
-    }
-
-
-def test_a_running_request_writes_the_blocks_it_is_given() -> None:
-    assert fresh(cached=[(32, ([3], [13], [23]))]) == {3, 13, 23}
-
-
-def test_a_resumed_request_writes_all_but_the_blocks_it_hit() -> None:
-    ids = ([1, 2, 3], [11, 12], [21])
-    assert fresh(cached=[(32, ids)], resumed=[0]) == {3, 12, 21}
-    # Beside one that only runs on, and one that gets nothing.
-    assert fresh(cached=[(32, None), (32, ids), (32, ([4], [], []))], resumed=[1]) == {3, 4, 12, 21}
-
-
-def test_copies_and_zeroed_blocks_are_written_and_the_source_of_a_copy_is_not() -> None:
-    assert fresh(copies=[(1, 2), (3, 4)]) == {2, 4}
-    assert fresh(zeroed=[5, 6]) == {5, 6}
-    # Blocks of a request that was preempted in the same call are in no other list.
-    assert fresh(new=[(0, ([1], [], []))], copies=[(7, 8)], zeroed=[9]) == {1, 8, 9}
-
-
-def test_the_null_block_is_nobodys() -> None:
-    found = fresh(
-        new=[(0, ([NULL_BLOCK, 1], [], []))], copies=[(1, NULL_BLOCK)], zeroed=[NULL_BLOCK, 2]
-    )
-    assert found == {1, 2}
-
-
-# --------------------------------------------------------------------------------------- extra keys
-
-
-def request(**parts: Any) -> Any:
-    plain: dict[str, Any] = {
-        "mm_features": [],
-        "cache_salt": None,
-        "prompt_embeds": None,
-        "lora_request": None,
-    }
-    return SimpleNamespace(**plain | parts)
+@pytest.mark.parametrize(
+    "told, blocks",
+    [
+        ({}, set()),
+        ({"copies": [], "zeroed": []}, set()),
+        ({"cached": [(64, None)]}, set()),
+        # A new request writes all but what it hit. Of states their order does not say that.
+        ({"new": [(0, TABLE)]}, {1, 2, 3, 11, 12, 21}),
+        ({"new": [(1, TABLE)]}, {1, 2, 3, 11, 12, 21}),
+        ({"new": [(16, TABLE)]}, {2, 3, 11, 12, 21}),
+        ({"new": [(31, TABLE)]}, {2, 3, 11, 12, 21}),
+        ({"new": [(32, TABLE)]}, {3, 12, 21}),
+        # One that runs on writes what it is given, a resumed one as a new one.
+        ({"cached": [(32, ([3], [13], [23]))]}, {3, 13, 23}),
+        ({"cached": [(32, TABLE)], "resumed": [0]}, {3, 12, 21}),
+        (
+            {"cached": [(32, None), (32, TABLE), (32, ([4], [], []))], "resumed": [1]},
+            {3, 4, 12, 21},
+        ),
+        ({"copies": [(1, 2), (3, 4)]}, {2, 4}),
+        ({"zeroed": [5, 6]}, {5, 6}),
+        # Blocks of a request that was preempted in the same call are in no other list.
+        ({"new": [(0, ([1], [], []))], "copies": [(7, 8)], "zeroed": [9]}, {1, 8, 9}),
+        # The null block is nobody's.
+        (
+            {
+                "new": [(0, ([NULL_BLOCK, 1], [], []))],
+                "copies": [(1, NULL_BLOCK)],
+                "zeroed": [NULL_BLOCK, 2],
+            },
+            {1, 2},
+        ),
+    ],
+)
+def test_blocks_that_a_step_writes_anew(told: dict[str, Any], blocks: set[int]) -> None:
+    assert fresh(**told) == blocks
 
 
 def image(name: str, offset: int, length: int) -> Any:
-    return SimpleNamespace(
-        identifier=name, mm_position=SimpleNamespace(offset=offset, length=length)
-    )
+    position = SimpleNamespace(offset=offset, length=length)
+    return SimpleNamespace(identifier=name, mm_position=position)
 
 
-def keys(one: Any, blocks: range) -> Any:
-    return steps.event_extra_keys(one, blocks, TOKENS)
+VECTORS = torch.arange(2 * TOKENS * 4, dtype=torch.float32).reshape(2 * TOKENS, 4)
 
 
-def test_text_alone_has_no_extra_keys() -> None:
-    assert keys(request(), range(4)) == ()
+def test_extra_keys_of_blocks() -> None:
+    plain: dict[str, Any] = dict.fromkeys(("cache_salt", "prompt_embeds", "lora_request"))
+    plain["mm_features"] = []
 
+    def keys(blocks: range, **parts: Any) -> Any:
+        return steps.event_extra_keys(SimpleNamespace(**plain | parts), blocks, TOKENS)
 
-def test_a_salt_is_in_the_first_block_only() -> None:
-    salted = request(cache_salt="s")
-    assert keys(salted, range(2)) == (("s",), None)
-    assert keys(salted, range(1, 3)) == ()
-
-
-def test_images_are_in_the_blocks_that_they_lie_in() -> None:
-    """The second block holds the end of the first image and the begin of the second."""
-    two = request(mm_features=[image("a", 4, 16), image("b", 30, 4)])
-    assert keys(two, range(4)) == ((("a", 4),), (("a", -12), ("b", 14)), (("b", -2),), None)
-    assert keys(two, range(2, 4)) == ((("b", -2),), None)
-    assert keys(two, range(3, 5)) == ()
-
-
-def test_embedded_prompts_are_named_by_their_content() -> None:
-    import torch
-
-    vectors = torch.arange(2 * TOKENS * 4, dtype=torch.float32).reshape(2 * TOKENS, 4)
-    found = keys(request(prompt_embeds=vectors, _prompt_embeds_per_block_hashes={}), range(2))
+    assert keys(range(4)) == ()
+    # A salt is in the first block only.
+    assert keys(range(2), cache_salt="s") == (("s",), None)
+    assert keys(range(1, 3), cache_salt="s") == ()
+    # The second block holds the end of the first image and the begin of the second.
+    images = [image("a", 4, 16), image("b", 30, 4)]
+    wanted = ((("a", 4),), (("a", -12), ("b", 14)), (("b", -2),), None)
+    assert keys(range(4), mm_features=images) == wanted
+    assert keys(range(2, 4), mm_features=images) == wanted[2:]
+    assert keys(range(3, 5), mm_features=images) == ()
+    # Embedded prompts are named by their content.
+    found = keys(range(2), prompt_embeds=VECTORS, _prompt_embeds_per_block_hashes={})
     assert len(found) == 2 and found[0] and found[1] and found[0] != found[1]
 
 
@@ -144,14 +125,10 @@ def test_the_boundary_of_a_shared_prefix_is_none_where_vllm_names_none(
     assert steps.shared_prefix_boundary(SimpleNamespace(**given)) == tokens
 
 
-# ------------------------------------------------------------------------------------ block tables
+ENDS = st.integers(-5, 5) | st.none()
 
 
-@given(
-    st.lists(st.integers(0, 99)),
-    st.integers(-5, 5) | st.none(),
-    st.integers(-5, 5) | st.none(),
-)
+@given(st.lists(st.integers(0, 99)), ENDS, ENDS)
 def test_a_table_that_is_read_in_place_reads_as_a_list(
     ids: list[int], first: int | None, stop: int | None
 ) -> None:

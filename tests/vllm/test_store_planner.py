@@ -1,17 +1,17 @@
-"""Which blocks the scheduler side stores after a step, and which stores a step waits for: the
-planner alone, over requests that are names and hashes."""
+"""Which blocks the scheduler side stores after a step, which stores a step waits for, and what a
+store has come to: the planner alone, over requests that are names and hashes."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 
-from hotkv_client.fence import Revocations, SharedFence
 from hotkv_client.types import BlockResult
-from hotkv_vllm.identity.exactness import EVERYTHING
-from hotkv_vllm.scheduler.stores_in_flight import StoreFence
+from hotkv_vllm.scheduler import stores_in_flight
 from tests.vllm.parts import (
     BLOCK_BYTES,
     STATES,
     TOKENS,
-    WINDOW,
     Parts,
     plan,
     report,
@@ -19,7 +19,15 @@ from tests.vllm.parts import (
     stored,
 )
 
-# ----------------------------------------------------------------------------- blocks that are full
+STORED, PRESENT, WRITTEN = BlockResult.STORED, BlockResult.PRESENT, BlockResult.WRITTEN
+REFUSED = BlockResult.ABORTED
+
+
+def planned(parts: Parts, name: str, num_blocks: int, *table: int, **more: Any) -> Any:
+    """Plans a step that computes so many blocks of a new request; returns its state and jobs."""
+    state = parts.state(request(name, TOKENS * num_blocks))
+    tables = [list(table)] if table else None
+    return state, plan(parts, (state, TOKENS * num_blocks), tables=tables, **more)[0]
 
 
 def test_a_request_is_looked_at_when_another_block_is_full() -> None:
@@ -29,6 +37,9 @@ def test_a_request_is_looked_at_when_another_block_is_full() -> None:
     states = {"a": state}
     assert not parts.planner.due(states, {"a": 15}, (), {})
     assert parts.planner.due(states, {"a": 16}, (), {}) == [(state, 16)]
+    # Without a block table it is looked at again.
+    assert not parts.planner.plan([(state, 20)], lambda _: None, {}, lambda: ())[0]
+    assert state.store.stored_blocks == [0]
     plan(parts, (state, 20))
     assert state.store.next_check_tokens == 32 and state.store.stored_blocks == [1]
     one.num_computed_tokens = 20
@@ -43,48 +54,17 @@ def test_a_request_is_looked_at_when_another_block_is_full() -> None:
     assert not parts.planner.due(states, {"a": 16}, (), {})
 
 
-def test_behind_inexact_tokens_nothing_is_stored_ever() -> None:
+def test_a_block_is_not_stored_by_two_requests_at_once() -> None:
     parts = Parts()
-    parts.exactness.is_watching = True
-    parts.exactness._exact_tokens = {"a": 20, "b": 32}
-    state = parts.state(request("a", 100))
-    assert stored(plan(parts, (state, 48))[0]) == [(0, [1])]
-    assert state.store.next_check_tokens == EVERYTHING
-    state = parts.state(request("b", 100))
-    assert stored(plan(parts, (state, 32), tables=[[11, 12, 13]])[0]) == [(0, [11, 12])]
-    assert state.store.next_check_tokens == 48
-
-
-def test_blocks_that_a_store_reads_are_not_stored_beside_it() -> None:
+    assert stored(planned(parts, "a", 2)[1]) == [(0, [1, 2])]
+    assert stored(planned(parts, "a", 3)[1]) == [(0, [3])]
+    # Nor twice in one step, nor if the end of another request stores it.
     parts = Parts()
-    assert stored(plan(parts, (parts.state(request("a", 32)), 32))[0]) == [(0, [1, 2])]
-    assert stored(plan(parts, (parts.state(request("a", 48)), 48))[0]) == [(0, [3])]
-    # Nor twice in one step.
-    parts = Parts()
-    both = (parts.state(request("a", 32)), 32), (parts.state(request("a", 48)), 48)
-    assert stored(plan(parts, *both)[0]) == [(0, [1, 2]), (0, [3])]
-
-
-def test_blocks_that_no_hit_could_use_are_counted_and_left() -> None:
-    """Windows of two blocks, hits at every fourth: the two before each boundary are of use."""
-    parts = Parts([WINDOW], alignment=4 * TOKENS)
-    jobs, _ = plan(parts, (parts.state(request("a", 128)), 128))
-    assert stored(jobs) == [(0, [3, 4]), (0, [7, 8])]
-    assert parts.count("unreachable_blocks") == 4
-    # Null blocks are nobody's.
-    plan(parts, (parts.state(request("b", 64)), 64), tables=[[0, 0, 13, 14]])
-    assert parts.count("unreachable_blocks") == 4
-
-
-def test_a_request_without_a_block_table_is_looked_at_again() -> None:
-    parts = Parts()
-    state = parts.state(request("a", 32))
-    jobs, _ = parts.planner.plan([(state, 32)], lambda _: None, {}, lambda: ())
-    assert not jobs and state.store.stored_blocks == [0]
-    assert stored(plan(parts, (state, 32))[0]) == [(0, [1, 2])]
-
-
-# -------------------------------------------------------------------------------------- handed over
+    parts.planner.finish(parts.state(request("a", 32)), [[1, 2]], 32)
+    parts.planner.finish(parts.state(request("b", 48)), [[1, 2, 3]], 48)
+    both = (parts.state(request("c", 64)), 64), (parts.state(request("d", 80)), 80)
+    wanted = [(0, [1, 2]), (0, [3]), (0, [4]), (0, [5])]
+    assert stored(plan(parts, *both)[0]) == wanted
 
 
 @pytest.mark.parametrize(
@@ -109,8 +89,7 @@ def test_a_state_is_stored_under_the_hash_of_the_block_that_ends_at_its_boundary
     parts = Parts([STATES], by_handoff=[0])
     parts.exactness.is_watching = True
     parts.exactness._exact_tokens = {"a": exact_tokens}
-    state = parts.state(request("a", 64))
-    jobs, _ = plan(parts, (state, 64), handoffs={"a": [(group, 7, boundary)]})
+    state, jobs = planned(parts, "a", 4, handoffs={"a": [(group, 7, boundary)]})
     # Its blocks are not stored by their place.
     assert stored(jobs) == ([(0, [7])] if is_stored else [])
     if is_stored:
@@ -119,52 +98,89 @@ def test_a_state_is_stored_under_the_hash_of_the_block_that_ends_at_its_boundary
         assert (run.depth, [*run.hashes]) == (depth, [state.request.block_hashes[depth]])
 
 
-# --------------------------------------------------------------------------------- ends of requests
-
-
-def test_a_block_that_a_tail_holds_is_not_stored_by_another_request() -> None:
-    parts = Parts()
-    parts.planner.finish(parts.state(request("a", 32)), [[1, 2]], 32)
-    parts.planner.finish(parts.state(request("b", 48)), [[1, 2, 3]], 48)
-    state = parts.state(request("c", 64))
-    assert stored(plan(parts, (state, 64))[0]) == [(0, [1, 2]), (0, [3]), (0, [4])]
-
-
-# ------------------------------------------------------------------------------- room in the flight
-
-
 def test_more_than_fits_waits_and_what_is_last_is_dropped() -> None:
     """The room is for four blocks."""
     parts = Parts(max_inflight_store_mib=1)
-    first, second = parts.state(request("a", 64)), parts.state(request("b", 32))
-    jobs, _ = plan(parts, (first, 64))
+    _, jobs = planned(parts, "a", 4)
     assert len(jobs) == 1 and parts.planner.in_flight.num_bytes == 4 * BLOCK_BYTES
-    tables = [[11, 12]]
-    assert plan(parts, (second, 32), tables=tables)[0] == ()
-    assert second.store.stored_blocks == [0] and not parts.count("dropped_blocks")
-    parts.planner.finish(second, tables, 32)
+    second, waiting = planned(parts, "b", 2, 11, 12)
+    assert waiting == () and second.store.stored_blocks == [0]
+    assert not parts.count("dropped_blocks")
+    parts.planner.finish(second, [[11, 12]], 32)
     assert parts.count("dropped_blocks") == 2
-    parts.planner.reported(report((jobs[0].store_id, [BlockResult.STORED] * 4)))
+    parts.planner.reported(report((jobs[0].store_id, [STORED] * 4)))
     assert not parts.planner.in_flight.num_bytes
-    assert stored(plan(parts, (second, 32), tables=tables)[0]) == [(0, [11, 12])]
+    assert stored(plan(parts, (second, 32), tables=[[11, 12]])[0]) == [(0, [11, 12])]
+    # Two blocks are in flight and two are planned: the third request's would be too many.
+    tables = {"c": ([21, 22],), "d": ([31],)}
+    third, fourth = parts.state(request("c", 32)), parts.state(request("d", 16))
+    jobs, _ = parts.planner.plan([(third, 32), (fourth, 16)], tables.get, {}, lambda: ())
+    assert stored(jobs) == [(0, [21, 22])] and fourth.store.stored_blocks == [0]
 
 
-def test_what_the_step_plans_already_counts_as_in_flight() -> None:
-    """Two blocks are in flight and two are planned: the third request's would be too many."""
-    parts = Parts(max_inflight_store_mib=1)
-    plan(parts, (parts.state(request("a", 32)), 32))
-    tables = {"b": ([11, 12],), "c": ([21],)}
-    second, third = parts.state(request("b", 32)), parts.state(request("c", 16))
-    jobs, _ = parts.planner.plan([(second, 32), (third, 16)], tables.get, {}, lambda: ())
-    assert stored(jobs) == [(0, [11, 12])] and third.store.stored_blocks == [0]
+def test_a_step_waits_for_the_stores_that_read_what_it_writes() -> None:
+    parts = Parts()
+    _, (one,) = planned(parts, "a", 2)
+    _, (two,) = planned(parts, "b", 2, 11, 12)
+    assert plan(parts, written=[5]) == ((), ())
+    assert plan(parts, written=[12, 5]) == ((), (two.store_id,))
+    # It reads nothing any more, and its blocks may be stored again.
+    assert plan(parts, written=[11]) == ((), ())
+    assert plan(parts, written=[1, 2, 11]) == ((), (one.store_id,))
 
 
-def test_a_store_that_can_not_be_revoked_is_not_sent() -> None:
-    page = SharedFence()
-    revocations = Revocations([page.place])
-    revocations._free = revocations._free[-1:]
-    parts = Parts(fence=StoreFence(revocations))
-    (job,), _ = plan(parts, (parts.state(request("a", 32)), 32))
-    assert job.fence_index
-    jobs, _ = plan(parts, (parts.state(request("b", 48)), 48), tables=[[11, 12, 13]])
-    assert jobs == () and parts.count("dropped_blocks") == 3 and parts.count("stores") == 1
+def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(stores_in_flight.time, "monotonic", lambda: now_s[0])
+    parts = Parts()
+    _, (job,) = planned(parts, "a", 2)
+    now_s[0] += stores_in_flight.UNREPORTED_S - 1
+    assert plan(parts) == ((), ())
+    now_s[0] += 1
+    assert plan(parts) == ((), (job.store_id,))
+    assert parts.count("dropped_blocks") == 2 and not parts.planner.in_flight.num_bytes
+    assert plan(parts) == ((), ())
+
+
+@pytest.mark.parametrize(
+    "ranks, counts",
+    [
+        ([[STORED, PRESENT, REFUSED]], (1, 1, 1)),
+        # Written by this rank, and never whole.
+        ([[WRITTEN] * 3], (0, 0, 3)),
+        ([[WRITTEN, PRESENT, STORED], [STORED, WRITTEN, REFUSED]], (1, 1, 1)),
+        ([[STORED] * 3, []], (0, 0, 3)),
+        ([[STORED] * 3, [PRESENT] * 2], (2, 0, 1)),
+    ],
+)
+def test_a_block_is_stored_if_every_rank_has_stored_its_shard(
+    ranks: list[list[BlockResult]], counts: tuple[int, int, int]
+) -> None:
+    parts = Parts(num_ranks=len(ranks))
+    parts.finder.hidden.hide(0, hashes := request("a", 48).block_hashes)
+    _, (job,) = planned(parts, "a", 3)
+    for answers in ranks:
+        assert len(parts.planner.in_flight) == 1
+        parts.planner.reported(report((job.store_id, answers), (1 << 40, [STORED])))
+    # A report is taken once, and of unknown stores not at all.
+    parts.planner.reported(report((job.store_id, answers)))
+    assert not parts.planner.in_flight.stores and not parts.planner.in_flight.reading
+    names = ("stored_blocks", "present_blocks", "refused_blocks")
+    assert tuple(parts.count(name) for name in names) == counts
+    assert all(parts.stats.data.get(name, 1) for name in names)
+    # Only what was stored whole is offered again.
+    mask = parts.finder.hidden.mask(0, hashes, np.ones(3, np.bool_))
+    assert mask.sum() == counts[0] + counts[1]
+
+
+def test_a_report_that_comes_twice_counts_once() -> None:
+    parts = Parts(num_ranks=2)
+    _, (job,) = planned(parts, "a", 1)
+    once = report((job.store_id, [STORED]))
+    parts.planner.reported(once)
+    parts.planner.reported(once)
+    assert len(parts.planner.in_flight) == 1
+    parts.planner.reported(report((job.store_id, [WRITTEN])))
+    assert not len(parts.planner.in_flight) and parts.count("stored_blocks") == 1

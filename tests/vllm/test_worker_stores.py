@@ -1,5 +1,5 @@
-"""Stores of one rank, from the hook that begins them to the report of their end, and how a step
-takes back the blocks that they read."""
+"""Stores of one rank, from the hook that begins them to the report of their end, how a step takes
+back the blocks that they read, and what a rank does around its transfers."""
 
 from typing import Any
 
@@ -8,15 +8,7 @@ import pytest
 from hotkv_vllm.compat.checks import RankPlace
 from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.worker import rank_stores, side
-from tests.vllm.worker_parts import (
-    FAILED,
-    REPRESENTED,
-    STORED,
-    WRITTEN,
-    store,
-)
-
-# ------------------------------------------------------------------------------------------- stores
+from tests.vllm.worker_parts import FAILED, REPRESENTED, STORED, WRITTEN, store, with_sparse
 
 
 @pytest.mark.parametrize("how", ["cancelled", "refused", "unreadable", "breaks", "absent"])
@@ -37,21 +29,6 @@ def test_a_store_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
     assert not one.report()
 
 
-def test_a_store_behind_a_mark_is_sent_when_the_mark_has_passed(rig: Any) -> None:
-    one = rig()
-    one.device.is_there = False
-    one.step(stores=(store(),))
-    assert not one.session.sent
-    one.step()
-    assert not one.session.sent
-    one.device.is_there = True
-    one.worker.save(HotKVMetadata())
-    assert list(one.session.sent) == ["w1-k0"]
-    one.session.end("w1-k0", [STORED, STORED])
-    one.step()
-    assert list(one.results()) == [1]
-
-
 @pytest.mark.parametrize("why", ["copies", "not trusted"])
 def test_stores_that_this_rank_does_not_write_are_reported_at_once(rig: Any, why: str) -> None:
     one = rig()
@@ -61,12 +38,10 @@ def test_stores_that_this_rank_does_not_write_are_reported_at_once(rig: Any, why
         one.rank.adapters._unacknowledged = frozenset({1})
     one.step(stores=(store(1), store(2, 3)))
     assert not one.session.sent and not one.worker.stores
-    wanted = (
-        {1: [bytes([WRITTEN] * 2)], 2: [bytes([WRITTEN] * 3)]}
-        if why == "copies"
-        else {1: [FAILED], 2: [FAILED]}
-    )
-    assert one.results() == wanted
+    wanted = {number: bytes([WRITTEN] * blocks) for number, blocks in ((1, 2), (2, 3))}
+    assert one.results() == {
+        number: [answer if why == "copies" else FAILED] for number, answer in wanted.items()
+    }
 
 
 def test_a_store_of_nothing_but_what_could_not_be_built_has_ended(rig: Any) -> None:
@@ -75,31 +50,36 @@ def test_a_store_of_nothing_but_what_could_not_be_built_has_ended(rig: Any) -> N
     assert not one.session.sent and one.results() == {1: [b""]}
 
 
-def test_a_hook_that_broke_fails_what_it_has_not_sent(rig: Any) -> None:
+def test_a_store_behind_a_mark_is_sent_later_or_taken_back_without_the_server(rig: Any) -> None:
     one = rig()
-    one.step(stores=(store(1),))
     one.device.is_there = False
-    one.step(stores=(store(2),))
-    one.worker.stores_broke(HotKVMetadata(stores=(store(1), store(2), store(3))))
+    one.step(stores=(store(1), store(2)))
+    one.step(flush_stores=(2, 99))
+    assert not one.session.sent
     one.device.is_there = True
-    one.step()
-    assert list(one.session.sent) == ["w1-k0"]
-    assert one.results() == {2: [FAILED], 3: [FAILED]}
+    one.worker.save(HotKVMetadata())
+    assert list(one.session.sent) == ["w1-k0"] and not one.session.cancelled
     one.session.end("w1-k0", [STORED, STORED])
-    assert one.results() == {1: [bytes([STORED] * 2)]}
+    one.step()
+    assert one.results() == {1: [bytes([STORED] * 2)], 2: [FAILED]}
 
 
-# -------------------------------------------------------------------------------------- taking back
+class NotedWaits:
+    """Stands for `_all_done`: notes how long each wait may be, and does not wait."""
 
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.plain, self.waits = rank_stores._all_done, list[float]()
+        monkeypatch.setattr(rank_stores, "_all_done", self)
 
-def test_unknown_stores_are_not_awaited(rig: Any) -> None:
-    one = rig()
-    one.step(flush_stores=(99,))
-    assert "flush_s" not in one.counters
+    def __call__(self, waiting: Any, timeout_s: float) -> bool:
+        self.waits.append(timeout_s)
+        return bool(self.plain(waiting, 0.0))
 
 
 def test_the_time_that_a_step_waited_is_counted(rig: Any) -> None:
     one = rig()
+    one.step(flush_stores=(99,))
+    assert "flush_s" not in one.counters
     one.step(stores=(store(),))
     one.session.answers["w1-k0"] = answer = one.worker.stores.active[1].answer
     answer.add_done_callback(lambda _: setattr(one, "now_s", one.now_s + 3))
@@ -110,9 +90,7 @@ def test_the_time_that_a_step_waited_is_counted(rig: Any) -> None:
 def test_while_the_server_is_slow_no_step_waits_for_it(
     rig: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = rig(flush_timeout_s=0.25)
-    monkeypatch.setattr(rank_stores, "_all_done", noted := NotedWaits(rank_stores._all_done))
-    waits = noted.waits
+    one, waits = rig(flush_timeout_s=0.25), NotedWaits(monkeypatch).waits
     for number in (1, 2):
         one.step(stores=(store(number),))
         one.step(flush_stores=(number,))
@@ -128,22 +106,11 @@ def test_while_the_server_is_slow_no_step_waits_for_it(
     assert waits[0] == 0.25
 
 
-def test_a_store_that_was_not_sent_is_taken_back_without_the_server(rig: Any) -> None:
-    one = rig()
-    one.device.is_there = False
-    one.step(stores=(store(),))
-    one.step(flush_stores=(1,))
-    one.device.is_there = True
-    one.step()
-    assert not one.session.sent and not one.session.cancelled and one.results() == {1: [FAILED]}
-
-
 @pytest.mark.parametrize("reason", ["fenced", "device behind"])
 def test_stores_that_have_not_read_or_are_revoked_are_taken_back_without_waiting(
     rig: Any, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
-    one = rig(flush_timeout_s=0.25)
-    monkeypatch.setattr(rank_stores, "_all_done", noted := NotedWaits(rank_stores._all_done))
+    one, waits = rig(flush_timeout_s=0.25), NotedWaits(monkeypatch).waits
     if reason == "fenced":
         one.rank.fence = object()
     one.step(stores=(store(),))
@@ -151,37 +118,24 @@ def test_stores_that_have_not_read_or_are_revoked_are_taken_back_without_waiting
         one.worker.stores.active[1].after.has_passed = False
         one.device.is_there = False
     one.step(flush_stores=(1,))
-    assert one.session.cancelled == ["w1-k0"] and 0.25 not in noted.waits[:1]
+    assert one.session.cancelled == ["w1-k0"] and 0.25 not in waits[:1]
     assert "flush_s" in one.counters
     assert one.results() == {1: [FAILED]} and not one.opened
-
-
-class NotedWaits:
-    """Stands for `_all_done`: notes how long each wait may be, and does not wait."""
-
-    def __init__(self, plain: Any) -> None:
-        self.plain, self.waits = plain, list[float]()
-
-    def __call__(self, waiting: Any, timeout_s: float) -> bool:
-        self.waits.append(timeout_s)
-        return bool(self.plain(waiting, 0.0))
 
 
 @pytest.mark.parametrize("reason", ["slow", "fenced"])
 def test_a_store_that_a_server_does_not_end_takes_the_session(
     rig: Any, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
-    one = rig()
-    monkeypatch.setattr(rank_stores, "_all_done", noted := NotedWaits(rank_stores._all_done))
+    one, waits = rig(), NotedWaits(monkeypatch).waits
     one.session.ends_cancelled = False
     one.rank.fence = object() if reason == "fenced" else None
-    one.step(stores=(store(1),))
-    one.now_s += 1
-    one.step(stores=(store(2),))
-    one.now_s += 1
+    for number in (1, 2):
+        one.step(stores=(store(number),))
+        one.now_s += 1
     one.step(flush_stores=(1, 2))
     assert one.session.is_closed and len(one.opened) == 1
-    assert noted.waits[-1] == one.config.store_timeout_s + rank_stores.FENCE_GRACE_S - 1
+    assert waits[-1] == one.config.store_timeout_s + rank_stores.FENCE_GRACE_S - 1
     assert one.results() == {1: [FAILED], 2: [FAILED]} and not one.worker.stores
     # Its marks are free again.
     assert len(one.rank.marks._spare) == 2
@@ -219,3 +173,20 @@ def test_changed_weights_begin_another_session(rig: Any, monkeypatch: pytest.Mon
     session.connected = False
     one.step()
     assert one.opened[-1].waited_s == []
+
+
+@pytest.mark.parametrize("how", ["built", "breaks", "absent", "not shared", "none"])
+def test_representations_go_with_a_store_if_they_are_built(
+    rig: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    one = rig()
+    sparse = with_sparse(one, monkeypatch)
+    sparse.breaks, one.session.connected = how == "breaks", how != "absent"
+    if how == "not shared":
+        one.rank.shared = None
+    one.step(stores=(store(representations=() if how == "none" else (REPRESENTED,)),))
+    assert sparse.built == ([(11, [5])] if how == "built" else [])
+    assert one.counters == ({"sparse_faults": 1} if how == "breaks" else {})
+    if how != "absent":
+        _, runs, *_ = one.session.sent["w1-k0"]
+        assert [run.group_index for run in runs] == ([0, 1] if how == "built" else [0])

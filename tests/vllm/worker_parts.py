@@ -66,9 +66,8 @@ class Session:
         self.is_closed = True
 
     def end(self, name: str, *results: Any, num_bytes: int = 0, status: Any = None) -> None:
-        answer = TransferResult(
-            name, status or TransferStatus.DONE, num_bytes, tuple(map(list, results))
-        )
+        blocks = tuple(map(list, results))
+        answer = TransferResult(name, status or TransferStatus.DONE, num_bytes, blocks)
         self.answers[name].set_result(answer)
 
 
@@ -99,8 +98,7 @@ class Rig:
             parallel_config=SimpleNamespace(rank=0),
         )
         kv = SimpleNamespace(num_blocks=64)
-        self.counted: list[str] = []
-        edge = HookEdge(Clock(), self.counted.append)
+        edge = HookEdge(Clock(), lambda name: None)
         self.config = ConnectorConfig(**{"flush_timeout_s": 0.0} | settings)
         self.worker = HotKVWorker(vllm_config, kv, self.config, None, edge)
         self.rank: Any = self.worker.rank
@@ -159,16 +157,12 @@ class Sparse:
 
     def __init__(self) -> None:
         self.built: list[Any] = []
-        self.brought: list[Any] = []
         self.breaks = False
 
     def build(self, group: int, blocks: Any) -> None:
         if self.breaks:
             raise RuntimeError("told to break")
         self.built.append((group, blocks.tolist()))
-
-    def loaded(self, group: int, blocks: Any) -> None:
-        self.brought.append((group, blocks.tolist()))
 
 
 def with_sparse(one: Rig, monkeypatch: pytest.MonkeyPatch) -> Sparse:
