@@ -11,15 +11,11 @@ import orjson
 import pytest
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import LRU
-from hotkv_server.cache.values import CoreConfig
-from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.node.capability import Topic, tell
-from hotkv_server.node.node import Node
 from hotkv_server.settings import Settings
 from hotkv_server.startup.capabilities import attach_all
 from hotkv_server.told.kernel import all_topics
+from tests.server.nodes import local_node
 from tools.metrics_reference import NoCopies
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "told.md"
@@ -28,32 +24,27 @@ ROW = re.compile(r"^\| `(\w+)` \|(.*?)\|(.*)\|$", re.MULTILINE)
 
 @pytest.fixture
 def topics(tmp_path: Path) -> Iterator[dict[str, Topic]]:
-    memory = NodeMemory.open(tmp_path / "node", 1 << 20, 1 << 16, 64, 1, prefault=False)
     copies: Any = NoCopies()
-    node = Node(CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, LRU(64)), memory, copies)
-    attach_all(Settings.model_validate({"arena": {"dir": tmp_path}}), node)
-    yield all_topics(node)
-    memory.remove()
+    with local_node(tmp_path, copies=copies) as node:
+        attach_all(Settings.model_validate({"arena": {"dir": tmp_path}}), node)
+        yield all_topics(node)
 
 
 def told(topics: dict[str, Topic], name: str, **filters: str) -> dict[str, Any]:
     return asyncio.run(tell(topics, name, filters))
 
 
-def test_the_page_has_every_topic_with_its_filters(topics: dict[str, Topic]) -> None:
-    listed = told(topics, "")["topics"]
-    rows = {
-        name: re.findall(r"`(\w+)`", filters) for name, filters, _ in ROW.findall(PAGE.read_text())
+def test_the_page_has_every_topic_with_its_filters_and_fields(topics: dict[str, Topic]) -> None:
+    rows = {name: (filters, fields) for name, filters, fields in ROW.findall(PAGE.read_text())}
+    listed = {
+        name: [one for one in re.findall(r"`(\w+)`", filters) if one != "no"]
+        for name, (filters, _) in rows.items()
     }
-    assert {name: [f for f in filters if f != "no"] for name, filters in rows.items()} == listed
-
-
-def test_every_field_of_an_answer_is_on_the_page(topics: dict[str, Topic]) -> None:
-    fields = {name: text for name, _, text in ROW.findall(PAGE.read_text())}
+    assert listed == told(topics, "")["topics"]
     for name in topics:
         answer = told(topics, name)
         orjson.dumps(answer)
-        missing = [field for field in answer if f"`{field}`" not in fields[name]]
+        missing = [field for field in answer if f"`{field}`" not in rows[name][1]]
         assert not missing, f"{name}: {missing}"
 
 
