@@ -148,10 +148,15 @@ def test_what_can_not_be_read_is_not_wrong(tmp_path: Path) -> None:
     assert found["NUMA"] == found["IOMMU"] == found["arenas"] == GOOD
 
 
-def test_a_socket_of_others(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_this_user_may_do_and_has_counts(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "HotKVOffloadingConnector" in made.findings()["connector"].says
+    made.remove("dev/nvidia0")
+    made.doors = OLD
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    found = made.findings()["sockets"]
-    assert found.state == BAD and "usermod" in found.mend
+    found = made.findings()
+    assert "HotKVOffloadingConnector" not in found["connector"].says
+    assert found["vLLM"].says.startswith("hotkv (own) is off with 0.33.0: own: Request")
+    assert found["sockets"].state == BAD and "usermod" in found["sockets"].mend
 
 
 def test_the_command(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,16 +167,6 @@ def test_the_command(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["huge pages"]["state"] == BAD
     assert cli.main(["doctor", "--root", str(made.root)]) == 1
     assert "echo advise > /sys/kernel" in capsys.readouterr().out
-
-
-def test_the_doors_of_this_host_are_named(made: Made) -> None:
-    assert "HotKVOffloadingConnector" in made.findings()["connector"].says
-    made.remove("dev/nvidia0")
-    assert "HotKVOffloadingConnector" not in made.findings()["connector"].says
-    made.doors = OLD
-    assert made.findings()["vLLM"].says.startswith("hotkv (own) is off with 0.33.0: own: Request")
-    made.doors = Doors("0.33", (OLD.rows[0],))
-    assert made.findings()["vLLM"].says.startswith("hotkv is off with 0.33.0: Request has no")
 
 
 def test_the_connector_answers_for_the_installed_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

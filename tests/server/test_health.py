@@ -140,32 +140,22 @@ def test_sockets_that_are_gone_are_named(own_server: Server) -> None:
 
 
 def test_stalls_are_named_for_as_long_as_they_last() -> None:
-    health, stalled_s = Health(), 0.0
+    health, stalled_s, fault = Health(), 0.0, ""
     health.watch("one", lambda: True, lambda now_s: stalled_s)
+    health.watch_fault("two", lambda: fault)
     health.check(0.0)
     stalled_s = STALLED_S + 1
     health.check(1.0)
     assert health.problems(1.0) == (), "a process that was stopped for a while comes back at once"
     health.check(2.0)
     assert health.problems(2.0) == (f"one has been stuck for {stalled_s:.0f} s",)
-    stalled_s = 0.0
+    fault = "two is lost"
+    health.check(2.5)
+    assert health.problems(2.5)[1:] == ("two is lost",)
+    stalled_s, fault = 0.0, ""
     health.check(3.0)
     assert health.problems(3.0) == ()
     assert health.problems(3.0 + STALLED_S + 1) == (f"nobody has looked for {STALLED_S + 1:.0f} s",)
-
-
-def test_each_part_that_is_watched_has_a_row_also_while_it_works() -> None:
-    health, is_alive, fault = Health(), True, ""
-    health.watch("one", lambda: is_alive)
-    health.watch_fault("two", lambda: fault)
-    health.check(0.0)
-    assert {"one", "two"} < set(health.by_component(0.0))
-    assert not any(health.by_component(0.0).values())
-    is_alive, fault = False, "two is lost"
-    health.check(1.0)
-    said = {name: said for name, said in health.by_component(1.0).items() if said}
-    assert said == {"one": "one has died", "two": "two is lost"}
-    assert health.problems(1.0) == ("one has died", "two is lost")
 
 
 def test_a_copy_thread_that_is_stuck_says_for_how_long() -> None:

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from hotkv_proto.blocks import NO_RETENTION, Retention
+from hotkv_proto.blocks import NO_RETENTION
 from hotkv_proto.hints import Action, ActionType, Hints, Rejection, Status
 from hotkv_proto.reports import RequestReport
 from hotkv_proto.table import SLOT_ALIGN, Words
@@ -140,21 +141,19 @@ async def test_a_retain_is_noted_although_a_pin_is_shorter(
 ) -> None:
     pin = Action("p", ActionType.PIN, ttl_s=10.0)
     keep = Action("r", ActionType.RETAIN, priority=1, ttl_s=86_400.0)
-    asked: list[tuple[Retention, bool]] = []
-    real_keep = hint_work.hint_actions.keep
-
-    def noted(core: Any, number: int, lists: Any, how: Retention, *of: Any, is_use: bool) -> Any:
-        asked.append((how, is_use))
-        return real_keep(core, number, lists, how, *of, is_use=is_use)
-
-    monkeypatch.setattr(hint_work.hint_actions, "keep", noted)
+    done = Mock(wraps=hint_work.hint_actions.keep)
+    monkeypatch.setattr(hint_work.hint_actions, "keep", done)
     one = await opened(node)
     for actions in ((keep, pin), (pin,), (keep,)):
         hints = Hints("", actions)
         await one.note(replace(report(hints=hints), retention=hints.retention()))
-    both, alone = asked[:2], asked[2:]
-    assert both == [(keep.retention, True), (pin.retention, False)]
-    assert alone == [(pin.retention, False), (keep.retention, False)]
+    assert [(call.args[3], call.kwargs["is_use"]) for call in done.call_args_list] == [
+        (keep.retention, True),
+        (pin.retention, False),
+        # Each alone.
+        (pin.retention, False),
+        (keep.retention, False),
+    ]
 
 
 async def test_a_repeated_id_leaves_the_good_action(node: Node) -> None:

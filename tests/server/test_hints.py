@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv_client import BlockRun, GroupHashes, RequestReport
+from hotkv_client import BlockRun, GroupHashes, RequestReport, TransferStatus
 from hotkv_client.admin import AdminClient
 from hotkv_client.hints import HintClient
 from hotkv_client.types import EndedRequest
@@ -20,7 +20,8 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.hints import Action, ActionType, Hints, Target
 from hotkv_proto.v1 import hints_pb2, hints_pb2_grpc
-from tests.server.support import FULL, WIDE, GroupsEngine, block_ids, hashes, number_of
+from tests.server.places import load
+from tests.server.support import FULL, PATIENT, WIDE, GroupsEngine, block_ids, hashes, number_of
 from tests.support.waiting import wait_for
 
 BLOCK_TOKENS = 16
@@ -79,6 +80,9 @@ class Chat:
         """Which of the blocks a lookup finds."""
         return self.engine.session.lookup([GroupHashes(0, blocks)]).result(60)[0]
 
+    def in_memory(self, blocks: list[bytes]) -> Any:
+        return self.engine.session.probe(0, blocks)
+
     def fill(self, num_blocks: int) -> None:
         """Stores other blocks until so many were evicted, two at a time."""
         before = self.admin.info()["counters"]["evicted_blocks_total"]
@@ -133,6 +137,15 @@ def small() -> Iterator[Server]:
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", *flags) as running:
         running.wait_ready()
         yield running
+
+
+@pytest.fixture(scope="module")
+def disk() -> Iterator[Server]:
+    with runtime_folder(256 << 20) as folder:
+        flags = ("--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "64MiB")
+        with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB", *flags, *PATIENT) as running:
+            running.wait_ready()
+            yield running
 
 
 def pin(target: Target = ALL, ttl_s: float = 60.0) -> Action:
@@ -202,15 +215,6 @@ def test_rejections_of_the_engine_are_told(chat: Make) -> None:
 # ------------------------------------------------------------------------------------ sessions
 
 
-def test_a_session_is_its_latest_prompt(chat: Make) -> None:
-    one = chat()
-    prompts = [one.store(hashes(count)) for count in (3, 5)]
-    for prompt in prompts:
-        one.report(prompt, one.model)
-    outcome = one.send({**PIN, "payload": {"ttl_s": 60, "session_id": one.model}})
-    assert outcome["status"] == "accepted" and one.pinned() == set(prompts[1])
-
-
 def test_a_released_session_goes_first_and_what_others_share_stays(
     chat: Make, small: Server
 ) -> None:
@@ -263,7 +267,7 @@ def test_a_prefetch_without_a_tier_says_what_is_there(chat: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", "[" * 60_000, '{"actions": 5}', json.dumps({"odd": "x" * 70_000})]
+    "text", ["", "[]", "[" * 60_000, '{"actions": 5}', json.dumps({"odd": "x" * 70_000})]
 )
 def test_what_is_no_envelope_changes_nothing(chat: Make, text: str) -> None:
     with grpc.insecure_channel(chat().server.target) as channel:
@@ -284,6 +288,38 @@ def test_a_foreign_key_space_is_unknown(chat: Make) -> None:
         assert caught.value.reason is Reason.UNKNOWN_KEY_SPACE
 
 
+# --------------------------------------------------------------------------------- with a disk
+
+
+def test_demotion_frees_memory_of_what_the_disk_has_and_a_prefetch_brings_it_back(
+    chat: Make, disk: Server
+) -> None:
+    one, prompt = chat(at=disk), hashes(10)
+    one.engine.memory[:] = os.urandom(len(one.engine.memory))
+    one.store(prompt)
+    wait_for(lambda: disk.counter("tier_demoted_blocks_total") == len(prompt))
+    one.report(prompt, one.model)
+    session = {"session_id": one.model}
+    assert one.send({"action_type": "demote", "payload": session})["status"] == "accepted"
+    assert not one.in_memory(prompt).any()
+    ask = {"action_type": "prefetch", "payload": {**session, "deadline_s": 20}}
+    message = one.send(ask)["message_id"]
+    wait_for(lambda: not one.waits(message))
+    outcome = one.outcome(message)
+    assert (outcome["status"], outcome["done_block_count"]) == ("accepted", len(prompt))
+    assert one.in_memory(prompt).all()
+    # A block that is named twice is given up once; the disk has all.
+    given = one.send({"action_type": "demote"}, [*prompt, *prompt])
+    assert given["done_block_count"] == len(prompt) and not one.in_memory(prompt).any()
+    assert one.there(prompt).all() and load(one.engine, prompt, 20) is TransferStatus.DONE
+    stored, num_bytes = one.engine.memory, FULL.slot_bytes
+    assert stored[20 * num_bytes : 30 * num_bytes] == stored[: 10 * num_bytes]
+    one.report(hashes(5), f"{one.model} lost")
+    ask = {"action_type": "prefetch", "payload": {"session_id": f"{one.model} lost"}}
+    message = one.send(ask)["message_id"]
+    wait_for(lambda: one.outcome(message)["status"] == "missing")
+
+
 # ------------------------------------------------------------------------------------- receipts
 
 
@@ -297,6 +333,9 @@ def test_a_receipt_says_what_was_used_again_and_what_it_saved(chat: Make) -> Non
     outcome = one.outcome(message)
     assert outcome["reused_block_count"] == 3
     assert outcome["saved_s"] == pytest.approx(3 * BLOCK_TOKENS / 160.0)
+    later = one.report(prompt, "", pin(Target("", 32)))
+    one.report(prompt[:5], hit=5)
+    assert one.outcome(later)["reused_block_count"] == 3
 
 
 def test_a_router_polls_what_has_changed(chat: Make) -> None:
@@ -318,12 +357,10 @@ def test_the_command_line_shows_hints_and_sessions(chat: Make) -> None:
     message = one.report(prompt, one.model, pin(Target(one.model)))
     shown = one.server.cli("hints", "--message", message)
     assert message in shown and "clipped" in shown and "2 of 3" in shown
-    explain = ("explain", "--session", one.model)
-    shown = one.server.cli(*explain)
-    assert "ready" in shown and "never stored" in shown and "pin" in shown
-    (answer,) = json.loads(one.server.cli(*explain, "--json"))["sessions"]
+    (answer,) = json.loads(one.server.cli("explain", "--session", one.model, "--json"))["sessions"]
     assert [block["tier"] for block in answer["key_spaces"][0]["blocks"]] == ["host", "host", ""]
     assert answer["outcomes"][0]["status"] == "clipped"
+    assert "never stored" in one.server.cli("explain", "--session", one.model)
     assert "no request has named" in one.server.cli("explain", "--session", "nobody")
 
 
@@ -351,11 +388,3 @@ def test_pins_beyond_the_share_are_clipped(chat: Make, small: Server) -> None:
         if outcome["status"] != "accepted":
             break
     assert outcome["status"] in ("clipped", "rejected") and "share" in outcome["reason"]
-
-
-def test_reports_and_hints_survive_what_no_engine_sends(chat: Make) -> None:
-    one, odd = chat(), Action("x" * 500, ActionType.PIN, ttl_s=60.0)
-    for action in (odd, pin(Target("\n")), pin(ttl_s=0.0)):
-        one.report(hashes(1), "", action)
-    one.report(hashes(1), "s" * 500)
-    assert one.admin.info()["state"].startswith("ready")

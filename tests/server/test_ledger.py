@@ -1,10 +1,8 @@
 """The ledger of a real server: where tokens of prompts came from, why others missed, what it says
 to operators, and that it goes on after a restart or a kill."""
 
-import contextlib
 import json
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,13 +14,9 @@ from hotkv_client import BlockRun, GroupHashes, LoadEnd, LoadRun, RequestReport
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.command.savings_tables import show_savings
-from hotkv_client.testing import PagedEngine
 from hotkv_proto.reports import SAID_BY_ENGINES, Miss
 from hotkv_proto.v1 import session_pb2
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.ledger.book import pack
-from hotkv_server.simulate.replay import replay, unbounded
-from hotkv_server.simulate.trace import load_trace
 from tests.server.page_support import groups_engine
 from tests.server.places import Place, place, store
 from tests.server.support import (
@@ -35,7 +29,6 @@ from tests.server.support import (
     number_of,
 )
 from tests.server.tiered import CHAIN, tiered
-from tests.simulate.traces import MAKERS
 from tests.support.waiting import wait_for
 
 Make = Callable[..., GroupsEngine]
@@ -77,19 +70,12 @@ def test_tokens_are_counted_where_they_came_from(server: Server, groups_engine: 
     one.session.load("load", "lease", [run], 20).result(60)
     row = row_of(server.target, "ledger-parts")
     assert one.key_space.fingerprint.hex().startswith(row["key_space"])
-    expected = {
-        "engine_id": one.session.config.engine_id,
-        "request_count": 1,
-        "prompt_token_count": 130,
-        "device_hit_token_count": 32,
-        "hits": {"host": 64},
-        "misses": {"never_stored": 32, "partial_block": 2},
-        "saved_s": 0.5,
-        "waited_s": 0.25,
-        "stored_byte_count": 6 * PAGE_BYTES,
-        "loaded_byte_count": 2 * PAGE_BYTES,
-    }
-    assert {name: row[name] for name in expected} == expected
+    assert row["engine_id"] == one.session.config.engine_id
+    assert (row["request_count"], row["prompt_token_count"]) == (1, 130)
+    assert (row["device_hit_token_count"], row["hits"]) == (32, {"host": 64})
+    assert row["misses"] == {"never_stored": 32, "partial_block": 2}
+    assert (row["saved_s"], row["waited_s"]) == (0.5, 0.25)
+    assert (row["stored_byte_count"], row["loaded_byte_count"]) == (6 * PAGE_BYTES, 2 * PAGE_BYTES)
 
 
 class Case(NamedTuple):
@@ -178,45 +164,7 @@ def test_a_load_that_fails_takes_its_savings_back(server: Server, groups_engine:
     assert row["hits"] == {"host": 32} and row["misses"]["failed_load"] == 48
 
 
-@pytest.mark.long
-def test_the_outlook_is_the_simulators_of_the_recorded_trace(
-    own_server: Server, tmp_path: Path
-) -> None:
-    """A server hears of traffic while `hotkv record` listens; the simulator replays that."""
-    requests = MAKERS["zipf_trees"](5, 700)
-    numbers = sorted({block for _, ids in requests for block in ids})
-    names = dict(zip(numbers, hashes(len(numbers)), strict=True))
-    file, tokens = tmp_path / "trace.jsonl", sum(16 * len(ids) for _, ids in requests)
-    # A block has 8 KiB: the arena holds 2,048 of more than 4,000.
-    with contextlib.closing(PagedEngine(own_server.target).connect()) as one:
-        command = ["--target", own_server.target, "record", str(file), "--seconds", "4"]
-        recording = threading.Thread(target=cli.main, args=([*command, "--block-tokens", "16"],))
-        recording.start()
-        wait_for(lambda: own_server.counter("request_watchers") == 1)
-        for first in range(0, len(requests), 50):
-            reports = [
-                RequestReport([names[block] for block in ids], 16 * len(ids), 0, 0, 0.0)
-                for _, ids in requests[first : first + 50]
-            ]
-            one.session.report_requests(reports)
-        one.session.ping(10)
-        recording.join()
-        with AdminClient(own_server.target) as admin:
-            wait_for(lambda: admin.savings()["outlook"]["prompt_token_count"] == tokens)
-            outlook = admin.savings(3600)["outlook"]
-    trace = load_trace(file)
-    assert trace.num_requests == len(requests)
-    sizes = 2048 + outlook["step_byte_count"] // (8 << 10), 2048
-    larger, smaller = (int(replay(trace, s, POLICIES["hotness"]).prefix.sum()) for s in sizes)
-    blocks = len(trace.blocks)
-    assert outlook["ceiling_ratio"] == pytest.approx(unbounded(trace).sum() / blocks, abs=0.02)
-    assert outlook["gain_ratio"] == pytest.approx((larger - smaller) / blocks, abs=0.02)
-    assert larger > smaller
-
-
-def test_the_command_shows_a_row_each_and_the_outlook(
-    server: Server, groups_engine: Make, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_shows_a_row_each_and_the_outlook(server: Server, groups_engine: Make) -> None:
     one = groups_engine("ledger-command")
     report(one, RequestReport(hashes(4), 70, 7, 32, 0.0, saved_s=90.0, wait_s=1.0))
 
@@ -228,13 +176,11 @@ def test_the_command_shows_a_row_each_and_the_outlook(
     (line,) = [line for line in text().splitlines() if "ledger-command" in line]
     assert one.session.config.engine_id in line
     assert "10.0%" in line and "1m 30s" in line and "1m 29s" in line
-    assert "would bring" in text() and "never stored" in text()
     answer = json.loads(server.cli("savings", "--json"))
     assert answer["by"] == "model" and answer["total"]["request_count"] >= 1
     assert show_savings(answer) and server.cli("savings", "--by", "tenant")
-    for wrong in ("9", "1w", "9d", "-1h", "h"):
-        status = cli.main(["--target", server.target, "savings", f"--since={wrong}"])
-        assert (status == 0) == (wrong == "9"), wrong
+    for wrong in ("1w", "9d", "-1h", "h"):
+        assert cli.main(["--target", server.target, "savings", f"--since={wrong}"]), wrong
 
 
 def test_a_hit_that_came_up_from_the_disk_is_the_disks_once() -> None:

@@ -1,19 +1,27 @@
-"""Every metric has a HELP text, and no text is left over; names are as Prometheus asks for."""
+"""Every metric has a HELP text, and no text is left over; names are as Prometheus asks for.
+docs/told.md names each topic with its filters and fields."""
 
 import asyncio
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_server.cache.values import Run
+from hotkv_server.node.capability import Topic, tell
+from hotkv_server.settings import Settings
+from hotkv_server.startup.capabilities import attach_all
 from hotkv_server.told import counts
+from hotkv_server.told.kernel import all_topics
 from hotkv_server.told.metric_help import HELP, LABEL_HELP, LABELS, SPARSE_LAYER_HELP
 from hotkv_server.told.metrics import in_seconds
 from hotkv_vllm.counter_help import COUNTERS, exported
@@ -21,6 +29,9 @@ from tests.core.support import begin_store, make_key_space, words_of
 from tests.server.nodes import local_node
 from tests.support.programs import program
 from tools.metrics_reference import NoCopies, families
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "told.md"
+ROW = re.compile(r"^\| `(\w+)` \|(.*?)\|(.*)\|$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +103,49 @@ async def test_a_long_census_is_that_of_the_scrape_before(
             begin_store(core, session.number, f"{first}", f"{first}", [run], 0, 60.0, 1.0)
             core.end_store(session.number, f"{first}", True, 2.0)
     assert seen == [0, 0, 10, 20], "each but the first a scrape late"
+
+
+# Topics
+
+
+@pytest.fixture
+def topics(tmp_path: Path) -> Iterator[dict[str, Topic]]:
+    copies: Any = NoCopies()
+    with local_node(tmp_path, copies=copies) as node:
+        attach_all(Settings.model_validate({"arena": {"dir": tmp_path}}), node)
+        yield all_topics(node)
+
+
+def told(topics: dict[str, Topic], name: str, **filters: str) -> dict[str, Any]:
+    return asyncio.run(tell(topics, name, filters))
+
+
+def test_the_page_has_every_topic_with_its_filters_and_fields(topics: dict[str, Topic]) -> None:
+    rows = {name: (filters, fields) for name, filters, fields in ROW.findall(PAGE.read_text())}
+    listed = {
+        name: [one for one in re.findall(r"`(\w+)`", filters) if one != "no"]
+        for name, (filters, _) in rows.items()
+    }
+    assert listed == told(topics, "")["topics"]
+    for name in topics:
+        answer = told(topics, name)
+        orjson.dumps(answer)
+        missing = [field for field in answer if f"`{field}`" not in rows[name][1]]
+        assert not missing, f"{name}: {missing}"
+
+
+@pytest.mark.parametrize(
+    ("name", "filters", "words"),
+    [
+        ("blocks", {"page_size": "-1"}, "page_size is '-1'"),
+        ("blocks", {"page_size": "²"}, "page_size is '²'"),
+        ("blocks", {"page_size": "9" * 30}, "page_size is"),
+        ("savings", {"since_s": "-1"}, "since_s is '-1'"),
+    ],
+)
+def test_odd_numbers_in_questions_are_refused(
+    topics: dict[str, Topic], name: str, filters: dict[str, str], words: str
+) -> None:
+    with pytest.raises(HotKVError, match=re.escape(words)) as raised:
+        told(topics, name, **filters)
+    assert raised.value.reason is Reason.INVALID_FIELD

@@ -67,11 +67,6 @@ class Engine(RepresentationEngine):
         self.session.release(name)
         return result.status
 
-    def has_copied(self, at: slice, other: "Engine", source: slice) -> bool:
-        """Returns whether these blocks' representations are those of the other."""
-        pairs = [(pool[at], other.pools[layer][source]) for layer, pool in self.pools.items()]
-        return all(np.array_equal(*pair) for pair in pairs)
-
 
 Make = Callable[..., Engine]
 
@@ -90,35 +85,15 @@ def sparse(server: Server) -> Iterator[Make]:
         yield make
 
 
-def test_a_hit_brings_the_representations_along(sparse: Make) -> None:
-    one, other, blocks = sparse(), sparse(), hashes(20)
+def test_a_hit_brings_the_representations_along_of_its_own_version(sparse: Make) -> None:
+    one, other, newer, blocks = sparse(), sparse(), sparse(version=8), hashes(20)
     assert one.store_runs((one.group, blocks), (0, blocks)) == [{BlockResult.STORED}] * 2
+    assert newer.found(blocks) == ([True] * 20, [False] * 20)
     assert other.found([*blocks, *hashes(2)]) == ([True] * 20 + [False] * 2,) * 2
     assert other.load(blocks, 30) is TransferStatus.DONE
-    assert other.has_copied(slice(30, 50), one, slice(20))
+    for layer, pool in other.pools.items():
+        assert np.array_equal(pool[30:50], one.pools[layer][:20])
     assert np.array_equal(other.kv[30:50], one.kv[:20])
-
-
-def test_versions_never_mix_and_the_last_one_stored_is_kept(sparse: Make) -> None:
-    old, new, blocks = sparse(version=1), sparse(version=2), hashes(8)
-    assert old.store_runs((0, blocks), (old.group, blocks)) == [{BlockResult.STORED}] * 2
-    assert new.found(blocks) == ([True] * 8, [False] * 8)
-    # The new version for some of the blocks: their KV is there already.
-    results = new.store_runs((0, blocks), (new.group, blocks[:3]))
-    assert results == [{BlockResult.PRESENT}, {BlockResult.STORED}]
-    assert new.found(blocks) == ([True] * 8, [True] * 3 + [False] * 5)
-    assert old.found(blocks) == ([True] * 8, [False] * 3 + [True] * 5)
-    assert new.load(blocks[:3], 40) is TransferStatus.DONE
-    assert new.has_copied(slice(40, 43), new, slice(3))
-    assert np.array_equal(new.kv[40:43], old.kv[:3])
-
-
-def test_a_representation_without_its_block_is_not_kept(sparse: Make) -> None:
-    engine, other, blocks = sparse(), sparse(), hashes(6)
-    assert engine.store_runs((engine.group, blocks)) == [{BlockResult.NO_SPACE}]
-    engine.session.reserve("r", [BlockRun(0, blocks[:2])]).result(60)
-    assert other.store_runs((other.group, blocks[:2])) == [{BlockResult.IN_FLIGHT}]
-    assert other.found(blocks) == ([False] * 6, [False] * 6)
 
 
 def test_it_goes_with_its_block_and_nobody_is_told_apart(sparse: Make, server: Server) -> None:

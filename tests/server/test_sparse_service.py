@@ -1,7 +1,6 @@
 """Sparse decode through a real server: sequences, selections over stored representations, reports,
 figures."""
 
-import json
 import re
 import threading
 import time
@@ -16,7 +15,6 @@ from hotkv_client import LoadRun, SelectConfig, Session, TransferStatus
 from hotkv_client.admin import AdminClient
 from hotkv_client.wire.sparse import _select_message
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
-from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
 from hotkv_server.sparse.calls import _config
 from hotkv_sparse import SparseConfig
@@ -183,24 +181,11 @@ def test_figures_are_shown_per_engine_and_layer(sparse_engine: Make, server: Ser
     assert (of_first["mean_selected_blocks"], of_first["swap_bytes"]) == (25.0, 2048)
     shown = server.cli("sparse")
     assert re.search(r"figures-one +2 +10 +95.0% +75.0% +95.0% +25.0 +2.0 KiB +200.0 +0", shown)
-    total = json.loads(server.cli("sparse", "--json"))["total"]
-    assert set(SPARSE_COUNTERS) <= total.keys() and total["selects"] >= 41
     metrics = get(http_port(server), "/metrics").text
     (selects,) = re.findall(r'\nhotkv_sparse_layer_selects_total\{layer="2"\} (\S+)', metrics)
     assert float(selects) >= 40
     two.session.close()
     assert {row["engine_id"] for row in rows()} == {"figures-one"}
-
-
-def test_a_sequence_ends_with_its_session(sparse_engine: Make, server: Server) -> None:
-    before, engine, blocks = server.status()["counters"], sparse_engine(), hashes(20)
-    engine.store(blocks)
-    engine.session.create_sequence("s", 0, blocks, engine.select_config()).result(60)
-    during = server.status()["counters"]
-    engine.session.close()
-    after = server.status()["counters"]
-    for name, growth in (("sparse_sequences", 1), ("sparse_sequence_blocks", 20), ("leases", 1)):
-        assert during[name] - before[name] == growth and after[name] == before[name]
 
 
 def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make, place: Place) -> None:
@@ -270,6 +255,7 @@ def test_sessions_may_end_while_selections_run(sparse_engine: Make, server: Serv
         except HotKVError as error:
             outcomes.append(error.reason)
 
+    before = server.counter("sparse_sequence_blocks")
     for _ in range(3):
         engine = sparse_engine()
         session, config = engine.session, engine.select_config(hot_blocks=40)
@@ -286,7 +272,8 @@ def test_sessions_may_end_while_selections_run(sparse_engine: Make, server: Serv
             thread.join(60)
     assert len(outcomes) == 12
     assert set(outcomes) <= {None, Reason.UNKNOWN_SESSION}
-    wait_for(lambda: server.counter("sparse_selects_in_flight") == 0)
+    for name, count in (("selects_in_flight", 0), ("sequence_blocks", before)):
+        wait_for(lambda name=name, count=count: server.counter(f"sparse_{name}") == count)
     wait_for(lambda: server.counter("transfers_in_flight") == 0)
 
 

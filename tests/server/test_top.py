@@ -1,5 +1,6 @@
 """`hotkv top` against a real server: its figures, its lines, its screen and keys."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -12,7 +13,6 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
-from typing import Any
 from unittest.mock import MagicMock
 
 import pyte
@@ -20,16 +20,15 @@ import pytest
 from rich.console import Console
 
 from demo.processes import Server, runtime_folder
-from hotkv_client import BlockRun, LoadEnd, RequestReport
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.command.top import live, screen
 from hotkv_client.command.top.figures import Figures, Reading, figures_of, read
-from tests.server.support import FULL, GroupsEngine, block_ids, hashes
+from tests.server.page_support import BLOCK_TOKENS, Traffic
 from tests.support.waiting import wait_for
 
-BLOCKS = 4
-TOKENS = 16 * BLOCKS
+BLOCKS, BLOCK_BYTES, SWAPPED_BYTES = 4, 8192, 4096
+TOKENS = BLOCK_TOKENS * BLOCKS + 3
 WIDTH, HEIGHT = 140, 40
 SLABS = ("--arena.slab-bytes", "64KiB")
 
@@ -44,43 +43,37 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def readings(server: Server) -> Iterator[tuple[Reading, Reading]]:
     """Before and after a prompt on each of two engines, which stay: the second never hits."""
-    engines = [GroupsEngine(server.target, (FULL,), name) for name in ("alpha", "beta")]
-    for one in engines:
-        work(one, 0)
-    with AdminClient(server.target) as admin:
+    with contextlib.ExitStack() as stack:
+        engines = [Traffic(server.target, name, f"{name}-engine") for name in ("alpha", "beta")]
+        for one in engines:
+            stack.callback(one.close)
+            one.prompt(BLOCKS, loads=0, device=0)
+        admin = stack.enter_context(AdminClient(server.target))
         before = read(admin)
-        work(engines[0], 3 * 16)
-        work(engines[1], 0)
+        layer = {"selects": 4, "swap_bytes": SWAPPED_BYTES}
+        engines[0].engine.session.report_sparse({}, {3: layer})
+        engines[0].prompt(BLOCKS, loads=3, device=0)
+        engines[1].prompt(BLOCKS, loads=0, device=0)
         yield before, read(admin)
-    for one in engines:
-        one.close()
-
-
-def work(one: GroupsEngine, hit_tokens: int) -> None:
-    """Stores a prompt's blocks, and reports a prompt that has hit so many tokens of them."""
-    names = hashes(BLOCKS)
-    one.store(BlockRun(0, names, block_ids(BLOCKS)))
-    report = RequestReport(names, TOKENS, 0, hit_tokens, 0.0, report_id=1)
-    loads = (LoadEnd(1, 0.01),) if hit_tokens else ()
-    one.session.report_requests([report], 0.0, loads=loads)
-    one.session.ping(10)
 
 
 def test_rates_are_the_growth_between_two_readings(readings: tuple[Reading, Reading]) -> None:
     before, after = readings
     figures = figures_of(before, after)
-    seconds = after.at_s - before.at_s
+    seconds, stored, hits = after.at_s - before.at_s, 2 * BLOCKS * BLOCK_BYTES, 3 * BLOCK_TOKENS
     assert figures.has_rates
-    assert figures.hit_ratio == 3 / 8
+    assert figures.hit_ratio == hits / (2 * TOKENS)
     assert figures.prompt_tokens_per_s == pytest.approx(2 * TOKENS / seconds)
-    stored = 2 * BLOCKS * FULL.slot_bytes
     assert figures.stored_bytes_per_s == pytest.approx(stored / seconds)
     by_model = {engine.model: engine for engine in figures.engines}
-    assert by_model["alpha"].hit_ratio == 3 / 4 and by_model["beta"].hit_ratio == 0
+    assert by_model["alpha"].hit_ratio == hits / TOKENS and by_model["beta"].hit_ratio == 0
     assert by_model["beta"].stored_bytes_per_s == pytest.approx(stored / 2 / seconds)
     assert sum(by_model["beta"].misses.values()) >= TOKENS
+    swapped = [by_model[name].swap_bytes_per_s for name in ("alpha", "beta")]
+    assert swapped == pytest.approx([SWAPPED_BYTES / seconds, 0])
     (host,) = figures.tiers
-    assert host.used_bytes == after.tiers[0]["used_byte_count"] > 0 and host.hit_ratio == 3 / 8
+    assert host.used_bytes == after.tiers[0]["used_byte_count"] > 0
+    assert host.hit_ratio == figures.hit_ratio
 
 
 def test_a_first_reading_and_one_of_another_process_have_no_rates(
@@ -126,7 +119,7 @@ def test_into_a_pipe_come_lines_and_json(server: Server) -> None:
 
     shown = top("--count", "2")
     assert shown.count("hotkv-server") == 2 and "\x1b" not in shown
-    assert "alpha" in shown and "host" in shown
+    assert "alpha" in shown and "host" in shown and "16.0 MiB" in shown
     answer = json.loads(top("--count", "1", "--json"))
     assert [one["model"] for one in answer["engines"]] == ["alpha", "beta"]
 
@@ -250,35 +243,27 @@ def test_every_engine_can_be_scrolled_to(
 ) -> None:
     figures = figures_of(None, readings[1])
     one = dataclasses.replace(figures.engines[0], selects_per_s=selects_per_s)
-    many = [dataclasses.replace(one, name=f"engine-{i:02d}") for i in range(60)]
+    # Names are no markup.
+    one = dataclasses.replace(one, model="[red]")
+    many = [dataclasses.replace(one, name=f"pod[/gpu]-{i:02d}") for i in range(60)]
     # What a busy machine is warned of takes lines, too.
     figures = dataclasses.replace(figures, engines=many, warnings=[])
-    view, decides = screen.View(2.0, sort="name"), selects_per_s > 0
+    view = screen.View(2.0, sort="name", hit_ratios=[-2.0, None, 0.5, 7.0])
+    decides = selects_per_s > 0
     for _ in range(2):
         for at in range(60):
             lines = screen_of(figures, view, height)
-            assert sum(f"engine-{at:02d} " in line for line in lines) == 1 + decides
+            named = [line for line in lines if f"pod[/gpu]-{at:02d} " in line]
+            assert len(named) == 1 + decides and "[red]" in named[0]
             assert "q quit" in lines[-1] and " of 60" in lines[-1]
-            assert len(lines) <= max(height, 11 + 3 * decides)
+            assert len(lines) <= max(height, 12 + 3 * decides)
             view.press("down", many)
         view.press("enter", many)
         assert len(screen_of(figures, view, 24)) <= 24
         view.chosen, view.inside = "", False
-
-
-def test_names_of_engines_are_no_markup(readings: tuple[Reading, Reading]) -> None:
-    figures = figures_of(None, readings[1])
-    odd: Any = dataclasses.replace(figures.engines[0], name="pod[/gpu]", model="[red]")
-    view = screen.View(2.0, chosen=odd.name, inside=True, hit_ratios=[-2.0, None, 0.5, 7.0])
-    shown = "\n".join(screen_of(dataclasses.replace(figures, engines=[odd]), view, HEIGHT))
-    assert "pod[/gpu]" in shown and "[red]" in shown
-
-
-def test_the_interval_has_bounds() -> None:
-    view = screen.View(2.0)
     for key, bound_s in (("-", 0.1), ("+", 3600)):
         for _ in range(20):
-            view.press(key, [])
+            view.press(key, many)
         assert view.interval_s == bound_s
 
 

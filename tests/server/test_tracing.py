@@ -1,8 +1,6 @@
 """Traces of a real server, in a collector that is there, away, full or slow; and none where they
 are not asked for."""
 
-import contextlib
-import importlib.util
 import logging
 import os
 import socket
@@ -10,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTracePartialSuccess,
     ExportTraceServiceResponse,
@@ -41,7 +41,6 @@ from hotkv_server.tracing.drive import Tracing
 from hotkv_server.wire import calls
 from hotkv_server.wire.edge import calls_of
 from tests.server.support import hashes
-from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from tests.wire.recorded import Recorded
 
@@ -311,59 +310,43 @@ def test_only_what_a_collector_has_taken_counts_as_exported(
     assert [said in line for line in lines(caplog)] == ([True] if said else [])
 
 
+class GrpcCollector(trace_service_pb2_grpc.TraceServiceServicer):
+    def __init__(self) -> None:
+        self.taken: list[Any] = []
+
+    def Export(self, request: Any, context: Any) -> ExportTraceServiceResponse:
+        for resource in request.resource_spans:
+            self.taken += [span for scope in resource.scope_spans for span in scope.spans]
+        return ExportTraceServiceResponse()
+
+
 def test_the_environment_may_name_the_collector(
     sink: Callable[[str], Traces], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An endpoint with a path stays as it is."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=me")
     with OtlpReceiver() as one:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", one.url)
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=me")
         for made in (sink(traces.FROM_ENVIRONMENT), sink(one.url + "/otlp/mine")):
             end_spans(made, 1)
             made.flush()
         assert one.paths == ["/v1/traces", "/otlp/mine"] and one.headers["x-tenant"] == "me"
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
-        with pytest.raises(ValueError, match="allowed are"):
-            sink(traces.FROM_ENVIRONMENT)
-
-
-@contextlib.contextmanager
-def rotel(folder: Path, to: str) -> Iterator[str]:
-    """Runs a real collector, which hands on what it gets; yields its address of gRPC."""
-    package = importlib.util.find_spec("rotel")
-    if package is None or package.origin is None:
-        pytest.skip("rotel is not installed (extra dev)")
-    ports = free_port(), free_port()
-    http, grpc = (f"127.0.0.1:{port}" for port in ports)
-    command = [Path(package.origin).with_name("rotel-agent"), "start"]
-    command += ["--pid-file", folder / "pid", "--log-file", folder / "log"]
-    command += ["--otlp-http-endpoint", http, "--otlp-grpc-endpoint", grpc, "--exporter", "otlp"]
-    command += ["--otlp-exporter-protocol", "http", "--otlp-exporter-endpoint", to]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    with socket.socket() as asking:
-        wait_for(lambda: asking.connect_ex(("127.0.0.1", ports[1])) == 0)
-    yield grpc
-    process.terminate()
-    process.wait(60)
-
-
-def test_a_real_collector_takes_spans_by_grpc(
-    sink: Callable[[str], Traces], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with OtlpReceiver() as one, rotel(tmp_path, one.url) as address:
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"http://{address}")
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
-        made = sink(traces.FROM_ENVIRONMENT)
-        span = span_of(made)
-        span.attributes = {"hotkv.blocks": 7, "hotkv.tier": "disk"}
-        span.end("LATE")
-        made.flush()
-        assert (made.num_exported, made.num_failed) == (1, 0)
-        (seen,) = one.wait_for(lambda spans: len(spans) == 1)
-    _, trace_id, span_id, _ = span.traceparent.split("-")
-    caller, times = (trace_id, span_id, f"{9:016x}", "server"), (span.began_ns, seen.ended_ns)
-    assert seen == ReceivedSpan("test", "a", *caller, *times, span.attributes, "LATE")
-    assert trace_id == f"{9:032x}" and seen.ended_ns >= span.began_ns
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
+    with pytest.raises(ValueError, match="allowed are"):
+        sink(traces.FROM_ENVIRONMENT)
+    server, collector = grpc.server(ThreadPoolExecutor(1)), GrpcCollector()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"http://{address}")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
+    made = sink(traces.FROM_ENVIRONMENT)
+    end_spans(made, 1)
+    made.flush()
+    assert (made.num_exported, made.num_failed) == (1, 0)
+    (span,) = collector.taken
+    assert (span.name, span.trace_id.hex()) == ("a", f"{9:032x}")
+    server.stop(0)
 
 
 # ------------------------------------------------------------------------------------ books
