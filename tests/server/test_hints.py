@@ -50,14 +50,13 @@ class Chat:
         blocks: list[bytes],
         session_id: str = "",
         *actions: Action,
-        message_id: str = "",
         hit: int = 0,
         retention: Retention = NO_RETENTION,
         rejected: tuple[hints.Rejection, ...] = (),
         tokens_per_s: float = 0.0,
     ) -> str:
         """A request was scheduled, of which `hit` blocks were loaded; returns its message's id."""
-        message_id = message_id or os.urandom(6).hex()
+        message_id = os.urandom(6).hex()
         report = RequestReport(
             blocks, len(blocks) * BLOCK_TOKENS, 0, hit * BLOCK_TOKENS, 0.0, retention, session_id,
             Hints(message_id, actions, rejected),

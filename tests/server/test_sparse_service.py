@@ -49,10 +49,11 @@ def centres() -> Centres:
 
 @pytest.mark.parametrize("centred", [False, True])
 def test_a_selection_equals_that_of_the_engine_and_can_be_loaded(
-    sparse_engine: Make, *, centred: bool
+    sparse_engine: Make, server: Server, *, centred: bool
 ) -> None:
     known = centres() if centred else None
     engine, other = sparse_engine(centres=known), sparse_engine(centres=known)
+    used = server.counter("sparse_used_blocks_total")
     blocks, tokens, rows = hashes(100), 100 * BLOCK_TOKENS + 5, block_ids(100)
     engine.store(blocks)
     created = other.session.create_sequence("s", 0, blocks, other.select_config()).result(60)
@@ -71,6 +72,7 @@ def test_a_selection_equals_that_of_the_engine_and_can_be_loaded(
     result = other.session.load("l", created.lease_id, [LoadRun(0, chosen, chosen)], 10).result(60)
     assert result.status is TransferStatus.DONE
     assert np.array_equal(other.kv[chosen], engine.kv[chosen])
+    assert server.counter("sparse_used_blocks_total") > used
 
 
 def test_what_is_covered_is_pinned_until_the_sequence_ends(

@@ -44,7 +44,7 @@ from tests.server.support import hashes
 from tests.support.waiting import wait_for
 from tests.wire.recorded import Recorded
 
-PAGE_BYTES, LAYERS, NUM_BLOCKS = 64 << 10, 2, 64
+PAGE_BYTES, LAYERS = 64 << 10, 2
 SLOT_BYTES = PAGE_BYTES * LAYERS
 
 
@@ -60,8 +60,7 @@ def traced(collector: OtlpReceiver) -> Iterator[Server]:
     with runtime_folder(256 << 20) as folder:
         flags = ("--tracing.endpoint", collector.url, "--arena.slab-bytes", "256KiB")
         disk = ("--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "64MiB")
-        http = ("--http.port", "0", "--log-level", "info")
-        with Server(folder, "16MiB", *flags, *disk, *http) as running:
+        with Server(folder, "16MiB", *flags, *disk) as running:
             running.wait_ready()
             yield running
 
@@ -70,10 +69,8 @@ class Request:
     """Calls of one traced request; its spans are found by the trace's id."""
 
     def __init__(self, target: str) -> None:
-        self.engine = PagedEngine(
-            target, engine_id=os.urandom(8).hex(), layers=LAYERS, num_blocks=NUM_BLOCKS,
-            page_bytes=PAGE_BYTES, model=os.urandom(8).hex(),
-        ).connect()  # fmt: skip
+        name, shape = os.urandom(8).hex(), {"layers": LAYERS, "page_bytes": PAGE_BYTES}
+        self.engine = PagedEngine(target, engine_id=name, model=name, **shape).connect()
         self.session = self.engine.session
         self.trace_id = os.urandom(15).hex() + "01"
         self.traceparent = f"00-{self.trace_id}-{7:016x}-01"
@@ -110,11 +107,6 @@ def request_(traced: Server) -> Iterator[Request]:
     one.engine.close()
 
 
-def counter(target: str, name: str) -> float:
-    with AdminClient(target) as admin:
-        return float(admin.info()["counters"][name])
-
-
 def test_a_request_is_seen_from_its_lookup_to_the_disk(
     request_: Request, traced: Server, collector: OtlpReceiver
 ) -> None:
@@ -147,26 +139,26 @@ def test_a_request_is_seen_from_its_lookup_to_the_disk(
     for one in mine:
         assert all(isinstance(value, int) or len(value) < 16 for value in one.attributes.values())
         assert not any(block.hex() in repr(one) for block in blocks)
-    wait_for(lambda: counter(traced.target, "trace_spans_exported_total") > 0)
-    assert counter(traced.target, "trace_spans_failed_total") == 0
-    assert counter(traced.target, "trace_spans_dropped_total") == 0
+    wait_for(lambda: traced.counter("trace_spans_exported_total") > 0)
+    assert traced.counter("trace_spans_failed_total") == 0
+    assert traced.counter("trace_spans_dropped_total") == 0
 
 
 def test_reads_from_the_disk_lie_below_the_lease_that_waits_for_them(
     request_: Request, traced: Server, collector: OtlpReceiver
 ) -> None:
     blocks, others, parent = hashes(8), hashes(8), request_.traceparent
-    before = counter(traced.target, "tier_demoted_blocks_total")
+    before = traced.counter("tier_demoted_blocks_total")
     request_.store([*blocks, *others])
-    wait_for(lambda: counter(traced.target, "tier_demoted_blocks_total") >= before + 16)
+    wait_for(lambda: traced.counter("tier_demoted_blocks_total") >= before + 16)
     with AdminClient(traced.target) as admin:
         admin.evict(everything=True)
     # What follows a traced call is not traced by that.
-    promoted = counter(traced.target, "tier_promoted_blocks_total")
+    promoted = traced.counter("tier_promoted_blocks_total")
     for _ in range(2):
         request_.session.lookup([GroupHashes(0, hashes(1))], parent).result(60)
         request_.load(others)
-    assert counter(traced.target, "tier_promoted_blocks_total") > promoted
+    assert traced.counter("tier_promoted_blocks_total") > promoted
     wait_for(lambda: len(names_in(collector, request_)) >= 2)
     assert names_in(collector, request_) == ["hotkv.lookup"] * 2
     request_.load(blocks, parent)
@@ -203,13 +195,13 @@ def test_a_call_that_fails_says_why_and_nothing_that_was_sent(
 def test_calls_without_a_context_and_with_an_odd_one_are_served_untraced(
     request_: Request, traced: Server, collector: OtlpReceiver
 ) -> None:
-    before = counter(traced.target, "trace_contexts_malformed_total")
+    before = traced.counter("trace_contexts_malformed_total")
     blocks = hashes(2)
     request_.store(blocks)
     request_.load(blocks, request_.traceparent.replace("-01", "-00"))
     for context in ("nonsense", "00-" + "0" * 1_000_000, request_.traceparent):
         assert request_.session.lookup([GroupHashes(0, blocks)], context).result(60)[0].all()
-    assert counter(traced.target, "trace_contexts_malformed_total") == before + 2
+    assert traced.counter("trace_contexts_malformed_total") == before + 2
     # Spans come in order: what was recorded before this one would be here.
     request_.spans(collector, "hotkv.lookup")
     assert names_in(collector, request_) == ["hotkv.lookup"]
@@ -487,7 +479,7 @@ def test_a_server_serves_and_stops_without_its_collector(hangs: bool) -> None:
                 silent.settimeout(20)
                 _asking = silent.accept()
             else:
-                wait_for(lambda: counter(server.target, "trace_spans_failed_total") > 0)
+                wait_for(lambda: server.counter("trace_spans_failed_total") > 0)
             one.engine.close()
         said = server.log.read_text()
         assert "hotkv_server.daemon stopped" in said
