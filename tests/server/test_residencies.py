@@ -205,9 +205,9 @@ def test_readers_outlive_their_server_for_the_grace(place: Place, how: signal.Si
         place.stop(how)
         assert reader.check() and flushed.check() and kept.check(), "nobody is there to write"
         place.start(*GRACE)
-        assert place.counter("residency_grace_bytes") == 94 * SLOT_BYTES
         with AdminClient(server.target) as admin:
-            assert 0 < admin.residencies()["grace_s"] <= 3
+            told = admin.residencies()
+        assert told["grace_byte_count"] == 94 * SLOT_BYTES and 0 < told["grace_s"] <= 3
         # The engine comes back at once, and has its blocks where they were.
         back = Reader(session, "kept", 30)
         assert back.opened.generation == kept.opened.generation + 1
