@@ -101,8 +101,9 @@ NODE = (
     "tests/server/test_health.py tests/server/test_audit.py"
 )
 TOLD = (
-    "tests/server/test_told.py tests/server/test_metrics.py tests/server/test_status_page.py "
-    "tests/server/test_command_line.py"
+    "tests/server/test_metrics.py tests/server/test_page_access.py "
+    "tests/server/test_status_page.py tests/server/test_timings.py "
+    "tests/server/test_reports.py tests/server/test_health.py tests/server/test_command_line.py"
 )
 SPARSE_SERVER = (
     "tests/sparse/test_sequences.py tests/sparse/test_server_selection.py "
@@ -302,8 +303,7 @@ TESTS: dict[str, str] = {
         "tests/server/test_hints_tiers.py"
     ),
     "server/hotkv_server/hints/": (
-        "tests/core/test_hint_parsing.py tests/server/test_hint_turns.py "
-        "tests/server/test_hints.py tests/server/test_hints_tiers.py"
+        "tests/core/test_hint_parsing.py tests/server/test_hint_turns.py tests/server/test_hints.py"
     ),
     "server/hotkv_server/ledger/": (
         "tests/ledger/test_history.py tests/server/test_live_ledger.py tests/server/test_ledger.py"
@@ -321,7 +321,7 @@ TESTS: dict[str, str] = {
     "client/hotkv_client/command/doctor.py": "tests/server/test_doctor.py",
     "client/hotkv_client/command/host_bench.py": "tests/server/test_host_bench.py",
     "client/hotkv_client/command/": (
-        "tests/server/test_command_line.py tests/server/test_told.py tests/server/test_ledger.py"
+        "tests/server/test_command_line.py tests/server/test_ledger.py"
     ),
     "client/hotkv_client/hints.py": (
         "tests/server/test_hints.py tests/server/test_hints_security.py"

@@ -18,6 +18,13 @@ from tests.server.support import FULL
 ARENA_BYTES, SLAB_BYTES, CAPACITY = 1 << 20, 1 << 16, 64
 
 
+def key_space(model: str) -> KeySpace:
+    return KeySpace(model, "w", "bfloat16", (FULL,), 16)
+
+
+SMALL = key_space("small")
+
+
 class World:
     """A core with one session, and a ledger over it."""
 
@@ -26,29 +33,22 @@ class World:
         table = BlockTable(np.zeros(geometry.file_bytes, np.uint8), geometry)
         config = CoreConfig(ARENA_BYTES, SLAB_BYTES, CAPACITY)
         self.core = CacheCore(config, table, POLICIES["lru"](CAPACITY))
-        key_space = KeySpace("small", "w", "bfloat16", (FULL,), 16)
-        record = self.core.open_session("engine", "scheduler", key_space, 0.0)
-        self.session = LiveSession(record, "secret", key_space, "test")
+        self.session = self.open("engine")
         self.ledger = LiveLedger(self.core, directory, policy="lru")
         self._rng = np.random.default_rng(1)
+
+    def open(self, engine_id: str, of: KeySpace = SMALL) -> LiveSession:
+        record = self.core.open_session(engine_id, "scheduler", of, 0.0)
+        return LiveSession(record, engine_id, of, "test")
 
     def report(self, num_blocks: int = 2, hit_tokens: int = 0, report_id: int = 0) -> None:
         hashes = self._rng.integers(1, 1 << 32, (num_blocks, 8), np.uint32)
         tokens = 16 * num_blocks + 1
-        self.ledger.report(
-            self.session,
-            RequestReport(
-                hashes,
-                tokens,
-                0,
-                hit_tokens,
-                0.0,
-                NO_RETENTION,
-                miss=Miss.ABSENT,
-                saved_s=1.0,
-                report_id=report_id,
-            ),
-        )
+        said = RequestReport(
+            hashes, tokens, 0, hit_tokens, 0.0, NO_RETENTION, miss=Miss.ABSENT, saved_s=1.0,
+            report_id=report_id,
+        )  # fmt: skip
+        self.ledger.report(self.session, said)
 
     @property
     def followed_tokens(self) -> int:

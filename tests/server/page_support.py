@@ -1,19 +1,24 @@
 """A server with a status page, and traffic of engines for it."""
 
+import contextlib
+import hashlib
 import json
+import os
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from demo.processes import Server
 from hotkv_client import BlockRun, GroupHashes, LoadRun, RequestReport
-from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
-from tests.server.support import block_ids, hashes, http_port
+from hotkv_proto.groups import GroupSpec
+from tests.server.support import FULL, GroupsEngine, block_ids, hashes, http_port
 
 BLOCK_TOKENS = 16
 
@@ -54,6 +59,19 @@ def status_of(server: Server, **headers: str) -> dict[str, Any]:
     return answer.figures
 
 
+@pytest.fixture
+def groups_engine(server: Server) -> Iterator[Callable[..., GroupsEngine]]:
+    """Makes engines of a model, with full attention unless groups are given; closes them."""
+    with contextlib.ExitStack() as stack:
+
+        def make(model: str, *groups: GroupSpec) -> GroupsEngine:
+            one = GroupsEngine(server.target, groups or (FULL,), model)
+            stack.callback(one.close)
+            return one
+
+        yield make
+
+
 class Traffic:
     """One engine that stores prompts, loads them again and reports them."""
 
@@ -86,7 +104,17 @@ class Traffic:
         self.engine.close()
 
 
-def listed(server: Server) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns what the admin API says of the server: info, tiers, sessions."""
-    with AdminClient(server.target) as admin:
-        return admin.info(), admin.tiers(), admin.sessions()
+def settings_with_tenants(
+    folder: Path, admin: str, *tenants: str, token_file: Path | None = None
+) -> Path:
+    """Writes settings: the admin's token, tenants of this user, and the token of viewers beyond
+    this machine."""
+    digest = hashlib.sha256(admin.encode()).hexdigest()
+    text = f'[security]\nadmin_token_sha256 = ["{digest}"]\n'
+    for name in tenants:
+        text += f'[[security.tenants]]\nname = "{name}"\nuids = [{os.getuid()}]\n'
+    if token_file is not None:
+        text += f'[http]\nhost = "0.0.0.0"\ntoken_file = "{token_file}"\n'
+    config = folder / "hotkv.toml"
+    config.write_text(text)
+    return config

@@ -41,8 +41,7 @@ CONFIG = SparseConfig(
 
 
 class RepresentationEngine:
-    """One worker session over memory with KV pages and representations of LAYERS; `keys` float32
-    [layer, block, T, H, D]. Close it."""
+    """One worker session over memory with KV pages and representations of LAYERS. Close it."""
 
     def __init__(
         self,
@@ -57,39 +56,27 @@ class RepresentationEngine:
     ) -> None:
         self.centres = centres
         random = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
-        keys = {
-            layer: random.standard_normal(
-                (NUM_BLOCKS, BLOCK_TOKENS, KV_HEADS, HEAD_SIZE), np.float32
-            )
-            for layer in LAYERS
-        }
+        shape = (NUM_BLOCKS, BLOCK_TOKENS, KV_HEADS, HEAD_SIZE)
+        scorers = {layer: next(iter(CONFIG.scorers_of(layer))) for layer in LAYERS}
         mus = {2: centres.mu(2)} if centres is not None else {}
         built = {
             layer: hotkv_sparse.build(
-                next(iter(CONFIG.scorers_of(layer))), keys[layer], mus.get(layer)
+                scorer, random.standard_normal(shape, np.float32), mus.get(layer)
             )
-            for layer in LAYERS
+            for layer, scorer in scorers.items()
         }
         self.shard_bytes = sum(pool[0].size for pool in built.values())
         sizes = {"kv": NUM_BLOCKS * PAGE_BYTES, "representations": NUM_BLOCKS * self.shard_bytes}
         self.fds = {name: os.memfd_create(f"hotkv-engine-{name}") for name in sizes}
         for name, size in sizes.items():
             os.posix_fallocate(self.fds[name], 0, size)
-        self.kv = np.frombuffer(mmap.mmap(self.fds["kv"], sizes["kv"]), np.uint8).reshape(
-            NUM_BLOCKS, PAGE_BYTES
+        self.kv, memory = (
+            np.frombuffer(mmap.mmap(self.fds[name], size), np.uint8).reshape(NUM_BLOCKS, -1)
+            for name, size in sizes.items()
         )
         self.kv[:] = random.integers(0, 256, self.kv.shape, np.uint8)
-        memory = np.frombuffer(
-            mmap.mmap(self.fds["representations"], sizes["representations"]), np.uint8
-        )
-        self.pools: dict[int, np.ndarray[tuple[int, ...], np.dtype[np.uint8]]] = {}
-        self.key_space = KeySpace(
-            model,
-            model,
-            "bfloat16",
-            (GroupSpec(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, (PAGE_BYTES,)),),
-            BLOCK_TOKENS,
-        )
+        group = GroupSpec(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, (PAGE_BYTES,))
+        self.key_space = KeySpace(model, model, "bfloat16", (group,), BLOCK_TOKENS)
         version += centres is not None
         kind = Representation(0, "rot2u", version, (self.shard_bytes,))
         config = SessionConfig(
@@ -103,17 +90,15 @@ class RepresentationEngine:
         )
         self.group = config.representation_group(kind)
         tensors = [PageTensor(0, "kv", 0, PAGE_BYTES, PAGE_BYTES, 0)]
+        self.pools: dict[int, np.ndarray[tuple[int, ...], np.dtype[np.uint8]]] = {}
         at = 0
         for layer, pool in built.items():
-            size = pool[0].size
-            self.pools[layer] = memory[at * NUM_BLOCKS : (at + size) * NUM_BLOCKS].reshape(
-                pool.shape
-            )
+            size, first = pool[0].size, at * NUM_BLOCKS
+            place = memory.reshape(-1)[first : first + pool.size]
+            self.pools[layer] = place.reshape(pool.shape)
             self.pools[layer][:] = pool
             if with_pages:
-                tensors.append(
-                    PageTensor(self.group, "representations", at * NUM_BLOCKS, size, size, at)
-                )
+                tensors.append(PageTensor(self.group, "representations", first, size, size, at))
             at += size
         handles = tuple(MemoryHandle(name, size) for name, size in sizes.items())
         self.layout = Layout(0, NUM_BLOCKS, handles, tuple(tensors), "LBHNC")

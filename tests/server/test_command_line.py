@@ -1,7 +1,6 @@
 """The command `hotkv` as people type it: options anywhere, slips, pipes, servers that are not
 there."""
 
-import contextlib
 import json
 import shutil
 import signal
@@ -12,21 +11,23 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
-import grpc
 import pytest
 import tomllib
 
 from demo.processes import ROOT, Server
-from hotkv_client import BlockRun
-from hotkv_client.channels import why_unanswered
+from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.testing import PagedEngine
-from tests.server.support import FULL, GroupsEngine, block_ids, hashes
+from hotkv_proto.keys import token_block_hashes
+from tests.server.places import store
+from tests.server.support import number_of
+
+HOTKV = (sys.executable, "-m", "hotkv_client.command.cli")
 
 
-def hotkv(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hotkv_client.command.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+def hotkv(*arguments: str) -> str:
+    command = [*HOTKV, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60).stdout
 
 
 def test_the_programs_that_pip_installs_are_there() -> None:
@@ -37,19 +38,41 @@ def test_the_programs_that_pip_installs_are_there() -> None:
         assert callable(EntryPoint(name, value, "").load()), name
 
 
+def test_commands_say_what_there_is(server: Server, engine: Callable[..., PagedEngine]) -> None:
+    one = engine(engine_id="cli-engine", model="cli-model")
+    tokens, space = list(range(16 * 3 + 5)), one.key_space
+    hashes = token_block_hashes(
+        tokens, space.hash_block_tokens, space.hash_algorithm, space.hash_seed
+    )
+    store(one, hashes[:2])
+    assert "cli-model" in server.cli("status")
+    assert "cli-engine" in server.cli("sessions")
+    assert hashes[0].hex()[:16] in server.cli("blocks", "--limit", "1000")
+    for command in (
+        ["status"],
+        ["sessions"],
+        ["blocks"],
+        ["explain", hashes[0].hex()],
+        ["evict", "--key-space", "1", hashes[0].hex()],
+    ):
+        assert json.loads(server.cli(*command, "--json"))
+    store(one, hashes[:2])
+    with AdminClient(server.target) as admin:
+        number = str(number_of(admin, "cli-model"))
+    explain = ("explain", "--key-space", number, *map(str, tokens))
+    assert f"key space {number}: 32 of 48 tokens hit" in server.cli(*explain)
+    assert "never stored" in server.cli(*explain)
+    assert "evicted 2 blocks" in server.cli("evict", "--all", "--key-space", number)
+    assert "evicted" in server.cli(*explain)
+    short = server.cli("explain", "--key-space", number, "1", "2")
+    assert "shorter than a block" in short and "0 of 0" not in short
+
+
 def test_a_reader_that_stops_early_sees_no_traceback(server: Server) -> None:
     """As `hotkv status | head -0`."""
-    command = [
-        sys.executable,
-        "-m",
-        "hotkv_client.command.cli",
-        "blocks",
-        "--target",
-        server.target,
-    ]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
+    command = [*HOTKV, "blocks", "--target", server.target]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
@@ -61,11 +84,8 @@ def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as hanging:
         hanging.bind(str(tmp_path / "admin.sock"))
         hanging.listen()
-        target = f"unix:{tmp_path}/grpc.sock"
-        command = [sys.executable, "-m", "hotkv_client.command.cli", "status", "--target", target]
-        with subprocess.Popen(
-            [*command, "--timeout-s", "300"], stderr=subprocess.PIPE, text=True, cwd=ROOT
-        ) as process:
+        command = [*HOTKV, "status", "--target", f"unix:{tmp_path}/grpc.sock", "--timeout-s", "300"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
             asking, _ = hanging.accept()
             with asking:
                 process.send_signal(signal.SIGINT)
@@ -83,7 +103,7 @@ def test_options_stand_before_or_after_the_command(
         ["--target", "unix:/nowhere/grpc.sock", "ping", "--json", "--target", server.target],
     ):
         assert cli.main(arguments) == 0, arguments
-        assert '"serving": true' in capsys.readouterr().out
+        assert json.loads(capsys.readouterr().out) == {"serving": True}
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
@@ -99,99 +119,70 @@ def test_options_stand_before_or_after_the_command(
     ],
 )
 def test_bash_completes_commands_and_flags(typed: list[str], offered: set[str]) -> None:
-    script = hotkv("completion", "bash").stdout
     words = " ".join(f"'{word}'" for word in ["hotkv", *typed])
     ask = f'COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _hotkv; echo "${{COMPREPLY[@]}}"'
-    done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True)
+    command = ["bash", "-c", f"{hotkv('completion', 'bash')}\n{ask}"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.stderr == "" and set(done.stdout.split()) == offered
 
 
-def test_completion_knows_every_command() -> None:
-    shown = hotkv("completion", "zsh").stdout
-    assert shown.startswith("autoload -U +X bashcompinit")
+def test_zsh_completes_every_command() -> None:
+    shown = hotkv("completion", "zsh")
     assert all(f"    {name}) COMPREPLY" in shown for name in [*cli.COMMANDS, "doctor"])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("typed", "status", "said"),
     [
-        (["statsu"], "hotkv: there is no command statsu; did you mean status?"),
-        (["status", "--jsn"], "hotkv: there is no --jsn; did you mean --json?"),
-        (["blocks", "--limt", "3"], "did you mean --limit?"),
+        ("statsu", 2, "no command statsu; did you mean status?"),
+        ("status --jsn", 2, "no --jsn; did you mean --json?"),
+        ("blocks --limt 3", 2, "did you mean --limit?"),
+        ("evict zz", 2, "'zz' is no hexadecimal block hash"),
+        ("evict", 1, "give exactly one of them"),
+        ("explain @/nowhere", 2, "/nowhere"),
+        ("blocks --key-space 4000", 1, "key_space_id 4000 is unknown"),
+        ("blocks --limit -3", 1, "page_size"),
+        ("status --timeout-s 5 --target unix:/nowhere/grpc.sock", 1, "no server runs there"),
+        ("status --timeout-s 5 --target no.host.invalid:1", 1, "no host of that name is known"),
+        ("status --timeout-s 5 --target 127.0.0.1:9", 1, "nobody listens there"),
     ],
 )
-def test_a_slip_is_one_line_that_says_what_was_meant(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+def test_what_is_wrong_is_one_line(
+    server: Server, capsys: pytest.CaptureFixture[str], typed: str, status: int, said: str
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
+    try:
+        ended = cli.main(["--target", server.target, *typed.split()])
+    except SystemExit as slip:
+        ended = int(str(slip.code))
     shown = capsys.readouterr().err
-    assert ended.value.code == 2 and said in shown and len(shown.splitlines()) == 1
+    assert ended == status and said in shown and len(shown.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("target", "said"),
-    [
-        ("unix:/nowhere/grpc.sock", "no server runs there"),
-        ("nosuch.host.invalid:1", "no host of that name is known"),
-        ("127.0.0.1:9", "nobody listens there"),
-    ],
-)
-def test_an_absent_server_is_a_sentence(
-    capsys: pytest.CaptureFixture[str], target: str, said: str
+def test_status_of_a_fleet_has_a_row_a_node_and_the_sum(
+    server: Server,
+    engine: Callable[..., PagedEngine],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.main(["status", "--target", target, "--timeout-s", "5"]) == 1
-    shown = capsys.readouterr().err
-    assert said in shown and len(shown.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("code", "details", "said"),
-    [
-        (grpc.StatusCode.UNAVAILABLE, "Socket closed", "closed the connection"),
-        (grpc.StatusCode.UNAVAILABLE, "Domain name not found", "no host of that name"),
-        (grpc.StatusCode.UNAVAILABLE, "something new", "can't be reached: something new"),
-        (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", "no answer in time"),
-        (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", "older than this client"),
-        (grpc.StatusCode.DATA_LOSS, "odd", "DATA_LOSS: odd"),
-    ],
-)
-def test_codes_are_sentences(code: grpc.StatusCode, details: str, said: str) -> None:
-    shown = why_unanswered(code, details)
-    assert said in shown and code.name in shown
-
-
-def test_a_prompt_shorter_than_a_block_hits_nothing(
-    server: Server, engine: Callable[..., PagedEngine]
-) -> None:
-    engine(model="short-prompts")
-    done = hotkv("explain", "1", "2", "--target", server.target)
-    assert "shorter than a block" in done.stdout and "0 of 0" not in done.stdout
-
-
-def test_status_of_a_fleet_has_a_row_a_node_and_the_sum(server: Server, tmp_path: Path) -> None:
-    with contextlib.closing(GroupsEngine(server.target, (FULL,), "fleet")) as engine:
-        engine.store(BlockRun(0, hashes(4), block_ids(4)))
-        alone = json.loads(hotkv("status", "--json", "--target", server.target).stdout)
-        absent = f"unix:{tmp_path}/absent.sock"
-        listed = tmp_path / "nodes"
-        listed.write_text(f"# ours\n{server.target}\n\n{absent}  # new\n{server.target}\n")
-        asked = hotkv("status", "--json", "--timeout-s", "5", "--target", f"@{listed}")
-    assert asked.returncode == 1, "a node does not answer"
-    fleet = json.loads(asked.stdout)
+    one = engine(model="fleet")
+    store(one, [bytes([number]) * 32 for number in range(4)])
+    (host,) = [
+        tier
+        for tier in json.loads(hotkv("status", "--json", "--target", server.target))["tiers"]
+        if tier["name"] == "host"
+    ]
+    absent, listed = f"unix:{tmp_path}/absent.sock", tmp_path / "nodes"
+    listed.write_text(f"# ours\n{server.target}\n\n{absent}  # new\n{server.target}\n")
+    arguments = ["status", "--json", "--timeout-s", "5", "--target", f"@{listed}"]
+    assert cli.main(arguments) == 1, "a node does not answer"
+    fleet = json.loads(capsys.readouterr().out)
     first, second, third = fleet["nodes"]
-    host = next(one for one in alone["tiers"] if one["name"] == "host")
     assert first["block_count"] == third["block_count"] == host["block_count"] >= 4
     assert second["target"] == absent and second["error"]
     assert fleet["sum"]["block_count"] == 2 * first["block_count"]
-    shown = hotkv("status", "--target", f"{server.target},{server.target}")
-    assert shown.returncode == 0
-    assert [line.split()[0] for line in shown.stdout.splitlines()] == [
-        "node",
-        server.target,
-        server.target,
-        "2",
-    ]
+    assert cli.main(["status", "--target", f"{server.target},{server.target}"]) == 0
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert rows == ["node", server.target, server.target, "2"]
+    (tmp_path / "empty").touch()
     for wrong in ("@/nothing/there", f"@{tmp_path / 'empty'}"):
-        (tmp_path / "empty").touch()
-        assert hotkv("status", "--target", wrong).returncode == 2
+        assert cli.main(["status", "--target", wrong]) == 2

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,40 +14,39 @@ from hotkv_client.command import cli, doctor
 from hotkv_client.command.doctor import BAD, GOOD, UNKNOWN, WARN, Doors, Host
 
 GIB = 1 << 30
-VERSIONS = {
-    "hotkv": "0.1.0",
-    "grpcio": "1.71.2",
-    "protobuf": "5.29",
-    "numba": "0.61",
-    "uvloop": "0.20",
-    "vllm": "0.33.0",
-}
-
-
+VERSIONS = ("hotkv", "grpcio", "protobuf", "numba", "uvloop", "vllm")
 OLD = Doors("0.33", (("own", False, "Request has no attribute id"), ("offloading", True, "fine")))
+SHMEM = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+IN_ORDER = {
+    "proc/sys/kernel/osrelease": "6.8.0-50-generic",
+    "proc/meminfo": f"MemTotal:  {64 * GIB // 1024} kB",
+    "proc/self/limits": "Max locked memory         unlimited            unlimited",
+    "proc/cmdline": "quiet iommu=pt",
+    "proc/sys/kernel/numa_balancing": "0",
+    "proc/77/comm": "hotkv-server",
+    "proc/77/maps": "7f00-7f01 rw-s 0 00:19 5   /dev/shm/vllm_offload_alive.mmap",
+    SHMEM: "always [advise] deny",
+    "sys/devices/system/node/node0/cpulist": "0",
+    "sys/devices/system/node/node1/cpulist": "1",
+    "sys/class/iommu/dmar0/name": "",
+    "dev/shm/vllm_offload_alive.mmap": "x" * 8192,
+    "dev/nvidia0": "",
+    "run/hotkv/grpc.sock": "",
+}
+"""Two NUMA nodes, a GPU, an arena with its server, and an engine that offloads."""
 
 
 class Made:
-    """A host in order: two NUMA nodes, a GPU, an arena with its server."""
+    """A host in order, until a test changes it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.environment: dict[str, str] = {}
-        self.versions = dict(VERSIONS)
+        self.versions = dict.fromkeys(VERSIONS, "1.0") | {"vllm": "0.33.0"}
         self.shm = (32 * GIB, 30 * GIB)
         self.doors: Doors | None = Doors("0.33", (("own", True, "vLLM 0.33.0 is tested"),))
-        self.write("proc/sys/kernel/osrelease", "6.8.0-50-generic")
-        self.write("proc/meminfo", f"MemTotal:  {64 * GIB // 1024} kB")
-        self.write("proc/self/limits", "Max locked memory         unlimited            unlimited")
-        self.write("proc/cmdline", "quiet iommu=pt")
-        self.write("proc/sys/kernel/numa_balancing", "0")
-        self.write("proc/77/comm", "hotkv-server")
-        self.write("sys/kernel/mm/transparent_hugepage/shmem_enabled", "always [advise] deny")
-        for path in ("sys/devices/system/node/node0", "sys/devices/system/node/node1", "dev"):
-            (root / path).mkdir(parents=True)
-        (root / "sys/class/iommu/dmar0").mkdir(parents=True)
-        self.write("dev/nvidia0", "")
-        self.write("run/hotkv/grpc.sock", "")
+        for path, text in IN_ORDER.items():
+            self.write(path, text)
         self.arena("hotkv-mine", "77")
 
     def write(self, path: str, text: str) -> None:
@@ -54,9 +54,8 @@ class Made:
         (self.root / path).write_text(text)
 
     def arena(self, name: str, pid: str) -> None:
-        self.write(f"dev/shm/{name}/server.json", "{}")
-        self.write(f"dev/shm/{name}/lock", pid + "\n")
-        self.write(f"dev/shm/{name}/arena", "x" * 8192)
+        for file, text in (("server.json", "{}"), ("lock", pid + "\n"), ("arena", "x" * 8192)):
+            self.write(f"dev/shm/{name}/{file}", text)
 
     def remove(self, path: str) -> None:
         (self.root / path).unlink()
@@ -84,62 +83,56 @@ def test_a_host_in_order_is_left_in_peace(made: Made) -> None:
     assert len(found) == len(doctor.CHECKS)
 
 
-Fault = Callable[[Made], None]
-FAULTS: dict[str, tuple[Fault, str, str, str]] = {
-    "an old kernel": (
-        lambda host: host.write("proc/sys/kernel/osrelease", "5.15.0"), "kernel", WARN, ""
-    ),
-    "no huge pages": (
-        lambda host: host.write(
-            "sys/kernel/mm/transparent_hugepage/shmem_enabled", "always advise [deny]"
-        ),
-        "huge pages", BAD, "echo advise",
-    ),
-    "little locked memory": (
-        lambda host: host.write("proc/self/limits", "Max locked memory   8388608   8388608 bytes"),
-        "locked memory", WARN, "ulimit -l unlimited",
-    ),
-    "a container's /dev/shm": (
-        lambda host: setattr(host, "shm", (64 << 20, 64 << 20)), "/dev/shm", BAD, "docker run"
-    ),
-    "a small /dev/shm": (
-        lambda host: setattr(host, "shm", (8 * GIB, 8 * GIB)), "/dev/shm", WARN, "remount,size="
-    ),
-    "pages that move": (
-        lambda host: host.write("proc/sys/kernel/numa_balancing", "1"),
-        "NUMA", WARN, "sysctl -w kernel.numa_balancing=0",
-    ),
-    "an IOMMU that translates": (
-        lambda host: host.write("proc/cmdline", "quiet"), "IOMMU", WARN, "iommu=pt"
-    ),
-    "an arena without its server": (
-        lambda host: host.arena("hotkv-old", "78"), "arenas", WARN, "arenas --remove-stale"
-    ),
-    "no server": (
-        lambda host: host.remove("run/hotkv/grpc.sock"), "sockets", WARN, "systemctl start"
-    ),
-    "no numba": (lambda host: host.versions.pop("numba"), "versions", BAD, "pip install"),
-    "no numba on a client": (
-        lambda host: [host.versions.pop(name) for name in ("numba", "uvloop")],
-        "versions", WARN, "pip install",
-    ),
-    "an old vLLM": (
-        lambda host: setattr(host, "doors", OLD), "vLLM", BAD, "pip install 'vllm==0.33.*'"
-    ),
-    "expandable segments": (
-        lambda host: host.environment.update(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
-        "vLLM's settings", BAD, "unset PYTORCH_CUDA_ALLOC_CONF",
-    ),
-    "a hash seed": (
-        lambda host: host.environment.update(PYTHONHASHSEED="7"),
-        "vLLM's settings", WARN, "unset PYTHONHASHSEED",
-    ),
-}  # fmt: skip
+Fault = Callable[[Made], Any]
 
 
-@pytest.mark.parametrize("name", sorted(FAULTS))
-def test_a_fault_is_found_and_mended_and_no_other(made: Made, name: str) -> None:
-    fault, check, state, mend = FAULTS[name]
+def file(path: str, text: str) -> Fault:
+    return lambda host: host.write(path, text)
+
+
+def has(name: str, value: Any) -> Fault:
+    return lambda host: setattr(host, name, value)
+
+
+def without(*names: str) -> Fault:
+    return lambda host: [host.versions.pop(name) for name in names]
+
+
+FAULTS: list[tuple[str, str, str, Fault]] = [
+    ("kernel", WARN, "", file("proc/sys/kernel/osrelease", "5.15.0")),
+    ("huge pages", BAD, "echo advise", file(SHMEM, "always advise [deny]")),
+    (
+        "locked memory",
+        WARN,
+        "ulimit -l unlimited",
+        file("proc/self/limits", "Max locked memory   8388608   8388608 bytes"),
+    ),
+    ("/dev/shm", BAD, "docker run", has("shm", (64 << 20, 64 << 20))),
+    ("/dev/shm", WARN, "remount,size=", has("shm", (8 * GIB, 8 * GIB))),
+    ("NUMA", WARN, "kernel.numa_balancing=0", file("proc/sys/kernel/numa_balancing", "1")),
+    ("IOMMU", WARN, "iommu=pt", file("proc/cmdline", "quiet")),
+    ("arenas", WARN, "--remove-stale", lambda host: host.arena("hotkv-old", "78")),
+    ("offloading", WARN, "rm /dev/shm/vllm_offload_d", file("dev/shm/vllm_offload_d.mmap", "x")),
+    ("sockets", WARN, "systemctl start", lambda host: host.remove("run/hotkv/grpc.sock")),
+    ("versions", BAD, "pip install", without("numba")),
+    # On a client.
+    ("versions", WARN, "pip install", without("numba", "uvloop")),
+    ("vLLM", BAD, "pip install 'vllm==0.33.*'", has("doors", OLD)),
+    ("vLLM", UNKNOWN, "", has("doors", None)),
+    (
+        "vLLM's settings",
+        BAD,
+        "unset PYTORCH_CUDA_ALLOC_CONF",
+        has("environment", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+    ),
+    ("vLLM's settings", WARN, "unset PYTHONHASHSEED", has("environment", {"PYTHONHASHSEED": "7"})),
+]
+
+
+@pytest.mark.parametrize(("check", "state", "mend", "fault"), FAULTS)
+def test_a_fault_is_found_and_mended_and_no_other(
+    made: Made, check: str, state: str, mend: str, fault: Fault
+) -> None:
     fault(made)
     found = made.findings()
     assert found[check].state == state and mend in found[check].mend, found[check]
@@ -155,31 +148,25 @@ def test_what_can_not_be_read_is_not_wrong(tmp_path: Path) -> None:
     assert found["NUMA"] == found["IOMMU"] == found["arenas"] == GOOD
 
 
-def test_a_socket_of_others(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_this_user_may_do_and_has_counts(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "HotKVOffloadingConnector" in made.findings()["connector"].says
+    made.remove("dev/nvidia0")
+    made.doors = OLD
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    found = made.findings()["sockets"]
-    assert found.state == BAD and "usermod" in found.mend
+    found = made.findings()
+    assert "HotKVOffloadingConnector" not in found["connector"].says
+    assert found["vLLM"].says.startswith("hotkv (own) is off with 0.33.0: own: Request")
+    assert found["sockets"].state == BAD and "usermod" in found["sockets"].mend
 
 
 def test_the_command(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     """For people and as JSON; its exit status says whether something is bad."""
-    made.write("sys/kernel/mm/transparent_hugepage/shmem_enabled", "always advise [deny]")
+    made.write(SHMEM, "always advise [deny]")
     assert cli.main(["doctor", "--json", "--root", str(made.root)]) == 1
     rows = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["huge pages"]["state"] == BAD
     assert cli.main(["doctor", "--root", str(made.root)]) == 1
-    shown = capsys.readouterr().out
-    assert "echo advise > /sys/kernel" in shown and shown.startswith("check ")
-
-
-def test_it_says_which_door_is_off_and_why(made: Made) -> None:
-    made.doors = OLD
-    said = made.findings()["vLLM"].says
-    assert said.startswith("hotkv (own) is off with 0.33.0: own: Request has no attribute id")
-    made.doors = Doors("0.33", (OLD.rows[0],))
-    assert made.findings()["vLLM"].says.startswith("hotkv is off with 0.33.0: Request has no")
-    made.doors = None
-    assert made.findings()["vLLM"].state == UNKNOWN
+    assert "echo advise > /sys/kernel" in capsys.readouterr().out
 
 
 def test_the_connector_answers_for_the_installed_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,24 +175,6 @@ def test_the_connector_answers_for_the_installed_vllm(monkeypatch: pytest.Monkey
     for version, says in (("0.33.0", "vLLM 0.33.0 is tested"), ("0.99", "uses of its API check")):
         told = doctor.doors(version)
         assert told is not None and told.rows[0][:2] == ("own", True) and says in told.rows[0][2]
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert doctor.doors("0.33.0") is None
-    monkeypatch.setattr(sys, "executable", "/nowhere")
-    assert doctor.doors("0.33.0") is None
-
-
-def test_memory_of_killed_engines_that_offloaded_is_found(made: Made) -> None:
-    """A file that a process maps is in use; another one is left over."""
-    made.write("dev/shm/vllm_offload_alive.mmap", "x" * 8192)
-    made.write("proc/77/maps", "7f00-7f01 rw-s 0 00:19 5   /dev/shm/vllm_offload_alive.mmap")
-    assert made.findings()["offloading"].state == GOOD
-    made.write("dev/shm/vllm_offload_dead.mmap", "x" * 8192)
-    found = made.findings()["offloading"]
-    assert found.state == WARN
-    assert found.mend == "rm /dev/shm/vllm_offload_dead.mmap"
-
-
-def test_the_connector_that_fits_the_host_is_named(made: Made) -> None:
-    assert "HotKVOffloadingConnector" in made.findings()["connector"].says
-    made.remove("dev/nvidia0")
-    assert "HotKVOffloadingConnector" not in made.findings()["connector"].says
+    for program in ("/bin/false", "/nowhere"):
+        monkeypatch.setattr(sys, "executable", program)
+        assert doctor.doors("0.33.0") is None

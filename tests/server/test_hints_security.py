@@ -13,29 +13,28 @@ from tests.server.guarded import TOKEN, Guarded, refused, store
 
 guarded, engine = support.guarded, support.engine
 Make = Callable[..., PagedEngine]
-DEMOTE = {"action_id": "a", "action_type": "demote", "payload": {"session_id": "chat"}}
+
+
+def envelope(message_id: str, session_id: str = "chat") -> dict[str, object]:
+    payload = {"session_id": session_id}
+    action = {"action_id": "a", "action_type": "demote", "payload": payload}
+    return {"message_id": message_id, "actions": [action]}
 
 
 def test_a_tenant_reaches_its_own_sessions_alone(guarded: Guarded, engine: Make) -> None:
     one = engine("alpha")
     blocks = store(one)
-    report = RequestReport(
-        blocks, len(blocks) * one.key_space.hash_block_tokens, 0, 0, 0.0, session_id="chat"
-    )
-    one.session.report_requests([report])
+    tokens = len(blocks) * one.key_space.hash_block_tokens
+    one.session.report_requests([RequestReport(blocks, tokens, 0, 0, 0.0, session_id="chat")])
     one.session.ping(10)
-    with HintClient(guarded.target, "blind") as other:
-        (foreign,) = other.send({"message_id": "f", "actions": [DEMOTE]})
-        (unknown,) = other.send(
-            {"message_id": "u", "actions": [{**DEMOTE, "payload": {"session_id": "nobody"}}]}
-        )
-    assert foreign["status"] == "missing" and foreign["reason"] == unknown["reason"]
-    with HintClient(guarded.target, "alpha") as mine:
-        (done,) = mine.send({"message_id": "m", "actions": [DEMOTE]})
+    with HintClient(guarded.target, "blind") as other, HintClient(guarded.target, "alpha") as mine:
+        (foreign,) = other.send(envelope("f"))
+        (unknown,) = other.send(envelope("u", "nobody"))
+        assert foreign["status"] == "missing" and foreign["reason"] == unknown["reason"]
+        (done,) = mine.send(envelope("m"))
         assert done["status"] == "accepted" and done["done_block_count"] == len(blocks)
-        assert {row["message_id"] for row in mine.outcomes()[0]} == {"m"}
-    with HintClient(guarded.target, "blind") as other:
-        assert {row["message_id"] for row in other.outcomes()[0]} == {"f", "u"}
+        for client, messages in ((mine, {"m"}), (other, {"f", "u"})):
+            assert {row["message_id"] for row in client.outcomes()[0]} == messages
 
 
 @pytest.mark.parametrize("tenant", ["beta", "gamma", "there is no such", ""])
@@ -49,6 +48,6 @@ def test_a_peer_without_a_proof_is_refused(guarded: Guarded, tenant: str) -> Non
 def test_over_tcp_a_token_proves_the_tenant(guarded: Guarded) -> None:
     credentials = guarded.credentials("nobody", TOKEN)
     with HintClient(guarded.tcp, "gamma", credentials=credentials) as client:
-        assert client.send({"message_id": "t", "actions": [DEMOTE]})[0]["status"] == "missing"
+        assert client.send(envelope("t"))[0]["status"] == "missing"
     with HintClient(guarded.tcp, "alpha", credentials=credentials) as client:
         assert refused(lambda: client.send({"actions": []}))[0] is Reason.NOT_ALLOWED

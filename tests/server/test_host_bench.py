@@ -40,10 +40,12 @@ def test_a_host_is_measured_and_nothing_stays(
 @pytest.mark.long
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_whatever_ends_it_ends_its_server_too(how: signal.Signals) -> None:
-    program = "from hotkv_client.command import cli; "
-    program += "from hotkv_client.command import host_bench; "
-    program += f"host_bench.PREFIX = 'hotkv-bench-{how}-{os.getpid()}-'; "
-    program += "cli.main(['bench', '--arena-mib', '256'])"
+    prefix = f"hotkv-bench-{how}-{os.getpid()}-"
+    program = (
+        "from hotkv_client.command import cli, host_bench\n"
+        f"host_bench.PREFIX = '{prefix}'\n"
+        "cli.main(['bench', '--arena-mib', '256'])"
+    )
     bench = subprocess.Popen(
         [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -53,7 +55,7 @@ def test_whatever_ends_it_ends_its_server_too(how: signal.Signals) -> None:
     os.killpg(bench.pid, how)
     bench.wait(60)
     bench.stderr.close()
-    wait_for(lambda: not left(f"hotkv-bench-{how}-{os.getpid()}-"))
+    wait_for(lambda: not left(prefix))
 
 
 @pytest.mark.parametrize(
@@ -62,21 +64,19 @@ def test_whatever_ends_it_ends_its_server_too(how: signal.Signals) -> None:
         (("--seconds", "0"), 2, "--seconds 0: give 1 to 3600"),
         (("--arena-mib", "16"), 2, "--arena-mib 16: give 256"),
         (("--arena-mib", "99999999"), 1, "smaller --arena-mib"),
+        (("--arena-mib", "256"), 1, "pip install 'hotkv[server]'"),
     ],
 )
 def test_what_can_not_be_is_named(
-    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], status: int, said: str
-) -> None:
-    assert cli.main(["bench", *flags]) == status
-    assert said in capsys.readouterr().err
-
-
-def test_a_host_without_the_server_is_told_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    status: int,
+    said: str,
 ) -> None:
     monkeypatch.setattr(host_bench, "COMMAND", (sys.executable, "-m", "no_such_server"))
-    assert cli.main(["bench", "--arena-mib", "256"]) == 1
-    assert "pip install 'hotkv[server]'" in capsys.readouterr().err
+    assert cli.main(["bench", *flags]) == status
+    assert said in capsys.readouterr().err
 
 
 def test_a_tier_that_does_not_work_is_said(tmp_path: Path) -> None:
@@ -87,17 +87,14 @@ def test_a_tier_that_does_not_work_is_said(tmp_path: Path) -> None:
 
 
 def test_rows_say_what_the_figures_are() -> None:
-    def took(seconds: float, num_bytes: int = 0) -> Times:
-        return Times((seconds,) * 5, num_bytes)
-
     found = {
-        "memcpy_1": took(1, 10**10),
-        "memcpy": took(1, 2 * 10**10),
-        "lookup": took(2e-4),
-        "call": took(1e-4),
-        "store": took(1, 128 * 1024 * 1000),
-        "load": took(1, 128 * 1024 * 20_000),
-        "small_hit": took(0.002, BLOCK_BYTES),
+        "memcpy_1": Times((1.0,), 10**10),
+        "memcpy": Times((1.0,), 2 * 10**10),
+        "lookup": Times((2e-4,)),
+        "call": Times((1e-4,)),
+        "store": Times((1.0,), 128 * 1024 * 1000),
+        "load": Times((1.0,), 128 * 1024 * 20_000),
+        "small_hit": Times((0.002,), BLOCK_BYTES),
     }
     rows = {row.what: row for row in host_bench.rows_of(found, 4)}
     assert rows["memcpy, 4 threads"].shown == "20 GB/s"
@@ -105,8 +102,5 @@ def test_rows_say_what_the_figures_are() -> None:
     assert "prefill of 1,000 tokens/s" in rows["store"].means
     assert "takes 0.50 s" in rows["load"].means and "20,000 tokens/s" in rows["load"].means
     assert "below 8,000 tokens/s" in rows["hit of one block"].means
-
-
-def test_a_measure_lasts_as_long_as_it_is_given() -> None:
     assert len(timed(lambda: None, 0).seconds) == 5
     assert timed(lambda: 2.0, 0, 10).bytes_per_s == 5.0

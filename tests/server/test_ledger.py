@@ -2,9 +2,7 @@
 to operators, and that it goes on after a restart or a kill."""
 
 import json
-import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,14 +14,10 @@ from hotkv_client import BlockRun, GroupHashes, LoadEnd, LoadRun, RequestReport
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.command.savings_tables import show_savings
-from hotkv_client.testing import PagedEngine
 from hotkv_proto.reports import SAID_BY_ENGINES, Miss
 from hotkv_proto.v1 import session_pb2
-from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.ledger.book import pack
-from hotkv_server.simulate.replay import replay, unbounded
-from hotkv_server.simulate.trace import load_trace
-from tests.server.page_support import get
+from tests.server.page_support import groups_engine
 from tests.server.places import Place, place, store
 from tests.server.support import (
     FULL,
@@ -32,17 +26,15 @@ from tests.server.support import (
     GroupsEngine,
     block_ids,
     hashes,
-    http_port,
     number_of,
 )
 from tests.server.tiered import CHAIN, tiered
-from tests.simulate.traces import MAKERS
 from tests.support.waiting import wait_for
 
 Make = Callable[..., GroupsEngine]
 TOKENS = 16
 SLABS = ("--arena.slab-bytes", "64KiB")
-__all__ = ["place"]
+__all__ = ["groups_engine", "place"]
 
 
 @pytest.fixture(scope="module")
@@ -53,19 +45,6 @@ def server() -> Iterator[Server]:
         yield running
 
 
-@pytest.fixture
-def engine(server: Server) -> Iterator[Make]:
-    made: list[GroupsEngine] = []
-
-    def make(model: str, *groups: Any) -> GroupsEngine:
-        made.append(GroupsEngine(server.target, groups or (FULL,), model))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
 def report(one: GroupsEngine, *reports: RequestReport, loads: tuple[LoadEnd, ...] = ()) -> None:
     """Sends reports, and waits until they are counted."""
     one.session.report_requests(list(reports), 0.0, loads=loads)
@@ -73,41 +52,35 @@ def report(one: GroupsEngine, *reports: RequestReport, loads: tuple[LoadEnd, ...
 
 
 def row_of(target: str, model: str, since_s: float = 0.0) -> dict[str, Any]:
-    """Returns the row of a model's only engine."""
+    """Returns the row of a model's only engine. Its parts must add up to its prompts."""
     with AdminClient(target) as admin:
         (row,) = [r for r in admin.savings(since_s)["rows"] if r["model"] == model]
     hits = {tier: count for tier, count in row["hits"].items() if count}
+    parts = row["device_hit_token_count"], *hits.values(), *row["misses"].values()
+    assert sum(parts) == row["prompt_token_count"]
     return {**row, "hits": hits}
 
 
-def adds_up(row: dict[str, Any]) -> bool:
-    parts = row["device_hit_token_count"], *row["hits"].values(), *row["misses"].values()
-    return bool(sum(parts) == row["prompt_token_count"])
-
-
-def test_tokens_are_counted_where_they_came_from(server: Server, engine: Make) -> None:
-    one, prompt = engine("ledger-parts"), hashes(8)
+def test_tokens_are_counted_where_they_came_from(server: Server, groups_engine: Make) -> None:
+    one, prompt = groups_engine("ledger-parts"), hashes(8)
     one.store(BlockRun(0, prompt[:6], block_ids(6)))
     report(one, RequestReport(prompt, 130, 32, 96, 0.0, saved_s=0.5, wait_s=0.25))
     one.session.acquire("lease", [GroupHashes(0, prompt[:2])]).result(60)
     run = LoadRun(0, block_ids(2), block_ids(2, 10))
     one.session.load("load", "lease", [run], 20).result(60)
     row = row_of(server.target, "ledger-parts")
+    assert one.key_space.fingerprint.hex().startswith(row["key_space"])
+    assert row["engine_id"] == one.session.config.engine_id
     assert (row["request_count"], row["prompt_token_count"]) == (1, 130)
-    assert row["device_hit_token_count"] == 32 and row["hits"] == {"host": 64}
+    assert (row["device_hit_token_count"], row["hits"]) == (32, {"host": 64})
     assert row["misses"] == {"never_stored": 32, "partial_block": 2}
     assert (row["saved_s"], row["waited_s"]) == (0.5, 0.25)
     assert (row["stored_byte_count"], row["loaded_byte_count"]) == (6 * PAGE_BYTES, 2 * PAGE_BYTES)
-    assert row["engine_id"] == one.session.config.engine_id and adds_up(row)
-    assert one.key_space.fingerprint.hex().startswith(row["key_space"])
 
 
 class Case(NamedTuple):
-    """A request whose prompt has `named` blocks, of which the first `stored` are there.
-
-    said: the engine's reason.
-    misses: tokens by reason; tokens of no whole block are counted by themselves.
-    """
+    """A request whose prompt has `named` blocks, of which the first `stored` are there. `said`: the
+    engine's reason. `misses`: tokens by reason, but for those of no whole block."""
 
     named: int
     stored: int
@@ -133,8 +106,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_missed_has_a_reason(server: Server, engine: Make, name: str) -> None:
-    case, one = CASES[name], engine(f"ledger {name}")
+def test_what_is_missed_has_a_reason(server: Server, groups_engine: Make, name: str) -> None:
+    case, one = CASES[name], groups_engine(f"ledger {name}")
     prompt = hashes(case.named)
     if case.stored:
         one.store(BlockRun(0, prompt[: case.stored], block_ids(case.stored)))
@@ -143,10 +116,9 @@ def test_what_is_missed_has_a_reason(server: Server, engine: Make, name: str) ->
     assert row_of(server.target, f"ledger {name}")["misses"] == {**partial, **case.misses}
 
 
-def test_each_missed_block_has_its_own_reason(server: Server, engine: Make) -> None:
-    """Evicted, never stored, ready behind one that is not, and being written; ready right behind
-    the hit: it came late. A window group beside full attention does not count twice."""
-    one, prompt = engine("ledger-reasons", WINDOW, FULL), hashes(10)
+def test_each_missed_block_has_its_own_reason(server: Server, groups_engine: Make) -> None:
+    """A window group beside full attention does not count twice."""
+    one, prompt = groups_engine("ledger-reasons", WINDOW, FULL), hashes(10)
     kept = [*prompt[:3], prompt[5]]
     one.store(BlockRun(1, [*kept, *prompt[3:5]], block_ids(6)), BlockRun(0, kept, block_ids(4)))
     with AdminClient(server.target) as admin:
@@ -155,18 +127,15 @@ def test_each_missed_block_has_its_own_reason(server: Server, engine: Make) -> N
     one.session.reserve("r", [BlockRun(1, [prompt[7]])], 60).result(60)
     report(one, RequestReport(prompt, 161, 0, 32, 0.0, miss=Miss.ABSENT))
     row = row_of(server.target, "ledger-reasons")
-    # Block 2 came late, 3 and 4 were evicted and 5 lies behind them, 7 is being written.
-    assert row["misses"] == {
-        "in_flight": 2 * TOKENS,
-        "evicted": 3 * TOKENS,
-        "never_stored": 3 * TOKENS,
-        "partial_block": 1,
-    }
-    assert row["hits"] == {"host": 32} and adds_up(row)
+    # Block 2, right behind the hit, came late; 7 is being written. 3 and 4 were evicted, 5 lies
+    # behind them.
+    blocks = {"in_flight": 2, "evicted": 3, "never_stored": 3}
+    tokens = {reason: count * TOKENS for reason, count in blocks.items()}
+    assert row["misses"] == {**tokens, "partial_block": 1} and row["hits"] == {"host": 32}
 
 
-def test_what_no_engine_can_know_is_not_believed(server: Server, engine: Make) -> None:
-    one = engine("ledger-claims")
+def test_what_no_engine_can_know_is_not_believed(server: Server, groups_engine: Make) -> None:
+    one = groups_engine("ledger-claims")
     for number in (Miss.FAILED_LOAD, Miss.EVICTED, 77):
         said = session_pb2.RequestReport(
             hashes=b"".join(hashes(2)), prompt_token_count=33, miss_reason=number
@@ -178,8 +147,8 @@ def test_what_no_engine_can_know_is_not_believed(server: Server, engine: Make) -
     assert row["misses"] == {"never_stored": 96, "partial_block": 3}
 
 
-def test_a_load_that_fails_takes_its_savings_back(server: Server, engine: Make) -> None:
-    one, prompt = engine("ledger-failed"), hashes(4)
+def test_a_load_that_fails_takes_its_savings_back(server: Server, groups_engine: Make) -> None:
+    one, prompt = groups_engine("ledger-failed"), hashes(4)
     one.store(BlockRun(0, prompt, block_ids(4)))
     report(
         one,
@@ -192,128 +161,26 @@ def test_a_load_that_fails_takes_its_savings_back(server: Server, engine: Make) 
     report(one, loads=(LoadEnd(1, 0.0, failed=True), LoadEnd(99, 0.0, failed=True)))
     row = row_of(server.target, "ledger-failed")
     assert (row["saved_s"], row["waited_s"], row["failed_load_count"]) == (1.0, 0.75, 1)
-    assert row["hits"] == {"host": 32} and row["misses"]["failed_load"] == 48 and adds_up(row)
+    assert row["hits"] == {"host": 32} and row["misses"]["failed_load"] == 48
 
 
-def test_the_outlook_follows_what_is_reported(server: Server, engine: Make) -> None:
-    """Half of all blocks come a second time, and nothing is stored: only an endless cache hits."""
-    one, prompt = engine("ledger-outlook"), hashes(50)
-    with AdminClient(server.target) as admin:
-
-        def followed() -> int:
-            return int(admin.savings()["outlook"]["prompt_token_count"])
-
-        def asked() -> int:
-            return sum(row["prompt_token_count"] for row in admin.savings()["rows"])
-
-        wait_for(lambda: followed() == asked())
-        before = admin.savings()["outlook"]
-        for _ in range(2):
-            report(one, *[RequestReport(prompt, 800, 0, 0, 0.0)])
-        wait_for(lambda: followed() == asked())
-        after = admin.savings()["outlook"]
-    gained = (
-        after["ceiling_ratio"] * after["prompt_token_count"]
-        - before["ceiling_ratio"] * before["prompt_token_count"]
-    )
-    assert gained == pytest.approx(800)
-    assert after["step_byte_count"] == 1 << 30 and 0 <= after["gain_ratio"] < 1
-
-
-@pytest.mark.long
-def test_the_outlook_is_the_simulators_of_the_recorded_trace(tmp_path: Path) -> None:
-    """Traffic is reported to a server while `hotkv record` listens; the simulator then replays what
-    was recorded."""
-    requests = MAKERS["zipf_trees"](5, 700)
-    numbers = sorted({block for _, ids in requests for block in ids})
-    names = dict(zip(numbers, hashes(len(numbers)), strict=True))
-    trace_file = tmp_path / "trace.jsonl"
-    with (
-        runtime_folder(64 << 20) as folder,
-        Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as running,
-    ):
-        running.wait_ready()
-        # A block has 8 KiB: the arena holds 2,048 of more than 4,000.
-        one = PagedEngine(running.target).connect()
-        target = ["--target", running.target]
-        recording = threading.Thread(
-            target=lambda: cli.main(
-                [*target, "record", str(trace_file), "--block-tokens", "16", "--seconds", "4"]
-            )
-        )
-        recording.start()
-        wait_for(lambda: gauge(running.target, "request_watchers") == 1)
-        for first in range(0, len(requests), 50):
-            reports = [
-                RequestReport([names[block] for block in ids], 16 * len(ids), 0, 0, 0.0)
-                for _, ids in requests[first : first + 50]
-            ]
-            one.session.report_requests(reports)
-        one.session.ping(10)
-        recording.join()
-        tokens = sum(16 * len(ids) for _, ids in requests)
-        with AdminClient(running.target) as admin:
-            wait_for(lambda: admin.savings()["outlook"]["prompt_token_count"] == tokens)
-            outlook = admin.savings(3600)["outlook"]
-        one.close()
-    trace = load_trace(trace_file)
-    assert trace.num_requests == len(requests)
-    step = outlook["step_byte_count"] // (8 << 10)
-    larger, smaller = (
-        int(replay(trace, blocks, POLICIES["hotness"]).prefix.sum())
-        for blocks in (2048 + step, 2048)
-    )
-    blocks = len(trace.blocks)
-    assert outlook["ceiling_ratio"] == pytest.approx(unbounded(trace).sum() / blocks, abs=0.02)
-    assert outlook["gain_ratio"] == pytest.approx((larger - smaller) / blocks, abs=0.02)
-    assert larger > smaller
-
-
-def gauge(target: str, name: str) -> float:
-    with AdminClient(target) as admin:
-        return float(admin.info()["counters"][name])
-
-
-def test_pages_get_the_same_over_http(server: Server, engine: Make) -> None:
-    one, port = engine("ledger-http"), http_port(server)
-    report(one, RequestReport(hashes(4), 70, 16, 32, 0.0, saved_s=1.5))
-    answer = get(port, "/api/v1/savings?since_s=3600")
-    assert answer.headers["Content-Type"] == "application/json"
-    (row,) = [r for r in answer.figures["rows"] if r["model"] == "ledger-http"]
-    over_rpc = row_of(server.target, "ledger-http", 3600)
-    assert {**row, "hits": {t: c for t, c in row["hits"].items() if c}} == over_rpc
-    assert answer.figures["total"]["request_count"] >= 1
-    for wrong in ("-1", "x", "nan", "inf"):
-        answer = get(port, f"/api/v1/savings?since_s={wrong}")
-        assert answer.status == 400 and "since_s" in answer.text
-
-
-def test_the_command_shows_a_row_each_and_the_outlook(
-    server: Server, engine: Make, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one = engine("ledger-command")
+def test_the_command_shows_a_row_each_and_the_outlook(server: Server, groups_engine: Make) -> None:
+    one = groups_engine("ledger-command")
     report(one, RequestReport(hashes(4), 70, 7, 32, 0.0, saved_s=90.0, wait_s=1.0))
 
-    def shown(*flags: str) -> str:
-        assert cli.main(["--target", server.target, "savings", *flags]) == 0
-        return capsys.readouterr().out
-
     def text() -> str:
-        return shown("--by", "engine", "--since", "1h")
+        return server.cli("savings", "--by", "engine", "--since", "1h")
 
-    wait_for(lambda: "an endless cache would hit" in text())  # of which a later tick learns
+    # Of which a later tick learns.
+    wait_for(lambda: "an endless cache would hit" in text())
     (line,) = [line for line in text().splitlines() if "ledger-command" in line]
     assert one.session.config.engine_id in line
     assert "10.0%" in line and "1m 30s" in line and "1m 29s" in line
-    assert "would bring" in text() and "never stored" in text()
-    answer = json.loads(shown("--json"))
+    answer = json.loads(server.cli("savings", "--json"))
     assert answer["by"] == "model" and answer["total"]["request_count"] >= 1
-    assert show_savings(answer)
-    assert shown("--by", "tenant")
-    for wrong in ("9", "1w", "9d", "-1h", "h"):
-        status = cli.main(["--target", server.target, "savings", f"--since={wrong}"])
-        assert (status == 0) == (wrong == "9"), wrong
-    assert "--since 1w" in capsys.readouterr().err
+    assert show_savings(answer) and server.cli("savings", "--by", "tenant")
+    for wrong in ("1w", "9d", "-1h", "h"):
+        assert cli.main(["--target", server.target, "savings", f"--since={wrong}"]), wrong
 
 
 def test_a_hit_that_came_up_from_the_disk_is_the_disks_once() -> None:
@@ -340,6 +207,10 @@ def test_a_hit_that_came_up_from_the_disk_is_the_disks_once() -> None:
 # ----------------------------------------------------------------------------------------- restarts
 
 
+def ledger_of(place: Place) -> Path:
+    return place.folder / "arena" / "ledger"
+
+
 def savings(place: Place) -> dict[str, Any]:
     assert place.server is not None
     with AdminClient(place.server.target) as admin:
@@ -348,35 +219,28 @@ def savings(place: Place) -> dict[str, Any]:
 
 def use(place: Place) -> None:
     """Stores a chain, and reports a request that hits half of it."""
-    assert place.engine is not None
-    chain = hashes(8)
-    store(place.engine, chain)
-    place.engine.session.report_requests(
-        [RequestReport(chain, 130, 0, 64, 0.0, saved_s=0.5, wait_s=0.125)]
-    )
-    place.engine.session.ping(10)
+    engine, chain = place.engine or place.connect(), hashes(8)
+    store(engine, chain)
+    hit = RequestReport(chain, 130, 0, 64, 0.0, saved_s=0.5, wait_s=0.125)
+    engine.session.report_requests([hit])
+    engine.session.ping(10)
 
 
-def ledger_file(place: Place) -> Path:
-    return place.folder / "arena" / "ledger"
-
-
-def num_written(place: Place) -> int:
-    """Requests in the ledger's file."""
-    if not ledger_file(place).exists():
-        return 0
-    kept = pack.unpack(ledger_file(place).read_bytes())
+def is_written(place: Place) -> bool:
+    """Returns whether the ledger's file has one request."""
+    if not ledger_of(place).exists():
+        return False
+    kept = pack.unpack(ledger_of(place).read_bytes())
     at = kept.names.index("requests")
-    return int(sum(row.total[at] for _, row in kept.rows))
+    return bool(sum(row.total[at] for _, row in kept.rows) == 1)
 
 
 def test_the_ledger_goes_on_after_a_kill_and_with_another_arena(place: Place) -> None:
     """An arena of another size loses its blocks, not what it has brought."""
     place.start()
-    place.connect()
     use(place)
     before = savings(place)
-    wait_for(lambda: num_written(place) == 1)
+    wait_for(lambda: is_written(place))
     place.stop(signal.SIGKILL)
     place.start()
     after = savings(place)
@@ -391,18 +255,17 @@ def test_the_ledger_goes_on_after_a_kill_and_with_another_arena(place: Place) ->
 
 
 def test_a_file_that_is_no_ledger_begins_anew_with_one_line(place: Place) -> None:
-    path = ledger_file(place)
+    file = ledger_of(place)
     place.start()
-    place.connect()
     for damage in ("torn", "link"):
         use(place)
         place.stop(signal.SIGTERM)
-        content = path.read_bytes()
-        path.unlink()
+        content = file.read_bytes()
+        file.unlink()
         if damage == "torn":
-            path.write_bytes(content[: len(content) // 2])
+            file.write_bytes(content[: len(content) // 2])
         else:
-            os.symlink("/dev/zero", path)
+            file.symlink_to("/dev/zero")
         server = place.start()
         assert savings(place)["rows"] == []
         assert server.log.read_text().count("ledger begins anew") == 1
@@ -412,8 +275,7 @@ def test_a_file_that_is_no_ledger_begins_anew_with_one_line(place: Place) -> Non
 
 def test_no_file_is_left_of_a_server_that_keeps_nothing(place: Place) -> None:
     place.start("--arena.keep", "false")
-    place.connect()
     use(place)
-    wait_for(lambda: num_written(place) == 1)
+    wait_for(lambda: is_written(place))
     place.stop(signal.SIGTERM)
     assert not (place.folder / "arena").exists()

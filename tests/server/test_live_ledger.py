@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 
 from hotkv_proto.blocks import NO_RETENTION, Retention
-from hotkv_proto.keys import KeySpace
 from hotkv_proto.reports import LoadEnd, Miss, RequestReport
 from hotkv_server.ledger import drive as ledger
 from hotkv_server.ledger.book import pack
 from hotkv_server.ledger.book.accounts import MAX_ACCOUNTS
 from hotkv_server.memory.clerk import Clerk
-from hotkv_server.node.session import LiveSession
-from tests.server.ledger_world import World
-from tests.server.support import FULL
+from tests.server.ledger_world import World, key_space
+
+HASHES = np.arange(1, 33, dtype=np.uint32).reshape(4, 8)
 
 
 @pytest.mark.parametrize(("name", "bound"), [("MAX_FOLLOWING", 3), ("MAX_FOLLOWING_BLOCKS", 3 * 2)])
@@ -36,7 +35,9 @@ def test_requests_beyond_what_the_forecast_can_follow_are_counted_all_the_same(
     assert world.ledger.num_lost == 2 and world.followed_tokens == 6 * 33
 
 
-def test_what_is_reported_while_the_forecast_follows_waits_for_the_next_turn() -> None:
+def test_what_is_reported_while_the_forecast_follows_waits_for_the_next_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world, num_taken = World(), 0
     for _ in range(3):
         world.report()
@@ -47,20 +48,15 @@ def test_what_is_reported_while_the_forecast_follows_waits_for_the_next_turn() -
             break
     assert num_taken == 3 and world.ledger.outlook(0).prompt_tokens == 3 * 33
     assert world.followed_tokens == 6 * 33
-
-
-def test_requests_may_make_way_for_a_large_one_while_the_forecast_follows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    # They may make way for a large one.
     monkeypatch.setattr(ledger, "MAX_FOLLOWING_BLOCKS", 6)
-    world = World()
     for _ in range(3):
         world.report()
     steps = world.ledger.follow()
     next(steps)
     world.report(num_blocks=6)
     assert len(list(steps)) == 1 and world.ledger.num_lost == 2
-    assert world.followed_tokens == 33 + 97
+    assert world.followed_tokens == 7 * 33 + 97
 
 
 def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,28 +71,24 @@ def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPat
     assert total.hit_tokens["host"] == 32 and total.missed_tokens[Miss.FAILED_LOAD] == 64
 
 
-def test_a_ledger_that_can_not_be_written_says_so_and_goes_on(
+async def turn(world: World, clerk: Clerk) -> None:
+    await world.ledger.turn(clerk)
+    await world.ledger.close()
+
+
+async def test_a_ledger_that_can_not_be_written_says_so_and_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger, "SAVE_S", 0.0)
-    folder = tmp_path / "arena"
+    folder, clerk = tmp_path / "arena", Clerk("test")
     folder.mkdir()
     world = World(folder)
     folder.rmdir()
-
-    clerk = Clerk("test")
-
-    async def turns() -> None:
-        world.report()
-        await world.ledger.turn(clerk)
-        await world.ledger.close()
-        folder.mkdir()
-        world.report()
-        await world.ledger.turn(clerk)
-        await world.ledger.close()
-
     with caplog.at_level(logging.WARNING):
-        asyncio.run(turns())
+        for _ in range(2):
+            world.report()
+            await turn(world, clerk)
+            folder.mkdir(exist_ok=True)
     assert sum("ledger not saved" in record.message for record in caplog.records) == 1
     kept = pack.unpack((folder / "ledger").read_bytes())
     assert kept.rows[0][1].total[kept.names.index("requests")] == 2
@@ -107,28 +99,19 @@ def test_nothing_is_written_while_nothing_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger, "SAVE_S", 0.0)
-    world = World(tmp_path)
-
-    clerk = Clerk("test")
-
-    async def turns() -> None:
-        for _ in range(3):
-            await world.ledger.turn(clerk)
-            await world.ledger.close()
-
-    asyncio.run(turns())
-    assert not (tmp_path / "ledger").exists()
+    world, clerk, file = World(tmp_path), Clerk("test"), tmp_path / "ledger"
+    asyncio.run(turn(world, clerk))
+    assert not file.exists()
     world.report()
-    asyncio.run(turns())
-    written = (tmp_path / "ledger").stat().st_mtime_ns
-    asyncio.run(turns())
-    assert (tmp_path / "ledger").stat().st_mtime_ns == written
+    asyncio.run(turn(world, clerk))
+    written = file.stat().st_mtime_ns
+    asyncio.run(turn(world, clerk))
+    assert file.stat().st_mtime_ns == written
 
 
 def test_the_forecast_keeps_blocks_only_where_the_node_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for what a request asks to keep, nor on a node with tiers."""
-    world, hashes = World(), np.arange(1, 33, dtype=np.uint32).reshape(4, 8)
-    seen: list[bool] = []
+    world, seen = World(), list[bool]()
     monkeypatch.setattr(
         world.ledger.forecast, "observe", lambda demand, *_: seen.append(demand.may_keep)
     )
@@ -138,17 +121,14 @@ def test_the_forecast_keeps_blocks_only_where_the_node_may(monkeypatch: pytest.M
         (NO_RETENTION, False),
     ):
         world.core.space.room.may_keep = may_keep
-        world.ledger.report(world.session, RequestReport(hashes, 64, 0, 0, 0.0, retention))
+        world.ledger.report(world.session, RequestReport(HASHES, 64, 0, 0, 0.0, retention))
     list(world.ledger.follow())
     assert seen == [True, False, False]
 
 
 def test_blocks_of_two_key_spaces_are_not_taken_for_each_other() -> None:
-    world, hashes = World(), np.arange(1, 33, dtype=np.uint32).reshape(4, 8)
-    other = KeySpace("large", "w", "bfloat16", (FULL,), 16)
-    record = world.core.open_session("engine", "scheduler", other, 0.0)
-    said = RequestReport(hashes, 64, 0, 0, 0.0, NO_RETENTION)
-    for session in (world.session, LiveSession(record, "second", other, "test")):
+    world, said = World(), RequestReport(HASHES, 64, 0, 0, 0.0, NO_RETENTION)
+    for session in (world.session, world.open("second", key_space("large"))):
         world.ledger.report(session, said)
     assert world.followed_tokens == 128 and world.ledger.outlook(0).ceiling_ratio == 0.0
     world.ledger.report(world.session, said)
@@ -158,10 +138,9 @@ def test_blocks_of_two_key_spaces_are_not_taken_for_each_other() -> None:
 
 def test_what_is_exported_begins_with_the_server(tmp_path: Path) -> None:
     """The ledger goes on; counters of Prometheus begin at 0."""
-    world, key_space = World(tmp_path), KeySpace("small", "w", "bfloat16", (FULL,), 16)
+    world = World(tmp_path)
     for number in range(MAX_ACCOUNTS + 3):
-        record = world.core.open_session(f"engine-{number}", "scheduler", key_space, 0.0)
-        world.session = LiveSession(record, f"{number}", key_space, "test")
+        world.session = world.open(f"engine-{number}")
         world.report()
     assert world.ledger.num_folded > 0 and world.ledger.grown == world.ledger.savings().total
     world.ledger.save()

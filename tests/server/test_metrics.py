@@ -1,51 +1,52 @@
-"""Every metric has a HELP text, whichever policy evicts, and no text is left over; names are as
-Prometheus asks for."""
+"""Every metric has a HELP text, and no text is left over; names are as Prometheus asks for.
+docs/told.md names each topic with its filters and fields."""
 
 import asyncio
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.reports import SPARSE_COUNTERS
-from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import POLICIES
-from hotkv_server.cache.values import CoreConfig, Run
-from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.node.node import Node
+from hotkv_server.cache.values import Run
+from hotkv_server.node.capability import Topic, tell
+from hotkv_server.settings import Settings
+from hotkv_server.startup.capabilities import attach_all
 from hotkv_server.told import counts
+from hotkv_server.told.kernel import all_topics
 from hotkv_server.told.metric_help import HELP, LABEL_HELP, LABELS, SPARSE_LAYER_HELP
 from hotkv_server.told.metrics import in_seconds
 from hotkv_vllm.counter_help import COUNTERS, exported
 from tests.core.support import begin_store, make_key_space, words_of
+from tests.server.nodes import local_node
 from tests.support.programs import program
 from tools.metrics_reference import NoCopies, families
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "told.md"
+ROW = re.compile(r"^\| `(\w+)` \|(.*?)\|(.*)\|$", re.MULTILINE)
+
 
 @pytest.fixture(scope="module")
-def metrics() -> list[Metric]:
-    return list(families().values())
-
-
-class Fixed(Collector):
-    """A registry's source of given metrics."""
-
-    def __init__(self, metrics: list[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> list[Metric]:
-        return self._metrics
+def metrics() -> dict[str, Metric]:
+    """Metrics by the names of their texts."""
+    return {
+        one.name.removeprefix("hotkv_") + "_total" * (one.type == "counter"): one
+        for one in families().values()
+    }
 
 
 def lint(metrics: list[Metric]) -> str:
     """What `promtool check metrics` says of them; empty if they are as they should be."""
     registry = CollectorRegistry()
-    registry.register(Fixed(metrics))
+    registry.register(type("Fixed", (Collector,), {"collect": lambda self: metrics})())
     command = [str(program("promtool")), "check", "metrics"]
     done = subprocess.run(command, input=generate_latest(registry), capture_output=True)
     said = (done.stdout + done.stderr).decode()
@@ -53,52 +54,28 @@ def lint(metrics: list[Metric]) -> str:
     return said
 
 
-def test_promtool_finds_no_fault(metrics: list[Metric]) -> None:
+def test_promtool_finds_no_fault(metrics: dict[str, Metric]) -> None:
     """Also in the connector's, but for the colon of vLLM's prefix."""
     engines: list[Metric] = [
         CounterMetricFamily(f"vllm_hotkv_{exported(name)}", text, 1.0)
         for name, text in COUNTERS.items()
     ]
-    assert lint([*metrics, *engines]) == ""
+    assert lint([*metrics.values(), *engines]) == ""
     assert "base unit" in lint([CounterMetricFamily("hotkv_wait_milliseconds", "Some.", 1.0)])
 
 
-def test_every_metric_has_a_text_and_no_text_is_left_over(metrics: list[Metric]) -> None:
-    names = {
-        metric.name.removeprefix("hotkv_") + "_total" * (metric.type == "counter")
-        for metric in metrics
-    }
+def test_metrics_and_labels_have_a_text_and_no_text_is_left_over(
+    metrics: dict[str, Metric],
+) -> None:
     of_layers = {f"sparse_layer_{in_seconds(name)}_total" for name in SPARSE_COUNTERS}
-    assert names - of_layers == set(HELP)
+    assert metrics.keys() - of_layers == set(HELP)
     assert set(SPARSE_LAYER_HELP) == set(SPARSE_COUNTERS)
-
-
-def test_labels_are_explained_and_those_that_are_named(metrics: list[Metric]) -> None:
     named = {label for labels in LABELS.values() for label in labels} | {"layer"}
     assert named == set(LABEL_HELP) and set(LABELS) <= set(HELP)
-    for metric in metrics:
-        name = metric.name.removeprefix("hotkv_") + "_total" * (metric.type == "counter")
+    for name, metric in metrics.items():
         for sample in metric.samples:
             labels = set(sample.labels) - ({"le"} if metric.type == "histogram" else set())
             assert labels == set(LABELS.get(name, ())), name
-
-
-def test_names_are_as_prometheus_has_them(metrics: list[Metric]) -> None:
-    """Units in full, at the end; nothing counted under two names."""
-    for metric in metrics:
-        assert not metric.name.endswith(("_s", "_ms")), metric.name
-    names = {metric.name for metric in metrics}
-    assert {"hotkv_eviction_half_life_seconds", "hotkv_sparse_layer_build_seconds"} <= names
-    (refused,) = {name for name in names if name.startswith("hotkv_refused")}
-    samples = [s for metric in metrics if metric.name == refused for s in metric.samples]
-    assert samples and all(set(sample.labels) == {"reason"} for sample in samples)
-
-
-def test_texts_are_sentences(metrics: list[Metric]) -> None:
-    for metric in metrics:
-        text = metric.documentation
-        assert re.match(r"[A-Z0-9].*[.]$", text) and "\n" not in text, f"{metric.name}: {text!r}"
-        assert len(text.split()) > 1 and "  " not in text, f"{metric.name}: {text!r}"
 
 
 def test_texts_name_metrics_that_exist() -> None:
@@ -109,16 +86,13 @@ def test_texts_name_metrics_that_exist() -> None:
         assert mentioned - settings <= names, f"{name}: {mentioned - settings - names}"
 
 
-def test_a_long_census_is_that_of_the_scrape_before(
+async def test_a_long_census_is_that_of_the_scrape_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(counts, "FRESH_PARTS", 0)
-
-    async def scenario() -> list[int]:
-        memory = NodeMemory.open(tmp_path / "arena", 1 << 20, 1 << 16, 64, 1, prefault=False)
-        core = CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, POLICIES["lru"](64))
-        copies: Any = NoCopies()
-        taker, seen = counts.RecentCensus(Node(core, memory, copies)), []
+    copies: Any = NoCopies()
+    with local_node(tmp_path, copies=copies) as node:
+        taker, seen, core = counts.RecentCensus(node), list[int](), node.core
         taker.begin()
         session = core.open_session("engine", "worker", make_key_space("m", 4096, 4096), 0.0)
         for first in range(0, 40, 10):
@@ -128,7 +102,50 @@ def test_a_long_census_is_that_of_the_scrape_before(
             run = Run(0, words_of(range(first, first + 10)))
             begin_store(core, session.number, f"{first}", f"{first}", [run], 0, 60.0, 1.0)
             core.end_store(session.number, f"{first}", True, 2.0)
-        memory.remove()
-        return seen
+    assert seen == [0, 0, 10, 20], "each but the first a scrape late"
 
-    assert asyncio.run(scenario()) == [0, 0, 10, 20], "each but the first a scrape late"
+
+# Topics
+
+
+@pytest.fixture
+def topics(tmp_path: Path) -> Iterator[dict[str, Topic]]:
+    copies: Any = NoCopies()
+    with local_node(tmp_path, copies=copies) as node:
+        attach_all(Settings.model_validate({"arena": {"dir": tmp_path}}), node)
+        yield all_topics(node)
+
+
+def told(topics: dict[str, Topic], name: str, **filters: str) -> dict[str, Any]:
+    return asyncio.run(tell(topics, name, filters))
+
+
+def test_the_page_has_every_topic_with_its_filters_and_fields(topics: dict[str, Topic]) -> None:
+    rows = {name: (filters, fields) for name, filters, fields in ROW.findall(PAGE.read_text())}
+    listed = {
+        name: [one for one in re.findall(r"`(\w+)`", filters) if one != "no"]
+        for name, (filters, _) in rows.items()
+    }
+    assert listed == told(topics, "")["topics"]
+    for name in topics:
+        answer = told(topics, name)
+        orjson.dumps(answer)
+        missing = [field for field in answer if f"`{field}`" not in rows[name][1]]
+        assert not missing, f"{name}: {missing}"
+
+
+@pytest.mark.parametrize(
+    ("name", "filters", "words"),
+    [
+        ("blocks", {"page_size": "-1"}, "page_size is '-1'"),
+        ("blocks", {"page_size": "²"}, "page_size is '²'"),
+        ("blocks", {"page_size": "9" * 30}, "page_size is"),
+        ("savings", {"since_s": "-1"}, "since_s is '-1'"),
+    ],
+)
+def test_odd_numbers_in_questions_are_refused(
+    topics: dict[str, Topic], name: str, filters: dict[str, str], words: str
+) -> None:
+    with pytest.raises(HotKVError, match=re.escape(words)) as raised:
+        told(topics, name, **filters)
+    assert raised.value.reason is Reason.INVALID_FIELD

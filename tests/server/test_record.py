@@ -34,47 +34,35 @@ def test_a_recording_holds_what_engines_reported_and_the_simulator_reads_it(
     server: Server, engine: Make, tmp_path: Path
 ) -> None:
     one, stranger = engine(model="record-one"), engine(model="record-other")
-    number, file = number_in(server, "record-one"), tmp_path / "trace.jsonl"
-    first, second = hashes(9), hashes(8)
+    file, first, second = tmp_path / "trace.jsonl", hashes(9), hashes(8)
     # 16 tokens a hash; 60 are rounded up to 64, so four hashes make a block.
     command = [sys.executable, "-m", "hotkv_client.command.cli", "record", str(file), "--json"]
-    command += ["--key-space", str(number), "--block-tokens", "60"]
-    with subprocess.Popen(
-        [*command, "--target", server.target], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
-        wait_for(lambda: server.counter("request_watchers") == 1, "the recording did not begin")
+    command += ["--key-space", str(number_in(server, "record-one")), "--block-tokens", "60"]
+    command += ["--target", server.target]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        wait_for(lambda: server.counter("request_watchers") == 1, "a recording that begins")
         stranger.session.report_requests([RequestReport(second, 130, 0, 0, 0.0)])
-        one.session.report_requests(
-            [
-                RequestReport(first, 150, 16, 32, 0.0),
-                RequestReport(first[:4] + second, 200, 0, 64, 3600.0),
-            ]
-        )
+        reports = [
+            RequestReport(first, 150, 16, 32, 0.0),
+            RequestReport(first[:4] + second, 200, 0, 64, 3600.0),
+        ]
+        one.session.report_requests(reports)
         one.session.report_requests([RequestReport(first[:3], 50, 0, 0, 0.0)])
-        wait_for(
-            lambda: file.exists() and file.read_text().count("\n") == 3,
-            "the trace has not three lines",
-        )
+        wait_for(lambda: file.exists() and file.read_text().count("\n") == 3, "three lines")
         process.send_signal(signal.SIGINT)
         answer: dict[str, Any] = json.loads(process.communicate(timeout=30)[0])
         assert process.returncode == 0
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["hash_ids"] for line in lines] == [[0, 1], [0, 2, 3], []]
-    assert [(line["input_length"], line["output_length"]) for line in lines] == [
-        (150, 0),
-        (200, 0),
-        (50, 0),
-    ]
-    assert [(line["device_hit_length"], line["hit_length"]) for line in lines] == [
-        (16, 32),
-        (0, 64),
-        (0, 0),
-    ]
-    times = [line["timestamp"] for line in lines]
+    text = file.read_text()
+    assert not any(h.hex() in text for h in first), "hashes leave the node as numbers only"
+    lines = [json.loads(line) for line in text.splitlines()]
+    times = [line.pop("timestamp") for line in lines]
     assert times == sorted(times) and times[0] >= 0 and times[-1] < 60_000
-    assert not any(h.hex() in file.read_text() for h in first), (
-        "hashes leave the node as numbers only"
-    )
+    names = ("hash_ids", "input_length", "output_length", "device_hit_length", "hit_length")
+    assert [tuple(line[name] for name in names) for line in lines] == [
+        ([0, 1], 150, 0, 16, 32),
+        ([0, 2, 3], 200, 0, 0, 64),
+        ([], 50, 0, 0, 0),
+    ]
     expected = {
         "block_token_count": 64,
         "request_count": 3,
@@ -83,23 +71,19 @@ def test_a_recording_holds_what_engines_reported_and_the_simulator_reads_it(
         "lost_request_count": 0,
     }
     assert {name: answer[name] for name in expected} == expected
-    wait_for(
-        lambda: server.counter("request_watchers") == 0,
-        "the server goes on feeding a watcher that is gone",
-    )
+    wait_for(lambda: server.counter("request_watchers") == 0, "a watcher that is gone is forgotten")
     trace = load_trace(file)
     assert trace.num_accesses == 5 and trace.num_unique_blocks == 4
 
 
 def test_a_slow_watcher_is_told_what_it_missed(server: Server, engine: Make) -> None:
-    one = engine(model="record-slow")
-    prompt = hashes(512)
+    one, sent = engine(model="record-slow"), 0
+    report = RequestReport(hashes(512), 512 * 16, 0, 0, 0.0)
     with AdminClient(server.target) as admin:
         watch = admin.watch_requests(number_in(server, "record-slow"), 120)
         assert next(watch) == ([], 0)
-        sent = 0
-        while not admin.info()["counters"]["watched_requests_lost_total"]:
-            one.session.report_requests([RequestReport(prompt, 512 * 16, 0, 0, 0.0)] * 200)
+        while not server.counter("watched_requests_lost_total"):
+            one.session.report_requests([report] * 200)
             one.session.ping(30)
             sent += 200
             assert sent < 100_000, "a watcher that does not read loses nothing"
@@ -107,22 +91,17 @@ def test_a_slow_watcher_is_told_what_it_missed(server: Server, engine: Make) -> 
         while seen + told < sent:
             requests, lost = next(watch)
             seen, told = seen + len(requests), told + lost
-        assert (
-            seen + told == sent and told == admin.info()["counters"]["watched_requests_lost_total"]
-        )
+        assert seen + told == sent and told == server.counter("watched_requests_lost_total")
 
 
 def test_a_stream_that_nobody_reads_any_more_is_cancelled() -> None:
-    class Call:
+    class Call(list[int]):
         is_cancelled = False
-
-        def __iter__(self) -> Any:
-            return iter([1, 2])
 
         def cancel(self) -> None:
             self.is_cancelled = True
 
-    call = Call()
+    call = Call([1, 2])
     stream = _read_stream(call, 0.0)
     assert next(stream) == 1 and not call.is_cancelled
     stream.close()  # type: ignore[attr-defined]
@@ -138,28 +117,21 @@ def test_a_stream_that_nobody_reads_any_more_is_cancelled() -> None:
 def test_equal_ids_are_equal_prefixes(
     prompts: list[list[int]], per_block: int, extra_tokens: int, ages: list[float]
 ) -> None:
-    """Against prompts that are known: two blocks have one id exactly when all hash blocks up to
-    their end are equal."""
+    """Two blocks have one id exactly when all hash blocks up to their end are equal."""
     tracer = TraceWriter(8, 16, 16 * per_block - extra_tokens, 100.0)
     assert tracer.block_tokens == 16 * per_block
     seen: dict[tuple[int, ...], int] = {}
     last_ms = 0
     for prompt, age in zip(prompts, ages, strict=False):
-        chain, packed = b"", b""
+        number, packed = 0, b""
         for token in prompt:
-            chain = (int.from_bytes(chain, "big") * 5 + token + 1 & (1 << 64) - 1).to_bytes(
-                8, "big"
-            )
-            packed += chain
-        line = json.loads(
-            tracer.line(WatchedRequest(1, packed, 16 * len(prompt), 0, 0, 100.0 + age))
-        )
-        prefixes = [
-            tuple(prompt[: end * per_block]) for end in range(1, len(prompt) // per_block + 1)
-        ]
-        for prefix in prefixes:
-            seen.setdefault(prefix, len(seen))
-        assert line["hash_ids"] == [seen[prefix] for prefix in prefixes]
+            number = (number * 5 + token + 1) % (1 << 64)
+            packed += number.to_bytes(8, "big")
+        request = WatchedRequest(1, packed, 16 * len(prompt), 0, 0, 100.0 + age)
+        line = json.loads(tracer.line(request))
+        ends = range(per_block, len(prompt) + 1, per_block)
+        ids = [seen.setdefault(tuple(prompt[:end]), len(seen)) for end in ends]
+        assert line["hash_ids"] == ids
         assert line["timestamp"] >= last_ms
         last_ms = line["timestamp"]
     assert tracer.num_unique_blocks == len(seen)

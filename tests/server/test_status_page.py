@@ -3,6 +3,7 @@ odd requests. The page itself is in test_status_browser.py."""
 
 import asyncio
 import base64
+import dataclasses
 import gc
 import hashlib
 import os
@@ -12,7 +13,9 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,10 +24,6 @@ from demo.processes import Server, runtime_folder
 from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_server.cache import inspect
-from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.policies import POLICIES
-from hotkv_server.cache.values import CoreConfig
-from hotkv_server.ledger.capability import LedgerCapability
 from hotkv_server.ledger.history import NUM_SAMPLES, STEP_S, LiveHistory
 from hotkv_server.node import survey
 from hotkv_server.node.node import Node
@@ -33,13 +32,13 @@ from hotkv_server.told import kernel
 from hotkv_server.told import status as status_figures
 from hotkv_server.told.http_endpoint import HttpServer
 from hotkv_server.told.pages import routes
-from hotkv_server.told.pages.routes import MAX_KEPT, Request, Routes
+from hotkv_server.told.pages.routes import MAX_KEPT, Request, Routes, SavingsPage
 from hotkv_server.told.status import as_json_values, read_status
 from tests.core.support import make_key_space
 from tests.server.capable import capable
 from tests.server.ledger_world import World
 from tests.server.nodes import local_node
-from tests.server.page_support import Traffic, get, listed, status_of
+from tests.server.page_support import Answer, Traffic, get, settings_with_tenants, status_of
 from tests.server.support import http_port
 from tests.support.waiting import wait_for
 
@@ -63,16 +62,10 @@ def traffic(server: Server) -> Iterator[Callable[..., Traffic]]:
 
 def settled(server: Server) -> dict[str, Any]:
     """The status once its survey is of what is there now."""
-    status: dict[str, Any] = {}
-
-    def is_fresh() -> bool:
-        status.update(status_of(server))
-        return status["survey_age_s"] == 0.0
-
     status_of(server)
     time.sleep(survey.FRESH_S)
-    wait_for(is_fresh)
-    return status
+    wait_for(lambda: status_of(server)["survey_age_s"] == 0.0)
+    return status_of(server)
 
 
 # The same as elsewhere
@@ -80,80 +73,32 @@ def settled(server: Server) -> dict[str, Any]:
 
 def test_it_says_what_the_admin_api_says(server: Server, traffic: Callable[..., Traffic]) -> None:
     one = traffic("page-same")
-    blocks = one.prompt()
-    lease = "page-same-lease"
-    one.engine.session.report_sparse({}, {3: {"selects": 4, "wanted_blocks": 8, "hit_blocks": 6}})
-    one.engine.session.acquire(lease, [GroupHashes(0, blocks[:6])], 60).result(60)
+    blocks, session = one.prompt(20), one.engine.session
+    session.report_sparse({}, {3: {"selects": 4, "wanted_blocks": 8, "hit_blocks": 6}})
+    session.acquire("page-same-lease", [GroupHashes(0, blocks[:6])], 60).result(60)
     status = settled(server)
     text = get(http_port(server), "/api/v1/status").text
-    for block in blocks:
-        assert block.hex()[:12] not in text and block[::-1].hex()[:12] not in text
-    info, tiers, sessions = listed(server)
-    assert (status["version"], status["state"], status["problems"]) == (
-        info["version"],
-        "ready",
-        [],
-    )
-    assert status["has_names"] is True
-    assert [t["name"] for t in status["tiers"]] == [t["name"] for t in tiers]
-    (host,), told = status["tiers"], tiers[0]
-    assert {name: told[name] for name in host} == host
-    assert host["block_count"] >= 8 and host["pinned_byte_count"] == 6 * 8192
-    named = ("stored_blocks_total", "loaded_bytes_total", "evicted_blocks_total", "refused_total")
-    assert {n: status["counters"][n] for n in named} == {n: info["counters"][n] for n in named}
-    assert status["lease_count"] == info["counters"]["leases"] == 1
-    assert status["session_count"] == len(sessions)
-    by_number = {row["session_number"]: row for row in sessions}
-    for row in status["sessions"]:
-        same = ("engine_id", "role", "key_space_id", "client_name", "loaded_byte_count")
-        assert {n: row[n] for n in same} == {n: by_number[row["session_number"]][n] for n in same}
+    assert not any(block.hex()[:12] in text or block[::-1].hex()[:12] in text for block in blocks)
     with AdminClient(server.target) as admin:
+        tiers = admin.tiers()
+        sessions = {row["session_number"]: row for row in admin.sessions()}
         spaces = {row["key_space_id"]: row for row in admin.key_spaces()}
-        layers = [r for r in admin.sparse_layers() if r["engine_id"] == "page-same-engine"]
+    assert (status["state"], status["problems"], status["has_names"]) == ("ready", [], True)
+    (host,) = status["tiers"]
+    assert host.items() <= tiers[0].items()
+    assert host["block_count"] >= 20 and host["pinned_byte_count"] == 6 * 8192
+    assert status["counters"]["stored_blocks_total"] >= 20 and status["lease_count"] == 1
+    assert status["session_count"] == len(status["sessions"]) == len(sessions)
+    same = ("engine_id", "role", "key_space_id", "client_name", "loaded_byte_count")
+    for row in status["sessions"]:
+        assert [row[name] for name in same] == [sessions[row["session_number"]][n] for n in same]
     assert status["key_space_count"] == len(status["key_spaces"]) == len(spaces)
     for row in status["key_spaces"]:
-        told = spaces[row["key_space_id"]]
-        assert row["block_count"] == told["block_count"]
-        assert {name: told[name] for name in row} == row
-        assert row["model"] == told["key_space"]["model"]
+        assert row.items() <= spaces[row["key_space_id"]].items()
     (layer,) = [row for row in status["sparse_layers"] if row["layer_index"] == 3]
-    assert {n: layer[n] for n in ("selects", "hit_ratio")} == {"selects": 4, "hit_ratio": 0.75}
-    assert layers[0]["hit_ratio"] == layer["hit_ratio"]
-    one.engine.session.release(lease)
-
-
-def test_savings_are_those_of_the_ledger(server: Server, traffic: Callable[..., Traffic]) -> None:
-    one = traffic("page-savings")
-    one.prompt()
-    one.prompt(4, loads=2, device=0)
-    status, port = status_of(server), http_port(server)
-    for name, since_s in (("hour", 3600), ("all", 0)):
-        shown = status["savings"][name]
-
-        def is_told(since_s: int = since_s, shown: Any = shown) -> bool:
-            """While the node rests, the answer is one of before the traffic."""
-            told = get(port, f"/api/v1/savings?since_s={since_s}").figures
-            rows = told["rows"] if since_s else []
-            return bool(shown["total"] == told["total"] and shown["rows"] == rows)
-
-        wait_for(is_told)
-    (row,) = [r for r in status["savings"]["hour"]["rows"] if r["model"] == "page-savings"]
-    assert (row["request_count"], row["prompt_token_count"]) == (2, 12 * 16 + 6)
-    assert row["hits"]["host"] == 6 * 16 and row["device_hit_token_count"] == 16
-    # The minutes of the last hour, and of the hour before it, add up to what was ever counted here.
-    minutes = status["minutes"]
-    assert minutes["step_s"] == 60 and len(minutes["prompt_token_counts"]) == 120
-    total = status["savings"]["all"]["total"]
-    assert sum(minutes["prompt_token_counts"]) == total["prompt_token_count"]
-    assert sum(minutes["hit_token_counts"]["host"]) == total["hits"]["host"]
-    assert sum(minutes["hit_token_counts"]["device"]) == total["device_hit_token_count"]
-    assert sum(minutes["loaded_byte_counts"]) == total["loaded_byte_count"]
-
-
-def test_the_map_adds_up_to_the_arena(server: Server, traffic: Callable[..., Traffic]) -> None:
-    traffic("page-map").prompt(20)
-    status = settled(server)
-    arena, host = status["arena"], status["tiers"][0]
+    assert (layer["selects"], layer["hit_ratio"]) == (4, 0.75)
+    # The map adds up to the arena.
+    arena = status["arena"]
     assert arena["slabs_per_cell"] == 1
     assert arena["slab_count"] * arena["slab_byte_count"] >= host["capacity_byte_count"]
     used = sum(arena["used_ratios"]) * arena["slab_byte_count"]
@@ -163,28 +108,56 @@ def test_the_map_adds_up_to_the_arena(server: Server, traffic: Callable[..., Tra
     assert set(arena["slot_byte_counts"]) == {r["slot_byte_count"] for r in host["slab_classes"]}
     ages = [age for age in arena["idle_s"] if age is not None]
     assert len(ages) == len(lent) and min(ages) < 60
+    session.release("page-same-lease")
+
+
+def test_savings_are_those_of_the_ledger(server: Server, traffic: Callable[..., Traffic]) -> None:
+    one = traffic("page-savings")
+    one.prompt()
+    one.prompt(4, loads=2, device=0)
+    status = status_of(server)
+    hour, minutes, total = (
+        status["savings"]["hour"],
+        status["minutes"],
+        status["savings"]["all"]["total"],
+    )
+
+    def is_told() -> bool:
+        """While the node rests, the answer is one of before the traffic."""
+        told = get(http_port(server), "/api/v1/savings?since_s=3600").figures
+        return bool((hour["total"], hour["rows"]) == (told["total"], told["rows"]))
+
+    wait_for(is_told)
+    (row,) = [r for r in hour["rows"] if r["model"] == "page-savings"]
+    assert (row["request_count"], row["prompt_token_count"]) == (2, 12 * 16 + 6)
+    assert row["hits"]["host"] == 6 * 16 and row["device_hit_token_count"] == 16
+    # The minutes of the last hour, and of the hour before it, add up to what was ever counted here.
+    assert minutes["step_s"] == 60 and len(minutes["prompt_token_counts"]) == 120
+    assert sum(minutes["prompt_token_counts"]) == total["prompt_token_count"]
+    assert sum(minutes["hit_token_counts"]["host"]) == total["hits"]["host"]
+    assert sum(minutes["hit_token_counts"]["device"]) == total["device_hit_token_count"]
+    assert sum(minutes["loaded_byte_counts"]) == total["loaded_byte_count"]
 
 
 # What is over time
 
 
 def test_samples_are_what_was_counted_between_them() -> None:
-    world = World()
-    history = LiveHistory(world.core, world.ledger, _NoLag())
+    world, lag = World(), SimpleNamespace(longest_s=lambda seconds: 0.25)
+    history = LiveHistory(world.core, world.ledger, lag)
     # A second into the interval in which it was made.
     began_s = (history.history.number + 1) * STEP_S + 1.0
     world.report(num_blocks=2, hit_tokens=16)
     history.turn(began_s + STEP_S)
     world.core.counters.evicted_blocks += 7
     world.report(num_blocks=3)
-    world.report(num_blocks=1)
     history.turn(began_s + 2 * STEP_S)
     history.turn(began_s + 2 * STEP_S + 0.2)
     # The loop stood still for two intervals.
     world.report(num_blocks=4)
     history.turn(began_s + 5 * STEP_S)
     samples, age_s = history.samples(began_s + 5 * STEP_S)
-    assert samples["prompt_tokens"].tolist() == [33, 49 + 17, 0, 0, 65]
+    assert samples["prompt_tokens"].tolist() == [33, 49, 0, 0, 65]
     assert samples["hit_tokens/host"].tolist() == [16, 0, 0, 0, 0]
     assert samples["evicted_blocks"].tolist() == [0, 7, 0, 0, 0]
     assert samples["loop_lag_s"].tolist() == [0.25, 0.25, 0, 0, 0.25]
@@ -194,65 +167,39 @@ def test_samples_are_what_was_counted_between_them() -> None:
     assert {len(values) for values in history.samples(0.0)[0].values()} == {NUM_SAMPLES}
 
 
-class _NoLag:
-    def longest_s(self, seconds: float) -> float:
-        return 0.25
-
-
-def test_a_survey_of_many_entries_is_made_in_the_background(
+async def test_a_survey_of_many_entries_is_made_in_the_background(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(survey, "AT_ONCE_ENTRIES", 0)
-    core = CacheCore(
-        CoreConfig(1 << 20, 1 << 16, 64), World().core.space.index.table, POLICIES["lru"](64)
-    )
-
-    async def scenario() -> None:
-        live = survey.LiveSurvey(core)
-        assert live.latest(time.monotonic()) is None and "none yet" in repr(live)
-        assert live.latest(time.monotonic()) is None, "one is being made"
-        while (first := live.latest(time.monotonic())) is None:
-            await asyncio.sleep(0)
-        assert first.census.num_blocks == 0 and not first.arena.used_ratios.any()
-        assert live.latest(first.ended_s + survey.FRESH_S / 2) is first and live._is_idle
-        assert live.latest(first.ended_s + survey.FRESH_S + 60) is first and not live._is_idle
-        live.close()
-        await asyncio.sleep(0.05)
-        assert live.latest(first.ended_s) is first
-
-    asyncio.run(scenario())
+    live = survey.LiveSurvey(World().core)
+    assert live.latest(time.monotonic()) is None and "none yet" in repr(live)
+    assert live.latest(time.monotonic()) is None, "one is being made"
+    while (first := live.latest(time.monotonic())) is None:
+        await asyncio.sleep(0)
+    assert first.census.num_blocks == 0 and not first.arena.used_ratios.any()
+    assert live.latest(first.ended_s + survey.FRESH_S / 2) is first and live._is_idle
+    assert live.latest(first.ended_s + survey.FRESH_S + 60) is first and not live._is_idle
+    live.close()
+    await asyncio.sleep(0.05)
+    assert live.latest(first.ended_s) is first
 
 
-def test_a_survey_that_breaks_is_told_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_survey_that_breaks_is_told_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey, "AT_ONCE_ENTRIES", 0)
     monkeypatch.setattr(inspect, "arena_map", lambda core, now_s: 1 / 0)
-
-    async def scenario() -> list[dict[str, Any]]:
-        told: list[dict[str, Any]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
-        live = survey.LiveSurvey(World().core)
-        live.latest(time.monotonic())
-        for _ in range(1000):
-            if told:
-                break
-            await asyncio.sleep(0.01)
-        return told
-
-    (context,) = asyncio.run(scenario())
+    told: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+    told.get_loop().set_exception_handler(lambda loop, context: told.set_result(context))
+    survey.LiveSurvey(World().core).latest(time.monotonic())
+    context = await asyncio.wait_for(told, 10)
     assert isinstance(context["exception"], ZeroDivisionError)
 
 
 # Bounds
 
 
-class NoCopies:
-    num_queued = 0
-    busy_s = 0.0
-
-
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
-    with local_node(tmp_path, copies=NoCopies()) as made:
+    with local_node(tmp_path, copies=SimpleNamespace(num_queued=0, busy_s=0.0)) as made:
         yield capable(made)
 
 
@@ -266,10 +213,9 @@ def test_lists_are_bounded_and_the_counts_say_how_many_there_are(
 ) -> None:
     monkeypatch.setattr(status_figures, "MAX_ROWS", 3)
     monkeypatch.setattr(kernel, "MAX_ROWS", 3)
-    world = World()
     open_key_spaces(node, 5)
+    session = World().session
     for number in range(5):
-        session: Any = world.session
         moved = type(session)(session.record, f"{number}", session.key_space, "test")
         moved.loaded_bytes = 100 - number
         node.sessions._open[f"{number}"] = moved
@@ -282,10 +228,15 @@ def test_lists_are_bounded_and_the_counts_say_how_many_there_are(
     assert hidden["savings"]["hour"]["rows"] == []
 
 
-def test_before_the_first_survey_what_it_tells_is_not_known(
+def test_what_a_survey_tells_has_its_age_and_is_not_known_before_the_first(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_key_spaces(node, 1)
+    first = node.survey.latest(time.monotonic())
+    assert first is not None
+    old = dataclasses.replace(first, ended_s=time.monotonic() - 5)
+    monkeypatch.setattr(node.survey, "latest", lambda now_s: old)
+    assert as_json_values(read_status(node, has_names=True))["survey_age_s"] >= 5
     monkeypatch.setattr(node.survey, "latest", lambda now_s: None)
     figures = as_json_values(read_status(node, has_names=True))
     assert figures["arena"] is None and figures["survey_age_s"] is None
@@ -295,103 +246,64 @@ def test_before_the_first_survey_what_it_tells_is_not_known(
     assert figures["key_spaces"][0]["block_count"] is None
 
 
-def test_however_many_ask_the_node_is_asked_once_at_a_time(
+async def test_however_many_ask_the_node_is_asked_once_at_a_time(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_reads = 0
-    read = routes.read_status
-
-    def counted(one: Node, *, has_names: bool) -> Any:
-        nonlocal num_reads
-        num_reads += 1
-        return read(one, has_names=has_names)
-
-    monkeypatch.setattr(routes, "read_status", counted)
-
-    async def scenario() -> None:
-        ways = Routes(node, asyncio.get_running_loop(), PageAccess())
-        asked = Request("/api/v1/status", host="localhost")
-        replies = await asyncio.gather(*(ways.answer(asked) for _ in range(20)))
-        assert {reply.status for reply in replies} == {200} and num_reads == 1
-        await ways.answer(asked)
-        assert num_reads == 2
-
-    asyncio.run(scenario())
+    reads = Mock(wraps=routes.read_status)
+    monkeypatch.setattr(routes, "read_status", reads)
+    ways = Routes(node, asyncio.get_running_loop(), PageAccess())
+    asked = Request("/api/v1/status", host="localhost")
+    replies = await asyncio.gather(*(ways.answer(asked) for _ in range(20)))
+    assert {reply.status for reply in replies} == {200} and reads.call_count == 1
+    await ways.answer(asked)
+    assert reads.call_count == 2
 
 
-def test_however_many_ask_for_savings_the_node_rests(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one window or in many; whoever asks meanwhile gets the latest, which is as old as the
-    other windows take at most."""
-    spent_s, now_s = 0.0, 1000.0
-    ledger = node.capability(LedgerCapability).ledger
-    read = ledger.savings
+async def test_however_many_ask_for_savings_the_node_rests() -> None:
+    """In one window or in many. An answer is no older than the other windows take."""
+    spent_s, now_s, ages = 0.0, 1000.0, list[int]()
 
-    def slow(*given: Any, **more: Any) -> Any:
+    async def read(since_s: float, has_names: bool) -> dict[str, Any]:
         nonlocal spent_s, now_s
         spent_s, now_s = spent_s + 0.01, now_s + 0.01
-        return read(*given, **more)
+        return {}
 
     async def sleep(seconds: float) -> None:
         nonlocal now_s
         now_s += seconds
 
-    monkeypatch.setattr(ledger, "savings", slow)
-
-    async def scenario() -> None:
-        nonlocal now_s
-        ways = Routes(node, asyncio.get_running_loop(), PageAccess())
-        monkeypatch.setattr(ways._savings, "_clock", lambda: now_s)
-        monkeypatch.setattr(ways._savings, "_sleep", sleep)
-        ages = []
-        for number in range(2000):
-            asked = [
-                Request("/api/v1/savings", f"since_s={since_s}", host="localhost")
-                for since_s in (0, 3600, 3599, number * 60 % 7000)
-            ]
-            replies = await asyncio.gather(*(ways.answer(one) for one in asked))
-            assert {reply.status for reply in replies} == {200}
-            ages.append(int(replies[1].headers["Age"]))
-            now_s += 0.001
-        assert spent_s / (now_s - 1000.0) < 0.06
-        # At most four windows wait at a time, each for 0.2 s.
-        assert max(ages) <= 1
-        assert len(ways._savings._made) <= MAX_KEPT
-
-    asyncio.run(scenario())
+    page = SavingsPage(read, lambda: now_s, sleep)
+    for number in range(2000):
+        windows = (0, 3600, 3599, number * 60 % 7000)
+        replies = await asyncio.gather(*(page.reply(one, has_names=True) for one in windows))
+        ages.append(int(replies[1].headers["Age"]))
+        now_s += 0.001
+    assert spent_s / (now_s - 1000.0) < 0.06
+    # At most four windows wait at a time, each for 0.2 s.
+    assert max(ages) <= 1 and len(page._made) <= MAX_KEPT
 
 
-def test_an_answer_that_can_not_be_made_is_told_to_the_log(
+async def test_an_answer_that_can_not_be_made_is_told_to_the_log(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(routes, "read_status", lambda one, has_names: 1 / 0)
-
-    async def scenario() -> None:
-        http = HttpServer("127.0.0.1", 0, node)
-        loop = asyncio.get_running_loop()
-        answer = await loop.run_in_executor(None, get, http.port, "/api/v1/status")
-        assert answer.status == 500 and "log" in answer.text and "loop" not in answer.text
-        http.close()
-
-    asyncio.run(scenario())
+    http = HttpServer("127.0.0.1", 0, node)
+    answer = await asyncio.to_thread(get, http.port, "/api/v1/status")
+    assert answer.status == 500 and "log" in answer.text and "loop" not in answer.text
+    http.close()
     (record,) = [one for one in caplog.records if one.name == "hotkv_server.told.http_endpoint"]
     assert record.exc_info and record.exc_info[0] is ZeroDivisionError
 
 
-def test_it_ends_quietly_while_requests_wait_for_the_node(
+async def test_it_ends_quietly_while_requests_wait_for_the_node(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-
-    async def scenario() -> None:
-        http = HttpServer("127.0.0.1", 0, node)
-        # As the daemon does: on the node's loop, which answers nobody meanwhile.
-        with socket.create_connection(("127.0.0.1", http.port)) as one:
-            one.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            wait_for(lambda: bool(http.routes._shared))
-            http.close()
-
-    asyncio.run(scenario())
+    http = HttpServer("127.0.0.1", 0, node)
+    # As the daemon does: on the node's loop, which answers nobody meanwhile.
+    with socket.create_connection(("127.0.0.1", http.port)) as one:
+        one.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        wait_for(lambda: bool(http.routes._shared))
+        http.close()
     gc.collect()
     assert not [one for one in caplog.records if one.name == "asyncio"]
 
@@ -405,24 +317,27 @@ def test_the_page_is_one_small_file_that_may_load_nothing(server: Server) -> Non
     assert len(content) <= MAX_PAGE_BYTES
     text = content.decode()
     assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
-    parts = answer.headers["Content-Security-Policy"].split("; ")
-    policy = {name: values for name, *values in map(str.split, parts)}
-    for tag, name in (("script", "script-src"), ("style", "style-src")):
+    assert answer.headers["X-Frame-Options"] == "DENY"
+    policy = dict(
+        one.split(" ", 1) for one in answer.headers["Content-Security-Policy"].split("; ")
+    )
+    for tag in ("script", "style"):
         (element,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(element.encode()).digest()).decode()
-        assert policy[name] == [f"'sha256-{digest}'"]
-    nothing = ("default-src", "base-uri", "form-action", "frame-ancestors")
-    assert all(policy[name] == ["'none'"] for name in nothing)
-    assert policy["connect-src"] == ["'self'"] and policy["img-src"] == ["data:"]
-    assert policy["require-trusted-types-for"] == ["'script'"]
-    assert answer.headers["X-Content-Type-Options"] == "nosniff"
-    assert answer.headers["X-Frame-Options"] == "DENY"
-    assert answer.headers["Referrer-Policy"] == "no-referrer"
+        assert policy.pop(f"{tag}-src") == f"'sha256-{digest}'"
+    nothing = ("default-src", "base-uri", "form-action", "frame-ancestors", "trusted-types")
+    some = {"connect-src": "'self'", "img-src": "data:", "require-trusted-types-for": "'script'"}
+    assert policy == dict.fromkeys(nothing, "'none'") | some
+    private = {
+        "Cache-Control": "no-store",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Access-Control-Allow-Origin": None,
+    }
     for path in ("/", "/api/v1/status", "/api/v1/savings"):
         headers = get(http_port(server), path).headers
-        assert headers["Cache-Control"] == "no-store"
-        assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
-        assert headers["Access-Control-Allow-Origin"] is None
+        assert {name: headers[name] for name in private} == private
     # Nothing is fetched but the API; no text becomes markup; no attribute has a style or a handler.
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
@@ -434,13 +349,9 @@ def test_the_page_is_one_small_file_that_may_load_nothing(server: Server) -> Non
     [
         ("/?a=b", "GET", 200),
         ("/api/v1/status?x=%00&since_s=-1", "GET", 200),
-        ("/api/v1/", "GET", 404),
-        ("/api/v1/status/", "GET", 404),
-        ("/api/v1/statusx", "GET", 404),
-        ("/api/v2/status", "GET", 404),
-        ("//", "GET", 404),
-        ("/index.html", "GET", 404),
-        ("/api/v1/savings?since_s=x", "GET", 400),
+        *[(f"/api/v1/savings?since_s={wrong}", "GET", 400) for wrong in ("x", "-1", "nan", "inf")],
+        *[(f"/api/v{path}", "GET", 404) for path in ("1/", "1/status/", "1/statusx", "2/status")],
+        *[(path, "GET", 404) for path in ("//", "/index.html", "/../etc/passwd")],
         ("/", "POST", 405),
         ("/api/v1/status", "DELETE", 405),
     ],
@@ -452,23 +363,28 @@ def test_odd_requests(server: Server, path: str, method: str, status: int) -> No
 # Who sees it
 
 
+class Far:
+    """A server with two tenants that listens beyond this machine, and the files of its token and
+    settings."""
+
+    def __init__(self, server: Server, token: Path, config: Path) -> None:
+        self.server, self.token, self.config = server, token, config
+
+    def get(self, path: str, token: str = "", **headers: str) -> Answer:
+        shown = {"Authorization": f"Bearer {token}"} if token else {}
+        return get(http_port(self.server), path, **shown, **headers)
+
+    def asked(self, token: str) -> int:
+        return self.get("/api/v1/status", token).status
+
+
 @pytest.fixture(scope="module")
-def far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    """Yields a server with two tenants that listens beyond this machine, and the file of its
-    token."""
+def far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Far]:
     folder = tmp_path_factory.mktemp("far")
-    token, config = folder / "token", folder / "hotkv.toml"
+    token = folder / "token"
     token.touch(0o600)
     token.write_text(TOKEN + "\n")
-    tenants = (
-        f'[[security.tenants]]\nname = "{name}"\nuids = [{os.getuid()}]\n'
-        for name in ("blue", "red")
-    )
-    digest = hashlib.sha256(ADMIN.encode()).hexdigest()
-    config.write_text(
-        f'[http]\nhost = "0.0.0.0"\ntoken_file = "{token}"\n'
-        f'[security]\nadmin_token_sha256 = ["{digest}"]\n' + "".join(tenants)
-    )
+    config = settings_with_tenants(folder, ADMIN, "blue", "red", token_file=token)
     flags = ("--config", str(config), "--arena.slab-bytes", "64KiB")
     with runtime_folder(64 << 20) as runtime, Server(runtime, "16MiB", *flags) as running:
         running.wait_ready()
@@ -476,102 +392,76 @@ def far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path
             one = Traffic(running.target, f"{tenant}-model", f"{tenant}-engine", tenant=tenant)
             one.prompt()
             one.close()
-        yield running, token
+        yield Far(running, token, config)
 
 
-def test_beyond_this_machine_a_token_is_needed(far: tuple[Server, Path]) -> None:
-    port = http_port(far[0])
+def test_beyond_this_machine_a_token_is_needed(far: Far) -> None:
     for path in ("/", "/api/v1/status", "/api/v1/savings", "/api/v1/nothing"):
-        for shown in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {TOKEN}"}):
-            answer = get(port, path, **shown)
+        for token in ("", "wrong"):
+            answer = far.get(path, token)
             assert answer.status == 401 and "http.token_file" in answer.text
             assert answer.headers["WWW-Authenticate"] == 'Bearer realm="hotkv"'
             assert TOKEN not in answer.text and "blue" not in answer.text
     for path in ("/livez", "/readyz", "/metrics"):
-        assert get(port, path).status == 200
-    bearer = {"Authorization": f"Bearer {TOKEN}", "Host": "hotkv.example"}
-    assert get(port, "/", **bearer).body == PAGE.read_bytes()
-    assert get(port, "/api/v1/nothing", **bearer).status == 404
+        assert far.get(path).status == 200
+    assert far.get("/", TOKEN, Host="hotkv.example").body == PAGE.read_bytes()
+    assert far.get("/api/v1/nothing", TOKEN).status == 404
     # A browser gets the page, which asks for the token.
-    form = get(port, "/", Accept="text/html,*/*;q=0.8")
+    form = far.get("/", Accept="text/html,*/*;q=0.8")
     assert (form.status, form.body) == (401, PAGE.read_bytes())
-    assert get(port, "/api/v1/status", Accept="text/html").body != PAGE.read_bytes()
+    assert far.get("/api/v1/status", Accept="text/html").body != PAGE.read_bytes()
 
 
-def test_tenants_are_named_to_admins_alone(far: tuple[Server, Path]) -> None:
-    viewer, admin = (status_of(far[0], Authorization=f"Bearer {token}") for token in (TOKEN, ADMIN))
+def test_tenants_are_named_to_admins_alone(far: Far) -> None:
+    viewer, admin = (far.get("/api/v1/status", token).figures for token in (TOKEN, ADMIN))
+    savings = [far.get("/api/v1/savings", token).figures["rows"] for token in (TOKEN, ADMIN)]
     assert (viewer["has_names"], admin["has_names"]) == (False, True)
-    text = repr(viewer)
-    assert not re.search(r"blue|red-|\bred\b|PagedEngine", text)
-    assert viewer["sessions"] == viewer["key_spaces"] == viewer["savings"]["hour"]["rows"] == []
+    assert not re.search(r"blue|red-|\bred\b|PagedEngine", repr(viewer))
     assert viewer["savings"]["hour"]["total"]["request_count"] == 2
-    assert {row["tenant"] for row in admin["key_spaces"]} == {"blue", "red"}
-    assert {row["tenant"] for row in admin["savings"]["hour"]["rows"]} == {"blue", "red"}
-    shown = get(http_port(far[0]), "/metrics").text
+    hour = viewer["savings"]["hour"]["rows"]
+    assert viewer["sessions"] == viewer["key_spaces"] == hour == savings[0] == []
+    for rows in (admin["key_spaces"], admin["savings"]["hour"]["rows"], savings[1]):
+        assert {row["tenant"] for row in rows} == {"blue", "red"}
+    shown = far.get("/metrics").text
     assert "blue" not in shown and "engine" not in re.sub(r"# .*", "", shown)
-    for token, tenants in ((TOKEN, set()), (ADMIN, {"blue", "red"})):
-        answer = get(http_port(far[0]), "/api/v1/savings", Authorization=f"Bearer {token}")
-        assert {row["tenant"] for row in answer.figures["rows"]} == tenants
 
 
-def test_a_token_that_changes_or_goes_is_followed(far: tuple[Server, Path]) -> None:
-    server, path = far
-    port, other = http_port(server), "another-token-0123456"
-
-    def asked(token: str) -> int:
-        return get(port, "/api/v1/status", Authorization=f"Bearer {token}").status
-
+def test_a_token_that_changes_or_goes_is_followed(far: Far) -> None:
+    other, log = "another-token-0123456", far.server.log
     try:
-        path.write_text(other)
-        assert (asked(TOKEN), asked(other)) == (401, 200)
-        path.write_text("")
-        answer = get(port, "/api/v1/status", Authorization=f"Bearer {other}")
-        assert answer.status == 503 and "http.token_file" in answer.text
-        assert asked(ADMIN) == 200, "an admin's token is not in that file"
-        assert asked("") == 503 and get(port, "/livez").status == 200
-        wait_for(lambda: "http.token_file can't be used" in server.log.read_text())
-        assert server.log.read_text().count("http.token_file can't be used") == 1
+        far.token.write_text(other)
+        assert (far.asked(TOKEN), far.asked(other)) == (401, 200)
+        far.token.write_text("")
+        assert far.asked(other) == far.asked("") == 503
+        assert far.asked(ADMIN) == 200, "an admin's token is not in that file"
+        assert far.get("/livez").status == 200
+        wait_for(lambda: "http.token_file can't be used" in log.read_text())
+        assert log.read_text().count("http.token_file can't be used") == 1
     finally:
-        path.write_text(TOKEN)
-    assert asked(TOKEN) == 200
-
-
-def test_admins_are_those_that_were_read_last(far: tuple[Server, Path]) -> None:
-    server, token = far
-    config, other = token.with_name("hotkv.toml"), "another-admin-012345"
-    old = config.read_text()
-    new_digest = hashlib.sha256(other.encode()).hexdigest()
-    config.write_text(old.replace(hashlib.sha256(ADMIN.encode()).hexdigest(), new_digest))
-
-    def asked(shown: str) -> int:
-        header = {"Authorization": f"Bearer {shown}"}
-        return get(http_port(server), "/api/v1/status", **header).status
-
+        far.token.write_text(TOKEN)
+    assert far.asked(TOKEN) == 200
+    # Admins are those that were read last.
+    old, digest = far.config.read_text(), hashlib.sha256(other.encode()).hexdigest()
+    far.config.write_text(old.replace(hashlib.sha256(ADMIN.encode()).hexdigest(), digest))
     try:
-        assert asked(other) == 401
-        os.kill(server.pid, signal.SIGHUP)
-        wait_for(lambda: asked(other) == 200)
-        assert asked(ADMIN) == 401
+        assert far.asked(other) == 401
+        os.kill(far.server.pid, signal.SIGHUP)
+        wait_for(lambda: far.asked(other) == 200)
+        assert far.asked(ADMIN) == 401
     finally:
-        config.write_text(old)
-        os.kill(server.pid, signal.SIGHUP)
-    wait_for(lambda: asked(ADMIN) == 200)
+        far.config.write_text(old)
+        os.kill(far.server.pid, signal.SIGHUP)
+    wait_for(lambda: far.asked(ADMIN) == 200)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_without_a_token_nothing_is_shown_beyond_this_machine(node: Node, host: str) -> None:
+async def test_without_a_token_nothing_is_shown_beyond_this_machine(node: Node, host: str) -> None:
     """`::` is every address, of IPv4 too: probes come by either."""
     if host == "::" and not socket.has_dualstack_ipv6():
         pytest.skip("no such addresses here")
-
-    async def scenario() -> None:
-        http = HttpServer(host, 0, node)
-        loop = asyncio.get_running_loop()
-        for path, status in (("/", 403), ("/api/v1/status", 403), ("/livez", 200)):
-            answer = await loop.run_in_executor(None, get, http.port, path)
-            assert answer.status == status, path
-            if status == 403:
-                assert "http.token_file" in answer.text and "http.host" in answer.text
-        http.close()
-
-    asyncio.run(scenario())
+    http = HttpServer(host, 0, node)
+    for path, status in (("/", 403), ("/api/v1/status", 403), ("/livez", 200)):
+        answer = await asyncio.to_thread(get, http.port, path)
+        assert answer.status == status, path
+        assert ("http.token_file" in answer.text) == (status == 403)
+    http.close()

@@ -1,81 +1,57 @@
 """What a real server exports of its calls, transfers, health and ledger, as Prometheus reads it."""
 
+import asyncio
 import contextlib
-import os
 import re
-import urllib.request
-from collections.abc import Callable, Iterator
+import signal
+import time
 from pathlib import Path
 
-import numpy as np
-import pytest
-
-from demo.processes import Server, runtime_folder
-from hotkv_client import BlockRun, GroupHashes, LoadEnd, LoadRun, RequestReport, TransferStatus
+from demo.processes import Server
+from hotkv_client import GroupHashes, LoadEnd, LoadRun, RequestReport, TransferStatus
+from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
+from hotkv_client.types import BlockResult
 from hotkv_proto import __version__
-from tests.server.faulty import FaultyServer
-from tests.server.support import block_ids, hashes
-from tests.support.ports import free_port
+from hotkv_server.node import event_loop as lag
+from tests.server.faulty import FaultyServer, folder
+from tests.server.page_support import get
+from tests.server.places import Place, place, store
+from tests.server.support import block_ids, hashes, http_port
 from tests.support.waiting import wait_for
 
+__all__ = ["folder", "place"]
 LAYERS, PAGE_BYTES = 2, 64 << 10
 SLOT_BYTES = LAYERS * PAGE_BYTES
 
 
 def read(port: int) -> dict[str, float]:
     """All samples, by name and labels."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
+    lines = get(port, "/metrics").text.splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if line.startswith("hotkv_"))
     return {name: float(value) for name, value in pairs}
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with runtime_folder(64 << 20) as made:
-        yield made
-
-
-@pytest.fixture
-def started(folder: Path) -> Iterator[Callable[[], tuple[Server, int]]]:
-    """Starts servers that follow each other in a folder; gives each and its port for HTTP."""
-    made: list[Server] = []
-
-    def start() -> tuple[Server, int]:
-        port = free_port()
-        flags = ("--arena.slab-bytes", "64KiB", "--http.port", str(port))
-        made.append(Server(folder, "16MiB", *flags))
-        made[-1].wait_ready()
-        return made[-1], port
-
-    yield start
-    for server in made:
-        server.__exit__()
 
 
 def connected(server: Server) -> PagedEngine:
     return PagedEngine(server.target, layers=LAYERS, num_blocks=64, page_bytes=PAGE_BYTES).connect()
 
 
-def store(engine: PagedEngine, blocks: list[bytes]) -> TransferStatus:
-    name = os.urandom(8).hex()
-    runs = [BlockRun(0, blocks, block_ids(len(blocks)))]
-    return engine.session.store(name, name, runs, 20).result(60).status
-
-
-def test_calls_and_transfers_are_timed(started: Callable[[], tuple[Server, int]]) -> None:
-    server, port = started()
-    engine, blocks = connected(server), hashes(5)
-    before = read(port)
-    assert all(before[f"hotkv_{name}_seconds_count"] == 0 for name in ("load", "store", "lookup"))
-    assert store(engine, blocks) is TransferStatus.DONE
-    groups = [GroupHashes(0, blocks)]
-    assert engine.session.lookup(groups).result(60)[0].all()
-    assert engine.session.acquire("l", groups).result(60).pinned[0].all()
-    run = LoadRun(0, np.arange(3), block_ids(3, 10))
-    assert engine.session.load("l", "l", [run], 20).result(60).status is TransferStatus.DONE
-    after = read(port)
+def test_calls_transfers_and_evicted_blocks_are_timed(own_server: Server) -> None:
+    port, blocks = http_port(own_server), hashes(5)
+    with contextlib.closing(connected(own_server)) as engine:
+        before = read(port)
+        names = ("load", "store", "lookup")
+        assert all(before[f"hotkv_{name}_seconds_count"] == 0 for name in names)
+        assert store(engine, blocks) == {BlockResult.STORED}
+        groups = [GroupHashes(0, blocks)]
+        assert engine.session.lookup(groups).result(60)[0].all()
+        assert engine.session.acquire("l", groups).result(60).pinned[0].all()
+        run = LoadRun(0, block_ids(3), block_ids(3, 10))
+        assert engine.session.load("l", "l", [run], 20).result(60).status is TransferStatus.DONE
+        after = read(port)
+        for _ in range(8):
+            store(engine, hashes(60))
+        filled = read(port)
     for name in ("lookup", "lease", "load", "store"):
         assert after[f"hotkv_{name}_seconds_count"] == 1, name
         assert 0 < after[f"hotkv_{name}_seconds_sum"] < 20, name
@@ -91,16 +67,17 @@ def test_calls_and_transfers_are_timed(started: Callable[[], tuple[Server, int]]
         'hotkv_transfers_total{direction="load",outcome="done"}': 1,
         'hotkv_transfers_total{direction="store",outcome="done"}': 1,
     }
-    engine.close()
+    assert filled["hotkv_eviction_age_seconds_count"] == filled["hotkv_evicted_blocks_total"] > 0
+    assert filled['hotkv_eviction_age_seconds_bucket{le="60.0"}'] > 0
 
 
 def test_transfers_that_fail_are_counted_and_not_timed(folder: Path) -> None:
     with FaultyServer(folder, "copy", "assert") as server:
         server.wait_ready()
         with contextlib.closing(connected(server)) as engine:
-            assert store(engine, hashes(2)) is TransferStatus.DONE
+            assert store(engine, hashes(2)) == {BlockResult.STORED}
             server.break_it()
-            assert store(engine, hashes(2)) is TransferStatus.FAILED
+            assert store(engine, hashes(2)) != {BlockResult.STORED}
             figures = read(server.port)
     assert figures['hotkv_transfers_total{direction="store",outcome="failed"}'] == 1
     assert figures['hotkv_transfers_total{direction="store",outcome="done"}'] == 1
@@ -108,57 +85,33 @@ def test_transfers_that_fail_are_counted_and_not_timed(folder: Path) -> None:
     assert figures["hotkv_copy_wait_seconds_count"] == 2
 
 
-def test_blocks_that_are_evicted_have_an_age(started: Callable[[], tuple[Server, int]]) -> None:
-    server, port = started()
-    engine = connected(server)
-    for _ in range(8):
-        assert store(engine, hashes(60)) is TransferStatus.DONE
-    figures = read(port)
-    assert figures["hotkv_eviction_age_seconds_count"] == figures["hotkv_evicted_blocks_total"] > 0
-    assert figures['hotkv_eviction_age_seconds_bucket{le="60.0"}'] > 0
-    engine.close()
-
-
-def test_counters_of_the_ledger_begin_anew_and_never_fall(
-    started: Callable[[], tuple[Server, int]],
-) -> None:
+def test_counters_of_the_ledger_begin_anew_and_never_fall(place: Place) -> None:
     """Prometheus takes one that is lower than before for one that began at 0."""
-    server, port = started()
-    engine = connected(server)
+    port = http_port(place.start())
+    session = place.connect().session
     report = RequestReport(hashes(4), 70, 0, 48, 0.0, saved_s=2.0, report_id=1)
-    engine.session.report_requests([report], 0.0)
-    engine.session.ping(10)
+    session.report_requests([report], 0.0)
+    session.ping(10)
     before = read(port)
-    engine.session.report_requests([], 0.0, loads=[LoadEnd(1, 0.5, failed=True)])
-    engine.session.ping(10)
+    session.report_requests([], 0.0, loads=[LoadEnd(1, 0.5, failed=True)])
+    session.ping(10)
     after = read(port)
-    assert all(
-        after[name] >= value
-        for name, value in before.items()
-        if name.partition("{")[0].endswith("_total")
-    )
+    totals = {name: n for name, n in before.items() if name.partition("{")[0].endswith("_total")}
+    assert totals and all(after[name] >= value for name, value in totals.items())
     assert after["hotkv_ledger_saved_seconds_total"] == 2.0
     assert after["hotkv_ledger_taken_back_seconds_total"] == 2.0
     assert after['hotkv_ledger_hit_tokens_total{tier="host"}'] == 48
     assert after['hotkv_ledger_missed_tokens_total{reason="failed_load"}'] == 48
-    engine.close()
-    server.__exit__()
-    _, port = started()
-    anew = read(port)
+    place.stop(signal.SIGTERM)
+    anew = read(http_port(place.start()))
     assert anew["hotkv_ledger_rows"] == 1, "the ledger itself goes on"
-    assert not any(
-        value for name, value in anew.items() if re.match(r"hotkv_ledger_.*_total", name)
-    )
+    of_ledger = [name for name in anew if re.match(r"hotkv_ledger_.*_total", name)]
+    assert of_ledger and not any(anew[name] for name in of_ledger)
 
 
 def test_a_part_that_has_died_is_named_and_the_server_is_not_ready(folder: Path) -> None:
-    with FaultyServer(
-        folder,
-        "hotkv_server.wire.guard.limits:Guests.end_late",
-        "die",
-        "--arena.slab-bytes",
-        "64KiB",
-    ) as server:
+    point = "hotkv_server.wire.guard.limits:Guests.end_late"
+    with FaultyServer(folder, point, "die") as server:
         server.wait_ready()
         figures = read(server.port)
         parts = {name for name in figures if name.startswith("hotkv_problem{")}
@@ -170,6 +123,31 @@ def test_a_part_that_has_died_is_named_and_the_server_is_not_ready(folder: Path)
         server.break_it()
         wait_for(lambda: read(server.port)["hotkv_ready"] == 0)
         figures = read(server.port)
-        assert [part for part in sorted(parts) if figures[part]] == [
-            'hotkv_problem{component="end of guests"}'
-        ]
+        dead = [part for part in parts if figures[part]]
+        assert dead == ['hotkv_problem{component="end of guests"}']
+
+
+async def test_what_holds_the_loop_is_named() -> None:
+    loop_lag = lag.LoopLag()
+    loop_lag.start()
+    assert loop_lag.read() == lag.Lag(0.0, 0.0, 0.0, "")
+    await asyncio.sleep(5 * lag.TICK_S)
+    # A module under test stands nearer than the one that called it.
+    frame = {"__name__": "hotkv_made_up", "hold": time.sleep}
+    for seconds in (0.3, 1.0):
+        name = f"held_{int(seconds * 10)}"
+        exec(f"def {name}(): hold({seconds})", frame)
+        frame[name]()  # type: ignore[operator]
+        await asyncio.sleep(3 * lag.TICK_S)
+    loop_lag.close()
+    found = loop_lag.read()
+    assert found.longest_s > 0.9 and found.p50_s < 0.9 and found.held_by == "hotkv_made_up:held_10"
+
+
+def test_the_server_says_how_late_its_loop_is(own_server: Server) -> None:
+    with AdminClient(own_server.target) as admin:
+        wait_for(lambda: admin.info()["counters"]["loop_lag_longest_seconds"] > 0)
+        counters = admin.info()["counters"]
+    lags = [counters[f"loop_lag_{name}_seconds"] for name in ("p50", "p99", "longest")]
+    assert lags == sorted(lags) and lags[0] >= 0
+    assert "event loop late by" in own_server.cli("status")

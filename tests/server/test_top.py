@@ -1,7 +1,7 @@
 """`hotkv top` against a real server: its figures, its lines, its screen and keys."""
 
+import contextlib
 import dataclasses
-import functools
 import io
 import json
 import os
@@ -11,93 +11,75 @@ import signal
 import subprocess
 import sys
 import termios
-import threading
 import time
-import types
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from unittest.mock import MagicMock
 
 import pyte
 import pytest
 from rich.console import Console
 
 from demo.processes import Server, runtime_folder
-from hotkv_client import BlockRun, LoadEnd, RequestReport
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.command.top import live, screen
 from hotkv_client.command.top.figures import Figures, Reading, figures_of, read
-from tests.server.support import FULL, GroupsEngine, block_ids, hashes
+from tests.server.page_support import BLOCK_TOKENS, Traffic
 from tests.support.waiting import wait_for
 
-BLOCKS = 4
-TOKENS = 16 * BLOCKS
+BLOCKS, BLOCK_BYTES, SWAPPED_BYTES = 4, 8192, 4096
+TOKENS = BLOCK_TOKENS * BLOCKS + 3
 WIDTH, HEIGHT = 140, 40
-
-
-@pytest.fixture(scope="module")
-def engines(server: Server) -> Iterator[list[GroupsEngine]]:
-    """Two engines of two models: the second never hits."""
-    made = [GroupsEngine(server.target, (FULL,), name) for name in ("alpha", "beta")]
-    yield made
-    for one in made:
-        one.close()
+SLABS = ("--arena.slab-bytes", "64KiB")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with (
-        runtime_folder(64 << 20) as folder,
-        Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as running,
-    ):
+    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", *SLABS) as running:
         running.wait_ready()
         yield running
 
 
-def work(one: GroupsEngine, hit_tokens: int) -> None:
-    """Stores a prompt's blocks, and reports a prompt that has hit so many tokens of them."""
-    names = hashes(BLOCKS)
-    one.store(BlockRun(0, names, block_ids(BLOCKS)))
-    report = RequestReport(names, TOKENS, 0, hit_tokens, 0.0, report_id=1)
-    loads = (LoadEnd(1, 0.01),) if hit_tokens else ()
-    one.session.report_requests([report], 0.0, loads=loads)
-    one.session.ping(10)
-
-
-def readings(server: Server, engines: list[GroupsEngine]) -> tuple[Reading, Reading]:
-    """Before and after a prompt on each engine."""
-    with AdminClient(server.target) as admin:
+@pytest.fixture(scope="module")
+def readings(server: Server) -> Iterator[tuple[Reading, Reading]]:
+    """Before and after a prompt on each of two engines, which stay: the second never hits."""
+    with contextlib.ExitStack() as stack:
+        engines = [Traffic(server.target, name, f"{name}-engine") for name in ("alpha", "beta")]
+        for one in engines:
+            stack.callback(one.close)
+            one.prompt(BLOCKS, loads=0, device=0)
+        admin = stack.enter_context(AdminClient(server.target))
         before = read(admin)
-        work(engines[0], 3 * 16)
-        work(engines[1], 0)
-        return before, read(admin)
+        layer = {"selects": 4, "swap_bytes": SWAPPED_BYTES}
+        engines[0].engine.session.report_sparse({}, {3: layer})
+        engines[0].prompt(BLOCKS, loads=3, device=0)
+        engines[1].prompt(BLOCKS, loads=0, device=0)
+        yield before, read(admin)
 
 
-def test_rates_are_the_growth_between_two_readings(
-    server: Server, engines: list[GroupsEngine]
-) -> None:
-    before, after = readings(server, engines)
+def test_rates_are_the_growth_between_two_readings(readings: tuple[Reading, Reading]) -> None:
+    before, after = readings
     figures = figures_of(before, after)
-    seconds = after.at_s - before.at_s
+    seconds, stored, hits = after.at_s - before.at_s, 2 * BLOCKS * BLOCK_BYTES, 3 * BLOCK_TOKENS
     assert figures.has_rates
-    assert figures.hit_ratio == 3 / 8
+    assert figures.hit_ratio == hits / (2 * TOKENS)
     assert figures.prompt_tokens_per_s == pytest.approx(2 * TOKENS / seconds)
-    stored = 2 * BLOCKS * FULL.slot_bytes
     assert figures.stored_bytes_per_s == pytest.approx(stored / seconds)
     by_model = {engine.model: engine for engine in figures.engines}
-    assert by_model["alpha"].hit_ratio == 3 / 4 and by_model["beta"].hit_ratio == 0
+    assert by_model["alpha"].hit_ratio == hits / TOKENS and by_model["beta"].hit_ratio == 0
     assert by_model["beta"].stored_bytes_per_s == pytest.approx(stored / 2 / seconds)
     assert sum(by_model["beta"].misses.values()) >= TOKENS
+    swapped = [by_model[name].swap_bytes_per_s for name in ("alpha", "beta")]
+    assert swapped == pytest.approx([SWAPPED_BYTES / seconds, 0])
     (host,) = figures.tiers
-    assert host.used_bytes == after.tiers[0]["used_byte_count"] > 0 and host.hit_ratio == 3 / 8
-    json.dumps(figures.as_json())
+    assert host.used_bytes == after.tiers[0]["used_byte_count"] > 0
+    assert host.hit_ratio == figures.hit_ratio
 
 
 def test_a_first_reading_and_one_of_another_process_have_no_rates(
-    server: Server, engines: list[GroupsEngine]
+    readings: tuple[Reading, Reading],
 ) -> None:
-    before, after = readings(server, engines)
+    before, after = readings
     other = dataclasses.replace(before, info={**before.info, "pid": -1})
     # In a container the next process has the same number.
     older = dataclasses.replace(before, info={**before.info, "uptime_s": 1e6})
@@ -108,104 +90,53 @@ def test_a_first_reading_and_one_of_another_process_have_no_rates(
         assert figures.recent_hit_ratio is not None
 
 
-class Late:
-    """A server that takes so long to answer, by a clock of its own."""
-
-    def __init__(self, client: AdminClient, late_s: float) -> None:
-        self.client, self.late_s, self.now_s = client, late_s, 100.0
-
-    def info(self) -> dict[str, Any]:
-        self.now_s += self.late_s
-        return {**self.client.info(), "uptime_s": self.now_s}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.client, name)
+def test_a_reading_is_of_the_time_of_its_answer() -> None:
+    """A late answer is no restart."""
+    client, answered_s = MagicMock(), list[float]()
+    client.info.side_effect = lambda: answered_s.append(time.monotonic())
+    assert read(client).at_s >= answered_s[0]
 
 
-def test_a_late_answer_is_no_restart(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    with AdminClient(server.target) as admin:
-        late: Any = Late(admin, 5.0)
-        clock = types.SimpleNamespace(monotonic=lambda: late.now_s)
-        monkeypatch.setattr("hotkv_client.command.top.figures.time", clock)
-        before = read(late)
-        late.late_s = 0.0
-        late.now_s += 2.0
-        figures = figures_of(before, read(late))
-    assert figures.has_rates
-
-
-def test_what_is_wrong_is_said(server: Server, engines: list[GroupsEngine]) -> None:
-    before, after = readings(server, engines)
-    counters = {
-        **after.info["counters"],
-        "loop_lag_p99_seconds": 0.2,
-        "refused_total": after.info["counters"]["refused_total"] + 3,
-    }
-    tier = {**after.tiers[0], "name": "disk", "activity": DOWN}
-    wrong = dataclasses.replace(
-        after,
-        info={**after.info, "counters": counters, "state": "the disk hangs"},
-        tiers=[*after.tiers, tier],
-    )
-    said = "\n".join(figures_of(before, wrong).warnings)
-    for part in ("not serving: the disk hangs", "200 ms late", "disk: no space", "3 requests were"):
+def test_what_is_wrong_is_said(readings: tuple[Reading, Reading]) -> None:
+    before, after = readings
+    counters = {**after.info["counters"], "loop_lag_p99_seconds": 0.2}
+    counters["refused_total"] += 3
+    info = {**after.info, "counters": counters, "state": "the disk hangs"}
+    activity = {"is_up": False, "problem": "full", "read_byte_count": 0, "written_byte_count": 0}
+    tiers = [*after.tiers, {**after.tiers[0], "name": "disk", "activity": activity}]
+    wrong = figures_of(before, dataclasses.replace(after, info=info, tiers=tiers))
+    said = "\n".join(wrong.warnings)
+    for part in ("not serving: the disk hangs", "200 ms late", "disk: full", "3 requests were"):
         assert part in said
 
 
-DOWN: dict[str, Any] = {
-    "is_up": False,
-    "problem": "no space",
-    "read_byte_count": 0,
-    "written_byte_count": 0,
-}
+@pytest.mark.usefixtures("readings")
+def test_into_a_pipe_come_lines_and_json(server: Server) -> None:
+    def top(*flags: str) -> str:
+        command = [sys.executable, "-m", "hotkv_client.command.cli", "--target", server.target]
+        command += ["top", "--interval", "0.1", *flags]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-
-def top(server: Server, *flags: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "hotkv_client.command.cli",
-        "--target",
-        server.target,
-        "top",
-        *flags,
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **settings)
-
-
-def test_into_a_pipe_come_lines_and_json(server: Server, engines: list[GroupsEngine]) -> None:
-
-    work(engines[1], 0)
-
-    def work_on() -> None:
-        for _ in range(20):
-            work(engines[0], 16)
-
-    working = threading.Thread(target=work_on)
-    working.start()
-    shown = top(server, "--interval", "0.1", "--count", "2")
-    working.join()
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.count("hotkv-server") == 2 and "\x1b" not in shown.stdout
-    assert "alpha" in shown.stdout and "host" in shown.stdout
-    answer = json.loads(top(server, "--interval", "0.1", "--count", "1", "--json").stdout)
+    shown = top("--count", "2")
+    assert shown.count("hotkv-server") == 2 and "\x1b" not in shown
+    assert "alpha" in shown and "host" in shown and "16.0 MiB" in shown
+    answer = json.loads(top("--count", "1", "--json"))
     assert [one["model"] for one in answer["engines"]] == ["alpha", "beta"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
-    [(("--interval", "0"), "--interval 0: give 0.1"), (("--count", "-1"), "--count -1")],
+    ("flags", "status", "said"),
+    [
+        (("--interval", "0"), 2, "--interval 0: give 0.1"),
+        (("--count", "-1"), 2, "--count -1"),
+        (("--count", "1"), 1, "/nowhere"),
+    ],
 )
-def test_odd_flags_are_named(
-    server: Server, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], said: str
+def test_what_can_not_be_is_named(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], status: int, said: str
 ) -> None:
-    assert cli.main(["--target", server.target, "top", *flags]) == 2
+    assert cli.main(["--target", "unix:/nowhere/grpc.sock", "top", *flags]) == status
     assert said in capsys.readouterr().err
-
-
-def test_without_a_server_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--target", "unix:/nowhere/grpc.sock", "top", "--count", "1"]) == 1
-    assert "/nowhere" in capsys.readouterr().err
 
 
 class Terminal:
@@ -232,86 +163,68 @@ class Terminal:
                 break
         return text in "\n".join(self.screen.display)
 
-    def said_nothing_wrong(self) -> bool:
-        return "Traceback" not in "\n".join(self.screen.display)
+    def wait(self, *texts: str) -> None:
+        wait_for(lambda: all(map(self.shows, texts)), str(texts))
 
     def takes_keys(self) -> bool:
         """Returns whether it has the keys as they come: nothing is echoed any more."""
         return not termios.tcgetattr(self._fd)[3] & termios.ECHO
 
-    def end(self) -> int:
-        """Its exit status."""
-        deadline_s = time.monotonic() + 60
-        while time.monotonic() < deadline_s:
-            self.shows("")
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                os.close(self._fd)
-                return os.waitstatus_to_exitcode(status)
-        raise AssertionError("it did not end")
+    def ended(self) -> bool:
+        self.shows("")
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if pid:
+            assert os.waitstatus_to_exitcode(status) == 0 and not self.shows("Traceback")
+            os.close(self._fd)
+        return bool(pid)
+
+    def end(self, key: str = "q") -> None:
+        self.press(key)
+        wait_for(self.ended)
 
 
-def test_the_screen_and_its_keys(server: Server, engines: list[GroupsEngine]) -> None:
-    work(engines[0], 16)
+@pytest.mark.usefixtures("readings")
+def test_the_screen_and_its_keys(server: Server) -> None:
     terminal = Terminal(server)
-    wait_for(lambda: terminal.shows("beta"))
-    assert terminal.shows("alpha") and terminal.shows("tokens/s") and terminal.shows("by loaded")
+    terminal.wait("alpha", "beta", "tokens/s", "by loaded")
     terminal.press("s")
-    wait_for(lambda: terminal.shows("by stored"))
+    terminal.wait("by stored")
     # Down to the second engine, and into it: the first is no longer there.
     terminal.press("\x1b[B\r")
-    wait_for(lambda: terminal.shows("missed, 10 min"))
-    assert terminal.shows("engine ") and not (terminal.shows("alpha") and terminal.shows("beta"))
+    terminal.wait("missed, 10 min", "engine ")
+    assert not (terminal.shows("alpha") and terminal.shows("beta"))
     terminal.press("\x1b")
-    wait_for(lambda: terminal.shows("alpha") and terminal.shows("beta"))
+    terminal.wait("alpha", "beta")
     terminal.press("p")
-    wait_for(lambda: terminal.shows("PAUSED"))
+    terminal.wait("PAUSED")
     terminal.press("p+")
-    wait_for(lambda: terminal.shows("every 0.4 s") or terminal.shows("every 0.5 s"))
-    terminal.press("q")
-    assert terminal.end() == 0
+    terminal.wait("every 0.4 s")
+    terminal.end()
 
 
-def test_the_screen_goes_on_when_the_server_is_gone_and_comes_back(tmp_path: Any) -> None:
-    flags = ("--arena.slab-bytes", "64KiB")
+def test_the_screen_goes_on_while_its_server_hangs_dies_and_comes_back() -> None:
+    """Its time-out is longer than the test waits."""
     with runtime_folder(64 << 20) as folder:
-        with Server(folder, "16MiB", *flags) as first:
+        with Server(folder, "16MiB", *SLABS) as first:
             first.wait_ready()
-            terminal = Terminal(first)
-            wait_for(lambda: terminal.shows("no engine is connected"))
+            terminal, hanging = Terminal(first), Terminal(first, "--timeout-s", "300")
+            terminal.wait("no engine is connected")
+            hanging.wait("by loaded")
+            os.kill(first.pid, signal.SIGSTOP)
+            for word in ("by stored", "by hits"):
+                hanging.press("s")
+                hanging.wait(word)
+            hanging.end()
+            for key in ("q", "\x03"):
+                late = Terminal(first, "--timeout-s", "300")
+                wait_for(late.takes_keys)
+                late.end(key)
             os.kill(first.pid, signal.SIGKILL)
-            wait_for(lambda: terminal.shows("! "))
-        with Server(folder, "16MiB", *flags) as second:
+            terminal.wait("! ")
+        with Server(folder, "16MiB", *SLABS) as second:
             second.wait_ready()
             wait_for(lambda: terminal.shows("ready") and not terminal.shows("! "))
-            terminal.press("q")
-            assert terminal.end() == 0
-
-
-def test_keys_work_while_the_server_hangs(tmp_path: Path) -> None:
-    """Whatever it waits for: its time-out is longer than the test waits."""
-    hanging = ("--timeout-s", "300")
-    with (
-        runtime_folder(64 << 20) as folder,
-        Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as own,
-    ):
-        own.wait_ready()
-        terminal = Terminal(own, *hanging)
-        wait_for(lambda: terminal.shows("by loaded"))
-        os.kill(own.pid, signal.SIGSTOP)
-        try:
-            for word in ("by stored", "by hits"):
-                terminal.press("s")
-                wait_for(functools.partial(terminal.shows, word))
-            terminal.press("q")
-            assert terminal.end() == 0 and terminal.said_nothing_wrong()
-            for key in ("q", "\x03"):
-                late = Terminal(own, *hanging)
-                wait_for(late.takes_keys)
-                late.press(key)
-                assert late.end() == 0 and late.said_nothing_wrong()
-        finally:
-            os.kill(own.pid, signal.SIGCONT)
+            terminal.end()
 
 
 def screen_of(figures: Figures, view: screen.View, height: int) -> list[str]:
@@ -326,46 +239,38 @@ def screen_of(figures: Figures, view: screen.View, height: int) -> list[str]:
     [(5.0, 24), pytest.param(0.0, 8, marks=pytest.mark.long)],
 )
 def test_every_engine_can_be_scrolled_to(
-    server: Server, engines: list[GroupsEngine], height: int, selects_per_s: float
+    readings: tuple[Reading, Reading], height: int, selects_per_s: float
 ) -> None:
-    figures = figures_of(None, readings(server, engines)[1])
+    figures = figures_of(None, readings[1])
     one = dataclasses.replace(figures.engines[0], selects_per_s=selects_per_s)
-    many = [dataclasses.replace(one, name=f"engine-{i:02d}") for i in range(60)]
+    # Names are no markup.
+    one = dataclasses.replace(one, model="[red]")
+    many = [dataclasses.replace(one, name=f"pod[/gpu]-{i:02d}") for i in range(60)]
     # What a busy machine is warned of takes lines, too.
     figures = dataclasses.replace(figures, engines=many, warnings=[])
-    view = screen.View(2.0, sort="name")
+    view = screen.View(2.0, sort="name", hit_ratios=[-2.0, None, 0.5, 7.0])
+    decides = selects_per_s > 0
     for _ in range(2):
         for at in range(60):
             lines = screen_of(figures, view, height)
-            assert len([line for line in lines if f"engine-{at:02d} " in line]) == 1 + (
-                selects_per_s > 0
-            )
+            named = [line for line in lines if f"pod[/gpu]-{at:02d} " in line]
+            assert len(named) == 1 + decides and "[red]" in named[0]
             assert "q quit" in lines[-1] and " of 60" in lines[-1]
-            assert len(lines) <= max(height, 11 + 3 * (selects_per_s > 0))
+            assert len(lines) <= max(height, 12 + 3 * decides)
             view.press("down", many)
         view.press("enter", many)
         assert len(screen_of(figures, view, 24)) <= 24
         view.chosen, view.inside = "", False
+    for key, bound_s in (("-", 0.1), ("+", 3600)):
+        for _ in range(20):
+            view.press(key, many)
+        assert view.interval_s == bound_s
 
 
-def test_names_of_engines_are_no_markup(server: Server, engines: list[GroupsEngine]) -> None:
-    figures = figures_of(None, readings(server, engines)[1])
-    odd = dataclasses.replace(figures.engines[0], name="pod[/gpu]", model="[red]")
-    view = screen.View(2.0, chosen=odd.name, inside=True, hit_ratios=[-2.0, None, 0.5, 7.0])
-    shown = "\n".join(screen_of(dataclasses.replace(figures, engines=[odd]), view, HEIGHT))
-    assert "pod[/gpu]" in shown and "[red]" in shown
-    for key in "+-" * 20:
-        view.press(key, figures.engines)
-    assert 0.1 <= view.interval_s <= 3600
-
-
-def test_keys_are_named_and_odd_sequences_passed_over() -> None:
+def test_keys_are_named_and_a_terminal_that_is_gone_ends_it() -> None:
     assert live.named_keys("s\x1b[A\x1b[Bq") == ["s", "up", "down", "q"]
     assert live.named_keys("\x1b") == ["escape"] and live.named_keys("\r\n") == ["enter", "enter"]
     assert live.named_keys("\x1b[Zq") == ["q"] and live.named_keys("") == []
-
-
-def test_a_terminal_that_is_gone_ends_it() -> None:
     reads, writes = os.pipe()
     os.write(writes, b"s")
     assert live.pressed_keys(reads, 1) == ["s"] and live.pressed_keys(reads, 0) == []

@@ -1,15 +1,14 @@
 """Traces of a real server, in a collector that is there, away, full or slow; and none where they
-are not asked for. `test_spans` has the contexts, tests/vllm/test_tracing.py the engine's side."""
+are not asked for."""
 
-import importlib.util
 import logging
 import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTracePartialSuccess,
     ExportTraceServiceResponse,
@@ -41,11 +41,10 @@ from hotkv_server.tracing.drive import Tracing
 from hotkv_server.wire import calls
 from hotkv_server.wire.edge import calls_of
 from tests.server.support import hashes
-from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from tests.wire.recorded import Recorded
 
-PAGE_BYTES, LAYERS, NUM_BLOCKS = 64 << 10, 2, 64
+PAGE_BYTES, LAYERS = 64 << 10, 2
 SLOT_BYTES = PAGE_BYTES * LAYERS
 
 
@@ -61,8 +60,7 @@ def traced(collector: OtlpReceiver) -> Iterator[Server]:
     with runtime_folder(256 << 20) as folder:
         flags = ("--tracing.endpoint", collector.url, "--arena.slab-bytes", "256KiB")
         disk = ("--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "64MiB")
-        http = ("--http.port", "0", "--log-level", "info")
-        with Server(folder, "16MiB", *flags, *disk, *http) as running:
+        with Server(folder, "16MiB", *flags, *disk) as running:
             running.wait_ready()
             yield running
 
@@ -71,10 +69,8 @@ class Request:
     """Calls of one traced request; its spans are found by the trace's id."""
 
     def __init__(self, target: str) -> None:
-        self.engine = PagedEngine(
-            target, engine_id=os.urandom(8).hex(), layers=LAYERS, num_blocks=NUM_BLOCKS,
-            page_bytes=PAGE_BYTES, model=os.urandom(8).hex(),
-        ).connect()  # fmt: skip
+        name, shape = os.urandom(8).hex(), {"layers": LAYERS, "page_bytes": PAGE_BYTES}
+        self.engine = PagedEngine(target, engine_id=name, model=name, **shape).connect()
         self.session = self.engine.session
         self.trace_id = os.urandom(15).hex() + "01"
         self.traceparent = f"00-{self.trace_id}-{7:016x}-01"
@@ -111,11 +107,6 @@ def request_(traced: Server) -> Iterator[Request]:
     one.engine.close()
 
 
-def counter(target: str, name: str) -> float:
-    with AdminClient(target) as admin:
-        return float(admin.info()["counters"][name])
-
-
 def test_a_request_is_seen_from_its_lookup_to_the_disk(
     request_: Request, traced: Server, collector: OtlpReceiver
 ) -> None:
@@ -126,58 +117,50 @@ def test_a_request_is_seen_from_its_lookup_to_the_disk(
     request_.load(blocks, parent)
     names = ("lookup", "lease", "load", "store", "tier.write", "wait", "copy")
     spans = request_.spans(collector, *(f"hotkv.{name}" for name in names))
-    calls = [spans[f"hotkv.{name}"] for name in names[:4]]
-    assert {one.parent_id for one in calls} == {f"{7:016x}"}
-    assert {one.kind for one in calls} == {"server"}
+    lookup, lease, load, store = calls = [spans[f"hotkv.{name}"] for name in names[:4]]
+    assert {(one.parent_id, one.kind) for one in calls} == {(f"{7:016x}", "server")}
     assert {one.service for one in spans.values()} == {"hotkv-server"}
-    counted = {one.name: one.attributes for one in spans.values()}
-    assert counted["hotkv.lookup"]["hotkv.blocks"] == 10
-    assert counted["hotkv.lookup"]["hotkv.found_blocks"] == 8
-    assert counted["hotkv.lease"]["hotkv.found_blocks"] == 8
-    for name in ("hotkv.load", "hotkv.store"):
-        assert counted[name]["hotkv.blocks"] == 8
-        assert counted[name]["hotkv.bytes"] == 8 * SLOT_BYTES
-    store, write = spans["hotkv.store"], spans["hotkv.tier.write"]
+    found = {"hotkv.blocks": 10, "hotkv.found_blocks": 8}
+    assert found.items() <= lookup.attributes.items()
+    assert lease.attributes["hotkv.found_blocks"] == 8
+    for one in (load, store):
+        moved = {"hotkv.blocks": 8, "hotkv.bytes": 8 * SLOT_BYTES}
+        assert moved.items() <= one.attributes.items()
     assert store.attributes["hotkv.stored_blocks"] == 8
+    write = spans["hotkv.tier.write"]
     assert write.parent_id == store.span_id
     assert write.attributes == {"hotkv.tier": "disk", "hotkv.blocks": 8}
-    both = [one for one in collector.spans if one.trace_id == request_.trace_id]
-    wait, copy = (
-        next(s for s in both if (s.name, s.parent_id) == (f"hotkv.{name}", store.span_id))
-        for name in ("wait", "copy")
-    )
+    mine = [one for one in collector.spans if one.trace_id == request_.trace_id]
+    below = {one.name: one for one in mine if one.parent_id == store.span_id}
+    wait, copy = below["hotkv.wait"], below["hotkv.copy"]
     assert store.encloses(wait) and store.encloses(copy) and wait.ended_ns == copy.began_ns
     assert copy.attributes == {"hotkv.bytes": 8 * SLOT_BYTES}
     assert not store.error and not copy.error
-    for one in both:
+    for one in mine:
         assert all(isinstance(value, int) or len(value) < 16 for value in one.attributes.values())
         assert not any(block.hex() in repr(one) for block in blocks)
-    wait_for(lambda: counter(traced.target, "trace_spans_exported_total") > 0)
-    assert counter(traced.target, "trace_spans_failed_total") == 0
-    assert counter(traced.target, "trace_spans_dropped_total") == 0
+    wait_for(lambda: traced.counter("trace_spans_exported_total") > 0)
+    assert traced.counter("trace_spans_failed_total") == 0
+    assert traced.counter("trace_spans_dropped_total") == 0
 
 
 def test_reads_from_the_disk_lie_below_the_lease_that_waits_for_them(
     request_: Request, traced: Server, collector: OtlpReceiver
 ) -> None:
     blocks, others, parent = hashes(8), hashes(8), request_.traceparent
-    before = counter(traced.target, "tier_demoted_blocks_total")
+    before = traced.counter("tier_demoted_blocks_total")
     request_.store([*blocks, *others])
-    wait_for(lambda: counter(traced.target, "tier_demoted_blocks_total") >= before + 16)
+    wait_for(lambda: traced.counter("tier_demoted_blocks_total") >= before + 16)
     with AdminClient(traced.target) as admin:
         admin.evict(everything=True)
     # What follows a traced call is not traced by that.
-    promoted = counter(traced.target, "tier_promoted_blocks_total")
-    request_.session.lookup([GroupHashes(0, hashes(1))], parent).result(60)
-    request_.load(others)
-    assert counter(traced.target, "tier_promoted_blocks_total") > promoted
-    request_.session.lookup([GroupHashes(0, hashes(1))], parent).result(60)
-    wait_for(
-        lambda: (
-            [s.name for s in collector.spans if s.trace_id == request_.trace_id]
-            == ["hotkv.lookup"] * 2
-        )
-    )
+    promoted = traced.counter("tier_promoted_blocks_total")
+    for _ in range(2):
+        request_.session.lookup([GroupHashes(0, hashes(1))], parent).result(60)
+        request_.load(others)
+    assert traced.counter("tier_promoted_blocks_total") > promoted
+    wait_for(lambda: len(names_in(collector, request_)) >= 2)
+    assert names_in(collector, request_) == ["hotkv.lookup"] * 2
     request_.load(blocks, parent)
     spans = request_.spans(collector, "hotkv.lease", "hotkv.tier.read")
     lease, read = spans["hotkv.lease"], spans["hotkv.tier.read"]
@@ -188,17 +171,20 @@ def test_reads_from_the_disk_lie_below_the_lease_that_waits_for_them(
     assert "hotkv.tier.write" not in spans
 
 
+def names_in(collector: OtlpReceiver, request: Request) -> list[str]:
+    return [span.name for span in collector.spans if span.trace_id == request.trace_id]
+
+
 def test_a_call_that_fails_says_why_and_nothing_that_was_sent(
     request_: Request, traced: Server, collector: OtlpReceiver
 ) -> None:
     """Unary calls are traced too."""
-    name = "a-secret-lease"
-    ids = np.arange(1, dtype=np.int32)
-    parent = request_.traceparent
+    ids, parent = np.arange(1, dtype=np.int32), request_.traceparent
     with pytest.raises(HotKVError, match="unknown"):
-        request_.session.load("t", name, [LoadRun(0, ids, ids)], 5, traceparent=parent).result(60)
+        runs = [LoadRun(0, ids, ids)]
+        request_.session.load("t", "a-secret", runs, 5, traceparent=parent).result(60)
     load = request_.spans(collector, "hotkv.load")["hotkv.load"]
-    assert load.error == "UNKNOWN_LEASE" and name not in repr(load)
+    assert load.error == "UNKNOWN_LEASE" and "a-secret" not in repr(load)
     with grpc.insecure_channel(traced.target) as channel:
         group = cache_pb2.GroupHashes(group_index=0, hashes=b"".join(hashes(3)))
         asked = cache_pb2.LookupRequest(key_space_id=1, groups=[group], traceparent=parent)
@@ -209,29 +195,28 @@ def test_a_call_that_fails_says_why_and_nothing_that_was_sent(
 def test_calls_without_a_context_and_with_an_odd_one_are_served_untraced(
     request_: Request, traced: Server, collector: OtlpReceiver
 ) -> None:
-    before = counter(traced.target, "trace_contexts_malformed_total")
+    before = traced.counter("trace_contexts_malformed_total")
     blocks = hashes(2)
     request_.store(blocks)
     request_.load(blocks, request_.traceparent.replace("-01", "-00"))
-    for odd in ("nonsense", "00-" + "0" * 1_000_000, "ff" + request_.traceparent[2:]):
-        assert request_.session.lookup([GroupHashes(0, blocks)], odd).result(60)[0].all()
-    assert counter(traced.target, "trace_contexts_malformed_total") == before + 3
+    for context in ("nonsense", "00-" + "0" * 1_000_000, request_.traceparent):
+        assert request_.session.lookup([GroupHashes(0, blocks)], context).result(60)[0].all()
+    assert traced.counter("trace_contexts_malformed_total") == before + 2
     # Spans come in order: what was recorded before this one would be here.
-    request_.session.lookup([GroupHashes(0, blocks)], request_.traceparent).result(60)
     request_.spans(collector, "hotkv.lookup")
-    assert len([one for one in collector.spans if one.trace_id == request_.trace_id]) == 1
+    assert names_in(collector, request_) == ["hotkv.lookup"]
 
 
 # ------------------------------------------------------------------------------- odd collectors
 
 
 @pytest.fixture
-def sink(collector: OtlpReceiver) -> Iterator[Callable[..., Traces]]:
+def sink() -> Iterator[Callable[[str], Traces]]:
     made: list[Traces] = []
 
-    def make(url: str, **more: int) -> Traces:
-        more = {"max_spans_per_s": 10**6} | more
-        made.append(traces.open_traces(url, "test", logging.getLogger("tests.tracing"), **more))
+    def make(url: str) -> Traces:
+        log = logging.getLogger("tests.tracing")
+        made.append(traces.open_traces(url, "test", log, max_spans_per_s=10**6))
         return made[-1]
 
     yield make
@@ -250,8 +235,12 @@ def end_spans(made: Traces, count: int) -> None:
         span_of(made).end()
 
 
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.name == "tests.tracing"]
+
+
 def test_a_collector_that_is_away_costs_spans_and_two_lines(
-    sink: Callable[..., Traces], caplog: pytest.LogCaptureFixture
+    sink: Callable[[str], Traces], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "tests.tracing")
     with OtlpReceiver() as one:
@@ -265,12 +254,14 @@ def test_a_collector_that_is_away_costs_spans_and_two_lines(
         end_spans(made, 2)
         made.flush()
         assert (made.num_failed, made.num_exported, len(one.spans)) == (6, 2, 2)
-    said = [record.getMessage() for record in caplog.records if record.name == "tests.tracing"]
-    assert len(said) == 2 and "takes no spans" in said[0] and "again" in said[1]
-    assert "code: 400" in said[0]
+    away, again = lines(caplog)
+    assert "takes no spans" in away and "code: 400" in away and "again" in again
     assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
     logging.getLogger("opentelemetry.exporter").warning("somebody else's")
     assert caplog.records[-1].getMessage() == "somebody else's"
+
+
+PROTOBUF, HTML = ({"content-type": kind} for kind in ("application/x-protobuf", "text/html"))
 
 
 def refusing(num_spans: int) -> bytes:
@@ -281,19 +272,19 @@ def refusing(num_spans: int) -> bytes:
 @pytest.mark.parametrize(
     ("status", "answer", "headers", "exported", "said"),
     [
-        (200, refusing(2), {"content-type": "application/x-protobuf"}, 1, "not all spans"),
-        (200, refusing(3), {"content-type": "application/x-protobuf"}, 0, "too old"),
+        (200, refusing(2), PROTOBUF, 1, "not all spans"),
+        (200, refusing(3), PROTOBUF, 0, "too old"),
         (302, b"", {"location": "/login"}, 0, "302, a redirection"),
         (301, b"", {"location": "/v1/traces/"}, 0, "301, a redirection"),
         (413, b"", {}, 0, "code: 413"),
         (429, b"", {"retry-after": "3600"}, 0, "Failed to export"),
-        (200, b"\xff\x00<html>", {"content-type": "application/x-protobuf"}, 3, ""),
-        (200, b"<html>", {"content-type": "text/html"}, 3, ""),
+        (200, b"\xff\x00<html>", PROTOBUF, 3, ""),
+        (200, b"<html>", HTML, 3, ""),
         (200, b"", {}, 3, ""),
     ],
 )
 def test_only_what_a_collector_has_taken_counts_as_exported(
-    sink: Callable[..., Traces],
+    sink: Callable[[str], Traces],
     caplog: pytest.LogCaptureFixture,
     status: int,
     answer: bytes,
@@ -308,111 +299,46 @@ def test_only_what_a_collector_has_taken_counts_as_exported(
         made.flush()
         assert (made.num_exported, made.num_failed) == (exported, 3 - exported)
         assert len(one.paths) == 1
-    lines = [r.getMessage() for r in caplog.records if r.name == "tests.tracing"]
-    assert [said in line for line in lines] == ([True] if said else [])
+    assert [said in line for line in lines(caplog)] == ([True] if said else [])
 
 
-def test_an_exporter_ends_when_no_thread_can_be_made_any_more(
-    sink: Callable[..., Traces], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As at the end of an interpreter, from Python 3.12 on."""
-    with OtlpReceiver() as one:
-        made = sink(one.url)
-        end_spans(made, 1)
+class GrpcCollector(trace_service_pb2_grpc.TraceServiceServicer):
+    def __init__(self) -> None:
+        self.taken: list[Any] = []
 
-        start = threading.Thread.start
-
-        def ended(thread: threading.Thread) -> None:
-            if threading.current_thread() is threading.main_thread():
-                raise RuntimeError("can't create new thread at interpreter shutdown")
-            start(thread)
-
-        monkeypatch.setattr(threading.Thread, "start", ended)
-        made.flush()
-        assert len(one.spans) == 1
-        end_spans(made, 1)
-        made.close()
-        monkeypatch.undo()
-        assert len(one.spans) == 2
+    def Export(self, request: Any, context: Any) -> ExportTraceServiceResponse:
+        for resource in request.resource_spans:
+            self.taken += [span for scope in resource.scope_spans for span in scope.spans]
+        return ExportTraceServiceResponse()
 
 
 def test_the_environment_may_name_the_collector(
-    sink: Callable[..., Traces], monkeypatch: pytest.MonkeyPatch
+    sink: Callable[[str], Traces], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An endpoint with a path stays as it is."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=me")
     with OtlpReceiver() as one:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", one.url)
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=me")
         for made in (sink(traces.FROM_ENVIRONMENT), sink(one.url + "/otlp/mine")):
             end_spans(made, 1)
             made.flush()
         assert one.paths == ["/v1/traces", "/otlp/mine"] and one.headers["x-tenant"] == "me"
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
-        with pytest.raises(ValueError, match="allowed are"):
-            sink(traces.FROM_ENVIRONMENT)
-
-
-class Rotel:
-    """A real collector, which hands on what it gets. Use in a `with` block."""
-
-    def __init__(self, folder: Path, to: str) -> None:
-        package = importlib.util.find_spec("rotel")
-        if package is None or package.origin is None:
-            pytest.skip("rotel is not installed (extra dev)")
-        self._program = Path(package.origin).with_name("rotel-agent")
-        self._folder, self._to = folder, to
-        self.http, self.grpc = (f"127.0.0.1:{free_port()}" for _ in range(2))
-
-    def __enter__(self) -> "Rotel":
-        self._process = subprocess.Popen(
-            [
-                self._program, "start",
-                "--pid-file", self._folder / "pid", "--log-file", self._folder / "log",
-                "--otlp-http-endpoint", self.http, "--otlp-grpc-endpoint", self.grpc,
-                "--exporter", "otlp", "--otlp-exporter-protocol", "http",
-                "--otlp-exporter-endpoint", self._to,
-            ],
-            stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-        wait_for(lambda: all(map(is_listening, (self.http, self.grpc))))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.wait(60)
-
-
-def is_listening(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    with socket.socket() as one:
-        return one.connect_ex((host, int(port))) == 0
-
-
-def test_a_real_collector_takes_spans_by_http_and_by_grpc(
-    sink: Callable[..., Traces], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with OtlpReceiver() as one, Rotel(tmp_path, one.url) as rotel:
-        by_http = sink(f"http://{rotel.http}")
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"http://{rotel.grpc}")
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
-        by_grpc = sink(traces.FROM_ENVIRONMENT)
-        made = []
-        for at, through in enumerate((by_http, by_grpc)):
-            span = span_of(through, f"hotkv.{at}")
-            span.attributes = {"hotkv.blocks": at, "hotkv.tier": "disk"}
-            span.end("LATE")
-            through.flush()
-            assert (through.num_exported, through.num_failed) == (1, 0)
-            made.append((f"hotkv.{at}", span))
-        came = {span.name: span for span in one.wait_for(lambda spans: len(spans) == 2)}
-    for name, span in made:
-        _, trace_id, span_id, _ = span.traceparent.split("-")
-        seen = came[name]
-        assert seen == ReceivedSpan(
-            "test", name, trace_id, span_id, f"{9:016x}", "server", span.began_ns, seen.ended_ns,
-            span.attributes, "LATE",
-        )  # fmt: skip
-        assert trace_id == f"{9:032x}" and seen.ended_ns >= span.began_ns
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
+    with pytest.raises(ValueError, match="allowed are"):
+        sink(traces.FROM_ENVIRONMENT)
+    server, collector = grpc.server(ThreadPoolExecutor(1)), GrpcCollector()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"http://{address}")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
+    made = sink(traces.FROM_ENVIRONMENT)
+    end_spans(made, 1)
+    made.flush()
+    assert (made.num_exported, made.num_failed) == (1, 0)
+    (span,) = collector.taken
+    assert (span.name, span.trace_id.hex()) == ("a", f"{9:032x}")
+    server.stop(0)
 
 
 # ------------------------------------------------------------------------------------ books
@@ -425,14 +351,16 @@ def test_blocks_of_traced_stores_are_remembered_within_a_bound(
     recorded = Recorded()
     books = Tracing(recorded.traces)
     words = np.random.default_rng(1).integers(0, 1 << 32, (12, 8), np.uint32)
-    one, other = span_of(recorded.traces, "one"), span_of(recorded.traces, "other")
+    one, other = (span_of(recorded.traces, name) for name in ("one", "other"))
+    names = {
+        span.traceparent.split("-")[2]: name for span, name in ((one, "one"), (other, "other"))
+    }
 
     def written(hashes: np.ndarray) -> dict[str, int]:
         """Blocks of each store of which a write has a span."""
         before = len(recorded.spans())
         for span in books.begin_writes(hashes, "disk"):
             span.end()
-        names = {one.traceparent.split("-")[2]: "one", other.traceparent.split("-")[2]: "other"}
         return {
             names[f"{span.parent.span_id:016x}"]: span.attributes["hotkv.blocks"]  # type: ignore
             for span in recorded.spans()[before:]
@@ -456,40 +384,36 @@ def settings_of(*flags: str) -> Settings:
     return load_settings(None, flags, "hotkv-server")
 
 
-def test_without_the_setting_nothing_of_opentelemetry_is_imported(tmp_path: Path) -> None:
-    code = (
-        "import sys, threading, time, os, signal\n"
-        "from hotkv_server.cli import main\n"
-        "def end():\n"
-        "    time.sleep(1.5)\n"
-        "    traces = ('opentelemetry', 'hotkv_proto.traces')\n"
-        "    found = [name for name in sys.modules if name.startswith(traces)]\n"
-        "    print('found', found, flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "threading.Thread(target=end, daemon=True).start()\n"
-        "sys.argv = ['hotkv-server', *sys.argv[1:]]\n"
-        "main()\n"
-    )
+STARTED = """
+import os, signal, sys, threading
+from hotkv_server.cli import main
+def end():
+    names = ("opentelemetry", "hotkv_proto.traces")
+    print("found", [name for name in sys.modules if name.startswith(names)], flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+threading.Timer(1.5, end).start()
+sys.argv = ["hotkv-server", *sys.argv[1:]]
+main()
+"""
+
+
+def test_without_the_setting_calls_are_those_of_the_module(tmp_path: Path) -> None:
+    """And nothing of OpenTelemetry is imported."""
+    node: Any = SimpleNamespace(capabilities=[TracingCapability(None)])
+    assert calls_of(node) is calls
     flags = ["run", "--runtime-dir", str(tmp_path), "--arena.bytes", "16MiB", "--http.port", "-1"]
     with runtime_folder(64 << 20) as folder:
-        command = [sys.executable, "-c", code, *flags, "--arena.dir", str(folder / "arena")]
+        command = [sys.executable, "-c", STARTED, *flags, "--arena.dir", str(folder / "arena")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "found []" in done.stdout, done.stderr[-2000:]
 
 
-def test_without_the_setting_calls_are_those_of_the_module() -> None:
-    node: Any = SimpleNamespace(capabilities=[TracingCapability(None)])
-    assert calls_of(node) is calls
-
-
 def test_a_missing_package_is_said_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "hotkv_proto.traces", None)
-    check(settings_of())
-    with pytest.raises(StartError, match=r"pip install 'hotkv\[otel\]'"):
-        check(settings_of("--tracing.endpoint", "http://127.0.0.1:1"))
-
-
-def test_a_missing_package_for_grpc_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as missing:
+        missing.setitem(sys.modules, "hotkv_proto.traces", None)
+        check(settings_of())
+        with pytest.raises(StartError, match=r"pip install 'hotkv\[otel\]'"):
+            check(settings_of("--tracing.endpoint", "http://127.0.0.1:1"))
     name = "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
@@ -528,15 +452,15 @@ def test_headers_come_from_a_private_file(tmp_path: Path) -> None:
         (span,) = one.spans
         assert (span.parent_id, span.error) == ("", "UNKNOWN_KEY_SPACE")
         assert one.headers["authorization"] == "Bearer secret" and one.headers["x-tenant"] == "me"
-    endpoint = ("--tracing.endpoint", "http://127.0.0.1:1", "--tracing.headers-file", str(file))
+    flags = ("--tracing.endpoint", "http://127.0.0.1:1", "--tracing.headers-file", str(file))
     file.chmod(0o644)
     with pytest.raises(StartError, match="chmod o-rwx"):
-        check(settings_of(*endpoint))
+        check(settings_of(*flags))
     file.chmod(0o600)
     file.write_text("no colon")
     with pytest.raises(StartError, match="line 1"):
-        check(settings_of(*endpoint))
-    settings = settings_of(*endpoint, "--runtime-dir", str(tmp_path / "run"))
+        check(settings_of(*flags))
+    settings = settings_of(*flags, "--runtime-dir", str(tmp_path / "run"))
     assert any("headers_file: line 1" in said for said in check_start(settings))
 
 
@@ -555,7 +479,7 @@ def test_a_server_serves_and_stops_without_its_collector(hangs: bool) -> None:
                 silent.settimeout(20)
                 _asking = silent.accept()
             else:
-                wait_for(lambda: counter(server.target, "trace_spans_failed_total") > 0)
+                wait_for(lambda: server.counter("trace_spans_failed_total") > 0)
             one.engine.close()
         said = server.log.read_text()
         assert "hotkv_server.daemon stopped" in said

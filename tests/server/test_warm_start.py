@@ -1,6 +1,7 @@
 """What one node uses most comes to a new node before traffic does: files of block names, and
 prompts, over a real Valkey that both share."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,134 +40,108 @@ def nodes(valkey: Valkey) -> Iterator[tuple[SharingNode, SharingNode]]:
         yield a, b
 
 
-def run(one: SharingNode, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def run(one: SharingNode, *words: str) -> dict[str, Any]:
     assert one.server is not None
-    assert cli.main([*words, "--target", one.server.target, "--json"]) == 0
-    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    answer: dict[str, Any] = json.loads(one.server.cli(*words, "--json"))
     return answer
 
 
+@contextlib.contextmanager
+def asking(one: SharingNode) -> Iterator[AdminClient]:
+    assert one.server is not None
+    with AdminClient(one.server.target) as admin:
+        yield admin
+
+
+def space_of(one: SharingNode) -> dict[str, Any]:
+    with asking(one) as admin:
+        (space,) = [row["key_space"] for row in admin.key_spaces()]
+    return dict(space)
+
+
 def test_a_new_node_fetches_what_its_sibling_uses(
-    nodes: tuple[SharingNode, SharingNode], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    nodes: tuple[SharingNode, SharingNode], tmp_path: Path
 ) -> None:
-    a, b = nodes
+    """And a watcher of events hears of it, before an engine comes."""
+    (a, b), file = nodes, tmp_path / "blocks"
     cold, hot = hashes(CHAIN), hashes(CHAIN)
     a.fill(cold)
     content = a.fill(hot)
     for _ in range(3):
         assert a.loads(hot, content)
-    file = tmp_path / "blocks"
-    every = run(a, capsys, "export", str(file))
-    assert every["block_count"] == 2 * CHAIN
-    named = [one for line in lines(file)[1:] for one in line["hashes"]]
+    assert run(a, "export", str(file))["block_count"] == 2 * CHAIN
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
     # The head of a chain first, and the hot chain before the cold one.
+    named = [one for line in lines[1:] for one in line["hashes"]]
     assert named == [one.hex() for one in (*hot, *cold)]
     gib = CHAIN * 2 * (16 << 10) / (1 << 30)
-    some = run(a, capsys, "export", str(file), "--gib", str(gib))
-    assert some["block_count"] == CHAIN
-    # The new node has never seen an engine of this key space.
-    fetched = run(b, capsys, "import", str(file))
-    assert fetched["fetched_block_count"] == CHAIN and fetched["absent_block_count"] == 0
-    assert run(b, capsys, "import", str(file))["present_block_count"] == CHAIN
+    assert run(a, "export", str(file), "--gib", str(gib))["block_count"] == CHAIN
+    with asking(b) as watcher:
+        events = watcher.events(0, 60, tiers=True)
+        assert next(events) == ([], 0)
+        # The new node has never seen an engine of this key space.
+        fetched = run(b, "import", str(file), "--wait", "5")
+        assert fetched["fetched_block_count"] == CHAIN and fetched["absent_block_count"] == 0
+        told: list[dict[str, Any]] = []
+        while sum(one["block_count"] for one in told if one["event"] == "stored") < CHAIN:
+            told += next(events)[0]
+    assert told[0]["event"] == "cleared"
+    assert run(b, "import", str(file))["present_block_count"] == CHAIN
     b.start_engine()
     assert b.loads(hot, content)
     assert b.counter("shared_fetched_blocks_total") == CHAIN
 
 
 @pytest.mark.long
-def test_a_watcher_of_events_hears_of_what_is_fetched_before_an_engine_comes(
-    nodes: tuple[SharingNode, SharingNode], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    a, b = nodes
-    chain, file = hashes(CHAIN), tmp_path / "blocks"
-    content = a.fill(chain)
-    run(a, capsys, "export", str(file))
-    assert b.server is not None
-    with AdminClient(b.server.target) as watcher:
-        events = watcher.events(0, 60, tiers=True)
-        assert next(events) == ([], 0)
-        fetched = run(b, capsys, "import", str(file), "--wait", "5")
-        assert fetched["fetched_block_count"] == CHAIN
-        told: list[dict[str, Any]] = []
-        while sum(one["block_count"] for one in told if one["event"] == "stored") < CHAIN:
-            told += next(events)[0]
-    assert told[0]["event"] == "cleared"
-    b.start_engine()
-    assert b.loads(chain, content)
-
-
-def lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-@pytest.mark.long
 def test_blocks_of_prompts_come_before_their_requests(
-    nodes: tuple[SharingNode, SharingNode], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    nodes: tuple[SharingNode, SharingNode], tmp_path: Path
 ) -> None:
     a, b = nodes
-    assert a.server is not None
-    with AdminClient(a.server.target) as admin:
-        (space,) = [one["key_space"] for one in admin.key_spaces()]
+    space = space_of(a)
     block_tokens = space["hash_block_token_count"]
     tokens = list(range(7, 7 + CHAIN * block_tokens))
     chain = token_block_hashes(tokens, block_tokens, space["hash_algorithm"], space["hash_seed"])
-    content = a.fill(chain)
+    shared = hashes(CHAIN)
+    content, of_shared = a.fill(chain), a.fill(shared)
     like, prompts = tmp_path / "blocks", tmp_path / "prompts"
-    run(a, capsys, "export", str(like), "--gib", "0.0000001")
+    run(a, "export", str(like), "--gib", "0.0000001")
     prompts.write_text(f"[1, 2]\n{[*tokens, 1]}\n\n{[9] * block_tokens}\n")
     words = ("prefetch", "--prompts", str(prompts))
-    fetched = run(b, capsys, *words, "--like", str(like))
+    fetched = run(b, *words, "--like", str(like))
     assert fetched["prompt_count"] == 2 and fetched["fetched_block_count"] == CHAIN
     assert fetched["absent_block_count"] == 1 and fetched["short_prompt_count"] == 1
     # By now the key space is known here.
-    assert run(b, capsys, *words)["present_block_count"] == CHAIN
-    b.start_engine()
-    assert b.loads(chain, content)
-
-
-@pytest.mark.long
-def test_prompts_of_one_call_share_their_prefix(
-    nodes: tuple[SharingNode, SharingNode],
-) -> None:
-    a, b = nodes
-    assert a.server is not None and b.server is not None
-    with AdminClient(a.server.target) as admin:
-        (space,) = [one["key_space"] for one in admin.key_spaces()]
-    chain = hashes(CHAIN)
-    content = a.fill(chain)
-    prompts = [(b"".join(some), b"") for some in (chain, [*chain, *hashes(1)], chain[:2])]
-    with AdminClient(b.server.target) as admin:
-        answer = admin.prefetch_blocks(space, prompts=prompts, wait_s=5)
+    assert run(b, *words)["present_block_count"] == CHAIN
+    # Prompts of one call may share their prefix.
+    some = [(b"".join(one), b"") for one in (shared, [*shared, *hashes(1)], shared[:2])]
+    with asking(b) as admin:
+        answer = admin.prefetch_blocks(space, prompts=some, wait_s=5)
     assert answer["fetched_block_count"] == CHAIN and answer["absent_block_count"] == 1
     b.start_engine()
-    assert b.loads(chain, content)
+    assert b.loads(chain, content) and b.loads(shared, of_shared)
 
 
-def test_without_tiers_it_says_what_is_there(tmp_path: Path) -> None:
-    with node() as one:
-        one.start_sharing()
-        assert one.server is not None and one.engine is not None
-        chain = hashes(CHAIN)
-        with AdminClient(one.server.target) as admin:
-            answer = admin.prefetch_blocks(1, [(0, b"".join(chain))], wait_s=1)
-            assert answer["absent_block_count"] == CHAIN
-            for bad, reason in (
-                ({"key_space": 0}, Reason.INVALID_FIELD),
-                ({"key_space": 99}, Reason.UNKNOWN_KEY_SPACE),
-                ({"groups": []}, Reason.INVALID_FIELD),
-                ({"groups": [(7, chain[0])]}, Reason.INVALID_FIELD),
-                ({"groups": [(0, b"short")]}, Reason.INVALID_HASH),
-                ({"groups": [(0, chain[0])] * 9, "wait_s": 61}, Reason.INVALID_FIELD),
-                ({"groups": [], "prompts": [(b"", b"odd")]}, Reason.INVALID_FIELD),
-            ):
-                with pytest.raises(HotKVError) as raised:
-                    admin.prefetch_blocks(
-                        **{"key_space": 1, "groups": [(0, chain[0])], **bad}  # type: ignore[arg-type]
-                    )
-                assert raised.value.reason is reason, bad
-            for number, size in ((99, 0), (1, -1)):
-                with pytest.raises(HotKVError):
-                    list(admin.export_blocks(number, size))
+def test_without_tiers_it_says_what_is_there() -> None:
+    chain = hashes(CHAIN)
+    with node() as one, asking(one.start_sharing()) as admin:
+        answer = admin.prefetch_blocks(1, [(0, b"".join(chain))], wait_s=1)
+        assert answer["absent_block_count"] == CHAIN
+        for bad, reason in (
+            ({"key_space": 0}, Reason.INVALID_FIELD),
+            ({"key_space": 99}, Reason.UNKNOWN_KEY_SPACE),
+            ({"groups": []}, Reason.INVALID_FIELD),
+            ({"groups": [(7, chain[0])]}, Reason.INVALID_FIELD),
+            ({"groups": [(0, b"short")]}, Reason.INVALID_HASH),
+            ({"groups": [(0, chain[0])] * 9, "wait_s": 61}, Reason.INVALID_FIELD),
+            ({"groups": [], "prompts": [(b"", b"odd")]}, Reason.INVALID_FIELD),
+        ):
+            asked: dict[str, Any] = {"key_space": 1, "groups": [(0, chain[0])], **bad}
+            with pytest.raises(HotKVError) as raised:
+                admin.prefetch_blocks(**asked)
+            assert raised.value.reason is reason, bad
+        for number, size in ((99, 0), (1, -1)):
+            with pytest.raises(HotKVError):
+                list(admin.export_blocks(number, size))
 
 
 @pytest.mark.parametrize(
