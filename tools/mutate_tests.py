@@ -299,8 +299,7 @@ TESTS: dict[str, str] = {
     ),
     "server/hotkv_server/hints/book": f"tests/core/test_hint_book.py {POLICY}",
     "server/hotkv_server/hints/book/actions.py": (
-        "tests/core/test_retention.py tests/server/test_hint_turns.py tests/server/test_hints.py "
-        "tests/server/test_hints_tiers.py"
+        "tests/core/test_retention.py tests/server/test_hint_turns.py tests/server/test_hints.py"
     ),
     "server/hotkv_server/hints/": (
         "tests/core/test_hint_parsing.py tests/server/test_hint_turns.py tests/server/test_hints.py"
