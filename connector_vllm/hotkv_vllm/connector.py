@@ -89,6 +89,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         who = "scheduler" if is_scheduler else f"worker-{vllm_config.parallel_config.rank}"
         self.config = config
         self._is_resident = config.is_resident
+        self._publishes_events = checks.publishes_events(vllm_config)
         self.clock = HookClock(who, str(transfer.engine_id))
         self.edge = HookEdge(self.clock, self._count)
         self._scheduler = cast(HotKVScheduler, NoSide())
@@ -281,10 +282,13 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset_cache()
 
-    @hook(lambda _: [], last=())
     def take_events(self) -> Iterable[Any]:
         """Returns the shared cache's events for this engine to publish, if the server's
         `events.identity` is `engine`."""
+        return self._take_events() if self._publishes_events else ()
+
+    @hook(lambda _: [], last=())
+    def _take_events(self) -> Iterable[Any]:
         return self._scheduler.take_events()
 
     @hook(nothing)

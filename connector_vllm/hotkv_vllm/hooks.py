@@ -114,7 +114,7 @@ FALLBACKS: dict[str, str] = {
         "The caller hears that it failed; nothing is loaded or stored until a later flush has "
         "succeeded."
     ),
-    "take_events": "Routers hear of the shared cache's blocks with a later step.",
+    "_take_events": "Routers hear of the shared cache's blocks with a later step.",
     "get_kv_connector_stats": "Counters go out with a later step.",
     # ----------------------------------------------------------- the tier of vLLM's own offloading
     "tier.on_new_request": "The request is unknown: nothing of it is looked up or stored.",

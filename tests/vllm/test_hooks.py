@@ -48,6 +48,7 @@ OF_RESIDENTS = {"has_pending_block_frees", "_kept_tokens", "_has_room"}
 FORWARDS = {
     "request_finished": {"request_finished_all_groups"},
     "requires_kv_delivery": {"_is_resident"},
+    "take_events": {"_take_events", "_publishes_events"},
 }
 """Hooks that only call another one, or say what is known from the start on."""
 DOES_NOTHING = {"wait_for_layer_load", "save_kv_layer"}
@@ -100,10 +101,12 @@ class Bench:
         }
 
     def new(self) -> Engine:
-        return self.make(
+        made: Engine = self.make(
             blocks=22,
             extra={"store_timeout_s": 0.01, "flush_timeout_s": 0.0, "load_timeout_s": 60.0},
         )
+        made.connector._publishes_events = True
+        return made
 
     def renew(self) -> None:
         """After a failure, so that the next fault is judged alone."""

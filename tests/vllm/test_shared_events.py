@@ -63,7 +63,7 @@ class Telling(RuleBasedStateMachine):
             self.hub.add_key_space(number, make_key_space(name, 4096, 4096))
         self.cached: dict[Lying, None] = {}
         self.index: set[Any] = set()
-        self.teller = SharedEvents(True)
+        self.teller = SharedEvents()
         self.session: Wire | None = Wire(self.hub, self.state)
         self.now_s = 0.0
 

@@ -28,13 +28,9 @@ Place = tuple[int, str, str]
 
 
 class SharedEvents:
-    """What this engine has told of the shared cache.
+    """What this engine has told of the shared cache."""
 
-    is_on: whether vLLM publishes events. Otherwise nothing is read.
-    """
-
-    def __init__(self, is_on: bool) -> None:
-        self._is_on = is_on
+    def __init__(self) -> None:
         self._session: CacheSession | None = None
         self._groups: Sequence[CacheGroup] = ()
         self._asked: Future[EventsRead] | None = None
@@ -55,8 +51,6 @@ class SharedEvents:
         session: of the present key space; None while hotkv is off.
         groups: of that key space.
         """
-        if not self._is_on:
-            return []
         taken: list[Any] = []
         if session is not self._session:
             taken += self._take_back(self._told)

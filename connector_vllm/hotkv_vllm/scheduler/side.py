@@ -61,7 +61,7 @@ class HotKVScheduler:
             pool,
         )
         self.sharing = Sharing(engine)
-        self.events = SharedEvents(checks.publishes_events(vllm_config))
+        self.events = SharedEvents()
         self.residents = ResidentSide(pool, self.sharing, edge)
         self.requests = Admission(engine, self.sharing, edge)
         self.steps = StepPlanner(engine, self.sharing, self.requests, edge)
@@ -88,7 +88,7 @@ class HotKVScheduler:
         self.totals.aggregate(taken)
         return taken
 
-    def take_events(self) -> list[Any]:
+    def take_events(self) -> list[object]:
         """Returns the events of the shared cache that vLLM is to publish as this engine's."""
         cache = self.sharing.cache
         if cache is None:

@@ -135,7 +135,8 @@ def _asked_group(key_space: KeySpace, block_tokens: int) -> int | None:
 
 
 class EventsCapability(Capability):
-    """See the folder's README. Raises StartError if the publisher can't start.
+    """See the folder's README. Raises StartError if the publisher can't start, or if the file of
+    contents can't be used.
 
     hub: where events go; None makes it by the settings.
     """
@@ -147,7 +148,10 @@ class EventsCapability(Capability):
         self._numbers: dict[bytes, int] = {}
         self._readers: dict[LiveSession, EngineReader] = {}
         path = node.memory.directory / CONTENTS_FILE if self.wants_token_ids else None
-        self._contents = Contents(path, settings.content_bytes, self._present)
+        try:
+            self._contents = Contents(path, settings.content_bytes, self._present)
+        except OSError as error:
+            raise StartError(f"events: {path} can't be used: {error.strerror}") from error
         is_of_pool = settings.identity == "pool"
         if hub is None:
             publisher = _publisher(settings, None if is_of_pool else self.state)
