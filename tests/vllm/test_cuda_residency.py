@@ -2,14 +2,15 @@
 class: each row attends to the bytes of its own context, wherever they are."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionImpl,
@@ -37,9 +38,21 @@ CONFIG = SparseConfig(
 )
 
 
-def prefill(engine: Engine, one: Request, chunk: int = 128) -> None:
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Engine]:
+    return partial(Engine, monkeypatch, tmp_path, CONFIG)
+
+
+def prefilled(engine: Engine, name: str, prompt: int, more: int) -> Request:
+    """Returns a new request whose prompt is computed."""
+    one = engine.add(name, prompt, more)
+    prefill(engine, one)
+    return one
+
+
+def prefill(engine: Engine, one: Request) -> None:
     while one.context < one.prompt:
-        engine.step({one.name: min(chunk, one.prompt - one.context)})
+        engine.step({one.name: min(128, one.prompt - one.context)})
 
 
 def check_representations(engine: Engine, one: Request) -> None:
@@ -47,23 +60,17 @@ def check_representations(engine: Engine, one: Request) -> None:
     sequence, count = engine.worker.sequences.of(one.name), one.context // BLOCK_TOKENS
     assert sequence is not None
     for number, layer in enumerate(engine.worker.layers.values()):
-        pool = layer.selector.index.pool
-        assert isinstance(pool, torch.Tensor)
-        found = pool.numpy()[sequence.rows[:count]]
+        found = layer.selector.index.pool.numpy()[sequence.rows[:count]]
         keys = one.kv[number][0, : count * BLOCK_TOKENS].reshape(count, BLOCK_TOKENS, 2, 32)
         expected = build("rot2u", np.ascontiguousarray(keys)).reshape(count, -1)
         differs = (found[:, : expected.shape[1]] != expected).mean(axis=1)
         assert (differs < 0.02).all(), differs
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("is_v2", [False, True])
-def test_contexts_beyond_the_pool_are_prefilled_exactly_and_decoded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_v2: bool
-) -> None:
-    engine = Engine(monkeypatch, tmp_path, CONFIG, is_v2=is_v2)
-    one, other = engine.add("a", 600, 80), engine.add("b", 330, 60)
-    prefill(engine, one)
+def test_contexts_beyond_the_pool_are_prefilled_exactly_and_decoded(make: Any, is_v2: bool) -> None:
+    engine = make(is_v2=is_v2)
+    one, other = prefilled(engine, "a", 600, 80), engine.add("b", 330, 60)
     assert one.freed > 10, "old blocks were given back while the prompt was computed"
     for _ in range(3):
         engine.step({"a": 1})
@@ -80,10 +87,9 @@ def test_contexts_beyond_the_pool_are_prefilled_exactly_and_decoded(
     check_representations(engine, other)
 
 
-def test_a_first_step_fills_the_hot_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    engine = Engine(monkeypatch, tmp_path, CONFIG)
-    one = engine.add("a", 640, 64)
-    prefill(engine, one)
+def test_a_first_step_fills_the_hot_set(make: Any) -> None:
+    engine = make()
+    one = prefilled(engine, "a", 640, 64)
     engine.step({"a": 1})
     check_representations(engine, one)
     budget = 192 // BLOCK_TOKENS
@@ -97,32 +103,10 @@ def test_a_first_step_fills_the_hot_set(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert int(hot.counts[0, SELECTED]) <= budget
 
 
-def test_a_budget_that_covers_the_context_is_exact(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    config = SparseConfig(
-        sparse_topk=800,
-        sink_tokens=32,
-        recent_tokens=40,
-        min_context_tokens=256,
-        dense_layers=(),
-        residency="host",
-    )
-    engine = Engine(monkeypatch, tmp_path, config, pages=240)
-    one = engine.add("a", 500, 64)
-    prefill(engine, one)
-    for _ in range(3):
-        engine.step({"a": 1})
-        assert sorted(engine.attended["a", 0]) == list(range(-(-one.context // BLOCK_TOKENS)))
-    assert one.freed > 10
-
-
 @pytest.mark.parametrize("left", [1, 40])
-def test_a_prefix_hit_is_scored_by_keys_of_the_arena(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left: int
-) -> None:
+def test_a_prefix_hit_is_scored_by_keys_of_the_arena(make: Any, left: int) -> None:
     """Representations of a hit equal those that a prefill builds, be the rest one token or many."""
-    engine = Engine(monkeypatch, tmp_path, CONFIG)
+    engine = make()
     one = engine.add("a", 512 + left, 40)
     engine.hit(one, 512)
     engine.step({"a": left})
@@ -133,19 +117,12 @@ def test_a_prefix_hit_is_scored_by_keys_of_the_arena(
 @pytest.mark.parametrize("replays_decode", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("seed", [5, 0])
 def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int, replays_decode: bool
+    make: Any, seed: int, replays_decode: bool
 ) -> None:
     """Prompts of one token, and in chunks of one; hits with a rest of one; requests that begin
     anew; all of that beside requests that decode. `Engine.step` compares."""
     dice = random.Random(seed)
-    engine = Engine(
-        monkeypatch,
-        tmp_path,
-        CONFIG,
-        is_v2=replays_decode,
-        replays_decode=replays_decode,
-        seed=seed + 1,
-    )
+    engine = make(is_v2=replays_decode, replays_decode=replays_decode, seed=seed + 1)
     known: dict[str, int] = {}
     seen: set[tuple[bool, bool]] = set()
     for number in range(60):
@@ -172,28 +149,10 @@ def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
     assert seen >= {(True, True), (False, True)}, "tokens of prompts and answers, blocks away"
 
 
-def test_a_state_that_is_used_again_has_nothing_of_the_one_before(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    engine = Engine(monkeypatch, tmp_path, CONFIG)
-    for name in ("a", "b", "c"):
-        one = engine.add(name, 450, 40)
-        prefill(engine, one)
-        for _ in range(3):
-            engine.step({name: 1})
-        engine.end(name)
-    engine.add("d", 300, 10)
-    engine.step({"d": 64})
-    assert len(list(engine.worker.sequences)) == 1
-
-
-def test_a_batch_that_nobody_announced_touches_no_state(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_batch_that_nobody_announced_touches_no_state(make: Any) -> None:
     """vLLM's dummy runs, and those that it captures, have tables of old steps."""
-    engine = Engine(monkeypatch, tmp_path, CONFIG)
-    one = engine.add("a", 450, 40)
-    prefill(engine, one)
+    engine = make()
+    one = prefilled(engine, "a", 450, 40)
     engine.step({"a": 1})
     hot = [layer.selector.hot for layer in engine.worker.layers.values()]
     before = [(h.state.clone(), h.used_at.clone(), h.clocks.clone()) for h in hot]
@@ -207,11 +166,9 @@ def test_a_batch_that_nobody_announced_touches_no_state(
     assert not engine.lost
 
 
-def test_captured_graphs_leave_nothing_behind(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_captured_graphs_leave_nothing_behind(make: Any) -> None:
     """As vLLM captures: rows of any table, before there are requests, whatever states they hit."""
-    engine = Engine(monkeypatch, tmp_path, CONFIG)
+    engine = make()
     epochs = engine.worker._residents.epochs.clone()
     nobody = engine.add("nobody", 300, 8)
     engine.tell(nobody, 260)
@@ -219,20 +176,16 @@ def test_captured_graphs_leave_nothing_behind(
     metadata = engine.builder.build_for_cudagraph_capture(engine.common([(nobody, 1)], 2))
     for layer in range(len(NAMES)):
         engine.forward(layer, [(nobody, 1)], metadata, 2, checks=False)
-    one = engine.add("a", 450, 40)
-    prefill(engine, one)
+    prefilled(engine, "a", 450, 40)
     assert (engine.worker._residents.epochs > epochs).all(), "all states begin anew after a capture"
     engine.step({"a": 1})
     assert not engine.lost
 
 
-def test_bytes_that_the_server_did_not_pin_lose_the_request(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    engine = Engine(monkeypatch, tmp_path, CONFIG)
-    one, short = engine.add("a", 450, 40), engine.add("b", 64, 20)
-    prefill(engine, one)
-    prefill(engine, short)
+def test_bytes_that_the_server_did_not_pin_lose_the_request(make: Any) -> None:
+    engine = make()
+    one = prefilled(engine, "a", 450, 40)
+    prefilled(engine, "b", 64, 20)
     engine.arena.is_pinned = False
     engine.step({"b": 1})
     assert not engine.lost, "nothing of it came out of the arena"
@@ -241,30 +194,22 @@ def test_bytes_that_the_server_did_not_pin_lose_the_request(
 
 
 def test_a_broken_layer_loses_who_needs_the_arena(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(monkeypatch, tmp_path, CONFIG)
-    one = engine.add("a", 450, 40)
-    prefill(engine, one)
-    layer = engine.worker.layers[NAMES[1]]
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("made up")
-
-    monkeypatch.setattr(layer.selector.hot, "grow", broken)
+    engine = make()
+    one = prefilled(engine, "a", 450, 40)
+    monkeypatch.setattr(engine.worker.layers[NAMES[1]].selector.hot, "grow", lambda *_: 1 / 0)
     engine.step({"a": 1}, checks=False)
     assert engine.lost == {one.table[0]}
     assert engine.worker.take_counters()["sparse_faults"] == 1
 
 
-def test_too_few_rows_for_representations_lose_the_request(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    engine = Engine(monkeypatch, tmp_path, CONFIG, representation_tokens=320)
+def test_too_few_rows_for_representations_lose_the_request(make: Any) -> None:
+    engine = make(representation_tokens=320)
     one = engine.add("a", 450, 40)
-    engine.step({"a": 128})
-    engine.step({"a": 128})
-    assert not engine.lost
+    for _ in range(2):
+        engine.step({"a": 128})
+        assert not engine.lost
     engine.step({"a": 128}, checks=False)
     assert engine.lost == {one.table[0]}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hotkv_proto.order import NO_ORDER, OrderKind
+from hotkv_proto.order import OrderKind
 from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.worker import device_order
 from tests.vllm.device import ToldDevice
@@ -101,23 +101,6 @@ def test_random_lag(
     assert_nothing_is_kept(one, device)
 
 
-def test_all_events_in_use_is_no_fault(
-    engine: Any, server: Any, device: ToldDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_order, "NUM_EVENTS", 1)
-    server.order_kind, server.hold = OrderKind.EVENTS, {"store"}
-    one = engine(device=device)
-    one.generate("a", prompt(1, 100), 1)
-    sent = server.count("store")
-    one.generate("b", prompt(2, 100), 1)
-    one.generate("c", prompt(3, 10), 2)
-    assert sent == 1 and server.count("store") == 2 and "s2" not in server.afters
-    assert sum(name in server.afters for _, name, _, _ in server.held) == 1
-    server.settle()
-    one.generate("d", prompt(3, 10), 1)
-    assert_nothing_is_kept(one, device)
-
-
 def test_after_a_reconnect_marks_are_of_the_kind_that_the_server_takes_then(
     engine: Any, server: Any, device: ToldDevice
 ) -> None:
@@ -132,21 +115,8 @@ def test_after_a_reconnect_marks_are_of_the_kind_that_the_server_takes_then(
         seen.append({after.kind for after in server.afters.values()})
     assert seen == [{OrderKind.EVENTS}, set(), {OrderKind.FLAGS}, {OrderKind.EVENTS}]
     offers = [session.order for session in server.sessions if session.layout is not None]
-    assert all(
-        len(offer.event_handles) == device_order.NUM_EVENTS
-        and offer.num_flags == device_order.NUM_WORDS
-        for offer in offers
-    )
-
-
-def test_a_device_that_can_share_nothing_is_waited_for_by_the_worker(
-    engine: Any, server: Any
-) -> None:
-    device = ToldDevice(has_events=False, has_words=False)
-    one = engine(device=device)
-    assert worker_of(one).rank.marks.order == NO_ORDER
-    answer = one.generate("a", PROMPT, 2)[0]
-    assert engine().generate("b", PROMPT, 2) == (answer, 192)
+    counts = {(len(offer.event_handles), offer.num_flags) for offer in offers}
+    assert counts == {(device_order.NUM_EVENTS, device_order.NUM_WORDS)}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -215,23 +185,10 @@ def test_a_load_that_is_cancelled_while_it_waits_ends(
     assert_nothing_is_kept(one, device)
 
 
-def test_a_word_counts_past_32_bits(engine: Any, server: Any, device: ToldDevice) -> None:
-    server.order_kind = OrderKind.FLAGS
-    one = engine(device=device)
-    device.words.words[0] = (1 << 32) - 2
-    worker_of(one).rank.marks._values[0] = (1 << 32) - 2
-    for number in range(4):
-        one.generate(f"{number}", prompt(20 + number, 40), 1)
-    finish(one, server, device)
-    assert sorted(after.mark.value for after in server.afters.values()) == [0, 1, 2, (1 << 32) - 1]
-    assert len(server.blocks) == 4
-
-
 def test_dummy_runs_and_graph_capture_reach_no_hook(
     engine: Any, server: Any, device: ToldDevice
 ) -> None:
-    """Runner V2 switches the connector off meanwhile; a hook that comes without metadata does
-    nothing."""
+    """Runner V2 switches the connector off meanwhile."""
     one = engine(device=device, v2=True)
     one.active.set_disabled(True)
     one.active.pre_forward(None)
@@ -241,11 +198,7 @@ def test_dummy_runs_and_graph_capture_reach_no_hook(
     one.active.set_disabled(False)
     one.worker.start_load_kv(None)
     one.worker.wait_for_save()
-    assert (
-        not device.given
-        and not one.worker.edge.broken
-        and {kind for kind, _ in server.calls} <= {"probe"}
-    )
+    assert not device.given and {kind for kind, _ in server.calls} <= {"probe"}
     answer = one.generate("a", PROMPT, 2)
     finish(one, server, device)
     assert answer[0] and not one.worker.edge.broken

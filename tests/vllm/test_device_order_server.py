@@ -51,36 +51,15 @@ def make(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_server_reads_words_and_says_what_it_takes(make: Make) -> None:
     """Words before events, which are no use to a server without a device."""
-    one = make(device=ToldDevice())
-    session = one.worker._worker.rank.session
-    assert session.order_kind is OrderKind.FLAGS and session.order_message == ""
-    assert (
-        make(
-            device=ToldDevice(), extra={"device_order": "host"}
-        ).worker._worker.rank.session.order_kind
-        is OrderKind.HOST
-    )
-    only_events = make(
-        device=ToldDevice(), extra={"device_order": "events"}
-    ).worker._worker.rank.session
-    assert only_events.order_kind is OrderKind.HOST and "events" in only_events.order_message
-    assert make().worker._worker.rank.session.order_message == ""
-
-
-def test_nothing_is_read_before_the_device_is_there(make: Make) -> None:
-    device = ToldDevice()
-    one = make(device=device)
-    one.add("a", prompt(1, 200), 1)
-    one.queue.append((scheduled := one.scheduler.schedule(), *one._execute(scheduled)))
-    (store,) = one.worker._worker.stores.active.values()
-    assert store.after.after is not None and not store.after.passed()
-    # The server answers in order what it can answer: it has the store.
-    one.worker._worker.rank.session.ping(20)
-    assert not store.answer.done()
-    device.run()
-    assert store.answer.result(60).num_bytes
-    finish(one)
-    assert make().generate("b", prompt(1, 200), 1)[1] == 192
+    for settings, kind, why in (
+        ({"device": ToldDevice()}, OrderKind.FLAGS, ""),
+        ({"device": ToldDevice(), "extra": {"device_order": "host"}}, OrderKind.HOST, ""),
+        ({"device": ToldDevice(), "extra": {"device_order": "events"}}, OrderKind.HOST, "events"),
+        ({}, OrderKind.HOST, ""),
+    ):
+        session = make(**settings).worker._worker.rank.session
+        assert session.order_kind is kind
+        assert why in session.order_message and bool(session.order_message) == bool(why)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +100,6 @@ def test_random_lag(make: Make, order: str, model: Any, layout: KVCacheLayout) -
     for number, seed in enumerate(range(5)):
         one.add(f"again {number}", prompt(seed, 150), 2)
     finish(one)
-    assert (
-        one.counters["loads"]
-        and one.counters["stores"]
-        and not {"hook_errors", "failed_loads"} & one.counters.keys()
-    )
+    assert one.counters["loads"]
+    assert one.counters["stores"]
+    assert not {"hook_errors", "failed_loads"} & one.counters.keys()

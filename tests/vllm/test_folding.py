@@ -13,61 +13,46 @@ from hotkv_vllm.worker.layout import LayerPages, _folded, _page_tensor
 NUM_BLOCKS = 4
 
 
-def pages(
-    bases: list[int],
-    *,
-    run: int = 8,
-    dims: tuple[tuple[int, int], ...] = (),
-    block_stride: int = 1024,
-) -> list[LayerPages]:
-    return [
-        LayerPages(f"layer{n}", "kv", base, block_stride, run, dims) for n, base in enumerate(bases)
-    ]
+def pages(bases: list[int], *, dims: tuple[tuple[int, int], ...] = ()) -> list[LayerPages]:
+    return [LayerPages(f"layer{n}", "kv", base, 1024, 8, dims) for n, base in enumerate(bases)]
 
 
-def check(layers: list[LayerPages], names: list[list[str]]) -> None:
-    """Layers are folded so; what comes of it is a valid layout of the same bytes, in the same
-    order."""
+@pytest.mark.parametrize(
+    ("bases", "dims", "runs"),
+    [
+        ([0, 8, 16, 24], (), [4]),
+        ([64, 96, 128], ((2, 16),), [3]),
+        # The runs of each lie between those of the other; a tensor whose layers step over less than
+        # a layer would overlap itself.
+        ([0, 8], ((4, 16),), [1, 1]),
+        ([0, 8, 16, 24], ((2, 32),), [1, 1, 1, 1]),
+        # Layers 0 and 2 could share a tensor, and don't, as they are no neighbours.
+        ([0, 8, 64, 72], ((2, 16),), [1, 2, 1]),
+        # They touch, and overlap by a byte.
+        ([0, 24], ((2, 16),), [2]),
+        ([0, 23], ((2, 16),), [1, 1]),
+    ],
+)
+def test_layers_at_equal_distances_are_one_tensor_unless_they_overlap(
+    bases: list[int], dims: tuple[tuple[int, int], ...], runs: list[int]
+) -> None:
+    """What comes of it is a valid layout of the same bytes, in the same order."""
+    layers = pages(bases, dims=dims)
     folded = _folded(layers)
-    assert [[layer.name for layer in run] for run in folded] == names
+    assert [len(run) for run in folded] == runs and list(itertools.chain(*folded)) == layers
     tensors, offset = [], 0
     for run in folded:
         tensors.append(_page_tensor(0, run, offset))
         offset += sum(layer.page_bytes for layer in run)
-    num_bytes = max(layer.base for layer in layers) + NUM_BLOCKS * 1024
+    num_bytes = max(bases) + NUM_BLOCKS * 1024
     layout = Layout(0, NUM_BLOCKS, (MemoryHandle("kv", num_bytes),), tuple(tensors))
     layout.validate((GroupSpec(GroupKind.FULL_ATTENTION, 16, (offset,)),))
-    alone = [
-        PageTensor(0, "kv", layer.base, layer.block_stride, layer.run, 0, layer.dims)
-        for layer in layers
-    ]
-    expected = np.concatenate([tensor.base_offset_bytes + tensor.run_offsets() for tensor in alone])
-    assert (
-        np.concatenate(
-            [tensor.base_offset_bytes + tensor.run_offsets() for tensor in tensors]
-        ).tolist()
-        == expected.tolist()
+    alone = [PageTensor(0, "kv", one.base, one.block_stride, one.run, 0, dims) for one in layers]
+    found, expected = (
+        np.concatenate([tensor.base_offset_bytes + tensor.run_offsets() for tensor in them])
+        for them in (tensors, alone)
     )
-
-
-def test_layers_at_equal_distances_are_one_tensor() -> None:
-    check(pages([0, 8, 16, 24]), [["layer0", "layer1", "layer2", "layer3"]])
-    check(pages([64, 96, 128], dims=((2, 16),)), [["layer0", "layer1", "layer2"]])
-
-
-def test_interleaved_layers_are_not() -> None:
-    """The runs of each lie between those of the other; a tensor whose layers step over less than a
-    layer would overlap itself."""
-    check(pages([0, 8], dims=((4, 16),)), [["layer0"], ["layer1"]])
-    check(pages([0, 8, 16, 24], dims=((2, 32),)), [["layer0"], ["layer1"], ["layer2"], ["layer3"]])
-    # Layers 0 and 2 could share a tensor, and don't, as they are no neighbours.
-    check(pages([0, 8, 64, 72], dims=((2, 16),)), [["layer0"], ["layer1", "layer2"], ["layer3"]])
-
-
-def test_layers_that_touch_are_folded_and_those_that_overlap_by_a_byte_are_not() -> None:
-    span = 8 + 16
-    check(pages([0, span], dims=((2, 16),)), [["layer0", "layer1"]])
-    check(pages([0, span - 1], dims=((2, 16),)), [["layer0"], ["layer1"]])
+    assert found.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(

@@ -201,12 +201,10 @@ class Bench:
         in_flight, quarantine = side.cache.planner.in_flight, side.requests.loads.quarantine
         assert not in_flight.stores and not in_flight.reading and not in_flight.num_bytes
         assert not quarantine.loading and not quarantine.held and side.sharing.links.are_complete
-        assert (
-            not worker.stores
-            and not len(worker.loads)
-            and not worker.loads._hung
-            and not worker.loads._failed
-        )
+        assert not worker.stores
+        assert not len(worker.loads)
+        assert not worker.loads._hung
+        assert not worker.loads._failed
         assert not self.server.leases and not self.server.held
 
 

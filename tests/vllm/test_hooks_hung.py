@@ -54,11 +54,9 @@ def test_the_request_is_answered_and_late_writes_reach_nobody(
     before = free_blocks(one)
     future, act = hang(one, server)
     one.run(100)
-    assert (
-        one.outputs["a"] == answer
-        and one.counters["hung_loads"] == 1
-        and one.counters["failed_loads"] == 1
-    )
+    assert one.outputs["a"] == answer
+    assert one.counters["hung_loads"] == 1
+    assert one.counters["failed_loads"] == 1
     held = before - free_blocks(one)
     assert held == one.connector._scheduler.requests.loads.quarantine.num_blocks >= 6
     # Other requests fill all other blocks while the server goes on after all; the harness checks
@@ -131,39 +129,6 @@ def test_a_server_that_dies_gives_its_blocks_back(engine: Any, server: Any) -> N
     assert free_blocks(one) == before
 
 
-def test_without_vllms_pool_the_request_waits(engine: Any, server: Any) -> None:
-    answer = engine().generate("first", PROMPT, 4)[0]
-    one = engine(extra={"load_timeout_s": 0.0})
-    one.connector._scheduler.requests.loads.quarantine.pool = None
-    future, act = hang(one, server)
-    for _ in range(20):
-        one.step()
-    assert not one.outputs["a"] and "hung_loads" not in one.counters
-    future.set_result(act())
-    one.run()
-    assert one.outputs["a"] == answer
-
-
-def test_a_cancel_that_can_not_be_sent_is_overdue_too(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer = engine().generate("first", PROMPT, 4)[0]
-    one = engine(extra={"load_timeout_s": 0.0})
-
-    def broken(_: str) -> None:
-        raise RuntimeError("told to break")
-
-    monkeypatch.setattr(one.worker._worker.rank.session, "cancel", broken)
-    future, act = hang(one, server)
-    one.run(100)
-    assert (
-        one.outputs["a"] == answer
-        and one.counters["hung_loads"] == 1
-        and one.counters["hook_errors"] == 1
-    )
-    future.set_result(act())
-
-
 def test_shutdown_in_the_middle_of_loads(engine: Any, server: Any) -> None:
     """One hangs, one has just begun."""
     first = engine()
@@ -183,36 +148,6 @@ def test_shutdown_in_the_middle_of_loads(engine: Any, server: Any) -> None:
     one.worker.shutdown()
     assert all(session.closed for session in server.sessions[-2:])
     assert not one.connector.edge.broken and not one.worker.edge.broken
-
-
-def test_results_that_break_once_are_reported_once(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM asserts that it knows a request whose load is reported, so a second report would end the
-    engine."""
-    answer = engine().generate("first", PROMPT, 4)[0]
-    one = engine()
-    original, calls = rank_loads._bytes_loaded, []
-
-    def once(future: Any) -> Any:
-        calls.append(future)
-        if len(calls) == 1:
-            raise RuntimeError("told to break")
-        return original(future)
-
-    monkeypatch.setattr(rank_loads, "_bytes_loaded", once)
-    reported: list[str] = []
-    one.before_forward = lambda: None
-    results = one.worker.get_transfer_results
-    monkeypatch.setattr(
-        one.worker,
-        "get_transfer_results",
-        lambda ids: (found := results(ids), reported.extend(found.finished_recving or ()))[0],
-    )
-    one.add("a", PROMPT, 4)
-    one.add("b", PROMPT + [5] * 40, 4)
-    one.run(300)
-    assert one.outputs["a"] == answer and sorted(reported) == ["a", "b"]
 
 
 # ----------------------------------------------------------------------------------- absent workers
@@ -238,12 +173,10 @@ def test_a_refused_worker_is_said_once_and_nothing_is_offered(
         one.drop_local()
     assert not {"acquire", "load", "store", "lookup"} & {kind for kind, _ in server.calls}
     assert one.counters["unserved_requests"] == 3 and "failed_loads" not in one.counters
-    assert (
-        len(lines) == 1
-        and "worker 0 has no session" in lines[0]
-        and server.refuse_workers in lines[0]
-        and "hotkv.target" in lines[0]
-    )
+    assert len(lines) == 1
+    assert "worker 0 has no session" in lines[0]
+    assert server.refuse_workers in lines[0]
+    assert "hotkv.target" in lines[0]
     # It comes after all.
     server.refuse_workers = ""
     one.generate("step", prompt(9, 10), 2)
@@ -307,6 +240,5 @@ def test_a_stopped_server_does_not_hold_its_requests(
     settled(engine)
     engine.ask("reset")
     warm = engine.ask("generate", prompts=batch, max_tokens=8)
-    assert warm["tokens"] == cold["tokens"] and warm["cached"] == [
-        (len(p) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for p in batch
-    ]
+    assert warm["tokens"] == cold["tokens"]
+    assert warm["cached"] == [(len(p) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for p in batch]

@@ -149,11 +149,9 @@ def test_a_step_whose_rows_are_not_known_is_dense(
     layers.step("a")
     with broken(getattr(SparseWorker, function), only_once=True):
         one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
-    assert (
-        attend() is None
-        and not layers.worker._sequences
-        and one.edge.broken == {"handle_preemptions"}
-    )
+    assert attend() is None
+    assert not layers.worker._sequences
+    assert one.edge.broken == {"handle_preemptions"}
     built = layers.worker.representations.built(7)
     assert not built.any()
     # The next step is as any other.

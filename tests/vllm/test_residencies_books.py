@@ -370,15 +370,6 @@ def test_nobody_waits_for_blocks_while_a_lost_request_is_to_be_preempted() -> No
     assert not books.books.is_freeing(books.now_s)
 
 
-def test_no_two_residencies_of_an_engine_have_one_name() -> None:
-    books = Books()
-    books.run()
-    first = books.books.residency_of("a")
-    books.books.ended("a")
-    books.run()
-    assert books.books.residency_of("a") not in ("", first)
-
-
 # ------------------------------------------------------------------- requests without shared names
 
 

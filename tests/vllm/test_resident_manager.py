@@ -17,7 +17,6 @@ from hotkv_vllm.compat.residency import (
     ResidentManager,
     ResidentSpec,
     check_residency,
-    hot_blocks,
 )
 from hotkv_vllm.config import ConfigError
 
@@ -40,13 +39,6 @@ def spec() -> ResidentSpec:
         scheduler_config=SimpleNamespace(max_num_batched_tokens=CHUNK), max_in_flight_tokens=CHUNK
     )
     return ResidentSpec.of(plain, CONFIG, vllm_config)
-
-
-def test_a_request_holds_what_the_spec_says() -> None:
-    one = spec()
-    # Window of 32, 64 in flight and 64 being stored: 5 blocks and a partial one; a sink.
-    assert one.whole_blocks == max(1 + 6, 160 // TOKENS + 1)
-    assert one.device_blocks(200) == 7 and one.device_blocks(1 << 20) == 7 + hot_blocks(CONFIG, 32)
 
 
 def test_specs_of_other_kinds_do_not_merge() -> None:

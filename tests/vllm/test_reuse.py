@@ -202,12 +202,6 @@ def test_one_layer_whose_kv_is_not_a_prefixs_is_enough(specs: tuple[Any, ...], w
     assert found.startswith(FORBIDDEN + why) if why else not found
 
 
-def test_an_engine_that_runs_an_encoder_only() -> None:
-    assert reuse.why_forbidden(*engine(encodes=True)) == (
-        f"{FORBIDDEN}this engine runs the multi-modal encoder only"
-    )
-
-
 @pytest.mark.parametrize("backend", ["FLASHINFER", "TRITON_MLA", "FLASH_ATTN", ""])
 @pytest.mark.parametrize("is_invariant", [False, True])
 def test_batch_invariance(
@@ -276,18 +270,6 @@ def test_a_prefix_lm_answers_the_same_whatever_others_have_asked(
     assert f"hotkv is off: {FORBIDDEN}" in engine.log()
 
 
-def test_sparse_decode_over_a_prefix_lm_is_refused_at_the_start(
-    start: Starter, tmp_path: Path
-) -> None:
-    engine = start(write_prefix_lm(tmp_path / "model"), sparse={"sparse_topk": 256})
-    with pytest.raises(AssertionError, match="the engine ended"):
-        engine.ready()
-    assert (
-        f"hotkv.sparse: {FORBIDDEN}the model has non-causal attention layers; or leave out"
-        in engine.log()
-    )
-
-
 @pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="with AMX vLLM allows it")
 def test_latent_attention_on_a_cpu_without_amx_is_not_shared(
     start: Starter, tmp_path: Path
@@ -310,26 +292,3 @@ def test_a_vector_for_each_token_reads_no_cache(start: Starter, tmp_path: Path) 
     again = engine.ask("token_embed", requests=batch)
     assert first == again == {"lengths": [100, 257, 500], "cached": [0, 0, 0]}
     assert "hook_errors" not in engine.ask("stats")["totals"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("pooling", ["MEAN", "CLS"])
-def test_pooling_over_all_tokens_lives_through_a_text_that_was_there(
-    start: Starter, tmp_path: Path, pooling: str
-) -> None:
-    """vLLM's pooler raises, and ends the engine, if it is given part of a text."""
-    model = write_tokenizer(write_model(tmp_path / "model"))
-    batch, answers = requests(37, (300,)), []
-    for _ in range(2):
-        engine = start(
-            model, runner="pooling", convert="embed", pooler_config={"seq_pooling_type": pooling}
-        )
-        for _ in range(2):
-            answers.append(engine.ask("embed", requests=batch))
-            for _ in range(3):
-                engine.ask("embed", requests=requests(38, (5,)))
-                time.sleep(0.1)
-        assert f"hotkv is off: {FORBIDDEN}" in engine.log()
-        engine.stop()
-    assert all(answer["cached"] == [0] for answer in answers)
-    assert all(answer["vectors"] == answers[0]["vectors"] for answer in answers)

@@ -48,14 +48,11 @@ def test_a_kind_tells_apart_all_that_gives_its_bytes_their_meaning() -> None:
             ([layer_of(1, ("rot2u",), mu=random_mu), layer_of(2, ("rot2u",))], centres),
         )
     ]
-    assert len({kind.version for kind in kinds}) == len(kinds) and all(
-        kind.group_index == 1 for kind in kinds
-    )
-    assert (
-        kinds[0].format == "rot2u"
-        and kinds[3].format == "rot2u+rot3u"
-        and kinds[5].format == "mean+rot2u"
-    )
+    assert len({kind.version for kind in kinds}) == len(kinds)
+    assert all(kind.group_index == 1 for kind in kinds)
+    assert kinds[0].format == "rot2u"
+    assert kinds[3].format == "rot2u+rot3u"
+    assert kinds[5].format == "mean+rot2u"
     assert described(plain[::-1]).kinds == described(plain).kinds
     # Summaries have no centre.
     summaries = [layer_of(1, ("quest",), mu=random_mu)]
@@ -75,13 +72,11 @@ def test_the_pool_lies_beside_the_pages() -> None:
     pool = described([layer_of(1, ("rot2u",)), layer_of(4, ("rot2u", "mean"))])
     pages = PageTensor(0, "kv0", 0, 64, 64, 0)
     memory = pool.beside(ExportedMemory(Layout(0, 4, (MemoryHandle("kv0", 256),), (pages,)), {}), 2)
-    assert [tensor.group_index for tensor in memory.layout.tensors] == [0, 2, 2, 2] and set(
-        memory.fds
-    ) == {HANDLE}
+    assert [tensor.group_index for tensor in memory.layout.tensors] == [0, 2, 2, 2]
+    assert set(memory.fds) == {HANDLE}
     rows = sum(tensor.page_bytes for tensor in memory.layout.tensors[1:])
-    assert rows == pool.kinds[0].slot_bytes and [
-        handle.handle_id for handle in memory.layout.handles
-    ] == ["kv0", HANDLE]
+    assert rows == pool.kinds[0].slot_bytes
+    assert [handle.handle_id for handle in memory.layout.handles] == ["kv0", HANDLE]
     memory.close()
 
 
@@ -93,18 +88,15 @@ def test_a_rank_takes_its_heads_of_a_centre() -> None:
     centres = Centres("m", 2048, {3: LayerCentre(mu, {"rot2u": 0.2, "rot3u": 0.05})})
     found, biases = centre_of(3, ("rot2u", "mean"), 2, 2, centres)
     assert found is not None and np.array_equal(found, mu[2:]) and biases == {"rot2u": 0.2}
-    assert centre_of(4, ("rot2u",), 0, 2, centres) == (None, {}) and centre_of(
-        3, ("rot2u",), 0, 2, None
-    ) == (None, {})
+    assert centre_of(4, ("rot2u",), 0, 2, centres) == (None, {})
+    assert centre_of(3, ("rot2u",), 0, 2, None) == (None, {})
     shape = LayerShape(4, TOKENS, 2, SIZE, ("rot2u", "mean"), found, biases)
     keys = np.random.default_rng(0).standard_normal((4, TOKENS, 2, SIZE)).astype(np.float32)
     manager = BlockReprManager({3: shape}, {3: lambda blocks: keys[blocks]})
     manager.update(3, np.arange(4, dtype=np.int32))
     sources = manager.sources(3)
-    assert (
-        np.array_equal(sources["rot2u"].pool, build("rot2u", keys, found))
-        and sources["rot2u"].mu is found
-    )
+    assert np.array_equal(sources["rot2u"].pool, build("rot2u", keys, found))
+    assert sources["rot2u"].mu is found
     assert np.array_equal(sources["mean"].pool, build("mean", keys)) and sources["mean"].mu is None
     assert (sources["rot2u"].bias, sources["mean"].bias) == (0.2, None)
 
@@ -112,21 +104,11 @@ def test_a_rank_takes_its_heads_of_a_centre() -> None:
 def test_centres_of_another_model_are_refused(
     engine: Any, server: Any, toy: Toy, tmp_path: Any
 ) -> None:
-    path = tmp_path / "centres.npz"
-    for layer, shape, message in (
-        (0, (2, 64), "is [2, 64], the model's layer has 2 KV heads of size 32"),
-        (77, (2, 32), "layer 77"),
-    ):
-        write_centres(
-            path, Centres("m", 2048, {layer: LayerCentre(np.ones(shape, np.float32), {})})
-        )
-        with pytest.raises(ConfigError) as raised:
-            sparse_engine(engine, extra={"sparse_centre": str(path)})
-        assert (
-            raised.value.args[0].startswith("hotkv.sparse_centre")
-            and message in raised.value.args[0]
-        )
-    write_centres(path, Centres("m", 2048, {0: LayerCentre(np.ones((2, 32), np.float32), {})}))
+    path, ones = tmp_path / "centres.npz", np.ones((2, 32), np.float32)
+    write_centres(path, Centres("m", 2048, {77: LayerCentre(ones, {})}))
+    with pytest.raises(ConfigError, match=r"hotkv\.sparse_centre.*layer 77"):
+        sparse_engine(engine, extra={"sparse_centre": str(path)})
+    write_centres(path, Centres("m", 2048, {0: LayerCentre(ones, {})}))
     sparse_engine(engine, extra={"sparse_centre": str(path)})
 
 

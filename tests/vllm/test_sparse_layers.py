@@ -14,28 +14,31 @@ from hotkv_vllm.config import ConfigError
 from tests.vllm.specs import chunked_model, full_spec, window_spec
 
 NUM_LAYERS = 4
+RESIDENT: dict[str, Any] = {"residency": "host", "sparse_topk": 256, "dense_layers": ()}
+TIGHT: dict[str, Any] = {"sparse_topk": 0.1, "min_context_tokens": 300}
 
 
-def engine(device: str = "cpu", **parallel: Any) -> Any:
+def engine(
+    device: str = "cpu",
+    *,
+    dtype: str = "auto",
+    speculates: bool = False,
+    encodes: bool = False,
+    **parallel: int,
+) -> Any:
     """What the checks read of a vLLM config."""
+    sizes = ("pipeline_parallel_size", "decode_context_parallel_size", "tensor_parallel_size")
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            **{
-                "pipeline_parallel_size": 1,
-                "decode_context_parallel_size": 1,
-                "tensor_parallel_size": 1,
-            }
-            | parallel
-        ),
+        parallel_config=SimpleNamespace(**dict.fromkeys(sizes, 1) | parallel),
         device_config=SimpleNamespace(device_type=device),
-        speculative_config=None,
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        speculative_config=object() if speculates else None,
+        cache_config=SimpleNamespace(cache_dtype=dtype),
         model_config=SimpleNamespace(
             get_total_num_hidden_layers=lambda: NUM_LAYERS,
             use_mla=False,
             is_prefix_caching_supported=True,
         ),
-        is_mm_encoder_only=False,
+        is_mm_encoder_only=encodes,
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
@@ -57,65 +60,34 @@ def groups(*specs: Any, replicas: int = 1) -> Any:
 FULL = groups(full_spec())
 
 
-def refused(config: Any, sparse: SparseConfig | None = None) -> str:
-    with pytest.raises(ConfigError) as error:
-        sparse_layers.check_sparse(config, FULL, sparse or SparseConfig())
-    return str(error.value)
-
-
 def test_a_plain_engine_is_taken() -> None:
     sparse_layers.check_sparse(engine(), FULL, SparseConfig())
     sparse_layers.check_sparse(engine(tensor_parallel_size=2), FULL, SparseConfig())
 
 
-@pytest.mark.parametrize("size", ["pipeline_parallel_size", "decode_context_parallel_size"])
-def test_layers_and_contexts_over_several_ranks_are_refused(size: str) -> None:
-    assert "does not work with pipeline or context parallelism" in refused(engine(**{size: 2}))
-
-
-def test_speculation_and_keys_of_8_bits_are_refused() -> None:
-    config = engine()
-    config.speculative_config = object()
-    assert "leave out speculative_config" in refused(config)
-    config = engine()
-    config.cache_config.cache_dtype = "fp8_e4m3"
-    assert "kv_cache_dtype fp8_e4m3; use auto" in refused(config)
-
-
-def test_what_vllm_lets_nobody_reuse_is_not_kept_for_sparse_decode() -> None:
-    config = engine()
-    config.is_mm_encoder_only = True
-    for sparse in (
-        SparseConfig(),
-        SparseConfig(residency="host", sparse_topk=256, dense_layers=()),
-    ):
-        assert (
-            "hotkv.sparse: vLLM itself forbids prefix caching: this engine runs the multi-modal "
-            "encoder only; or leave out hotkv.sparse"
-        ) in refused(config, sparse)
-
-
-def test_another_device_is_refused() -> None:
-    assert "this one runs on xpu" in refused(engine("xpu"))
-    assert "this one runs on cuda" in refused(engine("cuda"))
-
-
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("config", "settings", "message"),
     [
-        ({"dense_layers": (NUM_LAYERS,)}, "hotkv.sparse.dense_layers is (4,)"),
-        ({"sparse_topk": 0.1, "min_context_tokens": 300}, "hotkv.sparse.sparse_topk is 0.1"),
+        (engine(pipeline_parallel_size=2), {}, "pipeline or context parallelism"),
+        (engine(decode_context_parallel_size=2), {}, "pipeline or context parallelism"),
+        (engine(speculates=True), {}, "leave out speculative_config"),
+        (engine(dtype="fp8_e4m3"), {}, "kv_cache_dtype fp8_e4m3; use auto"),
+        (engine(encodes=True), {}, "vLLM itself forbids prefix caching: this engine runs the"),
+        (engine(encodes=True), RESIDENT, "vLLM itself forbids prefix caching: this engine runs"),
+        (engine("xpu"), {}, "this one runs on xpu"),
+        (engine("cuda"), {}, "this one runs on cuda"),
+        (engine(), {"dense_layers": (NUM_LAYERS,)}, "hotkv.sparse.dense_layers is (4,)"),
+        (engine(), TIGHT, "hotkv.sparse.sparse_topk is 0.1"),
     ],
 )
-def test_settings_that_do_not_fit_the_model_are_refused(
-    settings: dict[str, Any], message: str
-) -> None:
-    assert message in refused(engine(), SparseConfig(**settings))
+def test_what_does_not_fit_is_refused(config: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        sparse_layers.check_sparse(config, FULL, SparseConfig(**settings))
+    assert message in str(error.value)
 
 
 def test_settings_need_fit_no_group_that_is_never_sparse() -> None:
-    tight = SparseConfig(sparse_topk=0.1, min_context_tokens=300)
-    sparse_layers.check_sparse(engine(), groups(window_spec()), tight)
+    sparse_layers.check_sparse(engine(), groups(window_spec()), SparseConfig(**TIGHT))
 
 
 # ----------------------------------------------------------------------------------------- centres

@@ -2,6 +2,7 @@
 rows, hot sets, names of rows, pools."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
 from types import SimpleNamespace
@@ -12,11 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm import _custom_ops as ops
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends import registry
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
 from hotkv_sparse import SparseConfig, span
 from hotkv_sparse.selection import exact_log_mass
@@ -35,6 +37,7 @@ from tests.vllm.sparse_parts import BLOCK, GROUP, HEADS, QUERIES, Cache
 from tests.vllm.tiny import transfer_config, write_model
 
 current_platform.import_kernels()
+HEAD_SIZE = 64
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -74,49 +77,54 @@ def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
     ).create_engine_config()
 
 
-def impl(vllm_config: VllmConfig, head_size: int) -> HotAttentionImpl:
-    with set_current_vllm_config(vllm_config):
-        return HotAttentionImpl(QUERIES, head_size, head_size**-0.5, HEADS, None, None, "auto")
-
-
 def metadata(
-    tables: list[list[int]],
-    seq_lens: list[int],
-    num_queries: list[int],
-    head_size: int,
-    dtype: torch.dtype,
-    isa: str,
-) -> Any:
-    from vllm import _custom_ops as ops
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
-
+    tables: list[list[int]], seq_lens: list[int], num_queries: list[int], cache: Cache
+) -> CPUAttentionMetadata:
+    """Returns what vLLM's builder gives for a step, of float32 pages."""
     width = max(len(table) for table in tables) + 2
     table = torch.tensor([row + [0] * (width - len(row)) for row in tables], dtype=torch.int32)
     starts = torch.tensor(np.concatenate([[0], np.cumsum(num_queries)]), dtype=torch.int32)
     lengths = torch.tensor(seq_lens, dtype=torch.int32)
-    schedule = ops.cpu_attn_get_scheduler_metadata(
-        len(tables),
-        QUERIES,
-        HEADS,
-        head_size,
-        lengths,
-        dtype,
-        starts,
-        True,
-        -1,
-        isa,
-        True,
-        None,
-        "auto",
-    )
+    shape = (len(tables), QUERIES, HEADS, HEAD_SIZE, lengths, torch.float32, starts)
+    schedule = ops.cpu_attn_get_scheduler_metadata(*shape, True, -1, cache.isa, True, None, "auto")
     slots = torch.full((sum(num_queries),), -1, dtype=torch.int64)
     return CPUAttentionMetadata(
         sum(num_queries), max(num_queries), starts, max(seq_lens), lengths, table, slots, schedule
     )
 
 
-def attention(cache: Cache, query: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-    """Plain attention of one token's query [Q, D] over `tokens`."""
+class Chosen(SparseWorker):
+    """Attends to what a test says, by layer and request; None: to everything."""
+
+    chosen: dict[tuple[str, str], list[int] | None]
+
+    def _select(self, layer: SparseLayer, row: Any, query_QD: Any) -> Any:
+        chosen = self.chosen[layer.name, row.request_id]
+        return np.array(range(len(row.blocks_C)) if chosen is None else chosen, np.int32)
+
+
+def forward(
+    config: VllmConfig, worker: SparseWorker, cache: Cache, layer: SparseLayer, given: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns random queries, and what vLLM's kernel gives for them."""
+    with set_current_vllm_config(config):
+        one = HotAttentionImpl(QUERIES, HEAD_SIZE, HEAD_SIZE**-0.5, HEADS, None, None, "auto")
+    one.attach(worker, layer)
+    shape = (given.num_actual_tokens, QUERIES, HEAD_SIZE)
+    query, output = torch.randn(shape), torch.zeros(shape)
+    holder: Any = SimpleNamespace(isa=cache.isa, _k_scale_float=1.0, _v_scale_float=1.0)
+    nothing: Any = None
+    one.forward(holder, query, nothing, nothing, cache.pages, given, output)
+    return query, output
+
+
+def attention(
+    cache: Cache, query: torch.Tensor, table: list[int], positions: Sequence[int], length: int
+) -> torch.Tensor:
+    """Plain attention of one token's query [Q, D] over blocks of a context."""
+    tokens = [
+        table[p] * BLOCK + t for p in positions for t in range(BLOCK) if p * BLOCK + t < length
+    ]
     keys, values = (
         t[tokens].float().repeat_interleave(GROUP, dim=1) for t in (cache.keys, cache.values)
     )
@@ -124,22 +132,12 @@ def attention(cache: Cache, query: torch.Tensor, tokens: list[int]) -> torch.Ten
     return torch.einsum("qt,tqd->qd", scores.softmax(dim=1), values)
 
 
-class Chosen(SparseWorker):
-    """Attends to what a test says, by request."""
-
-    chosen: dict[str, list[int]]
-
-    def _select(self, layer: SparseLayer, row: Any, query_QD: Any) -> Any:
-        return np.array(self.chosen[row.request_id], np.int32)
-
-
 def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(
     vllm_config: VllmConfig,
 ) -> None:
-    """A batch of a long decode, a prefill chunk, a short decode, and another long decode with a
-    full last block."""
-    head_size, dtype = 64, torch.float32
-    cache = Cache(40, head_size, dtype)
+    """A batch of a long decode, a prefill chunk, a short decode, another long decode with a full
+    last block, and one that the scheduler has not named."""
+    cache = Cache(40, HEAD_SIZE, torch.float32)
     layer = cache.layer()
     worker = Chosen(SparseConfig(min_context_tokens=256), [layer])
     tables = [
@@ -147,68 +145,39 @@ def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(
         [4, 5, 6, 8, 10, 12, 13, 15, 16],
         [17, 18],
         [19, 20, 22, 23, 24, 25, 26, 27],
+        [28, 29, 31, 32, 33, 34, 35, 36, 37],
     ]
-    seq_lens, num_queries = [8 * BLOCK + 5, 9 * BLOCK, 40, 8 * BLOCK], [1, 3, 1, 1]
-    one = impl(vllm_config, head_size)
-    one.attach(worker, layer)
+    seq_lens = [8 * BLOCK + 5, 9 * BLOCK, 40, 8 * BLOCK, 9 * BLOCK]
     worker.begin_step(SparseRows((11, 27), ("a", "d")))
-    worker.chosen = {"a": [0, 2, 5, 8], "d": [1, 7]}
-    query = torch.randn((6, QUERIES, head_size), generator=torch.Generator().manual_seed(1))
-    output = torch.zeros((6, QUERIES, head_size))
-    holder = SimpleNamespace(isa=cache.isa, _k_scale_float=1.0, _v_scale_float=1.0)
-    given_metadata = metadata(tables, seq_lens, num_queries, head_size, dtype, cache.isa)
-    one.forward(holder, query, None, None, cache.pages, given_metadata, output)  # type: ignore[arg-type]
+    worker.chosen = {("layer", "a"): [0, 2, 5, 8], ("layer", "d"): [1, 7]}
+    given = metadata(tables, seq_lens, [1, 3, 1, 1, 1], cache)
+    query, output = forward(vllm_config, worker, cache, layer, given)
+    # Row, positions that it sees, and the tokens of the chunk behind it.
     seen = [
-        (0, 0, [0, 2, 5, 8]),
-        (1, 1, range(9)),
-        (2, 1, range(9)),
-        (3, 1, range(9)),
-        (4, 2, range(2)),
-        (5, 3, [1, 7]),
+        (0, [0, 2, 5, 8], 0),
+        (1, range(9), 2),
+        (1, range(9), 1),
+        (1, range(9), 0),
+        (2, range(2), 0),
+        (3, [1, 7], 0),
+        (4, range(9), 0),
     ]
-    for token, row, positions in seen:
-        length = seq_lens[row] - (3 - token if row == 1 else 0)
-        tokens = [
-            tables[row][p] * BLOCK + t
-            for p in positions
-            for t in range(BLOCK)
-            if p * BLOCK + t < length
-        ]
-        assert torch.allclose(output[token], attention(cache, query[token], tokens), atol=1e-5), (
-            token
-        )
-    assert worker.take_counters().keys() == {
-        "sparse_built_blocks",
-        "sparse_build_s",
-        "sparse_select_s",
-    }
-    assert given_metadata.seq_lens.tolist() == seq_lens
-
-
-class ChosenByLayer(SparseWorker):
-    """Attends to what a test says, by layer and request; None: to everything."""
-
-    chosen: dict[tuple[str, str], list[int] | None]
-
-    def _select(self, layer: SparseLayer, row: Any, query_QD: Any) -> Any:
-        chosen = self.chosen[layer.name, row.request_id]
-        return (
-            np.arange(len(row.blocks_C), dtype=np.int32)
-            if chosen is None
-            else np.array(chosen, np.int32)
-        )
+    for token, (row, positions, later) in enumerate(seen):
+        wanted = attention(cache, query[token], tables[row], positions, seq_lens[row] - later)
+        assert torch.allclose(output[token], wanted, atol=1e-5), token
+    counted = worker.take_counters().keys()
+    assert counted == {"sparse_built_blocks", "sparse_build_s", "sparse_select_s"}
+    assert given.seq_lens.tolist() == seq_lens
 
 
 def test_layers_of_a_step_share_tables_and_each_attends_to_its_own(vllm_config: VllmConfig) -> None:
     """Four layers of a group in turn: unlike choices, as many blocks but others, a row left alone,
     both rows left alone."""
-    caches = [Cache(24, 64, torch.float32, seed) for seed in range(4)]
+    caches = [Cache(24, HEAD_SIZE, torch.float32, seed) for seed in range(4)]
     layers = [replace(cache.layer(), name=f"layer{n}", index=n) for n, cache in enumerate(caches)]
-    worker = ChosenByLayer(SparseConfig(min_context_tokens=256), layers)
-    tables, seq_lens = (
-        [[7, 3, 21, 9, 14, 2, 11, 0, 5], [4, 6, 8, 10, 12, 13, 15, 16, 17]],
-        [8 * BLOCK + 9, 9 * BLOCK],
-    )
+    worker = Chosen(SparseConfig(min_context_tokens=256), layers)
+    tables = [[7, 3, 21, 9, 14, 2, 11, 0, 5], [4, 6, 8, 10, 12, 13, 15, 16, 17]]
+    seq_lens = [8 * BLOCK + 9, 9 * BLOCK]
     chosen: list[list[list[int] | None]] = [
         [[0, 2, 8], [1, 2, 3, 8]],
         [[1, 5, 8], [0, 4, 5, 8]],
@@ -221,47 +190,15 @@ def test_layers_of_a_step_share_tables_and_each_attends_to_its_own(vllm_config: 
         for row, request in enumerate("ab")
     }
     worker.begin_step(SparseRows((5, 17), ("a", "b")))
-    given = metadata(tables, seq_lens, [1, 1], 64, torch.float32, caches[0].isa)
+    given = metadata(tables, seq_lens, [1, 1], caches[0])
     for cache, layer, positions in zip(caches, layers, chosen, strict=True):
-        one = impl(vllm_config, 64)
-        one.attach(worker, layer)
-        query, output = torch.randn((2, QUERIES, 64)), torch.zeros((2, QUERIES, 64))
-        holder = SimpleNamespace(isa=cache.isa, _k_scale_float=1.0, _v_scale_float=1.0)
-        one.forward(holder, query, None, None, cache.pages, given, output)  # type: ignore[arg-type]
+        query, output = forward(vllm_config, worker, cache, layer, given)
         for row, wanted in enumerate(positions):
             seen = range(9) if wanted is None else wanted
-            tokens = [
-                tables[row][p] * BLOCK + t
-                for p in seen
-                for t in range(BLOCK)
-                if p * BLOCK + t < seq_lens[row]
-            ]
-            assert torch.allclose(output[row], attention(cache, query[row], tokens), atol=1e-5), (
-                layer.name,
-                row,
-            )
-    assert given.seq_lens.tolist() == seq_lens and given.block_table[:, :9].tolist() == tables
-
-
-def test_rows_that_the_scheduler_has_not_named_stay_dense(vllm_config: VllmConfig) -> None:
-    cache = Cache(12, 64, torch.float32)
-    layer = cache.layer()
-    worker = Chosen(SparseConfig(min_context_tokens=256), [layer])
-    one = impl(vllm_config, 64)
-    one.attach(worker, layer)
-    worker.begin_step(SparseRows())
-    query, output = torch.randn((1, QUERIES, 64)), torch.zeros((1, QUERIES, 64))
-    holder = SimpleNamespace(isa=cache.isa, _k_scale_float=1.0, _v_scale_float=1.0)
-    one.forward(
-        holder,
-        query,
-        None,
-        None,
-        cache.pages,
-        metadata([list(range(10))], [300], [1], 64, torch.float32, cache.isa),
-        output,
-    )  # type: ignore[arg-type]
-    assert torch.allclose(output[0], attention(cache, query[0], list(range(300))), atol=1e-5)
+            expected = attention(cache, query[row], tables[row], seen, seq_lens[row])
+            assert torch.allclose(output[row], expected, atol=1e-5), (layer.name, row)
+    assert given.seq_lens.tolist() == seq_lens
+    assert given.block_table[:, :9].tolist() == tables
 
 
 def test_exact_mass_of_blocks() -> None:
@@ -279,6 +216,13 @@ def test_exact_mass_of_blocks() -> None:
 
 
 # ----------------------------------------------------------------------------------------- hot sets
+
+
+def representations(rng: np.random.Generator, count: int) -> tuple[Any, BlockReprManager]:
+    """Returns random keys of blocks, and the manager of layer 5 that reads them."""
+    keys = rng.standard_normal((count, BLOCK, HEADS, 32)).astype(np.float32)
+    shape = LayerShape(count, BLOCK, HEADS, 32, ("rot2u",))
+    return keys, BlockReprManager({5: shape}, {5: lambda blocks: keys[blocks]})
 
 
 @settings(max_examples=40)
@@ -310,11 +254,7 @@ def test_a_sequence_attends_to_what_it_must_and_moves_no_more_than_it_may(
         min_context_tokens=256,
     )
     rng = np.random.default_rng(seed)
-    keys = rng.standard_normal((80 * BLOCK, HEADS, 32)).astype(np.float32)
-    manager = BlockReprManager(
-        {5: LayerShape(80, BLOCK, HEADS, 32, ("rot2u",))},
-        {5: lambda b: keys.reshape(80, BLOCK, HEADS, 32)[b]},
-    )
+    keys, manager = representations(rng, 80)
     rows = rng.permutation(80).astype(np.int32)
     manager.update(5, rows)
     sequence, context, before = LayerSequence(config, 5, BLOCK), start, np.empty(0, np.int32)
@@ -322,7 +262,7 @@ def test_a_sequence_attends_to_what_it_must_and_moves_no_more_than_it_may(
         context = min(max(context + gap, 256), 80 * BLOCK)
         where, budget = span(config, context, BLOCK), config.budget_blocks(context, BLOCK)
         query = rng.standard_normal((QUERIES, 32)).astype(np.float32) * 2
-        always = exact_log_mass(query, keys[: 4 * BLOCK])
+        always = exact_log_mass(query, keys[:4].reshape(-1, HEADS, 32))
         found = sequence.step(query, manager.sources(5), rows[: where.count], always, context, 0.2)
         attended = found.blocks
         assert (np.diff(attended) > 0).all() and attended[-1] == where.count - 1
@@ -342,19 +282,16 @@ def test_a_sequence_attends_to_what_it_must_and_moves_no_more_than_it_may(
 def test_what_a_step_could_not_load_is_there_at_the_next() -> None:
     config = SparseConfig(sparse_topk=320, max_correction_blocks=1, min_context_tokens=256)
     rng = np.random.default_rng(3)
-    keys = rng.standard_normal((60, BLOCK, HEADS, 32)).astype(np.float32)
-    manager = BlockReprManager(
-        {2: LayerShape(60, BLOCK, HEADS, 32, ("rot2u",))}, {2: lambda blocks: keys[blocks]}
-    )
+    _, manager = representations(rng, 60)
     rows = np.arange(60, dtype=np.int32)
-    manager.update(2, rows)
-    sequence, always = LayerSequence(config, 2, BLOCK), np.full(QUERIES, -5.0, np.float32)
+    manager.update(5, rows)
+    sequence, always = LayerSequence(config, 5, BLOCK), np.full(QUERIES, -5.0, np.float32)
     first, second = (rng.standard_normal((QUERIES, 32)).astype(np.float32) * 3 for _ in range(2))
-    sequence.step(first, manager.sources(2), rows, always, 60 * BLOCK, 0.2)
-    one = sequence.step(second, manager.sources(2), rows, always, 60 * BLOCK, 0.2)
+    sequence.step(first, manager.sources(5), rows, always, 60 * BLOCK, 0.2)
+    one = sequence.step(second, manager.sources(5), rows, always, 60 * BLOCK, 0.2)
     missing = np.setdiff1d(one.selection.blocks, one.blocks)
     assert len(missing) > 0 and one.num_corrected == 1
-    two = sequence.step(second, manager.sources(2), rows, always, 60 * BLOCK, 0.2)
+    two = sequence.step(second, manager.sources(5), rows, always, 60 * BLOCK, 0.2)
     assert two.num_prefetched == min(len(missing), 8) and np.isin(missing[:1], two.blocks).all()
 
 
@@ -476,13 +413,6 @@ def test_the_plugin_leaves_others_alone_and_never_raises(monkeypatch: pytest.Mon
 
 
 # ------------------------------------------------------------------------------------------- config
-
-
-def test_settings_as_json_has_them() -> None:
-    value = {"sparse_topk": 0.2, "dense_layers": [0, 3]}
-    sparse = ConnectorConfig.from_extra_config({"hotkv.sparse": value}).sparse
-    assert sparse == SparseConfig(sparse_topk=0.2, dense_layers=(0, 3))
-    assert ConnectorConfig.from_extra_config({}).sparse is None
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hotkv_proto.groups import GroupKind
 from hotkv_proto.layout import Layout, MemoryHandle
 from hotkv_sparse import SparseConfig, build
-from hotkv_vllm import link
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.metadata import HotKVHandshake
 from hotkv_vllm.sparse.pool import LayerShape
@@ -268,32 +267,6 @@ def test_a_grant_without_representations_is_a_whole_hit(engine: Any, server: Any
     assert "short_grants" not in one.counters
 
 
-def test_a_failed_load_leaves_nothing_behind(engine: Any, server: Any, toy: Toy) -> None:
-    answer, _ = sparse_engine(engine).generate("a", prompt(1, 200), 4)
-    one = sparse_engine(engine)
-    server.fail_loads = True
-    assert one.generate("b", prompt(1, 200), 4)[0] == answer
-    rows_are_right(one)
-    assert loaded(one)[0] == 0
-
-
-def test_a_build_that_breaks_costs_the_representation_alone(
-    engine: Any, server: Any, toy: Toy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, said = sparse_engine(engine), []
-    monkeypatch.setattr(link.logger, "exception", lambda text, *_: said.append(text))
-    monkeypatch.setattr(one.worker._worker.sparse.worker, "build", lambda *_: 1 / 0)
-    one.generate("a", prompt(1, 200), 4)
-    one.generate("b", prompt(2, 200), 4)
-    assert pairs(server, one) == 0 and loaded(one) == (0, 0)
-    assert (
-        one.counters["stored_blocks"] == 12
-        and one.counters["sparse_faults"] == 2
-        and "hook_errors" not in one.counters
-    )
-    assert len(said) == 1 and "could not be built" in said[0]
-
-
 def test_ranks_that_disagree_keep_representations_to_themselves(
     engine: Any, server: Any, toy: Toy
 ) -> None:
@@ -381,14 +354,10 @@ def test_random_requests_and_faults(
     rows_are_right(one)
     loaded(one)
     planner = one.connector._scheduler.cache.planner
-    assert (
-        len(planner.in_flight) == 0
-        and not planner.in_flight.reading
-        and planner.in_flight.num_bytes == 0
-    )
+    assert len(planner.in_flight) == 0
+    assert not planner.in_flight.reading
+    assert planner.in_flight.num_bytes == 0
     assert not server.leases and "hook_errors" not in one.counters
-    assert (
-        most_pairs > 0
-        and one.counters["sparse_loaded_blocks"] > 0
-        and one.counters["sparse_built_blocks"] > 0
-    )
+    assert most_pairs > 0
+    assert one.counters["sparse_loaded_blocks"] > 0
+    assert one.counters["sparse_built_blocks"] > 0

@@ -74,10 +74,8 @@ def test_pages_follow_their_memory_and_refuse_blocks_that_are_not_there() -> Non
     )
     before = one.log_mass(query, blocks, 40, 1.0)
     pages.set_(pages.clone().mul_(2.0))
-    assert (
-        not np.allclose(one.log_mass(query, blocks, 40, 1.0), before)
-        and one.page_bytes == HEADS * BLOCK * 128 * 4
-    )
+    assert not np.allclose(one.log_mass(query, blocks, 40, 1.0), before)
+    assert one.page_bytes == HEADS * BLOCK * 128 * 4
     for wrong in ([4], [-1]):
         with pytest.raises(IndexError, match="of a layer that has 4"):
             one.log_mass(query, np.array(wrong, np.int32), 9, 1.0)
@@ -98,11 +96,9 @@ def test_counters_by_layer_add_up_and_swaps_are_counted_in_bytes() -> None:
             for index, counted in engine.worker.take_layer_counters().items():
                 for name, value in counted.items():
                     layers.setdefault(index, {})[name] = layers.get(index, {}).get(name, 0) + value
-    assert (
-        set(layers) == {2, 7}
-        and set(layers[2]) <= set(SPARSE_COUNTERS)
-        and layers[2]["selects"] == 24
-    )
+    assert set(layers) == {2, 7}
+    assert set(layers[2]) <= set(SPARSE_COUNTERS)
+    assert layers[2]["selects"] == 24
     assert sums == pytest.approx(
         {
             "sparse_" + name: layers[2].get(name, 0) + layers[7].get(name, 0)
@@ -179,8 +175,6 @@ def test_a_layer_that_goes_on_breaking_rests_and_comes_back(
         for _ in range(2 * worker_module.FIRST_REST_STEPS):
             assert engine.step("a")[1] is None
         assert engine.worker.take_layer_counters()[7]["faults"] == 1
-        assert (
-            all(rewrite is not None for rewrite in engine.step("a"))
-            and repr(engine.worker._faults) == "LayerFaults()"
-        )
+        assert all(rewrite is not None for rewrite in engine.step("a"))
+        assert repr(engine.worker._faults) == "LayerFaults()"
     assert [record.getMessage().count("layer7 broke") for record in caplog.records] == [1, 1]
