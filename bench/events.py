@@ -67,6 +67,7 @@ def main() -> int:
             "none": Stored(stack),
             "node": Stored(stack, *endpoint, *replay),
             "engine": Stored(stack, "--events.identity", "engine"),
+            "asked": Stored(stack, "--events.answers", "true"),
         }
         times: dict[tuple[str, int], list[float]] = {}
         for count, stores in SIZES.items():

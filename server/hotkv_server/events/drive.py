@@ -12,7 +12,7 @@ Always true:
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -59,12 +59,15 @@ class BlocksStored:
             whole.lora_name,
             whole.extra_keys[first:end],
         )
-        return replace(
-            self,
-            hashes=self.hashes[first:end].copy(),
-            parent=self.hashes[first - 1].copy() if first else self.parent,
-            depth=self.depth + first,
-            content=content,
+        return BlocksStored(
+            self.key_space_id,
+            self.group_index,
+            self.hashes[first:end].copy(),
+            self.hashes[first - 1].copy() if first else self.parent,
+            self.depth + first,
+            content,
+            self.medium,
+            self.tier,
         )
 
 
@@ -241,11 +244,13 @@ def stored_events(
     representations."""
     events: list[BlocksStored] = []
     for run, content, values in zip(runs, contents, results, strict=True):
-        if run.group_index < MAX_GROUPS:
+        is_stored = values == BlockResult.STORED
+        if run.group_index < MAX_GROUPS and is_stored.any():
             whole = BlocksStored(
                 key_space_id, run.group_index, run.hashes, run.parent, run.depth, content
             )
-            events += [whole.part(first, end) for first, end in edges(values == BlockResult.STORED)]
+            runs_of = [(0, len(values))] if is_stored.all() else edges(is_stored)
+            events += [whole.part(first, end) for first, end in runs_of]
     return events
 
 

@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 SEQUENCE_BYTES = 8
 POLL_S = 0.05
+GATHER_S = 0.005
+MOST_AT_ONCE = 1000
+"""Most items between two looks at the replay socket."""
 STOP_TIMEOUT_S = 2.0
 LINGER_MS = 200
 HIGH_WATER_MESSAGES = 100_000
@@ -283,11 +286,7 @@ class ZmqPublisher:
         running = True
         while running:
             self._last_turn_s = time.monotonic()
-            try:
-                item = self._queue.get(timeout=POLL_S)
-            except queue.Empty:
-                pass
-            else:
+            for item in self._next():
                 running = item is not None
                 if isinstance(item, _Item):
                     self._send_events(item)
@@ -306,6 +305,25 @@ class ZmqPublisher:
         if self._replay is not None:
             self._replay.close()
         self._context.term()
+
+    def _next(self) -> "Iterator[_Item | _Ended | _Announcement | None]":
+        """Yields what is queued; waits for it at most POLL_S. Gathers for a moment: otherwise each
+        store would wake this thread, which competes for the interpreter with the event loop."""
+        try:
+            item = self._queue.get(timeout=POLL_S)
+        except queue.Empty:
+            return
+        if item is not None:
+            time.sleep(GATHER_S)
+        yield item
+        for _ in range(MOST_AT_ONCE if item is not None else 0):
+            try:
+                item = self._queue.get_nowait()
+            except queue.Empty:
+                return
+            yield item
+            if item is None:
+                return
 
     def _send_events(self, item: _Item) -> None:
         try:
