@@ -1,6 +1,6 @@
 """Measures what KV events cost the server's event loop. `python -m bench.events [--json]`.
 
-Three servers in turn: without events, publishing over ZMQ, and read by an engine.
+Four servers in turn: without events, publishing over ZMQ, read by an engine, and answering.
 Each gets the same stores: prompts of 16 and of 256 blocks, and single blocks as decoding stores
 them. The figure is the processor time of the server's main thread, which runs the loop, for
 a store. `loop_share`: the part of the loop that events take when it is half busy with such stores.

@@ -126,15 +126,23 @@ class AdminClient:
         return _admin_wire.watch_requests(self._stubs, key_space_id, seconds, self._metadata)
 
     def events(
-        self, key_space_id: int = 0, seconds: float = 0, *, tiers: bool = False
+        self,
+        key_space_id: int = 0,
+        seconds: float = 0,
+        *,
+        tiers: bool = False,
+        state: bool = False,
     ) -> Iterator[tuple[list[dict[str, Any]], int]]:
         """Yields cache events as they happen, and the number missed after them.
 
         The first answer and the end are as for `watch_requests`.
 
         tiers: include events of blocks in lower tiers; False: host memory only.
+        state: begin with the blocks that are cached, as far as the server knows their tokens.
         """
-        return _admin_wire.subscribe(self._stubs, key_space_id, seconds, tiers, self._metadata)
+        return _admin_wire.subscribe(
+            self._stubs, key_space_id, seconds, tiers, state, self._metadata
+        )
 
     def drain(self, timeout_s: float = 0) -> dict[str, Any]:
         """Starts to drain the server. It stops when all sessions have ended or `timeout_s` has

@@ -83,6 +83,14 @@ def test_a_prompt_is_found_where_it_lies(server: Server) -> None:
         wait_for(lambda: server.counter("tier_demoted_blocks_total") == 8)
         with AdminClient(server.target) as admin:
             admin.evict(everything=True)
+            known: dict[int, list[int]] = {}
+            for events, lost in admin.events(0, 60, tiers=True, state=True):
+                for one in events:
+                    assert (one["event"], one["medium"]) == ("stored", "DISK") and not lost
+                    known[one["depth"]] = one["token_ids"]
+                if sum(map(len, known.values())) == len(TOKENS):
+                    break
+            assert [token for at in sorted(known) for token in known[at]] == TOKENS
         assert ask(server, DYNAMO_HASHES, "?model=m&block_size=16") == (200, [[0, 6]])
         engine.session.flush().result(60)
         assert ask(server, DYNAMO_HASHES) == (200, [])

@@ -104,7 +104,8 @@ def events(client: AdminClient, options: argparse.Namespace) -> None:
     """Prints blocks as they are stored and removed, until Ctrl-C."""
     shown = json.dumps if options.json else tables.event_line
     with contextlib.suppress(KeyboardInterrupt):
-        for items, lost in client.events(options.key_space, options.seconds, tiers=True):
+        read = client.events(options.key_space, options.seconds, tiers=True, state=options.state)
+        for items, lost in read:
             for item in [*items, *([{"event": "lost", "count": lost}] if lost else [])]:
                 print(shown(item), flush=True)
 

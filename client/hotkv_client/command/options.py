@@ -128,6 +128,11 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
         made[name].add_argument(
             "--seconds", type=float, default=0, help="stop after this time (default: at Ctrl-C)"
         )
+    made["events"].add_argument(
+        "--state",
+        action="store_true",
+        help="begin with the blocks that are cached, as far as the server knows their tokens",
+    )
     made["blocks"].add_argument(
         "--limit", type=int, default=50, help="most blocks to list (default: %(default)s)"
     )

@@ -133,7 +133,7 @@ def watch_requests(
 
 
 def subscribe(
-    stubs: Stubs, key_space_id: int, seconds: float, tiers: bool, metadata: Metadata
+    stubs: Stubs, key_space_id: int, seconds: float, tiers: bool, state: bool, metadata: Metadata
 ) -> Iterator[tuple[list[dict[str, Any]], int]]:
     """Yields events as they happen, as plain values, and the number missed after them.
 
@@ -141,8 +141,9 @@ def subscribe(
 
     seconds: time until the stream ends; 0: never.
     tiers: include events of blocks in lower tiers.
+    state: begin with the blocks that are cached.
     """
-    request = events_pb2.SubscribeRequest(key_space_id=key_space_id, tiers=tiers)
+    request = events_pb2.SubscribeRequest(key_space_id=key_space_id, tiers=tiers, state=state)
     stream = stubs.events.Subscribe(request, timeout=seconds or None, metadata=metadata)
     for response in _read_stream(stream, seconds):
         yield [_plain_event(event) for event in response.events], response.lost_event_count

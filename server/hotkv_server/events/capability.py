@@ -351,6 +351,7 @@ class EventsCapability(Capability):
         return {
             "events_queued_bytes": float(publisher.queued_bytes if publisher else 0),
             "event_readers": float(len(self.hub.feeds)),
+            "events_content_blocks": float(self._contents.num_blocks),
         }
 
     def services(self, edge: Edge) -> Iterable[Service]:

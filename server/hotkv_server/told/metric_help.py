@@ -305,6 +305,10 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "events_lost_by_readers_total": "KV events that slow readers over gRPC missed.",
         "events_queued_bytes": "Bytes of KV events that wait to be published.",
         "event_readers": "Readers of KV events over gRPC.",
+        "events_content_blocks": (
+            "Blocks whose token ids are known, for tiers' events, late readers and a later server "
+            "(events.content_bytes)."
+        ),
     },
     "Traces": {
         "trace_spans_exported_total": "Spans that the collector took.",
