@@ -8,6 +8,7 @@ a store. `loop_share`: the part of the loop that events take when it is half bus
 
 import os
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,6 +24,8 @@ SIZES = {1: 600, 16: 300, 256: 40}
 """Stores in a round, by blocks in a store."""
 ROUNDS = 7
 HALF = 0.5
+READ_S = 0.05
+"""Pause between two reads of an engine (`hotkv_vllm.scheduler.events`)."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -34,6 +37,7 @@ class Stored:
         self._engine = PagedEngine(self._server.target, num_blocks=256, block_tokens=16).connect()
         stack.callback(self._engine.close)
         self._number = 0
+        self._read_at_s = 0.0
 
     def loop_us(self, count: int, stores: int) -> float:
         """Returns the main thread's microseconds for a store of `count` blocks."""
@@ -46,8 +50,9 @@ class Stored:
             name = f"s{self._number}"
             run = BlockRun(0, hashes, block_ids, token_ids=tokens)
             self._engine.session.store(name, name, [run], 30).result(30)
-            if self._engine.session.has_events:
+            if self._engine.session.has_events and time.monotonic() >= self._read_at_s:
                 self._engine.session.read_events().result(30)
+                self._read_at_s = time.monotonic() + READ_S
         return (self._cpu_s() - before_s) / stores * 1e6
 
     def _cpu_s(self) -> float:

@@ -41,8 +41,13 @@ def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
     logprob)."""
     from vllm import SamplingParams
 
+    transfer = request["transfer"]
     params = SamplingParams(
-        temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, logprobs=5
+        temperature=0.0,
+        max_tokens=request["max_tokens"],
+        ignore_eos=True,
+        logprobs=5,
+        extra_args={"kv_transfer_params": transfer} if transfer else None,
     )
     begin = time.perf_counter()
     output = llm.generate([{"prompt_token_ids": request["token_ids"]}], params, use_tqdm=False)[0]

@@ -257,9 +257,24 @@ class Engine:
         """Runs a prompt nobody will ask again, so that what vLLM does only once is not measured."""
         self.generate(token_ids, max_tokens=4)
 
-    def generate(self, token_ids: Sequence[int], max_tokens: int) -> Answer:
-        """Runs one prompt to its end."""
-        reply = self.ask({"op": "generate", "token_ids": list(token_ids), "max_tokens": max_tokens})
+    def generate(
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        transfer: dict[str, Any] | None = None,
+    ) -> Answer:
+        """Runs one prompt to its end.
+
+        transfer: the request's `kv_transfer_params`.
+        """
+        reply = self.ask(
+            {
+                "op": "generate",
+                "token_ids": list(token_ids),
+                "max_tokens": max_tokens,
+                "transfer": transfer or {},
+            }
+        )
         return Answer(
             ttft_s=reply["ttft_s"],
             total_s=reply["total_s"],

@@ -12,6 +12,8 @@ COUNTERS: dict[str, str] = {
     ),
     "hit_tokens": "Tokens that requests took from hotkv.",
     "miss_requests": "Requests that asked hotkv and got no tokens.",
+    "awaited_requests": "Requests that waited until another engine had stored their prompt.",
+    "awaited_in_vain": "Requests that waited for blocks that did not come in time.",
     "lookup_timeouts": "Lookups and leases not answered in time.",
     "short_grants": "Leases that pinned less than asked.",
     "loads": "Loads begun.",

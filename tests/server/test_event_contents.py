@@ -1,6 +1,7 @@
 """Contents of blocks for events, against a naive book: full rings, restarts, kills, damage."""
 
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -144,3 +145,19 @@ class Book(RuleBasedStateMachine):
 
 
 TestBook = Book.TestCase
+
+
+def test_the_thread_and_those_who_ask_write_the_same_queue(tmp_path: Path) -> None:
+    book = Contents(tmp_path / "contents", 1 << 20, lambda *_: np.zeros(0, np.bool_))
+    space = b"a" * 32
+    for version in range(1, 400):
+        book.keep(space, run_of(version, version % 12, 1))
+        if version % 7 == 0:
+            # The thread is about to write, or writes.
+            time.sleep(contents.GATHER_S / 5)
+            assert book.find(space, 0, NAMES[version % 12]) is not UNKNOWN
+    assert book.is_alive()
+    book.close()
+    again = Contents(tmp_path / "contents", 1 << 20, lambda *_: np.zeros(0, np.bool_))
+    assert again.num_blocks == 12
+    again.close()

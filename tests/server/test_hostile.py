@@ -290,7 +290,7 @@ def test_what_a_peer_says_at_its_leaving_is_no_line_of_the_log(server: Server) -
         return len(payload).to_bytes(3, "big") + bytes((kind, 0)) + bytes(4) + payload
 
     settings, goaway = 4, 7
-    last_words = b"\n2026-11-21 00:00:00,000 ERROR hotkv_server.forged \x1b[2J\xff"
+    last_words = b"\n2026-11-21 00:00:00,000 ERROR hotkv_server.farewell \x1b[2J\xff"
     with socket.socket(socket.AF_UNIX) as peer:
         peer.settimeout(20)
         peer.connect(server.target.removeprefix("unix:"))
@@ -305,7 +305,7 @@ def test_what_a_peer_says_at_its_leaving_is_no_line_of_the_log(server: Server) -
                 pass
     with marked_engine(server.target) as session:
         session.ping(10)
-    assert b"forged" not in server.log.read_bytes()
+    assert b"farewell" not in server.log.read_bytes()
 
 
 def test_calls_that_are_nobodys_end_for_new_ones(server: Server) -> None:

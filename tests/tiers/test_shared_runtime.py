@@ -29,6 +29,15 @@ async def test_one_node_stores_and_another_finds() -> None:
         assert b.tier.figures().read_blocks == 6
 
 
+async def test_what_is_stored_goes_to_the_store_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node may be about to ask for the last blocks of a prompt."""
+    monkeypatch.setattr(tier_copies, "PAUSE_S", 3600.0)
+    async with nodes() as (a, b):
+        for number in BLOCKS:
+            await a.share([number])
+        assert await b.leased(BLOCKS) == [True] * 6
+
+
 async def test_what_is_leased_without_a_lookup_is_asked_for() -> None:
     async with nodes() as (a, b):
         await a.share(BLOCKS)

@@ -23,7 +23,7 @@ from hotkv_server.cache.values import Medium
 from hotkv_server.events.drive import BlocksRemoved, BlocksStored, EventHub, KeySpaceCleared
 from hotkv_server.events.service import EngineReader
 from hotkv_vllm.compat.kv_groups import CacheGroup
-from hotkv_vllm.scheduler.events import ABSENCE_PATIENCE_S, SharedEvents
+from hotkv_vllm.scheduler.events import ABSENCE_PATIENCE_S, READ_S, SharedEvents
 from tests.core.support import make_key_space, words_of
 from tests.server.routers import external
 from tests.support.ports import free_ports
@@ -144,7 +144,7 @@ class Telling(RuleBasedStateMachine):
     @rule()
     def settle(self) -> None:
         for _ in range(100):
-            self.step(0.001)
+            self.step(READ_S)
         named = {Medium.CPU: ("CPU", None), Medium.DISK: ("STORAGE", "LOCAL")}
         assert self.index == {
             (group, *named[medium], external(words_of([number]).tobytes()))

@@ -19,6 +19,7 @@ from hotkv_vllm.hints.requests import HintReader
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.identity.adapters import Standing
 from hotkv_vllm.scheduler.loads import LoadOrders, LoadRoom, OtherLoads
+from hotkv_vllm.scheduler.prefill_wait import PrefillWait
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Answer, Phase, RequestState
 from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
 from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, announce
@@ -52,6 +53,7 @@ class Admission:
         self.room = LoadRoom(vllm_config)
         self.failed_loads = engine.failed_loads
         self.choice = LoadChoice(engine.learnt_prefill, engine.stats)
+        self._wait = PrefillWait(engine.prefill, engine.stats, decodes_only=not self._may_store)
         self.rows: RowNames | None = None
         if engine.config.sparse is not None:
             groups = sparse_layers.sparse_groups(kv_cache_config)
@@ -151,6 +153,8 @@ class Admission:
                 return ASK_AGAIN if waits else NO_HIT
             if cache.memory is not None:
                 cache.memory.arrived(state.request)
+        if self._wait.goes_on(cache.finder, state, computed, now_s):
+            return ASK_AGAIN
         answer = self.choice.match(cache.finder, state, computed, now_s)
         if answer[0] and not self.room.has_room(state.request.request_id):
             return ASK_AGAIN

@@ -2,7 +2,7 @@
 
 The server tells the session which blocks of its key space it has (`Session.read_events`). vLLM
 publishes what `take` returns beside the engine's own events, at the engine's endpoint and with its
-numbers. It asks once a step, so an idle engine tells nothing.
+numbers. It asks once a step, so an idle engine tells nothing. The server is asked every READ_S.
 
 Always true: a block is told once for each medium, and taken back when it goes, when the key space
 changes, or when there is no server for some seconds. The engine's own blocks are never cleared.
@@ -22,6 +22,8 @@ from hotkv_vllm.link import CacheSession, logger
 
 ABSENCE_PATIENCE_S = 5.0
 """How long blocks stay told without a server: a restart is shorter, and keeps them."""
+READ_S = 0.05
+"""Pause between two questions to the server: a question costs it more than an event."""
 
 Place = tuple[int, str, str]
 """Group, medium and tier."""
@@ -37,6 +39,7 @@ class SharedEvents:
         self._told: dict[Place, set[bytes]] = {}
         # Blocks that were told before the state which is being read, and are not in it so far.
         self._unseen: dict[Place, set[bytes]] = {}
+        self._next_s = 0.0
         self._absent_since_s: float | None = None
         self._has_warned = False
 
@@ -74,11 +77,13 @@ class SharedEvents:
                     self._has_warned = True
                     logger.warning("hotkv: events of the shared cache can't be read: %s", error)
                 return taken
-        if self._asked is None and session.has_events:
-            self._asked = session.read_events()
+        if self._asked is None and session.has_events and now_s >= self._next_s:
+            self._asked, self._next_s = session.read_events(), now_s + READ_S
         return taken
 
     def _read(self, read: EventsRead) -> Iterator[Any]:
+        if read.has_more_state:
+            self._next_s = 0.0
         if read.begins_state:
             self._unseen = {place: set(hashes) for place, hashes in self._told.items()}
         for event in read.events:

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from hotkv_client.types import Int32s, LeaseGrant, LoadRun
+from hotkv_client.types import GroupHashes, Int32s, LeaseGrant, LoadRun
 from hotkv_proto.groups import PREFIX_CLOSED, Int64s, longest_prefix, needed_blocks
 from hotkv_proto.reports import Miss
 from hotkv_vllm.config import ConnectorConfig
@@ -336,7 +336,7 @@ class HitFinder:
         self.patience = Patience()
         self.failed_loads = FailedLoads() if failed_loads is None else failed_loads
         self._session = session
-        self._table = TableProbe(session, groups, self.hidden)
+        self.table = TableProbe(session, groups, self.hidden)
         self._config = config
         self._stats = stats
         self._prefix = id_prefix
@@ -352,8 +352,8 @@ class HitFinder:
         if not self._session.connected:
             return
         self.hidden.set_epoch(self._session.epoch)
-        hint = state.hit.hint = self._table.ready(state.request, 0)
-        if hint is not None and not self._table.may_lie_below(state.request, hint, 0):
+        hint = state.hit.hint = self.table.ready(state.request, 0)
+        if hint is not None and not self.table.may_lie_below(state.request, hint, 0):
             state.hit.hint_until_s = now_s + HINT_MEMORY_S
         elif self._session.connected:
             self._ask(state, now_s)
@@ -388,11 +388,25 @@ class HitFinder:
             return NO_HIT
         # The hint was computed as if the engine held no blocks itself.
         is_good = now_s < hit.hint_until_s and not computed_tokens
-        masks = hit.hint if is_good else self._table.ready(state.request, computed_tokens)
+        masks = hit.hint if is_good else self.table.ready(state.request, computed_tokens)
         hit.hint = None
-        if masks is None or self._table.may_lie_below(state.request, masks, computed_tokens):
+        if masks is None or self.table.may_lie_below(state.request, masks, computed_tokens):
             return self._ask(state, now_s)
         return self._take_lease(state, masks, computed_tokens, now_s)
+
+    @property
+    def is_connected(self) -> bool:
+        return self._session.connected
+
+    def lookup(self, state: RequestState) -> "Future[Masks]":
+        """Asks the server for all blocks that a hit of the request could use, without leasing
+        them."""
+        return self._session.lookup(self._all_blocks(state.request))
+
+    def is_whole(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
+        """Returns True if no hit of the request can be longer than the one that these ready blocks
+        make."""
+        return self.groups.is_whole(masks, computed_tokens, request.num_tokens - 1)
 
     def begin_load(
         self,
@@ -495,11 +509,7 @@ class HitFinder:
 
     def _ask(self, state: RequestState, now_s: float) -> Answer:
         """Sends a lookup: there is no table to probe, or the table does not list all tiers."""
-        limit = state.request.num_tokens - 1
-        groups = self.groups.named(
-            state.request,
-            [range(self.groups.num_blocks(i, limit)) for i in range(len(self.groups.specs))],
-        )
+        groups = self._all_blocks(state.request)
         if not any(len(group.hashes) for group in groups):
             return NO_HIT
         span = state.trace and state.trace.lookup(groups)
@@ -509,6 +519,13 @@ class HitFinder:
         state.hit.phase = Phase.ASKED
         state.hit.deadline_s = deadline_s
         return ASK_AGAIN
+
+    def _all_blocks(self, request: Any) -> list[GroupHashes]:
+        limit = request.num_tokens - 1
+        return self.groups.named(
+            request,
+            [range(self.groups.num_blocks(i, limit)) for i in range(len(self.groups.specs))],
+        )
 
     def _after_call(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
         """Continues with a hit once the server has answered its lookup or lease."""

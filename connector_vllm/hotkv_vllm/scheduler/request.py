@@ -1,8 +1,8 @@
 """The scheduler side's state of a request, in parts with one owner each.
 
 `HitState` belongs to `hits.HitFinder`, `StoreState` to `stores.StorePlanner`, `UseState` to
-`reports.UseReports`, `HitChoice` to `load_choice.LoadChoice`. Only the owner writes a part's
-fields. The exception is a reset, which voids the first three.
+`reports.UseReports`, `HitChoice` to `load_choice.LoadChoice`, `Wait` to `prefill_wait.PrefillWait`.
+Only the owner writes a part's fields. The exception is a reset, which voids the first three.
 """
 
 import enum
@@ -148,11 +148,29 @@ class HitChoice:
 
 
 @dataclass(slots=True)
+class Wait:
+    """The wait of a request for blocks that another engine computes.
+
+    until_s: the time at which computing would have ended.
+    answer: the open question, asked at `asked_s`; None without one.
+    next_s: the time of the next question.
+    """
+
+    until_s: float = 0.0
+    answer: "Future[Masks] | None" = None
+    asked_s: float = 0.0
+    next_s: float = 0.0
+    has_waited: bool = False
+    is_over: bool = False
+
+
+@dataclass(slots=True)
 class RequestState:
     """A request of the engine, from its arrival to its end.
 
     request: vLLM's request.
     asked: hints that came with the request.
+    wait: None before the request's hit is first asked for.
     trace: None if the request is not traced.
     """
 
@@ -163,6 +181,7 @@ class RequestState:
     hit: HitState = field(default_factory=HitState)
     use: UseState = field(default_factory=UseState)
     choice: "HitChoice | None" = None
+    wait: Wait | None = None
     asked: RequestHints = NOTHING
     trace: RequestTrace | None = None
 

@@ -164,6 +164,7 @@ class EventsCapability(Capability):
         return f"EventsCapability({self.hub!r}, {self._contents!r})"
 
     def start(self, health: Health) -> None:
+        health.watch("the thread that keeps contents for events", self._contents.is_alive)
         if (publisher := self.hub.publisher) is not None:
             health.watch(
                 "the event publisher", publisher.is_alive, publisher.stalled_s, STALLED_WORK_S

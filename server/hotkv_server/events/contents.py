@@ -6,17 +6,23 @@ that named the tokens. A router that matches tokens can't use an event without t
 The contents lie in a ring: a file beside the arena, so that the next server has them. Positions in
 the ring only grow; a record never wraps around the end.
 
-Always true: the ring is bounded, and has memory before it is written. If it is full, the oldest
-records are overwritten; blocks in them that are still cached move to the front first, as far as
-that takes a short time. A record that a kill leaves unfinished is not read. Thread-safe.
+A store only queues its contents. A thread writes them into the ring some milliseconds later, so
+that the event loop does not wait. Whoever asks for contents writes those in the queue first.
+
+Always true: the ring and the queue are bounded, and the ring has memory before it is written. If
+the ring is full, the oldest records are overwritten; blocks in them that are still cached move to
+the front first, as far as that takes a short time. A record that a kill leaves unfinished is not
+read, and contents that are queued at a kill are lost. Thread-safe.
 """
 
+import contextlib
 import json
 import logging
 import mmap
 import os
 import struct
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -52,6 +58,10 @@ eighth of the ring has been overwritten: it is full of blocks that are cached.""
 AT_BITS = 17
 """Bits of a block's position in its run, in the index."""
 NO_PARENT = bytes(32)
+
+GATHER_S = 0.005
+"""Time between the first contents in the queue and their write."""
+MAX_QUEUED_BYTES = 8 << 20
 
 Present = Callable[[bytes, int, Words], BoolMask]
 """Returns which blocks are cached, by key space's fingerprint, group and hashes [n, 8]."""
@@ -93,6 +103,11 @@ class Contents:
         self._index: dict[tuple[bytes, int], dict[bytes, int]] = {}
         self._names: dict[bytes, list[str]] = {}
         self._tail = self._head = self._size = self._moves_from = 0
+        self._queue: deque[tuple[bytes, BlocksStored]] = deque()
+        self._put_bytes = self._taken_bytes = 0
+        self._has_work = threading.Event()
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
         self.unknown_blocks = 0
         """Blocks that were asked for in vain."""
         self._fd = (
@@ -106,8 +121,12 @@ class Contents:
         return f"Contents({len(self._records)} runs, {self._head - self._tail} bytes)"
 
     def close(self) -> None:
-        """Closes the file."""
-        with self._lock:
+        """Writes the queue and closes the file. Later contents are dropped."""
+        self._is_closed = True
+        self._has_work.set()
+        if self._thread is not None:
+            self._thread.join()
+        with self._written():
             self._map.close()
             if self._fd >= 0:
                 os.close(self._fd)
@@ -116,14 +135,26 @@ class Contents:
 
     def keep(self, fingerprint: bytes, run: BlocksStored) -> None:
         """Adds a run that was stored, if the engine has sent its tokens."""
-        if not len(run.content.token_ids):
+        if not len(run.content.token_ids) or self._is_closed:
             return
-        with self._lock:
-            self._add(_packed_run(fingerprint, run))
+        self._put_bytes += run.num_bytes
+        self._queue.append((fingerprint, run))
+        if self._put_bytes - self._taken_bytes > MAX_QUEUED_BYTES:
+            with self._written():
+                return
+        if not self._has_work.is_set():
+            self._has_work.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="hotkv-contents", daemon=True)
+            self._thread.start()
+
+    def is_alive(self) -> bool:
+        """Returns False if the thread has died."""
+        return self._thread is None or self._thread.is_alive()
 
     def find(self, fingerprint: bytes, group_index: int, block_hash: bytes) -> Content:
         """Returns the content of a block, as far as it is known. `block_hash`: 32 bytes."""
-        with self._lock:
+        with self._written():
             place = self._index.get((fingerprint, group_index), {}).get(block_hash)
             if place is None:
                 self.unknown_blocks += 1
@@ -135,7 +166,7 @@ class Contents:
 
     def add_name(self, fingerprint: bytes, name: str) -> bool:
         """Adds a name by which requests address the model. Returns False if it is known."""
-        with self._lock:
+        with self._written():
             if name in self._names.get(fingerprint, ()):
                 return False
             self._add(_packed_name(fingerprint, name))
@@ -143,19 +174,19 @@ class Contents:
 
     def names(self, fingerprint: bytes) -> list[str]:
         """Returns the names by which requests address the model."""
-        with self._lock:
+        with self._written():
             return list(self._names.get(fingerprint, ()))
 
     @property
     def num_blocks(self) -> int:
         """Returns how many blocks have a content."""
-        with self._lock:
+        with self._written():
             return sum(map(len, self._index.values()))
 
     @property
     def head(self) -> int:
         """Returns the position behind the newest record. It only grows."""
-        with self._lock:
+        with self._written():
             return self._head
 
     def runs(self, begin: int = 0) -> Iterator[KnownRun]:
@@ -166,7 +197,7 @@ class Contents:
         """
         upto = begin
         while True:
-            with self._lock:
+            with self._written():
                 records = [one for one in self._records if one.position >= upto and not one.name]
                 upto = self._head
             if not records:
@@ -178,6 +209,37 @@ class Contents:
                     run = self._run_at(record.position)
                     is_newest = self._is_newest(record, run)
                 yield KnownRun(record.fingerprint, run, is_newest)
+
+    # The queue
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            self._has_work.wait()
+            self._has_work.clear()
+            time.sleep(GATHER_S)
+            while self._write_one():
+                # Lets the event loop have the interpreter between two records.
+                time.sleep(0)
+
+    def _write_one(self) -> bool:
+        """Writes the oldest of the queue; returns False if the queue is empty."""
+        with self._lock:
+            if self._queue:
+                self._write_next()
+            return bool(self._queue)
+
+    @contextlib.contextmanager
+    def _written(self) -> Iterator[None]:
+        """Takes the lock and writes the queue."""
+        with self._lock:
+            while self._queue:
+                self._write_next()
+            yield
+
+    def _write_next(self) -> None:
+        fingerprint, run = self._queue.popleft()
+        self._taken_bytes += run.num_bytes
+        self._add(_packed_run(fingerprint, run))
 
     # The ring
 

@@ -11,6 +11,7 @@ contents, not on these books. On the event loop only.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 CHECK_S = 0.5
 STALLED_S = 10.0
+WAKE_S = 0.002
+"""Shortest pause of a loop that is woken: work that comes in short succession is done together."""
 MAX_STORIES = 8
 BOOKS = (
     "hotkv_server.cache",
@@ -113,9 +116,15 @@ class Health:
         return task
 
     async def turns(
-        self, name: str, pause_s: float, limit_s: float = STALLED_S
+        self,
+        name: str,
+        pause_s: float,
+        limit_s: float = STALLED_S,
+        wake: asyncio.Event | None = None,
     ) -> AsyncIterator[None]:
         """Yields for ever, each time after a pause, and watches the current task as `name`.
+
+        wake: ends a pause early, but not before WAKE_S. It is cleared before the turn.
 
         A turn is the body of the caller's loop. A turn that lasts longer than `limit_s` is stuck.
         A loop may return: its watch ends. A loop that raises has died. A turn must not wait for a
@@ -140,7 +149,13 @@ class Health:
 
         task.add_done_callback(ended)
         while True:
-            await asyncio.sleep(pause_s)
+            if wake is None:
+                await asyncio.sleep(pause_s)
+            else:
+                await asyncio.sleep(WAKE_S)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(wake.wait(), pause_s)
+                wake.clear()
             begun_s = time.monotonic()
             yield
             begun_s = 0.0

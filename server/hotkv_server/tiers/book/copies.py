@@ -6,6 +6,8 @@ memory until the tier has stopped reading it. A failed copy is tried again at mo
 and only while the block is in host memory.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from hotkv_server.cache.values import BoolMask, Entries
@@ -19,9 +21,13 @@ MAX_TRIES = 4
 
 
 class Copies:
-    """Begins and ends the copies for a tier."""
+    """Begins and ends the copies for a tier.
+
+    `on_stored`: called when blocks that were stored here begin to wait.
+    """
 
     def __init__(self, moves: Moves) -> None:
+        self.on_stored: Callable[[], None] = lambda: None
         self._moves = moves
         self._host = moves.host
         self._host.room.may_keep = False
@@ -42,6 +48,7 @@ class Copies:
     def add_stored(self, entries: Entries) -> None:
         """Queues blocks that were stored here. The blocks of a chain come in its order."""
         self.lanes[STORED].add(entries)
+        self.on_stored()
 
     def add_old(self, entries: Entries) -> None:
         """Queues ready blocks that came into host memory from another source than this tier."""

@@ -83,6 +83,8 @@ class TierCopies:
         books = books_of(core)
         self._copies = Copies(books.moves)
         books.copies.append(self._copies)
+        self._wake = asyncio.Event()
+        self._copies.on_stored = self._wake.set
         self._most_bytes = min(MAX_OUT_BYTES, moving_bytes)
         self._out_bytes = 0
         # When old blocks have their next turn.
@@ -112,8 +114,8 @@ class TierCopies:
             self._copies.add_old(entries)
 
     async def _copy_stored(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        facts, last_s = self._tier.facts(), time.monotonic()
-        async for _ in tasks.turns(f"the copies to {self._name}", PAUSE_S):
+        facts, last_s, wake = self._tier.facts(), time.monotonic(), self._wake
+        async for _ in tasks.turns(f"the copies to {self._name}", PAUSE_S, wake):
             waiting = self._copies.lanes[STORED]
             waited_s = time.monotonic() - last_s
             is_due = waited_s >= facts.linger_s or waiting.num_bytes >= facts.batch_bytes
@@ -193,6 +195,7 @@ class TierCopies:
                 self.on_ready(move.entries[at[is_new]], Medium.REMOTE, self._name)
         finally:
             self._out_bytes -= num_bytes
+            self._wake.set()
             has_failed = codes == Write.FAILED
             num_given_up = self._copies.end(move, has_failed)
         if has_failed.any():

@@ -47,9 +47,11 @@ class TierTasks:
         task.add_done_callback(self._ended)
         return task
 
-    async def turns(self, name: str, pause_s: float) -> AsyncIterator[None]:
+    async def turns(
+        self, name: str, pause_s: float, wake: asyncio.Event | None = None
+    ) -> AsyncIterator[None]:
         """Yields like `Health.turns`, until the tasks shall end."""
-        async for _ in self.health.turns(name, pause_s):
+        async for _ in self.health.turns(name, pause_s, wake=wake):
             if self.is_closing:
                 return
             yield

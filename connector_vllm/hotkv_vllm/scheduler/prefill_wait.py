@@ -1,0 +1,109 @@
+"""Lets a request wait for blocks that another engine is computing for it.
+
+With prefill and decode on different engines a request may reach the decoding engine before the last
+blocks of its prompt have reached the cache.
+
+Always true:
+- A request waits no longer than computing the tokens that it lacks would take, as this engine has
+  measured its prefill. An engine that has not measured it does not let requests wait.
+- A request waits at most once, before its hit is leased. It then hits all blocks that are there.
+
+Scheduler thread only; never blocks.
+"""
+
+from typing import Any
+
+from hotkv_vllm.costs.prefill_speed import PrefillSpeed
+from hotkv_vllm.scheduler.hits import HitFinder
+from hotkv_vllm.scheduler.request import Phase, RequestState, Wait
+from hotkv_vllm.stats import HotKVStats
+
+ASK_S = 0.005
+"""Shortest pause between two questions to the server. A server that is slow to answer is asked less
+often: a question is open for half of the wait at most."""
+REMOTE_PREFILL = "do_remote_prefill"
+"""The field of vLLM's `kv_transfer_params` with which a router says whether another engine computes
+the prompt."""
+OTHER_CONNECTOR = "remote_"
+"""Begins the names of the fields that tell another connector where to fetch the blocks, as in
+vLLM's NixlConnector (`remote_engine_id`). In a MultiConnector a request that waits for one
+connector can't begin with the blocks of another."""
+
+
+class PrefillWait:
+    """Decides whether a request goes on to wait.
+
+    decodes_only: True for an engine with `kv_role="kv_consumer"`: its requests wait unless
+        `do_remote_prefill` is false. Requests of other engines wait if it is true. A request whose
+        blocks another connector fetches never waits.
+    """
+
+    def __init__(self, prefill: PrefillSpeed, stats: HotKVStats, *, decodes_only: bool) -> None:
+        self._prefill = prefill
+        self._stats = stats
+        self._decodes_only = decodes_only
+
+    def __repr__(self) -> str:
+        return f"PrefillWait(decodes_only={self._decodes_only})"
+
+    def goes_on(
+        self, finder: HitFinder, state: RequestState, computed_tokens: int, now_s: float
+    ) -> bool:
+        """Returns True while the request waits for blocks."""
+        if state.wait is None:
+            state.wait = self._begin(finder, state, computed_tokens, now_s)
+        wait = state.wait
+        if wait.is_over:
+            return False
+        is_whole = self._is_whole(finder, state, wait, computed_tokens, now_s)
+        if not is_whole and now_s < wait.until_s and finder.is_connected:
+            wait.has_waited = True
+            return True
+        wait.is_over = True
+        if wait.has_waited:
+            self._stats.add("awaited_requests" if is_whole else "awaited_in_vain")
+            # The finder's knowledge about the request is older.
+            finder.forget(state)
+        return False
+
+    def _begin(
+        self, finder: HitFinder, state: RequestState, computed_tokens: int, now_s: float
+    ) -> Wait:
+        if not self._is_meant(state.request) or not finder.is_connected:
+            return Wait(is_over=True)
+        last_tokens = state.request.num_tokens - 1
+        prefill_s = self._prefill.seconds(computed_tokens, last_tokens)
+        wait = Wait(now_s + prefill_s, is_over=not prefill_s)
+        if not wait.is_over and state.hit.phase is Phase.ASKED:
+            wait.answer, wait.asked_s = state.hit.answer, now_s
+        return wait
+
+    def _is_meant(self, request: Any) -> bool:
+        params = request.kv_transfer_params
+        params = params if isinstance(params, dict) else {}
+        if any(str(name).startswith(OTHER_CONNECTOR) for name in params):
+            return False
+        remote = params.get(REMOTE_PREFILL)
+        return remote is True or (self._decodes_only and remote is not False)
+
+    def _is_whole(
+        self,
+        finder: HitFinder,
+        state: RequestState,
+        wait: Wait,
+        computed_tokens: int,
+        now_s: float,
+    ) -> bool:
+        """Returns True if host memory has all blocks that a hit can use. Asks the server if it is
+        time: a lookup also fetches the blocks that lie in lower tiers."""
+        masks = finder.table.ready(state.request, computed_tokens)
+        if wait.answer is not None and wait.answer.done():
+            answer, wait.answer = wait.answer, None
+            wait.next_s = now_s + max(ASK_S, now_s - wait.asked_s)
+            if masks is None and not answer.cancelled() and answer.exception() is None:
+                masks = answer.result()
+        if masks is not None and finder.is_whole(state.request, masks, computed_tokens):
+            return True
+        if wait.answer is None and now_s >= wait.next_s:
+            wait.answer, wait.asked_s = finder.lookup(state), now_s
+        return False

@@ -1,0 +1,115 @@
+"""A request that reaches the decoding engine before another engine has computed its prompt."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from hotkv_vllm.costs.prefill_speed import PrefillSpeed
+from hotkv_vllm.scheduler.prefill_wait import ASK_S, PrefillWait
+from hotkv_vllm.stats import HotKVStats
+from tests.vllm.harness import prompt
+from tests.vllm.oracle import answer_of
+from tests.vllm.parts import TOKENS, Parts, request
+
+BLOCKS = 6
+PROMPT_TOKENS = BLOCKS * TOKENS + 3
+STEP_S = 0.002
+
+
+def times_s(longest_s: float) -> Any:
+    return st.floats(0, longest_s).map(lambda value: round(value, 3))
+
+
+@example([0.03] * BLOCKS, 0.1, 9.0, True, True, None, False)
+@example([0.03] * BLOCKS, 0.1, 9.0, False, True, None, False)
+@example([0.1] * BLOCKS, 0.05, 9.0, True, True, None, False)
+@example([0.1] * BLOCKS, 0.1, 0.02, True, True, None, False)
+@given(
+    come_s=st.lists(times_s(0.1), min_size=BLOCKS, max_size=BLOCKS),
+    prefill_s=times_s(0.1),
+    leaves_s=times_s(0.3),
+    has_table=st.booleans(),
+    decodes_only=st.booleans(),
+    remote=st.sampled_from([None, True, False, "yes"]),
+    fetches=st.sampled_from([False, False, False, True]),
+)
+def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_compute(
+    come_s: list[float],
+    prefill_s: float,
+    leaves_s: float,
+    has_table: bool,
+    decodes_only: bool,
+    remote: Any,
+    fetches: bool,
+) -> None:
+    """Blocks come at `come_s`, the server goes at `leaves_s`. Time runs in steps of the engine.
+    With `fetches`, another connector is to fetch the blocks."""
+    parts = Parts(lookup_timeout_s=9.0)
+    parts.server.table = has_table
+    speed: Any = SimpleNamespace(seconds=lambda start, stop: prefill_s)
+    wait = PrefillWait(speed, parts.stats, decodes_only=decodes_only)
+    one = request("a", PROMPT_TOKENS)
+    params = {} if remote is None else {"do_remote_prefill": remote}
+    one.kv_transfer_params = params | ({"remote_engine_id": "e"} if fetches else {}) or None
+    state, began_s, there = parts.state(one), parts.clock, 0
+    come_s = [max(come_s[: at + 1]) for at in range(BLOCKS)]
+    parts.finder.arrive(state, parts.clock)
+    for _ in range(1000):
+        waited_s = parts.clock - began_s
+        while there < BLOCKS and come_s[there] <= waited_s:
+            parts.put("a", [there])
+            there += 1
+        if waited_s >= leaves_s:
+            parts.server.up = False
+        if not wait.goes_on(parts.finder, state, 0, parts.clock):
+            break
+        parts.clock += STEP_S
+    is_meant = not fetches and (remote is True or (decodes_only and remote is not False))
+    if not is_meant:
+        assert waited_s == 0
+    assert waited_s < prefill_s + 1.1 * STEP_S
+    assert waited_s < leaves_s + 1.1 * STEP_S
+    if waited_s == 0 or waited_s >= leaves_s:
+        return
+    # A server whose table is mapped is seen at once, another one is asked.
+    late_s = STEP_S if has_table else 2 * ASK_S + 3 * STEP_S
+    assert waited_s < come_s[-1] + late_s + 1e-6
+    assert parts.hit(state) == there * TOKENS
+    names = {"awaited_requests": there == BLOCKS, "awaited_in_vain": there < BLOCKS}
+    if has_table:
+        assert {name: parts.count(name) for name in names} == names
+
+
+def test_an_engine_that_does_not_know_its_speed_lets_nothing_wait() -> None:
+    parts = Parts()
+    wait = PrefillWait(PrefillSpeed(HotKVStats()), parts.stats, decodes_only=True)
+    assert not wait.goes_on(parts.finder, parts.state(request("a", PROMPT_TOKENS)), 0, parts.clock)
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
+def test_a_decoding_engine_hits_blocks_that_come_while_it_waits(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    """An engine of the other role computes at once, unless the router says that another engine
+    computes the prompt."""
+    tokens = prompt(1, 200)
+    first = engine()
+    second = engine(within=lambda ours: ours | {"kv_role": role})
+    monkeypatch.setattr(PrefillSpeed, "seconds", lambda *_: 60.0)
+    for name, transfer in (("said", {"do_remote_prefill": True}), ("not", None)):
+        second.add(name, tokens, 4, transfer=transfer)
+        second.step()
+        second.step()
+        is_waiting = transfer is not None or role == "kv_consumer"
+        assert (not second.outputs[name]) == is_waiting
+        if is_waiting:
+            first.generate(name, tokens, 1)
+        second.run()
+        assert second.outputs[name] == answer_of(tokens, 4)
+        assert second.external[name] == (192 if is_waiting else 0)
+        tokens = prompt(2, 200)
+    assert second.counters["awaited_requests"] == (2 if role == "kv_consumer" else 1)
+    assert "hook_errors" not in second.counters
