@@ -56,13 +56,13 @@ drives hotkv's own connector, not vLLM's offloading."""
 
 
 class Kind(Enum):
-    """How a pair is answered; the letter stands in the page's table."""
+    """How a pair is answered."""
 
-    HARNESS = "h"
-    DAEMON = "d"
-    REAL = "r"
-    REFUSED = "x"
-    APART = "-"
+    HARNESS = "harness"
+    DAEMON = "daemon"
+    REAL = "real"
+    REFUSED = "refused"
+    APART = "apart"
 
 
 @dataclass(frozen=True, slots=True)
