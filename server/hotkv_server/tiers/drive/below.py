@@ -100,8 +100,8 @@ class TierBelow:
                 tasks.spawn(self._write(move, tell))
 
     def _keep_key_spaces(self) -> bool:
-        """Requests that new key spaces are saved; returns whether all are. Blocks of other key spaces
-        are not moved down, because the next server would not know their key space."""
+        """Requests that new key spaces are saved; returns whether all are. Blocks of other key
+        spaces are not moved down, because the next server would not know their key space."""
         memory, revision = self.memory, self._core.catalog.revision
         if memory is None:
             return True

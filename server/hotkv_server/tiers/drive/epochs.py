@@ -109,8 +109,8 @@ class Epochs:
         return f"Epochs({self.book!r}, {len(self._callers)} flushes asked for)"
 
     def start(self, tasks: TierTasks, flush: Flush) -> None:
-        """Starts to follow the flushes of other nodes, and to raise the stores' epochs for flushes of
-        an earlier server."""
+        """Starts to follow the flushes of other nodes, and to raise the stores' epochs for flushes
+        of an earlier server."""
         self._tasks, self._flush = tasks, flush
         loop = asyncio.get_running_loop()
 
