@@ -354,8 +354,8 @@ LABEL_HELP: dict[str, str] = {
     "outcome": "`done`, `cancelled` or `failed`",
     "protocol": "newest version of the wire that the server speaks",
     "python": "version of its interpreter",
-    "reason": "of refusals, the wire's `Reason`; of misses, those of [hit_rate.md](hit_rate.md)",
-    "tier": "`host`, `disk` or the name of a shared tier; of hits also `device`",
+    "reason": "of a refusal: a `Reason` of the wire; of a miss: see [hit_rate.md](hit_rate.md)",
+    "tier": "`host`, `disk` or the name of a shared tier; for hits also `device`",
     "version": "version of hotkv",
 }
 """The meaning of each label. Each has few values."""
