@@ -142,10 +142,10 @@ class EpochBook:
     """Decides on epochs and flushes; see the module.
 
     `stores`: names of the stores.
-    `base`: `local` of key spaces without a record.
-    `last`: the highest `local` that was ever used.
+    `base`: seal number (`Record.local`) of key spaces without a record.
+    `last`: the highest seal number that was ever used.
 
-    `revision` grows with each change of the written state.
+    `revision` grows with each change of the state that is saved.
     """
 
     def __init__(
