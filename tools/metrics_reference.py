@@ -30,8 +30,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 LAYER_TOPIC = "Sparse decode, by layer"
 HEAD = """# Metrics
 
-A reference of every metric of `hotkv-server`, at `http://127.0.0.1:9433/metrics` (`http.host`,
-`http.port`), and of the counters that the connector adds to vLLM's own.
+Every metric of `hotkv-server`, at `http://127.0.0.1:9433/metrics` (`http.host`, `http.port`), and
+every counter that the connector adds to vLLM's own.
 [operations.md](operations.md#prometheus-and-grafana) has rules, alerts and a dashboard.
 `tools/metrics_reference.py` makes this page from the code.
 
@@ -41,8 +41,7 @@ A reference of every metric of `hotkv-server`, at `http://127.0.0.1:9433/metrics
 - A node has some 350 samples, and 20 more for each layer with sparse decode.
 - The policy decides which `hotkv_eviction_*` exist ([eviction.md](eviction.md)).
 - With more than a million entries, `hotkv_ready_blocks`, `hotkv_arena_pinned_bytes`,
-  `hotkv_representation_bytes` and `hotkv_unverified_blocks` show the state of the scrape before.
-  The start counts the first state (0.25 s for ten million entries).
+  `hotkv_representation_bytes` and `hotkv_unverified_blocks` show the state of the previous scrape.
 """
 LAYERS = """
 Counters with the label `layer`, summed over all engines: `hotkv_sparse_layer_NAME_total`. Each
@@ -54,9 +53,9 @@ engine has them summed over its layers: `vllm:hotkv_sparse_NAME_total`.
 ENGINES = """
 ## In vLLM's metrics
 
-The connector's counters are in each engine's own `/metrics`, with vLLM's prefix and labels, from 0
-on. [operations.md](operations.md#when-a-hit-is-left) explains some of them. Those of sparse decode
-are [above](#sparse-decode-by-layer).
+The connector's counters are in each engine's own `/metrics`, with vLLM's prefix and labels.
+[operations.md](operations.md#when-a-hit-is-left) explains some of them. The counters of sparse
+decode are [above](#sparse-decode-by-layer).
 
 | counter | |
 |---|---|

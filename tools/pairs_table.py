@@ -7,13 +7,23 @@ no answer, if a test that an answer names does not exist, or if the page is out 
 import argparse
 import ast
 import functools
-import itertools
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from tests.pairs.table import FEATURES, Answer, Kind, Pair, answer, names_of, pairs
+from tests.pairs.table import (
+    FEATURES,
+    REAL_ONLY,
+    TIERS,
+    Answer,
+    Kind,
+    Pair,
+    answer,
+    names_of,
+    pairs,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "deployments.md"
@@ -21,42 +31,23 @@ BEGIN, END = "<!-- pairs: begin -->", "<!-- pairs: end -->"
 HEAD = """
 ## Pairs of features
 
-Where two features meet: of {counts}. `tools/pairs_table.py` makes this
-section from `tests/pairs/table.py`; `make check` fails for a pair without an answer.
+{features}.
 
-- `h`: runs in the harness: vLLM's own scheduler, KV cache manager and connector calls round a model
-  that is only arithmetic, with random traffic. Every KV value that attention reads is compared; at
-  the end so is every block of the server and of vLLM's own cache, and nothing is left behind
-  (`tests/pairs/test_pairs.py`; random triples too, in `make torture`).
-- `d`: the same over real daemons with a disk and a Valkey (`tests/pairs/test_nodes.py`).
-- `r`: runs with real parts: a real engine and a real daemon.
-- `x`: refused, in the words below.
-- `-`: cannot meet, for the reason below.
+Of the {counts}. A pair works unless the tables say
+"refused" or "cannot meet". `tools/pairs_table.py` makes this section from `tests/pairs/table.py`;
+`make check` fails for a pair without an answer.
 
+- In the harness, with random traffic: every other pair that no table lists
+  (`tests/pairs/test_pairs.py`; random triples too, in `make torture`). Every KV value that
+  attention reads is compared; at the end so is every block of the server and of vLLM's own cache.
+- The same over real daemons with a disk and a Valkey: pairs with {tiers}
+  that no table lists (`tests/pairs/test_nodes.py`).
+- In real engines beside a real daemon: pairs of `residency` and `offloading`, in the first table.
 """
-NUMBERS = {name: number for number, name in enumerate(FEATURES, 1)}
-
-
-def matrix() -> Iterator[str]:
-    """Yields a row for each feature, with a letter for each feature before it."""
-    yield "```"
-    width = max(len(name) for name in FEATURES)
-    for digits in ([n // 10 or " " for n in NUMBERS.values()], [n % 10 for n in NUMBERS.values()]):
-        yield f"{'':{width + 4}}{' '.join(map(str, digits))}"
-    names = list(FEATURES)
-    for name, number in NUMBERS.items():
-        letters = [answer(frozenset((name, other))).kind.value for other in names[: number - 1]]
-        yield f"{number:2} {name:{width}} {' '.join([*letters, '.'])}"
-    yield "```"
-    yield ""
-    yield from itertools.chain(
-        ["| | feature |", "|---|---|"],
-        (f"| {NUMBERS[name]} `{name}` | {words} |" for name, words in FEATURES.items()),
-    )
 
 
 def lists(answers: dict[Pair, Answer]) -> Iterator[str]:
-    """Yields the lists that explain the letters."""
+    """Yields the tables of pairs that real engines run, that are refused, and that cannot meet."""
     yield "\n| with real parts | test |\n|---|---|"
     yield from _rows(answers, Kind.REAL, lambda one: f"`{_plain(one.test)}`")
     yield "\n| refused | words | test |\n|---|---|---|"
@@ -66,12 +57,14 @@ def lists(answers: dict[Pair, Answer]) -> Iterator[str]:
 
 
 def _rows(answers: dict[Pair, Answer], kind: Kind, told: Callable[[Answer], str]) -> Iterator[str]:
-    by_words: dict[str, list[str]] = defaultdict(list)
+    by_words: dict[tuple[str, str], list[str]] = defaultdict(list)
     for pair, one in answers.items():
         if one.kind is kind:
-            by_words[told(one)].append(names_of(pair))
-    for words, names in by_words.items():
-        yield f"| {', '.join(name.replace('+', ' + ') for name in names)} | {words} |"
+            order = list(dict.fromkeys((*reversed(REAL_ONLY), *FEATURES)))
+            first, second = sorted(pair, key=order.index)
+            by_words[first, told(one)].append(second)
+    for (name, words), others in by_words.items():
+        yield f"| {name} with {', '.join(others)} | {words} |"
 
 
 def section(answers: dict[Pair, Answer]) -> str:
@@ -79,11 +72,18 @@ def section(answers: dict[Pair, Answer]) -> str:
     kinds = [one.kind for one in answers.values()]
     counts = (
         f"{len(kinds)} pairs {kinds.count(Kind.HARNESS)} run in the harness, "
-        f"{kinds.count(Kind.DAEMON)} in the\nharness over real daemons and "
-        f"{kinds.count(Kind.REAL)} in real engines, {kinds.count(Kind.REFUSED)} are refused in "
-        f"words, and {kinds.count(Kind.APART)} cannot\nmeet"
+        f"{kinds.count(Kind.DAEMON)} over real daemons\nand {kinds.count(Kind.REAL)} in real "
+        f"engines, {kinds.count(Kind.REFUSED)} are refused, {kinds.count(Kind.APART)} cannot meet"
     )
-    return HEAD.format(counts=counts) + "\n".join([*matrix(), *lists(answers)]) + "\n"
+    named = "Features: " + ", ".join(
+        f"`{name}`" + f" ({words})" * (words != name) for name, words in FEATURES.items()
+    )
+    head = HEAD.format(
+        counts=counts,
+        features=textwrap.fill(named, 100, break_long_words=False, break_on_hyphens=False),
+        tiers=", ".join(f"`{name}`" for name in TIERS),
+    )
+    return head + "\n".join(lists(answers)) + "\n"
 
 
 def faults(answers: dict[Pair, Answer]) -> Iterator[str]:

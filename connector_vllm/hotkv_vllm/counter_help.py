@@ -7,9 +7,7 @@ it.
 COUNTERS: dict[str, str] = {
     "offered_requests": "Requests that were offered tokens from hotkv.",
     "offered_tokens": "Tokens that requests were offered from hotkv.",
-    "hit_requests": (
-        "Requests that took tokens from hotkv. Another connector may have served the other offers."
-    ),
+    "hit_requests": "Requests that took tokens from hotkv.",
     "hit_tokens": "Tokens that requests took from hotkv.",
     "miss_requests": "Requests that asked hotkv and got no tokens.",
     "awaited_requests": "Requests that waited until another engine had stored their prompt.",
@@ -19,14 +17,14 @@ COUNTERS: dict[str, str] = {
     "loads": "Loads begun.",
     "failed_loads": "Failed loads; their requests computed their prompt.",
     "hung_loads": (
-        "Loads that the server did not end when asked to. Their requests went on, their blocks "
+        "Loads that the server did not end when asked to. Their requests continued, their blocks "
         "stayed out of use."
     ),
     "unserved_requests": "Requests not offered tokens because a worker had no session.",
     "left_requests": "Requests that computed their prompt because loading it is slower.",
-    "tried_requests": "Requests to be left that tried a load for a short time.",
-    "late_requests": "Requests whose hit took longer than computing it, or than a trial may.",
-    "judged_choices": "Hits whose choice (take or leave) could be judged.",
+    "tried_requests": "Such requests that tried a load for a short time.",
+    "late_requests": "Requests whose load took longer than computing, or than a trial may.",
+    "judged_choices": "Choices (take or leave a hit) that could be judged.",
     "right_choices": "Judged choices that were right.",
     "load_prediction_error_s": "Seconds by which loads differed from their prediction.",
     "judged_load_s": "Seconds that these loads took.",
@@ -47,7 +45,7 @@ COUNTERS: dict[str, str] = {
     "reported_requests": "Requests whose hits were reported to the server.",
     "wrong_hints": "Hints of requests (kv_hints, kv_transfer_params) that could not be used.",
     "resets": "Resets of the shared cache that vLLM asked for.",
-    "hook_errors": "Faults of the connector that were kept from vLLM.",
+    "hook_errors": "Faults of the connector that vLLM did not see.",
     "sparse_selects": "Selections, one for each sequence, sparse layer and decode step.",
     "sparse_context_blocks": "Blocks of the contexts that selections chose from.",
     "sparse_selected_blocks": "Blocks that selections chose.",
@@ -58,21 +56,15 @@ COUNTERS: dict[str, str] = {
     "sparse_wanted_blocks": "Selected blocks, without those that are always kept.",
     "sparse_hit_blocks": "Wanted blocks that the hot set had.",
     "sparse_estimated_mass": "Sum over selections of the estimated share of attention mass.",
-    "sparse_swap_bytes": (
-        "Bytes of the pages that joined hot sets: a device with less memory would have moved them."
-    ),
+    "sparse_swap_bytes": "Bytes of the pages that joined hot sets.",
     "sparse_select_s": "Seconds spent on selections.",
     "sparse_built_blocks": "Representations built, one for each block and layer.",
     "sparse_build_s": "Seconds spent on building representations.",
     "sparse_loaded_blocks": (
         "Representations loaded with their blocks, one for each block and layer."
     ),
-    "resident_pulled_pages": (
-        "Pages of a layer copied from host memory into hot slots for a decode step."
-    ),
-    "resident_staged_pages": (
-        "Pages of a layer copied into a staging area for a step that attends to all."
-    ),
+    "resident_pulled_pages": "Pages of a layer copied from host memory into hot slots.",
+    "resident_staged_pages": "Pages of a layer copied into a staging area.",
     "refused_residencies": "Requests that had to wait for room in host memory.",
     "lost_residencies": "Requests whose bytes in host memory were lost; they were computed again.",
     "failed_residencies": "Requests that ended with an error because the server took no blocks.",

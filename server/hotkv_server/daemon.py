@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 BROKEN_STATUS = 70
 """Exit status after a broken invariant (EX_SOFTWARE); a service manager starts the server again."""
 LAST_WORDS_S = 0.5
-"""A server with a broken invariant stays up for so long, to notify health checks and systemd."""
+"""Time for which a server with a broken invariant stays up, to notify health checks and systemd."""
 STOP_S = 40.0
 """Longest time of a stop in addition to draining: transfers in flight, sessions, files."""
 SAVE_WAIT_S = 5.0

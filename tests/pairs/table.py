@@ -39,7 +39,7 @@ FEATURES = {
     "sleep": "pause and sleep",
     "tenants": "tenants",
     "tracing": "tracing",
-    "restart": "a server that starts anew",
+    "restart": "a server that restarts",
     "away": "no server",
     "slow": "a slow server",
     "disk": "a disk",
@@ -56,13 +56,13 @@ drives hotkv's own connector, not vLLM's offloading."""
 
 
 class Kind(Enum):
-    """How a pair is answered; the letter stands in the page's table."""
+    """How a pair is answered."""
 
-    HARNESS = "h"
-    DAEMON = "d"
-    REAL = "r"
-    REFUSED = "x"
-    APART = "-"
+    HARNESS = "harness"
+    DAEMON = "daemon"
+    REAL = "real"
+    REFUSED = "refused"
+    APART = "apart"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ APART: dict[tuple[str, str], str] = {
     ): "drafts are of tokens that are to be sampled, and a pooling request "
     "samples none: it ends with its prompt",
     ("load_choice", "offloading"): "vLLM's offloading loads every hit that its lookup finds, and "
-    "asks nobody whether computing it would be sooner; `max_load_tokens` of a request bounds a "
+    "does not compare with computing; `max_load_tokens` of a request bounds a "
     "load",
 }
 """Pairs that cannot meet, with the reason."""

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from hotkv_server.startup import capabilities
 
@@ -57,6 +58,13 @@ def run(command: tuple[str, ...], environment: dict[str, str]) -> str:
 
 def run_tests(files: tuple[str, ...], environment: dict[str, str]) -> None:
     run(("pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", *files), environment)
+
+
+def test_an_import_contract_protects_every_capability() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    protected = {name for one in contracts for name in one.get("protected_modules", ())}
+    assert protected >= {f"hotkv_server.{name}" for name in CAPABILITIES}
 
 
 @pytest.mark.campaign

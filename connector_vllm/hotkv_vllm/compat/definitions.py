@@ -56,8 +56,11 @@ MAPPINGS = {"dict", "Dict", "Mapping", "MutableMapping", "defaultdict", "Ordered
 
 @dataclass(frozen=True)
 class Found:
-    """A definition: a class, a function, a variable's assignment, or (node is its tree) a module.
-    `module` is where it stands."""
+    """A definition in vLLM's sources.
+
+    module: the module that has it.
+    node: the class, function or assignment; the whole tree for a module.
+    """
 
     module: str
     node: ast.AST

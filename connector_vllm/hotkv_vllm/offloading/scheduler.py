@@ -1,17 +1,16 @@
-"""The scheduler's side of this door: what vLLM does not tell a tier.
+"""The scheduler's side of the offloading connector: the work for which a tier lacks information.
 
 Opens the tier's session under the engine's whole key space, follows the weights and the resets of
 the caches, and reports requests to the server.
 
 Always true:
-- The tier has a session only while every rank has described its pages, and none has a reason
-  against.
+- The tier has a session only while every rank has described its pages, and no rank objects.
 - From the moment the weights may have changed, nothing is looked up or stored until all ranks have
   reported their weights.
 - If weights were written, nothing is looked up or stored until vLLM has emptied the device and the
-  primary tier: blocks of before are there under the same names.
+  primary tier, because these have blocks of the old weights under the same names.
 
-Scheduler's thread only. Blocks for the server at the start, after a change of weights, and in a
+Scheduler's thread only. It waits for the server at the start, after a change of weights, and in a
 reset; and for `IDLE_WAIT_S` in steps in which every request of the engine waits for its hit.
 """
 

@@ -226,8 +226,8 @@ class ResidentRequests:
         return ResidentStep(self.rows.of_step(scheduler_output, rows), ended, tuple(lost))
 
     def _take_compared(self) -> None:
-        """Handles the answers of a server that came back: whether it holds blocks where they
-        were."""
+        """Handles the answers of a new server: it either has kept a request's blocks at the same
+        offsets, or the request has lost them."""
         for request_id, pin, is_same in self._reservations.take_compared():
             one = self._residents.get(request_id)
             if one is None or pin is not one.opened:

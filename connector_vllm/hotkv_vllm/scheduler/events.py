@@ -108,7 +108,7 @@ class SharedEvents:
             yield events.stored(self._groups[event.group_index], _part(event, first, end))
 
     def _take_back(self, blocks: dict[Place, set[bytes]]) -> Iterator[Any]:
-        """Yields the removals of those blocks that are told, and forgets them."""
+        """Yields removal events for the blocks that were published as stored, and forgets them."""
         for place, hashes in list(blocks.items()):
             told = self._told.get(place, set())
             gone = [block_hash for block_hash in hashes if block_hash in told]

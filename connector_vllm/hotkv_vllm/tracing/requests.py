@@ -131,8 +131,8 @@ class RequestTraces:
 
 
 def open_traces(config: ConnectorConfig) -> RequestTraces | None:
-    """Begins to export spans; None if the settings don't ask for it. Raises ConfigError if they do
-    and it can't be done here."""
+    """Begins to export spans; None if the settings don't ask for it. Raises ConfigError if this
+    environment can't export spans."""
     if not config.tracing:
         return None
     try:

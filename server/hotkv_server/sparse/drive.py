@@ -272,7 +272,7 @@ class Selections:
     async def select(
         self, session: LiveSession, sequence: LiveSequence, request: SelectRequest
     ) -> Selected:
-        """Selects for a layer of a sequence. Answers only after it has stopped reading the arena.
+        """Selects blocks for a layer of a sequence. The arena is no longer read when it returns.
 
         Raises INVALID_FIELD if the sequence was created without `select`, OVERLOADED,
         UNKNOWN_LEASE.

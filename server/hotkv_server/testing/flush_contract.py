@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hotkv_server.testing.tier_contract import SLOT_BYTES, WAIT_S, Bench, content
+from hotkv_server.testing.tier_contract import SLOT_BYTES, WAIT_S, Bench, content, hash_of
 from hotkv_server.tiers.protocol import NO_EPOCH, RAISES, Blocks, Epochs, Read, Write, begun
 
 T = TypeVar("T")
@@ -70,7 +70,8 @@ def flush(tier: Any, name: str = NAME, floor: int = 0) -> int | None:
 
 def keys_of(at: int, count: int) -> list[bytes]:
     """Returns keys of NAME in an epoch."""
-    return [b"hotkv/1/%b/%d/0/%064x" % (NAME.encode(), at, number) for number in range(count)]
+    prefix = b"hotkv/1/%b/%d/0/" % (NAME.encode(), at)
+    return [prefix + hash_of(number) for number in range(count)]
 
 
 def blocks_of(keys: Sequence[bytes], first_slot: int, epochs: Epochs) -> Blocks:

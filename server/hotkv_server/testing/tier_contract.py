@@ -5,6 +5,7 @@ bytes of each block.
 """
 
 import contextlib
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,8 +28,13 @@ WAIT_S = 60.0
 
 
 def key(number: int) -> bytes:
-    """Returns the key of a block."""
-    return b"hotkv/1/%032x/0/3/%064x" % (number % 3, number)
+    """Returns the key of a block. It ends with the bytes of a hash, which may be any bytes."""
+    return b"hotkv/1/%032x/0/3/" % (number % 3) + hash_of(number)
+
+
+def hash_of(number: int) -> bytes:
+    """Returns a hash, 32 bytes, with bytes that text does not have."""
+    return b"\0/\r\n \xff" + hashlib.sha256(b"%d" % number).digest()[6:]
 
 
 def content(number: int) -> NDArray[np.uint8]:

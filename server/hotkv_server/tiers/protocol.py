@@ -82,7 +82,8 @@ class Write(enum.IntEnum):
 class Blocks:
     """The blocks of a call, a row each.
 
-    `keys`: the block's key, the same on all nodes that share a tier; at most MAX_KEY_BYTES.
+    `keys`: the block's key, the same on all nodes that share a tier; at most MAX_KEY_BYTES. It ends
+        with the block's hash, so it may contain any bytes.
     `slots`: offsets in the arena, multiples of SLOT_ALIGN.
     `num_bytes`: sizes there, multiples of SLOT_ALIGN.
     `places`: offsets in the tier's space, in multiples of SLOT_ALIGN; empty if the tier places

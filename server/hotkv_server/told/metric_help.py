@@ -8,33 +8,31 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
     "Is it working": {
         "build_info": "Always 1. The labels name the versions of server, protocol and Python.",
         "ready": (
-            "1 while the server takes work, as /readyz: 0 while it drains or a part has a problem."
+            "1 while the server takes work, as /readyz; 0 while it drains or a part has a problem."
         ),
         "problem": (
-            "1 while a part of the server has a problem; `hotkv status` describes it. A problem "
-            "of a tier does not stop the server from serving."
+            "1 while a part of the server has a problem; `hotkv status` describes it. The server "
+            "serves without a broken tier."
         ),
-        "draining": "1 while the server drains: it takes no new work.",
-        "loop_lag_p50_seconds": "Median delay of the event loop. All calls wait for it.",
-        "loop_lag_p99_seconds": "99th percentile of the delay of the event loop.",
-        "loop_lag_longest_seconds": (
-            "Longest delay of the event loop. `hotkv status` names its cause."
-        ),
+        "draining": "1 while the server drains.",
+        "loop_lag_p50_seconds": "Median delay of the event loop, for which all calls wait.",
+        "loop_lag_p99_seconds": "99th percentile of that delay.",
+        "loop_lag_longest_seconds": "Longest delay; `hotkv status` names its cause.",
     },
     "Does it pay": {
         "ledger_hit_tokens_total": (
-            "Prompt tokens that hit, by tier; device: the engine's own memory. If the load fails "
-            "later, its tokens count as missed too."
+            "Prompt tokens that hit, by tier; device: the engine's own memory. Tokens of a failed "
+            "load count as missed too."
         ),
         "ledger_missed_tokens_total": (
-            "Prompt tokens that were computed, by reason. Many evicted tokens: a larger cache "
-            "would hit more."
+            "Prompt tokens that were computed, by reason. If many are evicted, a larger cache hits"
+            " more."
         ),
         "ledger_saved_seconds_total": (
             "Seconds of prefill that hits saved, by the engines' own measured speed."
         ),
         "ledger_taken_back_seconds_total": (
-            "Saved seconds that failed loads lost again. Subtract them from ledger_saved_seconds."
+            "Seconds counted as saved whose load failed. Subtract them from ledger_saved_seconds."
         ),
         "ledger_waited_seconds_total": (
             "Seconds that requests waited for lookups, leases and loads."
@@ -42,55 +40,44 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "ledger_rows": "Rows of the ledger: engines by tenant and key space.",
         "ledger_folded_rows_total": "Rows that were merged because there were too many.",
         "ledger_lost_reports_total": (
-            "Requests that the forecast of a larger cache skipped because they came too fast. The "
-            "rows count them."
+            "Requests that the forecast of a larger cache skipped because they came too fast."
         ),
         "ledger_ceiling_ratio": (
             "Share of the last hour's prompt tokens that an endless cache would have hit."
         ),
-        "ledger_next_gib_ratio": "Share of them that one GiB more would have added.",
+        "ledger_next_gib_ratio": "Share that one GiB more would have added.",
     },
     "Lookups and leases": {
-        "lookup_seconds": (
-            "Time of lookups by call, from message to answer, with the answers of shared tiers."
-        ),
+        "lookup_seconds": "Time of lookups by call, with the answers of shared tiers.",
         "lookup_blocks_total": (
-            "Blocks that lookups by call asked for. Lookups in the mapped block table are not "
-            "counted."
+            "Blocks that lookups by call asked for; not lookups in the mapped block table."
         ),
         "lookup_hit_blocks_total": "Blocks that lookups by call found.",
         "acquired_blocks_total": "Blocks that read leases pinned: the hits of engines.",
         "missed_blocks_total": (
-            "Blocks that read leases asked for and did not get. It grows if blocks are evicted "
-            "between lookup and lease."
+            "Blocks that read leases asked for and did not get, for example blocks evicted after "
+            "their lookup."
         ),
-        "lease_seconds": "Time of read leases, from message to answer, with reads from tiers.",
+        "lease_seconds": "Time of read leases, with reads from tiers.",
         "acquired_representations_total": "Representations that read leases pinned.",
         "missed_representations_total": (
             "Representations that read leases asked for and did not get."
         ),
         "expired_leases_total": (
-            "Leases that expired before their release. It grows if engines hang or die."
+            "Leases that expired before their release, because an engine hung or died."
         ),
     },
     "Stores and loads": {
         "stored_blocks_total": "Blocks that stores made ready.",
         "stored_bytes_total": "Bytes that stores copied from engines.",
-        "store_seconds": (
-            "Time of finished stores, from the allocation of their room, with waits for a device "
-            "or copy thread."
-        ),
+        "store_seconds": "Time of finished stores, with waits for a device or copy thread.",
         "store_bytes": "Sizes of finished stores.",
         "stored_representations_total": "Representations that stores made ready.",
         "loaded_blocks_total": "Blocks that loads copied to engines.",
         "loaded_bytes_total": "Bytes that loads copied to engines.",
-        "load_seconds": (
-            "Time of finished loads, from the call, with waits for a device or copy thread."
-        ),
+        "load_seconds": "Time of finished loads, with waits for a device or copy thread.",
         "load_bytes": "Sizes of finished loads.",
-        "present_blocks_total": (
-            "Blocks offered by a store that were ready already: no copy was needed."
-        ),
+        "present_blocks_total": "Blocks offered by a store that were ready already.",
         "in_flight_blocks_total": "Blocks offered by a store while another store was writing them.",
         "no_space_blocks_total": (
             "Blocks refused because all memory was pinned, guaranteed to other tenants, being "
@@ -106,35 +93,25 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
             "Pieces of copies that wait for a copy thread or a device. If it stays high, copies "
             "are the bottleneck."
         ),
-        "copy_wait_seconds": (
-            "Time that copies waited for a copy thread or a device. If it grows, copies are the "
-            "bottleneck."
-        ),
+        "copy_wait_seconds": "Time that copies waited for a copy thread or a device.",
         "copy_busy_seconds_total": (
-            "Seconds that all copy threads were busy. Its rate divided by copy_threads is their "
-            "load."
+            "Seconds that copy threads were busy. Its rate divided by copy_threads is their load."
         ),
         "copy_threads": "Threads that copy in host memory.",
     },
     "The arena": {
         "arena_capacity_bytes": "Bytes of the arena that have memory. It grows after a start.",
-        "arena_full_capacity_bytes": "Bytes of the arena once all of it has memory.",
+        "arena_full_capacity_bytes": "Bytes of the whole arena.",
         "arena_used_bytes": "Bytes of slots that hold blocks and representations.",
-        "arena_pinned_bytes": (
-            "Bytes that leases pin and that can't be evicted. Near the capacity, stores are "
-            "refused."
-        ),
+        "arena_pinned_bytes": "Bytes that leases pin. Near the capacity, stores are refused.",
         "arena_lent_bytes": "Bytes of slabs that are lent to a slot size.",
         "arena_idle_bytes": "Bytes of free slots in lent slabs.",
         "arena_tail_bytes": "Bytes at the ends of lent slabs that no slot covers.",
         "arena_stranded_bytes": (
-            "Bytes of free slabs that are not adjacent, as the widest slot size needs them."
+            "Bytes of free slabs that the widest slot size can't use because they are not adjacent."
         ),
         "arena_fragmentation_ratio": "Idle and tail bytes, as a share of lent bytes.",
-        "arena_imbalance_ratio": (
-            "Share of lent memory at slot sizes that do not use it. If it stays high, a slot size "
-            "keeps slabs from others."
-        ),
+        "arena_imbalance_ratio": "Share of lent memory at slot sizes that do not use it.",
         "arena_huge_page_bytes": (
             "Bytes of the arena in huge pages. Copies are slower without them."
         ),
@@ -148,18 +125,16 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
     "Tiers": {
         "tier_up": "1 if there is a disk tier and it works.",
         "tier_asked_blocks_total": (
-            "Blocks that lookups asked for and host memory lacked, while the disk was up."
+            "Blocks that lookups did not find in host memory, while the disk was up."
         ),
-        "tier_hit_blocks_total": "Blocks of these that the disk had.",
-        "tier_left_blocks_total": (
-            "Blocks of these left on the disk because computing them is faster."
-        ),
+        "tier_hit_blocks_total": "Those that the disk had.",
+        "tier_left_blocks_total": "Blocks left on the disk because computing them is faster.",
         "tier_read_seconds": "Time of reads by tier; a read fetches all blocks of a lease.",
         "tier_demoted_blocks_total": "Blocks written to the disk.",
-        "tier_encoded_blocks_total": "Blocks of these that were compressed (tiers.disk.compress).",
+        "tier_encoded_blocks_total": "Blocks compressed for the disk (tiers.disk.compress).",
         "tier_promoted_blocks_total": "Blocks read from the disk for a request.",
         "tier_refused_blocks_total": "Blocks for which the disk had no place.",
-        "tier_lost_blocks_total": "Damaged or cut off blocks. If it grows, look at the disk.",
+        "tier_lost_blocks_total": "Damaged or cut off blocks. If it grows, check the disk.",
         "tier_failed_blocks_total": (
             "Blocks whose reading or writing failed. The log has the reason."
         ),
@@ -169,25 +144,24 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "tier_capacity_bytes": "Bytes of all places on the disk; 0 without a disk tier.",
         "tier_queued_bytes": "Bytes of reads and writes in progress.",
         "tier_waiting_blocks": (
-            "Blocks in host memory that wait to be written. If it stays high, the disk is slower "
-            "than the engines store."
+            "Blocks in host memory that wait to be written. If it stays high, the disk is too slow."
         ),
         "tier_unsaved_blocks": (
-            "Blocks on the disk that a kill now would lose, as their records are not written yet. "
-            "If it stays high, the disk hangs or is full."
+            "Blocks on the disk whose records are not written yet; a kill now would lose them. If "
+            "it stays high, the disk hangs or is full."
         ),
-        "tier_budget_bytes": "Most bytes that may be written in 24 hours; 0 for no limit.",
-        "tier_budget_left_bytes": "Bytes left of the budget. At 0 nothing is written.",
+        "tier_budget_bytes": "Bytes that may be written in 24 hours; 0 for no limit.",
+        "tier_budget_left_bytes": "Bytes left of the budget. At 0 writing stops.",
         "tier_memory_bytes": (
             "Memory of the disk tier outside the arena: records, and staging if it compresses."
         ),
         "tier_memory_limit_bytes": "Limit of tier_memory_bytes.",
         "shared_up": "1 if there are shared tiers and all work.",
         "shared_asked_blocks_total": (
-            "Blocks that lookups asked for and host memory and disk lacked."
+            "Blocks that lookups found neither in host memory nor on the disk."
         ),
-        "shared_hit_blocks_total": "Blocks of these that shared tiers had.",
-        "shared_left_blocks_total": "Blocks of these left there because computing them is faster.",
+        "shared_hit_blocks_total": "Blocks that shared tiers had.",
+        "shared_left_blocks_total": "Blocks left in shared tiers because computing them is faster.",
         "shared_copied_blocks_total": (
             "Blocks that shared tiers have, written by this node or present before."
         ),
@@ -204,14 +178,13 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "shared_memory_bytes": (
             "Memory of shared tiers outside the arena: buffers, staging, indexes, child processes."
         ),
-        "shared_memory_limit_bytes": "Limit of shared_memory_bytes; 0 if a tier has no limit.",
+        "shared_memory_limit_bytes": "Limit of shared_memory_bytes; 0 for no limit.",
     },
     "Residencies": {
         "residencies": "Requests whose blocks stay in the arena while they run.",
         "residencies_opened_total": "Residencies that were opened.",
         "residencies_refused_total": (
-            "Refusals of residencies. It grows while requests wait for room; see `hotkv "
-            "residencies`."
+            "Refusals of residencies; `hotkv residencies` has the reasons."
         ),
         "residencies_waiting": (
             "Engines whose last residency was refused. If it stays above 0, the arena is too small."
@@ -236,7 +209,8 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "held_blocks_total": "Blocks that requests asked to keep (retention with pin).",
         "held_bytes": "Bytes kept for such requests.",
         "held_budget_bytes": (
-            "Limit of held_bytes (leases.held_share). At the limit, further requests keep nothing."
+            "Limit of held_bytes (leases.held_share). At the limit, further requests keep no "
+            "blocks."
         ),
         "hints_accepted_total": "Actions of routers' hints done at once for all blocks.",
         "hints_clipped_total": "Actions done for some blocks, or for less than asked.",
@@ -271,9 +245,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
             "Blocks dropped because their bytes had changed. Above 0, another program writes to "
             "the arena, or memory is faulty."
         ),
-        "unverified_blocks": (
-            "Restored blocks that were not compared yet. Each is compared before its first load."
-        ),
+        "unverified_blocks": "Restored blocks to be compared before their first load.",
         "scrub_passes_total": "Times that the scrubber compared all blocks.",
     },
     "Sessions and refusals": {
@@ -289,8 +261,8 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "reported_prompt_tokens_total": "Prompt tokens of those requests.",
         "reported_device_hit_tokens_total": "Prompt tokens found in engines' own device caches.",
         "reported_hit_tokens_total": (
-            "Prompt tokens that engines did not compute: in the device cache or loaded from here. "
-            "Divided by reported_prompt_tokens it is the hit ratio."
+            "Prompt tokens that engines did not compute. Divided by reported_prompt_tokens it is "
+            "the hit ratio."
         ),
         "request_watchers": "Readers of reported requests, such as `hotkv record`.",
         "watched_requests_lost_total": "Reported requests that slow readers missed.",
@@ -299,21 +271,20 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "events_published_total": "KV events published over ZMQ.",
         "events_lost_total": "KV events dropped because too many waited (events.buffer_bytes).",
         "events_without_tokens_total": (
-            "Blocks that a tier announced without token ids, because they were stored too long ago "
-            "(events.content_bytes) or without tokens."
+            "Blocks that a tier announced without token ids, which were not kept "
+            "(events.content_bytes)."
         ),
         "events_lost_by_readers_total": "KV events that slow readers over gRPC missed.",
         "events_queued_bytes": "Bytes of KV events that wait to be published.",
         "event_readers": "Readers of KV events over gRPC.",
         "events_content_blocks": (
-            "Blocks whose token ids are known, for tiers' events, late readers and a later server "
-            "(events.content_bytes)."
+            "Blocks whose token ids are kept for events (events.content_bytes)."
         ),
     },
     "Traces": {
         "trace_spans_exported_total": "Spans that the collector took.",
         "trace_spans_failed_total": (
-            "Spans sent that the collector did not take. It grows while the collector is down."
+            "Spans that the collector did not take, for example while it is down."
         ),
         "trace_spans_dropped_total": (
             "Spans not recorded because too many waited or ended in a second. If it grows, raise "
@@ -328,15 +299,14 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
             "1 while a device copies; 0 once it is lost, which only a restart repairs."
         ),
         "device_copied_bytes_total": (
-            "Bytes that a device copied. Much of method pageable means that the arena is not "
-            "pinned."
+            "Bytes that a device copied. Method pageable: the arena was not pinned."
         ),
         "device_pieces_total": "Pieces that a device copied.",
         "device_busy_seconds_total": "Seconds in which a device had pieces to copy.",
         "device_failed_jobs_total": "Copy jobs of a device that failed.",
         "device_pieces_queued": "Pieces that wait for a device.",
         "device_pieces_in_flight": "Pieces that a device is copying.",
-        "device_allocations_open": "Allocations of engines on GPUs that are open here.",
+        "device_allocations_open": "Allocations of engines on GPUs that the server has open.",
     },
     "Sparse decode": {
         "sparse_reports_total": "Messages in which engines reported their sparse decode.",
@@ -384,8 +354,8 @@ LABEL_HELP: dict[str, str] = {
     "outcome": "`done`, `cancelled` or `failed`",
     "protocol": "newest version of the wire that the server speaks",
     "python": "version of its interpreter",
-    "reason": "of refusals, the wire's `Reason`; of misses, those of [hit_rate.md](hit_rate.md)",
-    "tier": "`host`, `disk` or the name of a shared tier; of hits also `device`",
+    "reason": "of a refusal: a `Reason` of the wire; of a miss: see [hit_rate.md](hit_rate.md)",
+    "tier": "`host`, `disk` or the name of a shared tier; for hits also `device`",
     "version": "version of hotkv",
 }
 """The meaning of each label. Each has few values."""

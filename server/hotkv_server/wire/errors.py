@@ -76,8 +76,8 @@ rights_log.addFilter(_Throttle(MAX_LINES_PER_S))
 
 
 def _is_of_the_server(record: logging.LogRecord) -> bool:
-    """Returns False for the tracebacks that gRPC logs if a client leaves while its answer is being
-    written."""
+    """Filters gRPC's log: returns False for the tracebacks of clients that left before their answer
+    was written."""
     return not (
         record.exc_info
         and record.exc_info[0] is not None

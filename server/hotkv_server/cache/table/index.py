@@ -347,7 +347,7 @@ class Chains:
         return f"Chains({self._index!r})"
 
     def set_parents(self, entries: Entries, parents: Entries) -> None:
-        """Sets the entry before each of `entries`; 0: no entry."""
+        """Sets for each of `entries` the entry before it in its chain; 0: no entry."""
         self._records[entries, table.W_PARENT] = parents
 
     def link(

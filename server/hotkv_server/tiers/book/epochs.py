@@ -1,20 +1,21 @@
 """Flushes of key spaces, and the epochs under which their blocks lie in stores that nodes share.
 
 There is one record per key space fingerprint. It holds, for each store, the epoch of all blocks on
-this node. The book has no clock: it is told which epochs the stores show and which flushes have run
-here. It decides which key spaces to ask for, raise, flush and write down. Always true:
+this node. The book has no clock: its caller reports which epochs the stores show and which flushes
+have run here. It decides for which key spaces to ask, raise the epoch, flush, and save the record.
+Always true:
 
 - Blocks here are *vouched for* under an epoch only after a flush here that began after a store had
   shown the epoch. So no blocks from before a flush on another node are left when the epoch is
   settled.
-- The epoch of a record never falls. A store that shows a lower epoch has lost a flush, and is told
-  to raise it above all epochs known here.
+- The epoch of a record never falls. A store that shows a lower epoch has lost a flush; the node
+  raises the store's epoch above all epochs known here.
 - Blocks are served only if their epoch was *confirmed* in the last CONFIRMED_S: the store was asked
   and showed the epoch of the record. The caller of a flush is answered only after a raise is older
   than that. By then every other node has either asked the store again or stopped serving the
   blocks that need its confirmation.
-- A flush here stays noted until the store is told. One raise of a key space is under way at a time,
-  and tells of all flushes before it.
+- A flush here stays in the record until the store has raised its epoch. One raise of a key space is
+  under way at a time, and covers all flushes before it.
 """
 
 import heapq
@@ -22,17 +23,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 CONFIRMED_S = 1.5
-"""An answer of a store counts for so long."""
+"""Time for which an answer of a store is valid."""
 ASK_EVERY_S = 0.4
 """Time between two questions for a key space in use."""
 USED_S = 10.0
-"""A key space is in use for so long after the last request for its blocks."""
+"""Time after the last request for its blocks in which a key space counts as in use."""
 IDLE_EVERY_S = 30.0
 """Time between two questions for a key space that is not in use."""
 MAX_IDLE = 64
 """Most idle key spaces in one question."""
 TELL_S = 1.0
-"""Longest wait of a flush for a store. After that the store is told later."""
+"""Longest wait of a flush for a store. After that the store's epoch is raised later."""
 SPARE_S = 0.5
 """Longest wait of a flush, beyond CONFIRMED_S, until the store confirms the raise."""
 RETRY_S = 0.5
@@ -48,10 +49,10 @@ NEVER_S = float("-inf")
 class EpochStanding:
     """The state of a key space in a store.
 
-    Written down:
+    Saved:
     `epoch`: the highest epoch ever known.
     `is_vouched`: whether all blocks here are of this epoch.
-    `is_untold`: whether the store must still be told to raise it.
+    `is_untold`: whether the store must still raise its epoch because of a flush here.
 
     Only in this process:
     `target`: the epoch to settle on when the flush number `target_at`, or a later flush, has ended
@@ -61,8 +62,8 @@ class EpochStanding:
     `asked_s`: when the last question was sent.
     `confirmed_s`: when the last question was sent whose answer matched the settled epoch.
     `raise_s`: when the last raise was sent, or the earliest time for the next.
-    `raise_for`: number of flushes that the last raise tells of.
-    `told`: number of flushes that the store was told of; `told_s`: when it answered.
+    `raise_for`: number of flushes that the last raise covers.
+    `told`: number of flushes that the store's epoch covers; `told_s`: when it answered.
     """
 
     epoch: int = NO_EPOCH
@@ -141,10 +142,10 @@ class EpochBook:
     """Decides on epochs and flushes; see the module.
 
     `stores`: names of the stores.
-    `base`: `local` of key spaces without a record.
-    `last`: the highest `local` that was ever used.
+    `base`: seal number (`Record.local`) of key spaces without a record.
+    `last`: the highest seal number that was ever used.
 
-    `revision` grows with each change of the written state.
+    `revision` grows with each change of the state that is saved.
     """
 
     def __init__(
@@ -204,7 +205,7 @@ class EpochBook:
         """Returns a key space to flush here now, and counts the flush as begun; empty if no flush
         is due.
 
-        A flush waits at first for stores that must be told, so that it also covers their new epoch.
+        A flush first waits for stores that must raise their epoch, so that it covers the new epoch.
         """
         for fingerprint in self._active:
             record = self.records[fingerprint]
@@ -228,7 +229,7 @@ class EpochBook:
         self._sealed_at = self.revision
 
     def flushed(self, fingerprint: str, now_s: float) -> None:
-        """Ends the flush here: all blocks from before its begin are gone."""
+        """Ends the flush here: no block from before its begin is left."""
         record = self._record(fingerprint)
         record.ended, record.ended_s = record.begun, now_s
         for standing in self._mine(record):
@@ -247,9 +248,10 @@ class EpochBook:
         record.begun = record.ended
 
     def pending(self, ticket: Ticket, now_s: float) -> list[str] | None:
-        """Returns the stores that could not be told of the flush in time; None while its caller
-        must wait. They are told later. Empty: no node that reaches the stores serves older
-        blocks."""
+        """Returns the stores that have not raised their epoch in time; None while the caller of the
+        flush must wait. Their epochs are raised later.
+
+        Empty: no node that reaches the stores serves blocks from before the flush."""
         record = self._record(ticket.fingerprint)
         if record.ended < ticket.need:
             return None
@@ -352,8 +354,8 @@ class EpochBook:
         self.revision += 1
 
     def begin_raise(self, store: str, now_s: float) -> Raise | None:
-        """Returns a raise to send to the store now, and counts it as begun; None if no raise is
-        due."""
+        """Returns the next request to the store to raise an epoch, and counts it as sent; None if
+        no such request is due."""
         for fingerprint in self._active:
             record, standing = self._record(fingerprint), self.standing(fingerprint, store)
             if standing.is_untold and not standing.is_raising and now_s >= standing.raise_s:

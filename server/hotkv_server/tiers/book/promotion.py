@@ -52,13 +52,12 @@ class Promotion:
         return np.where(table.is_ready(words), words, 0).astype(np.uint32)
 
     def begin(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Begins to move blocks that are ready below into host memory, as many as find a slot; None
-        if no block does.
+        """Begins to move blocks that are ready below into host memory, as many as there are free
+        slots. Returns None if no block moves. The caller has made room, as for a store.
 
         `groups`: lists in chain order; may include blocks that are in host memory already.
 
-        Slots have their group's size, also if the places are smaller. Room is made before, as for a
-        store.
+        Slots have the size of their group, even if the places below are smaller.
         """
         if not self._moves.may_begin(key_space_id):
             return None

@@ -33,7 +33,7 @@ DAY_S = 86_400.0
 SLOT_S = 300.0
 """The bytes written in a day are counted in slots of this length."""
 SPENDING_S = 6 * 3600.0
-"""The gate spends the rest of the budget at a rate at which it would last so long."""
+"""The gate spends the rest of the budget as if it had to last for this time."""
 DEMAND_S = 600.0
 """Time constant for the rates of offered bytes."""
 EARLY_TOKENS = 8192

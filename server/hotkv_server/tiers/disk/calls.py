@@ -26,7 +26,7 @@ few milliseconds when all threads are busy."""
 NO_DEADLINE_S = math.inf
 """Writes have no deadline."""
 PATIENCE_S = 0.5
-"""Writes that have waited so long go before reads, because they hold slots of the arena."""
+"""Writes that have waited for this time go before reads, because they hold slots of the arena."""
 
 
 @dataclass(eq=False, slots=True)

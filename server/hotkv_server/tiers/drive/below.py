@@ -100,8 +100,8 @@ class TierBelow:
                 tasks.spawn(self._write(move, tell))
 
     def _keep_key_spaces(self) -> bool:
-        """Requests that new key spaces are written down; returns whether all are. Blocks of other
-        key spaces are not moved down, because the next server could not tell whose they are."""
+        """Requests that new key spaces are saved; returns whether all are. Blocks of other key
+        spaces are not moved down, because the next server would not know their key space."""
         memory, revision = self.memory, self._core.catalog.revision
         if memory is None:
             return True
@@ -164,8 +164,8 @@ class TierBelow:
     # Up
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Waits until the shared tiers confirm that blocks here may be loaded. Which blocks lie
-        here is known."""
+        """Waits until the shared tiers confirm that blocks of the disk may be loaded. Does not ask
+        the disk itself."""
         if self.has_some(key_space_id, groups):
             await self._epochs.confirm_all(key_space_id, until_s)
 

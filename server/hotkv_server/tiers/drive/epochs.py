@@ -1,7 +1,7 @@
 """Executes the decisions of the book of flushes: asks stores for epochs, has them raised, flushes
 key spaces here, saves the book.
 
-Always true: a flush belongs to the node. Callers wait until it is done, and it goes on if they
+Always true: a flush belongs to the node. Callers wait until it is done, and it continues if they
 leave. One task decides (`tiers.book.epochs`). At most one action of each kind is under way: a
 question and a raise for each store, one flush, one write. A write delays only moves to the disk
 and, for a bounded time, the answers of flushes. Runs on the event loop; tiers answer on threads.
@@ -109,8 +109,8 @@ class Epochs:
         return f"Epochs({self.book!r}, {len(self._callers)} flushes asked for)"
 
     def start(self, tasks: TierTasks, flush: Flush) -> None:
-        """Starts to follow the flushes of other nodes, and to tell stores of an earlier server's
-        flushes."""
+        """Starts to follow the flushes of other nodes, and to raise the stores' epochs for flushes
+        of an earlier server."""
         self._tasks, self._flush = tasks, flush
         loop = asyncio.get_running_loop()
 
@@ -134,7 +134,8 @@ class Epochs:
         tasks.spawn(self._run())
 
     def discard(self) -> None:
-        """Removes the notes of a server that leaves no blocks, unless a flush is untold. Blocks."""
+        """Removes the notes of a server that leaves no blocks, unless a store must still raise its
+        epoch. May block."""
         self._notes.discard(self.book)
 
     # Flushes
@@ -143,9 +144,9 @@ class Epochs:
         """Flushes a key space here and in shared tiers, so that its earlier blocks are no longer
         found.
 
-        Takes CONFIRMED_S, because other nodes may use the last answer of a store for so long. A
-        store that does not answer within TELL_S is told as soon as it does; if this server has
-        ended by then, the next server tells it.
+        Takes CONFIRMED_S, because other nodes may use the last answer of a store for that time. If
+        a store does not answer within TELL_S, this server or the next raises its epoch as soon as
+        the store answers.
         """
         ticket = self.book.flush(self.fingerprint(key_space_id), now_s())
         caller = _Caller(ticket, future())

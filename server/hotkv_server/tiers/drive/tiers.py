@@ -350,5 +350,5 @@ class Tiers:
 
 
 def moving_bytes(core: CacheCore) -> int:
-    """Returns the most bytes on their way to a tier; the same limit applies to moves up."""
+    """Returns the limit of bytes that move down at a time; the same limit applies to moves up."""
     return int(MOVING_SHARE * core.config.arena_bytes)

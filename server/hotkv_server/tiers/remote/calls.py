@@ -49,8 +49,8 @@ class RemoteCall:
         self._parts_left = num_parts
 
     def refuse(self, changed: Epochs) -> None:
-        """Adds epochs that differ from the expected epochs. They void the results of the whole
-        call."""
+        """Voids the results of the call, because the store has these epochs instead of the expected
+        epochs."""
         with self._lock:
             self._changed.update(changed)
 

@@ -1,8 +1,8 @@
-"""The protocol of a tier's connection to its server.
+"""The protocol of a tier's connection to its store.
 
 Always true: a method sets the codes of its blocks or raises StoreError; then the client must be
 closed. Codes are set block by block; an unsettled block keeps its code. Only `read` writes to
-slots. Epochs are read after the blocks: see the `epochs` of each kind of server.
+slots. Epochs are read after the blocks: `valkey.epochs` has the proof.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,9 @@ MAX_WORDS = 200
 
 
 class StoreError(Exception):
-    """The call has failed, and its connection must not be used any more. The message continues a
-    sentence that begins with the server's name, as in "valkey at ..."."""
+    """The call has failed, and its connection must not be used any more. The tier is down until a
+    connect succeeds. The message continues a sentence that begins with the store's name, as in
+    "valkey at ..."."""
 
 
 class MissingError(Exception):
@@ -27,15 +28,16 @@ class MissingError(Exception):
 
 
 class LostError(StoreError):
-    """The connection has ended, or its data is no valid reply."""
+    """The connection has ended, or its data is not a valid reply (such as an epoch that is not a
+    number). The tier stays up; the next call connects again."""
 
 
 class LateError(StoreError):
-    """The time limit has passed."""
+    """The time limit has passed. The tier stays up if the deadline of the call has passed too."""
 
 
 class UnusableError(StoreError):
-    """The server answers, but is unusable in this state or for this user."""
+    """The store answers, but is unusable in this state or for this user."""
 
 
 def quoted(text: bytes) -> str:
@@ -48,8 +50,11 @@ def quoted(text: bytes) -> str:
 
 
 class Client(Protocol):
-    """A tier's connection, for one call at a time. `until_s`: time limit, of time.monotonic. All
-    methods raise StoreError."""
+    """A tier's connection, for one call at a time.
+
+    Keys may contain any bytes. `until_s`: time limit, of time.monotonic. All methods may raise
+    StoreError and no other exception; RemoteTier logs others as defects.
+    """
 
     def is_fresh(self) -> bool:
         """Returns False if the connection has ended since its last use."""

@@ -216,8 +216,8 @@ def _range(part: Reply, teller: ValkeyConnection) -> tuple[int, int, Address]:
 
 
 def _address(host: Reply, port: int, teller: ValkeyConnection) -> Address:
-    """Returns a server's address. A server that does not know its host leaves it out; its address
-    is then the address that was asked."""
+    """Returns a server's address. A reply without a host means the host of `teller`, the server
+    that was asked."""
     if isinstance(host, bytes) and host:
         return host.decode("ascii", "replace"), port
     assert teller.address is not None, "a server of a cluster is reached over TCP"
