@@ -11,7 +11,7 @@ PYTEST     ?=
 MUTATE     ?=
 # Tests wait more than they work.
 JOBS       ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
-PROGRAMS   ?= chromium prometheus systemd-container docker-compose
+PROGRAMS   ?= chromium prometheus systemd-container docker-compose libibverbs1 librdmacm1 libnuma1
 FAST       ?= tests/core tests/dataplane tests/wire tests/sparse tests/server/test_transfers.py \
               tests/vllm/test_end_to_end.py::test_parity_and_sharing_between_processes \
               --ignore=tests/core/test_policy.py --ignore=tests/sparse/test_other_machines.py
@@ -30,7 +30,7 @@ help: ## this list
 
 setup: $(STAMPS)/dev ## builds .venv with vLLM for CPU and hotkv in editable form
 
-programs: ## as root, on Debian: the browser, the Prometheus and the containers that some tests run; without them these skip
+programs: ## as root, on Debian: the browser, the Prometheus, the containers and Mooncake's libraries that some tests need; without them these skip
 	apt-get install -qq -y --no-install-recommends $(PROGRAMS)
 
 demo: $(STAMPS)/dev ## two engines, one cache: shows the second one answer a long prompt at once

@@ -9,8 +9,7 @@ to a `kv_consumer` on node A. Engines of the two nodes have a core each.
 Prints a table; `--json` prints one JSON object last:
 - `valkey_over_compute`: first token on node B over computing the prompt there, with 10 Gbit/s.
 - `valkey_same_node_over_compute`: first token in the other engine of node A.
-- `valkey_early_over_compute`: the prompt goes to B first and to A right after it. Computing takes
-  as long as on A, so 1 is the bound.
+- `valkey_early_over_compute`: B is asked when A has computed for half of its time, and waits.
 - the same names with `_1g`: with 1 Gbit/s; and with `mooncake` in place of `valkey`.
 - `delay_ms`: delay of a link in each direction. 0 if the kernel has no `netem`.
 - `tokens_equal`: all answers to a prompt are equal.
@@ -149,7 +148,35 @@ def valkey(network: Network, folder: Path) -> Iterator[list[list[str]]]:
         child.stop()
 
 
-STORES = {"valkey": valkey}
+@contextlib.contextmanager
+def mooncake(network: Network, folder: Path) -> Iterator[list[list[str]]]:
+    """Runs a Mooncake master, and an owner of its memory, in the store's namespace. Yields each
+    node's flags."""
+    import mooncake
+
+    master, address = f"{network.STORE_ADDRESS}:50051", network.STORE_ADDRESS
+    binary = Path(mooncake.__path__[0]) / "mooncake_master"
+    enter = ("ip", "netns", "exec", network.store)
+    command = [*enter, str(binary), "--rpc_port=50051", "--metrics_port=9004"]
+    owner = OWNER.format(host=f"{address}:17001", num_bytes=4 * GIB, master=master)
+    with contextlib.ExitStack() as stack:
+        for name, one in (("master", command), ("owner", [*enter, sys.executable, "-c", owner])):
+            stack.callback(Child(name, one, folder / f"{name}.log", {}).stop)
+            time.sleep(3)
+        yield [
+            ["--tiers.mooncake.master", master, "--tiers.mooncake.local-hostname", one]
+            for one in (network.address(0), network.address(1))
+        ]
+
+
+OWNER = """
+import signal
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert not store.setup("{host}", "P2PHANDSHAKE", {num_bytes}, 16 << 20, "tcp", "", "{master}")
+signal.pause()
+"""
+STORES = {"valkey": valkey, "mooncake": mooncake}
 
 
 # ------------------------------------------------------------------------------------------ a round
@@ -198,17 +225,16 @@ class Nodes:
         beside = calm(self._beside, tokens)
         return Round(computed, calm(self._producer, tokens), handed, beside)
 
-    def early(self) -> tuple[Answer, Answer]:
-        """Returns the answers of A and B if B is asked first."""
+    def early(self, after_s: float) -> tuple[Answer, Answer]:
+        """Returns the answers of A and B if B is asked so long after A."""
         tokens, answers = self.prompt(), []
         time.sleep(SETTLE_S)
-        waiting = threading.Thread(
-            target=lambda: answers.append(self._consumer.generate(tokens, ANSWER_TOKENS))
-        )
-        waiting.start()
-        first = self._producer.generate(tokens, 1)
-        waiting.join()
-        return first, answers[0]
+        first = threading.Thread(target=lambda: answers.append(self._producer.generate(tokens, 1)))
+        first.start()
+        time.sleep(after_s)
+        handed = self._consumer.generate(tokens, ANSWER_TOKENS)
+        first.join()
+        return answers[0], handed
 
 
 def calm(engine: Engine, tokens: list[int], transfer: dict[str, Any] | None = None) -> Answer:
@@ -231,7 +257,9 @@ def nodes(model: Path, network: Network, flags: Sequence[Sequence[str]]) -> Iter
 
         def engine(name: str, node: int, role: str) -> Engine:
             server, folder = servers[node]
-            arguments = {
+            arguments: dict[str, Any] = {
+                # Its workers would poll their queues for a second after each step.
+                "distributed_executor_backend": "uni",
                 "kv_transfer_config": {
                     "kv_connector": "HotKVConnector",
                     "kv_role": role,
@@ -289,7 +317,7 @@ def main() -> int:
                     rounds, early = [], []
                     for number in range(options.rounds):
                         rounds.append(pair.round())
-                        first, handed = pair.early()
+                        first, handed = pair.early(rounds[-1].computed.ttft_s / 2)
                         early.append(handed.ttft_s)
                         last = rounds[-1]
                         figures["tokens_equal"] *= last.are_equal

@@ -9,16 +9,18 @@ import ctypes
 import importlib.util
 import mmap
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hotkv_client import GroupHashes, LoadRun, TransferStatus
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import MooncakeSettings
 from hotkv_server.testing import flush_contract
@@ -27,6 +29,9 @@ from hotkv_server.tiers.compression.form import encoded_key
 from hotkv_server.tiers.mooncake.tier import MooncakeClient, mooncake_tier
 from hotkv_server.tiers.mooncake.words import epoch_key, quoted
 from hotkv_server.tiers.protocol import Read, Write
+from tests.server.places import found
+from tests.server.sharing import SharingNode, check_sharing, node
+from tests.server.support import block_ids, hashes
 from tests.support.waiting import wait_for
 from tests.tiers.encodings import compressible, encoding_rig
 
@@ -44,22 +49,29 @@ class World:
 
     def __init__(self, owned_bytes: int = OWNED_BYTES) -> None:
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-        self.master = self._start_master()
+        self._owned_bytes = owned_bytes
+        self.master = self.start_master()
+        self.owner = self.start_owner()
+        self.client = set_up("127.0.0.1:17002", 0)
+
+    def start_owner(self) -> "subprocess.Popen[bytes]":
+        """Starts a process that gives memory to the store, again or for the first time."""
         self.owner = subprocess.Popen(
-            [sys.executable, "-m", "tests.tiers.mooncake_world", "own", str(owned_bytes)],
+            [sys.executable, "-m", "tests.tiers.mooncake_world", "own", str(self._owned_bytes)],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=end_with_parent,
         )  # fmt: skip
         assert self.owner.stdout is not None and self.owner.stdout.readline() == b"owns\n"
-        self.client = set_up("127.0.0.1:17002", 0)
+        return self.owner
 
-    def _start_master(self) -> "subprocess.Popen[bytes]":
+    def start_master(self) -> "subprocess.Popen[bytes]":
         spec = importlib.util.find_spec("mooncake")
         assert spec is not None and spec.origin is not None
         binary = Path(spec.origin).parent / "mooncake_master"
-        return subprocess.Popen(
+        self.master = subprocess.Popen(
             [str(binary), "--rpc_port=50051", "--metrics_port=9004"],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=end_with_parent,
         )  # fmt: skip
+        return self.master
 
     def damage(self, name: bytes, at: int = 30) -> None:
         value = bytearray(self.client.get(quoted(name)))
@@ -212,12 +224,139 @@ def check_faults() -> None:
 
 def check_daemons() -> None:
     """Two daemons share the store."""
-    from tests.server.sharing import check_sharing, node
-
     World()
-    flags = ("--tiers.mooncake.master", MASTER, "--tiers.mooncake.local-hostname", "127.0.0.1")
     with node() as a, node() as b:
-        check_sharing(a.start_sharing(*flags), b.start_sharing(*flags))
+        check_sharing(a.start_sharing(*Kills.FLAGS), b.start_sharing(*Kills.FLAGS))
+
+
+class Kills:
+    """Two daemons over the store, of which any part is killed or stopped at any time.
+
+    Always true: what a node loads has the bytes that were stored, and a flushed block is never
+    loaded on the node that has flushed. `heals`: once all parts run again, one node finds what the
+    other stores.
+    """
+
+    FLAGS = ("--tiers.mooncake.master", MASTER, "--tiers.mooncake.local-hostname", "127.0.0.1")
+
+    def __init__(self, world: World, nodes: Sequence[SharingNode], seed: int) -> None:
+        self._world, self._nodes, self._dice = world, nodes, random.Random(seed)
+        self._chains: list[tuple[list[bytes], np.ndarray]] = []
+        self.num_loads = 0
+        for one in nodes:
+            one.start_sharing(*self.FLAGS)
+
+    def run(self, num_faults: int) -> None:
+        for _ in range(num_faults):
+            self.store()
+            fault = self._dice.choice(
+                [self.kill_daemon, self.kill_child, self.kill_owner, self.kill_master,
+                 self.stop_owner, self.stop_master, self.flush]
+            )  # fmt: skip
+            print(fault.__name__, flush=True)
+            fault()
+            self.load_some()
+            self.heals()
+
+    def store(self) -> None:
+        chain = hashes(4)
+        self._chains.append((chain, self._dice.choice(self._nodes).put(chain)))
+
+    def load_some(self) -> None:
+        for chain, content in self._dice.sample(self._chains, min(4, len(self._chains))):
+            self.load(self._dice.choice(self._nodes), chain, content)
+
+    def load(self, node: SharingNode, chain: list[bytes], content: np.ndarray) -> bool:
+        """Returns whether the node has all blocks. Raises AssertionError if bytes are wrong."""
+        engine = node.engine
+        assert engine is not None
+        engine.kv[:] = 0
+        name = os.urandom(8).hex()
+        found(engine, chain)
+        lease = engine.session.acquire(name, [GroupHashes(0, chain)]).result(60)
+        is_whole = bool(lease.pinned[0].all())
+        if is_whole:
+            run = LoadRun(0, block_ids(len(chain)), block_ids(len(chain)))
+            result = engine.session.load(name, name, [run], 20).result(60)
+            is_whole = result.status is TransferStatus.DONE
+            if is_whole:
+                assert np.array_equal(engine.kv[:, : len(chain)], content), "wrong bytes"
+                self.num_loads += 1
+        engine.session.release(name)
+        return is_whole
+
+    def heals(self) -> None:
+        one, other = self._dice.sample(self._nodes, 2)
+
+        def is_shared() -> bool:
+            chain = hashes(4)
+            before = one.num_copied()
+            content = one.put(chain)
+            self._chains.append((chain, content))
+            until_s = time.monotonic() + 2.0
+            while time.monotonic() < until_s:
+                if one.num_copied() >= before + len(chain) and self.load(other, chain, content):
+                    return True
+                time.sleep(0.05)
+            return False
+
+        wait_for(is_shared, "blocks are not shared", 120.0)
+
+    # Faults
+
+    def kill_daemon(self) -> None:
+        node = self._dice.choice(self._nodes)
+        node.stop()
+        node.start_sharing(*self.FLAGS)
+
+    def kill_child(self) -> None:
+        node = self._dice.choice(self._nodes)
+        assert node.server is not None
+        for pid in children_of(node.server.pid):
+            os.kill(pid, signal.SIGKILL)
+
+    def kill_owner(self) -> None:
+        self._world.owner.kill()
+        self._world.owner.wait()
+        self.load_some()
+        self._world.start_owner()
+
+    def kill_master(self) -> None:
+        self._world.master.kill()
+        self._world.master.wait()
+        self.load_some()
+        self._world.start_master()
+        # Memory that an owner gave to the master before is not known to the next one.
+        self._world.owner.kill()
+        self._world.owner.wait()
+        self._world.start_owner()
+
+    def stop_owner(self) -> None:
+        self._stop(self._world.owner.pid)
+
+    def stop_master(self) -> None:
+        self._stop(self._world.master.pid)
+
+    def _stop(self, pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        self.load_some()
+        os.kill(pid, signal.SIGCONT)
+
+    def flush(self) -> None:
+        node = self._dice.choice(self._nodes)
+        assert node.engine is not None
+        node.engine.session.flush().result(60)
+        for chain, content in self._chains:
+            assert not self.load(node, chain, content), "a flushed block is loaded"
+        self._chains = []
+
+
+def check_kills(seed: int = 1, num_faults: int = 5) -> None:
+    world = World()
+    with node() as a, node() as b:
+        kills = Kills(world, (a, b), seed)
+        kills.run(num_faults)
+        print(f"{kills.num_loads} loads", flush=True)
 
 
 def check_orphans() -> None:
@@ -243,15 +382,20 @@ def leave_an_orphan() -> None:
 
 def children_of_this() -> list[int]:
     """Pids of the tier's children."""
-    listed = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    return children_of(os.getpid())
+
+
+def children_of(parent: int) -> list[int]:
+    listed = Path(f"/proc/{parent}/task").glob("*/children")
     pids = [int(pid) for file in listed for pid in file.read_text().split()]
     return [pid for pid in pids if b"mooncake.child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-CHECKS = {
+CHECKS: dict[str, Callable[..., None]] = {
     "compressed": check_compressed,
     "contract": check_contract,
     "daemons": check_daemons,
+    "kills": check_kills,
     "values": check_values,
     "flushes": check_flushes,
     "full": check_full,
@@ -269,7 +413,7 @@ def main() -> int:
         signal.pause()
     if sys.argv[1] == "orphan":
         leave_an_orphan()
-    CHECKS[sys.argv[1]]()
+    CHECKS[sys.argv[1]](*map(int, sys.argv[2:]))
     print("passed", flush=True)
     # The native client's threads do not end by themselves.
     os._exit(0)

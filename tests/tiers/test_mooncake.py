@@ -1,33 +1,41 @@
 """The tier in Mooncake Store keeps the contract over a real store, and refuses what it did not
-write. Skipped without `mooncake-transfer-engine-non-cuda` or the right to make a network
-namespace."""
+write, and two daemons share a real store while their parts are killed. Skipped without the
+libraries of Mooncake's client (`make programs`) or the right to make a network namespace."""
 
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
 from tests.tiers.mooncake_world import CHECKS
 
-pytest.importorskip("mooncake", reason="mooncake-transfer-engine-non-cuda brings the store")
+if subprocess.run([sys.executable, "-c", "import mooncake.store"], capture_output=True).returncode:
+    pytest.skip("Mooncake's client can't be loaded (`make programs`)", allow_module_level=True)
 if not shutil.which("unshare") or subprocess.run(["unshare", "-n", "true"]).returncode:
     pytest.skip("network namespaces are not allowed", allow_module_level=True)
 
 
-@pytest.mark.parametrize("check", sorted(CHECKS))
-def test_over_a_real_store(check: str) -> None:
+KILLS = pytest.param("kills", ("2", "60"), marks=pytest.mark.campaign, id="many kills")
+
+
+@pytest.mark.parametrize(
+    ("check", "arguments"), [*(pytest.param(one, (), id=one) for one in sorted(CHECKS)), KILLS]
+)
+@pytest.mark.timeout(1800)
+def test_over_a_real_store(check: str, arguments: Sequence[str]) -> None:
     process = subprocess.Popen(
-        ["unshare", "-n", sys.executable, "-m", "tests.tiers.mooncake_world", check],
+        ["unshare", "-n", sys.executable, "-m", "tests.tiers.mooncake_world", check, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     try:
-        said, log = process.communicate(timeout=120)
+        said, log = process.communicate(timeout=1800 if arguments else 240)
     finally:
         # Its own session: whatever a failed check has left.
         if process.poll() is None:

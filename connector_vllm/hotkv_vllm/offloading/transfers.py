@@ -38,8 +38,9 @@ from hotkv_vllm.link import CacheSession, logger
 from hotkv_vllm.offloading.requests import Key
 
 LEASE_PATIENCE_S = 1.0
-"""How long a load waits for its lease if the server has no tiers. With tiers below host memory the
-limit is `hotkv.load_timeout_s`, because the server may have to read a disk."""
+"""How long a load waits for its lease if the server has no tiers, or `hotkv.lookup_timeout_s` if
+that is longer. With tiers below host memory the limit is `hotkv.load_timeout_s`, because the server
+may have to read a disk."""
 WARN_AFTER_S = 30.0
 SETTLED = (BlockResult.STORED, BlockResult.PRESENT, BlockResult.IN_FLIGHT)
 """Results after which a block need not be offered again: the server has it, or another engine is
@@ -165,7 +166,11 @@ class Transfers:
         # Counted only now: a call that raises has begun nothing.
         with self._settled:
             self._num_loads += 1
-        patience_s = settings.load_timeout_s if session.has_tiers else LEASE_PATIENCE_S
+        patience_s = (
+            settings.load_timeout_s
+            if session.has_tiers
+            else max(settings.lookup_timeout_s, LEASE_PATIENCE_S)
+        )
         self._wait(name, patience_s, give_up)
         _then(answer, acquired, failed)
 

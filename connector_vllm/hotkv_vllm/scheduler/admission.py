@@ -45,6 +45,7 @@ class Admission:
         self._hints = HintReader(engine.stats)
         self._may_load = transfer.is_kv_consumer
         self._may_store = transfer.is_kv_producer
+        self._has_replicas = vllm_config.parallel_config.data_parallel_size > 1
         self.states: dict[str, RequestState] = {}
         self.loads = LoadOrders(vllm_config.parallel_config.world_size)
         self.written = WrittenBlocks(kv_groups.group_block_tokens(vllm_config, kv_cache_config))
@@ -154,6 +155,8 @@ class Admission:
             if cache.memory is not None:
                 cache.memory.arrived(state.request)
         if self._wait.goes_on(cache.finder, state, computed, now_s):
+            if self._is_idle:
+                self._wait.rest(state, now_s)
             return ASK_AGAIN
         answer = self.choice.match(cache.finder, state, computed, now_s)
         if answer[0] and not self.room.has_room(state.request.request_id):
@@ -167,6 +170,14 @@ class Admission:
             state.hit.miss = Miss.NOT_ASKED
             cache.finder.give_back(state)
         return answer if keeps else NO_HIT
+
+    @property
+    def _is_idle(self) -> bool:
+        """Returns True if no request has been admitted. Data-parallel replicas may step together,
+        so that they are never idle."""
+        return not self._has_replicas and not any(
+            state.use.is_reported for state in self.states.values()
+        )
 
     def _has_room(self, request: Any, now_s: float) -> bool:
         """Returns True if the request may begin: its blocks fit on the device, or the server has
