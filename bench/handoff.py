@@ -264,7 +264,7 @@ def nodes(model: Path, network: Network, flags: Sequence[Sequence[str]]) -> Iter
                     "kv_connector": "HotKVConnector",
                     "kv_role": role,
                     "kv_connector_extra_config": {"hotkv.target": server.target},
-                }
+                },
             }
             settings = EngineSettings(
                 str(model),

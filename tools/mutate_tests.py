@@ -236,6 +236,7 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/worker/rank_loads.py": RANK,
     "connector_vllm/hotkv_vllm/worker/side.py": RANK,
     "connector_vllm/hotkv_vllm/scheduler/": REQUESTS,
+    "connector_vllm/hotkv_vllm/scheduler/prefill_wait.py": "tests/vllm/test_prefill_wait.py",
     "connector_vllm/hotkv_vllm/scheduler/reports.py": f"tests/vllm/test_ledger.py {REQUESTS}",
     "connector_vllm/hotkv_vllm/scheduler/reset.py": f"tests/vllm/test_reset.py {REQUESTS}",
     "connector_vllm/hotkv_vllm/scheduler/stores.py": f"tests/vllm/test_hybrid.py {REQUESTS}",
