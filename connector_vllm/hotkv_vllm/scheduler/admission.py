@@ -5,7 +5,8 @@ Always true:
 - A lease or load of a request is released when the request ends, however it ends.
 - Each block that vLLM allocates to a request is in `written` before any worker gets the step.
 
-Scheduler thread only. Blocks no longer than `hits.Patience` allows.
+Scheduler thread only. Blocks no longer than `hits.Patience` allows: longer if the engine has
+nothing else to do.
 """
 
 import time
@@ -19,7 +20,7 @@ from hotkv_vllm.hints.requests import HintReader
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.identity.adapters import Standing
 from hotkv_vllm.scheduler.loads import LoadOrders, LoadRoom, OtherLoads
-from hotkv_vllm.scheduler.prefill_wait import PrefillWait
+from hotkv_vllm.scheduler.prefill_wait import ASK_S, PrefillWait
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Answer, Phase, RequestState
 from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
 from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, announce
@@ -155,8 +156,8 @@ class Admission:
             if cache.memory is not None:
                 cache.memory.arrived(state.request)
         if self._wait.goes_on(cache.finder, state, computed, now_s):
-            if self._is_idle:
-                self._wait.rest(state, now_s)
+            if self._is_idle and state.wait is not None:
+                cache.finder.patience.rest(ASK_S, state.wait.answer)
             return ASK_AGAIN
         answer = self.choice.match(cache.finder, state, computed, now_s)
         if answer[0] and not self.room.has_room(state.request.request_id):

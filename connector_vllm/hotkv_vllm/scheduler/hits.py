@@ -260,7 +260,8 @@ class Patience:
 
     The server usually answers before a step ends, but vLLM asks the connector again only in its
     next step. Always true: all waits of one step together last at most ANSWER_PATIENCE_S; after
-    waits in vain fewer waits are tried. Scheduler thread only.
+    waits in vain fewer waits are tried. `rest` is for engines that have nothing else to do. Scheduler
+    thread only.
 
     clock: returns the time in seconds.
     wait_for: waits for an answer, at most the given seconds; returns True if it has come.
@@ -274,6 +275,7 @@ class Patience:
         self._clock = clock
         self._wait_for = wait_for
         self._left_s = ANSWER_PATIENCE_S
+        self._has_rested = False
         self._pause = self._passes_by = 0
 
     def __repr__(self) -> str:
@@ -282,6 +284,19 @@ class Patience:
     def begin_step(self) -> None:
         """Renews the time for waits: the engine plans its next step."""
         self._left_s = ANSWER_PATIENCE_S
+        self._has_rested = False
+
+    def rest(self, seconds: float, answer: "Future[Any] | None") -> None:
+        """Blocks for some time, or until the answer comes, but only once a step. For an engine that
+        has nothing else to do: vLLM would ask again at once, and take the processor from those who
+        bring the blocks."""
+        if self._has_rested:
+            return
+        self._has_rested = True
+        if answer is None:
+            time.sleep(seconds)
+        else:
+            self._wait_for(answer, seconds)
 
     def awaits(self, answer: "Future[Any]") -> bool:
         """Returns True if the answer has come, possibly after a wait."""

@@ -8,11 +8,9 @@ Always true:
   measured its prefill. An engine that has not measured it does not let requests wait.
 - A request waits at most once, before its hit is leased. It then hits all blocks that are there.
 
-Scheduler thread only. Blocks only in `rest`.
+Scheduler thread only; never blocks.
 """
 
-import time
-from concurrent.futures import wait as wait_for
 from typing import Any
 
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
@@ -67,16 +65,6 @@ class PrefillWait:
             # The finder's knowledge about the request is older.
             finder.forget(state)
         return False
-
-    def rest(self, state: RequestState, now_s: float) -> None:
-        """Blocks until the request's question is answered or another is due, ASK_S at most. For an
-        engine that has nothing else to do: vLLM would ask again at once, and take the processor
-        from those who bring the blocks."""
-        wait = state.wait
-        if wait is not None and wait.answer is not None:
-            wait_for((wait.answer,), ASK_S)
-        elif wait is not None:
-            time.sleep(min(max(wait.next_s - now_s, 0.0), ASK_S))
 
     def _begin(
         self, finder: HitFinder, state: RequestState, computed_tokens: int, now_s: float
