@@ -53,7 +53,9 @@ class Desk:
             kv_transfer_config=SimpleNamespace(
                 is_kv_consumer=True, is_kv_producer=stores, engine_id="engine"
             ),
-            parallel_config=SimpleNamespace(world_size=1, decode_context_parallel_size=1),
+            parallel_config=SimpleNamespace(
+                world_size=1, data_parallel_size=1, decode_context_parallel_size=1
+            ),
             model_config=SimpleNamespace(max_model_len=LONG),
             num_speculative_tokens=0,
             num_lookahead_tokens=0,

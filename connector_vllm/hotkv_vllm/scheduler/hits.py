@@ -260,8 +260,8 @@ class Patience:
 
     The server usually answers before a step ends, but vLLM asks the connector again only in its
     next step. Always true: all waits of one step together last at most ANSWER_PATIENCE_S; after
-    waits in vain fewer waits are tried. `rest` is for engines that have nothing else to do. Scheduler
-    thread only.
+    waits in vain fewer waits are tried. An engine that has nothing else to do may `rest` besides.
+    Scheduler thread only.
 
     clock: returns the time in seconds.
     wait_for: waits for an answer, at most the given seconds; returns True if it has come.
