@@ -35,7 +35,7 @@ def test_over_a_real_store(check: str, arguments: Sequence[str]) -> None:
         start_new_session=True,
     )
     try:
-        said, log = process.communicate(timeout=1800 if arguments else 240)
+        said, log = process.communicate(timeout=1800 if arguments else 600)
     finally:
         # Its own session: whatever a failed check has left.
         if process.poll() is None:
