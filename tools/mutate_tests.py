@@ -234,8 +234,11 @@ TESTS: dict[str, str] = {
     ),
     "connector_vllm/hotkv_vllm/worker/rank_stores.py": RANK,
     "connector_vllm/hotkv_vllm/worker/rank_loads.py": RANK,
-    "connector_vllm/hotkv_vllm/worker/side.py": RANK,
+    "connector_vllm/hotkv_vllm/worker/side.py": f"tests/vllm/test_hooks_sparse.py {RANK}",
     "connector_vllm/hotkv_vllm/scheduler/": REQUESTS,
+    "connector_vllm/hotkv_vllm/scheduler/admission.py": (
+        f"{REQUESTS} tests/vllm/test_resident_hits.py"
+    ),
     "connector_vllm/hotkv_vllm/scheduler/prefill_wait.py": "tests/vllm/test_prefill_wait.py",
     "connector_vllm/hotkv_vllm/scheduler/reports.py": f"tests/vllm/test_ledger.py {REQUESTS}",
     "connector_vllm/hotkv_vllm/scheduler/reset.py": f"tests/vllm/test_reset.py {REQUESTS}",
@@ -252,7 +255,8 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/metadata.py": f"tests/vllm/test_metadata.py {ENGINE}",
     "connector_vllm/hotkv_vllm/compat/checks.py": "tests/vllm/test_multi_connector.py",
     "connector_vllm/hotkv_vllm/scheduler/loads.py": (
-        "tests/vllm/test_scheduler_books.py tests/vllm/test_multi_connector.py"
+        "tests/vllm/test_scheduler_books.py tests/vllm/test_multi_connector.py "
+        f"tests/vllm/test_load_room.py {ENGINE}"
     ),
     "connector_vllm/hotkv_vllm/offloading/": DOOR,
     "connector_vllm/hotkv_vllm/offloading/requests.py": (
