@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import hypothesis.strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import HotKVError, Reason
@@ -20,7 +20,7 @@ from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.values import CoreConfig
 from tests.core.cache_model import GARBAGE, NUM_HASHES, CacheModel, Key, ModelLease, snapshot
-from tests.core.support import SLAB, make_key_space, make_table, taken_over
+from tests.core.support import RUNS_PER_ARENA, SLAB, AnyRuns, make_key_space, make_table, taken_over
 
 NUM_SLABS = 6
 SIZES = [
@@ -39,7 +39,7 @@ TTLS = st.sampled_from([0.0, 3.0, 40.0])
 T = TypeVar("T")
 
 
-class CacheWorld(RuleBasedStateMachine):
+class CacheWorld(AnyRuns):
     """The core, the model, and what every kind of rule needs."""
 
     @initialize(
@@ -48,6 +48,7 @@ class CacheWorld(RuleBasedStateMachine):
         capacity=st.sampled_from([7, 60]),
         share=st.sampled_from([0.25, 1.0]),
         policy=st.sampled_from(sorted(POLICIES)),
+        runs_per_arena=RUNS_PER_ARENA,
     )
     def start(
         self,
@@ -56,7 +57,9 @@ class CacheWorld(RuleBasedStateMachine):
         capacity: int,
         share: float,
         policy: str,
+        runs_per_arena: tuple[int, int],
     ) -> None:
+        self.use_runs(runs_per_arena)
         config = CoreConfig(
             NUM_SLABS * SLAB,
             SLAB,

@@ -408,11 +408,10 @@ def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
         # Slabs may be kept for sizes that residencies were promised.
         return
     assert pool.available_slots(slot_bytes) == 0, "refused, though there are free slots"
-    # Slabs that are free, or would be if everything in them that may go went.
-    free = pool.slab_owner() != ABSENT
-    for entry, size, goes in zip(live, sizes.tolist(), may_go.tolist(), strict=True):
-        first = int(index.offsets(np.array([entry]))[0]) // pool.slab_bytes
-        free[first : first + -(-size // pool.slab_bytes)] &= goes
+    # Slabs that are free, or would be if everything in their runs that may go went.
+    heads = pool.slab_head()
+    stays = heads[index.offsets(live[~may_go]) // pool.slab_bytes]
+    free = (pool.slab_owner() != ABSENT) & ~np.isin(heads, stays)
     span = -(-slot_bytes // pool.slab_bytes)
     gaps = "".join("." if slab else "x" for slab in free).split("x")
     assert all(len(gap) < span for gap in gaps), (

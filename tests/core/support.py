@@ -5,8 +5,10 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis.stateful import RuleBasedStateMachine
 
 from hotkv_proto.blocks import NO_RETENTION, Retention, StoreOptions
 from hotkv_proto.errors import HotKVError, Reason
@@ -23,6 +25,7 @@ from hotkv_proto.table import (
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.readers import ReaderMemory
 from hotkv_server.cache.restore import Restored, restore
+from hotkv_server.cache.room import slabs
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.room.space import Space
@@ -71,6 +74,24 @@ def make_key_space(name: str, full_bytes: int, window_bytes: int, num_shards: in
         ),
     )
     return KeySpace(name, "revision", "bfloat16", groups, 16)
+
+
+RUNS_PER_ARENA = st.sampled_from([(1, 64), (1, 4), (2, 4), slabs.RUNS_PER_ARENA])
+"""With 16 all runs of a small arena are the shortest; with fewer they are as in a large one."""
+
+
+class AnyRuns(RuleBasedStateMachine):
+    """A machine whose arena may have long runs: `start` calls `use_runs`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._runs_per_arena = slabs.RUNS_PER_ARENA
+
+    def use_runs(self, runs_per_arena: tuple[int, int]) -> None:
+        slabs.RUNS_PER_ARENA = runs_per_arena
+
+    def teardown(self) -> None:
+        slabs.RUNS_PER_ARENA = self._runs_per_arena
 
 
 def _shards(slot_bytes: int, num_shards: int) -> tuple[int, ...]:

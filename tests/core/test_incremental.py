@@ -34,7 +34,7 @@ def small_parts() -> Iterator[None]:
         patch.setattr(removal, "PART_ENTRIES", 5)
         for module in (removal, space):
             patch.setattr(module, "EVICTED_PER_PART", 3)
-        patch.setattr(removal, "RUNS_PER_PART", 1)
+        patch.setattr(removal, "WINDOWS_PER_PART", 1)
         yield
 
 

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.inspect import census
@@ -20,12 +20,12 @@ from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import Space
 from tests.core.cache_model import no_room_left
-from tests.core.support import SLAB, insert, make_table, words_of
+from tests.core.support import RUNS_PER_ARENA, SLAB, AnyRuns, insert, make_table, words_of
 
 SIZES = [SLOT_ALIGN, 2 * SLOT_ALIGN, 3 * SLOT_ALIGN, SLAB, SLAB + 1, 2 * SLAB + 1]
 
 
-class SpaceMachine(RuleBasedStateMachine):
+class SpaceMachine(AnyRuns):
     """Blocks of many sizes come, are used, pinned and dropped; the arena is small."""
 
     @initialize(
@@ -33,8 +33,17 @@ class SpaceMachine(RuleBasedStateMachine):
         capacity=st.sampled_from([5, 100]),
         policy=st.sampled_from(sorted(POLICIES)),
         is_backed=st.booleans(),
+        runs_per_arena=RUNS_PER_ARENA,
     )
-    def start(self, num_slabs: int, capacity: int, policy: str, is_backed: bool) -> None:
+    def start(
+        self,
+        num_slabs: int,
+        capacity: int,
+        policy: str,
+        is_backed: bool,
+        runs_per_arena: tuple[int, int],
+    ) -> None:
+        self.use_runs(runs_per_arena)
         self.space = Space(
             make_table(capacity),
             num_slabs * SLAB,

@@ -181,7 +181,7 @@ def test_help_lists_every_setting_with_its_default() -> None:
     for name, info in sources.leaves(Settings):
         assert f"\n{sources.flag_of(name)}\n    {info.description}\n" in shown, name
     part = shown.split("\n--arena.slab-bytes\n")[1].split("\n--")[0]
-    assert "Default: 4MiB. Variable: HOTKV_ARENA__SLAB_BYTES" in part
+    assert "Default: 0. Variable: HOTKV_ARENA__SLAB_BYTES" in part
     assert "factory" not in shown and "Undefined" not in shown
 
 

@@ -107,7 +107,7 @@ def test_it_says_what_the_admin_api_says(server: Server, traffic: Callable[..., 
     assert len(lent) == sum(row["slab_count"] for row in host["slab_classes"])
     assert set(arena["slot_byte_counts"]) == {r["slot_byte_count"] for r in host["slab_classes"]}
     ages = [age for age in arena["idle_s"] if age is not None]
-    assert len(ages) == len(lent) and min(ages) < 60
+    assert 0 < len(ages) <= len(lent) and min(ages) < 60
     session.release("page-same-lease")
 
 

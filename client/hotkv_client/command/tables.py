@@ -350,13 +350,14 @@ def show_status(answer: dict[str, Any]) -> str:
         loop_line(counters, answer["loop"]["held_by"]),
         "",
         table(
-            ("tier", "used", "capacity", "share", "pinned", "representations", "blocks"),
+            ("tier", "used", "capacity", "share", "unusable", "pinned", "representations", "blocks"),
             [
                 (
                     t["name"],
                     human_bytes(t["used_byte_count"]),
                     human_bytes(t["capacity_byte_count"]),
                     f"{t['used_byte_count'] / max(1, t['capacity_byte_count']):.1%}",
+                    human_bytes(t.get("unusable_byte_count", 0)),
                     human_bytes(t["pinned_byte_count"]),
                     human_bytes(t["representation_byte_count"]),
                     t["block_count"],

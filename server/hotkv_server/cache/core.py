@@ -181,9 +181,11 @@ class CacheCore(CacheBooks):
             for other blocks when they become ready.
         """
         session = self.sessions.record(session_number)
-        asked = yield from self._reservations.make_room(session, lease_id, runs, now_s, retention)
+        asked = yield from self._reservations.make_room(
+            session, lease_id, runs, ttl_s, now_s, retention
+        )
         session = self.sessions.record(session_number)
-        return self._reservations.reserve(session, lease_id, asked, ttl_s, now_s, retention)
+        return self._reservations.reserve(session, lease_id, asked, now_s, retention)
 
     def release(self, session_number: int, lease_id: str) -> bool:
         """Ends a lease; if copies are running, it ends when they end. Returns False if there is no
@@ -238,12 +240,12 @@ class CacheCore(CacheBooks):
         pins = self._store_pins(session, residency_id)
         self._stores.check(session, transfer_id, shard_index)
         asked = yield from self._reservations.make_room(
-            session, lease_id, runs, now_s, retention, has_promise=pins is not None
+            session, lease_id, runs, ttl_s, now_s, retention, has_promise=pins is not None
         )
         session = self.sessions.record(session_number)
         pins = self._store_pins(session, residency_id)
         return self._stores.begin(
-            session, transfer_id, lease_id, asked, shard_index, ttl_s, now_s, retention, pins
+            session, transfer_id, lease_id, asked, shard_index, now_s, retention, pins
         )
 
     def _store_pins(self, session: SessionRecord, residency_id: str) -> StorePins | None:

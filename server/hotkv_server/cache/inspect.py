@@ -17,7 +17,7 @@ from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.histogram import Histogram
-from hotkv_server.cache.room.slabs import ABSENT, FREE, PoolFigures, SlabClassStats
+from hotkv_server.cache.room.slabs import ABSENT, FREE, PoolFigures, SlabClassStats, spread
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Entries, HashList, Int64s
@@ -457,18 +457,17 @@ def _part(space: Space, start: int) -> tuple[Entries, NDArray[np.bool_]]:
 
 def _spread(space: Space, entries: Entries) -> tuple[Int64s, Int64s, F64s]:
     """Splits the slots of entries by slab. Returns rows of the entries [m], slabs [m], and the
-    bytes of the slot in that slab [m]. m is len(entries) unless slots span slabs."""
+    bytes of the slot in that slab [m]."""
     slab_bytes = space.pool.slab_bytes
-    slabs = space.pool.slab_of(space.index.offsets(entries))
-    num_bytes = space.index.slot_bytes(entries)
-    rows = np.arange(len(entries))
-    if len(entries) and int(num_bytes.max()) > slab_bytes:
-        spans = -(-num_bytes // slab_bytes)
-        rows = np.repeat(rows, spans)
-        nth = np.arange(len(rows)) - np.repeat(np.cumsum(spans) - spans, spans)
-        slabs = slabs[rows] + nth
-        num_bytes = np.minimum(num_bytes[rows] - nth * slab_bytes, slab_bytes)
-    return rows, slabs, num_bytes.astype(np.float64)
+    starts = space.index.offsets(entries)
+    ends = starts + space.index.slot_bytes(entries)
+    first, last = space.pool.slab_of(starts), space.pool.slab_of(ends - 1)
+    rows, nth = spread(last - first + 1)
+    slabs = first[rows] + nth
+    within = np.minimum(ends[rows], (slabs + 1) * slab_bytes) - np.maximum(
+        starts[rows], slabs * slab_bytes
+    )
+    return rows, slabs, within.astype(np.float64)
 
 
 def _owners(owner: Int64s, slabs_per_cell: int) -> Int64s:

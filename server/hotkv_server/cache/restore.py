@@ -280,25 +280,20 @@ def _well_shaped(
     the arena at a valid offset for that size. A size fits if it equals the shape's slot size, or a
     smaller size from `encoded_bytes`."""
     good, pool = np.zeros(len(shapes), np.bool_), core.space.pool
-    in_slab, slabs = shapes.offsets % pool.slab_bytes, pool.slab_of(shapes.offsets)
     for number, group, here in _by_kind(numbers, shapes.groups):
         if not number or not core.catalog.record(number).has(group):
             continue
         slot_bytes = aligned(core.catalog.record(number).shape(group).slot_bytes)
         encoded = slot_bytes if encoded_bytes is None else encoded_bytes(slot_bytes)
         for size in {slot_bytes, min(encoded, slot_bytes)}:
-            good[here] |= (
-                (shapes.sizes[here] == size)
-                & (in_slab[here] % size == 0)
-                & (in_slab[here] // size < max(1, pool.slab_bytes // size))
-                & (slabs[here] - -size // pool.slab_bytes <= pool.num_slabs)
-            )
+            of_size = here[shapes.sizes[here] == size]
+            good[of_size] = pool.heads_of(size, shapes.offsets[of_size]) >= 0
     return good
 
 
 def _apart(core: Restorable, shapes: Shapes) -> BoolMask:
     """Returns which records share no byte with another record, and no slab with a slot of another
-    size. If records overlap, all of them are dropped, because any of them may be wrong."""
+    run. If records overlap, all of them are dropped, because any of them may be wrong."""
     offsets, sizes = shapes.offsets, shapes.sizes
     order = np.argsort(offsets)
     ends = np.maximum.accumulate((offsets + sizes)[order])
@@ -306,16 +301,18 @@ def _apart(core: Restorable, shapes: Shapes) -> BoolMask:
     touching = np.flatnonzero(offsets[order][1:] < ends[:-1])
     good[order[touching]] = good[order[touching + 1]] = False
     pool = core.space.pool
-    first, last = pool.slab_of(offsets), pool.slab_of(offsets + sizes - 1)
-    smallest, largest = (
-        np.full(pool.num_slabs, np.iinfo(np.int64).max),
-        np.zeros(pool.num_slabs, np.int64),
-    )
+    first, last = np.empty(len(shapes), np.int64), pool.slab_of(offsets + sizes - 1)
+    for size in distinct(sizes).tolist():
+        of_size = sizes == size
+        first[of_size] = pool.heads_of(size, offsets[of_size])
+    # A run is known by its first slab and its slot size.
+    runs = np.unique(np.stack((first, sizes), axis=1), axis=0, return_inverse=True)[1].reshape(-1)
+    smallest, largest = np.full(pool.num_slabs, len(runs)), np.full(pool.num_slabs, -1)
     for step in range(int((last - first).max(initial=0)) + 1):
         spans = first + step <= last
-        np.minimum.at(smallest, first[spans] + step, sizes[spans])
-        np.maximum.at(largest, first[spans] + step, sizes[spans])
-    mixed = np.concatenate(([0], np.cumsum((largest > 0) & (smallest != largest))))
+        np.minimum.at(smallest, first[spans] + step, runs[spans])
+        np.maximum.at(largest, first[spans] + step, runs[spans])
+    mixed = np.concatenate(([0], np.cumsum((largest >= 0) & (smallest != largest))))
     good &= mixed[last + 1] == mixed[first]
     return good
 

@@ -121,7 +121,7 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _has_room(self) -> "Settings":
         promised = sum(tenant.guaranteed_bytes for tenant in self.security.tenants)
-        in_slabs = self.arena.bytes // self.arena.slab_bytes * self.arena.slab_bytes
+        in_slabs = self.arena.bytes // self.arena.slab_size * self.arena.slab_size
         if promised > in_slabs:
             raise ValueError(
                 f"security.tenants: guaranteed_bytes come to {promised}, more than the "

@@ -7,6 +7,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ByteSize, Field, field_validator, model_validator
 
 MIB = 1 << 20
+SLABS = 512
+"""Slabs that an arena has at least if their size is not set, down to the smallest size."""
+SMALLEST_SLAB, LARGEST_SLAB = 4 * MIB, 16 * MIB
 
 
 class ArenaSettings(BaseModel, extra="forbid"):
@@ -22,8 +25,13 @@ class ArenaSettings(BaseModel, extra="forbid"):
             "runtime_dir."
         ),
     )
-    slab_bytes: Annotated[ByteSize, Field(ge=64 << 10)] = Field(
-        ByteSize(4 * MIB), description="Size of one slab. Must be a multiple of 4KiB."
+    slab_bytes: Annotated[ByteSize, Field(ge=0)] = Field(
+        ByteSize(0),
+        description=(
+            "Size of one slab: the unit in which memory moves from one slot size to another. Must "
+            "be a multiple of 4KiB, and at least 64KiB. 0: 4MiB, 8MiB from 4GiB of arena on, "
+            "16MiB from 8GiB on."
+        ),
     )
     max_blocks: Annotated[int, Field(ge=0, le=1 << 30)] = Field(
         0,
@@ -75,6 +83,8 @@ class ArenaSettings(BaseModel, extra="forbid"):
     def _whole_pages(cls, value: ByteSize) -> ByteSize:
         if value % 4096:
             raise ValueError("must be a multiple of 4KiB")
+        if 0 < value < 64 << 10:
+            raise ValueError("must be at least 64KiB, or 0")
         return value
 
     @model_validator(mode="after")
@@ -82,6 +92,16 @@ class ArenaSettings(BaseModel, extra="forbid"):
         if self.slab_bytes > self.bytes:
             raise ValueError("slab_bytes must not be larger than bytes")
         return self
+
+    @property
+    def slab_size(self) -> int:
+        """Bytes of a slab: `slab_bytes`, or chosen by the arena's size."""
+        if self.slab_bytes:
+            return self.slab_bytes
+        slab_bytes = SMALLEST_SLAB
+        while slab_bytes < LARGEST_SLAB and 2 * slab_bytes * SLABS <= self.bytes:
+            slab_bytes *= 2
+        return slab_bytes
 
     @property
     def capacity(self) -> int:

@@ -381,9 +381,7 @@ class TierSettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
     @property
     def slab_bytes(self) -> int:
-        """Size of a slab on a new disk. Large slabs waste less, because the rest of a slab behind
-        its last place is lost: 2 places of 1.5 MiB, for encoded blocks of 2 MiB, leave a quarter of
-        4 MiB."""
+        """Size of a slab on a new disk."""
         slab_bytes = MIN_SLAB_BYTES
         while slab_bytes < MAX_SLAB_BYTES and 2 * slab_bytes * MIN_SLABS <= self.disk.bytes:
             slab_bytes *= 2

@@ -38,7 +38,7 @@ def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
             memory = NodeMemory.open(
                 settings.arena_dir,
                 arena.bytes,
-                arena.slab_bytes,
+                arena.slab_size,
                 arena.capacity,
                 secrets.randbits(62) | 1,
                 ARENA_MODE,

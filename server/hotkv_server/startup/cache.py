@@ -30,7 +30,7 @@ def open_cache(
     as long as the settings allow. Blocks. Raises StartError."""
     config = CoreConfig(
         settings.arena.bytes,
-        settings.arena.slab_bytes,
+        settings.arena.slab_size,
         settings.arena.capacity,
         lease_ttl_s=settings.leases.ttl_s,
         unadmitted_share=settings.leases.unadmitted_share,

@@ -106,7 +106,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "arena_pinned_bytes": "Bytes that leases pin. Near the capacity, stores are refused.",
         "arena_lent_bytes": "Bytes of slabs that are lent to a slot size.",
         "arena_idle_bytes": "Bytes of free slots in lent slabs.",
-        "arena_tail_bytes": "Bytes at the ends of lent slabs that no slot covers.",
+        "arena_tail_bytes": "Bytes of lent slabs that are lost: no slot covers the end of a run.",
         "arena_stranded_bytes": (
             "Bytes of free slabs that the widest slot size can't use because they are not adjacent."
         ),

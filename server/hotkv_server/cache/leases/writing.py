@@ -66,11 +66,13 @@ class CheckedCall:
 
     listed: mixed keys of its blocks, run after run, without representations.
     named: state of its blocks; None if other calls ran since it was looked up.
+    ttl_s: lifetime of its lease.
     """
 
     runs: list[Run]
     listed: Keys
     named: Named | None
+    ttl_s: float
 
 
 class Reservations:
@@ -85,6 +87,7 @@ class Reservations:
         session: SessionRecord,
         lease_id: str,
         runs: list[Run],
+        ttl_s: float,
         now_s: float,
         retention: Retention,
         *,
@@ -96,6 +99,7 @@ class Reservations:
         If `reserve` would raise, raises before it evicts anything.
         """
         record = self._books.catalog.record(session.key_space_id)
+        ttl_s = lifetime_s(self._books.config, ttl_s)
         self._check_runs(record, runs)
         listed, named = self._listed(session.key_space_id, runs), None
         if self._joined(session, lease_id, listed) is None:
@@ -107,7 +111,7 @@ class Reservations:
                 # The policy may not refuse room to a block with reserved room or retention.
                 keep_at_s=None if has_promise or retention != NO_RETENTION else now_s,
             )
-        return CheckedCall(runs, listed, named)
+        return CheckedCall(runs, listed, named, ttl_s)
 
     def room_for(
         self,
@@ -181,7 +185,6 @@ class Reservations:
         session: SessionRecord,
         lease_id: str,
         asked: CheckedCall,
-        ttl_s: float,
         now_s: float,
         retention: Retention = NO_RETENTION,
         *,
@@ -192,11 +195,10 @@ class Reservations:
         books, runs = self._books, asked.runs
         record, index = books.catalog.record(session.key_space_id), books.space.index
         lease = self._joined(session, lease_id, asked.listed)
-        ttl_s = lifetime_s(books.config, ttl_s)
         named = None
         if lease is None:
             lease = self._new_lease(
-                session, lease_id, record, asked.listed, now_s + ttl_s, retention
+                session, lease_id, record, asked.listed, now_s + asked.ttl_s, retention
             )
             named = asked.named or self._named(record, runs)
             index.pin(named.staying, 1)
@@ -464,7 +466,6 @@ class Stores:
         lease_id: str,
         asked: CheckedCall,
         shard_index: int,
-        ttl_s: float,
         now_s: float,
         retention: Retention = NO_RETENTION,
         pins: StorePins | None = None,
@@ -474,7 +475,7 @@ class Stores:
         books, owner, runs = self._books, self._books.sessions.owner(session), asked.runs
         joined = books.leases.get(session.engine_id, lease_id) is not None
         reservation = self._reservations.reserve(
-            session, lease_id, asked, ttl_s, now_s, retention, has_promise=pins is not None
+            session, lease_id, asked, now_s, retention, has_promise=pins is not None
         )
         lease = books.leases.get(session.engine_id, lease_id)
         writes = lease if isinstance(lease, WriteLease) else None

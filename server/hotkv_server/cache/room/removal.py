@@ -7,7 +7,7 @@ entry is never evicted.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -268,61 +268,70 @@ def _are_among(keys: Keys, ordered: Keys) -> BoolMask:
 # Emptying slabs
 
 
-RUNS_PER_PART = 8
-"""Multi-slab runs that each part chooses."""
+WINDOWS_PER_PART = 64
+"""Windows of several slabs that each part chooses."""
 HOT_SHARE = 0.25
 """Largest share of blocks in an emptied slab that may be hotter than the coldest blocks of the slot
 size that gets it. At 0, a few hot blocks in every slab would protect all slabs. An evicted hot
 block is soon stored again, beside other blocks."""
 
 
-# Which slabs to empty for a slot size: arithmetic over arrays with a value per slab. A run is as
-# many neighbouring slabs as one slot needs. Its cost is the cost of its dearest slab. A slab that
-# can't be emptied costs inf.
+# Which slabs to empty for a slot size: arithmetic over arrays with a value per slab. A window is as
+# many neighbouring slabs as a run of that size needs. Its cost is the cost of its dearest slab. A
+# slab that can't be emptied costs inf.
 
 
-def cheapest_run(cost: NDArray[np.float64], length: int) -> tuple[int, float]:
-    """Returns the start and cost of the cheapest run of `length` slabs; the cost is inf if there is
-    no run."""
-    if length > len(cost):
-        return 0, np.inf
-    highest = (
-        cost if length == 1 else np.lib.stride_tricks.sliding_window_view(cost, length).max(axis=1)
-    )
-    start = int(np.argmin(highest))
-    return start, float(highest[start])
+def dearest_in_windows(cost: NDArray[np.float64], length: int) -> NDArray[np.float64]:
+    """Returns the highest cost in each window of `length` slabs [len(cost) - length + 1]."""
+    highest, width = cost, 1
+    while width < length:
+        step = min(width, length - width)
+        highest = np.maximum(highest[: len(highest) - step], highest[step:])
+        width += step
+    return highest
 
 
-def choose_runs(
-    cost: NDArray[np.float64], length: int, limits: NDArray[np.float64], chosen: BoolMask
+def choose_windows(
+    cost: NDArray[np.float64],
+    length: int,
+    limits: NDArray[np.float64],
+    chosen: BoolMask,
+    *,
+    skips_free: bool = False,
 ) -> Parts[int]:
-    """Marks the cheapest runs in turn, the i-th while it costs less than `limits[i]`. Returns how
-    many it marked. Sets their `cost` to inf."""
-    if length == 1:
+    """Marks the cheapest windows in turn, the i-th while it costs less than `limits[i]`. Returns
+    how many it marked. Sets their `cost` to inf. `skips_free`: ignores windows that are free."""
+    if length == 1 and not skips_free:
         order = np.argsort(cost, kind="stable")[: len(limits)]
         is_cheap = np.append(cost[order] < limits[: len(order)], False)
         order = order[: int(np.argmin(is_cheap))]
         chosen[order], cost[order] = True, np.inf
         return len(order)
+    if length > len(cost):
+        return 0
+    highest = dearest_in_windows(cost, length)
+    if skips_free:
+        highest[highest == -np.inf] = np.inf
     for number, limit in enumerate(limits.tolist()):
-        start, highest = cheapest_run(cost, length)
-        if not highest < limit:
+        start = int(np.argmin(highest))
+        if not highest[start] < limit:
             return number
         chosen[start : start + length] = True
         cost[start : start + length] = np.inf
-        if number % RUNS_PER_PART == RUNS_PER_PART - 1:
+        highest[max(0, start - length + 1) : start + length] = np.inf
+        if number % WINDOWS_PER_PART == WINDOWS_PER_PART - 1:
             yield
     return len(limits)
 
 
-def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_slab: int) -> NDArray[np.float64]:
-    """Returns the highest cost allowed for each further run, float64 [runs that `num_slots` slots
-    need].
+def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> NDArray[np.float64]:
+    """Returns the highest cost allowed for each further window, float64 [runs that `num_slots`
+    slots need].
 
-    own: heat of the size's own coldest blocks, rising. A run that spares the first i of them may
+    own: heat of the size's own coldest blocks, rising. A window that spares the first i of them may
         cost as much as the next. Inf if there are too few: any slab is better than a refusal.
     """
-    spared = np.arange(0, num_slots, slots_per_slab)
+    spared = np.arange(0, num_slots, slots_per_run)
     next_own = np.append(own, np.inf)[np.minimum(spared, max(0, len(own) - 1))]
     limits: NDArray[np.float64] = np.where(len(own) >= num_slots - spared, next_own, np.inf)
     return limits
@@ -347,8 +356,9 @@ class Rebalancer:
 
     Always true: a slab with a pinned or reserved entry is not chosen. `TenantBook` decides whose
     entries may be evicted for a tenant. A slab is emptied if it is colder than the blocks that the
-    receiving size would evict, or if that size can't evict enough. The cost of a slab is the heat
-    of its hottest block; a representation is as hot as its block.
+    receiving size would evict, or if that size can't evict enough. A run is emptied as a whole, so
+    each of its slabs costs the heat of the run's hottest block; a representation is as hot as its
+    block.
     """
 
     def __init__(self, books: Books, removal: Removal) -> None:
@@ -361,36 +371,64 @@ class Rebalancer:
         return f"Rebalancer({self._pool!r})"
 
     def take_until(
-        self, slot_bytes: int, num_slots: int, taker: int, payers: Sequence[Payers]
+        self,
+        slot_bytes: int,
+        num_slots: int,
+        taker: int,
+        payers: Sequence[Payers],
+        *,
+        is_enough: Callable[[], bool] | None = None,
     ) -> Parts[None]:
         """Empties slabs of other sizes until `num_slots` slots are free, or no slab is worth
         emptying.
 
         payers: whose blocks may be evicted, tried in this order.
+        is_enough: ends the work in place of the number of free slots.
         """
-        for paying in payers:
-            # Repeated: if slots span slabs, emptying the chosen slabs also empties others, and the
-            # next choice costs less.
-            while self._pool.available_slots(slot_bytes) < num_slots:
-                if not (yield from self._take(slot_bytes, num_slots, taker, paying)):
-                    break
 
-    def _take(self, slot_bytes: int, num_slots: int, taker: int, paying: Payers) -> Parts[int]:
+        def has_free_slots() -> bool:
+            return self._pool.available_slots(slot_bytes) >= num_slots
+
+        is_enough = is_enough or has_free_slots
+        slab_bytes = self._pool.slab_bytes
+        shortest = (-(-slot_bytes // slab_bytes), max(1, slab_bytes // slot_bytes))
+        for paying in payers:
+            # Whole runs lose least at their ends; pins may leave only gaps that are too short. At
+            # last gaps are lengthened, because the rest of a gap may lack a slab for a slot.
+            whole = self._pool.run_of(slot_bytes)
+            ways = [(whole, False)] if whole == shortest else [
+                (whole, False), (shortest, False), (shortest, True)
+            ]  # fmt: skip
+            for run, skips_free in ways:
+                # Repeated: emptying the chosen slabs also empties others of their runs, and the
+                # next choice costs less.
+                while not is_enough():
+                    taking = self._take(slot_bytes, num_slots, run, taker, paying, skips_free)
+                    if not (yield from taking):
+                        break
+
+    def _take(
+        self, slot_bytes: int, num_slots: int, run: tuple[int, int], taker: int, paying: Payers,
+        skips_free: bool,
+    ) -> Parts[int]:  # fmt: skip
         """Empties slabs that are lent to other sizes. Returns how many entries were evicted.
 
         First chooses slabs that are wholly colder than the size's own coldest blocks, then slabs
-        with at most `HOT_SHARE` hotter blocks. Free slabs count as chosen.
+        with at most `HOT_SHARE` hotter blocks. Free slabs count as chosen unless `skips_free`.
+        `run`: the slabs and the slots of a run that is made room for.
         """
+        if skips_free:
+            num_slots = max(1, num_slots - self._pool.available_slots(slot_bytes))
         may_go = yield from self._may_go(taker, paying)
         cost, own = yield from self._costs(slot_bytes, num_slots, may_go)
         chosen = np.zeros(self._pool.num_slabs, np.bool_)
-        slots_per_slab = max(1, self._pool.slab_bytes // slot_bytes)
-        length = -(-slot_bytes // self._pool.slab_bytes)
-        limits = limits_of(own, num_slots, slots_per_slab)
-        num_runs = yield from choose_runs(cost, length, limits, chosen)
-        if num_runs < len(limits) and len(own):
+        length, slots_per_run = run
+        limits = limits_of(own, num_slots, slots_per_run)
+        num_chosen = yield from choose_windows(cost, length, limits, chosen, skips_free=skips_free)
+        if num_chosen < len(limits) and len(own):
             cost = yield from self._hot_blocks(cost, float(own[0]), may_go)
-            yield from choose_runs(cost, length, np.full(len(limits) - num_runs, np.inf), chosen)
+            rest = np.full(len(limits) - num_chosen, np.inf)
+            yield from choose_windows(cost, length, rest, chosen, skips_free=skips_free)
         return (yield from self._empty(chosen, may_go))
 
     def _may_go(self, taker: int, paying: Payers) -> Parts[MayGo]:
@@ -440,8 +478,17 @@ class Rebalancer:
             yield
         owner = self._pool.slab_owner()
         cost[(owner == slot_bytes) | (owner == ABSENT)] = np.inf
+        cost = self._of_runs(np.maximum, cost)
         self._keep_floors(cost, owner, slot_bytes)
-        return cost, np.sort(own)[:num_slots]
+        return self._of_runs(np.maximum, cost), np.sort(own)[:num_slots]
+
+    def _of_runs(self, put_together: np.ufunc, of_slabs: NDArray[Any]) -> NDArray[Any]:
+        """Returns for each slab the values of all slabs of its run, put together."""
+        heads = self._pool.slab_head()
+        of_runs = of_slabs.copy()
+        is_later = heads != np.arange(len(heads))
+        put_together.at(of_runs, heads[is_later], of_slabs[is_later])
+        return of_runs[heads]
 
     def _keep_floors(self, cost: NDArray[np.float64], owner: Int64s, slot_bytes: int) -> None:
         """Sets the cost of slabs that floors reserve to inf: for each other size its dearest slabs
@@ -467,10 +514,13 @@ class Rebalancer:
             hot += blocks_in(first, last, self._heat(live, may_go) >= own_heat, num_slabs)
             blocks += blocks_in(first, last, np.ones(len(live), np.bool_), num_slabs)
             yield
+        hot, blocks = self._of_runs(np.add, hot), self._of_runs(np.add, blocks)
         return np.where((cost < np.inf) & (hot <= HOT_SHARE * blocks), hot, np.inf)
 
     def _empty(self, chosen: BoolMask, may_go: MayGo) -> Parts[int]:
-        """Evicts the entries of the chosen slabs, slab by slab. Returns how many it evicted."""
+        """Evicts the entries of the runs that the chosen slabs belong to, slab by slab. Returns how
+        many it evicted."""
+        chosen = self._of_runs(np.logical_or, chosen)
         emptied = np.concatenate(([0], np.cumsum(chosen)))
 
         def lies_there(entries: Entries) -> BoolMask:
@@ -498,8 +548,9 @@ class Rebalancer:
 
     def _slabs_of(self, entries: Entries) -> tuple[Int64s, Int64s]:
         """Returns the first and last slab in which each entry lies."""
-        first = self._pool.slab_of(self.index.offsets(entries))
-        return first, first + (self.index.slot_bytes(entries) - 1) // self._pool.slab_bytes
+        offsets = self.index.offsets(entries)
+        ends = offsets + self.index.slot_bytes(entries) - 1
+        return self._pool.slab_of(offsets), self._pool.slab_of(ends)
 
     def _heat(self, entries: Entries, may_go: MayGo) -> NDArray[np.float64]:
         """Returns the heat of entries; inf for entries that may not be evicted."""

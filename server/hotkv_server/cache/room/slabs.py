@@ -1,10 +1,12 @@
-"""The elastic pool: an arena cut into slabs, each lent to one slot size.
+"""The elastic pool: an arena cut into slabs, lent to slot sizes in runs of contiguous slabs.
 
-Owns which byte of the arena belongs to which slot. Always true: a slot is either free or used. A
-slab whose last slot is freed returns to the pool at once and may be lent to any other size. A slot
-larger than a slab spans contiguous slabs. Only slabs that have memory are lent (`back`). The pool
-never moves or evicts anything: an allocation that does not fit is granted short. `SlabFloors` says
-which slabs are reserved for a size.
+Owns which byte of the arena belongs to which slot. Slots lie side by side from the start of their
+run, so only the end of a run is lost: `run_slabs` chooses its length. If no gap is long enough, a
+gap lengthens the run before it or becomes a shorter run. Always true: a slot is either free or
+used. A run whose last slot is freed returns to the pool at once, and its slabs may be lent to any
+other size. Only slabs that have memory are lent (`back`). The pool never moves or evicts anything:
+an allocation that does not fit is granted short. `SlabFloors` says which slabs are reserved for a
+size.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +16,6 @@ import numpy as np
 
 from hotkv_proto import native
 from hotkv_proto.table import SLOT_ALIGN
-from hotkv_server.cache.arrays import distinct
 from hotkv_server.cache.values import BoolMask, Int64s
 
 CHUNK_SLOTS = 1 << 14
@@ -97,7 +98,8 @@ class SlabFloors:
     Always true between two calls of the core: as many slabs are free as the sizes with a floor are
     short of. A size gets free slabs only if enough stay free for other floors. It gives slabs to
     another size only down to its own floor. So a size has room for all promised slots, once its
-    evictable blocks are evicted.
+    evictable blocks are evicted. Slabs are counted as if each slot had the shortest run: such runs
+    can always be lent, wherever the free slabs lie.
     """
 
     def __init__(
@@ -123,8 +125,8 @@ class SlabFloors:
 
     def _needed(self, slot_bytes: int) -> int:
         slots_per_slab = max(1, self._slab_bytes // slot_bytes)
-        slabs_per_slot = -(-slot_bytes // self._slab_bytes)
-        return -(-self._slots.get(slot_bytes, 0) // slots_per_slab) * slabs_per_slot
+        num_shortest = -(-self._slots.get(slot_bytes, 0) // slots_per_slab)
+        return num_shortest * shortest_run(slot_bytes, self._slab_bytes)
 
     def missing(self, slot_bytes: int) -> int:
         """Returns the number of slabs that the size is short of."""
@@ -232,46 +234,91 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // SLOT_ALIGN) * SLOT_ALIGN
 
 
+MOST_LOST = 0.01
+"""Largest share of a run that its slots should leave unused."""
+LONGEST_END = 100
+"""Slabs after which the end of a run is at most MOST_LOST of it: the end is shorter than a slab or
+than a slot."""
+RUNS_PER_ARENA = (16, 64)
+"""Runs that an arena has room for at least, whatever that costs at their ends: a size must not take
+most of a small arena for its first block. And at most, unless runs are of AMPLE_RUN_BYTES: the gaps
+between runs of different sizes should be small beside the runs."""
+AMPLE_RUN_BYTES = 64 << 20
+
+
+def shortest_run(slot_bytes: int, slab_bytes: int) -> int:
+    """Returns the slabs that one slot needs."""
+    return -(-slot_bytes // slab_bytes)
+
+
+def run_slabs(slot_bytes: int, slab_bytes: int, num_slabs: int) -> int:
+    """Returns the length of runs for a slot size in an arena of `num_slabs`: the shortest length
+    that loses at most MOST_LOST, or else the length that loses least."""
+    fewest, most = RUNS_PER_ARENA
+    one = shortest_run(slot_bytes, slab_bytes)
+    last = max(one, min(num_slabs // fewest, one + LONGEST_END))
+    first = min(last, max(one, min(num_slabs // most, AMPLE_RUN_BYTES // slab_bytes)))
+
+    def lost(length: int) -> float:
+        return length * slab_bytes % slot_bytes / (length * slab_bytes)
+
+    lengths = range(first, last + 1)
+    good = (length for length in lengths if lost(length) <= MOST_LOST)
+    return next(good, min(lengths, key=lost))
+
+
 class _SlabClass:
-    """Slots of the same size."""
+    """Slots of the same size.
+
+    run_slabs, slots_per_run: of a run that is not shortened.
+    num_slabs, num_slots: in all its runs.
+    """
 
     __slots__ = (
         "_slab_bytes",
         "free",
         "num_slabs",
-        "slabs_per_slot",
+        "num_slots",
+        "room",
+        "run_slabs",
         "slot_bytes",
-        "slots_per_slab",
+        "slots_per_run",
     )
 
-    def __init__(self, slot_bytes: int, slab_bytes: int) -> None:
+    def __init__(self, slot_bytes: int, slab_bytes: int, num_slabs: int) -> None:
         self.slot_bytes = slot_bytes
-        self.slots_per_slab = max(1, slab_bytes // slot_bytes)
-        self.slabs_per_slot = -(-slot_bytes // slab_bytes)
+        self.run_slabs = run_slabs(slot_bytes, slab_bytes, num_slabs)
+        self.slots_per_run = self.run_slabs * slab_bytes // slot_bytes
         self.free = FreeSlots()
-        self.num_slabs = 0
+        self.num_slabs = self.num_slots = 0
+        # Slots that could be lent, and the state of the pool for which that was counted.
+        self.room = (0, (-1, -1))
         self._slab_bytes = slab_bytes
-
-    def num_slots(self) -> int:
-        """Returns the number of slots in all its slabs, free or used."""
-        return self.num_slabs // self.slabs_per_slot * self.slots_per_slab
 
     def stats(self) -> SlabClassStats:
         """Returns the figures of this slot size."""
-        slots = self.num_slots()
-        return SlabClassStats(self.slot_bytes, self.num_slabs, slots, slots - len(self.free))
+        return SlabClassStats(
+            self.slot_bytes, self.num_slabs, self.num_slots, self.num_slots - len(self.free)
+        )
 
-    def slots_of(self, first_slabs: Int64s) -> Int64s:
-        """Returns the offsets of the slots that begin in these slabs, in slab order."""
-        within = np.arange(self.slots_per_slab, dtype=np.int64) * self.slot_bytes
-        return (first_slabs[:, None] * self._slab_bytes + within[None, :]).reshape(-1)
+    def counts_of(self, lengths: Int64s) -> Int64s:
+        """Returns the slots in runs of these lengths, in slabs."""
+        counts: Int64s = lengths * self._slab_bytes // self.slot_bytes
+        return counts
 
-    def spans(self, first_slabs: Int64s) -> Int64s:
-        """Returns all slabs of the slots that begin in `first_slabs`; more than `first_slabs` only
-        if slots span slabs."""
-        if self.slabs_per_slot == 1:
-            return first_slabs
-        return (first_slabs[:, None] + np.arange(self.slabs_per_slot)[None, :]).reshape(-1)
+    def slots_of(self, heads: Int64s, lengths: Int64s) -> Int64s:
+        """Returns the offsets of the slots of runs, run by run in rising order."""
+        runs, nth = spread(self.counts_of(lengths))
+        offsets: Int64s = heads[runs] * self._slab_bytes + nth * self.slot_bytes
+        return offsets
+
+
+def spread(counts: Int64s) -> tuple[Int64s, Int64s]:
+    """Returns for each of all the things counted [counts.sum()] its place in `counts` and its
+    number among those of its place."""
+    places = np.repeat(np.arange(len(counts)), counts)
+    nth = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return places, nth
 
 
 class SlabPool:
@@ -295,10 +342,14 @@ class SlabPool:
         self.num_slabs = arena_bytes // slab_bytes
         self.num_backed = self.num_free_slabs = self.num_slabs if is_backed else 0
         self._classes: dict[int, _SlabClass] = {}
-        # By slab: the slot size it is lent to, FREE or ABSENT; and its used slots. A spanning slot
-        # counts in its first slab.
+        # By slab: the slot size it is lent to, FREE or ABSENT; and the first slab of its run, or
+        # the slab itself. By the first slab of a run: its length and its used slots.
         self._owner = np.full(self.num_slabs, FREE if is_backed else ABSENT, np.int64)
+        self._head = np.arange(self.num_slabs)
+        self._length = np.zeros(self.num_slabs, np.int64)
         self._used = np.zeros(self.num_slabs, np.int64)
+        # Changes whenever a slab becomes free or is lent.
+        self._revision = 0
         self._kernels = native.require("hotkv_server.cache.table.kernels")
         self.floors = SlabFloors(slab_bytes, self.lent_slabs, lambda: self.num_free_slabs)
 
@@ -327,6 +378,7 @@ class SlabPool:
         reached[fresh] = FREE
         self.num_backed += len(fresh)
         self.num_free_slabs += len(fresh)
+        self._revision += 1
 
     def stats(self) -> list[SlabClassStats]:
         """Returns a row for each slot size that has slabs."""
@@ -334,7 +386,7 @@ class SlabPool:
 
     def figures(self) -> PoolFigures:
         """Returns how the arena is divided among all slot sizes."""
-        widest = max((c.slabs_per_slot for c in self._classes.values()), default=1)
+        widest = max((shortest_run(size, self.slab_bytes) for size in self._classes), default=1)
         num_stranded = int((self._free_runs() % widest).sum())
         return figures_of(self.stats(), self.num_backed, num_stranded, self.slab_bytes)
 
@@ -347,7 +399,13 @@ class SlabPool:
         """Returns how many slots of this size the whole arena could hold, once all of it has
         memory."""
         c = self._class(slot_bytes)
-        return self.num_slabs // c.slabs_per_slot * c.slots_per_slab
+        num_runs, rest = divmod(self.num_slabs, c.run_slabs)
+        return num_runs * c.slots_per_run + rest * self.slab_bytes // c.slot_bytes
+
+    def run_of(self, slot_bytes: int) -> tuple[int, int]:
+        """Returns the slabs and the slots of a run that is not shortened."""
+        c = self._class(slot_bytes)
+        return c.run_slabs, c.slots_per_run
 
     def is_shared(self, slot_bytes: int) -> bool:
         """Returns True if slabs are lent to a size other than this."""
@@ -362,14 +420,26 @@ class SlabPool:
         view: do not change it."""
         return self._owner
 
+    def slab_head(self) -> Int64s:
+        """Returns the first slab of each slab's run; the slab itself if it is not lent. A view: do
+        not change it."""
+        return self._head
+
     def available_slots(self, slot_bytes: int) -> int:
         """Returns how many slots of this size `allocate` would grant."""
         c = self._class(slot_bytes)
-        usable = max(0, self.num_free_slabs - self.floors.kept_for_others(c.slot_bytes))
-        if c.slabs_per_slot == 1:
-            return len(c.free) + usable * c.slots_per_slab
-        fitting = int((self._free_runs() // c.slabs_per_slot).sum())
-        return len(c.free) + min(fitting, usable // c.slabs_per_slot)
+        usable = self._usable(c)
+        if c.run_slabs == 1:
+            return len(c.free) + usable * c.slots_per_run
+        state = (self._revision, usable)
+        if c.room[1] != state:
+            everything = self.num_slabs * self.slab_bytes
+            c.room = (self._plan_runs(c, usable, everything, np.empty((0, 3), np.int64))[1], state)
+        return len(c.free) + c.room[0]
+
+    def _usable(self, c: _SlabClass) -> int:
+        """Returns how many free slabs may be lent to a size."""
+        return max(0, self.num_free_slabs - self.floors.kept_for_others(c.slot_bytes))
 
     def lent_slabs(self, slot_bytes: int) -> int:
         """Returns the number of slabs lent to a slot size."""
@@ -383,8 +453,8 @@ class SlabPool:
         """Allocates up to `num_slots` slots; fewer if free slots and free slabs run out. Returns
         their offsets."""
         c = self._class(slot_bytes)
-        while len(c.free) < num_slots and self._lend(c, num_slots - len(c.free)):
-            pass
+        if len(c.free) < num_slots:
+            self._lend(c, num_slots - len(c.free))
         taken = c.free.take(num_slots)
         self._count(c, taken, 1)
         return taken
@@ -400,23 +470,26 @@ class SlabPool:
             self._give_back(c, emptied)
 
     def _count(self, c: _SlabClass, offsets: Int64s, change: int) -> Int64s:
-        """Adds `change` (1 or -1) to the used slots of each offset's slab. Returns the slabs whose
-        count reached 0."""
+        """Adds `change` (1 or -1) to the used slots of each offset's run. Returns the first slabs
+        of runs whose count reached 0."""
         emptied = np.empty(len(offsets), np.int64)
         count = int(
             self._kernels.count_slots(
-                self._used, self._owner, offsets, self.slab_bytes, c.slot_bytes, change, emptied
+                self._used, self._owner, self._head, offsets,
+                self.slab_bytes, c.slot_bytes, change, emptied,
             )
-        )
+        )  # fmt: skip
         assert count != -1, "slot freed with another size than it has"
         assert count != -2, "slot freed twice"
         return emptied[:count]
 
-    def _give_back(self, c: _SlabClass, emptied: Int64s) -> None:
-        """Returns slabs without a used slot to the pool. If slots span slabs, `emptied` has the
-        first slab of each slot."""
+    def _give_back(self, c: _SlabClass, heads: Int64s) -> None:
+        """Returns runs without a used slot to the pool."""
+        lengths = self._length[heads]
+        runs, nth = spread(lengths)
+        slabs = heads[runs] + nth
         is_kept = np.ones(self.num_slabs, np.bool_)
-        is_kept[emptied] = False
+        is_kept[slabs] = False
 
         def stays(free: Int64s) -> BoolMask:
             out = np.empty(len(free), np.bool_)
@@ -424,93 +497,137 @@ class SlabPool:
             return out
 
         c.free.keep(stays)
-        spans = c.spans(emptied)
-        self._owner[spans] = FREE
-        c.num_slabs -= len(spans)
-        self.num_free_slabs += len(spans)
+        self._owner[slabs], self._head[slabs] = FREE, slabs
+        self._length[heads] = 0
+        c.num_slots -= int(c.counts_of(lengths).sum())
+        self._count_lent(c, -len(slabs))
+
+    def heads_of(self, slot_bytes: int, offsets: Int64s) -> Int64s:
+        """Returns the first slab of the run that a slot at each offset may belong to; -1 if this
+        size has no slot there in any run.
+
+        The nearest start that fits is right: between two starts that fit lie whole slots, so a
+        longer run is the same as two.
+        """
+        size = aligned(slot_bytes)
+        slabs = self.slab_of(offsets)
+        heads = np.full(len(offsets), -1, np.int64)
+        fits_arena = (offsets >= 0) & (offsets + size <= self.num_slabs * self.slab_bytes)
+        unknown = np.flatnonzero(fits_arena)
+        for before in range(shortest_run(size, self.slab_bytes) + LONGEST_END + 1):
+            start = slabs[unknown] - before
+            fits = (start >= 0) & ((offsets[unknown] - start * self.slab_bytes) % size == 0)
+            heads[unknown[fits]] = start[fits]
+            unknown = unknown[~fits]
+            if not len(unknown):
+                break
+        return heads
 
     def claim(self, slot_bytes: int, offsets: Int64s) -> None:
         """Marks slots as used while a pool is rebuilt after a restart. Raises ValueError if they
         overlap.
 
-        Their slabs count as having memory from here on; the caller prefaults them.
+        A run is rebuilt up to its last used slot. Its slabs count as having memory from here on;
+        the caller prefaults them.
         """
-        c, slabs = self._class(slot_bytes), self.slab_of(offsets)
-        outside = ValueError("slots overlap slabs of another size or lie outside the arena")
-        if len(offsets) and (int(offsets.min()) < 0 or int(slabs.max()) >= self.num_slabs):
-            raise outside
-        num_claimed = np.bincount(slabs, minlength=self.num_slabs)
-        first = np.flatnonzero(num_claimed)
-        spans = c.spans(first)
-        if len(spans) and (
-            int(spans.max()) >= self.num_slabs
-            or np.any(self._owner[spans] >= 0)
-            or len(distinct(spans)) != len(spans)
-        ):
-            raise outside
-        numbers, rests = np.divmod(offsets - slabs * self.slab_bytes, c.slot_bytes)
-        misfits = ValueError("slots are misaligned or claimed twice")
-        if rests.any() or np.any(numbers >= c.slots_per_slab):
-            raise misfits
-        # Start of each slab's slots among the slots of all claimed slabs.
-        places = (np.cumsum(num_claimed > 0) - 1) * c.slots_per_slab
-        is_free = np.ones(len(first) * c.slots_per_slab, np.bool_)
-        is_free[places[slabs] + numbers] = False
-        if len(is_free) - int(is_free.sum()) != len(offsets):
-            raise misfits
-        num_free = int((self._owner[spans] == FREE).sum())
-        self._owner[spans] = c.slot_bytes
-        c.num_slabs += len(spans)
-        self.num_free_slabs -= num_free
-        self.num_backed += len(spans) - num_free
-        c.free.add(c.slots_of(first)[is_free])
-        self._used += num_claimed
+        if not len(offsets):
+            return
+        c, offsets = self._class(slot_bytes), np.sort(offsets)
+        heads = self.heads_of(slot_bytes, offsets)
+        if heads.min() < 0 or not offsets[1:].size == np.count_nonzero(np.diff(offsets)):
+            raise ValueError("slots are misaligned, claimed twice or lie outside the arena")
+        firsts = np.flatnonzero(np.diff(heads, prepend=-1))
+        lasts = self.slab_of(np.append(offsets[firsts[1:] - 1], offsets[-1]) + c.slot_bytes - 1)
+        of_run, heads = np.cumsum(np.diff(heads, prepend=-1) != 0) - 1, heads[firsts]
+        lengths = lasts - heads + 1
+        runs, nth = spread(lengths)
+        slabs = heads[runs] + nth
+        if np.any(heads[1:] <= lasts[:-1]) or np.any(self._owner[slabs] >= 0):
+            raise ValueError("slots overlap, or overlap slabs of another size")
+        counts = c.counts_of(lengths)
+        numbers = (offsets - heads[of_run] * self.slab_bytes) // c.slot_bytes
+        is_free = np.ones(int(counts.sum()), np.bool_)
+        is_free[(np.cumsum(counts) - counts)[of_run] + numbers] = False
+        num_free = int((self._owner[slabs] == FREE).sum())
+        self._owner[slabs], self._head[slabs] = c.slot_bytes, heads[runs]
+        self._length[heads] = lengths
+        # Slabs without memory get it, and are lent with the others.
+        self.num_backed += len(slabs) - num_free
+        self.num_free_slabs += len(slabs) - num_free
+        self._count_lent(c, len(slabs))
+        c.num_slots += len(is_free)
+        c.free.add(c.slots_of(heads, lengths)[is_free])
+        self._used[heads] = np.bincount(of_run)
 
     def _class(self, slot_bytes: int) -> _SlabClass:
         size = aligned(slot_bytes)
         if size not in self._classes:
-            self._classes[size] = _SlabClass(size, self.slab_bytes)
+            self._classes[size] = _SlabClass(size, self.slab_bytes, self.num_slabs)
         return self._classes[size]
 
-    def _lend(self, c: _SlabClass, want_slots: int) -> bool:
-        """Lends enough free slabs for `want_slots`, or as many as the floors of other sizes allow.
-        Returns False if it lends no slab."""
-        free = np.flatnonzero(self._owner == FREE)
-        usable = max(0, len(free) - self.floors.kept_for_others(c.slot_bytes))
-        if usable < c.slabs_per_slot:
-            return False
-        if c.slabs_per_slot == 1:
-            first = free[: min(usable, -(-want_slots // c.slots_per_slab))]
-        else:
-            # Starts of contiguous runs of free slabs that are long enough for a slot.
-            ends = free[c.slabs_per_slot - 1 :]
-            starts = free[: len(ends)]
-            fits = starts[ends - starts == c.slabs_per_slot - 1]
-            first = fits[:1]
-        if not len(first):
-            return False
-        spans = c.spans(first)
-        self._owner[spans] = c.slot_bytes
-        c.num_slabs += len(spans)
-        self.num_free_slabs -= len(spans)
-        c.free.add_below(c.slots_of(first)[::-1])
-        return True
+    def _lend(self, c: _SlabClass, want_slots: int) -> None:
+        """Lends slabs for `want_slots`, or as many as are free and the floors of other sizes allow.
+        Whole runs come first, then the gaps that are too short for one."""
+        usable = self._usable(c)
+        plan = np.empty((min(usable, want_slots), 3), np.int64)
+        num_pieces, _ = self._plan_runs(c, usable, want_slots, plan)
+        if not num_pieces:
+            return
+        heads, firsts, lengths = np.ascontiguousarray(plan[:num_pieces].T)
+        pieces, nth = spread(lengths)
+        self._owner[firsts[pieces] + nth] = c.slot_bytes
+        self._head[firsts[pieces] + nth] = heads[pieces]
+        # Pieces of the same run come in rising order.
+        before, after = firsts - heads, firsts - heads + lengths
+        np.maximum.at(self._length, heads, after)
+        self._count_lent(c, int(lengths.sum()))
+        old, new = c.counts_of(before), c.counts_of(after)
+        pieces, nth = spread(new - old)
+        offsets = heads[pieces] * self.slab_bytes + (old[pieces] + nth) * c.slot_bytes
+        c.num_slots += len(offsets)
+        c.free.add_below(offsets[::-1])
+
+    def _count_lent(self, c: _SlabClass, change: int) -> None:
+        """Counts slabs as lent, or as given back if `change` is negative."""
+        c.num_slabs += change
+        self.num_free_slabs -= change
+        self._revision += 1
+
+    def _plan_runs(
+        self, c: _SlabClass, usable: int, want_slots: int, plan: Int64s
+    ) -> tuple[int, int]:
+        num_pieces, num_slots = self._kernels.plan_runs(
+            self._owner, self._head, self._length, c.run_slabs,
+            shortest_run(c.slot_bytes, self.slab_bytes) + LONGEST_END,
+            c.slot_bytes, self.slab_bytes, usable, want_slots, plan,
+        )  # fmt: skip
+        return int(num_pieces), int(num_slots)
 
     def check_invariants(self) -> None:
         """Raises AssertionError if counts, owners and free lists disagree."""
         assert self.num_free_slabs == int((self._owner == FREE).sum()), "free slabs miscounted"
         assert self.num_backed == int((self._owner != ABSENT).sum()), "slabs with memory miscounted"
+        slabs = np.arange(self.num_slabs)
+        assert np.array_equal(self._head[self._owner < 0], slabs[self._owner < 0]), (
+            "a slab that is not lent belongs to a run"
+        )
+        heads = np.flatnonzero(self._length)
+        runs, nth = spread(self._length[heads])
+        assert np.array_equal(heads[runs] + nth, slabs[self._owner >= 0]), "runs and slabs differ"
+        assert np.array_equal(heads[runs], self._head[self._owner >= 0]), "runs and heads differ"
+        assert np.array_equal(self._owner[heads][runs], self._owner[self._owner >= 0]), (
+            "a run of two sizes"
+        )
+        assert np.all(self._used[heads] > 0), "an empty run was not given back"
         for c in self._classes.values():
-            mine = np.flatnonzero(self._owner == c.slot_bytes)
-            assert len(mine) == c.num_slabs, "lent slabs miscounted"
+            mine = heads[self._owner[heads] == c.slot_bytes]
+            assert int(self._length[mine].sum()) == c.num_slabs, "lent slabs miscounted"
+            slots = c.slots_of(mine, self._length[mine])
+            assert len(slots) == c.num_slots, "slots of runs miscounted"
             free = c.free.all()
             assert len(np.unique(free)) == len(free) == len(c.free), "slot twice in the free list"
-            assert np.all(self._owner[self.slab_of(free)] == c.slot_bytes), (
-                "free slot in a slab of another size"
-            )
-            assert int(self._used[mine].sum()) == c.num_slots() - len(c.free), (
-                "used slots miscounted"
-            )
-            if c.slabs_per_slot == 1:
-                assert np.all(self._used[mine] > 0), "an empty slab was not given back"
-        assert np.all(self._used[self._owner < 0] == 0), "a slab that is not lent has used slots"
+            assert np.isin(free, slots).all(), "free slot in no run of its size"
+            assert int(self._used[mine].sum()) == c.num_slots - len(c.free), "used slots miscounted"
+        is_head = np.zeros(self.num_slabs, np.bool_)
+        is_head[heads] = True
+        assert np.all(self._used[~is_head] == 0), "a slab without a run has used slots"

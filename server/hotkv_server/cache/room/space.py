@@ -102,18 +102,17 @@ class Room:
             floors.add(size, count)
         try:
             for size in more:
-                missing = floors.missing(size)
-                if missing and floors.shortfall:
-                    slots = max(1, self._pool.slab_bytes // size) * missing
-                    wanted = self._pool.free_slots(size) + -(-slots // self._spans(size))
-                    payers = self._payers(taker, missing * self._pool.slab_bytes)
-                    yield from self._rebalancer.take_until(size, wanted, taker, payers)
+                missing_bytes = floors.missing(size) * self._pool.slab_bytes
+                if missing_bytes and floors.shortfall:
+                    # More slots than the free slabs of a shortfall could have.
+                    wanted = self._pool.free_slots(size) + missing_bytes // size + 1
+                    payers = self._payers(taker, missing_bytes)
+                    yield from self._rebalancer.take_until(
+                        size, wanted, taker, payers, is_enough=lambda: not floors.shortfall
+                    )
         finally:
             for size, count in more.items():
                 floors.add(size, -count)
-
-    def _spans(self, size: int) -> int:
-        return -(-size // self._pool.slab_bytes)
 
     def coming_slots(self, size: int, count: int) -> int:
         """Returns how many of `count` slots the growing arena provides within moments."""

@@ -89,15 +89,16 @@ def add_pins(pins: Any, entries: Any, change: Any) -> bool:
 
 
 @numba.njit(
-    "int64(int64[::1], int64[::1], int64[:], int64, int64, int64, int64[::1])",
+    "int64(int64[::1], int64[::1], int64[::1], int64[:], int64, int64, int64, int64[::1])",
     nogil=True,
     cache=True,
 )
 def count_slots(
-    used: Any, owner: Any, offsets: Any, slab_bytes: Any, slot_bytes: Any, change: Any, emptied: Any
-) -> int:
-    """Adds `change` to the used slots of each offset's slab. Returns the number of slabs that
-    reached 0 and writes them to the front of `emptied` [offsets].
+    used: Any, owner: Any, head: Any, offsets: Any, slab_bytes: Any, slot_bytes: Any, change: Any,
+    emptied: Any,
+) -> int:  # fmt: skip
+    """Adds `change` to the used slots of each offset's run. Returns the number of runs that reached
+    0 and writes their first slabs to the front of `emptied` [offsets].
 
     Returns -1, with nothing changed, if a slab is not lent to this size. Returns -2 if a count fell
     below 0.
@@ -107,13 +108,84 @@ def count_slots(
             return -1
     num_emptied, below = 0, False
     for i in range(offsets.shape[0]):
-        slab = offsets[i] // slab_bytes
+        slab = head[offsets[i] // slab_bytes]
         used[slab] += change
         if used[slab] == 0:
             emptied[num_emptied] = slab
             num_emptied += 1
         below |= used[slab] < 0
     return -2 if below else num_emptied
+
+
+@numba.njit(
+    "UniTuple(int64, 2)(int64[::1], int64[::1], int64[::1], int64, int64, int64, int64, int64,"
+    " int64, int64[:, ::1])",
+    nogil=True,
+    cache=True,
+)
+def plan_runs(
+    owner: Any, head: Any, length: Any, run_slabs: Any, longest: Any, slot_bytes: Any,
+    slab_bytes: Any, usable: Any, want: Any, plan: Any,
+) -> Any:  # fmt: skip
+    """Chooses free slabs (`owner` is -1) for `want` slots, at most `usable` slabs in all: runs of
+    `run_slabs` from the start of each gap, then the rest of each gap. A rest lengthens the run
+    before it up to `longest` slabs, if that is of this size and the rest has no more slots alone.
+
+    Returns the number of pieces and of their slots. Writes the first slab of its run, the first
+    slab and the number of slabs of each piece to the front of `plan` [pieces, 3], unless it is
+    empty.
+    """
+    num_pieces, num_slots, num_slabs = 0, 0, owner.shape[0]
+    # The slab before which whole runs were taken.
+    reached = 0
+    for is_rest in range(2):
+        at = 0
+        while at < num_slabs and usable > 0 and num_slots < want:
+            if owner[at] != -1:
+                at += 1
+                continue
+            end = at
+            while end < num_slabs and owner[end] == -1:
+                end += 1
+            first, slabs, slots, before, old = (
+                at,
+                run_slabs,
+                run_slabs * slab_bytes // slot_bytes,
+                0,
+                0,
+            )
+            if is_rest:
+                first = at + (min(end, max(at, reached)) - at) // run_slabs * run_slabs
+                slabs = min(end - first, usable)
+                slots = slabs * slab_bytes // slot_bytes
+                if first > at:
+                    before = run_slabs
+                elif at > 0 and owner[at - 1] == slot_bytes:
+                    before = length[head[at - 1]]
+                longer = min(slabs, longest - before)
+                old = before * slab_bytes // slot_bytes
+                gain = (before + longer) * slab_bytes // slot_bytes - old
+                if before > 0 and longer > 0 and gain >= slots:
+                    slots = gain
+                else:
+                    before = old = 0
+                # Without slabs that none of the slots lies in.
+                slabs = (slots + old) * slot_bytes
+                slabs = (slabs + slab_bytes - 1) // slab_bytes - before
+            while slots > 0 and slabs <= min(end - first, usable) and num_slots < want:
+                if plan.shape[0]:
+                    plan[num_pieces, 0] = first - before
+                    plan[num_pieces, 1] = first
+                    plan[num_pieces, 2] = slabs
+                num_pieces += 1
+                num_slots += slots
+                usable -= slabs
+                first += slabs
+                if is_rest:
+                    break
+                reached = first
+            at = end
+    return num_pieces, num_slots
 
 
 @numba.njit("void(int64[:], int64, boolean[::1], boolean[::1])", nogil=True, cache=True)

@@ -15,16 +15,15 @@ import numpy as np
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.cache.room.shares import PinBudget, TenantBook, most_pinned
-from hotkv_server.cache.room.slabs import SlabPool, aligned
+from hotkv_server.cache.room.slabs import SlabPool, aligned, shortest_run
 from hotkv_server.cache.values import Int64s
 
 
 def slot_cost(slot_bytes: int, slab_bytes: int) -> int:
-    """Returns the bytes of the arena that a slot costs: its share of a slab, or the slabs that it
-    spans."""
+    """Returns the bytes of the arena that a slot costs in the shortest run: its share of a slab, or
+    the slabs that it spans. `slab_floors` promises such runs."""
     size = aligned(slot_bytes)
-    spans = -(-size // slab_bytes)
-    return -(-spans * slab_bytes // max(1, slab_bytes // size))
+    return -(-shortest_run(size, slab_bytes) * slab_bytes // max(1, slab_bytes // size))
 
 
 def slots_of(sizes: Int64s) -> dict[int, int]:
