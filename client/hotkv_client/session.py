@@ -122,6 +122,12 @@ class Session:
         return self._life.opened.wants_token_ids
 
     @property
+    def stored_bytes(self) -> int:
+        """Returns the bytes of this key space that the server had in host memory when the last
+        connection was opened."""
+        return self._life.opened.stored_bytes
+
+    @property
     def has_residency(self) -> bool:
         """Returns True if the server last connected to has residencies; False before."""
         return self._life.opened.has_residency

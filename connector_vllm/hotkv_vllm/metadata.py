@@ -120,6 +120,10 @@ class StoreReport:
         return StoreReport(sorted(self.results + other.results))
 
 
+STILL_CONNECTING = "not connected yet"
+"""Why a rank has no session before its first try has ended."""
+
+
 @dataclass(slots=True)
 class HotKVHandshake(KVConnectorHandshakeMetadata):
     """A rank's findings when it registered its memory: the key space, or why it runs without the

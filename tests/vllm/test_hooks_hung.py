@@ -7,9 +7,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from hotkv_vllm.metadata import STILL_CONNECTING
 from hotkv_vllm.scheduler import sharing
+from hotkv_vllm.scheduler.sharing import ABSENCE_PATIENCE_S, WorkerLinks
 from hotkv_vllm.worker import rank_loads
 from tests.vllm.engine_core import Core
 from tests.vllm.harness import prompt
@@ -153,10 +157,10 @@ def test_shutdown_in_the_middle_of_loads(engine: Any, server: Any) -> None:
 # ----------------------------------------------------------------------------------- absent workers
 
 
-def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def heard(monkeypatch: pytest.MonkeyPatch, level: str = "warning") -> list[str]:
     lines: list[str] = []
     logger = logging.getLogger("vllm.hotkv")
-    monkeypatch.setattr(logger, "warning", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(logger, level, lambda text, *values: lines.append(text % values))
     return lines
 
 
@@ -182,6 +186,86 @@ def test_a_refused_worker_is_said_once_and_nothing_is_offered(
     one.generate("step", prompt(9, 10), 2)
     one.drop_local()
     assert one.generate("hit", PROMPT, 2) == (answer, 192)
+
+
+def test_a_worker_that_takes_its_time_is_no_trouble(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Registering much memory takes longer than the start waits. Once it is done, one line says
+    that hotkv is on."""
+    warnings, lines = heard(monkeypatch), heard(monkeypatch, "info")
+    server.refuse_workers = STILL_CONNECTING
+    one = engine()
+    one.generate("a", prompt(1, 100), 2)
+    assert not [line for line in lines if line.startswith("hotkv on")]
+    server.refuse_workers = ""
+    one.generate("b", prompt(2, 100), 2)
+    one.generate("c", prompt(3, 100), 2)
+    assert len([line for line in lines if line.startswith("hotkv on: 0 B of this model")]) == 1
+    assert not warnings
+
+
+def test_without_a_server_the_log_says_where_it_was_looked_for(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings = heard(monkeypatch)
+    server.up = False
+    engine()
+    assert len(warnings) == 1 and "hotkv.target (unix:" in warnings[0]
+    assert "hotkv doctor --target unix:" in warnings[0]
+
+
+class LinksMachine(RuleBasedStateMachine):
+    """Two workers lose and find their sessions, the scheduler loses and finds its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.warnings, self.lines = heard(self.patch), heard(self.patch, "info")
+        self.links, self.now_s = WorkerLinks(), 0.0
+        self.absent: set[int] = set()
+        self.warned: set[int] = set()
+        # When each absent worker first said so, since it was there or the scheduler came.
+        self.news_s: dict[int, float] = {}
+
+    def teardown(self) -> None:
+        self.patch.undo()
+
+    @rule(seconds=st.sampled_from([0.5, ABSENCE_PATIENCE_S, 3600.0]))
+    def idles(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    @rule(rank=st.integers(0, 1), why=st.sampled_from(["", "lost", STILL_CONNECTING]))
+    def tells(self, rank: int, why: str) -> None:
+        self.links.told({rank: why}, self.now_s)
+        if why:
+            self.news_s.setdefault(rank, self.now_s)
+            self.absent.add(rank)
+            return
+        self.absent.discard(rank)
+        self.news_s.pop(rank, None)
+        if rank in self.warned:
+            self.warned.remove(rank)
+            assert f"worker {rank} has a session" in self.lines.pop()
+
+    @rule(is_connected=st.booleans())
+    def steps(self, is_connected: bool) -> None:
+        self.links.check(is_connected, self.now_s)
+        if not is_connected:
+            self.news_s.clear()
+        late = {r for r, s in self.news_s.items() if self.now_s >= s + ABSENCE_PATIENCE_S}
+        warned = {int(line.split()[2]) for line in self.warnings}
+        assert warned == late - self.warned and len(warned) == len(self.warnings)
+        self.warned |= warned
+        self.warnings.clear()
+
+    @invariant()
+    def agrees(self) -> None:
+        assert not self.warnings and not self.lines
+        assert self.links.are_complete == (not self.absent)
+
+
+TestLinks = LinksMachine.TestCase
 
 
 def test_a_worker_that_is_lost_later_is_said_after_a_while(

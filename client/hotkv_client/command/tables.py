@@ -350,7 +350,16 @@ def show_status(answer: dict[str, Any]) -> str:
         loop_line(counters, answer["loop"]["held_by"]),
         "",
         table(
-            ("tier", "used", "capacity", "share", "unusable", "pinned", "representations", "blocks"),
+            (
+                "tier",
+                "used",
+                "capacity",
+                "share",
+                "unusable",
+                "pinned",
+                "representations",
+                "blocks",
+            ),
             [
                 (
                     t["name"],

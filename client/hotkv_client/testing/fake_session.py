@@ -93,6 +93,11 @@ class FakeSession:
         return self.server.wants_token_ids
 
     @property
+    def stored_bytes(self) -> int:
+        """Returns 0: a double holds no KV."""
+        return 0
+
+    @property
     def has_events(self) -> bool:
         return False
 

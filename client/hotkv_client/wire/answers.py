@@ -53,9 +53,10 @@ class Opened:
     has_residency: bool
     has_tiers: bool
     has_events: bool
+    stored_bytes: int
 
 
-NOT_OPENED = Opened("", 0, 0, False, False, (), False, False, False)
+NOT_OPENED = Opened("", 0, 0, False, False, (), False, False, False, 0)
 
 
 def opened(response: Response | None) -> Opened:
@@ -77,6 +78,7 @@ def opened(response: Response | None) -> Opened:
         Feature.RESIDENCY in features,
         Feature.TIERS in features,
         Feature.EVENTS in features,
+        message.stored_byte_count,
     )
 
 

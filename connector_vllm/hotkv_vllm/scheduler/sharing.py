@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hotkv_client.command.tables import human_bytes
 from hotkv_client.fence import Revocations
 from hotkv_client.types import Role, SessionConfig
 from hotkv_proto import native
@@ -35,7 +36,7 @@ from hotkv_vllm.identity.exactness import Exactness
 from hotkv_vllm.identity.ranks import this_host
 from hotkv_vllm.identity.rekeying import RECONNECT_S, Rekeying
 from hotkv_vllm.link import logger
-from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata
+from hotkv_vllm.metadata import STILL_CONNECTING, HotKVHandshake, HotKVWorkerMetadata
 from hotkv_vllm.residency.calls import ResidencyCalls
 from hotkv_vllm.residency.resident_requests import ResidentRequests
 from hotkv_vllm.scheduler.groups import CachedGroups, RepresentationPlanner
@@ -62,14 +63,16 @@ class WorkerLinks:
 
     Always true: while a worker has no session, hits and stores are off, because that worker could
     neither load nor store. Workers report when their state changes, and in each step that asks for
-    it. Steps ask while a worker is absent.
+    it. Steps ask while a worker is absent. Registering a worker's memory takes seconds, and an idle
+    engine has no steps. So a worker that is still connecting is warned of only if it has reported
+    that since the scheduler connected.
     """
 
     def __init__(self) -> None:
         self._absent: dict[int, str] = {}
-        self._since_s = 0.0
+        # When each absent worker first said so to a scheduler that is connected.
+        self._news_s: dict[int, float] = {}
         self._said: set[int] = set()
-        self._heard = True
 
     def __repr__(self) -> str:
         return f"WorkerLinks(absent: {self._absent})"
@@ -82,7 +85,7 @@ class WorkerLinks:
     def will_say(self) -> bool:
         """Returns True if a worker was absent when there was no server and has not reported since:
         it may have a session again."""
-        return bool(self._absent) and not self._heard
+        return any(rank not in self._news_s for rank in self._absent)
 
     def told(self, links: Mapping[int, str], now_s: float, is_connected: bool = True) -> None:
         """Processes the reports of workers.
@@ -90,40 +93,51 @@ class WorkerLinks:
         links: by rank, why it has no session; empty if it has a session.
         is_connected: whether the scheduler's own session is connected.
         """
-        if links:
-            self._heard = is_connected
         for rank, why in links.items():
-            if not why:
-                self._absent.pop(rank, None)
-                self._said.discard(rank)
+            if why:
+                self._absent[rank] = why
+                if is_connected:
+                    self._news_s.setdefault(rank, now_s)
                 continue
-            if not self._absent:
-                self._since_s = now_s
-            self._absent[rank] = why
+            self._absent.pop(rank, None)
+            self._news_s.pop(rank, None)
+            if rank in self._said:
+                self._said.discard(rank)
+                logger.info(
+                    "hotkv: worker %d has a session with the KV cache server now; the warning "
+                    "that it has none no longer holds",
+                    rank,
+                )
 
-    def check(self, is_connected: bool, now_s: float, patience_s: float | None = None) -> None:
+    def check(self, is_connected: bool, now_s: float) -> None:
         """Warns once of each worker that stays absent while the scheduler's own session is
         connected."""
-        if not self._absent:
-            return
         if not is_connected:
             # The scheduler's own session logs that there is no server.
-            self._since_s = now_s
+            self._news_s.clear()
             return
-        if now_s < self._since_s + (ABSENCE_PATIENCE_S if patience_s is None else patience_s):
-            return
+        for rank, since_s in self._news_s.items():
+            if now_s >= since_s + ABSENCE_PATIENCE_S:
+                self._warn(rank)
+
+    def check_start(self) -> None:
+        """Warns of each worker that the server has refused by the time the scheduler connected."""
         for rank, why in self._absent.items():
-            if rank not in self._said:
-                self._said.add(rank)
-                logger.warning(
-                    "hotkv: worker %d has no session with the KV cache server (%s), so this "
-                    "engine neither loads nor stores; the server "
-                    "must run on the worker's node, answer at hotkv.target and be able to map "
-                    "its memory (a unix: target; for CUDA a "
-                    "server with the same GPU). The worker goes on trying",
-                    rank,
-                    why,
-                )
+            if why != STILL_CONNECTING:
+                self._warn(rank)
+
+    def _warn(self, rank: int) -> None:
+        if rank in self._said:
+            return
+        self._said.add(rank)
+        logger.warning(
+            "hotkv: worker %d has no session with the KV cache server (%s), so this engine neither "
+            "loads nor stores; the server must run on the worker's node, answer at hotkv.target "
+            "and be able to map its memory (a unix: target; for CUDA a server with the same GPU). "
+            "The worker goes on trying",
+            rank,
+            self._absent[rank],
+        )
 
 
 # ------------------------------------------------------------------------ handshakes that come late
@@ -447,6 +461,7 @@ class Sharing:
         self.joining: Joining | None = None
         self.links = WorkerLinks()
         self.weights = Rekeying(self._num_ranks, "")
+        self._has_said_on = False
 
     def __repr__(self) -> str:
         return f"Sharing({'on' if self.cache else 'off'}, {self.weights}, {self.links})"
@@ -537,14 +552,32 @@ class Sharing:
                 "names media by a counter where mm_processor_cache_gb is 0 and prefix caching is "
                 "off; turn one of them on"
             )
-        if cache.session.wait_connected(wait_s):
-            # The workers have waited as long.
-            self.links.check(True, time.monotonic(), 0.0)
+        if not cache.session.wait_connected(wait_s):
+            logger.warning(
+                "hotkv: no KV cache server answers at hotkv.target (%s): the engine runs without "
+                "it and goes on trying. `hotkv doctor --target %s` finds the cause",
+                self._engine.config.target,
+                self._engine.config.target,
+            )
+        else:
+            self.links.check_start()
+            self.say()
             # Touches the mapped table once, so that the first request need not.
             for index in range(len(agreement.space.groups)):
                 cache.session.probe(index, [bytes(agreement.space.hash_bytes)])
 
     # ---------------------------------------------------------------------------------------- steps
+
+    def say(self) -> None:
+        """Logs once that hotkv is on, as soon as all sessions are there; again after a loss."""
+        is_on = self.is_connected and self.links.are_complete
+        if is_on and not self._has_said_on and self.cache is not None:
+            logger.info(
+                "hotkv on: %s of this model's KV are here (%s)",
+                human_bytes(self.cache.session.stored_bytes),
+                self._engine.config.target,
+            )
+        self._has_said_on = is_on
 
     def is_other(self, identity: str) -> bool:
         """Returns True if `adopt` would begin another key space."""

@@ -109,6 +109,7 @@ class StepPlanner:
         cache = sharing.cache or cache
         cache.planner.is_rekeying = sharing.weights.under_way
         sharing.links.check(sharing.is_connected, now_s)
+        sharing.say()
         cache.reports.send(now_s)
         cache.reset.step(now_s)
         cache.finder.patience.begin_step()

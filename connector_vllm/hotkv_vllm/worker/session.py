@@ -31,7 +31,7 @@ from hotkv_vllm.identity import ranks
 from hotkv_vllm.identity.adapter_watch import AdapterWatch, watch_adapters
 from hotkv_vllm.identity.rekeying import RankWeights, WeightsOrder
 from hotkv_vllm.identity.weights_watch import watch_callers
-from hotkv_vllm.metadata import HotKVHandshake, LoadJob, StoreJob
+from hotkv_vllm.metadata import STILL_CONNECTING, HotKVHandshake, LoadJob, StoreJob
 from hotkv_vllm.sparse.shared import HANDLE, shared_pool
 from hotkv_vllm.sparse.worker import SparseWorker
 from hotkv_vllm.worker.device_order import Mark, Marks, marks_for
@@ -363,4 +363,4 @@ class RankSession:
         return {self.place.rank: "" if self._logged_link else self._why_absent()}
 
     def _why_absent(self) -> str:
-        return (self._state_log is not None and self._state_log.why) or "not connected yet"
+        return (self._state_log is not None and self._state_log.why) or STILL_CONNECTING

@@ -247,6 +247,7 @@ class SessionOpened(google.protobuf.message.Message):
     WANTS_TOKEN_IDS_FIELD_NUMBER: builtins.int
     FEATURES_FIELD_NUMBER: builtins.int
     SALTS_FIELD_NUMBER: builtins.int
+    STORED_BYTE_COUNT_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     """Protocol version of the session: the newest that both sides speak."""
     session_id: builtins.str
@@ -263,6 +264,8 @@ class SessionOpened(google.protobuf.message.Message):
     """Software and version, for people."""
     wants_token_ids: builtins.bool
     """True if the server publishes events; they need BlockRun.token_ids."""
+    stored_byte_count: builtins.int
+    """Bytes of the key space that are in host memory, for people."""
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Feature.ValueType]:
         """Features that both sides know."""
@@ -285,8 +288,9 @@ class SessionOpened(google.protobuf.message.Message):
         wants_token_ids: builtins.bool = ...,
         features: collections.abc.Iterable[Global___Feature.ValueType] | None = ...,
         salts: collections.abc.Iterable[builtins.int] | None = ...,
+        stored_byte_count: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "features", b"features", "has_descriptor_socket", b"has_descriptor_socket", "key_space_id", b"key_space_id", "protocol_version", b"protocol_version", "salts", b"salts", "server_name", b"server_name", "session_id", b"session_id", "wants_token_ids", b"wants_token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "features", b"features", "has_descriptor_socket", b"has_descriptor_socket", "key_space_id", b"key_space_id", "protocol_version", b"protocol_version", "salts", b"salts", "server_name", b"server_name", "session_id", b"session_id", "stored_byte_count", b"stored_byte_count", "wants_token_ids", b"wants_token_ids"]) -> None: ...
 
 Global___SessionOpened: typing_extensions.TypeAlias = SessionOpened
 

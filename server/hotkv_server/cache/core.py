@@ -205,6 +205,10 @@ class CacheCore(CacheBooks):
         else:
             self._reservations.end(lease)
 
+    def used_bytes(self, key_space_id: int) -> int:
+        """Returns the bytes of host memory that a key space takes."""
+        return self.space.books.used_bytes[key_space_id]
+
     # Transfers
 
     def begin_load(

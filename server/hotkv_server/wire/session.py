@@ -528,6 +528,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                 wants_token_ids=any(one.wants_token_ids for one in self._node.capabilities),
                 features=[session_pb2.Feature.ValueType(int(f)) for f in sorted(features)],
                 salts=_salts(opening, session.key_space),
+                stored_byte_count=self._node.core.used_bytes(session.record.key_space_id),
             ),
         )
 

@@ -6,6 +6,7 @@ same bytes. The bytes of every slot in use count for its key space and tenant. A
 entry is never evicted.
 """
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -45,7 +46,10 @@ EVICTED_PER_PART = 1 << 12
 
 
 class Books:
-    """Index, pool, tenants, policy and representations of a tier."""
+    """Index, pool, tenants, policy and representations of a tier.
+
+    used_bytes: bytes of the slots in use, by number of the key space.
+    """
 
     def __init__(
         self, index: BlockIndex, pool: SlabPool, tenants: TenantBook, policy: Policy
@@ -54,6 +58,7 @@ class Books:
         self.pool = pool
         self.tenants = tenants
         self.policy = policy
+        self.used_bytes: Counter[int] = Counter()
         self.representations = Representations(index, self.free_slots)
 
     def __repr__(self) -> str:
@@ -65,8 +70,13 @@ class Books:
         for rows in parts:
             slot_bytes = int(rows[0, table.W_SIZE]) * table.SLOT_ALIGN
             offsets = rows[:, table.W_OFFSET].astype(np.int64) * table.SLOT_ALIGN
-            self.tenants.count(int(rows[0, table.W_KEY_SPACE]), -len(rows) * slot_bytes)
+            self.count(int(rows[0, table.W_KEY_SPACE]), -len(rows) * slot_bytes)
             self.pool.free(slot_bytes, offsets)
+
+    def count(self, key_space_id: int, more_bytes: int) -> None:
+        """Counts bytes as in use for a key space and its tenant, or as free if negative."""
+        self.used_bytes[key_space_id] += more_bytes
+        self.tenants.count(key_space_id, more_bytes)
 
     def free_numbers(self) -> int:
         """Returns how many more entries can be inserted."""
@@ -95,12 +105,12 @@ class Books:
         self.representations.check_invariants()
         live = np.flatnonzero(self.index.states()).astype(np.uint32)
         key_spaces, sizes = self.index.keys(live)[0], self.index.slot_bytes(live)
-        self.tenants.check(
-            {
-                number: int(sizes[key_spaces == number].sum())
-                for number in np.unique(key_spaces).tolist()
-            }
-        )
+        used = {
+            number: int(sizes[key_spaces == number].sum())
+            for number in np.unique(key_spaces).tolist()
+        }
+        self.tenants.check(used)
+        assert +self.used_bytes == Counter(used), "bytes of key spaces miscounted"
         offsets = self.index.offsets(live)
         order = np.argsort(offsets)
         ends = offsets[order] + sizes[order]
