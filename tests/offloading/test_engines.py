@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.offloading.engines import door_config
-from tests.support.waiting import wait_for
+from tests.support.waiting import stop, wait_for
 from tests.vllm.adapters import LORA, adapter, write_adapter
 from tests.vllm.checkpoint import write_weights
 from tests.vllm.processes import Daemon, EngineProcess, Engines
@@ -255,7 +255,7 @@ def test_a_killed_engine_leaves_no_half_written_block(own_daemon, start):
     engine = start(own_daemon)
     batch = prompts(9, (900,) * 6)
     cold = start(own_daemon, door={"hotkv.target": "unix:/nowhere/grpc.sock"}).ask_each(batch, 6)
-    os.kill(own_daemon.pid, signal.SIGSTOP)
+    stop(own_daemon.pid)
     engine.ask_each(batch, 6)
     engine.kill()
     os.kill(own_daemon.pid, signal.SIGCONT)

@@ -14,6 +14,7 @@ from hotkv_vllm.offloading import scheduler
 from hotkv_vllm.offloading.scheduler import DoorScheduler
 from hotkv_vllm.stats import HookClock, HotKVStats
 from tests.offloading.rig import Rig, keys_of
+from tests.support.waiting import stop
 from tests.vllm.processes import Daemon
 
 KEYS = keys_of("idle", 30)
@@ -86,7 +87,7 @@ def test_a_server_that_hangs_is_not_waited_for(
 ) -> None:
     side = side_of(reader, monkeypatch, wait_s=0.001)
     context = reader.request(KEYS)
-    os.kill(own_daemon.pid, signal.SIGSTOP)
+    stop(own_daemon.pid)
     assert reader.lookup_once(context, KEYS) is None
     assert not side.promote(reader.manager)
     side.end_step()

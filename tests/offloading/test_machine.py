@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.offloading.rig import Rig, keys_of
+from tests.support.waiting import stop
 from tests.vllm.processes import Daemon
 
 PROMPTS = {name: keys_of(name, count) for name, count in (("a", 6), ("b", 30), ("c", 90))}
@@ -90,7 +91,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: not (self.is_stopped or self.is_dead))
     @rule()
     def stop(self):
-        os.kill(self.server.pid, signal.SIGSTOP)
+        stop(self.server.pid)
         self.is_stopped = True
 
     @precondition(lambda self: self.is_stopped)

@@ -18,7 +18,7 @@ from hotkv_vllm.config import ConfigError
 from hotkv_vllm.offloading.requests import SHARE_ALONE, SHARE_TOGETHER
 from hotkv_vllm.offloading.tier import HELD_STEPS
 from tests.offloading.rig import Rig, keys_of
-from tests.support.waiting import wait_for
+from tests.support.waiting import stop, wait_for
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_a_server_that_hangs_costs_a_request_its_patience_only(own_daemon):
     writer = Rig(own_daemon.target).connected()
     writer.store(keys)
     reader = Rig(own_daemon.target).connected()
-    os.kill(own_daemon.pid, signal.SIGSTOP)
+    stop(own_daemon.pid)
     assert reader.hits(keys, patience_s=20.0) == 0
     assert reader.hits(keys, patience_s=1.0) == 0, "the next request does not wait"
     os.kill(own_daemon.pid, signal.SIGCONT)
@@ -207,7 +207,7 @@ def test_a_server_that_hangs_costs_a_request_its_patience_only(own_daemon):
 def test_rows_of_a_store_are_free_again_although_the_server_hangs(own_daemon):
     keys = keys_of("hung store", 10)
     writer = Rig(own_daemon.target, **{"hotkv.store_timeout_s": 0.2}).connected()
-    os.kill(own_daemon.pid, signal.SIGSTOP)
+    stop(own_daemon.pid)
     writer.store(keys)
     # The rows get other bytes before the server reads them.
     writer.rows[:] = 7
@@ -224,7 +224,7 @@ def test_a_reset_does_not_wait_for_a_lease_that_is_never_answered(own_daemon):
     writer.store(keys)
     reader = Rig(own_daemon.target).connected()
     context = reader.request(keys)
-    os.kill(own_daemon.pid, signal.SIGSTOP)
+    stop(own_daemon.pid)
     assert reader.lookup_once(context, keys) is None
     reader.step()
     resetting = threading.Thread(target=reader.manager.reset_cache)
@@ -241,7 +241,7 @@ def test_a_server_killed_under_a_load_costs_a_miss_and_is_offered_again_what_it_
     writer = Rig(own_daemon.target).connected()
     writer.store(keys)
     reader = Rig(own_daemon.target).connected()
-    os.kill(own_daemon.pid, signal.SIGSTOP)
+    stop(own_daemon.pid)
     context = reader.request(keys)
     assert reader.lookup_once(context, keys) is None
     reader.step()

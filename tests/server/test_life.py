@@ -35,7 +35,7 @@ from tests.server.nodes import SPACE
 from tests.server.places import load as load_blocks
 from tests.server.places import store as store_blocks
 from tests.server.support import block_ids, hashes
-from tests.support.waiting import wait_for
+from tests.support.waiting import stop, wait_for
 
 Make = Callable[..., PagedEngine]
 
@@ -153,7 +153,7 @@ def load_of_a_hung_server(server: Server, one: PagedEngine) -> "Future[TransferR
     blocks = hashes(64)
     store_blocks(one, blocks)
     one.session.acquire("l", [GroupHashes(0, blocks)]).result(60)
-    os.kill(server.pid, signal.SIGSTOP)
+    stop(server.pid)
     return one.session.load("l", "l", [LoadRun(0, block_ids(64), block_ids(64, 64))], 20)
 
 
@@ -258,7 +258,7 @@ def test_a_hung_server_never_commits_what_was_taken_back(
         parts, names = [hashes(16), hashes(16)], [f"s{turn}-{n}" for n in range(2)]
         one.kv[:, :32] = 7
         if turn == UNSEEN:
-            os.kill(own_server.pid, signal.SIGSTOP)
+            stop(own_server.pid)
         stores = [
             one.session.store(name, name, [BlockRun(0, blocks, block_ids(16, 16 * n))], 20)
             for n, (name, blocks) in enumerate(zip(names, parts, strict=True))
@@ -268,7 +268,7 @@ def test_a_hung_server_never_commits_what_was_taken_back(
                 store.result(60)
         elif turn != UNSEEN:
             time.sleep(random.uniform(0, 0.002))
-        os.kill(own_server.pid, signal.SIGSTOP)
+        stop(own_server.pid)
         take_back(one, names, stores)
         one.kv[:, :32] = 13
         os.kill(own_server.pid, signal.SIGCONT)

@@ -2,7 +2,6 @@
 anything else."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 from hotkv_client import BlockResult, Evicted, GroupHashes, LoadRun, TransferStatus
 from tests.server.places import FLAGS, NUM_BLOCKS, Place, found, load, place, spoil, store
 from tests.server.support import block_ids, hashes
-from tests.support.waiting import wait_for
+from tests.support.waiting import stop, wait_for
 
 __all__ = ["place"]
 
@@ -130,7 +129,7 @@ def test_what_does_not_fit_is_left_behind(place: Place) -> None:
 
 def test_one_arena_has_one_server_also_while_that_one_hangs(place: Place) -> None:
     server = place.start()
-    os.kill(server.pid, signal.SIGSTOP)
+    stop(server.pid)
     arena = place.folder / "arena"
     for runtime in ("run", "other"):
         command = [sys.executable, "-m", "hotkv_server.cli", "run", *FLAGS]

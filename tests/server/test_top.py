@@ -25,7 +25,7 @@ from hotkv_client.command import cli
 from hotkv_client.command.top import live, screen
 from hotkv_client.command.top.figures import Figures, Reading, figures_of, read
 from tests.server.page_support import BLOCK_TOKENS, Traffic
-from tests.support.waiting import wait_for
+from tests.support.waiting import stop, wait_for
 
 BLOCKS, BLOCK_BYTES, SWAPPED_BYTES = 4, 8192, 4096
 TOKENS = BLOCK_TOKENS * BLOCKS + 3
@@ -210,7 +210,7 @@ def test_the_screen_goes_on_while_its_server_hangs_dies_and_comes_back() -> None
             terminal, hanging = Terminal(first), Terminal(first, "--timeout-s", "300")
             terminal.wait("no engine is connected")
             hanging.wait("by loaded")
-            os.kill(first.pid, signal.SIGSTOP)
+            stop(first.pid)
             for word in ("by stored", "by hits"):
                 hanging.press("s")
                 hanging.wait(word)

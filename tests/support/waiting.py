@@ -1,7 +1,10 @@
 """Waiting for a condition, with a deadline."""
 
+import os
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 WAIT_S = 60.0
 LONGEST_PAUSE_S = 0.05
@@ -15,3 +18,19 @@ def wait_for(reached: Callable[[], object], what: str = "it", within_s: float = 
         assert time.monotonic() < until_s, f"{what}: not within {within_s:g} s"
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
+
+
+def stop(pid: int) -> None:
+    """Stops a process. Returns only when each of its threads has stopped: on a busy machine they go
+    on for a moment."""
+
+    def has_stopped() -> bool:
+        stats = Path(f"/proc/{pid}/task").glob("*/stat")
+        try:
+            return all(stat.read_text().rsplit(")", 1)[1].split()[0] in "TZ" for stat in stats)
+        except OSError:
+            # A thread has ended meanwhile.
+            return False
+
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(has_stopped)

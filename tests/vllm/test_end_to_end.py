@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.waiting import wait_for
+from tests.support.waiting import stop, wait_for
 from tests.vllm.processes import Daemon, EngineProcess, Engines
 from tests.vllm.runs import NOISE, RANDOM, _state, difference, hits, prompts, settled
 from tests.vllm.tiny import write_model
@@ -79,7 +79,7 @@ def test_a_server_that_comes_hangs_and_is_killed_in_the_middle(
     hits_again()
     assert engine.log().count("hotkv scheduler: the KV cache server is there") == 1
     assert engine.log().count("hotkv on: 0 B of this model") == 1
-    os.kill(daemon.pid, signal.SIGSTOP)
+    stop(daemon.pid)
     answers_as_before(batch)
     assert answers_as_before()["seconds"] < 30
     os.kill(daemon.pid, signal.SIGCONT)
