@@ -17,7 +17,7 @@ from hotkv_proto.table import SLOT_ALIGN, STATE_READY, STATE_RESERVED
 from hotkv_server.cache import inspect
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.slabs import ABSENT, FREE
-from hotkv_server.cache.values import HashList, Run
+from hotkv_server.cache.values import Cause, HashList, Run
 from tests.core.support import SLAB, World, begin_store, evict, flush, words_of
 
 SERVER = Path(hotkv_server.__file__).parent
@@ -122,10 +122,10 @@ def test_an_answer_stays_as_it_is() -> None:
     assert evict(cache.core, 1, 0, words_of([1, 2])) == (2, 0)
     cache.store(cache.session, [8, 9])
     assert [block.hash_words.tolist() for block in blocks] == hashes
-    assert (prompt.words != 0).tolist() == [True, True, False] and not prompt.evicted.any()
+    assert (prompt.words != 0).tolist() == [True, True, False] and not prompt.causes.any()
     assert counters["stored_blocks"] == 2
     later = inspect.prompt_blocks(cache.core, 1, 0, words_of([1, 2, 3]))
-    assert not later.words.any() and later.evicted.tolist() == [True, True, False]
+    assert not later.words.any() and later.causes.tolist() == [Cause.OPERATOR, Cause.OPERATOR, 0]
     assert inspect.blocks(cache.core, [30]) == []
 
 

@@ -19,6 +19,7 @@ from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.values import Cause
 from tests.core.cache_model import no_room_left
 from tests.core.support import RUNS_PER_ARENA, SLAB, AnyRuns, insert, make_table, words_of
 
@@ -183,25 +184,42 @@ class SpaceMachine(AnyRuns):
 TestSpaceMachine = SpaceMachine.TestCase
 
 
+@pytest.mark.parametrize("num_ghosts", [7, removal.GHOST_KEYS])
 @pytest.mark.parametrize("max_fresh", [0, 3, removal.MAX_FRESH])
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=30))
-def test_the_last_that_were_evicted_are_remembered(
-    monkeypatch: pytest.MonkeyPatch, steps: list[tuple[bool, int]], max_fresh: int
+@given(
+    steps=st.lists(
+        st.tuples(st.sets(st.integers(0, 9), min_size=1), st.sampled_from(list(Cause))), max_size=30
+    )
+)
+def test_the_last_that_were_removed_are_remembered_with_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+    steps: list[tuple[set[int], Cause]],
+    max_fresh: int,
+    num_ghosts: int,
 ) -> None:
-    """Asked again and again, while others go; however often all are sorted anew."""
+    """Asked again and again, while others go and some come back; however often all are sorted
+    anew."""
     monkeypatch.setattr(removal, "MAX_FRESH", max_fresh)
-    space = Space(make_table(100), SLAB, SLAB, POLICIES["lru"](100))
+    monkeypatch.setattr(removal, "GHOST_KEYS", num_ghosts)
+    space = Space(make_table(100), 4 * SLAB, SLAB, POLICIES["lru"](100))
     space.index.add_key_space(1, [7])
-    first = 0
-    for evicts, count in steps:
-        hashes = words_of(range(first, first + count))
-        entries = insert(space, 1, 0, hashes, SLOT_ALIGN, np.arange(count))
-        space.publish(entries, float(first))
-        if evicts:
-            space.removal.evict(entries)
-        first += count
-        named = words_of(range(first + 3))
-        is_gone = space.index.find(1, 0, named) == 0
-        is_gone[first:] = False
-        assert np.array_equal(space.removal.was_evicted(1, 0, named), is_gone)
+    everything, removed = words_of(range(12)), list[tuple[int, Cause]]()
+    for numbers, cause in steps:
+        words = space.index.find(1, 0, everything)
+        for number in sorted(numbers):
+            if words[number] == 0:
+                (entry,) = insert(space, 1, 0, words_of([number]), SLOT_ALIGN, np.arange(1))
+                space.publish(np.array([entry]), 0.0)
+        words = space.index.find(1, 0, everything)
+        going = words[sorted(numbers)]
+        if cause in (Cause.FLUSH, Cause.DAMAGE):
+            space.removal.flush(going, cause)
+        elif cause:
+            space.removal.evict(going, cause)
+        if cause:
+            removed += [(number, cause) for number in sorted(numbers)]
+        causes = space.removal.causes(1, 0, everything).tolist()
+        for number, last in dict(removed[-num_ghosts:]).items():
+            assert causes[number] == last
+        assert all(not causes[n] or n in dict(removed) for n in range(12))

@@ -32,7 +32,7 @@ class _BlockVerdictEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     BLOCK_VERDICT_RESERVED: _BlockVerdict.ValueType  # 2
     """It would not: it is being written."""
     BLOCK_VERDICT_EVICTED: _BlockVerdict.ValueType  # 3
-    """It would not: it was evicted to make room for other blocks."""
+    """It would not: it was removed lately. BlockExplanation.detail says why."""
     BLOCK_VERDICT_NEVER_STORED: _BlockVerdict.ValueType  # 4
     """It would not: it was never stored, or was evicted so long ago that the server has forgotten it."""
     BLOCK_VERDICT_BELOW: _BlockVerdict.ValueType  # 5
@@ -48,7 +48,7 @@ BLOCK_VERDICT_READY: BlockVerdict.ValueType  # 1
 BLOCK_VERDICT_RESERVED: BlockVerdict.ValueType  # 2
 """It would not: it is being written."""
 BLOCK_VERDICT_EVICTED: BlockVerdict.ValueType  # 3
-"""It would not: it was evicted to make room for other blocks."""
+"""It would not: it was removed lately. BlockExplanation.detail says why."""
 BLOCK_VERDICT_NEVER_STORED: BlockVerdict.ValueType  # 4
 """It would not: it was never stored, or was evicted so long ago that the server has forgotten it."""
 BLOCK_VERDICT_BELOW: BlockVerdict.ValueType  # 5

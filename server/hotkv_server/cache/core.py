@@ -31,6 +31,7 @@ from hotkv_server.cache.seams import StorePins
 from hotkv_server.cache.sessions import check_named
 from hotkv_server.cache.values import (
     BoolMask,
+    Cause,
     CoreConfig,
     Entries,
     EvictionNotice,
@@ -329,7 +330,7 @@ class CacheCore(CacheBooks):
             entries = entries[
                 same & (index.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16) != 0)
             ]
-            dropped = self.space.removal.evict(entries)
+            dropped = self.space.removal.evict(entries, Cause.OPERATOR)
             yield dropped, len(entries) - dropped
 
     def evict_all(self, key_space_id: int) -> Iterator[tuple[int, int]]:
@@ -341,7 +342,7 @@ class CacheCore(CacheBooks):
         if key_space_id:
             self.key_space(key_space_id)
         for entries in self._ready_blocks(key_space_id):
-            dropped = self.space.removal.evict(entries)
+            dropped = self.space.removal.evict(entries, Cause.OPERATOR)
             yield dropped, len(entries) - dropped
 
     def flush(self, key_space_id: int) -> Iterator[int]:

@@ -173,13 +173,13 @@ class PromptBlocks:
 
     hashes: hash words [n, 8].
     words: entry words [n], as in `BlockTable`.
-    evicted: whether each block is among the last removed [n].
+    causes: `Cause` of each block's removal [n], as far as it is remembered.
     below: whether each block lies in a tier below [n].
     """
 
     hashes: Words
     words: NDArray[np.uint32]
-    evicted: BoolMask
+    causes: NDArray[np.uint8]
     below: BoolMask
 
 
@@ -353,7 +353,7 @@ def prompt_blocks(
     return PromptBlocks(
         hashes,
         core.space.index.find(key_space_id, group_index, hashes),
-        core.space.removal.was_evicted(key_space_id, group_index, hashes),
+        core.space.removal.causes(key_space_id, group_index, hashes),
         below,
     )
 

@@ -145,6 +145,20 @@ class Reservation:
     ttl_s: float
 
 
+class Cause(enum.IntEnum):
+    """Why a block was removed. NONE: it is not among the last remembered blocks."""
+
+    NONE = 0
+    ROOM = 1
+    """It made room for others."""
+    OPERATOR = 2
+    """A call evicted it."""
+    FLUSH = 3
+    """Its key space was flushed."""
+    DAMAGE = 4
+    """Its bytes did not have their check value."""
+
+
 @dataclass(frozen=True, slots=True)
 class EvictionNotice:
     """Effect: notify the sessions of this key space that these blocks were removed. `hashes`: words

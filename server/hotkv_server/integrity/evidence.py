@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.values import Entries
+from hotkv_server.cache.values import Cause, Entries
 from hotkv_server.integrity.check_values import Int64s, Sums
 
 
@@ -57,5 +57,5 @@ def condemn(core: CacheCore, entries: Entries) -> None:
     core.space.representations.drop(entries[alone])
     core.condemned(entries[~alone])
     core.retention_pins.let_go(entries[~alone])
-    core.space.removal.flush(entries[~alone])
+    core.space.removal.flush(entries[~alone], Cause.DAMAGE)
     core.counters.condemned_blocks += int((~alone).sum())

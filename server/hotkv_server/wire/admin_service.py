@@ -17,7 +17,7 @@ from hotkv_proto.table import RESERVED_FLAG
 from hotkv_proto.v1 import admin_pb2, admin_pb2_grpc
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from hotkv_server.cache import inspect
-from hotkv_server.cache.values import DISK_TIER
+from hotkv_server.cache.values import DISK_TIER, Cause
 from hotkv_server.node.capability import Lying, tell
 from hotkv_server.node.node import Node
 from hotkv_server.node.reports import WatchedReport
@@ -32,6 +32,14 @@ from hotkv_server.wire.errors import answer, stream
 
 HITS = (admin_pb2.BLOCK_VERDICT_READY, admin_pb2.BLOCK_VERDICT_BELOW)
 """Verdicts of blocks that would hit."""
+GONE = {
+    Cause.NONE: "or evicted long ago",
+    Cause.ROOM: "it made room for others",
+    Cause.OPERATOR: "`hotkv evict` or another call removed it",
+    Cause.FLUSH: "a flush of its key space dropped it",
+    Cause.DAMAGE: "its bytes were damaged",
+}
+"""Details of blocks that are not here, by the cause of their removal."""
 HOST = "host"
 MAX_BLOCKS = 1 << 16
 """Most blocks of an answer, over all key spaces."""
@@ -136,12 +144,13 @@ def _explain(
                 text = "a lease brings it up" if one.is_up else "but that is down"
                 text = f"{where}; {text}"
             elif word == 0:
+                cause = Cause(int(group.causes[depth]))
                 verdict = (
                     admin_pb2.BLOCK_VERDICT_EVICTED
-                    if group.evicted[depth]
+                    if cause
                     else admin_pb2.BLOCK_VERDICT_NEVER_STORED
                 )
-                text = "it made room for others" if group.evicted[depth] else "or evicted long ago"
+                text = GONE[cause]
             elif word >= RESERVED_FLAG:
                 verdict, text = admin_pb2.BLOCK_VERDICT_RESERVED, "it is being written"
             else:

@@ -20,7 +20,7 @@ from hotkv_server.cache.room.policies.protocol import Policy
 from hotkv_server.cache.room.shares import Payers, TenantBook
 from hotkv_server.cache.room.slabs import ABSENT, FREE, SlabPool
 from hotkv_server.cache.table.index import BlockIndex, Keys, Representations
-from hotkv_server.cache.values import BoolMask, Entries, EvictionNotice, Int64s
+from hotkv_server.cache.values import BoolMask, Cause, Entries, EvictionNotice, Int64s
 
 T = TypeVar("T")
 Parts = Generator[None, None, T]
@@ -153,12 +153,13 @@ class Removal:
         self._books = books
         self.index = books.index
         self._representations = books.representations
-        # A ring; `_next_ghost` is the place of the oldest key.
+        # A ring of keys and their causes; `_next_ghost` is the place of the oldest.
         self._ghosts = np.zeros(GHOST_KEYS, np.uint64)
+        self._causes = np.zeros(GHOST_KEYS, np.uint8)
         self._next_ghost = 0
         # A sorted copy, `_num_fresh` removals old. Each report of a request searches it, and
         # sorting all keys takes milliseconds.
-        self._sorted_ghosts = np.sort(self._ghosts)
+        self._sorted = _in_order(self._ghosts, self._causes)
         self._num_fresh = 0
 
     def __repr__(self) -> str:
@@ -169,21 +170,21 @@ class Removal:
         effects, self.effects = self.effects, []
         return effects
 
-    def evict(self, entries: Entries) -> int:
+    def evict(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
         """Evicts the given entries that are ready and not pinned. Returns how many it evicted.
 
         Blocks are evicted with a notice, representations without.
         """
         going = entries[self.index.evictable(entries)]
         alone = self._representations.among(going)
-        count = self.evict_blocks(going[~alone])
+        count = self.evict_blocks(going[~alone], cause)
         # Some of the representations were removed with their blocks.
         rest = going[alone]
         rest = rest[self.index.evictable(rest)]
         self._representations.drop(rest)
         return count + len(rest)
 
-    def evict_blocks(self, entries: Entries) -> int:
+    def evict_blocks(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
         """Evicts blocks that the caller knows to be evictable. Returns how many it evicted."""
         if len(entries):
             keys = self.index.mixed(entries)
@@ -192,18 +193,18 @@ class Removal:
                 self.ages_s.add_all(np.maximum(self.now_s - used_s, 0.0))
             self._books.policy.forget(entries, keys, evicted=True)
             parts = self.index.remove(entries, keys)
-            self._give_notice(parts, keys)
+            self._give_notice(parts, keys, cause)
             self._books.free_slots(parts)
             self._representations.follow(parts)
             self.evicted_blocks += len(entries)
         return len(entries)
 
-    def flush(self, entries: Entries) -> None:
+    def flush(self, entries: Entries, cause: Cause = Cause.FLUSH) -> None:
         """Removes ready blocks, with a notice. Pinned blocks keep their slots until they are
         reaped."""
         keys = self.index.mixed(entries)
         parts = self.index.parts(self.index.table.records[entries])
-        self._give_notice(parts, keys)
+        self._give_notice(parts, keys, cause)
         self._books.policy.forget(entries, keys, evicted=False)
         is_pinned = self.index.pins[entries] > 0
         self._books.free_slots(self.index.remove(entries[~is_pinned], keys[~is_pinned]))
@@ -238,19 +239,22 @@ class Removal:
                 self.index.remove_detached(part)
                 self._books.free_slots(self.index.parts(rows))
 
-    def was_evicted(self, key_space_id: int, group_index: int, hashes: Words) -> BoolMask:
-        """Returns which keys [n] are among the last GHOST_KEYS removed keys. May include up to
-        MAX_FRESH older keys."""
+    def causes(self, key_space_id: int, group_index: int, hashes: Words) -> NDArray[np.uint8]:
+        """Returns the `Cause` of the last removal of each key [n], as far as it is among the last
+        GHOST_KEYS removed keys. May include up to MAX_FRESH older keys."""
         keys = self.index.mixed_hashes(key_space_id, group_index, hashes)
         if self._num_fresh > MAX_FRESH:
-            self._sorted_ghosts, self._num_fresh = np.sort(self._ghosts), 0
-        evicted = _are_among(keys, self._sorted_ghosts)
+            order = (self._next_ghost + np.arange(GHOST_KEYS)) % GHOST_KEYS
+            self._sorted = _in_order(self._ghosts[order], self._causes[order])
+            self._num_fresh = 0
+        causes = _causes_of(keys, *self._sorted)
         if self._num_fresh:
-            last = np.arange(self._next_ghost - self._num_fresh, self._next_ghost)
-            evicted |= _are_among(keys, np.sort(self._ghosts[last % GHOST_KEYS]))
-        return evicted
+            last = np.arange(self._next_ghost - self._num_fresh, self._next_ghost) % GHOST_KEYS
+            fresh = _causes_of(keys, *_in_order(self._ghosts[last], self._causes[last]))
+            causes = np.where(fresh, fresh, causes)
+        return causes
 
-    def _give_notice(self, parts: Sequence[Words], keys: Keys) -> None:
+    def _give_notice(self, parts: Sequence[Words], keys: Keys, cause: Cause) -> None:
         """Adds a notice for each part (records of the same key space and group) and remembers the
         keys."""
         for rows in parts:
@@ -260,19 +264,24 @@ class Removal:
                 EvictionNotice(key_space_id, group_index, np.ascontiguousarray(rows[:, :8]))
             )
         last = keys[-GHOST_KEYS:]
-        at = self._next_ghost
-        self._next_ghost = (at + len(last)) % GHOST_KEYS
+        at = (self._next_ghost + np.arange(len(last))) % GHOST_KEYS
+        self._ghosts[at], self._causes[at] = last, cause
+        self._next_ghost = (self._next_ghost + len(last)) % GHOST_KEYS
         self._num_fresh = min(self._num_fresh + len(last), GHOST_KEYS)
-        fitting = min(len(last), GHOST_KEYS - at)
-        self._ghosts[at : at + fitting] = last[:fitting]
-        self._ghosts[: len(last) - fitting] = last[fitting:]
 
 
-def _are_among(keys: Keys, ordered: Keys) -> BoolMask:
-    """Returns which keys [n] are in `ordered`, which is rising and not empty."""
-    places = np.minimum(np.searchsorted(ordered, keys), len(ordered) - 1)
-    found: BoolMask = ordered[places] == keys
-    return found
+def _in_order(keys: Keys, causes: NDArray[np.uint8]) -> tuple[Keys, NDArray[np.uint8]]:
+    """Returns keys and causes by rising key; of equal keys the last comes last."""
+    order = np.argsort(keys, kind="stable")
+    return keys[order], causes[order]
+
+
+def _causes_of(keys: Keys, ordered: Keys, causes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Returns the cause of each key [n] in `ordered`, which is rising and not empty; NONE if it is
+    missing."""
+    places = np.maximum(np.searchsorted(ordered, keys, side="right") - 1, 0)
+    found: NDArray[np.uint8] = np.where(ordered[places] == keys, causes[places], 0)
+    return found.astype(np.uint8)
 
 
 # Emptying slabs

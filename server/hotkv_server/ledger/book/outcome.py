@@ -15,7 +15,7 @@ from hotkv_proto.keys import KeySpace
 from hotkv_proto.reports import Miss
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.values import HashList
+from hotkv_server.cache.values import Cause, HashList
 
 ASKS_WHY = {
     Miss.ABSENT: Miss.IN_FLIGHT,
@@ -124,8 +124,9 @@ def _why(
     if not len(hashes):
         return Counter()
     words = core.space.index.find(key_space_id, group_index, hashes)
-    evicted = core.space.removal.was_evicted(key_space_id, group_index, hashes)
-    codes = np.where(evicted, int(Miss.EVICTED), int(Miss.NEVER_STORED))
+    causes = core.space.removal.causes(key_space_id, group_index, hashes)
+    # More memory would have kept only the blocks that made room.
+    codes = np.where(causes == Cause.ROOM, int(Miss.EVICTED), int(Miss.NEVER_STORED))
     for one in core.below:
         codes[one.find(key_space_id, HashList(group_index, hashes))] = int(Miss.LEFT_BELOW)
     codes[words >= table.RESERVED_FLAG] = int(Miss.IN_FLIGHT)

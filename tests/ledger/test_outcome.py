@@ -1,0 +1,34 @@
+"""Missed blocks have the reason of their removal: only blocks that made room ask for memory."""
+
+import pytest
+
+from hotkv_proto.reports import Miss
+from hotkv_server.cache.values import Cause
+from hotkv_server.ledger.book.outcome import note_outcome
+from tests.core.support import World, words_of
+
+
+@pytest.mark.parametrize("cause", list(Cause))
+def test_what_more_memory_would_have_kept_is_evicted(cause: Cause) -> None:
+    place = World()
+    session = place.open()
+    place.store(session, range(6))
+    words = place.core.space.index.find(session.key_space_id, 0, words_of(range(2, 6)))
+    removal = place.core.space.removal
+    if cause in (Cause.FLUSH, Cause.DAMAGE):
+        removal.flush(words, cause)
+    elif cause:
+        removal.evict(words, cause)
+    tokens = place.core.key_space(session.key_space_id).groups[0].block_tokens
+    outcome = note_outcome(
+        place.core,
+        session.key_space_id,
+        words_of(range(8)),
+        8 * tokens + 1,
+        0,
+        2 * tokens,
+        Miss.ABSENT,
+    )
+    evicted = outcome.missed_tokens.get(Miss.EVICTED, 0)
+    assert evicted == (4 * tokens if cause is Cause.ROOM else 0)
+    assert outcome.hit_tokens == {0: 2 * tokens}
