@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hotkv_proto.reports import Miss
 from hotkv_server.ledger.book.accounts import (
+    MAX_SPEEDS,
     NUM_HOURS,
     NUM_MINUTES,
     REASONS,
@@ -143,3 +144,30 @@ def test_a_clock_that_goes_back_hides_nothing_for_long(back: int, is_kept: bool)
     assert buckets.since(0, START - back)[0] == 2
     assert buckets.since(60, START - back)[0] == (2 if is_kept else 1)
     assert Miss.ABSENT not in REASONS
+
+
+@given(
+    reports=st.lists(
+        st.tuples(
+            st.sampled_from("abc"),
+            st.integers(0, 1000),
+            st.sampled_from([0.0, 0.5]),
+            st.sampled_from([0.0, 100.0, 2500.0]),
+        )
+    )
+)
+def test_a_hit_of_a_fresh_engine_saves_by_the_speed_of_the_engines_before(
+    reports: list[tuple[str, int, float, float]],
+) -> None:
+    accounts, known = Accounts(Columns(()), 0), dict[str, float]()
+    for name, hit_tokens, said_s, speed in reports:
+        known[name] = speed or known.get(name, 0.0)
+        expected = said_s or (hit_tokens / known[name] if known[name] else 0.0)
+        assert accounts.saved_s(name, hit_tokens, said_s, speed) == expected
+
+
+def test_speeds_are_bounded() -> None:
+    accounts = Accounts(Columns(()), 0)
+    for number in range(MAX_SPEEDS + 5):
+        accounts.saved_s(str(number), 1, 0.0, 10.0)
+    assert next(iter(accounts.speeds)) == "5" and len(accounts.speeds) == MAX_SPEEDS

@@ -34,6 +34,7 @@ def filled() -> tuple[Accounts, Forecast]:
         for who in (ONE, TWO):
             accounts.add(who, values, minute)
         forecast.observe(demand(), GIB, 1.0, minute)
+    assert accounts.saved_s("one", 100, 0.0, 500.0) == 0.2
     return accounts, forecast
 
 
@@ -50,7 +51,7 @@ def test_a_ledger_goes_on_where_it_was() -> None:
         old, new = (dict(one.since(seconds, now)) for one in (accounts, back))
         assert old.keys() == new.keys() and all(np.array_equal(old[k], new[k]) for k in old)
         assert forecast.outlook(seconds, GIB, now) == other.outlook(seconds, GIB, now)
-    assert back.began_minute == MINUTE
+    assert back.began_minute == MINUTE and back.speeds == accounts.speeds == {"one": 500.0}
     back.check_invariants()
     other.check_invariants()
     # What was seen before is no miss of an endless cache.

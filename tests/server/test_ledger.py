@@ -147,6 +147,21 @@ def test_what_no_engine_can_know_is_not_believed(server: Server, groups_engine: 
     assert row["misses"] == {"never_stored": 96, "partial_block": 3}
 
 
+def test_hits_of_a_fresh_engine_save_by_the_speed_of_the_one_before(
+    server: Server, groups_engine: Make
+) -> None:
+    """It has not computed a prompt yet, and may never: its hits are what hotkv is for."""
+    before, prompt = groups_engine("ledger-fresh"), hashes(4)
+    before.session.report_requests([RequestReport(prompt, 65, 0, 0, 0.0)], 160.0)
+    before.session.ping(10)
+    one = groups_engine("ledger-fresh")
+    report(one, RequestReport(prompt, 65, 16, 64, 0.0))
+    with AdminClient(server.target) as admin:
+        rows = {row["engine_id"]: row for row in admin.savings()["rows"]}
+    assert rows[one.session.config.engine_id]["saved_s"] == 48 / 160
+    assert rows[before.session.config.engine_id]["saved_s"] == 0
+
+
 def test_a_load_that_fails_takes_its_savings_back(server: Server, groups_engine: Make) -> None:
     one, prompt = groups_engine("ledger-failed"), hashes(4)
     one.store(BlockRun(0, prompt, block_ids(4)))

@@ -124,16 +124,21 @@ class LiveLedger:
             report.hit_tokens,
             report.miss,
         )
+        account = _account(session)
         usage = Usage(
             requests=1,
             prompt_tokens=report.prompt_tokens,
             device_hit_tokens=report.device_hit_tokens,
-            saved_s=report.saved_s,
+            saved_s=self.accounts.saved_s(
+                account.key_space,
+                sum(outcome.hit_tokens.values()),
+                report.saved_s,
+                session.prefill_tokens_per_s,
+            ),
             waited_s=report.wait_s,
             hit_tokens={self._tiers[at]: count for at, count in outcome.hit_tokens.items()},
             missed_tokens=outcome.missed_tokens,
         )
-        account = _account(session)
         self._count(account, usage)
         if report.report_id and outcome.hit_tokens:
             self._loads[session.secret_id, report.report_id] = _OpenLoad(account, usage)

@@ -249,14 +249,23 @@ class Account:
         return Account(OTHERS, OTHERS, OTHERS, OTHERS)
 
 
+MAX_SPEEDS = 1024
+"""Key spaces whose prefill speed is remembered."""
+
+
 class Accounts:
-    """All accounts. Times are in whole minutes since 1970."""
+    """All accounts. Times are in whole minutes since 1970.
+
+    speeds: prefill speed in tokens per second, by key space, as an engine last reported it. It
+        outlives the engine: a fresh engine hits before it has measured its own.
+    """
 
     def __init__(self, columns: Columns, minute: int, max_accounts: int = MAX_ACCOUNTS) -> None:
         self.columns = columns
         self.began_minute = minute
         self.num_folded = 0
         self.total = Buckets(len(columns), minute)
+        self.speeds: dict[str, float] = {}
         self._max_accounts = max_accounts
         # The least recently used account comes first.
         self._rows: OrderedDict[Account, Buckets] = OrderedDict()
@@ -275,6 +284,17 @@ class Accounts:
         self._rows.move_to_end(account)
         row.add(values, minute)
         self.total.add(values, minute)
+
+    def saved_s(self, key_space: str, hit_tokens: int, said_s: float, speed: float) -> float:
+        """Returns the seconds of prefill that a hit saved: `said_s` if its engine knows, else by
+        the key space's last known speed. `speed`: of the engine; 0 if unknown."""
+        if speed:
+            self.speeds.pop(key_space, None)
+            self.speeds[key_space] = speed
+            while len(self.speeds) > MAX_SPEEDS:
+                del self.speeds[next(iter(self.speeds))]
+        known = self.speeds.get(key_space, 0.0)
+        return said_s or (max(0, hit_tokens) / known if known else 0.0)
 
     def since(self, seconds: float, minute: int) -> list[tuple[Account, Values]]:
         """Returns the sums of each account that is not 0, as `Buckets.since`; the most recently

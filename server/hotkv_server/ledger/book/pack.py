@@ -12,6 +12,7 @@ identified by name, so tiers and reasons may be added and removed between two se
 """
 
 import json
+import math
 import struct
 import zlib
 from collections.abc import Iterable
@@ -44,6 +45,7 @@ class Kept:
     forecast: Buckets
     seen: Keys
     seen_share: float
+    speeds: dict[str, float]
 
     @property
     def tiers(self) -> list[str]:
@@ -68,6 +70,7 @@ def pack(accounts: Accounts, forecast: Forecast, seen: Keys, seen_share: float) 
         "forecast_columns": NAMES,
         "seen": len(seen),
         "seen_share": seen_share,
+        "speeds": accounts.speeds,
     }
     arrays = (array for table in [*tables, outlook] for array in table)
     return [json.dumps(text).encode(), *(array.tobytes() for array in arrays), seen.tobytes()]
@@ -106,14 +109,18 @@ def unpack(content: bytes) -> Kept:
         if not 0 < share <= 1:
             raise ValueError(f"seen_share is {share}")
         began, folded = int(text["began_minute"]), int(text["num_folded"])
+        speeds = {str(name): float(speed) for name, speed in text.get("speeds", {}).items()}
+        if not all(0 < speed < math.inf for speed in speeds.values()):
+            raise ValueError("a speed is not above 0")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise PackError(f"it is damaged: {type(error).__name__} {error}") from error
-    return Kept(names, began, folded, rows, sums, seen, share)
+    return Kept(names, began, folded, rows, sums, seen, share, speeds)
 
 
 def put_back(kept: Kept, accounts: Accounts, forecast: Forecast) -> None:
     """Restores an earlier server's ledger into a new `accounts` and a new `forecast`."""
     accounts.began_minute, accounts.num_folded = kept.began_minute, kept.num_folded
+    accounts.speeds = dict(kept.speeds)
     columns = accounts.columns
     known = [at for at, name in enumerate(kept.names) if name in columns.names]
     places = [columns.at(kept.names[at]) for at in known]
