@@ -339,6 +339,8 @@ def show_status(answer: dict[str, Any]) -> str:
     rate = f"{acquired / (acquired + missed):.1%}" if acquired + missed else "-"
     moved = {name: human_bytes(counters[f"{name}_bytes_total"]) for name in ("stored", "loaded")}
     parts = [
+        *(f"{v['question']:<16} {v['word']}{v['text']}" for v in answer.get("verdicts", ())),
+        *([""] if answer.get("verdicts") else []),
         f"hotkv-server {answer['version']}  pid {answer['pid']}  {state_line(answer)}  "
         f"up {human_seconds(answer['uptime_s'])}  epoch {answer['epoch']:x}",
         f"sessions {len(answer['sessions'])}  stored {moved['stored']}  loaded {moved['loaded']} "

@@ -66,9 +66,12 @@ class WorkerLinks:
     it. Steps ask while a worker is absent. Registering a worker's memory takes seconds, and an idle
     engine has no steps. So a worker that is still connecting is warned of only if it has reported
     that since the scheduler connected.
+
+    are_complete: whether every worker has a session, as far as it has reported.
     """
 
     def __init__(self) -> None:
+        self.are_complete = True
         self._absent: dict[int, str] = {}
         # When each absent worker first said so to a scheduler that is connected.
         self._news_s: dict[int, float] = {}
@@ -76,10 +79,6 @@ class WorkerLinks:
 
     def __repr__(self) -> str:
         return f"WorkerLinks(absent: {self._absent})"
-
-    @property
-    def are_complete(self) -> bool:
-        return not self._absent
 
     @property
     def will_say(self) -> bool:
@@ -108,6 +107,7 @@ class WorkerLinks:
                     "that it has none no longer holds",
                     rank,
                 )
+        self.are_complete = not self._absent
 
     def check(self, is_connected: bool, now_s: float) -> None:
         """Warns once of each worker that stays absent while the scheduler's own session is
@@ -561,16 +561,19 @@ class Sharing:
             )
         else:
             self.links.check_start()
-            self.say()
+            self.follow_links(time.monotonic())
             # Touches the mapped table once, so that the first request need not.
             for index in range(len(agreement.space.groups)):
                 cache.session.probe(index, [bytes(agreement.space.hash_bytes)])
 
     # ---------------------------------------------------------------------------------------- steps
 
-    def say(self) -> None:
-        """Logs once that hotkv is on, as soon as all sessions are there; again after a loss."""
-        is_on = self.is_connected and self.links.are_complete
+    def follow_links(self, now_s: float) -> None:
+        """Warns of workers that stay absent. Logs once that hotkv is on, as soon as all sessions
+        are there; again after a loss."""
+        is_connected = self.is_connected
+        self.links.check(is_connected, now_s)
+        is_on = is_connected and self.links.are_complete
         if is_on and not self._has_said_on and self.cache is not None:
             logger.info(
                 "hotkv on: %s of this model's KV are here (%s)",

@@ -27,6 +27,7 @@ from hotkv_server.node.capability import MAX_KEY_SPACE_ID, Figures, Filters, Top
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.told.counts import census, counters, gauges
+from hotkv_server.told.verdicts import verdicts
 
 # ------------------------------------------------------------------------------------------- Topics
 
@@ -50,9 +51,16 @@ def _topics(node: Node) -> dict[str, Topic]:
     """Returns the kernel's topics."""
 
     async def server(filters: Filters) -> Figures:
-        counted = await census(node)
+        counted, now_s = await census(node), time.monotonic()
+        figures = server_figures(node, now_s)
+        judged = {
+            **figures, "session_count": len(node.sessions), "tiers": tier_rows(node, counted)
+        }  # fmt: skip
+        for one in node.capabilities:
+            judged.update(one.status(has_names=False))
         return {
-            **server_figures(node, time.monotonic()),
+            **figures,
+            "verdicts": verdicts(judged),
             "counters": {**counters(node), **gauges(node, counted)},
             "devices": device_figures(node.devices),
         }

@@ -26,6 +26,7 @@ from hotkv_server.told.kernel import (
     session_rows,
     tier_rows,
 )
+from hotkv_server.told.verdicts import MISSES, checks, verdicts
 
 OF_CENSUS = {
     "pinned_byte_count",
@@ -70,6 +71,8 @@ def read_status(node: Node, *, has_names: bool) -> NodeStatus:
 def as_json_values(status: NodeStatus) -> Figures:
     """Returns the whole answer as values for `json`."""
     figures = {name: one() if callable(one) else one for name, one in status.figures.items()}
+    figures["verdicts"], figures["checks"] = verdicts(figures), checks(figures)
+    figures["miss_texts"] = MISSES
     figures["arena"] = None if status.arena is None else _arena(status.arena)
     return figures
 

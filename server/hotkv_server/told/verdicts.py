@@ -1,0 +1,147 @@
+"""Three sentences about a node: is it working, does it pay, and what limits it.
+
+The status page and `hotkv status` show them. They follow from the figures of `/api/v1/status`
+alone; docs/status_page.md says when each is said.
+"""
+
+from typing import Any
+
+from hotkv_server.node.capability import Figures
+
+LATE_S, VERY_LATE_S = 0.02, 0.1
+"""Delays of the event loop that are worth a look, and that hurt."""
+WORTH_POINTS = 0.01
+"""Share of the hit rate from which more memory is worth naming."""
+NEAR_CEILING = 0.03
+"""How near an endless cache's hit rate the prompts are the limit."""
+MISSES = {
+    "never_stored": "New text, or evicted long ago: nothing to gain but by more memory.",
+    "evicted": "Made room for others: more memory or a tier helps.",
+    "left_below": "On a tier, but computing was sooner, or the tier was down.",
+    "in_flight": "Was still being written when the engine asked.",
+    "refused": "The server refused a lookup or lease: leases.unadmitted_share.",
+    "computed_sooner": "The engine computes it sooner than the server brings it.",
+    "no_server": "The engine had lost its server.",
+    "not_asked": "The request or the engine rules loading out.",
+    "late": "The server did not answer in time: see the event loop.",
+    "failed_load": "The load of a hit failed: see the logs.",
+    "partial_block": "Behind the last full block: no cache of blocks can have it.",
+    "unknown": "Reported by an engine of an older version.",
+}
+"""What to think of each reason of misses."""
+GOOD, LOOK, BAD = "good", "look", "bad"
+
+
+def checks(figures: Figures) -> list[Figures]:
+    """Returns what was checked: `name`, `level` (good, look or bad), and `text` unless it is
+    good."""
+    lag_s, down = figures["loop"]["lag_p99_s"], _down(figures)
+    failed = _hour(figures).get("failed_load_count", 0)
+    state, progress = figures["state"], figures["progress"]
+    return [
+        _check("server", LOOK if state in ("ready", "draining") else BAD, _state(figures))
+        if state != "ready" or progress
+        else _check("server", GOOD),
+        _check("sessions", GOOD if figures["session_count"] else LOOK, "no engine is connected"),
+        _check(
+            "loop",
+            BAD if lag_s > VERY_LATE_S else LOOK if lag_s > LATE_S else GOOD,
+            f"the event loop is late by {1e3 * lag_s:.0f} ms",
+        ),
+        _check("tiers", BAD if down else GOOD, f"down: {', '.join(down)}"),
+        _check("failed_loads", LOOK if failed else GOOD, f"{failed} loads failed in the last hour"),
+    ]
+
+
+def verdicts(figures: Figures) -> list[Figures]:
+    """Returns `question`, `word` (the answer) and `text` (the rest of the sentence) of each."""
+    return [
+        _verdict("Is it working?", *_works(figures)),
+        _verdict("Does it pay?", *_pays(figures)),
+        _verdict("What limits it?", *_limits(figures)),
+    ]
+
+
+def _check(name: str, level: str, text: str = "") -> Figures:
+    return {"name": name, "level": level, "text": "" if level == GOOD else text}
+
+
+def _verdict(question: str, word: str, text: str) -> Figures:
+    return {"question": question, "word": word, "text": text}
+
+
+def _down(figures: Figures) -> list[str]:
+    return [
+        row["name"]
+        for row in figures["tiers"]
+        if row.get("activity") and not row["activity"]["is_up"]
+    ]
+
+
+def _state(figures: Figures) -> str:
+    return figures["progress"] or f"the server is {figures['state']}"
+
+
+def _savings(figures: Figures, window: str) -> Figures:
+    found: Figures = figures.get("savings", {}).get(window, {})
+    return found
+
+
+def _hour(figures: Figures) -> Figures:
+    total: Figures = _savings(figures, "hour").get("total", {})
+    return total
+
+
+def _works(figures: Figures) -> tuple[str, str]:
+    found = checks(figures)
+    for level, word in ((BAD, "No"), (LOOK, "Mostly")):
+        texts = [one["text"] for one in found if one["level"] == level]
+        if texts:
+            return word, f": {'; '.join(texts)}."
+    return "Yes", ", and nothing stands out."
+
+
+def _pays(figures: Figures) -> tuple[str, str]:
+    hour = _hour(figures)
+    if not hour.get("prompt_token_count"):
+        return "Not known", ": no prompts in the last hour."
+    net_s = hour["saved_s"] - hour["waited_s"]
+    if not _own_hits(hour):
+        return "No", ": nothing was hit in the last hour."
+    if net_s > 0:
+        return "Yes", f": {_seconds(net_s)} of prefill saved in the last hour."
+    return "Not yet", ": engines hit, but have not measured that it saves time."
+
+
+def _limits(figures: Figures) -> tuple[str, str]:
+    hour, whole = _savings(figures, "hour"), _savings(figures, "all")
+    judged = hour if hour and hour["outlook"]["prompt_token_count"] else whole
+    total = judged.get("total", {})
+    if not total.get("prompt_token_count"):
+        return "Not known", ": no prompts to judge by."
+    outlook = judged["outlook"]
+    hits = _own_hits(total) + total["device_hit_token_count"]
+    rate = hits / total["prompt_token_count"]
+    ceiling = max(rate, outlook["ceiling_ratio"])
+    if outlook["gain_ratio"] >= WORTH_POINTS:
+        more = f"{outlook['step_byte_count'] / 2**30:.1f} GiB more"
+        return "Memory", f": {more} would bring {100 * outlook['gain_ratio']:.1f} points."
+    if ceiling - rate < NEAR_CEILING:
+        return "The prompts", f": even an endless cache would hit only {ceiling:.0%}."
+    missed = {why: tokens for why, tokens in _hour(figures)["misses"].items() if tokens > 0}
+    if not missed:
+        return "Nothing", " stands out."
+    worst = max(missed, key=lambda why: missed[why])
+    return worst.replace("_", " ").capitalize(), f": {MISSES.get(worst, '')}"
+
+
+def _own_hits(total: dict[str, Any]) -> int:
+    # A failed load takes its hit back later, so a sum may be below 0.
+    return max(0, sum(map(int, total["hits"].values())))
+
+
+def _seconds(seconds: float) -> str:
+    """Formats a time for a sentence."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
