@@ -85,13 +85,13 @@ class AnyRuns(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._runs_per_arena = slabs.RUNS_PER_ARENA
+        self._before = slabs.RUNS_PER_ARENA, slabs.FEW_SLABS
 
     def use_runs(self, runs_per_arena: tuple[int, int]) -> None:
-        slabs.RUNS_PER_ARENA = runs_per_arena
+        slabs.RUNS_PER_ARENA, slabs.FEW_SLABS = runs_per_arena, 0
 
     def teardown(self) -> None:
-        slabs.RUNS_PER_ARENA = self._runs_per_arena
+        slabs.RUNS_PER_ARENA, slabs.FEW_SLABS = self._before
 
 
 def _shards(slot_bytes: int, num_shards: int) -> tuple[int, ...]:

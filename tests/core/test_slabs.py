@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from pydantic import ByteSize
 
+from bench.shapes import slot_sizes
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.room import slabs
 from hotkv_server.cache.room.slabs import MOST_LOST, SlabPool, aligned, run_slabs
@@ -271,58 +272,12 @@ def test_runs_lose_little_for_every_slot_size(slot_bytes: int, slab_bytes: int) 
         assert run_slabs(slot_bytes, slab_bytes, num_slabs) <= max(shortest, num_slabs // 16)
 
 
-SHAPES = {
-    # Layers that keep the whole context, KV heads times their width, bytes a value.
-    "Llama-3.1-8B": (32, 1024, 2),
-    "Llama-3.1-8B, fp8": (32, 1024, 1),
-    "Llama-3.1-70B": (80, 1024, 2),
-    "Llama-3.1-70B, a rank of 8": (80, 128, 2),
-    "Llama-3.1-405B, a rank of 8": (126, 128, 2),
-    "Llama-3.2-1B": (16, 512, 2),
-    "Llama-3.2-3B": (28, 1024, 2),
-    "Llama-4-Scout": (48, 1024, 2),
-    "Mistral-7B": (32, 1024, 2),
-    "Mistral-Nemo-12B": (40, 1024, 2),
-    "Mistral-Small-24B": (40, 1024, 2),
-    "Mistral-Large-123B": (88, 1024, 2),
-    "Mixtral-8x22B": (56, 1024, 2),
-    "Qwen2.5-0.5B": (24, 128, 2),
-    "Qwen2.5-7B": (28, 512, 2),
-    "Qwen2.5-14B": (48, 1024, 2),
-    "Qwen2.5-32B": (64, 1024, 2),
-    "Qwen2.5-72B": (80, 1024, 2),
-    "Qwen3-4B": (36, 1024, 2),
-    "Qwen3-30B-A3B": (48, 512, 2),
-    "Qwen3-235B-A22B": (94, 512, 2),
-    "Gemma-2-9B": (42, 2048, 2),
-    "Gemma-3-27B": (62, 2048, 2),
-    "Phi-3-mini": (32, 3072, 2),
-    "Phi-4": (40, 1280, 2),
-    "gpt-oss-20b": (24, 512, 2),
-    "gpt-oss-120b": (36, 512, 2),
-    "GLM-4-9B": (40, 256, 2),
-    "SmolLM2-135M": (30, 192, 2),
-    "SmolLM2-1.7B": (24, 2048, 2),
-    "Yi-34B": (60, 1024, 2),
-    "Falcon-40B": (60, 1024, 2),
-}
-"""Of public models. DeepSeek's and other latents are of one width only; they are in `LATENTS`."""
-LATENTS = {"DeepSeek-V3": (61, 576, 2), "DeepSeek-V2-Lite": (27, 576, 2)}
-
-
-def slot_of(layers: int, width: int, value_bytes: int, block_tokens: int, num_kinds: int) -> int:
-    """Slot of a block: keys and values of all layers."""
-    return aligned(layers * width * value_bytes * block_tokens * num_kinds)
-
-
 @pytest.mark.parametrize("block_tokens", [16, 64, 128])
 @pytest.mark.parametrize("gib", [2, 8, 64])
 def test_an_arena_full_of_a_models_blocks_loses_little(gib: int, block_tokens: int) -> None:
     """At the size of slabs that the server chooses; full to the last slot that can be had."""
     arena = ArenaSettings(bytes=ByteSize(gib << 30))
-    sizes = {name: slot_of(*shape, block_tokens, 2) for name, shape in SHAPES.items()}
-    sizes |= {name: slot_of(*shape, block_tokens, 1) for name, shape in LATENTS.items()}
-    for name, slot_bytes in sizes.items():
+    for name, slot_bytes in slot_sizes(block_tokens).items():
         pool = SlabPool(arena.bytes, arena.slab_size)
         used = len(pool.allocate(slot_bytes, arena.bytes // slot_bytes)) * slot_bytes
         assert used >= 0.97 * arena.bytes, name

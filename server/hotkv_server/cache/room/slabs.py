@@ -239,11 +239,13 @@ MOST_LOST = 0.01
 LONGEST_END = 100
 """Slabs after which the end of a run is at most MOST_LOST of it: the end is shorter than a slab or
 than a slot."""
-RUNS_PER_ARENA = (16, 64)
+RUNS_PER_ARENA = (16, 32)
 """Runs that an arena has room for at least, whatever that costs at their ends: a size must not take
-most of a small arena for its first block. And at most, unless runs are of AMPLE_RUN_BYTES: the gaps
-between runs of different sizes should be small beside the runs."""
+most of a small arena for its first block. And at most, unless runs are of AMPLE_RUN_BYTES or slabs
+are few: the gaps between runs of different sizes should be small beside the runs."""
 AMPLE_RUN_BYTES = 64 << 20
+FEW_SLABS = 256
+"""Below this, runs are as short as their slot size allows: a hot block keeps all of its run."""
 
 
 def shortest_run(slot_bytes: int, slab_bytes: int) -> int:
@@ -257,7 +259,8 @@ def run_slabs(slot_bytes: int, slab_bytes: int, num_slabs: int) -> int:
     fewest, most = RUNS_PER_ARENA
     one = shortest_run(slot_bytes, slab_bytes)
     last = max(one, min(num_slabs // fewest, one + LONGEST_END))
-    first = min(last, max(one, min(num_slabs // most, AMPLE_RUN_BYTES // slab_bytes)))
+    ample = min(num_slabs // most, AMPLE_RUN_BYTES // slab_bytes) if num_slabs >= FEW_SLABS else 0
+    first = min(last, max(one, ample))
 
     def lost(length: int) -> float:
         return length * slab_bytes % slot_bytes / (length * slab_bytes)
