@@ -123,7 +123,9 @@ TESTS: dict[str, str] = {
         "tests/wire/test_rereads.py tests/dataplane/test_streaming.py tests/core/test_index.py"
     ),
     "server/hotkv_server/cache/room/policies/": POLICY,
-    "server/hotkv_server/ledger/book/outcome.py": "tests/server/test_ledger.py",
+    "server/hotkv_server/ledger/book/outcome.py": (
+        "tests/ledger/test_outcome.py tests/server/test_ledger.py"
+    ),
     "server/hotkv_server/ledger/book/accounts.py": "tests/ledger/test_accounts.py",
     "server/hotkv_server/ledger/book/forecast.py": "tests/ledger/test_forecast.py",
     "server/hotkv_server/ledger/book/pack.py": "tests/ledger/test_pack.py",
@@ -142,7 +144,14 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/cache/table/index.py": (
         f"tests/core/test_index.py tests/core/test_retention.py {CORE}"
     ),
-    "server/hotkv_server/cache/room/slabs.py": f"tests/core/test_slabs.py {CORE}",
+    "server/hotkv_server/cache/room/slabs.py": (
+        f"tests/core/test_slabs.py tests/core/test_residencies.py {CORE}"
+    ),
+    "server/hotkv_server/cache/room/removal.py": (
+        f"tests/core/test_space.py tests/core/test_starvation.py {CORE}"
+    ),
+    "server/hotkv_server/told/verdicts.py": "tests/server/test_verdicts.py",
+    "server/hotkv_server/node/growth.py": "tests/server/test_filling.py",
     "server/hotkv_server/cache/restore.py": f"tests/core/test_restore.py {CORE}",
     "server/hotkv_server/tiers/book/lower.py": LOWER,
     "server/hotkv_server/tiers/book/moves.py": LOWER,

@@ -281,3 +281,30 @@ def test_an_arena_full_of_a_models_blocks_loses_little(gib: int, block_tokens: i
         pool = SlabPool(arena.bytes, arena.slab_size)
         used = len(pool.allocate(slot_bytes, arena.bytes // slot_bytes)) * slot_bytes
         assert used >= 0.97 * arena.bytes, name
+
+
+@given(
+    promises=st.dictionaries(
+        st.sampled_from(SIZES).map(aligned), st.integers(1, 9), min_size=1, max_size=3
+    ),
+    others=st.lists(st.sampled_from(SIZES), max_size=3),
+    held=st.integers(0, 6),
+)
+def test_what_is_promised_can_be_had_whatever_others_take(
+    promises: dict[int, int], others: list[int], held: int
+) -> None:
+    pool = SlabPool(14 * SLAB, SLAB)
+    for size, count in promises.items():
+        if pool.floors.would_fit({size: count}):
+            pool.floors.add(size, count)
+            pool.allocate(size, min(held, count))
+            fewest = pool.lent_slabs(size) - pool.floors.surplus(size)
+            if pool.floors.surplus(size):
+                assert fewest // -(-size // SLAB) * max(1, SLAB // size) >= count
+    kept = dict(pool.floors._slots)
+    for size in others:
+        if aligned(size) not in kept:
+            pool.allocate(size, 100)
+    for size, count in kept.items():
+        assert pool.available_slots(size) >= count - min(held, count), "a promise was not kept"
+        assert pool.floors.missing(size) <= pool.num_free_slabs

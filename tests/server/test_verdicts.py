@@ -2,11 +2,13 @@
 API has them."""
 
 import copy
+import json
 from typing import Any
 
 import pytest
 
 from demo.processes import Server
+from hotkv_client.command.tables import show_status
 from hotkv_server.told.verdicts import MISSES, checks, verdicts
 
 TOTAL = {
@@ -59,6 +61,8 @@ def said_of_hour(**changes: Any) -> list[str]:
     [
         ({}, "Yes, and nothing stands out."),
         ({"session_count": 0}, "Mostly: no engine is connected."),
+        ({"loop__lag_p99_s": 0.02}, "Yes, and nothing stands out."),
+        ({"loop__lag_p99_s": 0.1}, "Mostly: the event loop is late by 100 ms."),
         ({"loop__lag_p99_s": 0.05}, "Mostly: the event loop is late by 50 ms."),
         ({"loop__lag_p99_s": 0.2, "session_count": 0}, "No: the event loop is late by 200 ms."),
         ({"state": "draining"}, "Mostly: the server is draining."),
@@ -79,6 +83,7 @@ def test_is_it_working(changes: dict[str, Any], sentence: str) -> None:
     ("changes", "sentence"),
     [
         ({}, "Yes: 60.0 s of prefill saved in the last hour."),
+        ({"total__saved_s": 10.5}, "Yes: 0.5 s of prefill saved in the last hour."),
         ({"total__saved_s": 1210.0}, "Yes: 20 min of prefill saved in the last hour."),
         ({"total__saved_s": 7210.0}, "Yes: 2.0 h of prefill saved in the last hour."),
         (
@@ -103,6 +108,7 @@ def test_does_it_pay(changes: dict[str, Any], sentence: str) -> None:
             "The prompts: even an endless cache would hit only 52%.",
         ),
         ({"outlook__ceiling_ratio": 0.1}, "The prompts: even an endless cache would hit only 50%."),
+        ({"total__misses": {"evicted": 0}}, "Nothing stands out."),
         ({"total__misses": {"evicted": -5}}, "Nothing stands out."),
         ({"outlook__prompt_token_count": 0}, f"Never stored: {MISSES['never_stored']}"),
         ({"total__prompt_token_count": 0}, "Not known: no prompts to judge by."),
@@ -119,7 +125,9 @@ def test_without_a_ledger_only_the_first_is_known() -> None:
 
 
 def test_the_command_opens_with_them(server: Server) -> None:
-    lines = server.cli("status").splitlines()
-    for line, one in zip(lines, server.status()["verdicts"], strict=False):
+    answer = json.loads(server.cli("status", "--json"))
+    lines = show_status(answer).splitlines()
+    for line, one in zip(lines, answer["verdicts"], strict=False):
         assert line == f"{one['question']:<16} {one['word']}{one['text']}"
     assert lines[0].startswith("Is it working?") and lines[3] == ""
+    assert server.cli("status").startswith("Is it working?")
