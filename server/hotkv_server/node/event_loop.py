@@ -79,18 +79,21 @@ async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
 #
 # A timer call is due every TICK_S; its delay is the delay of every other call. If it is late by
 # HELD_S, a thread looks at the loop and records which function of hotkv it runs. Figures cover
-# WINDOW_S.
+# WINDOW_S. While nothing is late, timer and thread slow down to QUIET_TICK_S, so that an idle
+# server takes little processor time; a delay then counts for all ticks that were left out.
 #
-# If the loop is HUNG_S late, faulthandler writes the stacks of all threads to stderr, once. It does
-# not need the GIL, so it works whatever blocks the loop.
+# If the loop is late by HUNG_S, or by up to ARM_S more, faulthandler writes the stacks of all
+# threads to stderr, once. It does not need the GIL, so it works whatever blocks the loop.
 
 
-TICK_S = 0.02
+TICK_S, QUIET_TICK_S = 0.02, 0.16
+QUIET_LAG_S = 0.002
+"""A longer delay ends the quiet."""
 WINDOW_S = 60.0
 HELD_S = 0.02
 """The thread looks at the loop if it is later than this."""
 HUNG_S = 10.0
-ARM_S = 1.0
+ARM_S = 5.0
 """Interval at which faulthandler's timer is restarted. Each restart starts a thread."""
 
 
@@ -115,6 +118,7 @@ class LoopLag:
         self._samples: deque[float] = deque([0.0], maxlen=int(WINDOW_S / TICK_S))
         self._held: deque[tuple[float, float, str]] = deque(maxlen=64)
         self._due_s = 0.0
+        self._num_ticks = 1
         self._armed_s = 0.0
         self._seen = ""
         self._ended = threading.Event()
@@ -156,24 +160,27 @@ class LoopLag:
         return max(newest, default=0.0)
 
     def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._due_s = time.monotonic() + TICK_S
-        self._timer = loop.call_later(TICK_S, self._tick, loop)
+        pause_s = self._num_ticks * TICK_S
+        self._due_s = time.monotonic() + pause_s
+        self._timer = loop.call_later(pause_s, self._tick, loop)
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         now_s = time.monotonic()
         lag_s = max(0.0, now_s - self._due_s)
-        self._samples.append(lag_s)
+        self._samples.extend([lag_s] * self._num_ticks)
+        most = round(QUIET_TICK_S / TICK_S)
+        self._num_ticks = 1 if lag_s > QUIET_LAG_S else min(2 * self._num_ticks, most)
         seen, self._seen = self._seen, ""
         if seen and lag_s >= HELD_S:
             self._held.append((now_s, lag_s, seen))
         if now_s > self._armed_s + ARM_S and sys.stderr is not None:
             self._armed_s = now_s
-            faulthandler.dump_traceback_later(HUNG_S)
+            faulthandler.dump_traceback_later(HUNG_S + ARM_S)
         self._wait(loop)
 
     def _look(self) -> None:
         """Runs in the thread: looks at the loop once each time it is late."""
-        while not self._ended.wait(TICK_S):
+        while not self._ended.wait(self._num_ticks * TICK_S):
             if not self._seen and time.monotonic() > self._due_s + HELD_S:
                 self._seen = _function_of(sys._current_frames().get(self._loop_thread))
 
