@@ -92,7 +92,7 @@ class OpenedNode:
         loop, node, memory = asyncio.get_running_loop(), self.node, self.memory
 
         def on_filled(filled_bytes: int, coming_bytes: int) -> None:
-            loop.call_soon_threadsafe(node.core.space.grow, filled_bytes, coming_bytes)
+            loop.call_soon_threadsafe(node.growth.grow, filled_bytes, coming_bytes)
 
         def backed() -> Iterator[int]:
             for num_entries in memory.records.back_rest():

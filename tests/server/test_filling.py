@@ -43,8 +43,8 @@ class Dammed:
         scratch.write_text(str(what))
         scratch.replace(self.dam)
 
-    def start(self, *flags: str) -> Server:
-        command = faults.command("dam", self.dam)
+    def start(self, *flags: str, patience_s: float = 0.1) -> Server:
+        command = faults.command("dam", self.dam, str(patience_s))
         self.server = made = Server(self.folder, str(ARENA), *flags, command=command)
         made.wait_ready()
         if self.engine is None:
@@ -130,6 +130,23 @@ def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(plac
     assert place.capacity_bytes == ARENA and place.counter("restored_blocks_total") == NUM_BLOCKS
     arena = place.folder / "arena" / "arena"
     assert arena.stat().st_blocks * 512 >= ARENA
+
+
+def test_stores_wait_for_memory_that_comes_and_nothing_goes_for_it(place: Dammed) -> None:
+    """Four times what there is at first, sent at once; the memory comes while they wait."""
+    place.start(patience_s=60)
+    assert place.engine is not None
+    blocks, calls = hashes(NUM_BLOCKS), []
+    for first in range(0, NUM_BLOCKS, FIRST // 2):
+        part = blocks[first : first + FIRST // 2]
+        name, run = f"store {first}", BlockRun(0, part, block_ids(len(part), first))
+        calls.append(place.engine.session.store(name, name, [run], 60))
+    calls[1].result(60)
+    assert not calls[2].done()
+    place.let(ARENA)
+    for call in calls:
+        assert set(call.result(60).results[0].tolist()) == {BlockResult.STORED}
+    assert place.counter("evicted_blocks_total") == 0
 
 
 def test_a_stop_waits_for_no_memory(place: Dammed) -> None:

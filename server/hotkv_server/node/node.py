@@ -26,6 +26,7 @@ from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.clerk import Clerk
 from hotkv_server.node.capability import BlocksBelow, Capability
 from hotkv_server.node.event_loop import LoopLag, in_slices, slices
+from hotkv_server.node.growth import Growth
 from hotkv_server.node.health import Health
 from hotkv_server.node.in_place import InPlace
 from hotkv_server.node.persistence import Persistence
@@ -87,8 +88,10 @@ class Node:
         self.clerk = Clerk("files")
         self._persistence = Persistence(core, memory, self.clerk)
         self.in_place = InPlace(core, self.verifier, self.effects.run)
+        self.growth = Growth(core)
         self.transfers = Transfers(
             core,
+            self.growth,
             arena,
             copy_engine,
             self.verifier,

@@ -32,6 +32,7 @@ from hotkv_server.integrity.sums import SumThreads
 from hotkv_server.integrity.verifier import Case, Verifier
 from hotkv_server.node.capability import Capability
 from hotkv_server.node.event_loop import in_slices
+from hotkv_server.node.growth import Growth
 from hotkv_server.node.health import Health
 from hotkv_server.node.order import MarkGate
 from hotkv_server.node.session import LiveSession, SessionMemory
@@ -361,6 +362,7 @@ class Transfers:
     def __init__(
         self,
         core: CacheCore,
+        growth: Growth,
         arena: Region,
         copy_engine: CopyEngine,
         verifier: Verifier,
@@ -370,6 +372,7 @@ class Transfers:
         timings: Timings | None = None,
     ) -> None:
         self._core = core
+        self._growth = growth
         self.kept_bytes = BoundShare(core.client_memory)
         self.loaded_bytes = 0
         self.stored_bytes = 0
@@ -463,6 +466,7 @@ class Transfers:
         _check_lengths(runs, block_ids)
         ttl_s, shard_index = max(timeout_s, 0.0) * 2, call.memory.layout.shard_index
         number, sums = session.record.number, list[Sums]()
+        await self._growth.await_room(session.record.key_space_id, runs)
         beginning = self._core.begin_store(
             number,
             transfer_id,

@@ -25,7 +25,7 @@ from hotkv_server import cli, daemon
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.memory import arena
 from hotkv_server.memory.filling import Filling
-from hotkv_server.node import health, node, persistence
+from hotkv_server.node import growth, health, node, persistence
 from hotkv_server.testing.crashing import POINTS
 from hotkv_server.tiers.disk.slab_file import FileIO
 from hotkv_server.tiers.disk.tier import DiskTier
@@ -183,10 +183,11 @@ def slow_down(file: str, times: str, wait_s: str) -> None:
 # ----------------------------------------------------------- An arena that fills when it is told to
 
 
-def dam(file: str) -> None:
+def dam(file: str, patience_s: str = "0.1") -> None:
     """Holds the prefaulting of the arena. The start prefaults a single piece. A later piece waits
     until the number in the file is at least the offset of its end. If the file contains `short`,
-    the next piece fails as if memory were short."""
+    the next piece fails as if memory were short. Stores wait `patience_s` for memory."""
+    growth.PATIENCE_S = float(patience_s)
     said_in, bring_in_next = Path(file), Filling._bring_in_next
     arena.FIRST_FILL_S, arena.FIRST_FILL_BYTES = 0.0, 0
 

@@ -1,0 +1,63 @@
+"""The arena gets its memory after the start; stores wait for what is about to come.
+
+Always true: a store waits at most PATIENCE_S, and only while memory comes: then it is decided as in
+an arena that is full. Stores wait in the order of their arrival. Lookups and loads never wait. On
+the event loop only.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.values import Run
+
+PATIENCE_S = 2.0
+"""Longest wait of a store. A piece of memory comes every few hundredths of a second."""
+
+
+class Growth:
+    """Tells the core of memory that has come, and has stores wait for it."""
+
+    def __init__(self, core: CacheCore) -> None:
+        self._core = core
+        self._is_growing = core.space.room.coming_bytes > 0
+        self._grown = asyncio.Event()
+        self._turn = asyncio.Lock()
+
+    def __repr__(self) -> str:
+        return f"Growth({'growing' if self._is_growing else 'done'})"
+
+    def grow(self, filled_bytes: int, coming_bytes: int) -> None:
+        """Marks the first `filled_bytes` of the arena as having memory; about `coming_bytes` more
+        follow within moments, 0 if none follow."""
+        self._is_growing = coming_bytes > 0
+        self._core.space.grow(filled_bytes, coming_bytes)
+        self._grown.set()
+        self._grown = asyncio.Event()
+
+    async def await_room(self, key_space_id: int, runs: Sequence[Run]) -> None:
+        """Waits until the blocks of a store that are not here have room without an eviction."""
+        if not self._has_room(key_space_id, runs):
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wait(key_space_id, runs), PATIENCE_S)
+
+    async def _wait(self, key_space_id: int, runs: Sequence[Run]) -> None:
+        async with self._turn:
+            while not self._has_room(key_space_id, runs):
+                await self._grown.wait()
+
+    def _has_room(self, key_space_id: int, runs: Sequence[Run]) -> bool:
+        if not self._is_growing or key_space_id not in self._core.key_spaces:
+            return True
+        space, record = self._core.space, self._core.catalog.record(key_space_id)
+        for run in runs:
+            if not record.has(run.group_index):
+                continue
+            words = space.index.find(key_space_id, run.group_index, run.hashes)
+            num_missing = int((words == 0).sum())
+            if num_missing and not space.has_room(
+                record.shape(run.group_index).slot_bytes, num_missing
+            ):
+                return False
+        return True
