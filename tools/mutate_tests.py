@@ -152,6 +152,7 @@ TESTS: dict[str, str] = {
     ),
     "server/hotkv_server/told/verdicts.py": "tests/server/test_verdicts.py",
     "server/hotkv_server/node/growth.py": "tests/server/test_filling.py",
+    "server/hotkv_server/cache/room/removed.py": "tests/core/test_space.py",
     "server/hotkv_server/cache/restore.py": f"tests/core/test_restore.py {CORE}",
     "server/hotkv_server/tiers/book/lower.py": LOWER,
     "server/hotkv_server/tiers/book/moves.py": LOWER,
@@ -258,7 +259,8 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/residency/calls.py": RESIDENTS,
     "connector_vllm/hotkv_vllm/compat/residency.py": RESIDENTS,
     "connector_vllm/hotkv_vllm/scheduler/sharing.py": (
-        f"tests/vllm/test_ranks.py tests/vllm/test_revocations.py {ENGINE}"
+        "tests/vllm/test_ranks.py tests/vllm/test_revocations.py tests/vllm/test_hooks_hung.py "
+        f"{ENGINE}"
     ),
     "connector_vllm/hotkv_vllm/identity/exactness.py": f"tests/vllm/test_exactness.py {ENGINE}",
     "connector_vllm/hotkv_vllm/metadata.py": f"tests/vllm/test_metadata.py {ENGINE}",

@@ -1,18 +1,22 @@
 """The seam between connector and client: the session as the connector uses it, and the function
 that opens it.
 
-Nothing here blocks. A change of a session's state is logged once, never per request.
+Nothing here blocks. A change of a session's state is logged once, never per request. A session that
+is missing is a warning, and the line that there is a session again takes it back.
 """
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_client.arena import Arena
+from hotkv_client.command.tables import human_bytes
 from hotkv_client.fence import SharedFence
 from hotkv_client.types import (
     After,
@@ -157,30 +161,72 @@ def open_session(
     return session
 
 
-def log_state(who: str, level: int) -> "StateLog":
-    """Returns a callback for `SessionConfig.on_state` that logs one line per change of state."""
-    return StateLog(who, level)
+def say_on(session: CacheSession, target: str) -> None:
+    """Logs that hotkv is on, and how much of the key space is there."""
+    logger.info(
+        "hotkv on: %s of this model's KV are here (%s)", human_bytes(session.stored_bytes), target
+    )
 
 
 class StateLog:
-    """Logs a session's state each time it changes. `why` is the reason that came with the last
-    report of the state."""
+    """Logs a session's state each time it changes. The session's thread calls it.
 
-    def __init__(self, who: str, level: int) -> None:
+    target: the address of the server, `hotkv.target`.
+    level: level of the lines. If the level is INFO, the line that there is no session is a
+        WARNING.
+    why: the reason that came with the last report of the state.
+    """
+
+    def __init__(self, who: str, target: str, level: int) -> None:
         self._who = who
+        self._target = target
         self._level = level
         self._last: LinkState | None = None
+        self._lock = threading.Lock()
         self.why = ""
 
     def __call__(self, state: LinkState, why: str) -> None:
+        with self._lock:
+            self._log(state, why)
+
+    def waited(self, wait_s: float) -> None:
+        """Logs that the engine's start found no server, unless the session has already reported
+        its state. The session itself reports it only after seconds.
+
+        wait_s: how long the start has waited. After a wait of 0, only a missing socket is logged.
+        """
+        why = f"no answer within {wait_s:g} s" if wait_s else ""
+        if self._target.startswith("unix:"):
+            socket = Path(self._target.removeprefix("unix:").removeprefix("//"))
+            if not socket.exists():
+                why = f"there is no {socket}"
+        with self._lock:
+            if self._last is None and why:
+                self._log(LinkState.ABSENT, why)
+
+    def _log(self, state: LinkState, why: str) -> None:
         self.why = why
         if state is self._last:
             return
-        self._last = state
+        is_first, self._last = self._last is None, state
+        level = self._level
+        if state is LinkState.ABSENT:
+            level = logging.WARNING if level == logging.INFO else level
+            logger.log(
+                level,
+                "hotkv %s: no session with a KV cache server at hotkv.target %s (%s): the engine "
+                "runs without it and goes on trying; `hotkv doctor` examines this machine",
+                self._who,
+                self._target,
+                why,
+            )
+            return
+        if state is LinkState.CONNECTED and is_first:
+            # `say_on` logs a healthy start.
+            level = logging.DEBUG
         text = {
             LinkState.CONNECTED: "the KV cache server is there",
-            LinkState.ABSENT: "no KV cache server: the engine runs without it and goes on trying",
             LinkState.DRAINING: "the KV cache server drains and takes nothing new",
             LinkState.CLOSED: "session closed",
         }[state]
-        logger.log(self._level, "hotkv %s: %s (%s)", self._who, text, why)
+        logger.log(level, "hotkv %s: %s (%s)", self._who, text, why)

@@ -18,7 +18,8 @@ from hotkv_server.cache import inspect
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.slabs import ABSENT, FREE
 from hotkv_server.cache.values import Cause, HashList, Run
-from tests.core.support import SLAB, World, begin_store, evict, flush, words_of
+from hotkv_server.integrity.evidence import condemn
+from tests.core.support import SLAB, World, begin_store, evict, evict_all, flush, reserve, words_of
 
 SERVER = Path(hotkv_server.__file__).parent
 OUTER = [path for part in ("wire", "told") for path in sorted((SERVER / part).rglob("*.py"))]
@@ -127,6 +128,39 @@ def test_an_answer_stays_as_it_is() -> None:
     later = inspect.prompt_blocks(cache.core, 1, 0, words_of([1, 2, 3]))
     assert not later.words.any() and later.causes.tolist() == [Cause.OPERATOR, Cause.OPERATOR, 0]
     assert inspect.blocks(cache.core, [30]) == []
+
+
+def test_why_a_block_is_missing_is_told() -> None:
+    cache = Cache()
+    core = cache.core
+
+    def why(block: int) -> Cause:
+        return Cause(int(inspect.prompt_blocks(core, 1, 0, words_of([block])).causes[0]))
+
+    cache.store(cache.session, [1, 2, 3, 4])
+    for block, act in (
+        (1, lambda: evict(core, 1, 0, words_of([1]))),
+        (2, lambda: condemn(core, core.space.index.find(1, 0, words_of([2])))),
+        (3, lambda: evict_all(core, 1)),
+    ):
+        assert why(block) is Cause.NONE
+        act()
+    assert [why(block) for block in (1, 2, 3, 4, 5)] == [
+        Cause.OPERATOR,
+        Cause.DAMAGE,
+        Cause.OPERATOR,
+        Cause.OPERATOR,
+        Cause.NONE,
+    ]
+    cache.store(cache.session, [4])
+    flush(core, 1)
+    assert (why(3), why(4)) == (Cause.OPERATOR, Cause.FLUSH)
+    # The lease of one store expires, the other lease is released.
+    for lease_id, block in (("late", 6), ("left", 7)):
+        reserve(core, cache.session.number, lease_id, [Run(0, words_of([block]))], 10.0, 1.0)
+    core.release(cache.session.number, "left")
+    list(core.expire(100.0))
+    assert (why(6), why(7)) == (Cause.EXPIRY, Cause.NONE)
 
 
 def test_a_story_is_told_of_any_number() -> None:

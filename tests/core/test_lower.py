@@ -7,9 +7,12 @@ import numpy as np
 from hypothesis import settings
 
 from hotkv_proto.table import SLOT_ALIGN
+from hotkv_server.cache import inspect
 from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.room.space import Space
-from hotkv_server.cache.values import FIRST_MOVE, BoolMask, HashList, Run
+from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Cause, HashList, Run
+from hotkv_server.hints.book.actions import demote
 from hotkv_server.tiers.book.books import TierBooks
 from hotkv_server.tiers.book.write_gate import Offered
 from tests.core.lower_machine import LowerMachine
@@ -129,3 +132,22 @@ def test_a_key_space_is_known_as_long_as_it_has_a_block_below() -> None:
     assert not list(catalog.outlived(1e9))
     flush(core, 1)
     assert not catalog.has_blocks(1) and catalog.forget(1)
+
+
+def test_why_a_block_is_in_no_tier_any_more() -> None:
+    """Flushed where it was only below, or demoted by a hint to the tier and flushed there."""
+    tiered = Tiered()
+    core, down = tiered.core, tiered.down
+    tiered.add([1, 2, 3])
+    (move,) = down.begin(down.take(100 * SLOT_ALIGN, 1.0))
+    down.end(move, np.ones(3, np.bool_), np.full(3, 7, np.uint64), 2.0)
+    core.space.removal.evict(core.space.index.find(1, 0, words_of([1])))
+    finished(demote(core, 1, [HashList(0, words_of([2]))], 3.0))
+
+    def why() -> list[Cause]:
+        causes = inspect.prompt_blocks(core, 1, 0, words_of([1, 2, 3])).causes
+        return [Cause(cause) for cause in causes.tolist()]
+
+    assert why() == [Cause.ROOM, Cause.HINT, Cause.NONE]
+    flush(core, 1)
+    assert why() == [Cause.FLUSH] * 3

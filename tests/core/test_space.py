@@ -14,7 +14,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.inspect import census
-from hotkv_server.cache.room import removal
+from hotkv_server.cache.room import removed
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.room.slabs import aligned
@@ -184,8 +184,8 @@ class SpaceMachine(AnyRuns):
 TestSpaceMachine = SpaceMachine.TestCase
 
 
-@pytest.mark.parametrize("num_ghosts", [7, removal.GHOST_KEYS])
-@pytest.mark.parametrize("max_fresh", [0, 3, removal.MAX_FRESH])
+@pytest.mark.parametrize("num_remembered", [7, removed.REMEMBERED_KEYS])
+@pytest.mark.parametrize("max_fresh", [0, 3, removed.MAX_FRESH])
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps=st.lists(
@@ -196,15 +196,15 @@ def test_the_last_that_were_removed_are_remembered_with_the_cause(
     monkeypatch: pytest.MonkeyPatch,
     steps: list[tuple[set[int], Cause]],
     max_fresh: int,
-    num_ghosts: int,
+    num_remembered: int,
 ) -> None:
     """Asked again and again, while others go and some come back; however often all are sorted
     anew."""
-    monkeypatch.setattr(removal, "MAX_FRESH", max_fresh)
-    monkeypatch.setattr(removal, "GHOST_KEYS", num_ghosts)
+    monkeypatch.setattr(removed, "MAX_FRESH", max_fresh)
+    monkeypatch.setattr(removed, "REMEMBERED_KEYS", num_remembered)
     space = Space(make_table(100), 4 * SLAB, SLAB, POLICIES["lru"](100))
     space.index.add_key_space(1, [7])
-    everything, removed = words_of(range(12)), list[tuple[int, Cause]]()
+    everything, gone = words_of(range(12)), list[tuple[int, Cause]]()
     for numbers, cause in steps:
         words = space.index.find(1, 0, everything)
         for number in sorted(numbers):
@@ -218,8 +218,8 @@ def test_the_last_that_were_removed_are_remembered_with_the_cause(
         elif cause:
             space.removal.evict(going, cause)
         if cause:
-            removed += [(number, cause) for number in sorted(numbers)]
+            gone += [(number, cause) for number in sorted(numbers)]
         causes = space.removal.causes(1, 0, everything).tolist()
-        for number, last in dict(removed[-num_ghosts:]).items():
+        for number, last in dict(gone[-num_remembered:]).items():
             assert causes[number] == last
-        assert all(not causes[n] or n in dict(removed) for n in range(12))
+        assert all(not causes[n] or n in dict(gone) for n in range(12))

@@ -1,5 +1,6 @@
 """Accounts beside a list of all that was counted."""
 
+import math
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -10,10 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hotkv_proto.reports import Miss
 from hotkv_server.ledger.book.accounts import (
+    FASTEST,
     MAX_SPEEDS,
     NUM_HOURS,
     NUM_MINUTES,
     REASONS,
+    SLOWEST,
     Account,
     Accounts,
     Buckets,
@@ -151,8 +154,8 @@ def test_a_clock_that_goes_back_hides_nothing_for_long(back: int, is_kept: bool)
         st.tuples(
             st.sampled_from("abc"),
             st.integers(0, 1000),
-            st.sampled_from([0.0, 0.5]),
-            st.sampled_from([0.0, 100.0, 2500.0]),
+            st.sampled_from([0.0, 0.5, 5e-324, 1e9]),
+            st.sampled_from([0.0, 100.0, 2500.0, 5e-324, 1e300]),
         )
     )
 )
@@ -161,9 +164,12 @@ def test_a_hit_of_a_fresh_engine_saves_by_the_speed_of_the_engines_before(
 ) -> None:
     accounts, known = Accounts(Columns(()), 0), dict[str, float]()
     for name, hit_tokens, said_s, speed in reports:
-        known[name] = speed or known.get(name, 0.0)
-        expected = said_s or (hit_tokens / known[name] if known[name] else 0.0)
-        assert accounts.saved_s(name, hit_tokens, said_s, speed) == expected
+        told = hit_tokens / said_s if said_s else 0.0
+        if SLOWEST <= (speed or told) <= FASTEST:
+            known[name] = speed or told
+        expected = said_s or (hit_tokens / known[name] if name in known else 0.0)
+        assert accounts.saved_s(name, hit_tokens, said_s, speed) == expected < math.inf
+        assert accounts.speeds == known
 
 
 def test_speeds_are_bounded() -> None:

@@ -1,20 +1,24 @@
 """A desk that admits requests to residencies, over a server that tests answer for."""
 
+import logging
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hotkv_client.types import LinkState
 from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.identity.adapters import Adapters
+from hotkv_vllm.link import StateLog
 from hotkv_vllm.scheduler import admission
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.request import Phase
 from hotkv_vllm.scheduler.reset import CacheReset
 from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
+from hotkv_vllm.sparse.sequences import StreamCount
 from tests.vllm.parts import TOKENS, Clock, Parts, request
 from tests.vllm.specs import full_spec
 
@@ -78,9 +82,13 @@ class Desk:
         self.parts.finder.failed_loads = engine.failed_loads
         self.sharing = Sharing(engine)
         session, planner = self.parts.session, self.parts.planner
+        streams = StreamCount(lambda state, why: None)
+        streams(LinkState.CONNECTED, "")
         self.cache = Assembly(
             planner._cache_groups,
             session,
+            StateLog("scheduler", "unix:/none.sock", logging.INFO),
+            streams,
             self.parts.finder,
             planner,
             UseReports(session, TOKENS, self.parts.stats, self.parts.groups.keys, None),

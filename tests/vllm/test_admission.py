@@ -16,7 +16,7 @@ __all__ = ["desk"]
 
 def test_a_request_waits_a_moment_for_workers_that_may_be_back(desk: Any) -> None:
     one = desk()
-    one.sharing.links.told({0: "gone"}, one.now_s, is_connected=False)
+    one.sharing.links.told({0: "gone"}, one.now_s, stream=0)
     asks = request("a", LONG)
     one.arrive(asks)
     assert one.desk.match(asks, 0) == ASK_AGAIN
@@ -89,7 +89,7 @@ def test_what_may_not_be_stored_is_not_stored_at_the_end(desk: Any, why: str) ->
         case "reset":
             state.store.may_store = False
         case "absent worker":
-            one.sharing.links.told({0: "gone"}, one.now_s)
+            one.sharing.links.told({0: "gone"}, one.now_s, stream=1)
         case "granted":
             state.hit.phase = Phase.GRANTED
         case "failed load":

@@ -74,7 +74,7 @@ def test_a_server_that_comes_hangs_and_is_killed_in_the_middle(
         settled(engine)
         assert answers_as_before()["cached"] == hits(asked)
 
-    assert engine.log().count("no KV cache server answers at hotkv.target") == 1
+    assert engine.log().count("no session with a KV cache server at hotkv.target") == 1
     daemon.start()
     hits_again()
     assert engine.log().count("hotkv scheduler: the KV cache server is there") == 1

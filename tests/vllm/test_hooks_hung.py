@@ -4,6 +4,7 @@ and no late write reaches anybody."""
 import logging
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from hotkv_client.types import LinkState
+from hotkv_vllm.link import StateLog
 from hotkv_vllm.metadata import STILL_CONNECTING
 from hotkv_vllm.scheduler import sharing
 from hotkv_vllm.scheduler.sharing import ABSENCE_PATIENCE_S, WorkerLinks
@@ -205,14 +208,74 @@ def test_a_worker_that_takes_its_time_is_no_trouble(
     assert not warnings
 
 
+@pytest.mark.parametrize("restarts", [False, True], ids=["", "restart"])
+def test_a_worker_that_connects_while_the_engine_idles_is_no_trouble(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, restarts: bool
+) -> None:
+    """Its last report is old when the next request comes, or is about a server before this one."""
+    warnings, now_s = heard(monkeypatch), time.monotonic()
+    monkeypatch.setattr(sharing.time, "monotonic", lambda: now_s)
+    server.refuse_workers = STILL_CONNECTING
+    one = engine()
+    one.generate("a", prompt(1, 100), 2)
+    now_s += 3600
+    if restarts:
+        server.die()
+        server.come_back()
+        # Its session is opened again after the scheduler's.
+        one.generate("b", prompt(2, 100), 2)
+    server.refuse_workers = ""
+    one.generate("c", prompt(3, 100), 2)
+    assert not warnings
+
+
 def test_without_a_server_the_log_says_where_it_was_looked_for(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warnings = heard(monkeypatch)
+    """In one line, with the session's own report."""
+    lines: list[tuple[int, str]] = []
+    logger = logging.getLogger("vllm.hotkv")
+    monkeypatch.setattr(logger, "log", lambda level, text, *v: lines.append((level, text % v)))
     server.up = False
-    engine()
-    assert len(warnings) == 1 and "hotkv.target (unix:" in warnings[0]
-    assert "hotkv doctor --target unix:" in warnings[0]
+    one = engine()
+    one.generate("a", prompt(1, 100), 2)
+    server.come_back()
+    (_, gone), (_, back) = [(level, text) for level, text in lines if level > logging.DEBUG]
+    assert lines[0][0] == logging.DEBUG and "worker 0" in lines[0][1]
+    assert "hotkv.target unix:" in gone and "`hotkv doctor`" in gone
+    assert "hotkv scheduler: the KV cache server is there" in back
+
+
+def test_states_of_a_session_are_said_once_and_a_warning_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines: list[tuple[int, str]] = []
+    logger = logging.getLogger("vllm.hotkv")
+    monkeypatch.setattr(logger, "log", lambda level, text, *v: lines.append((level, text % v)))
+    log = StateLog("scheduler", "host:1", logging.INFO)
+    log.waited(0.0)
+    assert not lines
+    log.waited(1.0)
+    log(LinkState.ABSENT, "no server answers")
+    log.waited(1.0)
+    ((level, line),) = lines
+    assert level == logging.WARNING and log.why == "no server answers"
+    assert "hotkv.target host:1 (no answer within 1 s)" in line
+    log(LinkState.CONNECTED, "connected")
+    there = "hotkv scheduler: the KV cache server is there (connected)"
+    assert lines[1:] == [(logging.INFO, there)]
+    # The session connected while the start's wait ended.
+    del lines[:]
+    log = StateLog("scheduler", "host:1", logging.INFO)
+    log(LinkState.CONNECTED, "connected")
+    log.waited(1.0)
+    assert [level for level, _ in lines] == [logging.DEBUG]
+    # A socket that is missing is news without a wait.
+    StateLog("scheduler", f"unix:{tmp_path}/none.sock", logging.INFO).waited(0.0)
+    assert f"(there is no {tmp_path}/none.sock)" in lines[-1][1]
+    (tmp_path / "there.sock").touch()
+    StateLog("scheduler", f"unix:{tmp_path}/there.sock", logging.INFO).waited(0.0)
+    assert len(lines) == 2
 
 
 class LinksMachine(RuleBasedStateMachine):
@@ -223,24 +286,39 @@ class LinksMachine(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.warnings, self.lines = heard(self.patch), heard(self.patch, "info")
         self.links, self.now_s = WorkerLinks(), 0.0
+        self.num_streams, self.is_connected = 1, True
         self.absent: set[int] = set()
         self.warned: set[int] = set()
-        # When each absent worker first said so, since it was there or the scheduler came.
+        # When each absent worker first said so to the scheduler's connection.
         self.news_s: dict[int, float] = {}
 
     def teardown(self) -> None:
         self.patch.undo()
 
+    @property
+    def stream(self) -> int:
+        return self.num_streams if self.is_connected else 0
+
     @rule(seconds=st.sampled_from([0.5, ABSENCE_PATIENCE_S, 3600.0]))
     def idles(self, seconds: float) -> None:
         self.now_s += seconds
 
+    @rule(loses=st.booleans())
+    def scheduler_connects(self, loses: bool) -> None:
+        self.num_streams += 1
+        self.is_connected = not loses
+        self.news_s.clear()
+
     @rule(rank=st.integers(0, 1), why=st.sampled_from(["", "lost", STILL_CONNECTING]))
     def tells(self, rank: int, why: str) -> None:
-        self.links.told({rank: why}, self.now_s)
+        self.links.told({rank: why}, self.now_s, self.stream)
         if why:
-            self.news_s.setdefault(rank, self.now_s)
+            since_s = self.news_s.setdefault(rank, self.now_s)
             self.absent.add(rank)
+            is_late = self.is_connected and self.now_s >= since_s + ABSENCE_PATIENCE_S
+            if is_late and rank not in self.warned:
+                self.warned.add(rank)
+                assert f"worker {rank} has no session" in self.warnings.pop()
             return
         self.absent.discard(rank)
         self.news_s.pop(rank, None)
@@ -248,21 +326,12 @@ class LinksMachine(RuleBasedStateMachine):
             self.warned.remove(rank)
             assert f"worker {rank} has a session" in self.lines.pop()
 
-    @rule(is_connected=st.booleans())
-    def steps(self, is_connected: bool) -> None:
-        self.links.check(is_connected, self.now_s)
-        if not is_connected:
-            self.news_s.clear()
-        late = {r for r, s in self.news_s.items() if self.now_s >= s + ABSENCE_PATIENCE_S}
-        warned = {int(line.split()[2]) for line in self.warnings}
-        assert warned == late - self.warned and len(warned) == len(self.warnings)
-        self.warned |= warned
-        self.warnings.clear()
-
     @invariant()
     def agrees(self) -> None:
         assert not self.warnings and not self.lines
         assert self.links.are_complete == (not self.absent)
+        if self.is_connected:
+            assert self.links.will_say(self.stream) == bool(self.absent - self.news_s.keys())
 
 
 TestLinks = LinksMachine.TestCase

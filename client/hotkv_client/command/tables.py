@@ -332,11 +332,6 @@ def load_line(load: dict[str, Any]) -> str:
 
 def show_status(answer: dict[str, Any]) -> str:
     counters = answer["counters"]
-    acquired, missed = (
-        counters.get("acquired_blocks_total", 0),
-        counters.get("missed_blocks_total", 0),
-    )
-    rate = f"{acquired / (acquired + missed):.1%}" if acquired + missed else "-"
     moved = {name: human_bytes(counters[f"{name}_bytes_total"]) for name in ("stored", "loaded")}
     parts = [
         *(f"{v['question']:<16} {v['word']}{v['text']}" for v in answer.get("verdicts", ())),
@@ -344,8 +339,7 @@ def show_status(answer: dict[str, Any]) -> str:
         f"hotkv-server {answer['version']}  pid {answer['pid']}  {state_line(answer)}  "
         f"up {human_seconds(answer['uptime_s'])}  epoch {answer['epoch']:x}",
         f"sessions {len(answer['sessions'])}  stored {moved['stored']}  loaded {moved['loaded']} "
-        f" leased blocks found {rate}  "
-        f"evicted {counters['evicted_blocks_total']:.0f}  no space "
+        f" evicted {counters['evicted_blocks_total']:.0f}  no space "
         f"{counters['no_space_blocks_total']:.0f}",
         *([gpu_line(answer["devices"])] if answer["devices"]["devices"] else []),
         *residency_line(counters),

@@ -143,6 +143,7 @@ class HotKVTier(SecondaryTierManager):
         self._region: Region | None = None
         self._session: CacheSession | None = None
         self._transfers: Transfers | None = None
+        self._said_on = False
         self._left: list[Ended] = []
         self._step = 0
         self._held_until_step = 0
@@ -203,6 +204,7 @@ class HotKVTier(SecondaryTierManager):
             PageTensor(group, HANDLE, 0, self.row_bytes, self.row_bytes, 0)
             for group in range(len(space.groups))
         )
+        state_log = link.StateLog("offloading", self.settings.target, logging.INFO)
         self._session = link.open_session(
             SessionConfig(
                 target=self.settings.target,
@@ -212,7 +214,7 @@ class HotKVTier(SecondaryTierManager):
                 client_name=CLIENT_NAME,
                 use_table=self.settings.use_table,
                 credentials=self.settings.credentials,
-                on_state=link.log_state("offloading", logging.INFO),
+                on_state=state_log,
             ),
             Layout(0, region.num_rows, (handle,), rows, "rows"),
             {HANDLE: region.fd},
@@ -222,6 +224,10 @@ class HotKVTier(SecondaryTierManager):
             # Touches the mapped table once, so that the first request need not.
             for group in range(len(space.groups)):
                 self._session.probe(group, [bytes(space.hash_bytes)])
+        else:
+            state_log.waited(wait_s)
+        self._said_on = False
+        self._say_on()
         logger.info(
             "hotkv: key space %s, %d rows of %d bytes",
             space.fingerprint.hex()[:12],
@@ -229,6 +235,12 @@ class HotKVTier(SecondaryTierManager):
             region.row_bytes,
         )
         return self._session
+
+    def _say_on(self) -> None:
+        """Logs once for each session that hotkv is on."""
+        if not self._said_on and self._session is not None and self._session.connected:
+            self._said_on = True
+            link.say_on(self._session, self.settings.target)
 
     def _leave(self) -> None:
         """Closes the session in the background. Its jobs have ended."""
@@ -527,6 +539,7 @@ class HotKVTier(SecondaryTierManager):
     @hook(nothing, of="tier")
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._step += 1
+        self._say_on()
         self._room.end_step()
 
     @hook(nothing, of="tier")

@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hotkv_client.command.tables import human_bytes
 from hotkv_client.fence import Revocations
 from hotkv_client.types import Role, SessionConfig
 from hotkv_proto import native
@@ -52,6 +51,7 @@ from hotkv_vllm.tracing.requests import RequestTraces, open_traces
 
 # -------------------------------------------------------------------------- sessions of the workers
 
+NO_NEWS = (-1, 0.0)
 ABSENCE_PATIENCE_S = 5.0
 """How long a worker may be without a session before a warning. Sessions reconnect by themselves, in
 sequence."""
@@ -64,8 +64,9 @@ class WorkerLinks:
     Always true: while a worker has no session, hits and stores are off, because that worker could
     neither load nor store. Workers report when their state changes, and in each step that asks for
     it. Steps ask while a worker is absent. Registering a worker's memory takes seconds, and an idle
-    engine has no steps. So a worker that is still connecting is warned of only if it has reported
-    that since the scheduler connected.
+    engine has no steps. So a warning comes with a report, of a worker that has reported absence for
+    a while to the same connection of the scheduler. It is taken back when the worker reports a
+    session.
 
     are_complete: whether every worker has a session, as far as it has reported.
     """
@@ -73,33 +74,36 @@ class WorkerLinks:
     def __init__(self) -> None:
         self.are_complete = True
         self._absent: dict[int, str] = {}
-        # When each absent worker first said so to a scheduler that is connected.
-        self._news_s: dict[int, float] = {}
+        # For each absent worker the scheduler's connection in which it last reported that, and the
+        # time of its first report there.
+        self._news: dict[int, tuple[int, float]] = {}
         self._said: set[int] = set()
 
     def __repr__(self) -> str:
         return f"WorkerLinks(absent: {self._absent})"
 
-    @property
-    def will_say(self) -> bool:
-        """Returns True if a worker was absent when there was no server and has not reported since:
-        it may have a session again."""
-        return any(rank not in self._news_s for rank in self._absent)
+    def will_say(self, stream: int) -> bool:
+        """Returns True if an absent worker has not reported in this connection of the scheduler: it
+        may have a session again."""
+        return any(self._news.get(rank, NO_NEWS)[0] != stream for rank in self._absent)
 
-    def told(self, links: Mapping[int, str], now_s: float, is_connected: bool = True) -> None:
+    def told(self, links: Mapping[int, str], now_s: float, stream: int) -> None:
         """Processes the reports of workers.
 
         links: by rank, why it has no session; empty if it has a session.
-        is_connected: whether the scheduler's own session is connected.
+        stream: number of the scheduler's own connection, from 1; 0 while it has none.
         """
         for rank, why in links.items():
             if why:
                 self._absent[rank] = why
-                if is_connected:
-                    self._news_s.setdefault(rank, now_s)
+                if self._news.get(rank, NO_NEWS)[0] != stream:
+                    self._news[rank] = (stream, now_s)
+                # Without a server the scheduler's own session logs that.
+                if stream and now_s >= self._news[rank][1] + ABSENCE_PATIENCE_S:
+                    self._warn(rank)
                 continue
             self._absent.pop(rank, None)
-            self._news_s.pop(rank, None)
+            self._news.pop(rank, None)
             if rank in self._said:
                 self._said.discard(rank)
                 logger.info(
@@ -108,17 +112,6 @@ class WorkerLinks:
                     rank,
                 )
         self.are_complete = not self._absent
-
-    def check(self, is_connected: bool, now_s: float) -> None:
-        """Warns once of each worker that stays absent while the scheduler's own session is
-        connected."""
-        if not is_connected:
-            # The scheduler's own session logs that there is no server.
-            self._news_s.clear()
-            return
-        for rank, since_s in self._news_s.items():
-            if now_s >= since_s + ABSENCE_PATIENCE_S:
-                self._warn(rank)
 
     def check_start(self) -> None:
         """Warns of each worker that the server has refused by the time the scheduler connected."""
@@ -317,12 +310,15 @@ class Assembly:
     again for another key space.
 
     cache_groups: the groups, as vLLM numbers them.
+    state_log, streams: log the state of the session; count its connections.
     memory: the sequences of sparse decode; None without sparse decode.
     residencies: the resident requests; None if whole contexts stay on the device.
     """
 
     cache_groups: tuple[kv_groups.CacheGroup, ...]
     session: link.CacheSession
+    state_log: link.StateLog
+    streams: StreamCount
     finder: HitFinder
     planner: StorePlanner
     reports: UseReports
@@ -337,7 +333,8 @@ def assemble(engine: Engine, agreement: Agreement) -> Assembly:
     config = engine.config
     engine_id = str(engine.vllm_config.kv_transfer_config.engine_id)
     cache_groups = kv_groups.cache_groups(engine.vllm_config, engine.kv_cache_config)
-    streams = StreamCount(link.log_state("scheduler", logging.INFO))
+    state_log = link.StateLog("scheduler", config.target, logging.INFO)
+    streams = StreamCount(state_log)
     session = link.open_session(
         SessionConfig(
             target=config.target,
@@ -354,7 +351,7 @@ def assemble(engine: Engine, agreement: Agreement) -> Assembly:
     )
     prefix = f"{engine_id[:8]}-{uuid.uuid4().hex[:8]}"
     try:
-        return _over(session, engine, agreement, cache_groups, streams, prefix)
+        return _over(session, engine, agreement, cache_groups, state_log, streams, prefix)
     except BaseException:
         session.close()
         raise
@@ -365,6 +362,7 @@ def _over(
     engine: Engine,
     agreement: Agreement,
     cache_groups: tuple[kv_groups.CacheGroup, ...],
+    state_log: link.StateLog,
     streams: StreamCount,
     prefix: str,
 ) -> Assembly:
@@ -424,7 +422,18 @@ def _over(
         min_tokens = config.sparse.min_context_tokens
         memory = SparseSequences(session, streams, sparse_groups, groups.hashes, min_tokens, prefix)
     reset = CacheReset(session, planner)
-    return Assembly(cache_groups, session, finder, planner, reports, reset, memory, residencies)
+    return Assembly(
+        cache_groups,
+        session,
+        state_log,
+        streams,
+        finder,
+        planner,
+        reports,
+        reset,
+        memory,
+        residencies,
+    )
 
 
 def _sparse_groups(
@@ -471,6 +480,11 @@ class Sharing:
         return self.cache is not None and self.cache.session.connected
 
     @property
+    def stream(self) -> int:
+        """Returns the number of the scheduler's connection, from 1; 0 while it has none."""
+        return self.cache.streams.number if self.cache is not None and self.is_connected else 0
+
+    @property
     def may_offer(self) -> bool:
         """Returns True if hits may be offered at this moment."""
         cache = self.cache
@@ -488,7 +502,7 @@ class Sharing:
             # A request for a hit makes the ranks check weights that are in doubt.
             self.weights.waits(now_s)
             return False
-        if self.links.will_say and now_s < arrived_s + LINKS_PATIENCE_S:
+        if self.links.will_say(self.stream) and now_s < arrived_s + LINKS_PATIENCE_S:
             return True
         return self.weights.waits(now_s)
 
@@ -517,9 +531,8 @@ class Sharing:
                 self.joining = Joining(self._num_ranks)
             return
         self.joining = None
-        self.links.told(
-            {h.rank: h.absent for h in handshakes}, time.monotonic(), is_connected=False
-        )
+        # Handshakes were made before the scheduler had a session.
+        self.links.told({h.rank: h.absent for h in handshakes}, time.monotonic(), stream=0)
         if self.cache is not None:
             if not self.replaces(handshakes):
                 return
@@ -553,33 +566,21 @@ class Sharing:
                 "off; turn one of them on"
             )
         if not cache.session.wait_connected(wait_s):
-            logger.warning(
-                "hotkv: no KV cache server answers at hotkv.target (%s): the engine runs without "
-                "it and goes on trying. `hotkv doctor --target %s` finds the cause",
-                self._engine.config.target,
-                self._engine.config.target,
-            )
+            cache.state_log.waited(wait_s)
         else:
             self.links.check_start()
-            self.follow_links(time.monotonic())
+            self.say_on()
             # Touches the mapped table once, so that the first request need not.
             for index in range(len(agreement.space.groups)):
                 cache.session.probe(index, [bytes(agreement.space.hash_bytes)])
 
     # ---------------------------------------------------------------------------------------- steps
 
-    def follow_links(self, now_s: float) -> None:
-        """Warns of workers that stay absent. Logs once that hotkv is on, as soon as all sessions
-        are there; again after a loss."""
-        is_connected = self.is_connected
-        self.links.check(is_connected, now_s)
-        is_on = is_connected and self.links.are_complete
+    def say_on(self) -> None:
+        """Logs once that hotkv is on, as soon as all sessions are there; again after a loss."""
+        is_on = self.is_connected and self.links.are_complete
         if is_on and not self._has_said_on and self.cache is not None:
-            logger.info(
-                "hotkv on: %s of this model's KV are here (%s)",
-                human_bytes(self.cache.session.stored_bytes),
-                self._engine.config.target,
-            )
+            link.say_on(self.cache.session, self._engine.config.target)
         self._has_said_on = is_on
 
     def is_other(self, identity: str) -> bool:

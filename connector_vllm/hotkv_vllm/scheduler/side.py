@@ -132,7 +132,7 @@ class HotKVScheduler:
         self.steps.prefill.last_end_s = now_s
         for name, value in report.counters.items():
             self.stats.add(name, value)
-        sharing.links.told(report.links, now_s, sharing.is_connected)
+        sharing.links.told(report.links, now_s, sharing.stream)
         if sharing.weights.reported(report.weights, now_s):
             # Loads of KV that was computed with the old weights are useless.
             self.requests.cancel_loads()

@@ -108,7 +108,7 @@ class StepPlanner:
             self._adopt(cache, identity)
         cache = sharing.cache or cache
         cache.planner.is_rekeying = sharing.weights.under_way
-        sharing.follow_links(now_s)
+        sharing.say_on()
         cache.reports.send(now_s)
         cache.reset.step(now_s)
         cache.finder.patience.begin_step()

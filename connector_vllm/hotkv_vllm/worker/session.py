@@ -201,7 +201,9 @@ class RankSession:
             self.handshake = replace(self.handshake, absent=self._why_absent())
 
     def _open(self, space: KeySpace, kinds: tuple[Representation, ...]) -> None:
-        self._state_log = link.log_state(f"worker {self.place.rank}", logging.DEBUG)
+        self._state_log = link.StateLog(
+            f"worker {self.place.rank}", self._config.target, logging.DEBUG
+        )
         self._session_config = SessionConfig(
             target=self._config.target,
             engine_id=self._engine_id,

@@ -289,6 +289,8 @@ class CacheCore(CacheBooks):
         for part in _portions(
             [lease for lease in self.leases.expired(now_s) if not lease.released]
         ):
+            for lease in part:
+                lease.has_expired = True
             self.counters.expired_leases += self._end(part)
             yield
 

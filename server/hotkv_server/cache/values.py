@@ -157,6 +157,10 @@ class Cause(enum.IntEnum):
     """Its key space was flushed."""
     DAMAGE = 4
     """Its bytes did not have their check value."""
+    HINT = 5
+    """A hint demoted it to a tier below."""
+    EXPIRY = 6
+    """It was never ready: the lease of its store expired."""
 
 
 @dataclass(frozen=True, slots=True)

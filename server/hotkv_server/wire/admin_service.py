@@ -38,6 +38,8 @@ GONE = {
     Cause.OPERATOR: "`hotkv evict` or another call removed it",
     Cause.FLUSH: "a flush of its key space dropped it",
     Cause.DAMAGE: "its bytes were damaged",
+    Cause.HINT: "a hint demoted it to a tier, which has no room for it any more",
+    Cause.EXPIRY: "its store did not end before its lease expired",
 }
 """Details of blocks that are not here, by the cause of their removal."""
 HOST = "host"
@@ -147,7 +149,7 @@ def _explain(
                 cause = Cause(int(group.causes[depth]))
                 verdict = (
                     admin_pb2.BLOCK_VERDICT_EVICTED
-                    if cause
+                    if cause not in (Cause.NONE, Cause.EXPIRY)
                     else admin_pb2.BLOCK_VERDICT_NEVER_STORED
                 )
                 text = GONE[cause]

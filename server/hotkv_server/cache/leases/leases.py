@@ -70,6 +70,7 @@ class ReadLease:
     """True once a load has started under the lease: the engine has admitted its request."""
     num_copies: int = 0
     released: bool = False
+    has_expired: bool = False
 
     def entries(self) -> Entries:
         """Returns all pinned entries."""
@@ -108,6 +109,7 @@ class WriteLease:
     shards_seen: int = 0
     num_copies: int = 0
     released: bool = False
+    has_expired: bool = False
 
     def names(self, keys: Keys) -> bool:
         """Returns True if the first call named all these blocks."""

@@ -27,6 +27,7 @@ from hotkv_server.cache.sessions import check_named
 from hotkv_server.cache.table.index import Keys, blocks_first
 from hotkv_server.cache.values import (
     BoolMask,
+    Cause,
     Entries,
     Int64s,
     KeySpaceRecord,
@@ -394,20 +395,20 @@ class Reservations:
         representable: Int64s = wanted[ready | mine]
         return representable
 
-    def drop(self, entries: Entries) -> None:
+    def drop(self, entries: Entries, cause: Cause = Cause.NONE) -> None:
         """Removes reserved entries that will not be written."""
         if not len(entries):
             return
         space = self._books.space
         self._books.counters.aborted_blocks += int((~space.representations.among(entries)).sum())
-        space.removal.drop(entries)
+        space.removal.drop(entries, cause)
 
     def end(self, lease: WriteLease) -> None:
         """Ends a lease that is in the book. If copies are running, it ends when they end."""
         lease.released = True
         if lease.num_copies:
             return
-        self.drop(lease.entries)
+        self.drop(lease.entries, Cause.EXPIRY if lease.has_expired else Cause.NONE)
         self._books.leases.remove(lease)
 
     def check_invariants(self) -> None:

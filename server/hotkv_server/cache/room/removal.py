@@ -17,6 +17,7 @@ from hotkv_proto import table
 from hotkv_proto.table import Words
 from hotkv_server.cache.histogram import AGES_S, Histogram
 from hotkv_server.cache.room.policies.protocol import Policy
+from hotkv_server.cache.room.removed import Causes, RemovedKeys
 from hotkv_server.cache.room.shares import Payers, TenantBook
 from hotkv_server.cache.room.slabs import ABSENT, FREE, SlabPool
 from hotkv_server.cache.table.index import BlockIndex, Keys, Representations
@@ -130,12 +131,6 @@ class Books:
 # pinned block that is flushed can't be found any more, and keeps its slot until it is reaped.
 
 
-GHOST_KEYS = 1 << 16
-"""Removed keys that are remembered, to explain why a block is missing."""
-MAX_FRESH = 1 << 12
-"""Keys removed before the sorted copy is rebuilt."""
-
-
 class Removal:
     """Removes entries of a tier.
 
@@ -153,14 +148,7 @@ class Removal:
         self._books = books
         self.index = books.index
         self._representations = books.representations
-        # A ring of keys and their causes; `_next_ghost` is the place of the oldest.
-        self._ghosts = np.zeros(GHOST_KEYS, np.uint64)
-        self._causes = np.zeros(GHOST_KEYS, np.uint8)
-        self._next_ghost = 0
-        # A sorted copy, `_num_fresh` removals old. Each report of a request searches it, and
-        # sorting all keys takes milliseconds.
-        self._sorted = _in_order(self._ghosts, self._causes)
-        self._num_fresh = 0
+        self._removed = RemovedKeys()
 
     def __repr__(self) -> str:
         return f"Removal({self.evicted_blocks} evicted, {len(self.effects)} notices not taken)"
@@ -211,9 +199,12 @@ class Removal:
         self.index.detach(entries[is_pinned])
         self._representations.follow(parts)
 
-    def drop(self, entries: Entries) -> None:
-        """Removes reserved entries that will not be written, without a notice."""
+    def drop(self, entries: Entries, cause: Cause = Cause.NONE) -> None:
+        """Removes reserved entries that will not be written, without a notice. Remembers their
+        keys if it is given a cause."""
         keys = self.index.mixed(entries)
+        if cause is not Cause.NONE:
+            self._removed.add(keys, cause)
         self._books.policy.forget(entries, keys, evicted=False)
         self._books.free_slots(self.index.remove(entries, keys))
 
@@ -239,20 +230,13 @@ class Removal:
                 self.index.remove_detached(part)
                 self._books.free_slots(self.index.parts(rows))
 
-    def causes(self, key_space_id: int, group_index: int, hashes: Words) -> NDArray[np.uint8]:
-        """Returns the `Cause` of the last removal of each key [n], as far as it is among the last
-        GHOST_KEYS removed keys. May include up to MAX_FRESH older keys."""
-        keys = self.index.mixed_hashes(key_space_id, group_index, hashes)
-        if self._num_fresh > MAX_FRESH:
-            order = (self._next_ghost + np.arange(GHOST_KEYS)) % GHOST_KEYS
-            self._sorted = _in_order(self._ghosts[order], self._causes[order])
-            self._num_fresh = 0
-        causes = _causes_of(keys, *self._sorted)
-        if self._num_fresh:
-            last = np.arange(self._next_ghost - self._num_fresh, self._next_ghost) % GHOST_KEYS
-            fresh = _causes_of(keys, *_in_order(self._ghosts[last], self._causes[last]))
-            causes = np.where(fresh, fresh, causes)
-        return causes
+    def causes(self, key_space_id: int, group_index: int, hashes: Words) -> Causes:
+        """Returns the `Cause` of the last removal of each key [n], as far as it is remembered."""
+        return self._removed.causes(self.index.mixed_hashes(key_space_id, group_index, hashes))
+
+    def remember(self, keys: Keys, cause: Cause) -> None:
+        """Remembers why keys were removed that are not in this index."""
+        self._removed.add(keys, cause)
 
     def _give_notice(self, parts: Sequence[Words], keys: Keys, cause: Cause) -> None:
         """Adds a notice for each part (records of the same key space and group) and remembers the
@@ -263,25 +247,7 @@ class Removal:
             self.effects.append(
                 EvictionNotice(key_space_id, group_index, np.ascontiguousarray(rows[:, :8]))
             )
-        last = keys[-GHOST_KEYS:]
-        at = (self._next_ghost + np.arange(len(last))) % GHOST_KEYS
-        self._ghosts[at], self._causes[at] = last, cause
-        self._next_ghost = (self._next_ghost + len(last)) % GHOST_KEYS
-        self._num_fresh = min(self._num_fresh + len(last), GHOST_KEYS)
-
-
-def _in_order(keys: Keys, causes: NDArray[np.uint8]) -> tuple[Keys, NDArray[np.uint8]]:
-    """Returns keys and causes by rising key; of equal keys the last comes last."""
-    order = np.argsort(keys, kind="stable")
-    return keys[order], causes[order]
-
-
-def _causes_of(keys: Keys, ordered: Keys, causes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Returns the cause of each key [n] in `ordered`, which is rising and not empty; NONE if it is
-    missing."""
-    places = np.maximum(np.searchsorted(ordered, keys, side="right") - 1, 0)
-    found: NDArray[np.uint8] = np.where(ordered[places] == keys, causes[places], 0)
-    return found.astype(np.uint8)
+        self._removed.add(keys, cause)
 
 
 # Emptying slabs

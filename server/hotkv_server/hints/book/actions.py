@@ -16,7 +16,7 @@ from hotkv_proto.keys import KeySpace
 from hotkv_proto.table import Words
 from hotkv_server.cache.arrays import each_once
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.values import Entries, HashList
+from hotkv_server.cache.values import Cause, Entries, HashList
 
 BLOCKS = 1 << 12
 
@@ -110,7 +110,7 @@ def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: flo
             done.num_done += len(entries)
             core.retention_pins.let_go(entries)
             for below in core.below if len(entries) else ():
-                core.space.removal.evict(entries[below.offer_demoted(entries)])
+                core.space.removal.evict(entries[below.offer_demoted(entries)], Cause.HINT)
                 entries = entries[core.space.index.is_ready(entries)]
             core.space.policy.demote(entries, core.space.index.mixed(entries), now_s)
             yield

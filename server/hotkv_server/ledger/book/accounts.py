@@ -251,6 +251,8 @@ class Account:
 
 MAX_SPEEDS = 1024
 """Key spaces whose prefill speed is remembered."""
+SLOWEST, FASTEST = 1.0, 1e9
+"""Tokens per second. Other speeds are ignored: an engine must not make the sums infinite."""
 
 
 class Accounts:
@@ -287,8 +289,11 @@ class Accounts:
 
     def saved_s(self, key_space: str, hit_tokens: int, said_s: float, speed: float) -> float:
         """Returns the seconds of prefill that a hit saved: `said_s` if its engine knows, else by
-        the key space's last known speed. `speed`: of the engine; 0 if unknown."""
-        if speed:
+        the key space's last known speed. `speed`: of the engine; 0 if it tells none, as engines
+        that load every hit. Then the hit that it knows of tells it."""
+        if not speed and said_s > 0:
+            speed = hit_tokens / said_s
+        if SLOWEST <= speed <= FASTEST:
             self.speeds.pop(key_space, None)
             self.speeds[key_space] = speed
             while len(self.speeds) > MAX_SPEEDS:

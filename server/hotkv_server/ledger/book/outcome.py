@@ -125,8 +125,10 @@ def _why(
         return Counter()
     words = core.space.index.find(key_space_id, group_index, hashes)
     causes = core.space.removal.causes(key_space_id, group_index, hashes)
-    # More memory would have kept only the blocks that made room.
-    codes = np.where(causes == Cause.ROOM, int(Miss.EVICTED), int(Miss.NEVER_STORED))
+    # More room would have kept the blocks that made room, here or in the tier to which a hint has
+    # demoted them.
+    made_room = (causes == Cause.ROOM) | (causes == Cause.HINT)
+    codes = np.where(made_room, int(Miss.EVICTED), int(Miss.NEVER_STORED))
     for one in core.below:
         codes[one.find(key_space_id, HashList(group_index, hashes))] = int(Miss.LEFT_BELOW)
     codes[words >= table.RESERVED_FLAG] = int(Miss.IN_FLIGHT)

@@ -16,7 +16,7 @@ import numpy as np
 
 from hotkv_proto import table
 from hotkv_server.cache.room.space import Space
-from hotkv_server.cache.values import KeySpaceRecord
+from hotkv_server.cache.values import Cause, KeySpaceRecord
 from hotkv_server.tiers.book.arrivals import Arrivals
 from hotkv_server.tiers.book.demotion import Demotion
 from hotkv_server.tiers.book.moves import MoveCounters, Moves, joined
@@ -79,6 +79,8 @@ class LowerTier:
         assert not self.moves.may_begin(key_space_id), "flushed while blocks may move"
         for first in range(0, self.space.index.num_numbers, portion):
             ready = self.space.index.ready_blocks(key_space_id, first, first + portion)
+            # Host memory's index is asked why a block is missing.
+            self.moves.host.removal.remember(self.space.index.mixed(ready), Cause.FLUSH)
             self.space.removal.flush(ready)
             yield len(ready)
 
