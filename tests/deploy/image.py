@@ -123,7 +123,8 @@ class Pod:
         return user
 
     def probe(self, name: str) -> bool:
-        words = self._command(self._user, *self._rendered.server[name]["exec"]["command"])
+        live = ["--live"] if name == "livenessProbe" else []
+        words = self._command(self._user, "hotkv", "ping", *live, "--timeout-s", "3")
         return subprocess.run(words, capture_output=True).returncode == 0
 
     def pid(self) -> int:

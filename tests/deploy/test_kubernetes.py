@@ -126,8 +126,27 @@ def test_kernels_of_gpus_are_kept_where_the_server_may_write(manifest: Objects) 
 
 
 @pytest.mark.parametrize("name", ["startupProbe", "readinessProbe", "livenessProbe"])
-def test_probes_are_commands_that_exist(manifest: Objects, name: str) -> None:
-    program, *arguments = manifest.server[name]["exec"]["command"]
-    options, is_live = cli.parser().parse_args(arguments), name == "livenessProbe"
-    assert (program, options.command, options.live) == ("hotkv", "ping", is_live)
-    assert options.timeout_s < manifest.server[name]["timeoutSeconds"]
+def test_probes_ask_by_http_or_by_commands_that_exist(manifest: Objects, name: str) -> None:
+    """By HTTP where the kubelet can reach it; a command starts Python each time."""
+    is_live = name == "livenessProbe"
+    asked = {"path": "/livez" if is_live else "/readyz", "port": "metrics"}
+    assert manifest.server[name]["httpGet"] == asked
+    assert "metrics" in {port["name"] for port in manifest.server["ports"]}
+    for local in ("settings.http.host=127.0.0.1", "settings.http.port=0"):
+        server = objects.of_chart(sets=(local,)).server
+        program, *arguments = server[name]["exec"]["command"]
+        options = cli.parser().parse_args(arguments)
+        assert (program, options.command, options.live) == ("hotkv", "ping", is_live)
+        assert options.timeout_s < server[name]["timeoutSeconds"]
+
+
+def test_nodes_with_gpus_take_the_pod() -> None:
+    """They are tainted as a rule; the process namespace of the host is a choice."""
+    taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    own = "tolerations[0].key=spot"
+    pod = objects.of_chart(sets=("gpu.enabled=true", "gpu.hostPID=false", own)).pod
+    assert pod["tolerations"] == [{"key": "spot"}, taint]
+    assert "hostPID" not in pod and pod["hostIPC"]
+    assert "tolerations" not in objects.of_chart().pod
+    patch = objects.of_manifest("gpu.yaml").one("DaemonSet")
+    assert patch["spec"]["template"]["spec"]["tolerations"] == [taint]

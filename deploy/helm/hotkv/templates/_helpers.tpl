@@ -105,6 +105,17 @@ out, so the server has its default. */}}
 {{- toJson $ports -}}
 {{- end -}}
 
+{{/* How a probe asks: by HTTP where the kubelet can reach it, or by a command, which starts Python. */}}
+{{- define "hotkv.probe" -}}
+{{- $settings := include "hotkv.settings" .root | fromJson -}}
+{{- $host := dig "http" "host" "127.0.0.1" $settings -}}
+{{- if and (dig "http" "port" 9433 $settings) (not (has $host (list "127.0.0.1" "localhost" "::1"))) -}}
+httpGet: {path: {{ .path }}, port: metrics}
+{{- else -}}
+exec: {command: {{ concat (list "hotkv" "ping") .flags (list "--timeout-s" "3") | toJson }}}
+{{- end -}}
+{{- end -}}
+
 {{/* A size of the settings in MiB, rounded up. */}}
 {{- define "hotkv.mib" -}}
 {{- $size := regexFind "^[0-9]+" (toString .) | int64 -}}
