@@ -26,7 +26,7 @@ def why_unavailable() -> str:
     """Returns why kernels can't be used, and the fix."""
     if os.environ.get("HOTKV_DISABLE_NUMBA"):
         return "HOTKV_DISABLE_NUMBA is set: server and sparse decode need kernels, unset it"
-    return "numba is not installed: pip install 'hotkv[server]' or 'hotkv[vllm]'"
+    return "numba is not installed: pip install numba"
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import hotkv_proto
-from hotkv_proto import native
+from hotkv_proto import extras, native
 from hotkv_proto.command_line import Parser
 from hotkv_server import arenas, logs
 from hotkv_server.simulate import command as simulation
@@ -102,10 +102,7 @@ def _check_tiers(options: argparse.Namespace, flags: list[str]) -> int:
 
 
 def _exit_without_extra(missing: ImportError) -> NoReturn:
-    sys.exit(
-        f"hotkv-server: {missing.name} is not installed: the server needs its extra, pip "
-        "install 'hotkv[server]'"
-    )
+    sys.exit(f"hotkv-server: {missing.name} is not installed: {extras.advice('server')}")
 
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:

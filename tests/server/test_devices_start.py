@@ -54,7 +54,7 @@ def _settings(*flags: str) -> Settings:
 
 def test_why_there_are_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> Any:
-        raise DeviceError("CuPy is not installed: pip install 'hotkv[cuda12]'")
+        raise DeviceError("CuPy is not installed: pip install cupy-cuda12x")
 
     def why(cuda: str) -> str:
         return look(CopySettings(cuda=cuda)).why_none  # type: ignore[call-arg]
@@ -69,7 +69,7 @@ def test_why_there_are_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(device_start, "has_device_node", lambda: False)
     assert "copy.cuda = off" in why("off") and "/dev/nvidia0" in why("auto")
     monkeypatch.setattr(device_start, "new_runtime", absent)
-    assert "hotkv[cuda12]" in why("on")
+    assert "cupy-cuda12x" in why("on")
     monkeypatch.setattr(device_start, "new_runtime", lambda: FakeRuntime(num_devices=0))
     assert "sees no device" in why("on")
 

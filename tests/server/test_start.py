@@ -154,7 +154,7 @@ NO_NUMBA = "sys.modules['numba'] = None"
 @pytest.mark.parametrize(
     ("variables", "code", "words"),
     [
-        ({}, NO_NUMBA, "numba is not installed: pip install 'hotkv[server]'"),
+        ({}, NO_NUMBA, "numba is not installed: pip install numba"),
         ({"HOTKV_DISABLE_NUMBA": "1"}, "", "HOTKV_DISABLE_NUMBA is set"),
     ],
 )

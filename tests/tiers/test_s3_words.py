@@ -160,7 +160,7 @@ def test_without_its_library_the_tier_says_so(
 
     monkeypatch.setattr(bucket_module.importlib, "import_module", missing)
     with (
-        pytest.raises(MissingError, match="module obstore: pip install 'hotkv\\[s3\\]'"),
+        pytest.raises(MissingError, match="module obstore: pip install 'obstore"),
         bench_over(s3_server, new_prefix()),
     ):
         pass

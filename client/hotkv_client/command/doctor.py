@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hotkv_client.command.tables import human_bytes, table
+from hotkv_proto import extras
 
 GOOD, WARN, BAD, UNKNOWN = "good", "warning", "bad", "unknown"
 COLLAPSE_KERNEL = (6, 1)
@@ -293,7 +294,7 @@ def versions(host: Host) -> Finding:
             "versions",
             BAD if has_server else WARN,
             f"{said}; without numba no server starts, and clients look up slower",
-            "pip install 'hotkv[server]'",
+            extras.advice("server"),
         )
     return Finding("versions", GOOD, said)
 

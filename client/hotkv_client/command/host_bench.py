@@ -30,6 +30,7 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.command.tables import human_bytes, table
 from hotkv_client.testing.paged import PagedEngine
 from hotkv_client.types import BlockRun, GroupHashes, LoadRun
+from hotkv_proto import extras
 from hotkv_proto.blocks import TransferStatus
 from hotkv_proto.errors import HotKVError
 
@@ -104,7 +105,7 @@ def _wait_ready(process: "subprocess.Popen[bytes]", target: str, log: Path) -> N
     lines = log.read_text(errors="replace").strip().splitlines()
     why = lines[-1] if lines else "it said nothing"
     if "No module named" in why:
-        why = "it is not installed: pip install 'hotkv[server]'"
+        why = f"it is not installed: {extras.advice('server')}"
     raise BenchError(f"hotkv-server did not start: {why}")
 
 

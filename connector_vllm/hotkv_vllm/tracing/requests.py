@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from hotkv_client.types import GroupHashes
+from hotkv_proto import extras
 from hotkv_proto.blocks import BlockResult
 from hotkv_proto.reports import Miss
 from hotkv_vllm.config import ConfigError, ConnectorConfig
@@ -145,8 +146,8 @@ def open_traces(config: ConnectorConfig) -> RequestTraces | None:
         )
     except ImportError as error:
         raise ConfigError(
-            f"hotkv.tracing = {config.tracing!r}: {error.name or error} is not installed; pip "
-            "install 'hotkv[otel]', or leave the setting out"
+            f"hotkv.tracing = {config.tracing!r}: {error.name or error} is not installed: "
+            f"{extras.advice('otel')}, or leave the setting out"
         ) from None
     except ValueError as error:
         raise ConfigError(f"hotkv.tracing = {config.tracing!r}: {error}") from None

@@ -18,6 +18,7 @@ from types import ModuleType
 
 import numpy as np
 
+from hotkv_proto import extras
 from hotkv_server.device import driver as cu
 from hotkv_server.device.runtime import (
     DeviceError,
@@ -280,8 +281,8 @@ def compile_kernel(cupy: ModuleType, device: int, source: Path, name: str) -> tu
         ) from error
     except (cupy.cuda.compiler.CompileException, RuntimeError, ImportError, OSError) as error:
         raise DeviceError(
-            f"compiling {source.name} for device {device}: {error}; CuPy needs NVRTC: install "
-            "hotkv[cuda12] or hotkv[cuda13] anew, or a CUDA toolkit"
+            f"compiling {source.name} for device {device}: {error}; CuPy needs NVRTC: "
+            f"{extras.advice('cuda12')} (or of CUDA 13), or a CUDA toolkit"
         ) from error
 
 
@@ -296,8 +297,8 @@ def _import_cupy() -> ModuleType:
         return importlib.import_module("cupy")
     except ImportError as error:
         raise DeviceError(
-            f"CuPy does not load: {error}; install hotkv[cuda12] or hotkv[cuda13], whichever "
-            "fits the driver"
+            f"CuPy does not load: {error}: {extras.advice('cuda12')}, or of CUDA 13, as the driver "
+            "needs"
         ) from error
 
 

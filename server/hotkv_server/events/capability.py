@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv_proto import extras
 from hotkv_proto.blocks import RunContent
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind
@@ -84,8 +85,8 @@ def _zmq() -> ModuleType:
         return importlib.import_module("zmq")
     except ImportError as missing:
         raise StartError(
-            f"events.endpoint is set, but {missing.name} is not installed: pip install "
-            "'hotkv[events]'"
+            f"events.endpoint is set, but {missing.name} is not installed: "
+            f"{extras.advice('events')}"
         ) from missing
 
 

@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from hotkv_proto import extras
 from hotkv_server.simulate.trace import Trace
 
 # ------------------------------------------------------------------------------------------- Tables
@@ -189,7 +190,7 @@ def check_plot(path: Path) -> None:
         importlib.import_module("matplotlib")
     except ImportError as error:
         raise PlotError(
-            "--plot: matplotlib is not installed; pip install 'hotkv[simulate]'"
+            f"--plot: matplotlib is not installed: {extras.advice('simulate')}"
         ) from error
     if path.is_dir() or not path.parent.is_dir():
         raise PlotError(f"--plot: {path} can't be written; name a file in a folder that exists")

@@ -5,6 +5,7 @@ import importlib
 import logging
 from collections.abc import Mapping
 
+from hotkv_proto import extras
 from hotkv_server.node.capability import Capability, Tracer
 from hotkv_server.node.node import Node
 from hotkv_server.security.path_checks import UnsafeError, check_private_key
@@ -65,10 +66,10 @@ def _open(settings: TracingSettings) -> Tracing | None:
 
 def _not_installed(error: ImportError) -> StartError:
     missing = str(error.name or error)
-    package = GRPC_PACKAGE if ".grpc" in missing else "'hotkv[otel]'"
+    advice = f"pip install {GRPC_PACKAGE}" if ".grpc" in missing else extras.advice("otel")
     return StartError(
-        f"tracing.endpoint is set, but {missing} is not installed: pip install {package}, or leave "
-        "the setting out"
+        f"tracing.endpoint is set, but {missing} is not installed: {advice}, or leave the setting "
+        "out"
     )
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from hotkv_proto import extras
 from hotkv_proto.errors import HotKVError, Reason
 
 FOLDER = Path(__file__).parent
@@ -125,7 +126,7 @@ def cupy_module() -> ModuleType:
         import cupy
     except ImportError as error:
         raise ImportError(
-            "sparse decode on CUDA needs CuPy; install hotkv[cuda12] or hotkv[cuda13]"
+            f"sparse decode on CUDA needs CuPy: {extras.advice('cuda12')}, or of CUDA 13"
         ) from error
     module: ModuleType = cupy
     return module

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from hotkv_client.admin import AdminClient
 from hotkv_client.command.top import plain
 from hotkv_client.command.top.figures import Figures, Reading, figures_of, read
+from hotkv_proto import extras
 from hotkv_proto.errors import HotKVError
 
 # ----------------------------------------------------------------------------- keys of the terminal
@@ -91,7 +92,7 @@ def run(client: AdminClient, interval_s: float, count: int, *, as_json: bool) ->
         return
     if importlib.util.find_spec("rich") is None:
         raise ValueError(
-            "the screen of `hotkv top` is drawn by rich: pip install 'hotkv[cli]', or take text "
+            f"the screen of `hotkv top` is drawn by rich: {extras.advice('cli')}, or take text "
             "with --count"
         )
     show_screen(client, interval_s)

@@ -16,6 +16,7 @@ from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
+from hotkv_proto import extras
 from hotkv_server.settings.tiers import S3Settings
 from hotkv_server.tiers.remote.client import LateError, MissingError, StoreError, UnusableError
 
@@ -453,7 +454,7 @@ def _library() -> ModuleType:
         return importlib.import_module("obstore")
     except ImportError as missing:
         raise MissingError(
-            f"a tier in S3 needs the module {missing.name}: pip install 'hotkv[s3]', with Python "
+            f"a tier in S3 needs the module {missing.name}: {extras.advice('s3')}, with Python "
             "3.11 or newer"
         ) from missing
 
