@@ -121,7 +121,7 @@ def array_kernels(made_up: bool) -> "CudaArrays | HostArrays":
         return CudaArrays()
     except ImportError:
         raise SystemExit(
-            "this benchmark needs CuPy and a GPU; install hotkv[cuda12] or hotkv[cuda13], or "
+            "this benchmark needs CuPy and a GPU; pip install cupy-cuda12x or cupy-cuda13x, or "
             "--made-up runs the same without, for its bytes and not for its times"
         ) from None
 
