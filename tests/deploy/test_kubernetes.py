@@ -132,8 +132,8 @@ def test_probes_ask_by_http_or_by_commands_that_exist(manifest: Objects, name: s
     asked = {"path": "/livez" if is_live else "/readyz", "port": "metrics"}
     assert manifest.server[name]["httpGet"] == asked
     assert "metrics" in {port["name"] for port in manifest.server["ports"]}
-    for local in ("settings.http.host=127.0.0.1", "settings.http.port=0"):
-        server = objects.of_chart(sets=(local,)).server
+    for local in ("http.host=127.0.0.1", "http.port=0", "http.port=-1"):
+        server = objects.of_chart(sets=(f"settings.{local}",)).server
         program, *arguments = server[name]["exec"]["command"]
         options = cli.parser().parse_args(arguments)
         assert (program, options.command, options.live) == ("hotkv", "ping", is_live)

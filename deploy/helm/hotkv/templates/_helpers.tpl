@@ -109,7 +109,7 @@ out, so the server has its default. */}}
 {{- define "hotkv.probe" -}}
 {{- $settings := include "hotkv.settings" .root | fromJson -}}
 {{- $host := dig "http" "host" "127.0.0.1" $settings -}}
-{{- if and (dig "http" "port" 9433 $settings) (not (has $host (list "127.0.0.1" "localhost" "::1"))) -}}
+{{- if and (gt (int (dig "http" "port" 9433 $settings)) 0) (not (has $host (list "127.0.0.1" "localhost" "::1"))) -}}
 httpGet: {path: {{ .path }}, port: metrics}
 {{- else -}}
 exec: {command: {{ concat (list "hotkv" "ping") .flags (list "--timeout-s" "3") | toJson }}}
