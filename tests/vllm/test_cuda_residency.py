@@ -23,8 +23,10 @@ from hotkv_vllm.compat.sparse_layers import cuda_refusal
 from hotkv_vllm.config import ALLOW_CUDA, cuda_settings
 from hotkv_vllm.residency import cuda_backend
 from hotkv_vllm.residency.cuda_backend import HotFlashBuilder
+from hotkv_vllm.residency.step import ResidentStep
+from hotkv_vllm.sparse.rows import SparseRows
 from tests.sparse.cuda_support import needs_compiler
-from tests.vllm.cuda_engine import BLOCK_TOKENS, NAMES, Engine, Request
+from tests.vllm.cuda_engine import BLOCK_TOKENS, NAMES, Engine, FakeArena, Request
 
 pytestmark = [needs_compiler, pytest.mark.long]
 CONFIG = SparseConfig(
@@ -202,6 +204,39 @@ def test_a_broken_layer_loses_who_needs_the_arena(
     engine.step({"a": 1}, checks=False)
     assert engine.lost == {one.table[0]}
     assert engine.worker.take_counters()["sparse_faults"] == 1
+
+
+def test_a_batch_that_cannot_be_planned_loses_all_its_requests(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph that is replayed then uses the plan of an earlier batch, also for short requests."""
+    engine = make()
+    long, short = prefilled(engine, "a", 450, 40), prefilled(engine, "b", 64, 20)
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.worker._work, "begin_batch", lambda *_: 1 / 0)
+        engine.worker.begin_resident(ResidentStep((engine.tell(long, 1),)), SparseRows())
+        metadata = engine.builder.build(0, engine.common([(long, 1), (short, 1)], 1))
+    assert metadata.worker is None, "vLLM's own attention serves the batch"
+    assert engine.worker.take_lost() == {long.table[0], short.table[0]}
+    assert engine.worker.sequences.is_lost("a")
+
+
+def test_arenas_of_servers_that_are_gone_are_unregistered(make: Any) -> None:
+    engine = make()
+    prefilled(engine, "a", 450, 40)
+    old = engine.arena
+    engine.arena = FakeArena(old.memory.size)
+    engine.arena.file_id = (1, 3)
+    assert engine.worker.map_arena()
+    mapped = engine.worker._arenas[old.file_id].mapped
+    prefilled(engine, "b", 64, 20)
+    engine.end("b")
+    engine.step({"a": 1})
+    assert mapped.readable_bytes and not engine.lost, "a request still reads it"
+    engine.end("a")
+    prefilled(engine, "c", 64, 20)
+    assert list(engine.worker._arenas) == [(1, 3)]
+    assert not mapped.readable_bytes
 
 
 def test_too_few_rows_for_representations_lose_the_request(make: Any) -> None:

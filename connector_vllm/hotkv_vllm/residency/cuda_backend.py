@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.cuda.residents import EngineBatch
+from hotkv_vllm.compat import NULL_BLOCK
 from hotkv_vllm.config import cuda_settings
 from hotkv_vllm.residency.cuda_worker import AttentionRun, CudaLayer, CudaWorker, HostBatch
 
@@ -104,7 +105,11 @@ class HotFlashBuilder(FlashAttentionMetadataBuilder):
         built = super().build(common_prefix_len, common_attn_metadata, fast_build)
         worker = self._worker()
         if worker is not None:
-            worker.begin_batch(_batch(built, common_attn_metadata))
+            try:
+                worker.begin_batch(_batch(built, common_attn_metadata))
+            except Exception:  # noqa: BLE001 - the engine's edge: a fault of ours must not end the engine
+                worker.batch_broke(set(built.block_table[:, 0].tolist()) - {NULL_BLOCK})
+                worker = None
         own = {f.name: getattr(built, f.name) for f in fields(FlashAttentionMetadata)}
         return HotFlashMetadata(**own, worker=worker)
 
@@ -183,7 +188,7 @@ def _batch(built: FlashAttentionMetadata, common: CommonAttentionMetadata) -> Ho
         len(built.seq_lens),
         built.num_actual_tokens,
     )
-    return HostBatch(device, common.query_start_loc_cpu.numpy())
+    return HostBatch.of(device, common.query_start_loc_cpu.numpy(), built.query_start_loc)
 
 
 def _over(worker: CudaWorker, metadata: FlashAttentionMetadata) -> FlashAttentionMetadata:

@@ -178,6 +178,14 @@ class CudaSequences:
         sequence.is_lost = True
         self._lost.add(sequence.first_block)
 
+    def lose_rows(self, first_blocks: Iterable[int], why: str) -> None:
+        """Reports all requests with these first blocks as lost, also those without a state."""
+        found = set(first_blocks)
+        for sequence in self:
+            if sequence.first_block in found:
+                self.lose(sequence, why)
+        self._lost |= found
+
     def lose_away(self, among: Iterable[CudaSequence], why: str) -> None:
         """Marks the requests in `among` as lost if they have blocks in host memory only."""
         for sequence in among:
@@ -284,15 +292,23 @@ class AttentionRun:
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """The batch as the host knows it. `starts` int32 [R + 1]: first query of each row."""
+    """The batch as the host knows it.
+
+    starts: int32 [R + 1], first query of each row.
+    last_tokens: int64 [R] on the device, each row's last token. None if all rows have at most one
+        query, so that row r's query is token r.
+    """
 
     device: EngineBatch
     starts: I32
+    last_tokens: torch.Tensor | None
 
-    @property
-    def is_decode(self) -> bool:
-        """Returns True if all rows have at most one query, so that row r's query is token r."""
-        return int(np.diff(self.starts).max(initial=0)) <= 1
+    @staticmethod
+    def of(device: EngineBatch, starts: I32, device_starts: torch.Tensor) -> "HostBatch":
+        """device_starts: `starts` on the device."""
+        if int(np.diff(starts).max(initial=0)) <= 1:
+            return HostBatch(device, starts, None)
+        return HostBatch(device, starts, (device_starts[1:] - 1).clamp_min(0).long())
 
 
 class CudaWorker:
@@ -351,6 +367,14 @@ class CudaWorker:
             logger.warning("hotkv: the device can't read all of the arena: %r", found.mapped)
         return found
 
+    def _close_arenas(self) -> None:
+        """Unregisters the arenas of servers that are gone, once no request reads them."""
+        if len(self._arenas) < 2 or (arena := self.arena_of()) is None:
+            return
+        used = {arena.file_id, *(one.file_id for own in self.sequences for one in own.arenas)}
+        for file_id in self._arenas.keys() - used:
+            self._arenas.pop(file_id).mapped.close()
+
     # ---------------------------------------------------------------------------------------- steps
 
     def begin_resident(self, step: ResidentStep, rows: SparseRows) -> None:
@@ -360,6 +384,8 @@ class CudaWorker:
             self._reset_capture_state()
         for request_id in step.ended:
             self.sequences.end(request_id)
+        if step.ended:
+            self._close_arenas()
         sparse = frozenset(rows.request_ids)
         self._step, names = [], {}
         for row in step.rows:
@@ -444,10 +470,9 @@ class CudaWorker:
         assert batch is not None, "a layer before its batch"
         count = residents.num_complete(batch.device.num_rows, batch.device.num_tokens)
         selector.build(residents.complete_pages, residents.complete_rows, count)
-        if not batch.is_decode:
+        if batch.last_tokens is not None:
             # A row's query is its last token, because only single-token rows decode.
-            places = torch.from_numpy(np.maximum(batch.starts[1:] - 1, 0).astype(np.int64))
-            query = query.index_select(0, places.to(query.device, non_blocking=True))
+            query = query.index_select(0, batch.last_tokens)
         kind = str(query.dtype).removeprefix("torch.")
         queries = Queries(query, kind, query.stride(0), query.stride(1))
         selector.hot.grow()
@@ -490,6 +515,14 @@ class CudaWorker:
         self._counted["sparse_faults"] += 1
         logger.exception("hotkv: sparse attention of %s broke", layer_name)
         self.sequences.lose_away(self._step, f"attention of {layer_name} broke")
+
+    def batch_broke(self, first_blocks: Iterable[int]) -> None:
+        """Handles a batch that could not be planned. All its requests are lost, as a graph may be
+        replayed over the plan of an earlier batch. `first_blocks`: the first block of each row."""
+        self._counted["sparse_faults"] += 1
+        logger.exception("hotkv: a batch could not be planned")
+        self.runs = ()
+        self.sequences.lose_rows(first_blocks, "its batch could not be planned")
 
     def start_over(self) -> None:
         """Handles a step whose rows are not known: requests that need bytes of the arena are
