@@ -27,7 +27,6 @@ def kv_transfer_config(settings: dict[str, Any]) -> dict[str, Any] | None:
         return None
     return {
         "kv_connector": "HotKVConnector",
-        "kv_connector_module_path": "hotkv_vllm.connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "hotkv.target": settings["target"],

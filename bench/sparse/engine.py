@@ -108,7 +108,6 @@ class Engine:
 
         connector = {
             "kv_connector": "HotKVConnector",
-            "kv_connector_module_path": "hotkv_vllm.connector",
             "kv_role": "kv_both",
         }
         self._llm = LLM(

@@ -1,8 +1,9 @@
 """Settings of the connector, read from `kv_connector_extra_config`.
 
-Every setting is a key `hotkv.<name>`. Keys that do not start with `hotkv.` belong to others and are
-ignored. A wrong setting stops the engine's start; the message names the key, the value and the
-allowed values. An absent server never stops it.
+Every setting is a key `hotkv.<name>`, or a field of an object `hotkv`, which vLLM makes of
+arguments with dots (`--kv-transfer-config.kv_connector_extra_config.hotkv.load always`). Other keys
+belong to others and are ignored. A wrong setting stops the engine's start; the message names the
+key, the value and the allowed values. An absent server never stops it.
 """
 
 import os
@@ -17,7 +18,8 @@ from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.centre_file import read_centres
 
-PREFIX = "hotkv."
+NESTED = "hotkv"
+PREFIX = NESTED + "."
 SPARSE = PREFIX + "sparse"
 TRACING = PREFIX + "tracing"
 ALLOW_CUDA = PREFIX + "allow_sparse_cuda_never_run"
@@ -128,7 +130,7 @@ class ConnectorConfig:
         """Reads `kv_connector_extra_config`. Raises ConfigError."""
         known = {f.name: f for f in fields(ConnectorConfig)}
         values: dict[str, Any] = {"target": os.environ.get(TARGET_ENV) or DEFAULT_TARGET}
-        for key, value in extra.items():
+        for key, value in flat(extra).items():
             if not key.startswith(PREFIX):
                 continue
             name = key.removeprefix(PREFIX)
@@ -170,6 +172,22 @@ class ConnectorConfig:
             return read_centres(self.sparse_centre)
         except HotKVError as error:
             raise ConfigError(f"{CENTRE} = {self.sparse_centre!r}: {error.message}") from None
+
+
+def flat(extra: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns `kv_connector_extra_config` with the fields of an object `hotkv` as keys
+    `hotkv.<name>`. Raises ConfigError if `hotkv` is no object, or if a setting is there in both
+    forms."""
+    if NESTED not in extra:
+        return extra
+    nested = extra[NESTED]
+    if not isinstance(nested, Mapping):
+        raise ConfigError(f"{NESTED} = {nested!r}: allowed is an object of settings")
+    named = {PREFIX + str(name): value for name, value in nested.items()}
+    others = {key: value for key, value in extra.items() if key != NESTED}
+    if twice := sorted(named.keys() & others.keys()):
+        raise ConfigError(f"{twice[0]} is set twice: by itself and as a field of {NESTED!r}")
+    return others | named
 
 
 def _read_str(key: str, value: Any) -> str:
@@ -255,7 +273,7 @@ defaults: a budget that does not grow with the context, in all layers."""
 def resident_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
     """Returns the settings of sparse decode if the engine asks for `residency`; None otherwise.
     Raises ConfigError."""
-    value = extra.get(SPARSE)
+    value = flat(extra).get(SPARSE)
     if not isinstance(value, Mapping) or value.get("residency", "off") == "off":
         return None
     return _read_sparse(SPARSE, value)
@@ -265,13 +283,13 @@ def cuda_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
     """Returns the settings of sparse decode if a CUDA engine asks for `residency` and allows code
     that has never run on a GPU; None otherwise. Raises ConfigError."""
     config = resident_settings(extra)
-    return config if extra.get(ALLOW_CUDA) is True else None
+    return config if flat(extra).get(ALLOW_CUDA) is True else None
 
 
 def is_sparse_configured(extra: Mapping[str, Any]) -> bool:
     """Returns True if an engine with these settings may ask for sparse decode. True for every
     MultiConnector, because one of its connectors may ask for it."""
-    return SPARSE in extra or "connectors" in extra
+    return SPARSE in flat(extra) or "connectors" in extra
 
 
 _READERS: dict[str, Callable[[str, Any], Any]] = {

@@ -1,4 +1,4 @@
-"""vLLM's HTTP server as a child process: with the command that README gives, or forked
+"""vLLM's HTTP server as a child process: with the commands that README gives, or forked
 (`module_driver`), which takes a second."""
 
 import contextlib
@@ -23,17 +23,24 @@ from tests.vllm.tiny import BLOCK_TOKENS
 README = Path(__file__).parents[2] / "README.md"
 
 
-def readme_command(model: Path) -> list[str]:
-    """Returns the command of README's chapter on vLLM, in the form for vLLM's CPU package: what
-    stands behind `python -m`, module first. HOTKV_TARGET names the server."""
+def readme_commands(model: Path) -> tuple[list[str], list[str]]:
+    """Returns the commands of README's chapter on vLLM, with JSON and without, in the form for
+    vLLM's CPU package: what stands behind `python -m`, module first. HOTKV_TARGET names the
+    server."""
     chapter = README.read_text().partition("## Give it to vLLM")[2].partition("\n## ")[0]
-    command = next(
-        block for block in chapter.split("\n\n") if block.startswith("    vllm serve MODEL")
-    )
     module = re.search(r"`python -m (\S+ --model MODEL)`", chapter)
     assert module is not None, "README does not say how to start vLLM's CPU package"
-    words = [*module[1].split(), *shlex.split(command)[3:]]
-    words = [str(model) if word == "MODEL" else word for word in words]
+    with_json, without = (
+        [*module[1].split(), *shlex.split(block.replace("\\\n", " "))[3:]]
+        for block in chapter.split("\n\n")
+        if block.startswith("    vllm serve MODEL") and "Offloading" not in block
+    )
+    assert "{" in "".join(with_json) and "{" not in "".join(without)
+    return _for_tests(model, with_json), _for_tests(model, without)
+
+
+def _for_tests(model: Path, command: list[str]) -> list[str]:
+    words = [str(model) if word == "MODEL" else word for word in command]
     words += ["--served-model-name", "tiny", "--enable-prompt-tokens-details", "--enforce-eager"]
     words += ["--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--max-model-len", "2048"]
     return [*words, "--kv-cache-memory-bytes", str(32 << 20)]

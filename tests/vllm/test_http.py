@@ -1,4 +1,4 @@
-"""vLLM's HTTP server with the command of README: what its users get back, and see in its metrics,
+"""vLLM's HTTP server with the commands of README: what its users get back, and see in its metrics,
 before and after a kill -9."""
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import pytest
 from hotkv_vllm.stats import COUNTERS, exported
 from tests.support.waiting import wait_for
 from tests.vllm.checkpoint import write_weights
-from tests.vllm.http_server import HttpServer, readme_command
+from tests.vllm.http_server import HttpServer, readme_commands
 from tests.vllm.processes import Daemon
 from tests.vllm.runs import prompts, usable
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
@@ -33,13 +33,17 @@ CHAT = {
 
 @pytest.fixture
 def serve(daemon: Daemon, tmp_path: Path) -> Iterator[Any]:
-    """Starts vLLM's HTTP server; stops it at the end."""
+    """Starts vLLM's HTTP server; stops it at the end. The first start names connector and server
+    as README does; the next starts name both by arguments with dots, without JSON."""
     model = write_weights(write_tokenizer(write_model(tmp_path / "model")))
-    command, environment = readme_command(model), {"HOTKV_TARGET": daemon.target}
+    first, next_ones = readme_commands(model)
+    next_ones += ["--kv-transfer-config.kv_connector_extra_config.hotkv.target", daemon.target]
     made: list[HttpServer] = []
 
     def start(is_forked: bool = True) -> HttpServer:
         log = tmp_path / f"{len(made)}.log"
+        command = next_ones if made else first
+        environment = {"HOTKV_TARGET": "" if made else daemon.target}
         made.append(HttpServer(command, log, is_forked=is_forked, environment=environment))
         return made[-1].ready()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -12,7 +13,15 @@ import pytest
 
 from hotkv_client import Credentials
 from hotkv_vllm.compat import Unsupported, kv_groups
-from hotkv_vllm.config import DEFAULT_TARGET, ConfigError, ConnectorConfig
+from hotkv_vllm.config import (
+    DEFAULT_TARGET,
+    ConfigError,
+    ConnectorConfig,
+    cuda_settings,
+    is_sparse_configured,
+    resident_settings,
+)
+from hotkv_vllm.offloading.connector import complete
 from hotkv_vllm.stats import HotKVStats
 from hotkv_vllm.worker import layout
 from tests.vllm.harness import prompt
@@ -51,6 +60,33 @@ def test_settings_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ConnectorConfig.from_extra_config({f"hotkv.{key}": given[key] for key in given})
     assert (config.target, config.load_timeout_s, config.use_table) == ("node7:50051", 3.0, False)
     assert config.credentials == Credentials(tls_ca="/ca.pem", token_file="/token")
+
+
+def test_settings_of_arguments_with_dots() -> None:
+    """vLLM makes an object of `--kv-transfer-config.kv_connector_extra_config.hotkv.load`."""
+    given = {"hotkv": {"load": "always", "sparse": {"sparse_topk": 0.5}}, "hotkv.tenant": "a"}
+    config = ConnectorConfig.from_extra_config(given)
+    assert (config.load, config.tenant) == ("always", "a")
+    assert config.sparse is not None and config.sparse.sparse_topk == 0.5
+    resident = {"hotkv": {"sparse": {"residency": "host"}, "allow_sparse_cuda_never_run": True}}
+    assert is_sparse_configured(given) and resident_settings(given) is None
+    assert resident_settings(resident) is not None and cuda_settings(resident) is not None
+    completed: dict[str, Any] = {"hotkv": {"tenant": "a"}, "cpu_bytes_to_use": 1}
+    assert complete(completed) is not None
+    assert completed["secondary_tiers"][0]["hotkv.tenant"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"hotkv": "always"}, "hotkv = 'always': allowed is an object"),
+        ({"hotkv": {"load": "auto"}, "hotkv.load": "auto"}, "hotkv.load is set twice"),
+        ({"hotkv": {"lod": "auto"}}, "hotkv.lod = 'auto': there is no such setting"),
+    ],
+)
+def test_wrong_settings_of_arguments_with_dots(extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        ConnectorConfig.from_extra_config(extra)
 
 
 def test_a_wrong_setting_is_an_error_at_construction(engine: Any) -> None:

@@ -198,7 +198,6 @@ def transfer_config(**extra: Any) -> dict[str, Any]:
     extra = {"load": "always", **waits, **extra}
     return {
         "kv_connector": "HotKVConnector",
-        "kv_connector_module_path": "hotkv_vllm.connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {f"hotkv.{name}": value for name, value in extra.items()},
     }

@@ -18,7 +18,7 @@ from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.formats import format_named
 from hotkv_vllm.compat import residency, reuse
-from hotkv_vllm.config import ALLOW_CUDA, CENTRE, SPARSE, ConfigError
+from hotkv_vllm.config import ALLOW_CUDA, CENTRE, SPARSE, ConfigError, flat
 
 # ------------------------------------------------------------------------------------- which layers
 
@@ -82,7 +82,8 @@ def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
             f"it works in CPU engines only, and this one runs on {device}; on CUDA set "
             f"{SPARSE}.residency to 'host'"
         )
-    if vllm_config.kv_transfer_config.kv_connector_extra_config.get(ALLOW_CUDA) is not True:
+    extra = flat(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    if extra.get(ALLOW_CUDA) is not True:
         return f"on CUDA nothing of it has ever run on a GPU; to try it, set {ALLOW_CUDA} to true"
     if not _is_cuda_scorer(config.scorer):
         return f"on CUDA it builds rot2u and rot3u, not {config.scorer}"

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from hotkv_vllm import versions
-from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.config import PREFIX, ConnectorConfig, flat
 from hotkv_vllm.link import logger
 
 try:
@@ -208,10 +208,10 @@ def complete(extra: dict[str, Any]) -> ConnectorConfig | None:
     # vLLM's own default leaves answers out; a later turn of a conversation would miss them.
     extra.setdefault("offload_prompt_only", False)
     tiers = extra.setdefault("secondary_tiers", [])
-    if why_off(extra):
+    own = {key: value for key, value in flat(extra).items() if key.startswith(PREFIX)}
+    if why_off(own):
         return None
     if not any(tier.get("type") == HotKVTier.__name__ for tier in tiers):
-        own = {key: value for key, value in extra.items() if key.startswith("hotkv.")}
         tiers.append(
             {
                 "type": HotKVTier.__name__,
