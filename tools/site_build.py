@@ -1,9 +1,11 @@
 """Builds the documentation's site: pages of docs/ and the files that they link to, as HTML with a
 search. A warning of Sphinx, such as a link or an anchor that leads nowhere, is an error.
 
-Always true: a page reads the same on the site as it does on GitHub. Its links to files outside
-docs/ lead to pages below `source/` that show these files. Two folders are made anew, and nothing
-else is written: one for the pages as Sphinx gets them, one for the site.
+Always true: a page reads the same on the site as it does on GitHub, except that links which are
+named as their page's file (`[tiers.md](tiers.md)`) have its title. Its links to files outside docs/
+lead to pages below `source/` that show these files. Pictures and diagrams are there twice, and a
+reader sees the one for a light or a dark page. Two folders are made anew, and nothing else is
+written: one for the pages as Sphinx gets them, one for the site.
 """
 
 import argparse
@@ -24,6 +26,18 @@ FRONT_PAGE = "docs/README.md"
 SOURCE = "source"
 """Folder of the site for files outside docs/."""
 LINK = re.compile(r"\]\(([^)#\s]+)((?:#[\w-]+)?)\)")
+FILE_NAME = re.compile(r"\[([\w/]+\.md)$")
+"""The name of a page's file as the text of a link, in front of the link's target."""
+TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
+IMAGES = {".png", ".svg"}
+IMAGE = re.compile(r"(!\[[^\]]*\])\(([^)#\s]+)\)")
+PICTURE = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*'
+    r'<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
+)
+"""A picture in two versions, as GitHub shows it: for dark pages, what it is, for light pages."""
+THEMES = {"light": "default", "dark": "dark"}
+"""Mermaid's theme for a light and a dark page."""
 DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NAMED_PARAGRAPH = re.compile(r'^(.*)<a name="([\w-]+)"></a>', re.MULTILINE)
 LANGUAGES = {
@@ -37,12 +51,11 @@ LANGUAGES = {
     ".service": "ini",
 }
 STYLE = """\
-.content img[src$=".svg"] { background: white; padding: 1rem; }
 .content table.docutils { font-size: 0.9em; }
 """
 
-Draw = Callable[[str], str]
-"""SVG of a diagram in Mermaid's language."""
+Draw = Callable[[str, str], str]
+"""SVG of a diagram in Mermaid's language, in one of Mermaid's themes."""
 
 
 class SiteError(Exception):
@@ -102,12 +115,32 @@ def page_of(path: str) -> str:
     return page if page.endswith(".md") else f"{page}.md"
 
 
+def resolved(path: str, link: str) -> str:
+    """Returns the path of a link's target from the repository's root."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
+
+
 def links(root: Path, path: str, text: str) -> Iterator[tuple[re.Match[str], str]]:
-    """Links of a page to files of the repository: the match, and the file's path."""
+    """Links of a page to files of the repository, without images: the match, and the file's
+    path."""
     for match in LINK.finditer(text):
-        target = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[1]))
-        if not target.startswith("../") and (root / target).is_file():
+        target = resolved(path, match[1])
+        is_image = Path(target).suffix in IMAGES
+        if not is_image and not target.startswith("../") and (root / target).is_file():
             yield match, target
+
+
+def images(path: str, text: str) -> Iterator[str]:
+    """Paths of the images of a page."""
+    yield from (resolved(path, match[2]) for match in IMAGE.finditer(text))
+    for match in PICTURE.finditer(text):
+        yield from (resolved(path, match[1]), resolved(path, match[3]))
+
+
+def place_of(path: str) -> str:
+    """Returns the path of an image on the site."""
+    inside = path.removeprefix(f"{DOCS}/")
+    return inside if inside != path else posixpath.join(SOURCE, path)
 
 
 def shown_files(root: Path, sections: list[Section]) -> list[str]:
@@ -131,18 +164,48 @@ def with_links(root: Path, path: str, text: str) -> str:
     parts, end = [], 0
     for match, target in links(root, path, text):
         link = posixpath.relpath(page_of(target), folder)
-        parts += [text[end : match.start()], f"]({link}{match[2]})"]
+        before = text[end : match.start()]
+        if (named := FILE_NAME.search(before)) and Path(target).name == Path(named[1]).name:
+            before = f"{before[: named.start()]}[{title_of(root, target)}"
+        parts += [before, f"]({link}{match[2]})"]
         end = match.end()
     return "".join([*parts, text[end:]])
+
+
+def title_of(root: Path, path: str) -> str:
+    """Returns the title of a page; its path if it has none."""
+    found = TITLE.search((root / path).read_text())
+    return found[1] if found else path
+
+
+def both(alternative: str, light: str, dark: str) -> str:
+    """Returns an image for light pages and one for dark pages, in Sphinx' words."""
+    return "\n\n".join(
+        f"```{{image}} {address}\n:alt: {alternative}\n:class: only-{kind}\n```"
+        for kind, address in (("light", light), ("dark", dark))
+    )
+
+
+def with_pictures(path: str, text: str) -> str:
+    """Returns a page with the site's addresses of its images, whose pictures have the version that
+    fits the page's colours."""
+    folder = posixpath.dirname(page_of(path)) or "."
+
+    def address(link: str) -> str:
+        return posixpath.relpath(place_of(resolved(path, link)), folder)
+
+    text = IMAGE.sub(lambda match: f"{match[1]}({address(match[2])})", text)
+    return PICTURE.sub(lambda match: both(match[2], address(match[3]), address(match[1])), text)
 
 
 def with_diagrams(text: str, page: Path, draw: Draw) -> str:
     """Returns a page with pictures in place of its diagrams. Writes these beside it."""
 
     def drawn(match: re.Match[str]) -> str:
-        name = f"{page.stem}_{text.count('```mermaid', 0, match.start())}.svg"
-        (page.parent / name).write_text(draw(match[1]))
-        return f"![Diagram]({name})"
+        name = f"{page.stem}_{text.count('```mermaid', 0, match.start())}"
+        for kind, theme in THEMES.items():
+            (page.parent / f"{name}_{kind}.svg").write_text(draw(match[1], theme))
+        return both("Diagram", f"{name}_light.svg", f"{name}_dark.svg")
 
     return DIAGRAM.sub(drawn, text)
 
@@ -151,7 +214,8 @@ def as_markdown(root: Path, path: str) -> str:
     """Returns a file of the repository as a page."""
     text = (root / path).read_text()
     if path.endswith(".md"):
-        return NAMED_PARAGRAPH.sub(r"(\2)=\n\1", with_links(root, path, text))
+        text = with_pictures(path, with_links(root, path, text))
+        return NAMED_PARAGRAPH.sub(r"(\2)=\n\1", text)
     language = LANGUAGES.get(Path(path).suffix, "docker" if "Dockerfile" in path else "text")
     front = "" if path.startswith(f"{DOCS}/") else "---\norphan: true\n---\n\n"
     return f"{front}# {path}\n\n````{language}\n{text.rstrip()}\n````\n"
@@ -188,18 +252,22 @@ def stage(root: Path, folder: Path, draw: Draw) -> int:
         elif path not in listed and not text.startswith("---"):
             text = f"---\norphan: true\n---\n\n{text}"
         page.write_text(text)
+        for image in images(path, (root / path).read_text() if path.endswith(".md") else ""):
+            place = folder / place_of(image)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / image, place)
     (folder / "_static").mkdir()
     (folder / "_static" / "site.css").write_text(STYLE)
     shutil.copy(root / DOCS / "conf.py", folder)
     return len(files)
 
 
-def draw(diagram: str) -> str:
-    """Returns the SVG of a diagram in Mermaid's language."""
+def draw(diagram: str, theme: str) -> str:
+    """Returns the SVG of a diagram in Mermaid's language, in one of its themes."""
     # Only the environment of `make docs` has it.
     import mermaidx
 
-    return str(mermaidx.render(diagram).svg())
+    return str(mermaidx.render(diagram, theme=theme).svg())
 
 
 def build(folder: Path, site: Path) -> int:

@@ -1,5 +1,6 @@
 """Checks a built site: every link and anchor within it leads somewhere, no page loads anything from
-another host, Markdown was understood, and the search knows every page.
+another host, Markdown was understood, no title is the name of a file of Markdown, and the search
+knows every page.
 
 It reads files only. Links to other hosts are not followed.
 """
@@ -14,6 +15,8 @@ from urllib.parse import unquote, urlsplit
 
 LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src"}
 """Elements whose address a browser fetches with the page, and the attribute that has it."""
+TITLED = {"title", "a"}
+"""Elements whose text names a page."""
 NOT_LOADED = {"canonical", "prev", "next", "alternate"}
 """Kinds of `link` that a browser only reads."""
 STYLE_URL = re.compile(r"""(?:url\(\s*['"]?|@import\s+['"])((?:https?:)?//[^'")]+)""")
@@ -29,10 +32,13 @@ class Page(HTMLParser):
 
     anchors: set[str] = field(default_factory=set)
     links: list[str] = field(default_factory=list)
+    titles: list[str] = field(default_factory=list)
+    """Texts of its title and links."""
     loaded: list[str] = field(default_factory=list)
     paragraphs: list[str] = field(default_factory=list)
     _in_paragraph: bool = False
     _in_code: int = 0
+    _in_title: int = 0
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -48,15 +54,21 @@ class Page(HTMLParser):
             self._in_paragraph = True
             self.paragraphs.append("")
         self._in_code += tag == "code"
+        if tag in TITLED:
+            self._in_title += 1
+            self.titles.append("")
 
     def handle_endtag(self, tag: str) -> None:
         if tag == "p":
             self._in_paragraph = False
         self._in_code -= tag == "code"
+        self._in_title -= tag in TITLED
 
     def handle_data(self, data: str) -> None:
         if self._in_paragraph:
             self.paragraphs[-1] += "code" if self._in_code else data
+        if self._in_title and not self._in_code:
+            self.titles[-1] += data
 
 
 def read_pages(site: Path) -> dict[Path, Page]:
@@ -102,6 +114,11 @@ def check(site: Path) -> tuple[list[str], int, int]:
             f"Markdown as text: {text.strip()[:60]!r}"
             for text in page.paragraphs
             if LEFT_OVER.search(text)
+        ]
+        faults += [
+            f"the name of a file as a title: {text.strip()!r}"
+            for text in page.titles
+            if text.strip().endswith(".md")
         ]
         problems += [f"{name}: {fault}" for fault in faults if fault]
     for path in sorted(site.rglob("*.css")):

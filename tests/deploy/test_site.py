@@ -13,7 +13,16 @@ from tools import site_build, site_check
 ROOT = Path(__file__).resolve().parents[2]
 DOCS_VENV = Path(os.environ.get("DOCS_VENV", ROOT / ".venv-docs"))
 BUILD = ROOT / "tools" / "site_build.py"
-FRONT = "# Map\n\n[first](first.md), [its end](first.md#the-end), [settings](../deploy/a.toml)\n"
+FRONT = """# Map
+
+[first.md](first.md), [its end](first.md#the-end), [settings](../deploy/a.toml)
+
+<picture>
+  <source media="(prefers-color-scheme: dark)" srcset="images/one_dark.svg">
+  <img alt="One" src="images/one.svg">
+</picture>
+"""
+SVG = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"><text fill="black"/></svg>'
 FIRST = """# First
 
 A paragraph:
@@ -43,7 +52,11 @@ def repository(tmp_path: Path) -> Path:
         'titles = {"/README.md" = "Read it"}\n',
         "docs/conf.py": (ROOT / "docs" / "conf.py").read_text(),
         "deploy/a.toml": "a = 1\n",
-        "README.md": "# Read me\n\n## Use it\n\n[map](docs/README.md)\n",
+        "README.md": "# Read me\n\n## Use it\n\n[map](docs/README.md)\n\n"
+        "![Two](docs/images/two.svg)\n",
+        "docs/images/one.svg": SVG,
+        "docs/images/one_dark.svg": SVG.replace("black", "white"),
+        "docs/images/two.svg": SVG.replace("black", "red"),
     }
     for name, content in files.items():
         path = tmp_path / "repository" / name
@@ -54,7 +67,7 @@ def repository(tmp_path: Path) -> Path:
 
 def staged(repository: Path) -> Path:
     folder = repository / "build" / "docs"
-    site_build.stage(repository, folder, lambda diagram: f"<svg>{diagram}</svg>")
+    site_build.stage(repository, folder, lambda diagram, theme: f"<svg>{theme} {diagram}</svg>")
     return folder
 
 
@@ -65,7 +78,7 @@ def test_the_table_of_contents_has_every_page() -> None:
 
 
 def test_pages_of_this_repository_link_to_pages_of_the_site(tmp_path: Path) -> None:
-    num_pages = site_build.stage(ROOT, tmp_path / "pages", lambda diagram: "<svg/>")
+    num_pages = site_build.stage(ROOT, tmp_path / "pages", lambda *_: "<svg/>")
     pages = sorted((tmp_path / "pages").rglob("*.md"))
     assert len(pages) == num_pages > 25
     for page in pages:
@@ -83,7 +96,22 @@ def test_files_outside_docs_get_pages_of_their_own(repository: Path) -> None:
     )
     assert "[read me](source/README.md#use-it), [up](index.md)" in (pages / "first.md").read_text()
     assert "[map](../index.md)" in (pages / "source" / "README.md").read_text()
+    assert "[First](first.md), [its end](first.md#the-end)" in front
     assert "````toml\na = 1\n````" in (pages / "source" / "deploy" / "a.toml.md").read_text()
+
+
+def test_pictures_have_a_version_for_dark_pages(repository: Path) -> None:
+    pages = staged(repository)
+    front, first = ((pages / name).read_text() for name in ("index.md", "first.md"))
+    assert "{image} images/one.svg\n:alt: One\n:class: only-light" in front
+    assert "{image} images/one_dark.svg\n:alt: One\n:class: only-dark" in front
+    assert "![Two](../images/two.svg)" in (pages / "source" / "README.md").read_text()
+    for name in ("one", "one_dark", "two"):
+        shown = (pages / "images" / f"{name}.svg").read_text()
+        assert shown == (repository / "docs" / "images" / f"{name}.svg").read_text()
+    assert "first_0_light.svg" in first and "first_0_dark.svg" in first
+    assert "default flowchart" in (pages / "first_0_light.svg").read_text()
+    assert "dark flowchart" in (pages / "first_0_dark.svg").read_text()
 
 
 ELSEWHERE = "comes from another host"
@@ -106,6 +134,7 @@ SITE = {
         ("style.css", "//a.b/s.css", f"a.html: //a.b/s.css: {ELSEWHERE}"),
         (">text<", ">text\n- an item<", "a.html: Markdown as text: 'text\\n- an item'"),
         ("data:x", "'https://a.b/f'", f"style.css: https://a.b/f: {ELSEWHERE}"),
+        (">1<", ">a.md<", "a.html: the name of a file as a title: 'a.md'"),
         ('["a","b"]', '["a"]', "b.html: the search does not know it"),
     ],
 )
@@ -135,8 +164,10 @@ def test_a_repository_becomes_a_site(repository: Path) -> None:
     problems, num_pages, _ = site_check.check(site)
     assert problems == [] and num_pages == 5
     page = (site / "first.html").read_text()
-    assert "<li>" in page and 'href="#named"' in page and "first_0.svg" in page
-    assert "A" in (site / "_images" / "first_0.svg").read_text()
+    assert "<li>" in page and 'href="#named"' in page and "first_0_dark.svg" in page
+    assert "A" in (site / "_images" / "first_0_light.svg").read_text()
+    assert "one_dark.svg" in (site / "index.html").read_text()
+    assert "two.svg" in (site / "source" / "README.html").read_text()
 
 
 @pytest.mark.parametrize("link", ["first.md#gone", pytest.param("gone.md", marks=pytest.mark.long)])
