@@ -85,6 +85,7 @@ check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contrac
 	$(BIN)/python tools/check_kernels.py
 	$(BIN)/python tools/long_modules.py
 	$(BIN)/python -m tools.metrics_reference --check
+	$(BIN)/python -m tools.connector_settings --check
 	$(BIN)/python -m tools.dashboard --check
 	$(BIN)/python -m tools.pairs_table --check
 	$(BIN)/python -m tools.mutate --check
@@ -93,10 +94,11 @@ docs: $(DOCS_VENV)/.stamp ## builds docs/ into site/, searchable; a link or an a
 	$(DOCS_VENV)/bin/python tools/site_build.py
 	$(DOCS_VENV)/bin/python tools/site_check.py site
 
-fix: $(STAMPS)/dev ## formats, mends what ruff can mend, and makes pages of metrics and pairs, and the list of vLLM's names, anew
+fix: $(STAMPS)/dev ## formats, mends what ruff can mend, and makes pages of metrics, settings and pairs, and the list of vLLM's names, anew
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/python -m tools.metrics_reference
+	$(BIN)/python -m tools.connector_settings
 	$(BIN)/python -m tools.dashboard
 	$(BIN)/python -m tools.pairs_table
 	$(BIN)/python tools/vllm_list.py

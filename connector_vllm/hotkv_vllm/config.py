@@ -36,21 +36,21 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
-    """All settings.
+    """All settings; `tools/connector_settings.py` makes docs/connector.md of this list.
 
-    target: `unix:/path/grpc.sock` or `host:port`; default from the environment variable
-        HOTKV_TARGET.
+    target: `unix:/path/grpc.sock` or `host:port`.
     tenant: engines of different tenants never share blocks; a server that knows tenants demands a
         proof that this engine may act for it.
-    tls_ca, tls_certificate, tls_key, tls_server_name, token_file: used over TCP; see
-        `hotkv_client.types.Credentials`.
-    weights_identity: replaces the identity computed from the weights; equal values promise equal
-        weights.
+    tls_ca, tls_certificate, tls_key, tls_server_name, token_file: over TCP: files with the
+        authorities that sign the server's certificate, this engine's certificate, its key; the name
+        that the server's certificate must have; a file with the tenant's token.
+    weights_identity: a name in place of the identity that is computed from the weights; equal names
+        promise equal weights.
     lookup_timeout_s: how long a request may wait for the answer to a lookup or lease before it
         counts as a miss.
     load: `auto` takes a hit if loading it is faster than computing it, as far as this engine has
-        measured both. It also reports its prefill speed, so that the server does not load from a
-        slow tier blocks that are computed sooner. `always` takes every block that the server has.
+        measured both, and the server does not load from a slow tier blocks that are computed
+        sooner. `always` takes every block that the server has.
     lease_ttl_s: lifetime of a read lease; it must outlast the wait for admission and the load.
     load_timeout_s: a load that takes longer is cancelled, and its request computes its prompt.
     store_timeout_s: the server gives up a store that takes longer.
@@ -65,22 +65,20 @@ class ConnectorConfig:
     max_inflight_store_mib: bytes of blocks being stored. Stores beyond that wait, and are dropped
         when their request ends.
     max_load_retries: failed loads after which a request is not offered hits again.
-    allow_untested_vllm: use hotkv with versions of vLLM that it is not tested with
-        (`hotkv_vllm.versions`), even if they change what hotkv uses of vLLM's API.
-    use_table: probe the shared block table if the server offers it.
+    allow_untested_vllm: use hotkv with versions of vLLM that it is not tested with, even if they
+        change what hotkv uses of vLLM's API.
+    use_table: probe the shared block table if the server offers it; else ask by calls.
     state_interval_tokens: store recurrent states (Mamba and the like) only at multiples of this
         many tokens, rounded up to a boundary that can be hit, and at the end of a prompt; 0 for
         every state that vLLM hands over.
-    hook_timing_file: file for the time spent in connector hooks, as JSON, written at shutdown;
-        empty: no file.
+    hook_timing_file: file for the time spent in connector hooks, as JSON, written at shutdown.
     sparse: sparse decode (CPU engines; CUDA engines only with `residency` and
-        `allow_sparse_cuda_never_run`), an object with the fields of `SparseConfig`; absent:
-        attention is vLLM's own.
+        `allow_sparse_cuda_never_run`), an object; without it attention is vLLM's own.
     sparse_centre: file with the model's calibrated centres (`python -m
-        hotkv_vllm.sparse.calibrate`), which improve selections; empty: no centres. Engines share
-        representations only if their files are the same.
-    tracing: where spans of requests go (OpenTelemetry): the URL of an OTLP/HTTP receiver, `env` for
-        the variables OTEL_EXPORTER_OTLP_*, as vLLM's own; empty for no spans.
+        hotkv_vllm.sparse.calibrate`), which improve selections. Engines share representations only
+        if their files are the same.
+    tracing: where spans of requests go (OpenTelemetry): the URL of an OTLP/HTTP receiver, or `env`
+        for the variables OTEL_EXPORTER_OTLP_*, as vLLM's own.
     tracing_sample_ratio: share of requests without a trace context that begin a trace, 0 to 1;
         a request with a trace context is traced if its client traces it.
     residency_timeout_s: how long a request with old blocks in host memory waits for the server

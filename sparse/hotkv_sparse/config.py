@@ -26,24 +26,24 @@ def _refuse(name: str, value: object, fix: str) -> HotKVError:
 class SparseConfig:
     """Settings of sparse decode. Raises HotKVError (INVALID_FIELD) if they make no sense.
 
-    sparse_topk: budget of a sequence and layer, including the always kept tokens. An int counts
-        tokens; a float is a share of the context.
-    adaptive_p: attention mass to reach; the budget is then an upper limit. None: always use the
-        whole budget.
+    sparse_topk: budget of a sequence and layer, including the always kept tokens. A whole number
+        counts tokens; a fraction is a share of the context.
+    adaptive_p: attention mass to reach, 0 to 1: .85 is bold, .9 usual, .95 careful. The budget is
+        then the most. Needs `rot2u`, `rot3u` or `mix2`; refused with `residency`.
     scorer: name of a representation.
-    fusion: exponents by scorer. Replaces `scorer` by a weighted geometric mean of several scorers.
-        Empty: no fusion.
+    fusion: exponents by scorer. Replaces `scorer` by a weighted geometric mean of several scorers
+        (for research).
     sink_tokens, recent_tokens: tokens at the start and the end of the context that are always
         attended to. The partial block is always kept too.
     dense_layers: layers that attend to the whole context.
-    max_correction_blocks: most blocks that a hot set may load per layer and step with the fresh
-        query.
-    cache_policy: decides which block leaves the hot set; see `CACHE_POLICIES`. `none`: no hot
-        set.
+    max_correction_blocks: blocks per layer that may join the hot set in the step that wants them;
+        further blocks join a step later.
+    cache_policy: which block leaves the hot set: `lru` (least recently selected), or `none` (no hot
+        set).
     copy_method: how `ArrayPages` copies blocks; see `COPY_METHODS`. Engines ignore it.
     min_context_tokens: shorter contexts stay dense.
     residency: `host` keeps old blocks in host memory only, so a context may be larger than the
-        device's memory; `off`.
+        device's memory.
     """
 
     sparse_topk: int | float = 0.1

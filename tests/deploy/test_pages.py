@@ -1,11 +1,15 @@
 """The Markdown pages name files that exist: their links, the paths in CONTRIBUTING, and the tests
 in each row of docs/deployments.md."""
 
+import dataclasses
 import itertools
 import re
 from pathlib import Path
 
 import pytest
+
+from hotkv_vllm.config import ConnectorConfig
+from tools import connector_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -40,6 +44,14 @@ def test_contributing_names_paths_that_exist() -> None:
     assert len(paths) > 20
     for path in paths:
         assert list(ROOT.glob(path.rstrip("/"))), f"{path} is not there"
+
+
+def test_the_page_of_the_connectors_settings_has_each_with_its_default() -> None:
+    text = connector_settings.PAGE.read_text()
+    assert text == connector_settings.page(), "python -m tools.connector_settings"
+    for field in dataclasses.fields(ConnectorConfig):
+        (row,) = re.findall(rf"^\|.*`hotkv\.{field.name}`.*$", text, re.MULTILINE)
+        assert len(row.split("|")[3]) > 20 and connector_settings.shown(field) in row
 
 
 PAGE = ROOT / "docs" / "deployments.md"

@@ -1,0 +1,140 @@
+"""Writes docs/connector.md, the reference of the connector's settings, from the classes that hold
+them: names and defaults from the fields, texts from the docstrings.
+
+`python -m tools.connector_settings` writes it; with `--check` it changes nothing and fails if the
+page is out of date. A setting without a text, or without a place on the page, is an error.
+"""
+
+import argparse
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+from hotkv_sparse import SparseConfig
+from hotkv_vllm.config import RESIDENT_SETTINGS, ConnectorConfig
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "connector.md"
+HEAD = """# Settings of the connector
+
+Both connectors read them from `kv_connector_extra_config` of vLLM. Give them as JSON, or one by
+one:
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "HotKVConnector", "kv_role": "kv_both",
+      "kv_connector_extra_config": {"hotkv.target": "node7:50051", "hotkv.load": "always"}}'
+    vllm serve MODEL --kv-transfer-config.kv_connector HotKVConnector \\
+      --kv-transfer-config.kv_role kv_both \\
+      --kv-transfer-config.kv_connector_extra_config.hotkv.target node7:50051
+
+- Without any setting an engine connects to `unix:/run/hotkv/grpc.sock`. The variable `HOTKV_TARGET`
+  names another target.
+- A wrong setting stops the engine's start, and the message names the allowed values. An absent
+  server never does.
+- If `VLLM_PLUGINS` is set, name `hotkv` in it: vLLM has the connector's name from hotkv's plugin.
+  Or add `"kv_connector_module_path": "hotkv_vllm.connector"`.
+- No variable switches hotkv on (such as `HOTKV=1`): vLLM passes nothing to its general plugins, so
+  one could set `kv_transfer_config` only by patching `EngineArgs` or rewriting the command line.
+
+`tools/connector_settings.py` makes this page from the code.
+"""
+SPARSE = """
+## `hotkv.sparse`
+
+An object with these fields, for [sparse decode](sparse.md) and [contexts beyond device
+memory](residency.md). With `"residency": "host"` other defaults apply:
+{resident}.
+"""
+TABLE = "\n| setting | default | |\n|---|---|---|\n"
+TOPICS = {
+    "The server": (
+        "target startup_wait_s use_table tenant tls_ca tls_certificate tls_key tls_server_name "
+        "token_file"
+    ),
+    "Hits": "load lookup_timeout_s load_timeout_s lease_ttl_s max_load_retries",
+    "Stores": (
+        "max_inflight_store_mib store_timeout_s flush_timeout_s reset_timeout_s "
+        "state_interval_tokens"
+    ),
+    "What is shared": "weights_identity allow_untested_vllm",
+    "Long contexts": (
+        "sparse sparse_centre sparse_recall_steps residency_timeout_s representation_tokens "
+        "allow_sparse_cuda_never_run"
+    ),
+    "Traces and timing": "tracing tracing_sample_ratio hook_timing_file device_order",
+}
+UNUSED = {"copy_method"}
+"""Fields of SparseConfig that engines ignore."""
+ENTRY = re.compile(r"^(\w+(?:, \w+)*): (.+?)(?=^\S|\Z)", re.DOTALL | re.MULTILINE)
+"""An entry of a docstring: names, and the text in indented lines."""
+
+
+def texts(owner: type) -> dict[str, str]:
+    """Returns the text of each field of a class, from the class's docstring."""
+    found = {}
+    for names, text in ENTRY.findall(inspect.getdoc(owner) or ""):
+        for name in names.split(", "):
+            found[name] = " ".join(text.split()).removesuffix(".")
+    return found
+
+
+def shown(field: Field[Any]) -> str:
+    """Returns a field's default as JSON."""
+    made: Any = field.default if field.default_factory is MISSING else field.default_factory()
+    return "" if made is None or made == "" else f"`{json.dumps(made)}`"
+
+
+def rows(owner: type, names: list[str], prefix: str) -> Iterator[str]:
+    """Yields the rows of a table. Raises KeyError for a field without a text. Neighbours with one
+    text share a row."""
+    by_name = {field.name: field for field in fields(owner)}
+    known = texts(owner)
+    while names:
+        alike = [name for name in names if known[name] == known[names[0]]]
+        names = [name for name in names if name not in alike]
+        named = ", ".join(f"`{prefix}{name}`" for name in alike)
+        defaults = dict.fromkeys(shown(by_name[name]) for name in alike)
+        yield f"| {named} | {', '.join(defaults)} | {known[alike[0]]} |\n"
+
+
+def page() -> str:
+    """Returns the whole page. Raises ValueError for a setting without a topic."""
+    placed = [name for names in TOPICS.values() for name in names.split()]
+    settings = [field.name for field in fields(ConnectorConfig)]
+    if sorted(placed) != sorted(settings):
+        raise ValueError(f"TOPICS: {sorted(set(placed) ^ set(settings))} once each, please")
+    parts = [HEAD]
+    for topic, names in TOPICS.items():
+        parts += [f"\n## {topic}\n", TABLE, *rows(ConnectorConfig, names.split(), "hotkv.")]
+    own = [field.name for field in fields(SparseConfig) if field.name not in UNUSED]
+    parts += [SPARSE.format(resident=listed(RESIDENT_SETTINGS)), TABLE]
+    parts += rows(SparseConfig, own, "")
+    return "".join(parts)
+
+
+def listed(settings: Mapping[str, Any]) -> str:
+    """Returns settings in a sentence."""
+    *first, last = (f"`{name}` {json.dumps(value)}" for name, value in settings.items())
+    return f"{', '.join(first)} and {last}"
+
+
+def main() -> int:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(description="Write docs/connector.md.")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; fail if the page is out of date"
+    )
+    made = page()
+    if not parser.parse_args().check:
+        PAGE.write_text(made)
+    elif not PAGE.exists() or PAGE.read_text() != made:
+        print("docs/connector.md is out of date: python -m tools.connector_settings")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
