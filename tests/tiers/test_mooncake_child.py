@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv_server.tiers.mooncake.child import ABSENT_CODE, FULL_CODE, Child, MasterLostError
+from hotkv_server.tiers.mooncake.child import (
+    ABSENT_CODE,
+    FULL_CODE,
+    AwayError,
+    Child,
+    MasterLostError,
+)
+from hotkv_server.tiers.mooncake.words import epoch_key
 from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
 
 SIZE = 4096
@@ -72,12 +79,13 @@ class Store:
 
     def get(self, name: str) -> bytes:
         self.said.append("epoch")
-        return self.values.get(name, b"")
+        return b"" if "unreadable" in self.codes else self.values.get(name, b"")
 
     def put(self, name: str, value: bytes, config: Any) -> int:
         assert config.with_hard_pin
-        self.values.setdefault(name, value)
-        return self.codes.get("put_one", 0)
+        if not (code := self.codes.get("put_one", 0)):
+            self.values.setdefault(name, value)
+        return int(code)
 
 
 class Made:
@@ -164,8 +172,39 @@ def test_epochs_are_read_behind_the_blocks(made: Made) -> None:
     raised = made.ask("raise", fingerprint="f", floor=epoch + (1 << 40))["epoch"]
     assert raised > epoch + (1 << 40)
     assert made.ask("raise", fingerprint="g", floor=0)["epoch"] > 0
-    made.store.values["hotkv/1/f/epoch"] = b"x"
-    assert made.ask("read", 4, epochs=("f",))["epochs"] == {"f": NO_EPOCH}
     made.store.codes["size"] = RPC_FAIL
     with pytest.raises(MasterLostError):
         made.ask("read", 4, epochs=("h",))
+
+
+@pytest.mark.parametrize("value", [b"x", b"-4", b"1.5", b"0", b"9" * 30])
+def test_an_epoch_that_is_no_number_ends_with_a_flush(made: Made, value: bytes) -> None:
+    made.store.values[epoch_key("f")] = value
+    for do in ("read", "probe", "epochs"):
+        with pytest.raises(MasterLostError, match="no number"):
+            made.ask(do, 4, epochs=("f",), fingerprints=["f"])
+    assert made.ask("raise", fingerprint="f", floor=7)["epoch"] > 7
+    assert made.ask("read", 4, epochs=("f",))["epochs"]["f"] > 7
+
+
+def test_an_epoch_whose_memory_is_gone_is_not_taken_for_none(made: Made) -> None:
+    """Until the master drops it, its key exists and has no bytes."""
+    epoch = made.ask("epochs", fingerprints=["f"])["epochs"]["f"]
+    made.store.codes["unreadable"] = True
+    for do in ("read", "probe", "epochs"):
+        with pytest.raises(AwayError, match="can't be read"):
+            made.ask(do, 4, epochs=("f",), fingerprints=["f"])
+    with pytest.raises(AwayError):
+        made.ask("raise", fingerprint="f", floor=epoch)
+    del made.store.codes["unreadable"]
+    assert made.ask("raise", fingerprint="f", floor=epoch)["epoch"] > epoch
+
+
+def test_a_flush_that_leaves_no_trace_has_failed(made: Made) -> None:
+    """Without room for an epoch, the removal of the one before tells other nodes."""
+    made.ask("epochs", fingerprints=["f"])
+    made.store.codes["put_one"] = FULL_CODE
+    assert made.ask("raise", fingerprint="f", floor=0)["epoch"] == NO_EPOCH
+    assert made.ask("epochs", fingerprints=["f"])["epochs"] == {"f": NO_EPOCH}
+    with pytest.raises(MasterLostError, match="no room"):
+        made.ask("raise", fingerprint="f", floor=0)

@@ -32,11 +32,18 @@ ABSENT_CODE, FULL_CODE = -704, -200
 """OBJECT_NOT_FOUND and NO_AVAILABLE_HANDLE of Mooncake's types.h."""
 LOST_CODES = frozenset((-900, -901))
 """The master can't be asked: RPC_FAIL, and a request that timed out."""
+MAX_DIGITS = 19
+"""Of an epoch, which fits 64 bits."""
 _PR_SET_PDEATHSIG = 1
 
 
 class MasterLostError(Exception):
-    """The master can't be asked."""
+    """The master can't be asked, or has answered what no node may act on."""
+
+
+class AwayError(Exception):
+    """The memory of an epoch can't be reached: the process that gave it is gone. The master lists
+    what was in it for some seconds more."""
 
 
 class Child:
@@ -131,12 +138,19 @@ class Child:
 
     def _raise(self, asked: dict[str, Any]) -> dict[str, Any]:
         name = epoch_key(asked["fingerprint"])
-        known = (asked["floor"], self._number(name))
+        try:
+            before = self._number(name)
+        except (MasterLostError, AwayError):
+            # It must go, whatever it is.
+            before = NO_EPOCH
         code = _check(self._store.remove(name, True))
         if code not in (0, ABSENT_CODE):
             raise MasterLostError(f"keeps an old epoch: {code}")
-        epoch = self._begun(name, *known)
-        if NO_EPOCH < epoch <= max(known):
+        epoch = self._begun(name, asked["floor"], before)
+        if epoch == before == NO_EPOCH:
+            # Nodes that have seen no epoch before would not notice the flush.
+            raise MasterLostError("has no room for an epoch")
+        if NO_EPOCH < epoch <= max(asked["floor"], before):
             # Another node that knew less was faster.
             raise MasterLostError("was given an old epoch meanwhile")
         return {"epoch": epoch}
@@ -158,12 +172,18 @@ class Child:
         return {name: self._number(epoch_key(name)) for name in asked["epochs"]}
 
     def _number(self, name: str) -> int:
-        """Returns an epoch; NO_EPOCH if there is none."""
+        """Returns an epoch; NO_EPOCH if there is none. Raises MasterLostError if it is no number,
+        and AwayError if it can't be read: a node that took it for none would not notice a flush."""
         found = bytes(self._store.get(name))
         if not found:
             # The value is also empty if the master does not answer.
-            _check(self._store.get_size(name))
-        return int(found) if found.isdigit() else NO_EPOCH
+            code = _check(self._store.get_size(name))
+            if code == ABSENT_CODE:
+                return NO_EPOCH
+            raise AwayError(f"has an epoch that can't be read: {code}")
+        if not (found.isdigit() and len(found) <= MAX_DIGITS and int(found) > NO_EPOCH):
+            raise MasterLostError("has an epoch that is no number")
+        return int(found)
 
     def _exist(self, names: list[str]) -> list[int]:
         return [_check(code) for code in self._store.batch_is_exist(names)]
@@ -238,6 +258,8 @@ def main() -> int:
                 line.send(child.requests[asked["do"]](asked))
     except MasterLostError as error:
         line.send({"error": str(error)})
+    except AwayError as error:
+        line.send({"error": str(error), "is_away": True})
     except (EOFError, OSError):
         pass
     # The native client's threads would keep the process for seconds.

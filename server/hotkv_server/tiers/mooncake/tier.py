@@ -146,6 +146,8 @@ class MooncakeClient:
             raise LateError("has not answered in time") from error
         except (EOFError, OSError, ValueError) as error:
             raise LostError("has lost its child process") from error
+        if reply.get("is_away"):
+            raise UnusableError(str(reply["error"]))
         if "error" in reply:
             raise LostError(str(reply["error"]))
         return reply
