@@ -7,6 +7,7 @@ A master, and an owner that gives memory, are child processes; both end with thi
 import contextlib
 import ctypes
 import importlib.util
+import itertools
 import mmap
 import os
 import random
@@ -15,28 +16,33 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hotkv_client import GroupHashes, LoadRun, TransferStatus
+from hotkv_client.admin import AdminClient
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import MooncakeSettings
 from hotkv_server.testing import flush_contract
 from hotkv_server.testing.tier_contract import ARENA_BYTES, SLOT_BYTES, Bench, Rig, check_tier, key
+from hotkv_server.tiers.book.epochs import CONFIRMED_S
 from hotkv_server.tiers.compression.form import encoded_key
 from hotkv_server.tiers.mooncake.tier import MooncakeClient, mooncake_tier
 from hotkv_server.tiers.mooncake.words import epoch_key, quoted
 from hotkv_server.tiers.protocol import Read, Write
 from tests.server.places import found
 from tests.server.sharing import SharingNode, check_sharing, node
-from tests.server.support import PATIENT, block_ids, hashes
+from tests.server.support import PATIENT, hashes
 from tests.support.waiting import stop, wait_for
 from tests.tiers.encodings import compressible, encoding_rig
 
-MASTER, OWNER = "127.0.0.1:50051", "127.0.0.1:17001"
-OWNED_BYTES = 64 << 20
+MASTER = "127.0.0.1:50051"
+CLIENT_PORT, OWNER_PORT = 17001, 17002
+OWNED_BYTES, SMALL_BYTES = 64 << 20, 16 << 20
 WAIT_S = 60.0
 
 
@@ -47,23 +53,30 @@ def end_with_parent() -> None:
 class World:
     """The processes, and a client of its own that looks at values and changes them."""
 
-    def __init__(self, owned_bytes: int = OWNED_BYTES) -> None:
+    def __init__(self, owned_bytes: int = OWNED_BYTES, num_owners: int = 1) -> None:
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
         self._owned_bytes = owned_bytes
-        self.master = self.start_master()
-        self.owner = self.start_owner()
-        self.client = set_up("127.0.0.1:17002", 0)
+        self.start_master()
+        self.owners: list[subprocess.Popen[bytes]] = []
+        for number in range(num_owners):
+            self.start_owner(number)
+        self.client = set_up(f"127.0.0.1:{CLIENT_PORT}", 0)
 
-    def start_owner(self) -> "subprocess.Popen[bytes]":
+    def start_owner(self, number: int = 0) -> None:
         """Starts a process that gives memory to the store, again or for the first time."""
-        self.owner = subprocess.Popen(
-            [sys.executable, "-m", "tests.tiers.mooncake_world", "own", str(self._owned_bytes)],
+        command = [sys.executable, "-m", "tests.tiers.mooncake_world", "own"]
+        owner = subprocess.Popen(
+            [*command, f"127.0.0.1:{OWNER_PORT + number}", str(self._owned_bytes)],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=end_with_parent,
         )  # fmt: skip
-        assert self.owner.stdout is not None and self.owner.stdout.readline() == b"owns\n"
-        return self.owner
+        assert owner.stdout is not None and owner.stdout.readline() == b"owns\n"
+        self.owners[number : number + 1] = [owner]
 
-    def start_master(self) -> "subprocess.Popen[bytes]":
+    def kill_owner(self, number: int = 0) -> None:
+        self.owners[number].kill()
+        self.owners[number].wait()
+
+    def start_master(self) -> None:
         spec = importlib.util.find_spec("mooncake")
         assert spec is not None and spec.origin is not None
         binary = Path(spec.origin).parent / "mooncake_master"
@@ -71,7 +84,17 @@ class World:
             [str(binary), "--rpc_port=50051", "--metrics_port=9004"],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=end_with_parent,
         )  # fmt: skip
-        return self.master
+
+    def kill_master(self) -> None:
+        self.master.kill()
+        self.master.wait()
+
+    def close(self) -> None:
+        """Ends its processes."""
+        self.client.close()
+        self.kill_master()
+        for number in range(len(self.owners)):
+            self.kill_owner(number)
 
     def damage(self, name: bytes, at: int = 30) -> None:
         value = bytearray(self.client.get(quoted(name)))
@@ -176,30 +199,52 @@ def check_flushes() -> None:
 
 
 def check_full() -> None:
-    """A store that has no room says so, and what it says is STORED is there."""
-    world = World(16 << 20)
-    with rig(world) as one:
-        bench, said = Bench(one), []
-        for number in range(0, 1600, 32):
-            numbers = range(number, number + 32)
-            bench.fill(numbers, range(32))
-            codes = bench.write(numbers, range(32))
-            stored = [n for n, code in zip(numbers, codes, strict=True) if code == Write.STORED]
-            said += codes.tolist()
-            if stored:
-                assert (bench.read(stored[-1:], [40]) == Read.FOUND).all()
-        assert set(said) <= {Write.STORED, Write.FULL}, set(said)
-        assert said.count(Write.STORED) * SLOT_BYTES >= 8 << 20
+    """A store with less memory than two nodes write says so, and what it says is STORED is there.
+    It keeps the epoch meanwhile, and a flush in it counts on both nodes or has failed."""
+    for num_mib in (16, 32):
+        world = World(num_mib << 20)
+        with rig(world) as first, rig(world, is_first=False) as second:
+            _fill([Bench(first), Bench(second)], num_mib)
+        world.close()
+
+
+def _fill(benches: Sequence[Bench], num_mib: int) -> None:
+    one, other = benches
+    before = flush_contract.epoch(one.tier)
+    assert before
+    said: list[int] = []
+    for number in range(0, 100 * num_mib, 32):
+        bench, numbers = benches[number // 32 % 2], range(number, number + 32)
+        bench.fill(numbers, range(32))
+        codes = bench.write(numbers, range(32))
+        stored = [n for n, code in zip(numbers, codes, strict=True) if code == Write.STORED]
+        said += codes.tolist()
+        if stored:
+            assert (bench.read(stored[-1:], [40]) == Read.FOUND).all()
+    assert set(said) <= {Write.STORED, Write.FULL}, set(said)
+    assert said.count(Write.STORED) * SLOT_BYTES >= num_mib << 19
+    assert flush_contract.epoch(other.tier) == before
+    keys = flush_contract.keys_of(before, 4)
+    other.fill(range(4), range(4))
+    flush_contract.answer(lambda done: other.tier.write(
+        flush_contract.blocks_of(keys, 0, {}), lambda codes, seals: done(codes)))  # fmt: skip
+    raised = flush_contract.flush(one.tier)
+    if raised is None:
+        # The next may find room.
+        wait_for(lambda: flush_contract.flush(one.tier) is not None)
+    for bench in benches:
+        found = flush_contract.read(bench.tier, keys, {flush_contract.NAME: before})
+        assert found == [Read.ABSENT] * 4, found
 
 
 def check_faults() -> None:
     """A master or an owner that hangs or dies costs hits: calls end in time, slots stay."""
     world = World()
-    with rig(world, timeout_s=0.5, connect_timeout_s=1.0) as one:
+    with rig(world, timeout_s=0.5, connect_timeout_s=30.0) as one:
         bench = Bench(one)
         bench.fill([1, 2], [0, 1])
         wait_for(lambda: bench.write([1], [0]).tolist() in ([Write.STORED], [Write.PRESENT]))
-        for process in (world.owner, world.master):
+        for process in (world.owners[0], world.master):
             stop(process.pid)
             assert bench.read([1], [5]).tolist() == [Read.FAILED]
             assert "has not answered in time" in one.tier.problem()
@@ -225,140 +270,272 @@ def check_faults() -> None:
 def check_daemons() -> None:
     """Two daemons share the store."""
     World()
-    # On a busy machine the store takes longer to read than a request usually waits.
-    flags = (*Kills.FLAGS, *PATIENT)
     with node() as a, node() as b:
-        check_sharing(a.start_sharing(*flags), b.start_sharing(*flags))
+        check_sharing(a.start_sharing(*Kills.FLAGS), b.start_sharing(*Kills.FLAGS))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A process of the world. `node`: whose server it is."""
+
+    name: str
+    pid: Callable[[], int]
+    kill: Callable[[], None]
+    start: Callable[[], object]
+    node: SharingNode | None = None
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Blocks that were stored, and their bytes [layer, block, byte]."""
+
+    blocks: list[bytes]
+    content: np.ndarray
 
 
 class Kills:
-    """Two daemons over the store, of which any part is killed or stopped at any time.
+    """Daemons over the store. Each part, alone, is killed or stopped, also around a flush.
 
-    Always true: what a node loads has the bytes that were stored, and a flushed block is never
-    loaded on the node that has flushed. `heals`: once all parts run again, one node finds what the
-    other stores.
+    Always true: what a node loads has the bytes that were stored. Once a flush has answered, with
+    nothing pending or after the store has a new epoch, no node loads a block of before it; but host
+    memory of a node that could not ask the store may have such a block until it has asked.
+    `heals`: once all parts run again, each node finds what each other stores.
+
+    num_filled: chains of FILL blocks that are stored first, and one of them before each fault.
     """
 
-    FLAGS = ("--tiers.mooncake.master", MASTER, "--tiers.mooncake.local-hostname", "127.0.0.1")
+    FLAGS = (
+        *("--tiers.mooncake.master", MASTER, "--tiers.mooncake.local-hostname", "127.0.0.1"),
+        *PATIENT,
+    )
+    FILL = 48
 
-    def __init__(self, world: World, nodes: Sequence[SharingNode], seed: int) -> None:
+    def __init__(
+        self, world: World, nodes: Sequence[SharingNode], seed: int, num_filled: int = 0
+    ) -> None:
         self._world, self._nodes, self._dice = world, nodes, random.Random(seed)
-        self._chains: list[tuple[list[bytes], np.ndarray]] = []
-        self.num_loads = 0
+        self._stored: list[Chain] = []
+        self._gone: list[Chain] = []
+        self._fills = num_filled > 0
+        self.num_loads = self.num_cut_off = 0
         for one in nodes:
             one.start_sharing(*self.FLAGS)
+        self._fingerprint = self._told(nodes[0])
+        self._epoch = b""
+        for _ in range(num_filled):
+            self._dice.choice(nodes).put(hashes(self.FILL))
+
+    def _told(self, node: SharingNode) -> str:
+        assert node.server is not None
+        with AdminClient(node.server.target) as admin:
+            (key_space,) = admin.key_spaces()
+        return str(key_space["fingerprint"])
 
     def run(self, num_faults: int) -> None:
+        faults = self._faults()
+        self.heals()
         for _ in range(num_faults):
             self.store()
-            fault = self._dice.choice(
-                [self.kill_daemon, self.kill_child, self.kill_owner, self.kill_master,
-                 self.stop_owner, self.stop_master, self.flush]
-            )  # fmt: skip
-            print(fault.__name__, flush=True)
-            fault()
+            fault, part = next(faults)
+            print(f"{fault.__name__} {part.name}", flush=True)
+            fault(part)
             self.load_some()
             self.heals()
+            self.check_gone(self._dice.sample(self._gone, min(3, len(self._gone))), self._nodes)
+
+    def _faults(self) -> Iterator[tuple[Callable[[Part], None], Part]]:
+        """Yields each kind of fault in turn; by and by each of them with each part."""
+        kinds = [
+            *(self.kill, self.kill_child, self.stop),
+            *(self.flush_then_kill, self.flush_while_stopped, self.flush_while_dead),
+        ]
+        parts = list(self._parts())
+        while True:
+            of_kinds = [self._dice.sample(parts, len(parts)) for _ in kinds]
+            for of_turn in zip(*of_kinds, strict=True):
+                yield from self._dice.sample(list(zip(kinds, of_turn, strict=True)), len(kinds))
+
+    def _parts(self) -> Iterator[Part]:
+        world = self._world
+        for number, one in enumerate(self._nodes):
+            start = partial(one.start_sharing, *self.FLAGS)
+            yield Part(f"node {number}", partial(_pid, one), one.stop, start, one)
+        for number in range(len(world.owners)):
+            pid = partial(lambda at: world.owners[at].pid, number)
+            kill, start_again = (
+                partial(act, number) for act in (world.kill_owner, world.start_owner)
+            )
+            yield Part(f"owner {number}", pid, kill, start_again)
+        yield Part("master", lambda: world.master.pid, world.kill_master, world.start_master)
+
+    def running(self, without: SharingNode | None = None) -> list[SharingNode]:
+        return [node for node in self._nodes if node is not without]
 
     def store(self) -> None:
-        chain = hashes(4)
-        self._chains.append((chain, self._dice.choice(self._nodes).put(chain)))
+        node = self._dice.choice(self._nodes)
+        if self._fills:
+            node.put(hashes(self.FILL))
+        self.put(node)
 
-    def load_some(self) -> None:
-        for chain, content in self._dice.sample(self._chains, min(4, len(self._chains))):
-            self.load(self._dice.choice(self._nodes), chain, content)
+    def put(self, node: SharingNode) -> Chain:
+        blocks = hashes(4)
+        self._stored.append(Chain(blocks, node.put(blocks)))
+        return self._stored[-1]
 
-    def load(self, node: SharingNode, chain: list[bytes], content: np.ndarray) -> bool:
-        """Returns whether the node has all blocks. Raises AssertionError if bytes are wrong."""
+    def load_some(self, without: SharingNode | None = None) -> None:
+        for chain in self._dice.sample(self._stored, min(4, len(self._stored))):
+            self.load(self._dice.choice(self.running(without)), chain)
+
+    def load(self, node: SharingNode, chain: Chain) -> int:
+        """Returns how many blocks the node has loaded. Raises AssertionError if bytes are wrong."""
         engine = node.engine
-        assert engine is not None
+        assert engine is not None and engine.session.wait_connected(60)
         engine.kv[:] = 0
         name = os.urandom(8).hex()
-        found(engine, chain)
-        lease = engine.session.acquire(name, [GroupHashes(0, chain)]).result(60)
-        is_whole = bool(lease.pinned[0].all())
-        if is_whole:
-            run = LoadRun(0, block_ids(len(chain)), block_ids(len(chain)))
-            result = engine.session.load(name, name, [run], 20).result(60)
-            is_whole = result.status is TransferStatus.DONE
-            if is_whole:
-                assert np.array_equal(engine.kv[:, : len(chain)], content), "wrong bytes"
-                self.num_loads += 1
+        found(engine, chain.blocks)
+        lease = engine.session.acquire(name, [GroupHashes(0, chain.blocks)]).result(60)
+        at = np.flatnonzero(lease.pinned[0]).astype(np.int32)
+        is_done = False
+        if len(at):
+            result = engine.session.load(name, name, [LoadRun(0, at, at)], 60).result(90)
+            is_done = result.status is TransferStatus.DONE
         engine.session.release(name)
-        return is_whole
+        if not is_done:
+            return 0
+        assert np.array_equal(engine.kv[:, at], chain.content[:, at]), "wrong bytes"
+        self.num_loads += 1
+        return len(at)
 
     def heals(self) -> None:
-        one, other = self._dice.sample(self._nodes, 2)
+        for one, other in itertools.permutations(self._nodes, 2):
+            wait_for(partial(self._is_shared, one, other), "blocks are not shared", 240.0)
 
-        def is_shared() -> bool:
-            chain = hashes(4)
-            before = one.num_copied()
-            content = one.put(chain)
-            self._chains.append((chain, content))
-            until_s = time.monotonic() + 2.0
-            while time.monotonic() < until_s:
-                if one.num_copied() >= before + len(chain) and self.load(other, chain, content):
-                    return True
-                time.sleep(0.05)
-            return False
+    def _is_shared(self, one: SharingNode, other: SharingNode) -> bool:
+        before, chain = one.num_copied(), self.put(one)
+        until_s = time.monotonic() + 2.0
+        while time.monotonic() < until_s:
+            if one.num_copied() >= before + 4 and self.load(other, chain) == 4:
+                return True
+            time.sleep(0.05)
+        return False
 
-        wait_for(is_shared, "blocks are not shared", 120.0)
+    # Flushes
+
+    def flush(self, without: SharingNode | None = None) -> Callable[[], None]:
+        """Flushes on a node. Returns a check that no block of before is loaded anywhere, which must
+        wait until all parts run if the store could not be told."""
+        node = self._dice.choice(self.running(without))
+        chains, self._stored = self._stored, []
+        # What is not in host memory can only come from the store.
+        emptied = [one for one in self.running(without) if self._dice.random() < 0.5]
+        for one in emptied:
+            assert one.server is not None
+            with AdminClient(one.server.target) as admin:
+                admin.evict(everything=True)
+        before = self._epoch
+        assert node.engine is not None
+        pending = node.engine.session.flush().result(90).pending_tiers
+        print(f"  flushed, pending: {list(pending)}", flush=True)
+        some = self._dice.sample(chains, min(4, len(chains)))
+
+        def check() -> None:
+            if pending:
+                wait_for(lambda: self.epoch() not in (b"", before), "a new epoch", 240.0)
+                time.sleep(2 * CONFIRMED_S)
+            self.check_gone(some, [node, *emptied])
+            for other, chain in itertools.product(self._nodes, some):
+                if self.load(other, chain):
+                    self.num_cut_off += 1
+                    wait_for(partial(self._lacks, other, chain), "a flushed block is loaded")
+            self.check_gone(some, self._nodes)
+            self._gone += chains
+
+        if not pending:
+            self.check_gone(some, [node, *emptied])
+        return check
+
+    def epoch(self) -> bytes:
+        """Returns what the store has as epoch; nothing if it can't be read."""
+        return bytes(self._world.client.get(epoch_key(self._fingerprint)))
+
+    def check_gone(self, chains: Sequence[Chain], nodes: Sequence[SharingNode]) -> None:
+        for one, chain in itertools.product(nodes, chains):
+            assert self._lacks(one, chain), "a flushed block is loaded"
+
+    def _lacks(self, node: SharingNode, chain: Chain) -> bool:
+        return not self.load(node, chain)
 
     # Faults
 
-    def kill_daemon(self) -> None:
-        node = self._dice.choice(self._nodes)
-        node.stop()
-        node.start_sharing(*self.FLAGS)
+    def kill(self, part: Part) -> None:
+        part.kill()
+        self.load_some(part.node)
+        part.start()
 
-    def kill_child(self) -> None:
-        node = self._dice.choice(self._nodes)
+    def kill_child(self, part: Part) -> None:
+        """Kills the children of a node's tier."""
+        node = part.node or self._dice.choice(self._nodes)
         assert node.server is not None
         for pid in children_of(node.server.pid):
             os.kill(pid, signal.SIGKILL)
 
-    def kill_owner(self) -> None:
-        self._world.owner.kill()
-        self._world.owner.wait()
-        self.load_some()
-        self._world.start_owner()
+    def stop(self, part: Part) -> None:
+        with stopped(part):
+            self.load_some(part.node)
 
-    def kill_master(self) -> None:
-        self._world.master.kill()
-        self._world.master.wait()
-        self.load_some()
-        self._world.start_master()
-        # Memory that an owner gave to the master before is not known to the next one.
-        self._world.owner.kill()
-        self._world.owner.wait()
-        self._world.start_owner()
+    def flush_then_kill(self, part: Part) -> None:
+        self._epoch = self.epoch()
+        check = self.flush()
+        part.kill()
+        self.load_some(part.node)
+        part.start()
+        check()
 
-    def stop_owner(self) -> None:
-        self._stop(self._world.owner.pid)
+    def flush_while_stopped(self, part: Part) -> None:
+        self._epoch = self.epoch()
+        with stopped(part):
+            check = self.flush(part.node)
+        check()
 
-    def stop_master(self) -> None:
-        self._stop(self._world.master.pid)
+    def flush_while_dead(self, part: Part) -> None:
+        self._epoch = self.epoch()
+        part.kill()
+        check = self.flush(part.node)
+        part.start()
+        check()
 
-    def _stop(self, pid: int) -> None:
-        stop(pid)
-        self.load_some()
+
+def _pid(node: SharingNode) -> int:
+    assert node.server is not None
+    return node.server.pid
+
+
+@contextlib.contextmanager
+def stopped(part: Part) -> Iterator[None]:
+    """The part does nothing meanwhile."""
+    pid = part.pid()
+    stop(pid)
+    try:
+        yield
+    finally:
         os.kill(pid, signal.SIGCONT)
 
-    def flush(self) -> None:
-        node = self._dice.choice(self._nodes)
-        assert node.engine is not None
-        node.engine.session.flush().result(60)
-        for chain, content in self._chains:
-            assert not self.load(node, chain, content), "a flushed block is loaded"
-        self._chains = []
+
+def check_kills(seed: int = 1, num_faults: int = 6) -> None:
+    """Each part is killed and stopped, alone."""
+    _kill(World(num_owners=2), seed, num_faults, 0)
 
 
-def check_kills(seed: int = 1, num_faults: int = 5) -> None:
-    world = World()
+def check_squeezed(seed: int = 1, num_faults: int = 2) -> None:
+    """The same in a store with less memory than is written."""
+    _kill(World(SMALL_BYTES, num_owners=2), seed, num_faults, 30)
+
+
+def _kill(world: World, seed: int, num_faults: int, num_filled: int) -> None:
     with node() as a, node() as b:
-        kills = Kills(world, (a, b), seed)
+        kills = Kills(world, (a, b), seed, num_filled)
         kills.run(num_faults)
-        print(f"{kills.num_loads} loads", flush=True)
+        print(f"{kills.num_loads} loads, {kills.num_cut_off} by nodes cut off", flush=True)
 
 
 def check_orphans() -> None:
@@ -398,6 +575,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "contract": check_contract,
     "daemons": check_daemons,
     "kills": check_kills,
+    "squeezed": check_squeezed,
     "values": check_values,
     "flushes": check_flushes,
     "full": check_full,
@@ -410,7 +588,7 @@ def main() -> int:
     os.environ["MC_TCP_BIND_ADDRESS"] = "127.0.0.1"
     if sys.argv[1] == "own":
         end_with_parent()
-        _store = set_up(OWNER, int(sys.argv[2]))
+        _store = set_up(sys.argv[2], int(sys.argv[3]))
         print("owns", flush=True)
         signal.pause()
     if sys.argv[1] == "orphan":
