@@ -285,7 +285,8 @@ class SessionConfig:
         group index after the last group of the key space, and so on (`representation_group`). A
         representation is kept if its block is ready when it is written, by an earlier store or by
         the same store. It is dropped with its block.
-    model_names: names by which requests address the model, for events.
+    engine_name: name of the engine for people, such as its pod; empty: its id is shown.
+    model_names: names by which requests address the model, for events and for people.
     use_table: probe the shared block table if the server offers it.
     """
 
@@ -294,6 +295,7 @@ class SessionConfig:
     role: Role
     key_space: KeySpace
     representations: tuple[Representation, ...] = ()
+    engine_name: str = ""
     model_names: tuple[str, ...] = ()
     client_name: str = "hotkv-client"
     use_table: bool = True

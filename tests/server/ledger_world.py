@@ -12,6 +12,7 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.ledger.drive import LiveLedger
+from hotkv_server.node.names import Names
 from hotkv_server.node.session import LiveSession
 from tests.server.support import FULL
 
@@ -39,7 +40,7 @@ class World:
 
     def open(self, engine_id: str, of: KeySpace = SMALL) -> LiveSession:
         record = self.core.open_session(engine_id, "scheduler", of, 0.0)
-        return LiveSession(record, engine_id, of, "test")
+        return LiveSession(record, engine_id, of, "test", Names())
 
     def report(self, num_blocks: int = 2, hit_tokens: int = 0, report_id: int = 0) -> None:
         hashes = self._rng.integers(1, 1 << 32, (num_blocks, 8), np.uint32)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hotkv_client.admin import AdminClient
+from hotkv_client.command.tables import model_of
 from hotkv_client.types import WatchedRequest
 from hotkv_proto.errors import HotKVError, Reason
 
@@ -73,17 +74,17 @@ def chosen_key_space(client: AdminClient, key_space_id: int) -> tuple[int, dict[
 
     Raises UNKNOWN_KEY_SPACE.
     """
-    known = {space["key_space_id"]: space["key_space"] for space in client.key_spaces()}
+    known = {space["key_space_id"]: space for space in client.key_spaces()}
     number = key_space_id or (next(iter(known)) if len(known) == 1 else 0)
     if number not in known:
         choices = (
-            ", ".join(f"{known_id} ({space['model']})" for known_id, space in known.items())
+            ", ".join(f"{known_id} ({model_of(space)})" for known_id, space in known.items())
             or "none yet: start an engine first"
         )
         raise HotKVError(
             Reason.UNKNOWN_KEY_SPACE, f"name a key space with --key-space; known are {choices}"
         )
-    return number, known[number]
+    return number, known[number]["key_space"]
 
 
 def record(

@@ -3,13 +3,19 @@
 from collections.abc import Iterable
 from typing import Any
 
-from hotkv_client.command.tables import human_bytes, human_seconds, table
+from hotkv_client.command.tables import engine_of, human_bytes, human_seconds, model_of, table
 
 GROUPS = ("tenant", "model", "engine")
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 MAX_SINCE_S = 8 * 86_400
-NAMES = {"tenant": ("tenant",), "model": ("tenant", "model"), "engine": ("model", "engine_id")}
-"""The fields that name a row of each grouping."""
+NAMES = {"tenant": ("tenant",), "model": ("tenant", "model"), "engine": ("model", "engine")}
+"""What names a row of each grouping."""
+FIELDS = {
+    "tenant": ("tenant",),
+    "model": ("tenant", "model_name", "model"),
+    "engine": ("model_name", "model", "engine_name", "engine_id"),
+}
+"""The fields of a row of each grouping, in JSON."""
 SUMS = (
     "request_count",
     "prompt_token_count",
@@ -56,25 +62,33 @@ def total(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def grouped(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
-    """Sums rows by tenant, model (and tenant) or engine (and model), in order of first sight."""
-    fields, groups = NAMES[by], dict[tuple[str, ...], list[dict[str, Any]]]()
+    """Sums rows by tenant, model (and tenant) or engine (and model), by their names for people, in
+    order of first sight. Ids are those of a sum's first row, the one used last."""
+    groups = dict[tuple[str, ...], list[dict[str, Any]]]()
     for row in rows:
-        groups.setdefault(tuple(row[field] for field in fields), []).append(row)
+        groups.setdefault(_names(row, by), []).append(row)
     return [
-        {**dict(zip(fields, names, strict=True)), **total(group)} for names, group in groups.items()
+        {**{field: group[0].get(field, "") for field in FIELDS[by]}, **total(group)}
+        for group in groups.values()
     ]
+
+
+def _names(row: dict[str, Any], by: str) -> tuple[str, ...]:
+    """Returns the names of a row for people."""
+    shown = {"model": model_of, "engine": engine_of}
+    return tuple(shown[name](row) if name in shown else row[name] for name in NAMES[by])
 
 
 def show_savings(answer: dict[str, Any]) -> str:
     """Formats the rows, the reasons of misses, and the savings of a larger cache."""
     if not answer["rows"]:
         return "no engine has reported a request in this time"
-    fields, whole = NAMES[answer["by"]], answer["total"]
-    rows = [_row(row, [row[field] or "-" for field in fields], whole) for row in answer["rows"]]
+    by, whole = answer["by"], answer["total"]
+    rows = [_row(row, [name or "-" for name in _names(row, by)], whole) for row in answer["rows"]]
     if len(rows) > 1:
-        rows.append(_row(whole, ["total", *[""] * (len(fields) - 1)], whole))
+        rows.append(_row(whole, ["total", *[""] * (len(NAMES[by]) - 1)], whole))
     headers = (
-        *(field.removesuffix("_id") for field in fields),
+        *NAMES[by],
         "requests",
         "prompt tokens",
         "device",

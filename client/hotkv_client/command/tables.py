@@ -44,6 +44,16 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
+def engine_of(row: dict[str, Any]) -> str:
+    """Returns the name of a row's engine for people; its id if an older server tells no name."""
+    return str(row.get("engine_name") or row["engine_id"])
+
+
+def model_of(row: dict[str, Any]) -> str:
+    """Returns the name of a row's model for people."""
+    return str(row.get("model_name") or row["model"])
+
+
 def show_devices(answer: dict[str, Any]) -> str:
     if not answer["devices"]:
         return f"no devices: {answer['why_none']}"
@@ -113,6 +123,7 @@ def show_sessions(answer: list[dict[str, Any]]) -> str:
             "session",
             "engine",
             "role",
+            "model",
             "door",
             "key space",
             "age",
@@ -128,8 +139,9 @@ def show_sessions(answer: list[dict[str, Any]]) -> str:
         [
             (
                 s["session_number"],
-                s["engine_id"],
+                engine_of(s),
                 s["role"],
+                model_of(s),
                 s["door"] or "-",
                 s["key_space_id"],
                 human_seconds(s["age_s"]),
@@ -152,6 +164,7 @@ def show_blocks(answer: dict[str, Any]) -> str:
         (
             b["block_hash"][:16],
             b["key_space_id"],
+            b.get("model_name", "-"),
             b["group_index"],
             b["depth"],
             b["state"],
@@ -167,6 +180,7 @@ def show_blocks(answer: dict[str, Any]) -> str:
         (
             "hash",
             "key space",
+            "model",
             "group",
             "depth",
             "state",
@@ -268,7 +282,7 @@ def show_sparse(answer: dict[str, Any]) -> str:
     )
     rows = [
         (
-            row.get("engine_id", "total"),
+            engine_of(row) if "engine_id" in row else "total",
             row.get("layer_index", "all"),
             int(row["selects"]),
             share(row["hit_ratio"]),
@@ -312,10 +326,16 @@ def show_explain(answer: list[dict[str, Any]]) -> str:
         ]
         loads = "".join(f"{load_line(load)}\n" for load in space.get("loads", ()))
         parts.append(
-            f"key space {space['key_space_id']}: {space['summary']}\n{loads}"
+            f"{space_name(space)}: {space['summary']}\n{loads}"
             + table(("group", "depth", "hash", "verdict", "tier", "detail"), rows)
         )
     return "\n\n".join(parts)
+
+
+def space_name(space: dict[str, Any]) -> str:
+    """Returns the number of a key space with its model."""
+    model = space.get("model_name")
+    return f"key space {space['key_space_id']}" + (f" ({model})" if model else "")
 
 
 def load_line(load: dict[str, Any]) -> str:
@@ -378,7 +398,7 @@ def show_status(answer: dict[str, Any]) -> str:
             [
                 (
                     k["key_space_id"],
-                    k["model"],
+                    model_of(k),
                     k["dtype"],
                     k["group_count"],
                     k["block_count"],
@@ -480,9 +500,10 @@ def show_residencies(answer: dict[str, Any]) -> str:
     """Formats the residencies, the bound, and the last refusal of each engine that waits."""
     rows = [
         (
-            r["engine_id"],
+            engine_of(r),
             r["residency_id"],
             r["key_space_id"],
+            r.get("model_name", "-"),
             human_seconds(r["age_s"]),
             f"{r['block_count']} of {r['reserved_block_count']}",
             human_bytes(r["pinned_byte_count"]),
@@ -503,12 +524,21 @@ def show_residencies(answer: dict[str, Any]) -> str:
         )
     ]
     if rows:
-        headers = ("engine", "residency", "key space", "age", "blocks", "pinned", "promised")
+        headers = (
+            "engine",
+            "residency",
+            "key space",
+            "model",
+            "age",
+            "blocks",
+            "pinned",
+            "promised",
+        )
         parts += ["", table(headers, rows)]
     for r in answer["refusals"]:
         parts += [
             "",
-            f"engine {r['engine_id']} waits with {r['residency_id']}, refused "
+            f"engine {engine_of(r)} waits with {r['residency_id']}, refused "
             f"{r['attempt_count']} times, last {human_seconds(r['age_s'])} ago: "
             f"{human_bytes(r['asked_byte_count'])} asked, "
             f"{human_bytes(r['available_byte_count'])} available. {r['message']}",

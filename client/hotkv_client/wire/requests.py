@@ -57,6 +57,7 @@ def open_session(config: SessionConfig, ticket: bytes = b"") -> Request:
             ticket=ticket,
             without_eviction_notices=config.on_evicted is None,
             model_names=config.model_names,
+            engine_name=config.engine_name,
         )
     )
 

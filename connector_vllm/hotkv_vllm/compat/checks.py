@@ -8,6 +8,8 @@ Reads `ParallelConfig` (context-parallel sizes, `nnodes_within_dp`, `distributed
 connector by name.
 """
 
+import os
+import socket
 import sys
 from dataclasses import dataclass
 from types import FrameType
@@ -104,6 +106,28 @@ def model_names(vllm_config: Any) -> tuple[str, ...]:
     """
     name = vllm_config.model_config.served_model_name
     return (str(name),) if name else ()
+
+
+MAX_POD_CHARS = 200
+"""The server refuses names that it can't print, or of more than 256 characters."""
+
+
+def engine_name(engine_id: str) -> str:
+    """Returns the engine's name for people: its pod, or else `host:pid` of this process.
+
+    The pod is named by POD_NAME (downward API), or in a pod by its host name, which is the node's
+    in a pod with `hostNetwork`. A data-parallel replica has its number behind the pod.
+
+    Source: vLLM 0.32 appends `_dp` and the replica's number to `engine_id`.
+    """
+    pod = os.environ.get("POD_NAME", "").strip()
+    if not pod and "KUBERNETES_SERVICE_HOST" in os.environ:
+        pod = os.environ.get("HOSTNAME") or socket.gethostname()
+    pod = "".join(filter(str.isprintable, pod))[:MAX_POD_CHARS]
+    if not pod:
+        return f"{socket.gethostname()}:{os.getpid()}"
+    _, is_replica, replica = engine_id.rpartition("_dp")
+    return f"{pod}/dp{replica}" if is_replica and replica.isdecimal() else pod
 
 
 def publishes_events(vllm_config: Any) -> bool:

@@ -75,6 +75,7 @@ class DoorScheduler:
         self._said_unclean = False
         self.wants_formats = True
         tier.makes_wait = self._makes_wait
+        tier.model_names = checks.model_names(vllm_config)
         transfer = vllm_config.kv_transfer_config
         tier.may_load, tier.may_store = transfer.is_kv_consumer, transfer.is_kv_producer
 

@@ -45,7 +45,7 @@ from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.reports import Miss
 from hotkv_vllm import link, versions
-from hotkv_vllm.compat import steps
+from hotkv_vllm.compat import checks, steps
 from hotkv_vllm.config import SPARSE, TRACING, ConfigError, ConnectorConfig
 from hotkv_vllm.hints.requests import HintReader
 from hotkv_vllm.hooks import HookEdge, hook, nothing
@@ -108,6 +108,7 @@ class HotKVTier(SecondaryTierManager):
 
     may_load, may_store: what the engine's role allows.
     may_repeat: whether chunks that are on the device already may be stored.
+    model_names: names by which requests address the model.
     is_held: True while nothing may be looked up or stored.
     makes_wait: returns True while lookups are to be asked again.
     """
@@ -129,6 +130,7 @@ class HotKVTier(SecondaryTierManager):
         self.stats = HotKVStats()
         self.edge = HookEdge(HookClock("tier", str(self.config.engine_id)), self.stats.add)
         self.may_load = self.may_store = self.may_repeat = True
+        self.model_names: tuple[str, ...] = (str(self.config.model.name),)
         self.is_held = False
         self.makes_wait: Callable[[], bool] = lambda: False
         self._view = primary_kv_view
@@ -212,6 +214,8 @@ class HotKVTier(SecondaryTierManager):
                 role=Role.WORKER,
                 key_space=space,
                 client_name=CLIENT_NAME,
+                engine_name=checks.engine_name(str(self.config.engine_id)),
+                model_names=self.model_names,
                 use_table=self.settings.use_table,
                 credentials=self.settings.credentials,
                 on_state=state_log,

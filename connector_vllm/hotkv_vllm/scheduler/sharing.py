@@ -343,6 +343,7 @@ def assemble(engine: Engine, agreement: Agreement) -> Assembly:
             key_space=agreement.space,
             representations=agreement.kinds,
             client_name="hotkv-vllm scheduler",
+            engine_name=checks.engine_name(engine_id),
             model_names=checks.model_names(engine.vllm_config),
             use_table=config.use_table,
             credentials=config.credentials,

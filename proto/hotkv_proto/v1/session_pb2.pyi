@@ -173,6 +173,7 @@ class OpenSession(google.protobuf.message.Message):
     NEWEST_PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     FEATURES_FIELD_NUMBER: builtins.int
     MODEL_NAMES_FIELD_NUMBER: builtins.int
+    ENGINE_NAME_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     """Oldest protocol version that the client speaks."""
     engine_id: builtins.str
@@ -191,6 +192,8 @@ class OpenSession(google.protobuf.message.Message):
     """True to receive no eviction notices."""
     newest_protocol_version: builtins.int
     """Newest protocol version that the client speaks; zero if it is `protocol_version`."""
+    engine_name: builtins.str
+    """Name of the engine for people, such as its pod, or host and process id. Empty: its id is shown."""
     @property
     def key_space(self) -> hotkv_proto.v1.layout_pb2.KeySpace:
         """The key space of its blocks."""
@@ -208,8 +211,8 @@ class OpenSession(google.protobuf.message.Message):
 
     @property
     def model_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names by which requests address the model, for routers that read events. They may differ between
-        engines that share blocks.
+        """Names by which requests address the model, for routers that read events and for people, who are
+        shown the first. They may differ between engines that share blocks.
         """
 
     def __init__(
@@ -226,9 +229,10 @@ class OpenSession(google.protobuf.message.Message):
         newest_protocol_version: builtins.int = ...,
         features: collections.abc.Iterable[Global___Feature.ValueType] | None = ...,
         model_names: collections.abc.Iterable[builtins.str] | None = ...,
+        engine_name: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key_space", b"key_space"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "engine_id", b"engine_id", "features", b"features", "key_space", b"key_space", "model_names", b"model_names", "newest_protocol_version", b"newest_protocol_version", "protocol_version", b"protocol_version", "representations", b"representations", "role", b"role", "ticket", b"ticket", "without_eviction_notices", b"without_eviction_notices"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "engine_id", b"engine_id", "engine_name", b"engine_name", "features", b"features", "key_space", b"key_space", "model_names", b"model_names", "newest_protocol_version", b"newest_protocol_version", "protocol_version", b"protocol_version", "representations", b"representations", "role", b"role", "ticket", b"ticket", "without_eviction_notices", b"without_eviction_notices"]) -> None: ...
 
 Global___OpenSession: typing_extensions.TypeAlias = OpenSession
 

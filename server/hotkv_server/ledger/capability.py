@@ -23,6 +23,7 @@ class LedgerCapability(Capability):
 
     def __init__(self, node: Node, ledger: LiveLedger) -> None:
         self._clerk = node.clerk
+        self._names = node.names
         self.ledger = ledger
         self.history = LiveHistory(node.core, ledger, node.lag)
 
@@ -52,12 +53,12 @@ class LedgerCapability(Capability):
         def savings(filters: Filters) -> Figures:
             has_rows = filters.text("rows") != "no"
             found = self.ledger.savings(filters.seconds("since_s"), has_rows=has_rows)
-            return told.savings_figures(found)
+            return told.savings_figures(found, self._names)
 
         return {"savings": Topic(savings, ("since_s", "rows"))}
 
     def status(self, *, has_names: bool) -> Figures:
-        return told.status(self.ledger, self.history, has_names=has_names)
+        return told.status(self.ledger, self.history, self._names, has_names=has_names)
 
     def counters(self) -> Mapping[str, float]:
         return {

@@ -33,6 +33,7 @@ from hotkv_server.ledger.file import read_ledger, save_ledger
 from hotkv_server.memory.clerk import Clerk
 from hotkv_server.node.capability import Report
 from hotkv_server.node.event_loop import slices
+from hotkv_server.node.names import digits_of
 from hotkv_server.node.session import LiveSession
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,6 @@ MAX_FOLLOWING_BLOCKS = 1 << 18
 keys."""
 MAX_OPEN_LOADS = 4096
 """Most requests with a load whose end may still be reported, over all engines."""
-FINGERPRINT_DIGITS = 16
 DEFAULT_POLICY = "hotness"
 
 
@@ -295,8 +295,8 @@ def _minute() -> int:
 
 def _account(session: LiveSession) -> Account:
     key_space = session.key_space
-    fingerprint = key_space.fingerprint.hex()[:FINGERPRINT_DIGITS]
-    return Account(key_space.tenant, key_space.model, fingerprint, session.record.engine_id)
+    engine_id = session.record.engine_id
+    return Account(key_space.tenant, key_space.model, digits_of(key_space), engine_id)
 
 
 def _keys(hashes: Words, fingerprint: bytes) -> Keys:

@@ -9,6 +9,7 @@ from hotkv_server.ledger.book.accounts import HIT, Usage
 from hotkv_server.ledger.drive import LiveLedger, Savings
 from hotkv_server.ledger.history import EVICTED, LAG, STEP_S, LiveHistory
 from hotkv_server.node.capability import Figures, Samples
+from hotkv_server.node.names import Names
 
 RECENT_S = 3600.0
 """The outlook in the metrics covers the last hour."""
@@ -16,7 +17,7 @@ DEVICE = "device"
 """Name of an engine's device memory among the names of tiers."""
 
 
-def savings_figures(found: Savings) -> Figures:
+def savings_figures(found: Savings, names: Names) -> Figures:
     """Returns the counted usage, a row per engine, and the outlook for a larger cache."""
     outlook = found.outlook
     return {
@@ -24,8 +25,10 @@ def savings_figures(found: Savings) -> Figures:
             {
                 "tenant": account.tenant,
                 "model": account.model,
+                "model_name": names.model(account.key_space, account.model, account.engine_id),
                 "key_space": account.key_space,
                 "engine_id": account.engine_id,
+                "engine_name": names.engine(account.engine_id),
                 **_usage(usage),
             }
             for account, usage in found.rows
@@ -59,7 +62,7 @@ def _usage(usage: Usage) -> Figures:
     }
 
 
-def status(ledger: LiveLedger, history: LiveHistory, *, has_names: bool) -> Figures:
+def status(ledger: LiveLedger, history: LiveHistory, names: Names, *, has_names: bool) -> Figures:
     """Returns figures for the status page: savings of the last hour and in total, and how they
     grew."""
     now_s, now_unix_s = time.monotonic(), time.time()
@@ -67,8 +70,8 @@ def status(ledger: LiveLedger, history: LiveHistory, *, has_names: bool) -> Figu
     minutes = history.minutes()
     return {
         "savings": {
-            "hour": savings_figures(ledger.savings(RECENT_S, has_rows=has_names)),
-            "all": savings_figures(ledger.savings(has_rows=False)),
+            "hour": savings_figures(ledger.savings(RECENT_S, has_rows=has_names), names),
+            "all": savings_figures(ledger.savings(has_rows=False), names),
         },
         "history": lambda: {
             "step_s": STEP_S,

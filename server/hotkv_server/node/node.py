@@ -29,6 +29,7 @@ from hotkv_server.node.event_loop import LoopLag, in_slices, slices
 from hotkv_server.node.growth import Growth
 from hotkv_server.node.health import Health
 from hotkv_server.node.in_place import InPlace
+from hotkv_server.node.names import Names
 from hotkv_server.node.persistence import Persistence
 from hotkv_server.node.removals import Effects, Removals
 from hotkv_server.node.reports import Reports
@@ -86,6 +87,7 @@ class Node:
         self.effects = Effects(core, self.capabilities, lambda: self.sessions, self.drained)
         self.reports = Reports(core, self.capabilities)
         self.clerk = Clerk("files")
+        self.names = Names(memory.directory, self.clerk.do)
         self._persistence = Persistence(core, memory, self.clerk)
         self.in_place = InPlace(core, self.verifier, self.effects.run)
         self.growth = Growth(core)
@@ -106,6 +108,7 @@ class Node:
             devices,
             self.capabilities,
             self.removals,
+            self.names,
             self._persistence.save_state,
             self._meet,
             self.effects.run,

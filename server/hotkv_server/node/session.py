@@ -20,6 +20,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.devices import Allocation, Devices
 from hotkv_server.device.runtime import DeviceError
 from hotkv_server.memory.mapping import FileMapping, has_holes
+from hotkv_server.node.names import Names
 from hotkv_server.node.order import SessionOrder, check_order, open_order
 from hotkv_server.security.identity import Peer
 
@@ -255,6 +256,7 @@ class LiveSession:
     secret_id: str
     key_space: KeySpace
     client_name: str
+    names: Names
     peer: Peer | None = None
     """The client's proven identity, which may act for the tenant; None if access is open."""
     notices: asyncio.Queue[Notice] = field(default_factory=lambda: asyncio.Queue(OUTBOX_MESSAGES))
@@ -294,7 +296,17 @@ class LiveSession:
     @property
     def name(self) -> str:
         """Returns its name for the log."""
-        return f"session={self.record.number} engine={self.record.engine_id}"
+        return f"session={self.record.number} engine={self.engine_name}"
+
+    @property
+    def engine_name(self) -> str:
+        """Returns the name by which its engine is shown."""
+        return self.names.engine(self.record.engine_id)
+
+    @property
+    def model_name(self) -> str:
+        """Returns the name by which its model is shown."""
+        return self.names.model_of(self.key_space, self.record.engine_id)
 
     @property
     def has_arena(self) -> bool:

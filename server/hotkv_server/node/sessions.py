@@ -19,6 +19,7 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.device.devices import Devices
 from hotkv_server.node.capability import Capability
 from hotkv_server.node.event_loop import slices
+from hotkv_server.node.names import Names
 from hotkv_server.node.removals import Removals
 from hotkv_server.node.session import LiveSession, SessionMemory, check_handles, open_session_memory
 
@@ -41,6 +42,7 @@ class Sessions:
         devices: Devices,
         capabilities: Sequence[Capability],
         removals: Removals,
+        names: Names,
         save_state: Callable[[], Awaitable[None]],
         meet: Callable[[int], Awaitable[None]],
         run_effects: Callable[[], None],
@@ -49,6 +51,7 @@ class Sessions:
         self._devices = devices
         self._capabilities = capabilities
         self._removals = removals
+        self._names = names
         self._save_state = save_state
         self._meet = meet
         self._run_effects = run_effects
@@ -82,11 +85,13 @@ class Sessions:
         representations: tuple[Representation, ...] = (),
         *,
         hears_evictions: bool = True,
+        engine_name: str = "",
         model_names: Sequence[str] = (),
     ) -> LiveSession:
         """Opens a session and saves its key space. Whoever presents its secret id may use it.
 
-        model_names: names by which requests address the model.
+        engine_name: name of the engine for people; empty if it has none.
+        model_names: names by which requests address the model; people are shown the first.
 
         Raises OVERLOADED, and the errors of CacheCore.open_session.
         """
@@ -105,8 +110,19 @@ class Sessions:
             for one in self._capabilities:
                 for name in model_names:
                     one.model_named(record.key_space_id, name)
+        self._names.tell(
+            engine_id,
+            engine_name,
+            next(iter(model_names), ""),
+            key_space,
+            {one.record.engine_id for one in self},
+        )
         session = LiveSession(
-            record, secrets.token_hex(16), self._core.key_space(record.key_space_id), client_name
+            record,
+            secrets.token_hex(16),
+            self._core.key_space(record.key_space_id),
+            client_name,
+            self._names,
         )
         session.hears_evictions = hears_evictions
         self._open[session.secret_id] = session
@@ -117,11 +133,12 @@ class Sessions:
             await self.close(session)
             raise
         log.info(
-            "session opened number=%d engine=%s role=%s key_space=%d",
+            "session opened number=%d engine=%s role=%s key_space=%d model=%s",
             record.number,
-            engine_id,
+            session.engine_name,
             role,
             record.key_space_id,
+            session.model_name,
         )
         return session
 
@@ -169,7 +186,7 @@ class Sessions:
         for one in self._capabilities:
             one.session_closed(session, is_last=is_last)
         self._run_effects()
-        log.info("session closed number=%d engine=%s", session.record.number, engine_id)
+        log.info("session closed number=%d engine=%s", session.record.number, session.engine_name)
 
     async def close_all(self) -> None:
         """Closes every session."""

@@ -31,7 +31,7 @@ class ResidencyCapability(Capability):
             self.desk.residencies.book.forget_engine(session.record.engine_id)
 
     def topics(self) -> Mapping[str, Topic]:
-        told_of = partial(told.residencies, self._node.core, self.desk.residencies)
+        told_of = partial(told.residencies, self._node, self.desk.residencies)
         return {"residencies": Topic(told_of, ("page_size",))}
 
     def session_figures(self) -> Mapping[str, Mapping[int, int]]:

@@ -3,15 +3,15 @@
 import math
 import time
 
-from hotkv_server.cache.core import CacheCore
 from hotkv_server.node.capability import Figures, Filters
+from hotkv_server.node.node import Node
 from hotkv_server.residency.book.register import Residency
 from hotkv_server.residency.book.residencies import Residencies
 
 DEFAULT_PAGE, MAX_PAGE = 100, 1000
 
 
-def residencies(core: CacheCore, residencies: Residencies, filters: Filters) -> Figures:
+def residencies(node: Node, residencies: Residencies, filters: Filters) -> Figures:
     """Returns the largest residencies, the engines that wait for room (most refusals first), and
     totals.
 
@@ -20,14 +20,15 @@ def residencies(core: CacheCore, residencies: Residencies, filters: Filters) -> 
     `grace_byte_count`: slots kept for readers of the previous server, for another `grace_s`.
     """
     most, now_s = filters.page_size(DEFAULT_PAGE, MAX_PAGE), time.monotonic()
-    bound, book, grace = residencies.bound, residencies.book, core.grace
+    bound, book, grace = residencies.bound, residencies.book, node.core.grace
     ordered = sorted(book.all(), key=lambda one: -sum(one.asked.values()))
     grace_s = grace.until_s - now_s if grace.is_on and math.isfinite(grace.until_s) else 0.0
     return {
-        "residencies": [_residency(core, residencies, one, now_s) for one in ordered[:most]],
+        "residencies": [_residency(node, residencies, one, now_s) for one in ordered[:most]],
         "refusals": [
             {
                 "engine_id": one.engine_id,
+                "engine_name": node.names.engine(one.engine_id),
                 "residency_id": one.residency_id,
                 "age_s": now_s - one.at_s,
                 "asked_byte_count": one.asked_bytes,
@@ -46,14 +47,16 @@ def residencies(core: CacheCore, residencies: Residencies, filters: Filters) -> 
     }
 
 
-def _residency(core: CacheCore, residencies: Residencies, one: Residency, now_s: float) -> Figures:
+def _residency(node: Node, residencies: Residencies, one: Residency, now_s: float) -> Figures:
     """Returns a residency's row. `pinned_byte_count`: of its slots, which other residencies may pin
     as well."""
-    index = core.space.index
+    index = node.core.space.index
     return {
         "engine_id": one.engine_id,
+        "engine_name": node.names.engine(one.engine_id),
         "residency_id": one.residency_id,
         "key_space_id": one.key_space_id,
+        "model_name": node.names.model_of(node.core.key_space(one.key_space_id), one.engine_id),
         "session_number": one.session_number,
         "age_s": now_s - one.opened_s,
         "block_count": one.num_blocks,

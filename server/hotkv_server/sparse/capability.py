@@ -42,7 +42,11 @@ class SparseCapability(Capability):
         self.sparse.close_session(session, is_last=is_last)
 
     def topics(self) -> Mapping[str, Topic]:
-        return {"sparse_layers": Topic(lambda filters: told.engines(self.sparse.figures))}
+        return {
+            "sparse_layers": Topic(
+                lambda filters: told.engines(self.sparse.figures, self._node.names)
+            )
+        }
 
     def status(self, *, has_names: bool) -> Figures:
         return {"sparse_layers": told.layers(self.sparse.figures)}

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
 from hotkv_server.node.capability import Figures, Samples
+from hotkv_server.node.names import Names
 from hotkv_server.sparse.book import MAX_LAYERS
 
 F64 = NDArray[np.float64]
@@ -73,10 +74,13 @@ def _rows(table: F64) -> Iterator[LayerGrowth]:
 # ----------------------------------------------------------------------------------- how it is told
 
 
-def engines(figures: LayerFigures) -> Figures:
+def engines(figures: LayerFigures, names: Names) -> Figures:
     """Returns a row for each layer of each engine that has a session."""
-    rows = ({"engine_id": engine_id, **_row(growth)} for engine_id, growth in figures.rows())
-    return {"layers": list(rows)}
+    rows = [
+        {"engine_id": engine_id, "engine_name": names.engine(engine_id), **_row(growth)}
+        for engine_id, growth in figures.rows()
+    ]
+    return {"layers": rows}
 
 
 def layers(figures: LayerFigures) -> list[Figures]:

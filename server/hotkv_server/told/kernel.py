@@ -75,7 +75,7 @@ def _topics(node: Node) -> dict[str, Topic]:
         found = inspect.key_spaces(node.core, counted, 0 if wanted else most)
         rows = [
             {
-                **key_space_row(one),
+                **key_space_row(node, one),
                 "key_space": _key_space(one.key_space),
                 "representations": [
                     {
@@ -184,13 +184,14 @@ def _places(name: str, figures: inspect.RoomFigures) -> Figures:
 # Key spaces
 
 
-def key_space_row(one: inspect.KeySpaceFigures) -> Figures:
+def key_space_row(node: Node, one: inspect.KeySpaceFigures) -> Figures:
     """Returns a short description of a key space, without anything secret."""
     return {
         "key_space_id": one.number,
         "fingerprint": one.key_space.fingerprint.hex(),
         "tenant": one.key_space.tenant,
         "model": one.key_space.model,
+        "model_name": node.names.model_of(one.key_space),
         "dtype": one.key_space.dtype,
         "group_count": len(one.key_space.groups),
         "block_count": one.num_blocks,
@@ -248,9 +249,11 @@ def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> l
         row: Figures = {
             "session_number": one.record.number,
             "engine_id": one.record.engine_id,
+            "engine_name": one.engine_name,
             "role": one.record.role,
             "tenant": one.key_space.tenant,
             "model": one.key_space.model,
+            "model_name": one.model_name,
             "key_space_id": one.record.key_space_id,
             "client_name": one.client_name,
             "door": DOORS.get(one.client_name.partition(" ")[0], ""),
@@ -295,14 +298,15 @@ async def _blocks(node: Node, filters: Filters) -> Figures:
 
 
 def _block(node: Node, block: inspect.BlockFigures, now_s: float) -> dict[str, Any]:
-    hash_bytes = node.core.key_space(block.key_space_id).hash_bytes
+    key_space = node.core.key_space(block.key_space_id)
 
     def text(words: Words | None) -> str:
-        return "" if words is None else words.tobytes()[:hash_bytes].hex()
+        return "" if words is None else words.tobytes()[: key_space.hash_bytes].hex()
 
     return {
         "block_hash": text(block.hash_words),
         "key_space_id": block.key_space_id,
+        "model_name": node.names.model_of(key_space),
         "group_index": block.group_index,
         "state": inspect.STATES[block.state],
         "byte_count": block.slot_bytes,

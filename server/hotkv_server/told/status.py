@@ -91,7 +91,10 @@ def _surveyed(node: Node, survey: Survey | None, *, has_names: bool) -> Figures:
     """Returns tiers, and the key spaces with most blocks in the order of their numbers."""
     counted = NO_CENSUS if survey is None else survey.census
     found = inspect.key_spaces(node.core, counted, MAX_ROWS) if has_names else []
-    rows = {"tiers": tier_rows(node, counted), "key_spaces": [key_space_row(one) for one in found]}
+    rows = {
+        "tiers": tier_rows(node, counted),
+        "key_spaces": [key_space_row(node, one) for one in found],
+    }
     if survey is None:
         for row in (rows["tiers"][0], *rows["key_spaces"]):
             row.update(dict.fromkeys(OF_CENSUS & row.keys()))

@@ -86,7 +86,7 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
             await asyncio.sleep(0)
         await asyncio.to_thread(
             _explain,
-            response.key_spaces.add(tenant=tenant),
+            response.key_spaces.add(tenant=tenant, model_name=node.names.model_of(space)),
             space,
             number,
             found,

@@ -403,8 +403,8 @@ class SessionStream:
 # SessionService: opens sessions, one for each stream.
 #
 # Always true: however the stream ends, its session is settled and closed. A session acts for one
-# tenant. If there are tenants, its peer has proven its right to act for the tenant. Its engine id
-# gets the tenant's name as prefix, so that no other tenant can name its leases.
+# tenant. If there are tenants, its peer has proven its right to act for the tenant. Its engine's id
+# and name get the tenant's name as prefix, so that no other tenant can name its leases.
 
 
 FIRST_MESSAGE_TIMEOUT_S = 10.0
@@ -424,13 +424,14 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         try:
             with self._edge.guests.stay():
                 first = await _first(request_iterator)
+            opening = first.open_session
             who = (
-                f"{who} engine={first.open_session.engine_id[:64]!r} "
-                f"tenant={first.open_session.key_space.tenant[:64]!r}"
+                f"{who} engine={(opening.engine_name or opening.engine_id)[:64]!r} "
+                f"tenant={opening.key_space.tenant[:64]!r}"
             )
-            peer = self._edge.identify(first.open_session, context)
+            peer = self._edge.identify(opening, context)
             who = f"{who} {peer}"
-            session = await self._open(first.open_session, peer)
+            session = await self._open(opening, peer)
         except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
             await self._edge.pace.turn()
             await abort(context, as_refusal(self._node, error, who))
@@ -457,6 +458,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             ) from None
         fields.name("engine_id", opening.engine_id)
         fields.name("client_name", opening.client_name)
+        fields.name("engine_name", opening.engine_name)
         for name in opening.model_names:
             fields.name("model_names", name)
         key_space, representations = (
@@ -465,14 +467,14 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         )
         tenant = self._edge.access.admit(peer, key_space.tenant)
         self._check_sessions(tenant)
-        engine_id = (
-            opening.engine_id
-            if tenant is None or not opening.engine_id
-            else f"{tenant.name}/{opening.engine_id}"
+        engine_id, engine_name = (
+            text if tenant is None or not text else f"{tenant.name}/{text}"
+            for text in (opening.engine_id, opening.engine_name)
         )
         session = await self._node.sessions.open(
             engine_id, role, key_space, opening.client_name, representations,
             hears_evictions=not opening.without_eviction_notices,
+            engine_name=engine_name,
             model_names=opening.model_names,
         )  # fmt: skip
         if tenant is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from hotkv_client.admin import AdminClient
 from hotkv_client.command.savings_tables import total
-from hotkv_client.command.tables import state_line
+from hotkv_client.command.tables import engine_of, model_of, state_line
 from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
 
 # ----------------------------------------------------------------------------------------- readings
@@ -91,8 +91,9 @@ class TierRates:
 
 @dataclass(frozen=True, slots=True)
 class EngineRates:
-    """An engine, with all its sessions together."""
+    """An engine, with all its sessions together. `name` and `model` are for people."""
 
+    engine_id: str
     name: str
     model: str
     num_sessions: int
@@ -268,13 +269,13 @@ def _tiers(between: _Between, grown: Mapping[str, Any]) -> list[TierRates]:
 
 def _engines(between: _Between) -> list[EngineRates]:
     """Returns the engines that have a session, in the order in which they connected."""
-    names = dict.fromkeys(s["engine_id"] for s in between.after.sessions if s["role"] != "tool")
-    return [_engine(between, name) for name in names]
+    found = dict.fromkeys(s["engine_id"] for s in between.after.sessions if s["role"] != "tool")
+    return [_engine(between, engine_id) for engine_id in found]
 
 
-def _engine(between: _Between, name: str) -> EngineRates:
+def _engine(between: _Between, engine_id: str) -> EngineRates:
     def sessions(reading: Reading | None) -> list[dict[str, Any]]:
-        return [s for s in reading.sessions if s["engine_id"] == name] if reading else []
+        return [s for s in reading.sessions if s["engine_id"] == engine_id] if reading else []
 
     def grew(field_name: str) -> float:
         """Returns the growth of a count over the engine's sessions. New sessions count whole."""
@@ -282,15 +283,14 @@ def _engine(between: _Between, name: str) -> EngineRates:
         return sum(float(s[field_name] - then.get(s["session_number"], 0)) for s in now)
 
     now = sessions(between.after)
-    grown, recent = between.ledger(name), _of(between.after.recent, name)
-    sparse = _sparse_growth(between, name)
+    grown, recent = between.ledger(engine_id), _of(between.after.recent, engine_id)
+    sparse = _sparse_growth(between, engine_id)
     derived = sparse_figures(sparse)
     has = between.seconds > 0
     return EngineRates(
-        name=name,
-        model=next(
-            (r["model"] for r in between.after.ledger["rows"] if r["engine_id"] == name), ""
-        ),
+        engine_id=engine_id,
+        name=engine_of(now[0]),
+        model=model_of(now[0]),
         num_sessions=len(now),
         num_leases=max((s["lease_count"] for s in now), default=0),
         num_transfers=sum(s["transfer_count"] for s in now),

@@ -32,7 +32,7 @@ SORTS = {
 class View:
     """The user's view.
 
-    chosen: the engine under the cursor.
+    chosen: id of the engine under the cursor.
     inside: show only the chosen engine.
     """
 
@@ -54,17 +54,17 @@ class View:
 
     def press(self, key: str, engines: Sequence[EngineRates]) -> bool:
         """Applies a key. Returns False to quit."""
-        names = [engine.name for engine in self.sorted(engines)]
-        at = names.index(self.chosen) if self.chosen in names else 0
+        ids = [engine.engine_id for engine in self.sorted(engines)]
+        at = ids.index(self.chosen) if self.chosen in ids else 0
         if key in QUIT:
             return False
         if key == "s":
             words = list(SORTS)
             self.sort = words[(words.index(self.sort) + 1) % len(words)]
-        elif key in ("up", "down") and names:
-            self.chosen = names[max(0, min(len(names) - 1, at + (1 if key == "down" else -1)))]
-        elif key == "enter" and names:
-            self.chosen = names[at]
+        elif key in ("up", "down") and ids:
+            self.chosen = ids[max(0, min(len(ids) - 1, at + (1 if key == "down" else -1)))]
+        elif key == "enter" and ids:
+            self.chosen = ids[at]
             self.inside = True
         elif key == "escape":
             self.inside = False
@@ -87,7 +87,7 @@ def sparkline(ratios: Sequence[float | None]) -> str:
 def draw(figures: Figures, view: View, console: Console) -> RenderableType:
     """Draws the whole screen. Of many engines it shows those around the chosen engine that fit."""
     engines = view.sorted(figures.engines)
-    inside = next((e for e in engines if view.inside and e.name == view.chosen), None)
+    inside = next((e for e in engines if view.inside and e.engine_id == view.chosen), None)
     lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in plain.head(figures)]
     lines.append(Text(plain.flow(figures), no_wrap=True, overflow="ellipsis"))
     if any(ratio is not None for ratio in view.hit_ratios):
@@ -99,7 +99,7 @@ def draw(figures: Figures, view: View, console: Console) -> RenderableType:
         *([_table(plain.TIER_HEADERS, map(plain.tier_row, figures.tiers))] if not inside else []),
     )
     room = console.height - len(console.render_lines(top)) - 1
-    at = next((at for at, one in enumerate(engines) if one.name == view.chosen), 0)
+    at = next((at for at, one in enumerate(engines) if one.engine_id == view.chosen), 0)
     shown = _window(engines, at, room)
     parts = [_one(inside)] if inside else _all(engines[shown], at - shown.start)
     state = f"every {view.interval_s:g} s, by {view.sort}" + ("  PAUSED" if view.paused else "")

@@ -1,0 +1,168 @@
+"""Names of engines and models for people, which every view shows.
+
+Always true: a name decides nothing. An engine that brings none is shown by its id, a model that
+has none by the name in its key space. Two engines with a session are never shown by the same name.
+Memory is bounded: the names told longest ago are forgotten. The file beside the arena outlives the
+server, because the ledger shows engines that have ended. On the event loop; a clerk writes the
+file.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hotkv_proto.keys import KeySpace
+from hotkv_server.memory.state import replace_file
+
+log = logging.getLogger(__name__)
+
+NAMES_FILE = "names.json"
+FORMAT_VERSION = 1
+MAX_NAMES = 1024
+"""Most engines, and most models, whose names are remembered."""
+MAX_BYTES = 4 << 20
+DIGITS = 16
+"""Leading digits of a key space's fingerprint that identify it in the file and in the ledger."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineNames:
+    """Names of an engine.
+
+    told: its name as it has told it; empty if it told none.
+    shown: the same, with a number if another engine was there first.
+    model: the name by which its requests address the model; empty if it told none.
+    """
+
+    told: str
+    shown: str
+    model: str
+
+
+class Names:
+    """See the module.
+
+    directory: where the file is kept; None keeps none.
+    do: runs a call on another thread.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None = None,
+        do: Callable[[Callable[[], None]], object] = lambda call: call(),
+    ) -> None:
+        self._path = None if directory is None else directory / NAMES_FILE
+        self._do = do
+        self._engines: dict[str, EngineNames] = {}
+        self._models: dict[str, str] = {}
+        if self._path is not None:
+            self._read(self._path)
+
+    def __repr__(self) -> str:
+        return f"Names({len(self._engines)} engines, {len(self._models)} models)"
+
+    def tell(
+        self, engine_id: str, name: str, model: str, key_space: KeySpace, beside: Iterable[str]
+    ) -> None:
+        """Remembers the names that a session has brought; empty ones change nothing.
+
+        beside: ids of the engines that have a session.
+        """
+        if not (name or model):
+            return
+        before = self._engines.get(engine_id, EngineNames("", "", ""))
+        told = name or before.told
+        # An id counts as a name: an engine without a name is shown by it.
+        taken = {self.engine(other) for other in beside if other != engine_id}
+        shown = before.shown if told == before.told else told
+        number = 1
+        while shown in taken:
+            number += 1
+            shown = f"{told}#{number}"
+        after = EngineNames(told, shown, model or before.model)
+        digits = digits_of(key_space)
+        is_new = after != before or (model and model != self._models.get(digits))
+        _put(self._engines, engine_id, after)
+        if model:
+            _put(self._models, digits, model)
+        if is_new:
+            self._save()
+
+    def engine(self, engine_id: str) -> str:
+        """Returns the name by which an engine is shown: its own, or else its id."""
+        found = self._engines.get(engine_id)
+        return (found.shown if found is not None else "") or engine_id
+
+    def model(self, digits: str, otherwise: str, engine_id: str = "") -> str:
+        """Returns the name by which a model is shown: that of its engine, or else the one that an
+        engine of the key space told last, or else `otherwise`.
+
+        digits: of the key space, as `digits_of` returns them.
+        """
+        found = self._engines.get(engine_id)
+        return (found.model if found is not None else "") or self._models.get(digits) or otherwise
+
+    def model_of(self, key_space: KeySpace, engine_id: str = "") -> str:
+        """Returns the name by which the model of a key space is shown, as `model`."""
+        return self.model(digits_of(key_space), key_space.model, engine_id)
+
+    # The file
+
+    def _read(self, path: Path) -> None:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with os.fdopen(fd, "rb") as file:
+                content = json.loads(file.read(MAX_BYTES))
+            if content["format"] != FORMAT_VERSION:
+                raise ValueError(f"its format is {content['format']!r}")
+            engines = {
+                str(engine_id): EngineNames(*map(str, words))
+                for engine_id, words in content["engines"].items()
+            }
+            models = {str(digits): str(name) for digits, name in content["models"].items()}
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            log.warning("names of earlier engines are lost: %s can't be used: %s", path, error)
+            return
+        self._engines, self._models = engines, models
+
+    def _save(self) -> None:
+        """Has the file written, in the order of the calls."""
+        if (path := self._path) is None:
+            return
+        content: Mapping[str, Any] = {
+            "format": FORMAT_VERSION,
+            "engines": {
+                engine_id: [one.told, one.shown, one.model]
+                for engine_id, one in self._engines.items()
+            },
+            "models": self._models,
+        }
+        text = json.dumps(content)
+        self._do(lambda: _write(path, text))
+
+
+def digits_of(key_space: KeySpace) -> str:
+    """Returns the leading digits of a key space's fingerprint."""
+    return key_space.fingerprint.hex()[:DIGITS]
+
+
+def _put(names: dict[str, T], key: str, value: T) -> None:
+    """Sets a name, as the newest; forgets the oldest beyond MAX_NAMES."""
+    names.pop(key, None)
+    names[key] = value
+    while len(names) > MAX_NAMES:
+        del names[next(iter(names))]
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        replace_file(path, [text])
+    except OSError as error:
+        log.warning("names not saved, a restart loses them: %s", error)
