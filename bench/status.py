@@ -74,7 +74,9 @@ def make_node(core: Any, folder: Path) -> Node:
         key_space = KeySpace(f"model-{number}", "bench", "bfloat16", groups, 16)
         record = core.open_session(f"engine-{number}", "worker", key_space, 0.0)
         # Does the same as Sessions.open, without a stream.
-        node.sessions._open[str(number)] = LiveSession(record, str(number), key_space, "bench")
+        node.sessions._open[str(number)] = LiveSession(
+            record, str(number), key_space, "bench", node.names
+        )
     now_s = time.monotonic()
     for number in range(NUM_SAMPLES):
         accounts.add(who, accounts.columns.values(usage), minute)

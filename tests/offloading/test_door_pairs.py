@@ -7,6 +7,7 @@ comes from the server.
 """
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -367,6 +368,9 @@ def test_hints_and_sessions_reach_the_server(stage: Stage) -> None:
 
     num_blocks = (len(text) + TOKENS - 1) // BLOCK_TOKENS
     wait_for(lambda: done() == {"pin": num_blocks, "release": num_blocks}, "both hints")
+    for row in told("sessions"):
+        assert row["engine_name"].startswith(f"{socket.gethostname()}:")
+        assert Path(row["model_name"]).is_dir() and row["model"] == "LlamaForCausalLM"
 
 
 def test_requests_that_are_preempted(stage: Stage) -> None:

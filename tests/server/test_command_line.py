@@ -60,7 +60,7 @@ def test_commands_say_what_there_is(server: Server, engine: Callable[..., PagedE
     with AdminClient(server.target) as admin:
         number = str(number_of(admin, "cli-model"))
     explain = ("explain", "--key-space", number, *map(str, tokens))
-    assert f"key space {number}: 32 of 48 tokens hit" in server.cli(*explain)
+    assert f"key space {number} (cli-model): 32 of 48 tokens hit" in server.cli(*explain)
     assert "never stored" in server.cli(*explain)
     assert "evicted 2 blocks" in server.cli("evict", "--all", "--key-space", number)
     assert "`hotkv evict` or another call removed it" in server.cli(*explain)

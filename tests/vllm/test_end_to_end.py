@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -107,7 +108,12 @@ def test_killed_engine_leaves_nothing_behind(
     batch = prompts(4, (300, 333, 400))
     cold = generate(engine, batch)
     settled(engine)
-    assert len(daemon.admin("sessions")) == 2
+    sessions = daemon.admin("sessions")
+    assert len(sessions) == 2
+    for row in sessions:
+        host, _, pid = row["engine_name"].rpartition(":")
+        assert host == socket.gethostname() and Path("/proc", pid).exists()
+        assert Path(row["model_name"]).name == "model" and row["model"] == "LlamaForCausalLM"
     engine.ask("reset")
     engine.ask("freeze", call="load", pid=engine.process.pid)
     engine.begin("generate", prompts=batch * 4, max_tokens=400)

@@ -130,8 +130,8 @@ ARENA_FILE, TABLE_FILE, NEW_TABLE_FILE, STATE_FILE, USE_FILE, LOCK_FILE = (
 )
 FILLED_FILE, OWNER_FILE, CONTENTS_FILE = "filled", "server.json", "contents"
 KEPT_FILES = ("calibration-*.json", "ledger*", "names.json*")
-"""Measured copy speeds of devices, the ledger, and names. They are not part of the cache and are retained
-as long as the directory."""
+"""Measured copy speeds of devices, the ledger, and names. They are not part of the cache and are
+retained as long as the directory."""
 FILES: Final = (
     STATE_FILE,
     USE_FILE,

@@ -1,0 +1,183 @@
+"""Every view shows an engine and a model by the names that people gave them: their ids are for
+`--json`."""
+
+import contextlib
+import io
+import json
+import signal
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from demo.processes import Server
+from hotkv_client import RequestReport
+from hotkv_client.command import cli
+from hotkv_client.testing import PagedEngine
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_server.node import names
+from hotkv_server.node.names import NAMES_FILE, Names
+from tests.server.places import Place, place, store
+from tests.server.support import hashes, http_port
+
+ID, ARCHITECTURE = "7f1c2a54-9a3e-4f0b-8f8e-0c8d1f7a2b11", "LlamaForCausalLM"
+ENGINE, MODEL = "vllm-0", "llama-3.1-8b"
+HTTP = ("--http.port", "0")
+__all__ = ["place"]
+
+
+def shown(target: str, *words: str) -> str:
+    """Returns what a command prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert cli.main([*words, "--target", target]) == 0, words
+    return printed.getvalue()
+
+
+def connect(server: Server, name: str = ENGINE, **settings: str) -> PagedEngine:
+    wanted = {"engine_id": ID, "model": ARCHITECTURE, **settings}
+    named = {"engine_name": name, "model_names": [MODEL]} if name else {}
+    return PagedEngine(server.target, **named, **wanted).connect()  # type: ignore[arg-type]
+
+
+def use(engine: PagedEngine) -> str:
+    """Stores a prompt and reports it; returns the hash of its first block."""
+    blocks = hashes(3)
+    store(engine, blocks)
+    engine.session.report_requests([RequestReport(blocks, 50, 0, 0, 0.0)], 0.0)
+    engine.session.ping(10)
+    return blocks[0].hex()
+
+
+@pytest.fixture
+def running(place: Place) -> Iterator[tuple[Server, str]]:
+    """Yields a server with an engine that has names, and the hash of a block of it."""
+    server = place.start(*HTTP)
+    place.engine = connect(server)
+    yield server, use(place.engine)
+
+
+def test_every_view_has_the_names_and_none_an_id(running: tuple[Server, str]) -> None:
+    server, block = running
+    views = {
+        ("status",): MODEL,
+        ("sessions",): ENGINE,
+        ("blocks",): MODEL,
+        ("explain", block): MODEL,
+        ("savings",): MODEL,
+        ("savings", "--by", "engine"): ENGINE,
+        ("top", "--count", "1", "--interval", "0.1"): ENGINE,
+    }
+    for words, name in views.items():
+        text = shown(server.target, *words)
+        assert name in text, words
+        assert ID not in text and ARCHITECTURE not in text, words
+    log = server.log.read_text()
+    assert f"engine={ENGINE}" in log and f"model={MODEL}" in log
+    assert ID not in log and ARCHITECTURE not in log
+
+
+def test_json_and_the_page_have_names_and_ids(running: tuple[Server, str]) -> None:
+    server, _ = running
+    (session,) = json.loads(shown(server.target, "sessions", "--json"))
+    row = json.loads(shown(server.target, "savings", "--by", "engine", "--json"))["rows"][0]
+    with urllib.request.urlopen(f"http://127.0.0.1:{http_port(server)}/api/v1/status") as answer:
+        page = json.load(answer)
+    for found in (session, row, page["sessions"][0], page["savings"]["hour"]["rows"][0]):
+        assert (found["engine_name"], found["engine_id"]) == (ENGINE, ID)
+        assert (found["model_name"], found["model"]) == (MODEL, ARCHITECTURE)
+
+
+def test_names_outlive_the_engine_and_the_server(place: Place) -> None:
+    server = place.start()
+    engine = connect(server)
+    use(engine)
+    engine.close()
+    place.stop(signal.SIGTERM)
+    server = place.start()
+    assert ENGINE in shown(server.target, "savings", "--by", "engine")
+    assert MODEL in shown(server.target, "status")
+
+
+def test_engines_of_one_name_are_told_apart_while_both_are_there(place: Place) -> None:
+    server = place.start()
+    with contextlib.ExitStack() as stack:
+        for number in range(2):
+            engine = connect(server, engine_id=f"{ID}-{number}")
+            stack.callback(engine.close)
+        rows = json.loads(shown(server.target, "sessions", "--json"))
+        assert [row["engine_name"] for row in rows] == [ENGINE, f"{ENGINE}#2"]
+
+
+def test_an_older_client_is_shown_by_its_id(place: Place) -> None:
+    server = place.start()
+    place.engine = connect(server, name="")
+    use(place.engine)
+    assert ID in shown(server.target, "sessions")
+    assert ARCHITECTURE in shown(server.target, "savings")
+
+
+def test_an_older_server_tells_no_names() -> None:
+    """Its rows have none of the fields."""
+    row = {"tenant": "", "model": ARCHITECTURE, "engine_id": ID}
+    assert cli.tables.engine_of(row) == ID and cli.tables.model_of(row) == ARCHITECTURE
+
+
+# The book of names
+
+SPACE = KeySpace(
+    ARCHITECTURE, "w", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16
+)
+
+
+def test_a_reconnecting_engine_keeps_its_name_until_another_has_it() -> None:
+    book = Names()
+    book.tell("a", ENGINE, MODEL, SPACE, [])
+    book.tell("b", ENGINE, MODEL, SPACE, ["a"])
+    assert (book.engine("a"), book.engine("b")) == (ENGINE, f"{ENGINE}#2")
+    book.tell("b", ENGINE, MODEL, SPACE, ["a"])
+    book.tell("b", ENGINE, MODEL, SPACE, [])
+    assert book.engine("b") == f"{ENGINE}#2"
+    book.tell("c", ENGINE, MODEL, SPACE, ["b"])
+    assert book.engine("c") == ENGINE
+    book.tell("d", f"{ENGINE}#2", MODEL, SPACE, ["b", "c"])
+    assert book.engine("d") == f"{ENGINE}#2#2"
+
+
+def test_an_engine_can_not_take_the_id_of_another_as_its_name() -> None:
+    book = Names()
+    book.tell("a", "b", "", SPACE, ["b"])
+    assert book.engine("a") == "b#2" and book.engine("b") == "b"
+
+
+def test_a_worker_without_names_changes_none() -> None:
+    book = Names()
+    book.tell("a", ENGINE, MODEL, SPACE, [])
+    book.tell("a", "", "", SPACE, ["a"])
+    assert book.engine("a") == ENGINE and book.model_of(SPACE) == MODEL
+    assert book.model("0" * names.DIGITS, ARCHITECTURE, "a") == MODEL
+    assert book.model("0" * names.DIGITS, ARCHITECTURE) == ARCHITECTURE
+
+
+def test_memory_is_bounded_and_the_newest_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "MAX_NAMES", 3)
+    book = Names(tmp_path)
+    for number in range(5):
+        book.tell(f"id-{number}", f"name-{number}", MODEL, SPACE, [])
+    again = Names(tmp_path)
+    assert [again.engine(f"id-{at}") for at in (1, 2, 4)] == ["id-1", "name-2", "name-4"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 2}', '{"format": 1, "engines": {"a": 1}}'])
+def test_a_damaged_file_loses_names_and_nothing_else(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / NAMES_FILE).write_text(text)
+    book = Names(tmp_path)
+    assert book.engine("a") == "a" and "are lost" in caplog.text
+    book.tell("a", ENGINE, MODEL, SPACE, [])
+    assert Names(tmp_path).engine("a") == ENGINE

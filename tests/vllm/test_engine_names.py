@@ -1,0 +1,37 @@
+"""The name by which an engine is shown to people."""
+
+import os
+import socket
+
+import pytest
+
+from hotkv_vllm.compat import checks
+
+ID = "4be5a6f2-5a53-4c4e-8d2c-6d1f3f1a8e77"
+VARIABLES = ("POD_NAME", "HOSTNAME", "KUBERNETES_SERVICE_HOST")
+IN_A_POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "vllm-0"}
+HERE = f"{socket.gethostname()}:{os.getpid()}"
+
+
+@pytest.mark.parametrize(
+    ("environment", "engine_id", "name"),
+    [
+        ({}, ID, HERE),
+        ({"HOSTNAME": "workstation"}, ID, HERE),
+        ({"POD_NAME": " \n"}, ID, HERE),
+        (IN_A_POD, ID, "vllm-0"),
+        (IN_A_POD | {"HOSTNAME": ""}, ID, socket.gethostname()),
+        (IN_A_POD | {"POD_NAME": "vllm-7"}, ID, "vllm-7"),
+        ({"POD_NAME": "vllm-7"}, f"{ID}_dp3", "vllm-7/dp3"),
+        ({"POD_NAME": "vllm-7"}, "named_dpx", "vllm-7"),
+        ({"POD_NAME": "a\x1bb" + 300 * "c"}, ID, "ab" + 198 * "c"),
+    ],
+)
+def test_an_engine_is_called_by_its_pod_or_its_process(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], engine_id: str, name: str
+) -> None:
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert checks.engine_name(engine_id) == name
