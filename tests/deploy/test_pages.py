@@ -1,6 +1,7 @@
 """The Markdown pages name files that exist: their links, the paths in CONTRIBUTING, and the tests
 in each row of docs/deployments.md."""
 
+import ast
 import dataclasses
 import itertools
 import re
@@ -17,6 +18,7 @@ PAGES = sorted(
     for folder in (ROOT, ROOT / "docs", ROOT / "sparse", ROOT / "deploy" / "helm" / "hotkv")
     for path in folder.glob("*.md")
 )
+PICTURE = re.compile(r'(?:src|srcset)="([^"]+)"')
 LINK = re.compile(r"\]\(([^)#\s]+)?(?:#([\w-]+))?\)")
 PATH = re.compile(r"`((?:proto|sparse|client|server|connector_vllm|tests|tools)/[\w/.*-]+)`")
 
@@ -32,6 +34,7 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     links = [link for link in LINK.findall(page.read_text()) if not link[0].startswith("http")]
+    links += [(picture, "") for picture in PICTURE.findall(page.read_text())]
     for target, anchor in links:
         found = page.parent / target if target else page
         assert found.exists(), f"{target} is not there"
@@ -52,6 +55,35 @@ def test_the_page_of_the_connectors_settings_has_each_with_its_default() -> None
     for field in dataclasses.fields(ConnectorConfig):
         (row,) = re.findall(rf"^\|.*`hotkv\.{field.name}`.*$", text, re.MULTILINE)
         assert len(row.split("|")[3]) > 20 and connector_settings.shown(field) in row
+
+
+SOURCES = ("client", "connector_vllm", "proto", "server", "sparse")
+FOREIGN = re.compile(r"\((?:vLLM|Python)\)")
+SHORT = 12
+
+
+def words_of_the_code() -> str:
+    """All texts in the sources, the pieces of one text in a row."""
+    texts = []
+    for path in (path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(texts)
+
+
+def test_messages_of_the_page_of_trouble_are_those_of_the_code() -> None:
+    """Each piece of a quoted message that is longer than a few letters."""
+    page = (ROOT / "docs" / "trouble.md").read_text()
+    rows = [
+        line for line in page.splitlines() if line.startswith("| ") and not FOREIGN.search(line)
+    ]
+    quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    pieces = [piece.strip() for text in quoted for piece in re.split("…|=", text)]
+    told = [piece for piece in pieces if " " in piece and len(piece) > SHORT]
+    assert len(told) > 15
+    code = words_of_the_code()
+    assert [piece for piece in told if piece not in code] == []
 
 
 PAGE = ROOT / "docs" / "deployments.md"
