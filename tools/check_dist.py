@@ -1,15 +1,21 @@
 """Builds the sdist and the wheel, and checks each in an environment that has nothing else.
 
-    python -m tools.check_dist [--out DIR]
+    python -m tools.check_dist [--out DIR | --release DIR]
 
 For both: every tracked file of the packages is inside, CUDA sources and `py.typed` among them; it
 installs with the extra `server`; the server starts, and `hotkv ping` reaches it. The wheel also
-installs without extras: then the client has three dependencies, and reaches that server too. Needs
-the package `build` and a package index; takes minutes. Leaves only DIR.
+installs without extras: then the client has three dependencies, and reaches that server too.
+
+`--release` builds nothing: it takes both from a folder that `tools.release` has filled, whose
+checksums agree, whose chart renders, whose list of packages has all that was installed, and with
+whose settings file the server starts. Needs the package `build` and a package index; takes minutes.
+Leaves only DIR.
 """
 
 import argparse
 import contextlib
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -21,10 +27,13 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tools import helm
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("proto", "sparse", "client", "server", "connector_vllm")
-"""Each has one package."""
-MUST_HAVE = (".cu", ".cuh", "py.typed", ".proto", ".pyi")
+"""Each has one package; `proto` has the wire's definitions besides, which the sdist alone carries."""
+DEFINITIONS = "hotkv/"
+MUST_HAVE = (".cu", ".cuh", "py.typed", ".pyi")
 DEPENDENCIES = {"grpcio", "numpy", "protobuf"}
 OF_DEPENDENCIES = {"typing-extensions"}
 START_DEADLINE_S = 300.0
@@ -33,7 +42,7 @@ STOP_DEADLINE_S = 30.0
 
 
 def package_files() -> set[str]:
-    """Returns tracked files of the packages, by their paths in a wheel."""
+    """Returns tracked files of the folders, by their paths in a wheel or in a folder of the sdist."""
     listed = subprocess.run(
         ["git", "ls-files", "--", *FOLDERS], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -57,6 +66,8 @@ def check_contents(archive: Path) -> None:
             paths = (name.split("/", 2) for name in tar.getnames())
             inside = {path[2] for path in paths if len(path) > 2 and path[1] in FOLDERS}
     wanted = package_files()
+    if archive.suffix == ".whl":
+        wanted = {name for name in wanted if not name.startswith(DEFINITIONS)}
     for ending in MUST_HAVE:
         if not any(name.endswith(ending) for name in wanted):
             raise SystemExit(f"dist: no tracked file ends in {ending}")
@@ -72,6 +83,17 @@ def install(folder: Path, wanted: str) -> Path:
     pip = [str(programs / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     subprocess.run([*pip, wanted], check=True)
     return programs
+
+
+def installed(programs: Path) -> set[str]:
+    """Returns the names of an environment's packages, without the installers."""
+    listed = run(programs / "python", "-m", "pip", "list", "--format", "freeze")
+    return {plain(line.partition("==")[0]) for line in listed.splitlines()} - {"pip", "setuptools"}
+
+
+def plain(name: str) -> str:
+    """Returns the name of a package as an index compares it."""
+    return name.lower().replace("_", "-").replace(".", "-")
 
 
 def environment() -> dict[str, str]:
@@ -94,11 +116,13 @@ def run(program: Path, *arguments: str, quiet: bool = False) -> str:
 
 
 @contextlib.contextmanager
-def server(programs: Path, folder: Path) -> Iterator[str]:
+def server(programs: Path, folder: Path, settings: Path | None = None) -> Iterator[str]:
     """Gives the target of a small server that has answered a ping; ends it."""
     target = f"unix:{folder}/run/grpc.sock"
     (folder / "run").mkdir(mode=0o700)
     flags = ["--arena.bytes", "32MiB", "--arena.dir", str(folder / "arena"), "--http.port", "-1"]
+    if settings is not None:
+        flags += ["--config", str(settings)]
     with (folder / "log").open("w+") as log:
         process = subprocess.Popen(
             [str(programs / "hotkv-server"), "run", "--runtime-dir", str(folder / "run"), *flags],
@@ -124,28 +148,30 @@ def server(programs: Path, folder: Path) -> Iterator[str]:
             process.wait(STOP_DEADLINE_S)
 
 
-def check_server(archive: Path, folder: Path, client: Path | None = None) -> None:
-    """Installs the archive with the extra `server`, starts one, and pings it; also with `client`'s
-    programs."""
+def check_server(
+    archive: Path, folder: Path, client: Path | None = None, settings: Path | None = None
+) -> Path:
+    """Installs the archive with the extra `server`, starts one with these settings, and pings it;
+    also with `client`'s programs. Returns the programs."""
     programs = install(folder / "server", f"{archive}[server]")
     print(f"dist: {archive.name}: {run(programs / 'hotkv-server', '--version').strip()}")
     places = ("--runtime-dir", str(folder / "checked"), "--http.port", "-1")
     for check in (("run", "--check", *places), ("run", "--help-settings")):
         run(programs / "hotkv-server", *check)
-    with server(programs, folder) as target:
+    with server(programs, folder, settings) as target:
         if client is not None:
             run(client / "hotkv", "ping", "--target", target)
             run(client / "hotkv", "status", "--target", target)
     print(f"dist: {archive.name}: a server starts and answers", flush=True)
+    return programs
 
 
 def check_client(wheel: Path, folder: Path) -> Path:
     """Installs the wheel without extras; exits if that brings more than the client's
     dependencies. Returns the programs."""
     programs = install(folder, str(wheel))
-    listed = run(programs / "python", "-m", "pip", "list", "--format", "freeze")
-    found = {line.partition("==")[0].lower().replace("_", "-") for line in listed.splitlines()}
-    more = found - DEPENDENCIES - OF_DEPENDENCIES - {"hotkv", "pip", "setuptools"}
+    found = installed(programs)
+    more = found - DEPENDENCIES - OF_DEPENDENCIES - {"hotkv"}
     if more or not found >= DEPENDENCIES:
         raise SystemExit(f"dist: the client alone needs {', '.join(sorted(found))}")
     run(programs / "python", "-c", "import hotkv_client, hotkv_sparse, hotkv_vllm")
@@ -153,23 +179,95 @@ def check_client(wheel: Path, folder: Path) -> Path:
     return programs
 
 
+def one(folder: Path, pattern: str) -> Path:
+    """Returns the file of a release that fits the pattern. Exits unless there is one."""
+    found = list(folder.glob(pattern))
+    if len(found) != 1:
+        raise SystemExit(f"dist: {folder} has {len(found)} files {pattern}, expected 1")
+    return found[0]
+
+
+def check_sums(folder: Path) -> None:
+    """Exits unless SHA256SUMS names each file of the folder, with its contents."""
+    lines = (line.split() for line in (folder / "SHA256SUMS").read_text().splitlines())
+    sums = {name: value for value, name in lines}
+    for path in folder.iterdir():
+        if path.name == "SHA256SUMS":
+            continue
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != sums.pop(path.name, ""):
+                raise SystemExit(f"dist: {path.name} is not the file of SHA256SUMS")
+    if sums:
+        raise SystemExit(f"dist: SHA256SUMS names {', '.join(sums)}, which are not there")
+    print(f"dist: all files of {folder} have their checksums", flush=True)
+
+
+def check_chart(chart: Path, version: str) -> None:
+    """Exits unless the chart's package gives the release's image to its pods."""
+    rendered = helm.render(chart)
+    if f"hotkv:{version}" not in rendered or "kind: DaemonSet" not in rendered:
+        raise SystemExit(f"dist: {chart.name} does not run hotkv:{version}")
+    print(f"dist: {chart.name} renders", flush=True)
+
+
+def check_sbom(sbom: Path, names: set[str]) -> None:
+    """Exits unless the list has these packages, each with a version and its address."""
+    listed = {plain(item["name"]): item for item in json.loads(sbom.read_text())["components"]}
+    incomplete = [name for name, item in listed.items() if not {"version", "purl"} <= item.keys()]
+    if missing := sorted(names - listed.keys()) + sorted(set(incomplete) - {"hotkv"}):
+        raise SystemExit(f"dist: {sbom.name} lacks {', '.join(missing)}")
+    print(f"dist: {sbom.name} has {len(listed)} packages, all {len(names)} installed", flush=True)
+
+
+def unpack(deploy: Path, folder: Path) -> Path:
+    """Unpacks the archive of deployed files; returns their folder."""
+    with tarfile.open(deploy) as archive:
+        archive.extractall(folder, filter="data")
+    return one(folder, "hotkv-*-deploy") / "deploy"
+
+
+def check(wheel: Path, sdist: Path, folder: Path, settings: Path | None = None) -> set[str]:
+    """Checks both in environments below `folder`. Returns the packages that a server needs."""
+    for archive in (wheel, sdist):
+        check_contents(archive)
+        (folder / archive.suffix[1:]).mkdir()
+    client = check_client(wheel, folder / "client")
+    programs = check_server(wheel, folder / wheel.suffix[1:], client, settings)
+    check_server(sdist, folder / sdist.suffix[1:])
+    return installed(programs)
+
+
+def check_release(release: Path, folder: Path) -> None:
+    """Checks all files of a release but the image, which `tests.deploy.image` runs."""
+    check_sums(release)
+    wheel, chart = one(release, "hotkv-*.whl"), one(release, "hotkv-*.tgz")
+    version = wheel.name.split("-")[1]
+    check_chart(chart, version)
+    deployed = unpack(one(release, "hotkv-*-deploy.tar.gz"), folder)
+    sdist = release / f"hotkv-{version}.tar.gz"
+    needed = check(wheel, sdist, folder, deployed / "hotkv.toml")
+    check_sbom(one(release, "hotkv-*.cdx.json"), needed)
+    if not (release / "NOTES.md").read_text().strip():
+        raise SystemExit("dist: NOTES.md is empty")
+    images = ", ".join(path.name for path in release.glob("*.oci.tar")) or "none"
+    print(f"dist: {release} installs from its files alone; images: {images}", flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where to put both")
+    parser.add_argument("--release", type=Path, help="check this release instead")
     flags = parser.parse_args(arguments)
-    flags.out.mkdir(parents=True, exist_ok=True)
-    for old in (*flags.out.glob("hotkv-*.tar.gz"), *flags.out.glob("hotkv-*.whl")):
-        old.unlink()
-    sdist, wheel = build(flags.out)
     with tempfile.TemporaryDirectory(prefix="hotkv-dist-") as name:
-        folder = Path(name)
-        for archive in (wheel, sdist):
-            check_contents(archive)
-            (folder / archive.suffix[1:]).mkdir()
-        client = check_client(wheel, folder / "client")
-        check_server(wheel, folder / wheel.suffix[1:], client)
-        check_server(sdist, folder / sdist.suffix[1:])
+        if flags.release is not None:
+            check_release(flags.release.resolve(), Path(name))
+            return 0
+        flags.out.mkdir(parents=True, exist_ok=True)
+        for old in (*flags.out.glob("hotkv-*.tar.gz"), *flags.out.glob("hotkv-*.whl")):
+            old.unlink()
+        sdist, wheel = build(flags.out)
+        check(wheel, sdist, Path(name))
     print(f"dist: {sdist.name} and {wheel.name} in {flags.out}")
     return 0
 

