@@ -31,8 +31,9 @@ from tools import helm
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("proto", "sparse", "client", "server", "connector_vllm")
-"""Each has one package; `proto` has the wire's definitions besides, which the sdist alone carries."""
+"""Each has one package."""
 DEFINITIONS = "hotkv/"
+"""Of the wire, in `proto`: only the sdist has them."""
 MUST_HAVE = (".cu", ".cuh", "py.typed", ".pyi")
 DEPENDENCIES = {"grpcio", "numpy", "protobuf"}
 OF_DEPENDENCIES = {"typing-extensions"}
@@ -42,7 +43,7 @@ STOP_DEADLINE_S = 30.0
 
 
 def package_files() -> set[str]:
-    """Returns tracked files of the folders, by their paths in a wheel or in a folder of the sdist."""
+    """Returns tracked files of the folders, by their paths below them."""
     listed = subprocess.run(
         ["git", "ls-files", "--", *FOLDERS], cwd=ROOT, capture_output=True, text=True, check=True
     )

