@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, Self
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PR_SET_PDEATHSIG = 1
@@ -234,7 +234,7 @@ class Engine:
     def __repr__(self) -> str:
         return f"Engine({self.name!r}, vllm={self.vllm_version or 'loading'})"
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Engine":
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:

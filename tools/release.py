@@ -189,7 +189,12 @@ def sbom(release: Release) -> None:
         wanted = f"{release.wheel}[{IMAGE_EXTRAS}]"
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
         run(*pip, "--disable-pip-version-check", wanted)
-        options = ["--pyproject", str(ROOT / "pyproject.toml"), "--output-reproducible", "--validate"]
+        options = [
+            "--pyproject",
+            str(ROOT / "pyproject.toml"),
+            "--output-reproducible",
+            "--validate",
+        ]
         lister = [sys.executable, "-m", "cyclonedx_py", "environment", *options]
         run(*lister, "--output-file", release.sbom, python)
 

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -119,7 +120,7 @@ class OpenedNode:
         if keep:
             try:
                 self.node.clerk.do(self.node.save_use).result(SAVE_WAIT_S)
-            except TimeoutError:
+            except futures.TimeoutError:
                 log.error("the arena's directory hangs: times of last use are not saved")
             self.memory.release()
         else:

@@ -4,10 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-import tomllib
 from pydantic import ByteSize
 
-from hotkv_server.settings import Settings, load_settings
+from hotkv_server.settings import Settings, load_settings, tomllib
 from hotkv_server.settings.security import TenantSettings
 from hotkv_server.settings.sources import leaves
 

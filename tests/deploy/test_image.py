@@ -9,11 +9,11 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-import tomllib
 
 import hotkv_proto
 from hotkv_client.command import cli
 from hotkv_server.cli import SHARED_KERNELS, kernels
+from hotkv_server.settings import tomllib
 from tests.deploy.dockerfile import ROOT, is_sent, parse
 
 DOCKERFILE = ROOT / "Dockerfile"

@@ -10,11 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import tomllib
 
 from bench.gpu.engine import Shape
 from bench.gpu.figures import Figure, read
 from demo.processes import ROOT, SHM
+from hotkv_server.settings import tomllib
 
 SCRIPT = ROOT / "bench/gpu/check.sh"
 EXPECTED = {

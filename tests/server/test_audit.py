@@ -227,10 +227,7 @@ def test_calls_that_end_oddly_are_written_with_how_they_ended(tmp_path: Path) ->
                         await stream.read()
                 else:
                     stream.cancel()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(10):
-                    while len(lines(tmp_path / "audit.jsonl")) < 4:
-                        await asyncio.sleep(0.02)
+            await eventually(lambda: len(lines(tmp_path / "audit.jsonl")) >= 4)
 
     asyncio.run(run())
     written = lines(tmp_path / "audit.jsonl")

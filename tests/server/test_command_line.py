@@ -12,13 +12,13 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-import tomllib
 
 from demo.processes import ROOT, Server
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.keys import token_block_hashes
+from hotkv_server.settings import tomllib
 from tests.server.places import store
 from tests.server.support import number_of
 

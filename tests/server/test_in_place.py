@@ -26,6 +26,7 @@ from hotkv_server.wire.session import SessionCalls
 from tests.server.capable import capable
 from tests.server.nodes import SPACE, live_node, store_in, worker
 from tests.server.support import hashes
+from tests.support.waiting import eventually
 
 NUM_BLOCKS = 8
 HASHES = hashes(NUM_BLOCKS)
@@ -158,9 +159,7 @@ async def test_the_stream_goes_on_and_answers_later(opened: Opened) -> None:
         await asyncio.sleep(0.02)
         assert not sent
         place.go.set()
-        async with asyncio.timeout(10):
-            while len(sent) < 2:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: len(sent) >= 2)
         answers = {answer.request_id: answer for answer in sent}
         assert answers[1].error.reason == Reason.UNKNOWN_LEASE
         assert [at >= 0 for at in offsets(answers[2].acquire_lease)] == all_but(0)

@@ -22,6 +22,7 @@ from hotkv_server.node.node import Node
 from tests.core.support import begin_store, words_of
 from tests.server.capable import capable
 from tests.server.nodes import SPACE, live_node
+from tests.support.waiting import eventually
 
 KIND = Representation(0, "rot2u", 1, (100,))
 
@@ -57,9 +58,7 @@ async def node_in(folder: Path) -> AsyncIterator[Node]:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Waits for the condition, and for what the loop has begun by then."""
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
+    await eventually(condition)
     for _ in range(3):
         await asyncio.sleep(0)
 

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import tomllib
 
+from hotkv_server.settings import tomllib
 from hotkv_server.startup import capabilities
 
 ROOT = Path(__file__).resolve().parents[2]

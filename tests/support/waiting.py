@@ -1,5 +1,6 @@
 """Waiting for a condition, with a deadline."""
 
+import asyncio
 import os
 import signal
 import time
@@ -18,6 +19,14 @@ def wait_for(reached: Callable[[], object], what: str = "it", within_s: float = 
         assert time.monotonic() < until_s, f"{what}: not within {within_s:g} s"
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
+
+
+async def eventually(reached: Callable[[], object], within_s: float = WAIT_S) -> None:
+    """Like `wait_for`, while the loop goes on."""
+    until_s = time.monotonic() + within_s
+    while not reached():
+        assert time.monotonic() < until_s, f"not within {within_s:g} s"
+        await asyncio.sleep(0.001)
 
 
 def stop(pid: int) -> None:

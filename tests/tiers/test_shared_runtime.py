@@ -185,8 +185,7 @@ async def test_a_lookup_in_a_hung_store_ends() -> None:
     async with nodes(1, lookup_wait_s=0.2) as (a,):
         await a.share(BLOCKS)
         a.tier.faults.is_hung = True
-        async with asyncio.timeout(20):
-            assert await a.looked_up([50]) == [False]
+        assert await asyncio.wait_for(a.looked_up([50]), 20) == [False]
 
 
 async def test_a_block_is_written_once_and_not_with_each_use() -> None:

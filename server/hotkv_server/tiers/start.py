@@ -6,6 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -91,7 +92,7 @@ def _answered(path: Path, wait_s: float, call: Callable[[], T]) -> T:
     """
     try:
         return Clerk("disk-start").do(call).result(wait_s)
-    except TimeoutError:
+    except futures.TimeoutError:
         raise StartError(
             f"tiers.disk.path: the disk of {path} has not answered for {wait_s:.0f} s: mend it, or "
             "choose another folder"
