@@ -25,6 +25,7 @@ from hotkv_server.wire.guard import audit as audit_module
 from hotkv_server.wire.guard.audit import MAX_REFUSED_PER_S, AuditLog, arguments
 from hotkv_server.wire.guard.interceptor import EdgeInterceptor
 from hotkv_server.wire.guard.limits import Guests, LineBound, Pace
+from tests.support.waiting import eventually
 
 EVICT = "/hotkv.v1.AdminService/Evict"
 REQUEST = admin_pb2.EvictRequest(all=True)
