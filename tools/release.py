@@ -85,12 +85,16 @@ class Release:
 
     @property
     def image(self) -> Path:
-        processor = PROCESSORS.get(platform.machine(), platform.machine())
-        return self.out / f"hotkv-{self.version}-image-{processor}.oci.tar"
+        return self.out / f"hotkv-{self.version}-image-{processor()}.oci.tar"
 
     @property
     def image_name(self) -> str:
         return f"hotkv:{self.version}"
+
+
+def processor() -> str:
+    """Returns this machine's processor as images name it."""
+    return PROCESSORS.get(platform.machine(), platform.machine())
 
 
 def git(*arguments: str) -> str:
@@ -189,14 +193,9 @@ def sbom(release: Release) -> None:
         wanted = f"{release.wheel}[{IMAGE_EXTRAS}]"
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
         run(*pip, "--disable-pip-version-check", wanted)
-        options = [
-            "--pyproject",
-            str(ROOT / "pyproject.toml"),
-            "--output-reproducible",
-            "--validate",
-        ]
-        lister = [sys.executable, "-m", "cyclonedx_py", "environment", *options]
-        run(*lister, "--output-file", release.sbom, python)
+        options = ("--output-reproducible", "--validate", "--output-file", release.sbom)
+        lister = (sys.executable, "-m", "cyclonedx_py", "environment", *options)
+        run(*lister, "--pyproject", ROOT / "pyproject.toml", python)
 
 
 def notes(release: Release) -> None:

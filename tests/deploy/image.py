@@ -1,5 +1,7 @@
 """Builds the image, and runs it as the Helm chart's pods do: probed, killed, started again on the
-same directories, drained. `python -m tests.deploy.image [--folder DIR]`.
+same directories, drained. `python -m tests.deploy.image [--folder DIR] [--release DIR]`; with a
+release it runs the image, and renders the chart, of that folder. `--prepare` says how to build one
+over the small Debian.
 
 buildah builds the unchanged Dockerfile over a small Debian, as no registry is asked; its isolation
 `chroot` leaves out a read-only root, seccomp and cgroups. Needs root, `mmdebstrap`, `buildah`, helm
@@ -10,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -26,7 +29,8 @@ from tests.deploy.dockerfile import ROOT
 from tests.deploy.objects import Objects
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
-from tools import chart, helm
+from tools import chart, check_dist, helm
+from tools import release as release_files
 
 PACKAGES = ("python3", "python3-venv", "ca-certificates", "passwd")
 BASE, IMAGE = "docker.io/library/python:3.12-slim", f"hotkv:{hotkv_proto.__version__}"
@@ -164,7 +168,14 @@ def blocks(action: str, target: str) -> str:
     return run(sys.executable, Path(__file__).with_name("blocks.py"), action, target).strip()
 
 
-def build(buildah: Buildah, folder: Path, steps: Steps) -> None:
+BUD = (
+    *("--isolation=chroot", "--pull-never", "--network=host"),
+    f"--volume={debian.CERTIFICATES}:{debian.CERTIFICATES}:ro",
+)
+
+
+def prepare(buildah: Buildah, folder: Path, steps: Steps) -> None:
+    """Makes the image that the Dockerfile starts from."""
     with steps.step("a small Debian, in place of python:3.12-slim") as seen:
         root = debian.make_root(folder / "root", PACKAGES)
         python = root / "usr/bin/python"
@@ -180,11 +191,18 @@ def build(buildah: Buildah, folder: Path, steps: Steps) -> None:
             buildah("commit", "--quiet", made, BASE)
             buildah("rm", made)
         seen.append(run("chroot", root, "python", "--version").strip())
-    with steps.step("buildah builds the Dockerfile") as seen:
-        certificates = f"--volume={debian.CERTIFICATES}:{debian.CERTIFICATES}:ro"
-        options = ["--isolation=chroot", "--pull-never", "--network=host", certificates]
-        # hotkv itself is always copied anew; the layer of packages is not kept.
-        buildah("bud", "--quiet", *options, f"--tag={IMAGE}", ROOT)
+
+
+def provide(buildah: Buildah, release: Path | None, steps: Steps) -> None:
+    """Builds the image, or takes that of a release."""
+    with steps.step("the image") as seen:
+        if release is None:
+            # hotkv itself is always copied anew; the layer of packages is not kept.
+            buildah("bud", "--quiet", *BUD, f"--tag={IMAGE}", ROOT)
+        else:
+            archive = check_dist.one(release, f"hotkv-*-image-{release_files.processor()}.oci.tar")
+            buildah("tag", buildah("pull", "--quiet", f"oci-archive:{archive}"), IMAGE)
+            seen.append(archive.name)
         (image,) = json.loads(buildah("images", "--json", IMAGE))
         seen.append(f"{IMAGE}, {image['size']}")
 
@@ -215,13 +233,13 @@ def walk(pod: Pod, steps: Steps) -> None:
 
 
 @contextlib.contextmanager
-def a_pod(buildah: Buildah, folder: Path) -> Iterator[Pod]:
-    """Yields the chart's pod, on directories of this run alone."""
+def a_pod(buildah: Buildah, folder: Path, packed: Path) -> Iterator[Pod]:
+    """Yields the pod of a chart, on directories of this run alone."""
     tag = f"/dev/shm/hotkv-image-{os.getpid()}"
     port = free_port()
     places = (f"directories.arena={tag}/arena", f"directories.sockets={tag}/run")
     small = ("settings.arena.bytes=64MiB", f"settings.http.port={port}")
-    rendered = Objects.read(helm.render(chart.CHART, sets=(*places, *small)))
+    rendered = Objects.read(helm.render(packed, sets=(*places, *small)))
     pod = Pod(buildah, rendered, Path(tempfile.mkdtemp(dir=folder)))
     try:
         yield pod
@@ -237,13 +255,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Builds the image and runs it.")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "hotkv-image")
     parser.add_argument("--built", action="store_true", help="run the image of the last run")
+    parser.add_argument("--release", type=Path, help="run the image of this folder")
+    parser.add_argument("--prepare", action="store_true", help="make only what is built upon")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options.folder.mkdir(parents=True, exist_ok=True)
     steps, buildah = Steps(), Buildah(options.folder)
+    if options.prepare:
+        prepare(buildah, options.folder, steps)
+        flags = {"--buildah": buildah.command, "--bud": BUD}
+        words = " ".join(f"{name} {shlex.quote(' '.join(one))}" for name, one in flags.items())
+        print(f"make release RELEASE_FLAGS={shlex.quote(words)}")
+        return 0
     if not options.built:
-        build(buildah, options.folder, steps)
-    with a_pod(buildah, options.folder) as pod:
+        if options.release is None:
+            prepare(buildah, options.folder, steps)
+        provide(buildah, options.release, steps)
+    packed = chart.CHART
+    if options.release is not None:
+        packed = check_dist.one(options.release, "hotkv-*.tgz")
+    with a_pod(buildah, options.folder, packed) as pod:
         walk(pod, steps)
     print("all of it works")
     return 0

@@ -1,7 +1,8 @@
 """Runs the systemd unit in a Debian of its own: start, reload, a hung server that the watchdog
 kills, a kill, an upgrade, a stop; blocks that were stored first are there, byte for byte, after
-each. `python -m tests.deploy.nspawn [--folder DIR]` installs the working tree as docs/operations.md
-says. Needs root, `mmdebstrap`, `systemd-nspawn`, the package index and some minutes."""
+each. `python -m tests.deploy.nspawn [--folder DIR] [--release DIR]` installs the working tree, or
+the files of a release alone, as docs/operations.md says. Needs root, `mmdebstrap`,
+`systemd-nspawn`, the package index and some minutes."""
 
 import argparse
 import contextlib
@@ -19,6 +20,7 @@ from tests.deploy import debian
 from tests.deploy.debian import Steps, program, run
 from tests.deploy.dockerfile import ROOT
 from tests.support.waiting import wait_for
+from tools import check_dist
 
 DEPLOY = ROOT / "deploy"
 UNIT = "hotkv-server.service"
@@ -114,8 +116,9 @@ def _ancestors(pid: int) -> Iterator[int]:
         pid = int(stat.split()[1])
 
 
-def install(root: Path, package: Path, arena: str) -> None:
-    """Lays everything out as docs/operations.md says for a package of a distribution."""
+def install(root: Path, package: Path, deploy: Path, arena: str) -> None:
+    """Lays everything out as docs/operations.md says for a package of a distribution: `package` is
+    the wheel, `deploy` the folder of unit and settings."""
 
     def inside(*command: str) -> None:
         options = ["--pipe", f"--bind-ro={debian.CERTIFICATES}", f"--directory={root}"]
@@ -131,9 +134,9 @@ def install(root: Path, package: Path, arena: str) -> None:
     inside("python3", "-m", "venv", "/opt/hotkv")
     inside("/opt/hotkv/bin/pip", "install", "-qq", f"/opt/wheels/{package.name}[server,events]")
     for source, target in (
-        (DEPLOY / "hotkv.sysusers", root / "usr/lib/sysusers.d/hotkv.conf"),
-        (DEPLOY / "hotkv-server.service", root / f"usr/lib/systemd/system/{UNIT}"),
-        (DEPLOY / "hotkv.toml", root / "etc/hotkv/hotkv.toml"),
+        (deploy / "hotkv.sysusers", root / "usr/lib/sysusers.d/hotkv.conf"),
+        (deploy / "hotkv-server.service", root / f"usr/lib/systemd/system/{UNIT}"),
+        (deploy / "hotkv.toml", root / "etc/hotkv/hotkv.toml"),
     ):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, target)
@@ -200,6 +203,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Runs the systemd unit for real.")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "hotkv-nspawn")
     parser.add_argument("--arena", default="64MiB")
+    parser.add_argument("--release", type=Path, help="install from the files of this folder")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     steps, folder = Steps(), options.folder
@@ -208,7 +212,14 @@ def main() -> int:
         root = debian.make_root(folder / "root", PACKAGES)
         seen.append(str(root))
     with steps.step("hotkv is installed in it"):
-        install(root, debian.wheel(folder, hotkv_proto.__version__), options.arena)
+        if options.release is None:
+            package, deploy = debian.wheel(folder, hotkv_proto.__version__), DEPLOY
+        else:
+            package = check_dist.one(options.release, "hotkv-*.whl")
+            shutil.rmtree(folder / "deploy", ignore_errors=True)
+            archive = check_dist.one(options.release, "hotkv-*-deploy.tar.gz")
+            deploy = check_dist.unpack(archive, folder / "deploy")
+        install(root, package, deploy, options.arena)
         shutil.copy(debian.wheel(folder, NEXT_VERSION), root / "opt" / "wheels")
     with Machine(root, folder / "console.log") as machine:
         walk(machine, steps)

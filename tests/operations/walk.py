@@ -1,8 +1,10 @@
 """An operator's walk (`make walk`): from `pip install` in an empty environment to a server that is
-watched, asked, killed, drained and upgraded under traffic of vLLM with a real model. Prints each
-step with what came of it; status 1 at the first that does not hold. Debian's prometheus and
-chromium take part where they are installed (`make programs`)."""
+watched, asked, killed, drained and upgraded under traffic of vLLM with a real model. `--release
+DIR` takes the wheel of a release. Prints each step with what came of it; status 1 at the first that
+does not hold. Debian's prometheus and chromium take part where they are installed (`make
+programs`)."""
 
+import argparse
 import contextlib
 import functools
 import json
@@ -37,15 +39,17 @@ def say(step: str, came: str) -> None:
 
 
 class Installed:
-    """A wheel of this tree in an empty environment."""
+    """A wheel of this tree, or that of a release, in an empty environment."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, release: Path | None) -> None:
         self.bin = folder / "environment" / "bin"
         began_s = time.monotonic()
         subprocess.run([sys.executable, "-m", "venv", self.bin.parent], check=True)
-        build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder / "wheel")]
-        subprocess.run([*build, str(ROOT)], check=True, capture_output=True)
-        (self.wheel,) = (folder / "wheel").glob("*.whl")
+        if release is None:
+            release = folder / "wheel"
+            build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(release)]
+            subprocess.run([*build, str(ROOT)], check=True, capture_output=True)
+        (self.wheel,) = release.glob("*.whl")
         self.pip(f"{self.wheel}[server]")
         say("install", f"pip install {self.wheel.name}[server], {time.monotonic() - began_s:.0f} s")
 
@@ -326,8 +330,8 @@ def second_door(service: Service, model: Path, folder: Path) -> None:
     say("second door", f"{second.hit_tokens} tokens from the other engine; {times}; tokens equal")
 
 
-def walk(folder: Path, shared_memory: Path) -> None:
-    installed = Installed(folder)
+def walk(folder: Path, shared_memory: Path, release: Path | None) -> None:
+    installed = Installed(folder, release)
     bench = json.loads(installed.hotkv("bench", "--seconds", "3", "--arena-mib", "256", "--json"))
     load = next(row for row in bench["rows"] if row["what"] == "load")
     say("bench", f"loads {load['value']:.1f} {load['unit']}; {load['means']}")
@@ -356,13 +360,16 @@ def walk(folder: Path, shared_memory: Path) -> None:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description="An operator's walk.")
+    parser.add_argument("--release", type=Path, help="take the wheel of this folder")
+    options = parser.parse_args()
     with (
         ends_cleanly(),
         tempfile.TemporaryDirectory(prefix="hotkv-walk-") as folder,
         runtime_folder(ARENA_BYTES + (1 << 29)) as shared_memory,
     ):
         try:
-            walk(Path(folder), shared_memory)
+            walk(Path(folder), shared_memory, options.release)
         except (AssertionError, subprocess.SubprocessError) as error:
             print(f"walk: {error}", file=sys.stderr)
             log = shared_memory / "log"
