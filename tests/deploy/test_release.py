@@ -94,7 +94,8 @@ def test_deployed_files_are_all_there_and_the_same_each_time(made: Release, tmp_
         assert (deploy / name).read_bytes() == (ROOT / "deploy" / name).read_bytes()
     assert load_settings(deploy / "hotkv.toml", [], "test").arena.bytes
     with tarfile.open(made.deploy) as archive:
-        assert {entry.uname for entry in archive} == {"root"}
+        seen = {(entry.uname, entry.mtime) for entry in archive}
+    assert seen == {("root", made.epoch_s)}
 
 
 def test_checksums_cover_every_file(made: Release) -> None:
