@@ -19,10 +19,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 PR_SET_PDEATHSIG = 1
+Entered = TypeVar("Entered", bound="Engine")
 _LIBC = ctypes.CDLL(None)
 STOP_DEADLINE_S = 60.0
 HURRY_DEADLINE_S = 3.0
@@ -234,7 +235,7 @@ class Engine:
     def __repr__(self) -> str:
         return f"Engine({self.name!r}, vllm={self.vllm_version or 'loading'})"
 
-    def __enter__(self) -> "Engine":
+    def __enter__(self: Entered) -> Entered:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:

@@ -306,8 +306,8 @@ def check_residency(vllm_config: Any, kv_cache_config: Any, config: SparseConfig
         kinds = sorted({type(g.kv_cache_spec).__name__ for g in kv_cache_config.kv_cache_groups})
         raise ConfigError(
             f"{name} = 'host': it needs a model all of whose layers are of plain full attention, "
-            f"and hotkv's attention in vLLM; this one has {', '.join(kinds)}. Blocks of other kinds "
-            "are freed by vLLM itself, from the same pool, so hotkv could not promise a request "
+            f"and hotkv's attention in vLLM; this one has {', '.join(kinds)}. vLLM itself "
+            "frees blocks of other kinds, in the same pool, so hotkv could not promise a request "
             "its room; leave it out"
         )
     transfer = vllm_config.kv_transfer_config
