@@ -21,6 +21,7 @@ RELEASE    ?=
 # Tests wait more than they work.
 JOBS       ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 PROGRAMS   ?= chromium prometheus systemd-container docker-compose libibverbs1 librdmacm1 libnuma1
+WITHOUT    ?= $(addprefix --ignore=tests/,bench gpu offloading pairs vllm)
 FAST       ?= tests/core tests/dataplane tests/wire tests/sparse tests/server/test_transfers.py \
               tests/vllm/test_end_to_end.py::test_parity_and_sharing_between_processes \
               --ignore=tests/core/test_policy.py --ignore=tests/sparse/test_other_machines.py
@@ -59,6 +60,11 @@ test-long: $(STAMPS)/dev ## other forms, walks through faults, and more of the e
 test-fast: $(STAMPS)/dev ## the inner loop, a minute and a half: pure parts with few examples, one real daemon, one real vLLM
 	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(FAST) $(PYTEST)
 
+# What they leave out needs vLLM or torch, which need a newer Python.
+.PHONY: test-without-vllm
+test-without-vllm: $(WITHOUT_VENV)/.stamp ## the everyday tests of client and server, with PYTHON=python3.10 or newer
+	$(WITHOUT_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(WITHOUT) $(PYTEST)
+
 .PHONY: walk
 walk: $(STAMPS)/dev ## an operator's walk, minutes: pip install, watch, ask, kill, drain, upgrade, under traffic
 	$(BIN)/python -m tests.operations.walk $(FROM)
@@ -82,7 +88,7 @@ torture: $(STAMPS)/dev ## an hour and more of kills and odd inputs: 1,000 kills 
 mutate: $(STAMPS)/dev ## half an hour of small faults in core, dataplane, client and connector: what the tests see; MUTATE="--only proto/hotkv_proto/order.py"
 	$(BIN)/python -m tools.mutate --jobs $(JOBS) $(MUTATE)
 
-check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contract, vLLM's API in all supported versions, wire, generated code and pages, CUDA kernels; names long modules
+check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contract, vLLM's API in all supported versions, wire, generated code and pages, CUDA kernels, workflows; names long modules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -93,6 +99,9 @@ check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contrac
 	$(BIN)/buf lint
 	$(PROTO_VENV)/bin/python tools/protos.py --check
 	$(BIN)/python tools/check_kernels.py
+	$(BIN)/zizmor --quiet --offline .github
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
 	$(BIN)/python tools/long_modules.py
 	$(BIN)/python -m tools.metrics_reference --check
 	$(BIN)/python -m tools.connector_settings --check
@@ -173,6 +182,12 @@ $(DOCS_VENV)/.stamp: pyproject.toml
 	@$(PYTHON) -m venv $(DOCS_VENV)
 	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(DOCS_VENV)/requirements.txt
 	@$(DOCS_VENV)/bin/python -m pip install -qq --disable-pip-version-check -r $(DOCS_VENV)/requirements.txt
+	@touch $@
+
+$(WITHOUT_VENV)/.stamp: pyproject.toml $(LOCK)
+	@echo "setup: hotkv without vLLM in $(WITHOUT_VENV)"
+	@$(PYTHON) -m venv $(WITHOUT_VENV)
+	@$(WITHOUT_VENV)/bin/python -m pip install -qq --disable-pip-version-check $(if $(LOCK),-c $(LOCK)) -e '.[server,dev]'
 	@touch $@
 
 # The extra `release` alone: a release is made without vLLM.

