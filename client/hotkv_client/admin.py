@@ -85,11 +85,22 @@ class AdminClient:
         return list(self.tell("sessions")["sessions"])
 
     def blocks(
-        self, key_space_id: int = 0, page_size: int = 0, page_token: str = ""
+        self,
+        key_space_id: int = 0,
+        page_size: int = 0,
+        page_token: str = "",
+        hash_prefix: str = "",
     ) -> dict[str, Any]:
-        """Returns a page of the list of blocks, with `next_page_token`."""
+        """Returns a page of the list of blocks, with `next_page_token`.
+
+        hash_prefix: hexadecimal digits with which the hashes begin; empty for all.
+        """
         return self.tell(
-            "blocks", key_space_id=key_space_id, page_size=page_size, page_token=page_token
+            "blocks",
+            key_space_id=key_space_id,
+            page_size=page_size,
+            page_token=page_token,
+            hash_prefix=hash_prefix,
         )
 
     def evict(
@@ -99,11 +110,12 @@ class AdminClient:
         hashes: bytes = b"",
         *,
         everything: bool = False,
+        dry_run: bool = False,
     ) -> dict[str, Any]:
         """Drops the named blocks; with `everything`, all blocks of a key space (0: of all key
-        spaces)."""
+        spaces). With `dry_run` it drops nothing, and returns what would go, and its bytes."""
         return self._call(
-            "evict",
+            "preview_evict" if dry_run else "evict",
             key_space_id=key_space_id,
             group_index=group_index,
             hashes=hashes,

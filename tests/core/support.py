@@ -249,15 +249,40 @@ def flush(core: CacheCore, key_space_id: int) -> int:
 
 
 def evict(core: CacheCore, key_space_id: int, group_index: int, hashes: Words) -> tuple[int, int]:
-    """Runs all parts of `CacheCore.evict`: (dropped, kept)."""
+    """Runs all parts of `CacheCore.evict`: (dropped, kept), as `would_evict` said before."""
+    said = would_evict(core, key_space_id, group_index, hashes)
     counts = list(core.evict(key_space_id, group_index, hashes))
-    return sum(dropped for dropped, _ in counts), sum(kept for _, kept in counts)
+    return _as_said(core, said, sum(one for one, _ in counts), sum(kept for _, kept in counts))
 
 
 def evict_all(core: CacheCore, key_space_id: int) -> tuple[int, int]:
-    """Runs all parts of `CacheCore.evict_all`: (dropped, kept)."""
+    """Runs all parts of `CacheCore.evict_all`: (dropped, kept), as `would_evict` said before."""
+    said = would_evict(core, key_space_id)
     counts = list(core.evict_all(key_space_id))
-    return sum(dropped for dropped, _ in counts), sum(kept for _, kept in counts)
+    return _as_said(core, said, sum(one for one, _ in counts), sum(kept for _, kept in counts))
+
+
+Said = tuple[int, int, int]
+
+
+def would_evict(
+    core: CacheCore, key_space_id: int, group_index: int = 0, hashes: Words | None = None
+) -> Said:
+    """Runs all parts of `CacheCore.would_evict`: (dropped, kept, bytes that an evict leaves in
+    use)."""
+    used_bytes = core.space.used_bytes()
+    counts = list(core.would_evict(key_space_id, group_index, hashes))
+    assert core.space.used_bytes() == used_bytes
+    return (
+        sum(one for one, _, _ in counts),
+        sum(kept for _, kept, _ in counts),
+        used_bytes - sum(num_bytes for _, _, num_bytes in counts),
+    )
+
+
+def _as_said(core: CacheCore, said: Said, dropped: int, kept: int) -> tuple[int, int]:
+    assert (dropped, kept, core.space.used_bytes()) == said
+    return dropped, kept
 
 
 INVERSE = pow(0x9E37_79B9_7F4A_7C15, -1, 1 << 64)

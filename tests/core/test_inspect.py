@@ -113,6 +113,20 @@ def test_blocks_are_found_in_parts_and_pages(monkeypatch: pytest.MonkeyPatch) ->
         assert list(inspect.find_blocks(cache.core, start, most, key_space_id))[-1] == found
 
 
+def test_blocks_are_found_by_the_first_digits_of_their_hashes() -> None:
+    cache = Cache()
+    cache.store(cache.session, range(7))
+    hashes = [words_of([number])[0].tobytes().hex() for number in range(7)]
+    for wanted, length in ((0, 64), (3, 17), (6, 1), (2, 2), (5, 63)):
+        digits = hashes[wanted][:length]
+        fits = [at + 1 for at, one in enumerate(hashes) if one.startswith(digits)]
+        for prefix in (inspect.HashPrefix(digits), inspect.HashPrefix(digits.upper())):
+            assert list(inspect.find_blocks(cache.core, 0, 100, 0, prefix))[-1] == fits
+    for wrong in ("", "0" * 65, "0g", "00 00"):
+        with pytest.raises(ValueError):
+            inspect.HashPrefix(wrong)
+
+
 def test_an_answer_stays_as_it_is() -> None:
     cache = Cache()
     cache.store(cache.session, [1, 2])

@@ -20,6 +20,7 @@ from hotkv_client.command import (
     doctor,
     fleet,
     host_bench,
+    named_blocks,
     recorder,
     savings_tables,
     tables,
@@ -43,7 +44,8 @@ Command = Callable[[AdminClient, argparse.Namespace], Any]
 LIVE = "live"
 INTERRUPTED = 130
 """Exit status after Ctrl-C, the same as in shells."""
-MAX_TOKEN_ID = (1 << 31) - 1
+MAX_TOKEN_ID = 9_999_999
+"""A number above is taken for the first digits of a hash: no model has so many tokens."""
 
 
 def status(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
@@ -91,8 +93,17 @@ def blocks(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
 
 def evict(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     """Drops blocks that are not pinned."""
-    packed = b"".join(parse_hash(h) for h in options.hashes)
-    return client.evict(options.key_space, options.group, packed, everything=options.all)
+    if options.all == bool(options.hashes):
+        raise ValueError("give the hashes of blocks, or --all")
+    if options.all:
+        total = client.evict(options.key_space, everything=True, dry_run=options.dry_run)
+    else:
+        total = dict.fromkeys(("evicted_block_count", "kept_block_count"), 0)
+        places = named_blocks.places(client, options.hashes, options.key_space, options.group)
+        for (number, group), hashes in places.items():
+            answer = client.evict(number, group, b"".join(hashes), dry_run=options.dry_run)
+            total = {name: total.get(name, 0) + count for name, count in answer.items()}
+    return {"dry_run": options.dry_run, **total}
 
 
 def flush(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
@@ -178,7 +189,8 @@ def explain(client: AdminClient, options: argparse.Namespace) -> Any:
             raise ValueError("give a prompt or --session, not both")
         return {"sessions": client.explain_session(options.session)}
     hashes, token_ids = parse_prompt(options.prompt)
-    return client.explain(options.key_space, hashes, token_ids)
+    packed = named_blocks.whole_hashes(client, hashes, options.key_space) if hashes else b""
+    return client.explain(options.key_space, packed, token_ids)
 
 
 def show_explained(answer: Any) -> str:
@@ -188,18 +200,11 @@ def show_explained(answer: Any) -> str:
     return tables.show_explain(answer)
 
 
-def parse_hash(text: str) -> bytes:
-    """Parses a block hash in hexadecimal. Raises ValueError."""
-    try:
-        return bytes.fromhex(text)
-    except ValueError as error:
-        raise ValueError(f"{text!r} is no hexadecimal block hash") from error
+def parse_prompt(words: Sequence[str]) -> tuple[list[str], bytes]:
+    """Parses a prompt into (hashes, packed token ids), of which one is empty. Raises ValueError.
 
-
-def parse_prompt(words: Sequence[str]) -> tuple[bytes, bytes]:
-    """Parses a prompt into (hashes, token ids), of which one is empty. Raises ValueError.
-
-    A word is a token id, a hash in hexadecimal, or @FILE or - (standard input) with either.
+    A word is a token id, a hash or its first digits in hexadecimal, or @FILE or - (standard input)
+    with either.
     """
     items: list[str] = []
     for word in words:
@@ -212,8 +217,8 @@ def parse_prompt(words: Sequence[str]) -> tuple[bytes, bytes]:
     if not items:
         raise ValueError("the prompt is empty; give token ids or block hashes")
     if all(item.isdecimal() and int(item) <= MAX_TOKEN_ID for item in items):
-        return b"", struct.pack(f"<{len(items)}i", *map(int, items))
-    return b"".join(parse_hash(item) for item in items), b""
+        return [], struct.pack(f"<{len(items)}i", *map(int, items))
+    return items, b""
 
 
 COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {

@@ -149,9 +149,14 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
         metavar="TIME",
         help="only the last 90s, 30m, 1h or 7d (default: all)",
     )
-    made["evict"].add_argument("hashes", nargs="*", help="block hashes in hexadecimal")
     made["evict"].add_argument(
-        "--group", type=int, default=0, help="group of the hashes (default: %(default)s)"
+        "hashes", nargs="*", help="block hashes in hexadecimal, or their first digits"
+    )
+    made["evict"].add_argument(
+        "--group", type=int, default=None, help="group of the hashes (default: all)"
+    )
+    made["evict"].add_argument(
+        "--dry-run", action="store_true", help="drop nothing; show what would go"
     )
     made["evict"].add_argument(
         "--all", action="store_true", help="drop everything in the key space, or in all"
@@ -168,7 +173,8 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     made["explain"].add_argument(
         "prompt",
         nargs="*",
-        help="token ids, or block hashes in hexadecimal, or @FILE, or - for standard input",
+        help="token ids, or block hashes in hexadecimal (their first digits suffice), or @FILE, or "
+        "- for standard input",
     )
     made["explain"].add_argument(
         "--session", default="", metavar="ID", help="a session, as its router has named it"

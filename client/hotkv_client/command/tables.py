@@ -198,9 +198,13 @@ def show_blocks(answer: dict[str, Any]) -> str:
 
 
 def show_evict(answer: dict[str, Any]) -> str:
+    gone, kept = answer["evicted_block_count"], answer["kept_block_count"]
+    if not answer["dry_run"]:
+        return f"evicted {gone} blocks, kept {kept} that are pinned or being written"
+    size = human_bytes(answer.get("evicted_byte_count", 0))
     return (
-        f"evicted {answer['evicted_block_count']} blocks, kept {answer['kept_block_count']} "
-        "that are pinned or being written"
+        f"would evict {gone} blocks ({size}) and keep {kept} that are pinned or being written; "
+        "nothing was dropped"
     )
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14hotkv/v1/admin.proto\x12\x08hotkv.v1\"\x81\x01\n\x0bTellRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x33\n\x07\x66ilters\x18\x02 \x03(\x0b\x32\".hotkv.v1.TellRequest.FiltersEntry\x1a.\n\x0c\x46iltersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1c\n\x0cTellResponse\x12\x0c\n\x04json\x18\x01 \x01(\t\"V\n\x0c\x45victRequest\x12\x14\n\x0ckey_space_id\x18\x01 \x01(\x05\x12\x13\n\x0bgroup_index\x18\x02 \x01(\x05\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\x12\x0b\n\x03\x61ll\x18\x04 \x01(\x08\"F\n\rEvictResponse\x12\x1b\n\x13\x65victed_block_count\x18\x01 \x01(\x03\x12\x18\n\x10kept_block_count\x18\x02 \x01(\x03\",\n\x14\x46lushKeySpaceRequest\x12\x14\n\x0ckey_space_id\x18\x01 \x01(\x05\"K\n\x15\x46lushKeySpaceResponse\x12\x1b\n\x13\x66lushed_block_count\x18\x01 \x01(\x03\x12\x15\n\rpending_tiers\x18\x02 \x03(\t\",\n\x14WatchRequestsRequest\x12\x14\n\x0ckey_space_id\x18\x01 \x01(\x05\"\xa1\x01\n\x0eWatchedRequest\x12\x14\n\x0ckey_space_id\x18\x01 \x01(\x05\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x1a\n\x12prompt_token_count\x18\x03 \x01(\x03\x12\x1e\n\x16\x64\x65vice_hit_token_count\x18\x04 \x01(\x03\x12\x17\n\x0fhit_token_count\x18\x05 \x01(\x03\x12\x14\n\x0cunix_time_ms\x18\x06 \x01(\x03\"_\n\x15WatchRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.hotkv.v1.WatchedRequest\x12\x1a\n\x12lost_request_count\x18\x02 \x01(\x03\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\x03\"<\n\rDrainResponse\x12\x13\n\x0blease_count\x18\x01 \x01(\x03\x12\x16\n\x0etransfer_count\x18\x02 \x01(\x03\"m\n\x0e\x45xplainRequest\x12\x14\n\x0ckey_space_id\x18\x01 \x01(\x05\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x12\n\nsession_id\x18\x04 \x01(\t\x12\x0e\n\x06tenant\x18\x05 \x01(\t\"\x91\x01\n\x10\x42lockExplanation\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\r\n\x05\x64\x65pth\x18\x02 \x01(\x05\x12\x12\n\nblock_hash\x18\x03 \x01(\x0c\x12\'\n\x07verdict\x18\x04 \x01(\x0e\x32\x16.hotkv.v1.BlockVerdict\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x0c\n\x04tier\x18\x06 \x01(\t\"Q\n\x08TierLoad\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x03\x12\x12\n\nbyte_count\x18\x03 \x01(\x03\x12\x0e\n\x06load_s\x18\x04 \x01(\x01\"\xfb\x01\n\x13KeySpaceExplanation\x12\x14\n\x0ckey_space_id\x18\x01 \x01(\x05\x12\x17\n\x0fhit_token_count\x18\x02 \x01(\x03\x12\x13\n\x0btoken_count\x18\x03 \x01(\x03\x12\x1c\n\x14limiting_group_index\x18\x04 \x01(\x05\x12*\n\x06\x62locks\x18\x05 \x03(\x0b\x32\x1a.hotkv.v1.BlockExplanation\x12\x0f\n\x07summary\x18\x06 \x01(\t\x12!\n\x05loads\x18\x07 \x03(\x0b\x32\x12.hotkv.v1.TierLoad\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x12\n\nmodel_name\x18\t \x01(\t\"D\n\x0f\x45xplainResponse\x12\x31\n\nkey_spaces\x18\x01 \x03(\x0b\x32\x1d.hotkv.v1.KeySpaceExplanation*\xb6\x01\n\x0c\x42lockVerdict\x12\x1d\n\x19\x42LOCK_VERDICT_UNSPECIFIED\x10\x00\x12\x17\n\x13\x42LOCK_VERDICT_READY\x10\x01\x12\x1a\n\x16\x42LOCK_VERDICT_RESERVED\x10\x02\x12\x19\n\x15\x42LOCK_VERDICT_EVICTED\x10\x03\x12\x1e\n\x1a\x42LOCK_VERDICT_NEVER_STORED\x10\x04\x12\x17\n\x13\x42LOCK_VERDICT_BELOW\x10\x05\x32\x9f\x03\n\x0c\x41\x64minService\x12\x35\n\x04Tell\x12\x15.hotkv.v1.TellRequest\x1a\x16.hotkv.v1.TellResponse\x12\x38\n\x05\x45vict\x12\x16.hotkv.v1.EvictRequest\x1a\x17.hotkv.v1.EvictResponse\x12\x38\n\x05\x44rain\x12\x16.hotkv.v1.DrainRequest\x1a\x17.hotkv.v1.DrainResponse\x12P\n\rFlushKeySpace\x12\x1e.hotkv.v1.FlushKeySpaceRequest\x1a\x1f.hotkv.v1.FlushKeySpaceResponse\x12R\n\rWatchRequests\x12\x1e.hotkv.v1.WatchRequestsRequest\x1a\x1f.hotkv.v1.WatchRequestsResponse0\x01\x12>\n\x07\x45xplain\x12\x18.hotkv.v1.ExplainRequest\x1a\x19.hotkv.v1.ExplainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14hotkv/v1/admin.proto\x12\x08hotkv.v1\"\x81\x01\n\x0bTellRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x33\n\x07\x66ilters\x18\x02 \x03(\x0b\x32\".hotkv.v1.TellRequest.FiltersEntry\x1a.\n\x0c\x46iltersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1c\n\x0cTellResponse\x12\x0c\n\x04json\x18\x01 \x01(\t\"V\n\x0c\x45victRequest\x12\x14\n\x0ckey_space_id\x18\x01 \x01(\x05\x12\x13\n\x0bgroup_index\x18\x02 \x01(\x05\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\x12\x0b\n\x03\x61ll\x18\x04 \x01(\x08\"F\n\rEvictResponse\x12\x1b\n\x13\x65victed_block_count\x18\x01 \x01(\x03\x12\x18\n\x10kept_block_count\x18\x02 \x01(\x03\"]\n\x13PreviewEvictRequest\x12\x14\n\x0ckey_space_id\x18\x01 \x01(\x05\x12\x13\n\x0bgroup_index\x18\x02 \x01(\x05\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\x12\x0b\n\x03\x61ll\x18\x04 \x01(\x08\"i\n\x14PreviewEvictResponse\x12\x1b\n\x13\x65victed_block_count\x18\x01 \x01(\x03\x12\x18\n\x10kept_block_count\x18\x02 \x01(\x03\x12\x1a\n\x12\x65victed_byte_count\x18\x03 \x01(\x03\",\n\x14\x46lushKeySpaceRequest\x12\x14\n\x0ckey_space_id\x18\x01 \x01(\x05\"K\n\x15\x46lushKeySpaceResponse\x12\x1b\n\x13\x66lushed_block_count\x18\x01 \x01(\x03\x12\x15\n\rpending_tiers\x18\x02 \x03(\t\",\n\x14WatchRequestsRequest\x12\x14\n\x0ckey_space_id\x18\x01 \x01(\x05\"\xa1\x01\n\x0eWatchedRequest\x12\x14\n\x0ckey_space_id\x18\x01 \x01(\x05\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x1a\n\x12prompt_token_count\x18\x03 \x01(\x03\x12\x1e\n\x16\x64\x65vice_hit_token_count\x18\x04 \x01(\x03\x12\x17\n\x0fhit_token_count\x18\x05 \x01(\x03\x12\x14\n\x0cunix_time_ms\x18\x06 \x01(\x03\"_\n\x15WatchRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.hotkv.v1.WatchedRequest\x12\x1a\n\x12lost_request_count\x18\x02 \x01(\x03\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\x03\"<\n\rDrainResponse\x12\x13\n\x0blease_count\x18\x01 \x01(\x03\x12\x16\n\x0etransfer_count\x18\x02 \x01(\x03\"m\n\x0e\x45xplainRequest\x12\x14\n\x0ckey_space_id\x18\x01 \x01(\x05\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x12\n\nsession_id\x18\x04 \x01(\t\x12\x0e\n\x06tenant\x18\x05 \x01(\t\"\x91\x01\n\x10\x42lockExplanation\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\r\n\x05\x64\x65pth\x18\x02 \x01(\x05\x12\x12\n\nblock_hash\x18\x03 \x01(\x0c\x12\'\n\x07verdict\x18\x04 \x01(\x0e\x32\x16.hotkv.v1.BlockVerdict\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x0c\n\x04tier\x18\x06 \x01(\t\"Q\n\x08TierLoad\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x03\x12\x12\n\nbyte_count\x18\x03 \x01(\x03\x12\x0e\n\x06load_s\x18\x04 \x01(\x01\"\xfb\x01\n\x13KeySpaceExplanation\x12\x14\n\x0ckey_space_id\x18\x01 \x01(\x05\x12\x17\n\x0fhit_token_count\x18\x02 \x01(\x03\x12\x13\n\x0btoken_count\x18\x03 \x01(\x03\x12\x1c\n\x14limiting_group_index\x18\x04 \x01(\x05\x12*\n\x06\x62locks\x18\x05 \x03(\x0b\x32\x1a.hotkv.v1.BlockExplanation\x12\x0f\n\x07summary\x18\x06 \x01(\t\x12!\n\x05loads\x18\x07 \x03(\x0b\x32\x12.hotkv.v1.TierLoad\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x12\n\nmodel_name\x18\t \x01(\t\"D\n\x0f\x45xplainResponse\x12\x31\n\nkey_spaces\x18\x01 \x03(\x0b\x32\x1d.hotkv.v1.KeySpaceExplanation*\xb6\x01\n\x0c\x42lockVerdict\x12\x1d\n\x19\x42LOCK_VERDICT_UNSPECIFIED\x10\x00\x12\x17\n\x13\x42LOCK_VERDICT_READY\x10\x01\x12\x1a\n\x16\x42LOCK_VERDICT_RESERVED\x10\x02\x12\x19\n\x15\x42LOCK_VERDICT_EVICTED\x10\x03\x12\x1e\n\x1a\x42LOCK_VERDICT_NEVER_STORED\x10\x04\x12\x17\n\x13\x42LOCK_VERDICT_BELOW\x10\x05\x32\xee\x03\n\x0c\x41\x64minService\x12\x35\n\x04Tell\x12\x15.hotkv.v1.TellRequest\x1a\x16.hotkv.v1.TellResponse\x12\x38\n\x05\x45vict\x12\x16.hotkv.v1.EvictRequest\x1a\x17.hotkv.v1.EvictResponse\x12M\n\x0cPreviewEvict\x12\x1d.hotkv.v1.PreviewEvictRequest\x1a\x1e.hotkv.v1.PreviewEvictResponse\x12\x38\n\x05\x44rain\x12\x16.hotkv.v1.DrainRequest\x1a\x17.hotkv.v1.DrainResponse\x12P\n\rFlushKeySpace\x12\x1e.hotkv.v1.FlushKeySpaceRequest\x1a\x1f.hotkv.v1.FlushKeySpaceResponse\x12R\n\rWatchRequests\x12\x1e.hotkv.v1.WatchRequestsRequest\x1a\x1f.hotkv.v1.WatchRequestsResponse0\x01\x12>\n\x07\x45xplain\x12\x18.hotkv.v1.ExplainRequest\x1a\x19.hotkv.v1.ExplainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TELLREQUEST_FILTERSENTRY']._loaded_options = None
   _globals['_TELLREQUEST_FILTERSENTRY']._serialized_options = b'8\001'
-  _globals['_BLOCKVERDICT']._serialized_start=1551
-  _globals['_BLOCKVERDICT']._serialized_end=1733
+  _globals['_BLOCKVERDICT']._serialized_start=1753
+  _globals['_BLOCKVERDICT']._serialized_end=1935
   _globals['_TELLREQUEST']._serialized_start=35
   _globals['_TELLREQUEST']._serialized_end=164
   _globals['_TELLREQUEST_FILTERSENTRY']._serialized_start=118
@@ -45,30 +45,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EVICTREQUEST']._serialized_end=282
   _globals['_EVICTRESPONSE']._serialized_start=284
   _globals['_EVICTRESPONSE']._serialized_end=354
-  _globals['_FLUSHKEYSPACEREQUEST']._serialized_start=356
-  _globals['_FLUSHKEYSPACEREQUEST']._serialized_end=400
-  _globals['_FLUSHKEYSPACERESPONSE']._serialized_start=402
-  _globals['_FLUSHKEYSPACERESPONSE']._serialized_end=477
-  _globals['_WATCHREQUESTSREQUEST']._serialized_start=479
-  _globals['_WATCHREQUESTSREQUEST']._serialized_end=523
-  _globals['_WATCHEDREQUEST']._serialized_start=526
-  _globals['_WATCHEDREQUEST']._serialized_end=687
-  _globals['_WATCHREQUESTSRESPONSE']._serialized_start=689
-  _globals['_WATCHREQUESTSRESPONSE']._serialized_end=784
-  _globals['_DRAINREQUEST']._serialized_start=786
-  _globals['_DRAINREQUEST']._serialized_end=820
-  _globals['_DRAINRESPONSE']._serialized_start=822
-  _globals['_DRAINRESPONSE']._serialized_end=882
-  _globals['_EXPLAINREQUEST']._serialized_start=884
-  _globals['_EXPLAINREQUEST']._serialized_end=993
-  _globals['_BLOCKEXPLANATION']._serialized_start=996
-  _globals['_BLOCKEXPLANATION']._serialized_end=1141
-  _globals['_TIERLOAD']._serialized_start=1143
-  _globals['_TIERLOAD']._serialized_end=1224
-  _globals['_KEYSPACEEXPLANATION']._serialized_start=1227
-  _globals['_KEYSPACEEXPLANATION']._serialized_end=1478
-  _globals['_EXPLAINRESPONSE']._serialized_start=1480
-  _globals['_EXPLAINRESPONSE']._serialized_end=1548
-  _globals['_ADMINSERVICE']._serialized_start=1736
-  _globals['_ADMINSERVICE']._serialized_end=2151
+  _globals['_PREVIEWEVICTREQUEST']._serialized_start=356
+  _globals['_PREVIEWEVICTREQUEST']._serialized_end=449
+  _globals['_PREVIEWEVICTRESPONSE']._serialized_start=451
+  _globals['_PREVIEWEVICTRESPONSE']._serialized_end=556
+  _globals['_FLUSHKEYSPACEREQUEST']._serialized_start=558
+  _globals['_FLUSHKEYSPACEREQUEST']._serialized_end=602
+  _globals['_FLUSHKEYSPACERESPONSE']._serialized_start=604
+  _globals['_FLUSHKEYSPACERESPONSE']._serialized_end=679
+  _globals['_WATCHREQUESTSREQUEST']._serialized_start=681
+  _globals['_WATCHREQUESTSREQUEST']._serialized_end=725
+  _globals['_WATCHEDREQUEST']._serialized_start=728
+  _globals['_WATCHEDREQUEST']._serialized_end=889
+  _globals['_WATCHREQUESTSRESPONSE']._serialized_start=891
+  _globals['_WATCHREQUESTSRESPONSE']._serialized_end=986
+  _globals['_DRAINREQUEST']._serialized_start=988
+  _globals['_DRAINREQUEST']._serialized_end=1022
+  _globals['_DRAINRESPONSE']._serialized_start=1024
+  _globals['_DRAINRESPONSE']._serialized_end=1084
+  _globals['_EXPLAINREQUEST']._serialized_start=1086
+  _globals['_EXPLAINREQUEST']._serialized_end=1195
+  _globals['_BLOCKEXPLANATION']._serialized_start=1198
+  _globals['_BLOCKEXPLANATION']._serialized_end=1343
+  _globals['_TIERLOAD']._serialized_start=1345
+  _globals['_TIERLOAD']._serialized_end=1426
+  _globals['_KEYSPACEEXPLANATION']._serialized_start=1429
+  _globals['_KEYSPACEEXPLANATION']._serialized_end=1680
+  _globals['_EXPLAINRESPONSE']._serialized_start=1682
+  _globals['_EXPLAINRESPONSE']._serialized_end=1750
+  _globals['_ADMINSERVICE']._serialized_start=1938
+  _globals['_ADMINSERVICE']._serialized_end=2432
 # @@protoc_insertion_point(module_scope)

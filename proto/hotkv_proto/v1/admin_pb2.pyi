@@ -168,6 +168,62 @@ class EvictResponse(google.protobuf.message.Message):
 Global___EvictResponse: typing_extensions.TypeAlias = EvictResponse
 
 @typing.final
+class PreviewEvictRequest(google.protobuf.message.Message):
+    """Asks what a call of Evict would do. Fields as in EvictRequest."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_SPACE_ID_FIELD_NUMBER: builtins.int
+    GROUP_INDEX_FIELD_NUMBER: builtins.int
+    HASHES_FIELD_NUMBER: builtins.int
+    ALL_FIELD_NUMBER: builtins.int
+    key_space_id: builtins.int
+    """The key space."""
+    group_index: builtins.int
+    """The group."""
+    hashes: builtins.bytes
+    """Packed hashes."""
+    all: builtins.bool
+    """All blocks."""
+    def __init__(
+        self,
+        *,
+        key_space_id: builtins.int = ...,
+        group_index: builtins.int = ...,
+        hashes: builtins.bytes = ...,
+        all: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all", b"all", "group_index", b"group_index", "hashes", b"hashes", "key_space_id", b"key_space_id"]) -> None: ...
+
+Global___PreviewEvictRequest: typing_extensions.TypeAlias = PreviewEvictRequest
+
+@typing.final
+class PreviewEvictResponse(google.protobuf.message.Message):
+    """What Evict would do."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EVICTED_BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    KEPT_BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    EVICTED_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    evicted_block_count: builtins.int
+    """Blocks that it would drop."""
+    kept_block_count: builtins.int
+    """Blocks that would remain because they are pinned or being written."""
+    evicted_byte_count: builtins.int
+    """Bytes that it would free, representations included."""
+    def __init__(
+        self,
+        *,
+        evicted_block_count: builtins.int = ...,
+        kept_block_count: builtins.int = ...,
+        evicted_byte_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["evicted_block_count", b"evicted_block_count", "evicted_byte_count", b"evicted_byte_count", "kept_block_count", b"kept_block_count"]) -> None: ...
+
+Global___PreviewEvictResponse: typing_extensions.TypeAlias = PreviewEvictResponse
+
+@typing.final
 class FlushKeySpaceRequest(google.protobuf.message.Message):
     """Asks to drop a key space's blocks."""
 

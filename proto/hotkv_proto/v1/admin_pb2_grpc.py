@@ -45,6 +45,11 @@ class AdminServiceStub(object):
                 request_serializer=hotkv_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
                 response_deserializer=hotkv_dot_v1_dot_admin__pb2.EvictResponse.FromString,
                 _registered_method=True)
+        self.PreviewEvict = channel.unary_unary(
+                '/hotkv.v1.AdminService/PreviewEvict',
+                request_serializer=hotkv_dot_v1_dot_admin__pb2.PreviewEvictRequest.SerializeToString,
+                response_deserializer=hotkv_dot_v1_dot_admin__pb2.PreviewEvictResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/hotkv.v1.AdminService/Drain',
                 request_serializer=hotkv_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
@@ -80,6 +85,13 @@ class AdminServiceServicer(object):
 
     def Evict(self, request, context):
         """Drops blocks that are not pinned.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PreviewEvict(self, request, context):
+        """Returns what Evict would do now; changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,6 +140,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Evict,
                     request_deserializer=hotkv_dot_v1_dot_admin__pb2.EvictRequest.FromString,
                     response_serializer=hotkv_dot_v1_dot_admin__pb2.EvictResponse.SerializeToString,
+            ),
+            'PreviewEvict': grpc.unary_unary_rpc_method_handler(
+                    servicer.PreviewEvict,
+                    request_deserializer=hotkv_dot_v1_dot_admin__pb2.PreviewEvictRequest.FromString,
+                    response_serializer=hotkv_dot_v1_dot_admin__pb2.PreviewEvictResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -205,6 +222,33 @@ class AdminService(object):
             '/hotkv.v1.AdminService/Evict',
             hotkv_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
             hotkv_dot_v1_dot_admin__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PreviewEvict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hotkv.v1.AdminService/PreviewEvict',
+            hotkv_dot_v1_dot_admin__pb2.PreviewEvictRequest.SerializeToString,
+            hotkv_dot_v1_dot_admin__pb2.PreviewEvictResponse.FromString,
             options,
             channel_credentials,
             insecure,

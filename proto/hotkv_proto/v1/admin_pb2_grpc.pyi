@@ -57,6 +57,22 @@ _AdminServiceEvictType = typing_extensions.TypeVar(
     ],
 )
 
+_AdminServicePreviewEvictType = typing_extensions.TypeVar(
+    '_AdminServicePreviewEvictType',
+    grpc.UnaryUnaryMultiCallable[
+        hotkv_proto.v1.admin_pb2.PreviewEvictRequest,
+        hotkv_proto.v1.admin_pb2.PreviewEvictResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        hotkv_proto.v1.admin_pb2.PreviewEvictRequest,
+        hotkv_proto.v1.admin_pb2.PreviewEvictResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        hotkv_proto.v1.admin_pb2.PreviewEvictRequest,
+        hotkv_proto.v1.admin_pb2.PreviewEvictResponse,
+    ],
+)
+
 _AdminServiceDrainType = typing_extensions.TypeVar(
     '_AdminServiceDrainType',
     grpc.UnaryUnaryMultiCallable[
@@ -121,7 +137,7 @@ _AdminServiceExplainType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServiceTellType, _AdminServiceEvictType, _AdminServiceDrainType, _AdminServiceFlushKeySpaceType, _AdminServiceWatchRequestsType, _AdminServiceExplainType]):
+class AdminServiceStub(typing.Generic[_AdminServiceTellType, _AdminServiceEvictType, _AdminServicePreviewEvictType, _AdminServiceDrainType, _AdminServiceFlushKeySpaceType, _AdminServiceWatchRequestsType, _AdminServiceExplainType]):
     """For operators: shows what the server holds, and changes it."""
 
     @typing.overload
@@ -133,6 +149,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceTellType, _AdminServiceEvictT
         grpc.UnaryUnaryMultiCallable[
             hotkv_proto.v1.admin_pb2.EvictRequest,
             hotkv_proto.v1.admin_pb2.EvictResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            hotkv_proto.v1.admin_pb2.PreviewEvictRequest,
+            hotkv_proto.v1.admin_pb2.PreviewEvictResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             hotkv_proto.v1.admin_pb2.DrainRequest,
@@ -163,6 +183,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceTellType, _AdminServiceEvictT
             hotkv_proto.v1.admin_pb2.EvictResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            hotkv_proto.v1.admin_pb2.PreviewEvictRequest,
+            hotkv_proto.v1.admin_pb2.PreviewEvictResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             hotkv_proto.v1.admin_pb2.DrainRequest,
             hotkv_proto.v1.admin_pb2.DrainResponse,
         ],
@@ -185,6 +209,9 @@ class AdminServiceStub(typing.Generic[_AdminServiceTellType, _AdminServiceEvictT
 
     Evict: _AdminServiceEvictType
     """Drops blocks that are not pinned."""
+
+    PreviewEvict: _AdminServicePreviewEvictType
+    """Returns what Evict would do now; changes nothing."""
 
     Drain: _AdminServiceDrainType
     """Refuses new work, and stops when all work has ended or the deadline passes."""
@@ -211,6 +238,10 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         hotkv_proto.v1.admin_pb2.EvictRequest,
         hotkv_proto.v1.admin_pb2.EvictResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        hotkv_proto.v1.admin_pb2.PreviewEvictRequest,
+        hotkv_proto.v1.admin_pb2.PreviewEvictResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         hotkv_proto.v1.admin_pb2.DrainRequest,
@@ -248,6 +279,14 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.admin_pb2.EvictResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.EvictResponse]]:
         """Drops blocks that are not pinned."""
+
+    @abc.abstractmethod
+    def PreviewEvict(
+        self,
+        request: hotkv_proto.v1.admin_pb2.PreviewEvictRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[hotkv_proto.v1.admin_pb2.PreviewEvictResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.PreviewEvictResponse]]:
+        """Returns what Evict would do now; changes nothing."""
 
     @abc.abstractmethod
     def Drain(

@@ -320,6 +320,34 @@ class CacheCore(CacheBooks):
         self, key_space_id: int, group_index: int, hashes: table.Words
     ) -> Iterator[tuple[int, int]]:
         """Evicts the named blocks that are not pinned. Yields (dropped, kept) for each part."""
+        for entries in self._named_parts(key_space_id, group_index, hashes):
+            dropped = self.space.removal.evict(entries, Cause.OPERATOR)
+            yield dropped, len(entries) - dropped
+
+    def would_evict(
+        self, key_space_id: int, group_index: int = 0, hashes: table.Words | None = None
+    ) -> Iterator[tuple[int, int, int]]:
+        """Changes nothing. Yields what `evict`, or without hashes `evict_all`, would do with each
+        part now: (dropped, kept, bytes that become free)."""
+        if hashes is not None:
+            parts = self._named_parts(key_space_id, group_index, hashes)
+        else:
+            if key_space_id:
+                self.key_space(key_space_id)
+            parts = self._ready_blocks(key_space_id)
+        for entries in parts:
+            going = self.space.removal.going(entries)
+            index, kept_too = self.space.index, self.space.books.representations.of(going)
+            # A representation that is pinned or being written keeps its slot for the moment.
+            kept_too = kept_too[~index.evictable(kept_too)]
+            num_bytes = self.space.books.representations.bytes_with(going).sum()
+            num_bytes -= index.slot_bytes(kept_too).sum()
+            yield len(going), len(entries) - len(going), int(num_bytes)
+
+    def _named_parts(
+        self, key_space_id: int, group_index: int, hashes: table.Words
+    ) -> Iterator[Entries]:
+        """Yields the entries of the named blocks that are still in the index, in parts."""
         index = self.space.index
         named = self._named(key_space_id, group_index, hashes)
         generations = index.table.records[named, table.W_GENERATION]
@@ -329,11 +357,9 @@ class CacheCore(CacheBooks):
                 index.table.records[entries, table.W_GENERATION]
                 == generations[start : start + BLOCKS]
             )
-            entries = entries[
+            yield entries[
                 same & (index.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16) != 0)
             ]
-            dropped = self.space.removal.evict(entries, Cause.OPERATOR)
-            yield dropped, len(entries) - dropped
 
     def evict_all(self, key_space_id: int) -> Iterator[tuple[int, int]]:
         """Evicts all blocks of a key space (0: of all) that exist at the first step and are not

@@ -6,6 +6,7 @@ count or not. Code outside the runtime reads the core through this module, not t
 books.
 """
 
+import string
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto import table
-from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
+from hotkv_proto.keys import MAX_GROUPS, MAX_HASH_BYTES, KeySpace, Representation
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.histogram import Histogram
@@ -287,11 +288,41 @@ def leases_of_engines(core: CacheCore) -> dict[str, int]:
     return held
 
 
-def find_blocks(core: CacheCore, start: int, most: int, key_space_id: int) -> Iterator[list[int]]:
+@dataclass(frozen=True, slots=True)
+class HashPrefix:
+    """The first hexadecimal digits of a hash. Raises ValueError if they are none, or too many.
+
+    digits: lower or upper case, an odd number of them too.
+    """
+
+    digits: str
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.digits) <= 2 * MAX_HASH_BYTES:
+            raise ValueError(f"it has {len(self.digits)} digits; give 1 to {2 * MAX_HASH_BYTES}")
+        if not set(self.digits) <= set(string.hexdigits):
+            raise ValueError("it has other characters than hexadecimal digits")
+
+    def among(self, words: table.Words) -> BoolMask:
+        """Returns which hashes [n, 8] begin with the digits."""
+        digits = self.digits + "0" * (len(self.digits) % 2)
+        wanted = np.frombuffer(bytes.fromhex(digits), np.uint8)
+        mask = np.full(len(wanted), 0xFF, np.uint8)
+        if len(self.digits) % 2:
+            mask[-1] = 0xF0
+        found = np.ascontiguousarray(words).view(np.uint8)[:, : len(wanted)]
+        equal: BoolMask = ((found & mask) == wanted).all(axis=1)
+        return equal
+
+
+def find_blocks(
+    core: CacheCore, start: int, most: int, key_space_id: int, prefix: HashPrefix | None = None
+) -> Iterator[list[int]]:
     """Finds the entries of blocks in order of their numbers, from `start` on. Yields the entries
     found so far after each part; the last list has `most` entries, or all there are.
 
     key_space_id: 0 for all key spaces.
+    prefix: finds only blocks whose hash begins with it.
     """
     index, found = core.space.index, np.empty(0, np.uint32)
     while start < index.num_numbers and len(found) < most:
@@ -300,6 +331,8 @@ def find_blocks(core: CacheCore, start: int, most: int, key_space_id: int) -> It
         if key_space_id:
             records = index.table.records[start : start + len(states)]
             wanted &= records[:, table.W_KEY_SPACE] == key_space_id
+        if prefix is not None:
+            wanted &= prefix.among(index.table.records[start : start + len(states), :8])
         entries = start + np.flatnonzero(wanted).astype(np.uint32)
         blocks = entries[~core.space.representations.among(entries)]
         found = np.concatenate((found, blocks))[:most]

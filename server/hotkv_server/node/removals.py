@@ -124,6 +124,18 @@ class Removals:
         """Evicts all blocks of a key space as `CacheCore.evict_all`. Returns as `evict`."""
         return await self._evicted(self._core.evict_all(key_space_id))
 
+    async def would_evict(
+        self, key_space_id: int, group_index: int = 0, hashes: NDArray[np.uint32] | None = None
+    ) -> tuple[int, int, int]:
+        """Changes nothing. Returns what `evict`, or without hashes `evict_all`, would return now,
+        and the bytes of the blocks that would go."""
+        dropped = kept = num_bytes = 0
+        async for counts, _ in slices(self._core.would_evict(key_space_id, group_index, hashes)):
+            for part_dropped, part_kept, part_bytes in counts:
+                dropped, kept = dropped + part_dropped, kept + part_kept
+                num_bytes += part_bytes
+        return dropped, kept, num_bytes
+
     async def _evicted(self, evicting: Iterator[tuple[int, int]]) -> tuple[int, int]:
         dropped = kept = 0
         async for counts, _ in slices(evicting):

@@ -104,7 +104,7 @@ def _topics(node: Node) -> dict[str, Topic]:
         "tiers": Topic(tiers),
         "key_spaces": Topic(key_spaces, ("key_space_id", "page_size")),
         "sessions": Topic(sessions),
-        "blocks": Topic(blocks, ("key_space_id", "page_size", "page_token")),
+        "blocks": Topic(blocks, ("key_space_id", "hash_prefix", "page_size", "page_token")),
     }
 
 
@@ -288,13 +288,26 @@ async def _blocks(node: Node, filters: Filters) -> Figures:
     if number:
         node.core.key_space(number)
     entries: list[int] = []
-    for entries in inspect.find_blocks(node.core, int(token or 0), size + 1, number):  # noqa: B007 - each part has what was found so far
+    finding = inspect.find_blocks(
+        node.core, int(token or 0), size + 1, number, _prefix(filters.text("hash_prefix"))
+    )
+    for entries in finding:  # noqa: B007 - each part has what was found so far
         await asyncio.sleep(0)
     now_s = time.monotonic()
     return {
         "blocks": [_block(node, one, now_s) for one in inspect.blocks(node.core, entries[:size])],
         "next_page_token": str(entries[size]) if len(entries) > size else "",
     }
+
+
+def _prefix(digits: str) -> inspect.HashPrefix | None:
+    """Returns the prefix that a filter names; None for none. Raises INVALID_FIELD."""
+    try:
+        return inspect.HashPrefix(digits) if digits else None
+    except ValueError as error:
+        raise HotKVError(
+            Reason.INVALID_FIELD, f"hash_prefix is {digits[:80]!r}: {error}"
+        ) from error
 
 
 def _block(node: Node, block: inspect.BlockFigures, now_s: float) -> dict[str, Any]:

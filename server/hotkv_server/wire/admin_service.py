@@ -306,22 +306,41 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def Evict(self, request: admin_pb2.EvictRequest, context: Any) -> admin_pb2.EvictResponse:
         async def call() -> admin_pb2.EvictResponse:
-            if request.all == bool(request.hashes):
-                raise HotKVError(Reason.INVALID_FIELD, "hashes and all: give exactly one of them")
-            if request.all:
-                evicted, kept = await self._node.removals.evict_all(request.key_space_id)
+            words = self._named(request)
+            number, removals = request.key_space_id, self._node.removals
+            if words is None:
+                evicted, kept = await removals.evict_all(number)
             else:
-                words = read_hashes(
-                    "hashes",
-                    request.hashes,
-                    self._node.core.key_space(request.key_space_id).hash_bytes,
-                )
-                evicted, kept = await self._node.removals.evict(
-                    request.key_space_id, request.group_index, words
-                )
+                evicted, kept = await removals.evict(number, request.group_index, words)
             return admin_pb2.EvictResponse(evicted_block_count=evicted, kept_block_count=kept)
 
         return await answer(self._node, context, call)
+
+    async def PreviewEvict(
+        self, request: admin_pb2.PreviewEvictRequest, context: Any
+    ) -> admin_pb2.PreviewEvictResponse:
+        async def call() -> admin_pb2.PreviewEvictResponse:
+            words = self._named(request)
+            evicted, kept, num_bytes = await self._node.removals.would_evict(
+                request.key_space_id, request.group_index, words
+            )
+            return admin_pb2.PreviewEvictResponse(
+                evicted_block_count=evicted, kept_block_count=kept, evicted_byte_count=num_bytes
+            )
+
+        return await answer(self._node, context, call)
+
+    def _named(
+        self, request: admin_pb2.EvictRequest | admin_pb2.PreviewEvictRequest
+    ) -> NDArray[np.uint32] | None:
+        """Returns the words of the blocks that the request names; None for all blocks. Raises
+        HotKVError."""
+        if request.all == bool(request.hashes):
+            raise HotKVError(Reason.INVALID_FIELD, "hashes and all: give exactly one of them")
+        if request.all:
+            return None
+        hash_bytes = self._node.core.key_space(request.key_space_id).hash_bytes
+        return read_hashes("hashes", request.hashes, hash_bytes)
 
     async def FlushKeySpace(
         self, request: admin_pb2.FlushKeySpaceRequest, context: Any

@@ -158,12 +158,16 @@ class Removal:
         effects, self.effects = self.effects, []
         return effects
 
+    def going(self, entries: Entries) -> Entries:
+        """Returns the entries that `evict` would evict: those that are ready and not pinned."""
+        return entries[self.index.evictable(entries)]
+
     def evict(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
         """Evicts the given entries that are ready and not pinned. Returns how many it evicted.
 
         Blocks are evicted with a notice, representations without.
         """
-        going = entries[self.index.evictable(entries)]
+        going = self.going(entries)
         alone = self._representations.among(going)
         count = self.evict_blocks(going[~alone], cause)
         # Some of the representations were removed with their blocks.

@@ -1,0 +1,131 @@
+"""Blocks as people name them: by their whole hash, or by its first digits, as commits in git.
+
+A prefix has MIN_DIGITS digits at least and must belong to one hash only; otherwise the error lists
+the blocks that it fits. The server looks for them, over all its blocks.
+"""
+
+import string
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from hotkv_client.admin import AdminClient
+from hotkv_client.command.tables import space_name
+
+MIN_DIGITS = 4
+MAX_DIGITS = 64
+MAX_CANDIDATES = 8
+"""Most candidates that an error lists."""
+LOOKED_AT = 200
+"""Most blocks asked for by a prefix: one hash may have a block in each group and key space."""
+Place = tuple[int, int]
+"""Key space id and group index."""
+
+
+def places(
+    client: AdminClient, words: Iterable[str], key_space_id: int, group_index: int | None
+) -> dict[Place, list[bytes]]:
+    """Returns the hashes of the named blocks by key space and group: a whole hash in every place
+    that can have it, a prefix where its blocks are.
+
+    Raises HotKVError, and ValueError for a prefix that fits no block or several.
+
+    key_space_id: 0 for all.
+    group_index: None for all.
+    """
+    found: dict[Place, list[bytes]] = {}
+    spaces = client.key_spaces(key_space_id)
+    for word in words:
+        if len(word) in _lengths(spaces):
+            for place in _places_of(spaces, len(word), group_index):
+                found.setdefault(place, []).append(parse_hash(word))
+            continue
+        for row in _blocks(client, word, key_space_id, group_index):
+            place = int(row["key_space_id"]), int(row["group_index"])
+            found.setdefault(place, []).append(parse_hash(row["block_hash"]))
+    return found
+
+
+def whole_hashes(client: AdminClient, words: Sequence[str], key_space_id: int) -> bytes:
+    """Returns the packed hashes of a prompt's blocks. Raises as `places`."""
+    if all(len(word) == MAX_DIGITS for word in words):
+        return b"".join(map(parse_hash, words))
+    lengths, packed = _lengths(client.key_spaces(key_space_id)), []
+    for word in words:
+        if len(word) not in lengths:
+            word = str(_blocks(client, word, key_space_id, None)[0]["block_hash"])
+        packed.append(parse_hash(word))
+    return b"".join(packed)
+
+
+def parse_hash(word: str) -> bytes:
+    """Parses a block hash in hexadecimal. Raises ValueError."""
+    try:
+        return bytes.fromhex(word)
+    except ValueError as error:
+        raise ValueError(f"{word!r} is no hexadecimal block hash") from error
+
+
+def _lengths(spaces: list[dict[str, Any]]) -> set[int]:
+    """Returns the digits of a whole hash in each key space."""
+    return {2 * int(one["key_space"]["hash_byte_count"]) for one in spaces}
+
+
+def _places_of(
+    spaces: list[dict[str, Any]], num_digits: int, group_index: int | None
+) -> Iterator[Place]:
+    """Yields the places that can have a hash of so many digits."""
+    for one in spaces:
+        if 2 * int(one["key_space"]["hash_byte_count"]) == num_digits:
+            for group in one["key_space"]["groups"]:
+                if group_index in (None, group["group_index"]):
+                    yield int(one["key_space_id"]), int(group["group_index"])
+
+
+def _blocks(
+    client: AdminClient, word: str, key_space_id: int, group_index: int | None
+) -> list[dict[str, Any]]:
+    """Returns the rows of the blocks of the only hash that begins with `word`."""
+    if not word or not set(word) <= set(string.hexdigits):
+        raise ValueError(f"{word!r} is no hexadecimal block hash")
+    if not MIN_DIGITS <= len(word) <= MAX_DIGITS:
+        raise ValueError(f"{word!r} has {len(word)} digits; give {MIN_DIGITS} to {MAX_DIGITS}")
+    rows = [
+        row
+        for row in client.blocks(key_space_id, LOOKED_AT, hash_prefix=word)["blocks"]
+        if group_index in (None, row["group_index"])
+    ]
+    num_hashes = len({row["block_hash"] for row in rows})
+    if num_hashes > 1:
+        raise ValueError(f"{word} fits several blocks; give more digits:\n{_listed(rows)}")
+    if not rows:
+        where = f"key space {key_space_id}" if key_space_id else "the server"
+        raise ValueError(
+            f"no block in {where} has a hash that begins with {word}{_near(client, word)}"
+        )
+    return rows
+
+
+def _near(client: AdminClient, word: str) -> str:
+    """Returns the blocks that share the most first digits with an unknown prefix, for an error."""
+    for length in range(len(word) - 1, 0, -1):
+        rows = client.blocks(0, LOOKED_AT, hash_prefix=word[:length])["blocks"]
+        if rows:
+            return f"; with {word[:length]} begin:\n{_listed(rows)}"
+    return "; `hotkv blocks` lists hashes"
+
+
+def _listed(rows: list[dict[str, Any]]) -> str:
+    """Returns a line for each hash, with as many digits as tell them apart."""
+    first = {row["block_hash"]: row for row in reversed(rows)}
+    shown = list(first)[::-1][:MAX_CANDIDATES]
+    digits = next(
+        (n for n in range(16, MAX_DIGITS) if len({one[:n] for one in first}) == len(first)),
+        MAX_DIGITS,
+    )
+    lines = [
+        f"  {block_hash[:digits]}  {space_name(row)}, group {row['group_index']}, "
+        f"block {row['depth']}, {row['state']}"
+        for block_hash, row in ((one, first[one]) for one in shown)
+    ]
+    more = len(first) - len(shown)
+    return "\n".join([*lines, *([f"  and {more} more"] if more else [])])

@@ -1,0 +1,163 @@
+"""Blocks named on the command line by the first digits of their hashes, and `evict --dry-run`."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from demo.processes import Server
+from hotkv_client import GroupHashes
+from hotkv_client.admin import AdminClient
+from hotkv_client.command import cli
+from hotkv_client.testing import PagedEngine
+from hotkv_proto.errors import HotKVError
+from hotkv_proto.v1 import admin_pb2
+from tests.server.places import store
+from tests.server.support import number_of
+
+HASHES = [
+    bytes.fromhex(digits.ljust(64, "7")) for digits in ("abcd12", "abcd1f", "4bcdef", "123456789")
+]
+BLOCK_BYTES = 2 * 4096
+
+
+@pytest.fixture
+def stocked(own_server: Server, engine: Callable[..., PagedEngine]) -> tuple[Server, PagedEngine]:
+    """A server with four blocks, the only ones."""
+    one = engine(own_server.target, model_names=["tiny"])
+    store(one, HASHES)
+    return own_server, one
+
+
+@pytest.fixture
+def run(
+    stocked: tuple[Server, PagedEngine], capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    def made(*words: str) -> tuple[int, str, str]:
+        status = cli.main([*words, "--target", stocked[0].target])
+        shown = capsys.readouterr()
+        return status, shown.out, shown.err
+
+    return made
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.mark.parametrize(
+    "word", ["4bcd", "4BCDE", HASHES[2].hex(), HASHES[2].hex()[:16], HASHES[2].hex()[:63]]
+)
+def test_a_unique_prefix_names_the_block(run: Run, word: str) -> None:
+    assert "key space 1 (tiny): all 16 of 16 whole-block tokens hit" in run("explain", word)[1]
+    assert "evicted 1 blocks, kept 0" in run("evict", word)[1]
+    assert run("blocks")[1].count("tiny") == 3
+
+
+@pytest.mark.parametrize("command", ["explain", "evict"])
+def test_an_ambiguous_prefix_lists_what_it_fits(run: Run, command: str) -> None:
+    status, printed, said = run(command, "abcd1")
+    assert status == 2 and not printed
+    assert said.splitlines() == [
+        "hotkv: abcd1 fits several blocks; give more digits:",
+        "  abcd127777777777  key space 1 (tiny), group 0, block 0, ready",
+        "  abcd1f7777777777  key space 1 (tiny), group 0, block 1, ready",
+    ]
+    assert run("blocks")[1].count("tiny") == 4
+
+
+@pytest.mark.parametrize("command", ["explain", "evict"])
+def test_an_unknown_prefix_lists_the_closest(run: Run, command: str) -> None:
+    status, _, said = run(command, "abcd2")
+    assert status == 2
+    head, *lines = said.splitlines()
+    assert (
+        head == "hotkv: no block in the server has a hash that begins with abcd2; with abcd begin:"
+    )
+    assert [line.split()[0] for line in lines] == ["abcd127777777777", "abcd1f7777777777"]
+    status, _, said = run(command, "ffff", "--key-space", "1")
+    assert said == (
+        "hotkv: no block in key space 1 has a hash that begins with ffff; `hotkv blocks` lists "
+        "hashes\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("abc", "'abc' has 3 digits; give 4 to 64"),
+        ("a" * 65, "has 65 digits"),
+        ("xyz1", "'xyz1' is no hexadecimal block hash"),
+        ("", "'' is no hexadecimal block hash"),
+    ],
+)
+def test_what_is_no_prefix(run: Run, word: str, said: str) -> None:
+    status, _, error = run("evict", word)
+    assert status == 2 and said in error
+
+
+def test_digits_alone_are_a_hash_where_no_model_has_such_a_token(run: Run) -> None:
+    assert "hit" in run("explain", "12345678")[1]
+    assert "shorter than a block" in run("explain", "1234")[1]
+
+
+def test_a_whole_hash_that_is_not_there_is_no_error(run: Run) -> None:
+    assert "evicted 0 blocks, kept 0" in run("evict", "f" * 64)[1]
+
+
+def test_a_prefix_names_the_block_in_each_key_space_and_group(
+    stocked: tuple[Server, PagedEngine], engine: Callable[..., PagedEngine], run: Run
+) -> None:
+    server, _ = stocked
+    other = engine(server.target, model="other", windows=(0, 32))
+    store(other, HASHES[:1])
+    with AdminClient(server.target) as admin:
+        number = number_of(admin, "other")
+    assert "would evict 2 blocks" in run("evict", "abcd12", "--dry-run")[1]
+    assert "would evict 0 blocks" in run("evict", HASHES[0].hex(), "--group", "1", "--dry-run")[1]
+    assert "evicted 1 blocks" in run("evict", "abcd12", "--key-space", str(number))[1]
+    assert "evicted 1 blocks" in run("evict", HASHES[0].hex())[1]
+
+
+def test_a_dry_run_says_what_would_go_and_drops_nothing(
+    stocked: tuple[Server, PagedEngine], run: Run
+) -> None:
+    _, one = stocked
+    one.session.acquire("held", [GroupHashes(0, HASHES[:1])]).result(60)
+    for words in (["--all"], [one_hash.hex()[:12] for one_hash in HASHES]):
+        _, printed, _ = run("evict", *words, "--dry-run")
+        assert printed == (
+            "would evict 3 blocks (24.0 KiB) and keep 1 that are pinned or being written; nothing "
+            "was dropped\n"
+        )
+    said = json.loads(run("evict", "--all", "--dry-run", "--json")[1])
+    assert said["evicted_byte_count"] == 3 * BLOCK_BYTES
+    assert run("blocks")[1].count("tiny") == 4
+    done = json.loads(run("evict", "--all", "--json")[1])
+    counts = "evicted_block_count", "kept_block_count"
+    assert [done[name] for name in counts] == [said[name] for name in counts] == [3, 1]
+
+
+def test_evict_needs_blocks_or_all(run: Run) -> None:
+    for words in ([], ["abcd12", "--all"]):
+        assert run("evict", *words)[::2] == (2, "hotkv: give the hashes of blocks, or --all\n")
+
+
+def test_an_older_server_refuses_a_dry_run(
+    stocked: tuple[Server, PagedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not know the call. It would not heed a flag of the call that evicts."""
+    with AdminClient(stocked[0].target) as admin:
+        unknown = admin._channel.unary_unary(
+            "/hotkv.v1.AdminService/NotThere", admin_pb2.PreviewEvictRequest.SerializeToString
+        )
+        monkeypatch.setattr(admin._stubs.admin, "PreviewEvict", unknown)
+        with pytest.raises(HotKVError):
+            admin.evict(everything=True, dry_run=True)
+        assert len(admin.blocks()["blocks"]) == 4
+
+
+def test_a_wrong_prefix_on_the_wire_is_refused(stocked: tuple[Server, PagedEngine]) -> None:
+    with AdminClient(stocked[0].target) as admin:
+        for wrong in ("ab cd", "xy", "a" * 65):
+            with pytest.raises(HotKVError, match="hash_prefix is"):
+                admin.blocks(hash_prefix=wrong)
