@@ -19,11 +19,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    # Of Python 3.11.
+    from typing import Self
 
 ROOT = Path(__file__).resolve().parent.parent
 PR_SET_PDEATHSIG = 1
-Entered = TypeVar("Entered", bound="Engine")
 _LIBC = ctypes.CDLL(None)
 STOP_DEADLINE_S = 60.0
 HURRY_DEADLINE_S = 3.0
@@ -235,7 +238,7 @@ class Engine:
     def __repr__(self) -> str:
         return f"Engine({self.name!r}, vllm={self.vllm_version or 'loading'})"
 
-    def __enter__(self: Entered) -> Entered:
+    def __enter__(self) -> "Self":
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
