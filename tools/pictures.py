@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from demo import prompts
 from demo.processes import (
@@ -41,9 +41,17 @@ from tests.server.support import http_port
 
 IMAGES = ROOT / "docs" / "images"
 ARENA, DISK = "192MiB", "512MiB"
-VIEW = {"width": 1200, "height": 900}
+WIDTH, HEIGHT = 1200, 960
 COLORS = 96
 SYSTEM_TOKENS, TURN_TOKENS, MAX_TOKENS = 512, 130, 2200
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""Variables of two engines that share a small machine."""
+SMALL = {
+    "served_model_name": "SmolLM2-135M-Instruct",
+    "max_model_len": 2560,
+    "kv_cache_memory_bytes": 64 << 20,
+}
+"""Engines whose own memory holds one long conversation: the others are hits in the server."""
 COLUMNS, LINES = 100, 24
 CELL = (8.4, 18.0)
 """Width and height of a character, in pixels."""
@@ -96,10 +104,11 @@ class Conversations(threading.Thread):
 def traffic(server: Server, model: Path, folder: Path) -> Iterator[list[Conversations]]:
     """Yields the conversations of two engines, which go on."""
     with contextlib.ExitStack() as stack:
-        names = ("chat", "agents")
+        settings = EngineSettings(
+            str(model), server.target, engine_args=SMALL, environment=ONE_THREAD
+        )
         engines = [
-            stack.enter_context(Engine(name, EngineSettings(str(model), server.target), folder))
-            for name in names
+            stack.enter_context(Engine(name, settings, folder)) for name in ("chat", "agents")
         ]
         for engine in engines:
             engine.wait_ready()
@@ -117,24 +126,33 @@ def traffic(server: Server, model: Path, folder: Path) -> Iterator[list[Conversa
 
 def photograph(url: str, folder: Path) -> None:
     """Writes the status page as a browser shows it, light and dark, with few colours."""
-    from PIL import Image
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import ViewportSize, sync_playwright
 
     with sync_playwright() as driver:
         chromium = shutil.which("chromium")
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        for scheme, name in (("light", "status_page"), ("dark", "status_page_dark")):
-            page = browser.new_context(viewport=VIEW, color_scheme=scheme).new_page()
+        size = ViewportSize(width=WIDTH, height=HEIGHT)
+        for name, is_dark in (("status_page", False), ("status_page_dark", True)):
+            scheme: Literal["light", "dark"] = "dark" if is_dark else "light"
+            page = browser.new_context(viewport=size, color_scheme=scheme).new_page()
             page.goto(url)
             deadline_s = time.monotonic() + 30
             while not page.evaluate("Number(document.body.dataset.shown) > 0"):
                 if time.monotonic() > deadline_s:
                     raise TimeoutError("the page shows no figures")
                 page.wait_for_timeout(100)
-            picture = Image.open(io.BytesIO(page.screenshot()))
-            few = picture.convert("RGB").quantize(COLORS, dither=Image.Dither.NONE)
-            few.save(folder / f"{name}.png", optimize=True)
+            page.get_by_text("15 min", exact=True).first.click()
+            page.mouse.move(0, 0)
+            save(page.screenshot(), folder / f"{name}.png")
         browser.close()
+
+
+def save(picture: bytes, path: Path) -> None:
+    """Writes a picture with few colours, which takes a third of the bytes."""
+    from PIL import Image
+
+    few = Image.open(io.BytesIO(picture)).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE)
+    few.save(path, optimize=True)
 
 
 def terminal(server: Server, seconds: float) -> Any:

@@ -36,7 +36,7 @@ PICTURE = re.compile(
     r'<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
 )
 """A picture in two versions, as GitHub shows it: for dark pages, what it is, for light pages."""
-THEMES = {"light": "default", "dark": "dark"}
+THEMES = {"light": "neutral", "dark": "dark"}
 """Mermaid's theme for a light and a dark page."""
 DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NAMED_PARAGRAPH = re.compile(r'^(.*)<a name="([\w-]+)"></a>', re.MULTILINE)

@@ -110,7 +110,7 @@ def test_pictures_have_a_version_for_dark_pages(repository: Path) -> None:
         shown = (pages / "images" / f"{name}.svg").read_text()
         assert shown == (repository / "docs" / "images" / f"{name}.svg").read_text()
     assert "first_0_light.svg" in first and "first_0_dark.svg" in first
-    assert "default flowchart" in (pages / "first_0_light.svg").read_text()
+    assert "neutral flowchart" in (pages / "first_0_light.svg").read_text()
     assert "dark flowchart" in (pages / "first_0_dark.svg").read_text()
 
 

@@ -23,13 +23,28 @@ from pathlib import Path
 from typing import Any
 
 from demo import prompts
-from demo.processes import ROOT, Engine, EngineSettings, ends_cleanly, prepare_model, runtime_folder
+from demo.processes import (
+    ROOT,
+    VLLM_SETTINGS,
+    Engine,
+    EngineSettings,
+    ends_cleanly,
+    prepare_model,
+    runtime_folder,
+)
 from tests.deploy.prometheus_process import RULES, Prometheus
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
+from tests.vllm.http_server import HttpServer
 
 ARENA_BYTES = 256 << 20
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 6, 300, 4
+QUESTIONS = ("Is it working?", "Does it pay?", "What limits it?")
+SHORTEST_WAY = (
+    "vllm.entrypoints.openai.api_server",
+    *("--kv-transfer-config.kv_connector", "HotKVConnector"),
+    *("--kv-transfer-config.kv_role", "kv_both"),
+)
 WAIT_S = 90.0
 wait = functools.partial(wait_for, within_s=WAIT_S)
 
@@ -173,6 +188,50 @@ class Traffic:
     def _wait(self, holds: Callable[[], bool], what: str) -> None:
         wait(lambda: holds() or bool(self.failures), what)
         assert not self.failures, "; ".join(self.failures)
+
+
+def heads(service: Service, engine: Engine) -> None:
+    """A healthy engine logs one line, and `hotkv status` opens with three sentences."""
+
+    def lines() -> list[str]:
+        text = engine.log.read_text(errors="replace").splitlines()
+        return [line.partition("hotkv on: ")[2] for line in text if "hotkv on: " in line]
+
+    wait(lambda: bool(lines()), "the engine says that hotkv is on")
+    assert len(lines()) == 1, f"the engine says it more than once: {lines()}"
+    said = service.hotkv("status").splitlines()[: len(QUESTIONS)]
+    asked = [line.partition("?")[0] + "?" for line in said]
+    assert asked == list(QUESTIONS), f"hotkv status does not open with its sentences: {said}"
+    say("engine's log", f"hotkv on: {lines()[0]}")
+    say("status", " / ".join(" ".join(line.partition("?")[2].split()) for line in said))
+
+
+def shortest_way(service: Service, model: Path, folder: Path) -> None:
+    """vLLM's HTTP server with the second command of README, without JSON, finds again what it has
+    stored after its own cache was emptied."""
+    command = [*SHORTEST_WAY, "--model", str(model), "--served-model-name", "tiny"]
+    command += ["--enable-prompt-tokens-details", "--enforce-eager", "--max-model-len", "2048"]
+    environment = {"HOTKV_TARGET": service.target, "VLLM_SERVER_DEV_MODE": "1"}
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", **VLLM_SETTINGS}
+    server = HttpServer(command, folder / "http.log", is_forked=False, environment=environment)
+    ask = {"prompt": prompts.token_ids(model, 99, PROMPT_TOKENS), "temperature": 0}
+    try:
+        server.ready()
+        answers = []
+        before = service.num_blocks()
+        for _ in range(2):
+            answers.append(server.post("/v1/completions", max_tokens=ANSWER_TOKENS, **ask))
+            wait(lambda: service.num_blocks() > before, "the prompt is stored")
+            wait(lambda: server.post("/reset_prefix_cache")["success"], "vLLM's cache is emptied")
+    finally:
+        server.stop()
+    details = [answer["usage"]["prompt_tokens_details"] or {} for answer in answers]
+    first, second = (one.get("cached_tokens") for one in details)
+    assert not first, "a new prompt hit"
+    assert second, "the prompt did not hit"
+    texts = {answer["choices"][0]["text"] for answer in answers}
+    assert len(texts) == 1, f"the answers differ: {texts}"
+    say("shortest way", f"{' '.join(SHORTEST_WAY[1:])}: {second} of {PROMPT_TOKENS} tokens hit")
 
 
 def look(service: Service) -> None:
@@ -348,6 +407,7 @@ def walk(folder: Path, shared_memory: Path, release: Path | None) -> None:
         with traffic.flowing():
             traffic.goes_on("requests are answered")
             traffic.hits_again("requests hit")
+            heads(service, engine)
             look(service)
             explain(service, traffic)
             with watched(service, folder) as watching:
@@ -356,6 +416,7 @@ def walk(folder: Path, shared_memory: Path, release: Path | None) -> None:
             reload(service)
         assert not traffic.failures, "; ".join(traffic.failures)
         say("traffic", f"{traffic.num_requests} requests, {traffic.num_hits} hits, 0 failed")
+        shortest_way(service, model, folder)
         second_door(service, model, folder)
 
 
