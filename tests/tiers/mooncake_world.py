@@ -322,8 +322,20 @@ class Kills:
             one.start_sharing(*self.FLAGS)
         self._fingerprint = self._told(nodes[0])
         self._epoch = b""
+        self.heals()
         for _ in range(num_filled):
-            self._dice.choice(nodes).put(hashes(self.FILL))
+            self._fill(self._dice.choice(nodes))
+
+    def _fill(self, node: SharingNode) -> None:
+        """Stores blocks until the store has taken or refused them: host memory has no room for all
+        that is stored, and would lose some before they are copied."""
+
+        def num_offered() -> float:
+            return node.num_copied() + node.counter("shared_refused_blocks_total")
+
+        before = num_offered()
+        node.put(hashes(self.FILL))
+        wait_for(lambda: num_offered() >= before + self.FILL, "the store is offered blocks", 240.0)
 
     def _told(self, node: SharingNode) -> str:
         assert node.server is not None
@@ -333,7 +345,6 @@ class Kills:
 
     def run(self, num_faults: int) -> None:
         faults = self._faults()
-        self.heals()
         for _ in range(num_faults):
             self.store()
             fault, part = next(faults)

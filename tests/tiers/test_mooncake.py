@@ -19,11 +19,22 @@ if not shutil.which("unshare") or subprocess.run(["unshare", "-n", "true"]).retu
     pytest.skip("network namespaces are not allowed", allow_module_level=True)
 
 
-KILLS = pytest.param("kills", ("2", "60"), marks=pytest.mark.campaign, id="many kills")
+LONG = ("kills", "squeezed")
+MANY = [
+    pytest.param(one, ("2", "30"), marks=pytest.mark.campaign, id=f"many {one}") for one in LONG
+]
+"""As many faults as there are: each kind with each part."""
 
 
 @pytest.mark.parametrize(
-    ("check", "arguments"), [*(pytest.param(one, (), id=one) for one in sorted(CHECKS)), KILLS]
+    ("check", "arguments"),
+    [
+        *(
+            pytest.param(one, (), id=one, marks=[pytest.mark.long] * (one in LONG))
+            for one in sorted(CHECKS)
+        ),
+        *MANY,
+    ],
 )
 @pytest.mark.timeout(1800)
 def test_over_a_real_store(check: str, arguments: Sequence[str]) -> None:
