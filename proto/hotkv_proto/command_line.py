@@ -4,7 +4,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 CLOSE_RATIO = 0.6
 _WRONG_CHOICE = re.compile(r"argument ([^:]+): invalid choice: '([^']*)'")
@@ -12,6 +12,24 @@ _WRONG_CHOICE = re.compile(r"argument ([^:]+): invalid choice: '([^']*)'")
 
 class Parser(argparse.ArgumentParser):
     """An argparse parser with such errors. Its subparsers have them, too."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses all arguments. What is left over is an error of the command that was named, whose
+        flags may be suggested."""
+        found, rest = self.parse_known_args(args, namespace)
+        if rest:
+            self._named(found).error(f"unrecognized arguments: {' '.join(rest)}")
+        return found
+
+    def _named(self, found: argparse.Namespace) -> argparse.ArgumentParser:
+        """Returns the parser of the command that was named; this parser if none was."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                named = action.choices.get(getattr(found, action.dest, None) or "")
+                if isinstance(named, Parser):
+                    return named._named(found)
+                return named or self
+        return self
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with status 2 and a line on standard error."""

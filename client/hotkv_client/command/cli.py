@@ -8,35 +8,37 @@ import contextlib
 import json
 import os
 import signal
-import struct
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import hotkv_proto
 from hotkv_client.admin import AdminClient
+from hotkv_client.channels import admin_target
 from hotkv_client.command import (
     doctor,
+    draining,
+    failures,
     fleet,
+    help_text,
     host_bench,
     named_blocks,
+    prompts,
     recorder,
     savings_tables,
+    sizing,
     tables,
     warm_start,
 )
+from hotkv_client.command.help_text import CommandParser, JsonParser
 from hotkv_client.command.options import (
     CREDENTIAL_FLAGS,
-    SHELLS,
-    add_bench_options,
     add_own_options,
     common_options,
     completion_script,
 )
 from hotkv_client.command.top import live
 from hotkv_client.types import Credentials
-from hotkv_proto.command_line import Parser
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
 
@@ -44,8 +46,6 @@ Command = Callable[[AdminClient, argparse.Namespace], Any]
 LIVE = "live"
 INTERRUPTED = 130
 """Exit status after Ctrl-C, the same as in shells."""
-MAX_TOKEN_ID = 9_999_999
-"""A number above is taken for the first digits of a hash: no model has so many tokens."""
 
 
 def status(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
@@ -174,7 +174,13 @@ def savings(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
 
 def drain(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     """Makes the server refuse new work, and stops it when all work has ended."""
-    return client.drain(options.timeout)
+    if not options.wait:
+        return client.drain(options.timeout)
+
+    def say(progress: str) -> None:
+        print(f"hotkv: draining: {progress}", file=sys.stderr)
+
+    return draining.drain(client, options.target, options.timeout, say)
 
 
 def hints(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
@@ -184,11 +190,16 @@ def hints(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
 
 def explain(client: AdminClient, options: argparse.Namespace) -> Any:
     """Says for each block of a prompt or a session whether it would hit, and if not, why."""
+    if sum(map(bool, (options.prompt, options.session, options.chat))) > 1:
+        raise ValueError("give one of a prompt, --session and --chat")
+    if bool(options.chat) != bool(options.engine):
+        raise ValueError("--chat FILE and --engine URL: give both or neither")
     if options.session:
-        if options.prompt:
-            raise ValueError("give a prompt or --session, not both")
         return {"sessions": client.explain_session(options.session)}
-    hashes, token_ids = parse_prompt(options.prompt)
+    if options.chat:
+        hashes, token_ids = [], prompts.tokenized(options.chat, options.engine, options.timeout_s)
+    else:
+        hashes, token_ids = prompts.parse_prompt(options.prompt)
     packed = named_blocks.whole_hashes(client, hashes, options.key_space) if hashes else b""
     return client.explain(options.key_space, packed, token_ids)
 
@@ -198,27 +209,6 @@ def show_explained(answer: Any) -> str:
     if isinstance(answer, dict):
         return tables.show_session(answer["sessions"])
     return tables.show_explain(answer)
-
-
-def parse_prompt(words: Sequence[str]) -> tuple[list[str], bytes]:
-    """Parses a prompt into (hashes, packed token ids), of which one is empty. Raises ValueError.
-
-    A word is a token id, a hash or its first digits in hexadecimal, or @FILE or - (standard input)
-    with either.
-    """
-    items: list[str] = []
-    for word in words:
-        text = word
-        if word == "-":
-            text = sys.stdin.read()
-        elif word.startswith("@"):
-            text = Path(word[1:]).read_text()
-        items += text.replace(",", " ").replace("[", " ").replace("]", " ").split()
-    if not items:
-        raise ValueError("the prompt is empty; give token ids or block hashes")
-    if all(item.isdecimal() and int(item) <= MAX_TOKEN_ID for item in items):
-        return [], struct.pack(f"<{len(items)}i", *map(int, items))
-    return items, b""
 
 
 COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
@@ -247,49 +237,52 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    """Builds the parser of the command line."""
+def parser(kind: type[CommandParser] = CommandParser) -> CommandParser:
+    """Builds the parser of the command line. `kind`: of it and of each command's parser."""
     common = common_options(has_defaults=False)
-    whole = Parser(
+    texts = {
+        **{name: run.__doc__ or "" for name, (run, _) in COMMANDS.items()},
+        **{name: run.__doc__ or "" for name, run in LOCAL_COMMANDS.items()},
+    }
+    helps = {name: " ".join(text.split("\n\n")[0].split()) for name, text in texts.items()}
+    whole = kind(
         prog="hotkv",
-        description="Inspect a hotkv-server.",
+        usage="hotkv [options] COMMAND [options]",
+        description="Shows what a hotkv-server does, and changes what it holds.\n\n"
+        + help_text.grouped(helps),
+        epilog=help_text.EPILOG,
+        formatter_class=help_text.GroupedHelp,
         parents=[common_options(has_defaults=True)],
     )
     whole.add_argument("--version", action="version", version=f"hotkv {hotkv_proto.__version__}")
-    subparsers = whole.add_subparsers(dest="command", required=True)
+    subparsers = whole.add_subparsers(dest="command", required=True, prog="hotkv")
     made = {
-        name: subparsers.add_parser(name, parents=[common], help=(run.__doc__ or "").rstrip("."))
-        for name, (run, _) in COMMANDS.items()
+        name: subparsers.add_parser(
+            name,
+            parents=[common],
+            help=text,
+            description=text,
+            epilog=f"example:\n  {help_text.EXAMPLES[name]}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        for name, text in helps.items()
     }
     add_own_options(made)
-    examined = subparsers.add_parser(
-        "doctor",
-        parents=[common],
-        help="look at this host: what keeps hotkv from working well, and what mends it",
-    )
-    examined.add_argument("--root", type=Path, default=Path("/"), help=argparse.SUPPRESS)
-    timed = subparsers.add_parser(
-        "bench",
-        parents=[common],
-        help="time this host in a minute: memory, lookups, stores, loads, tiers",
-    )
-    add_bench_options(timed)
-    completed = subparsers.add_parser(
-        "completion", help="print a script that completes commands and flags in your shell"
-    )
-    completed.add_argument("shell", choices=SHELLS)
     return whole
 
 
 def examine(options: argparse.Namespace) -> int:
-    """Runs `hotkv doctor`, which needs no server. Returns exit status 1 if a finding is bad."""
+    """Checks this host: what keeps hotkv from working well, and the commands that repair it.
+
+    Needs no server. Returns exit status 1 if a finding is bad.
+    """
     findings = doctor.examine(doctor.Host(options.root))
     print(doctor.report(findings, as_json=options.json), flush=True)
     return doctor.status_of(findings)
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Runs `hotkv bench`, which starts its own server.
+    """Times this host in a minute, with a server of its own: memory, lookups, stores, loads, tiers.
 
     Returns exit status 1 if the benchmark can't run or a tier does not work. A signal exits with
     128 plus its number.
@@ -304,55 +297,92 @@ def bench(options: argparse.Namespace) -> int:
     try:
         answer = host_bench.run(options.seconds, options.arena_mib, options.disk, options.config)
     except (host_bench.BenchError, HotKVError) as error:
-        print(f"hotkv: {error}", file=sys.stderr)
-        return 1
+        return failures.failed(str(error), as_json=options.json)
     except (ValueError, OSError) as error:
-        print(f"hotkv: {error}", file=sys.stderr)
-        return 2
+        return failures.wrong(error, as_json=options.json)
     print(json.dumps(answer, indent=2) if options.json else host_bench.show(answer), flush=True)
     return 1 if answer["problems"] else 0
+
+
+def size(options: argparse.Namespace) -> int:
+    """Says which share of prompt tokens an arena of a given size would hit, and what it saves.
+
+    Exit status as of other commands: 1 if the server refused or the simulator can't run, 2 for bad
+    input.
+    """
+
+    def connect() -> AdminClient:
+        return AdminClient(options.target, options.timeout_s, credentials_of(options))
+
+    def say(text: str) -> None:
+        print(f"hotkv: {text}", file=sys.stderr)
+
+    try:
+        print(sizing.size(connect, options, say), flush=True)
+    except HotKVError as error:
+        return failures.refused(error, admin_target(options.target), as_json=options.json)
+    except sizing.SizeError as error:
+        return failures.failed(str(error), as_json=options.json)
+    except BrokenPipeError:
+        raise
+    except (ValueError, OSError) as error:
+        return failures.wrong(error, as_json=options.json)
+    return 0
+
+
+def credentials_of(options: argparse.Namespace) -> Credentials:
+    """Returns the proofs that flags name."""
+    return Credentials(**{field: getattr(options, field) for field in CREDENTIAL_FLAGS})
+
+
+def complete(options: argparse.Namespace) -> int:
+    """Prints a script that completes commands, flags and values in your shell."""
+    print(completion_script(parser(), options.shell), end="", flush=True)
+    return 0
+
+
+LOCAL_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "doctor": examine,
+    "bench": bench,
+    "size": size,
+    "completion": complete,
+}
+"""Commands that can do without a server. They print by themselves and return the exit status."""
 
 
 def of_fleet(options: argparse.Namespace) -> int:
     """Runs `hotkv status` for several servers. Returns exit status 1 if one does not answer."""
     try:
-        credentials = Credentials(**{field: getattr(options, field) for field in CREDENTIAL_FLAGS})
+        credentials = credentials_of(options)
         answer = fleet.status(
             fleet.targets_of(options.target),
             lambda target: AdminClient(target, options.timeout_s, credentials),
         )
     except (ValueError, OSError) as error:
-        print(f"hotkv: {error}", file=sys.stderr)
-        return 2
+        return failures.wrong(error, as_json=options.json)
     print(json.dumps(answer, indent=2) if options.json else fleet.show(answer), flush=True)
     return 1 if any(one["error"] for one in answer["nodes"]) else 0
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    whole = parser()
-    options = whole.parse_args(arguments)
-    if options.command == "completion":
-        print(completion_script(whole, options.shell), end="", flush=True)
-        return 0
-    if options.command == "doctor":
-        return examine(options)
-    if options.command == "bench":
-        return bench(options)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser(JsonParser if "--json" in words else CommandParser).parse_args(words)
+    if options.command in LOCAL_COMMANDS:
+        return LOCAL_COMMANDS[options.command](options)
     if options.command == "status" and ("," in options.target or options.target.startswith("@")):
         return of_fleet(options)
     run, show = COMMANDS[options.command]
     try:
-        credentials = Credentials(**{field: getattr(options, field) for field in CREDENTIAL_FLAGS})
+        credentials = credentials_of(options)
         with AdminClient(options.target, options.timeout_s, credentials) as client:
             answer = run(client, options)
     except HotKVError as error:
-        print(f"hotkv: {options.target}: {error.message}", file=sys.stderr)
-        return 1
+        asked = options.target if options.command == "ping" else admin_target(options.target)
+        return failures.refused(error, asked, as_json=options.json)
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:
-        print(f"hotkv: {error}", file=sys.stderr)
-        return 2
+        return failures.wrong(error, as_json=options.json)
     if answer is not None:
         print(json.dumps(answer, indent=2) if options.json else show(answer))
     sys.stdout.flush()

@@ -87,6 +87,7 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
         "--key-space", type=int, required=True, help="number of the key space"
     )
     made["record"].add_argument("file", type=Path, help="file to write, in Mooncake's format")
+    _add_size_options(made["size"])
     made["export"].add_argument("file", type=Path, help="file to write")
     made["export"].add_argument(
         "--gib", type=float, default=0, help="so many GiB of the hottest blocks (default: all)"
@@ -105,7 +106,7 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
             default=30,
             help="longest wait for each 2,000 blocks, in seconds (default: %(default)s)",
         )
-    for name in ("record", "export", "prefetch"):
+    for name in ("record", "export", "prefetch", "size"):
         made[name].add_argument(
             "--key-space",
             type=int,
@@ -170,11 +171,23 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
         default=0,
         help="seconds to wait for work in flight (default: the server's)",
     )
+    made["drain"].add_argument(
+        "--wait", action="store_true", help="return when the server has ended"
+    )
     made["explain"].add_argument(
         "prompt",
         nargs="*",
-        help="token ids, or block hashes in hexadecimal (their first digits suffice), or @FILE, or "
-        "- for standard input",
+        help="token ids, block hashes in hexadecimal (their first digits suffice) or the answer of "
+        "vLLM's /tokenize; @FILE or - (standard input) has either",
+    )
+    made["explain"].add_argument(
+        "--chat",
+        type=Path,
+        metavar="FILE",
+        help="a chat: messages or a request in JSON, or text; --engine tokenises it",
+    )
+    made["explain"].add_argument(
+        "--engine", default="", metavar="URL", help="a vLLM such as http://127.0.0.1:8000"
     )
     made["explain"].add_argument(
         "--session", default="", metavar="ID", help="a session, as its router has named it"
@@ -183,6 +196,65 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     made["hints"].add_argument(
         "--limit", type=int, default=50, help="most hints to list (default: %(default)s)"
     )
+
+    made["doctor"].add_argument("--root", type=Path, default=Path("/"), help=argparse.SUPPRESS)
+    made["completion"].add_argument("shell", choices=SHELLS)
+    add_bench_options(made["bench"])
+
+
+def _add_size_options(made: argparse.ArgumentParser) -> None:
+    """Adds the options of `hotkv size`."""
+    made.add_argument(
+        "traces",
+        type=Path,
+        nargs="*",
+        metavar="TRACE",
+        help="traces, as of `hotkv record` (default: what engines report from now on)",
+    )
+    made.add_argument(
+        "--seconds",
+        type=float,
+        default=600,
+        help="how long to record without a trace (default: %(default)g)",
+    )
+    made.add_argument(
+        "--arena",
+        default="",
+        metavar="SIZE[,SIZE...]",
+        help="sizes to try, such as 20GiB,40GiB (default: around the server's, or what fits the "
+        "trace)",
+    )
+    made.add_argument(
+        "--bytes-per-token",
+        type=_positive,
+        default=0.0,
+        metavar="N",
+        help="bytes of a token in all layers (default: the server's key space tells)",
+    )
+    made.add_argument(
+        "--prefill-tokens-per-s",
+        type=_positive,
+        default=0.0,
+        metavar="N",
+        help="how fast an engine prefills (default: as the server's engines have measured)",
+    )
+    made.add_argument(
+        "--block-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens of a block of the trace (default: as its lengths say)",
+    )
+    made.add_argument(
+        "--policy", default="", help="policy of eviction (default: hotness, as the server)"
+    )
+
+
+def _positive(text: str) -> float:
+    found = float(text)
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be above 0")
+    return found
 
 
 def add_bench_options(made: argparse.ArgumentParser) -> None:

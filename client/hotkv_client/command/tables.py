@@ -303,6 +303,8 @@ def show_sparse(answer: dict[str, Any]) -> str:
 
 
 def show_drain(answer: dict[str, Any]) -> str:
+    if "waited_s" in answer:
+        return f"the server has ended, after {human_seconds(answer['waited_s'])}"
     return (
         f"draining: {answer['lease_count']} leases held, {answer['transfer_count']} transfers "
         "in flight"
@@ -312,8 +314,8 @@ def show_drain(answer: dict[str, Any]) -> str:
 def show_explain(answer: list[dict[str, Any]]) -> str:
     if not answer:
         return (
-            "no key space of the server can answer: no engine has connected yet, or its hash "
-            "algorithm needs --hashes"
+            "no key space of the server can answer: no engine has connected yet, or the hashes of "
+            "its blocks do not follow from tokens: give block hashes (`hotkv blocks`)"
         )
     parts = []
     for space in answer:

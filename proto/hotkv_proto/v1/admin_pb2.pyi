@@ -371,17 +371,21 @@ class DrainResponse(google.protobuf.message.Message):
 
     LEASE_COUNT_FIELD_NUMBER: builtins.int
     TRANSFER_COUNT_FIELD_NUMBER: builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: builtins.int
     lease_count: builtins.int
     """Leases still held."""
     transfer_count: builtins.int
     """Transfers in flight."""
+    timeout_ms: builtins.int
+    """Milliseconds until the server stops whatever is still in flight."""
     def __init__(
         self,
         *,
         lease_count: builtins.int = ...,
         transfer_count: builtins.int = ...,
+        timeout_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_count", b"lease_count", "transfer_count", b"transfer_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lease_count", b"lease_count", "timeout_ms", b"timeout_ms", "transfer_count", b"transfer_count"]) -> None: ...
 
 Global___DrainResponse: typing_extensions.TypeAlias = DrainResponse
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.simulate import sizing
 from hotkv_server.simulate.replay import (
     BLOCK_TOKENS,
     Progress,
@@ -34,11 +35,13 @@ from hotkv_server.simulate.report import (
     check_plot,
     write_plot,
 )
+from hotkv_server.simulate.sizing import Wanted
 from hotkv_server.simulate.trace import Int64s, Trace, TraceError, load_trace
 
 USAGE_ERROR = 2
 MIB, BYTES_PER_GB = 1 << 20, 1e9
 TIERS = ("disk",)
+AUTO, DEFAULT_POLICY = "auto", "hotness"
 DEFAULT_PERCENTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
@@ -83,9 +86,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--block-tokens",
         type=_count,
-        default=BLOCK_TOKENS,
         metavar="N",
-        help="tokens of a block (default: 512, as in Mooncake's traces)",
+        help="tokens of a block (default: 512, as in Mooncake's traces; with --arena: as the "
+        "trace's lengths say)",
+    )
+    parser.add_argument(
+        "--arena",
+        type=_bytes_list,
+        metavar="SIZE[,SIZE...]",
+        help="answer in GiB and seconds instead: which share of prompt tokens arenas of these "
+        "sizes, such as 40GiB, would hit, and what they save; `auto` chooses sizes (needs "
+        "--bytes-per-token)",
+    )
+    parser.add_argument(
+        "--bytes-per-token",
+        type=_size,
+        metavar="N",
+        help="bytes of a token in all layers, for --arena",
     )
     parser.add_argument(
         "--prefill-tokens-per-s",
@@ -128,6 +145,10 @@ def run(options: argparse.Namespace) -> int:
         for trace in traces:
             if trace.num_late:
                 _say(f"{trace.name}: {trace.num_late:,} requests are not in order of time; sorted")
+        if options.arena is not None:
+            print(_sized(traces, options))
+            return 0
+        options.block_tokens = options.block_tokens or BLOCK_TOKENS
         rows = _simulate(traces, options)
         if options.plot is not None:
             write_plot(options.plot, rows, options.block_mib)
@@ -153,6 +174,14 @@ def _check_units(options: argparse.Namespace) -> None:
     """Raises UnitsError if a size in bytes is given without the size of a block, or if options
     contradict each other."""
     tier: TierSize | None = options.tier
+    if (options.arena is None) != (options.bytes_per_token is None):
+        raise UnitsError("--arena and --bytes-per-token: give both or neither")
+    if options.arena is not None:
+        if len(options.policy) > 1 and options.policy != tuple(POLICIES):
+            raise UnitsError("--policy: --arena needs one policy")
+        for flag, is_set in (("--tier", tier is not None), ("--hints", options.hints)):
+            if is_set:
+                raise UnitsError(f"{flag}: --arena sizes host memory alone; leave it out")
     if options.disk_write_gb_per_day is not None and tier is None:
         raise UnitsError("--disk-write-gb-per-day: there is no tier; add --tier disk=SIZE")
     if options.hints and tier is not None:
@@ -197,6 +226,21 @@ def _simulate(traces: list[Trace], options: argparse.Namespace) -> list[ReportRo
                 ]
                 rows += _bounds(trace, percent, options, following)
     return rows
+
+
+def _sized(traces: list[Trace], options: argparse.Namespace) -> str:
+    """Returns the answer with --arena. Raises TraceError."""
+    policy = options.policy[0] if len(options.policy) == 1 else DEFAULT_POLICY
+    wanted = Wanted(
+        options.arena,
+        options.bytes_per_token,
+        options.block_tokens or 0,
+        options.prefill_tokens_per_s,
+    )
+    num_sizes = len(wanted.arena_bytes) or len(sizing.DEFAULT_SHARES)
+    with _progress_bar(sum(trace.num_requests for trace in traces) * num_sizes) as progress:
+        done = [sizing.size(trace, wanted, POLICIES[policy], progress) for trace in traces]
+    return sizing.as_json(done) if options.json else sizing.as_text(done)
 
 
 def _replayed(
@@ -329,6 +373,21 @@ def _size(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; give a number above 0")
     return value
+
+
+def _bytes_list(text: str) -> tuple[int, ...]:
+    """Parses sizes in bytes; empty for `auto`."""
+    return () if text == AUTO else tuple(_bytes(part.strip()) for part in text.split(","))
+
+
+def _bytes(text: str) -> int:
+    try:
+        found = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        found = 0
+    if found <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give bytes such as 40GiB")
+    return found
 
 
 def _tier(text: str) -> TierSize:

@@ -1,8 +1,9 @@
 """Traces in Mooncake's format, as arrays.
 
 A file has one JSON object per line: `timestamp` (ms) and `hash_ids`, the ids of the request's
-blocks in chain order. In the whole file, an id stands for a block and all blocks before it. Other
-fields are ignored. Files may be gzipped.
+blocks in chain order. In the whole file, an id stands for a block and all blocks before it.
+`input_length` and `device_hit_length` (tokens of the prompt, and those that the engine's own cache
+hit) are read if they are whole numbers. Other fields are ignored. Files may be gzipped.
 
 Always true of a `Trace`: requests are in order of time. A request lists each block once. Ids count
 from 0 without gaps.
@@ -26,12 +27,17 @@ Int64s = NDArray[np.int64]
 
 GZIP_MAGIC = b"\x1f\x8b"
 MIN_ID, MAX_ID = -(1 << 63), (1 << 64) - 1
+MAX_TOKENS = 1 << 40
+"""Most tokens of a prompt that are believed."""
 W_ID = 2
 """Column of a block's hash words that holds its id, so that an evicted hash identifies its
 block."""
 
 Request = tuple[float, Sequence[int]]
 """Time in seconds, and block ids in chain order."""
+Tokens = tuple[int, int]
+"""Tokens of a prompt (0: unknown), and tokens that hit on the device."""
+NO_TOKENS: Tokens = (0, 0)
 
 
 class TraceError(ValueError):
@@ -49,6 +55,9 @@ class Trace:
     lengths: blocks of each request, with repetitions [R].
     hashes: words [B, 8], as the index takes them.
     num_late: requests that are earlier than a line before them.
+    prompt_tokens: tokens of each prompt, 0 if unknown [R].
+    device_hit_tokens: tokens of each prompt that hit on the device [R].
+    num_short, short_prompt_tokens: requests without a block, which are left out, and their tokens.
     """
 
     name: str
@@ -60,6 +69,10 @@ class Trace:
     hashes: Words
     num_unique_blocks: int
     num_late: int
+    prompt_tokens: Int64s
+    device_hit_tokens: Int64s
+    num_short: int = 0
+    short_prompt_tokens: int = 0
 
     def __repr__(self) -> str:
         return (
@@ -89,15 +102,28 @@ class Trace:
 
     def hit_blocks(self, prefix: Int64s) -> int:
         """Returns the accesses that these prefixes [R] of each request's distinct blocks serve."""
+        return int(self.served(prefix).sum())
+
+    def served(self, prefix: Int64s) -> Int64s:
+        """Returns the accesses of each request [R] that these prefixes [R] serve."""
         end = self.starts[:-1] + prefix
         whole = end == self.starts[1:]
-        served = np.where(whole, self.lengths, self.positions[np.where(whole, 0, end)])
-        return int(served.sum())
+        served: Int64s = np.where(whole, self.lengths, self.positions[np.where(whole, 0, end)])
+        return served
 
 
-def make_trace(name: str, requests: Iterable[Request]) -> Trace:
-    """Returns a trace of these requests. Raises TraceError if no request has a block."""
-    kept = [(time_s, ids) for time_s, ids in requests if len(ids)]
+def make_trace(
+    name: str, requests: Iterable[Request], tokens: Iterable[Tokens] | None = None
+) -> Trace:
+    """Returns a trace of these requests. Raises TraceError if no request has a block.
+
+    tokens: of each request; None if they are unknown.
+    """
+    listed = list(requests)
+    told = [NO_TOKENS] * len(listed) if tokens is None else list(tokens)
+    both = list(zip(listed, told, strict=True))
+    kept = [request for request in listed if len(request[1])]
+    counts = np.array([of for (_, ids), of in both if len(ids)] or [NO_TOKENS], np.int64)
     if not kept:
         raise TraceError(
             f"{name}: no request has a block; give a trace whose hash_ids are not all empty"
@@ -115,8 +141,8 @@ def make_trace(name: str, requests: Iterable[Request]) -> Trace:
             if len(set(ids)) != len(ids)
             else None
         )
-        listed = ids if first is None else sorted(first, key=first.__getitem__)
-        blocks += [number.setdefault(block, len(number)) for block in listed]
+        distinct = ids if first is None else sorted(first, key=first.__getitem__)
+        blocks += [number.setdefault(block, len(number)) for block in distinct]
         positions += range(len(ids)) if first is None else sorted(first.values())
         starts.append(len(blocks))
     block_ids = np.array(blocks, np.int64)
@@ -130,6 +156,10 @@ def make_trace(name: str, requests: Iterable[Request]) -> Trace:
         hash_words(block_ids),
         len(number),
         int((raw_s < np.maximum.accumulate(raw_s)).sum()),
+        counts[order, 0],
+        counts[order, 1],
+        len(listed) - len(kept),
+        sum(of[0] for (_, ids), of in both if not len(ids)),
     )
 
 
@@ -153,7 +183,7 @@ def hash_words(blocks: Int64s) -> Words:
 def load_trace(path: Path) -> Trace:
     """Reads a trace file, gzipped or not. Raises TraceError if a line is wrong, OSError if the file
     can't be read."""
-    requests: list[Request] = []
+    requests: list[tuple[Request, Tokens]] = []
     number = 0
     with _opened(path) as lines:
         try:
@@ -165,7 +195,9 @@ def load_trace(path: Path) -> Trace:
                 f"{path}: line {number + 1}: the gzip data is damaged ({error}); compress the "
                 "file anew"
             ) from error
-    return make_trace(str(path), requests)
+    return make_trace(
+        str(path), (request for request, _ in requests), [tokens for _, tokens in requests]
+    )
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -174,7 +206,7 @@ def _opened(path: Path) -> BinaryIO:
     return gzip.open(path, "rb") if zipped else path.open("rb")  # type: ignore[return-value]
 
 
-def _request(line: bytes, where: str) -> Request:
+def _request(line: bytes, where: str) -> tuple[Request, Tokens]:
     try:
         fields = json.loads(line)
     except ValueError as error:
@@ -207,7 +239,14 @@ def _request(line: bytes, where: str) -> Request:
             f"{where}: hash_ids has a number of more than 64 bits; give ids from {MIN_ID} to "
             f"{MAX_ID}"
         )
-    return timestamp_ms / 1000, ids
+    tokens = _tokens(fields, "input_length"), _tokens(fields, "device_hit_length")
+    return (timestamp_ms / 1000, ids), tokens
+
+
+def _tokens(fields: dict[str, object], name: str) -> int:
+    """Returns a number of tokens; 0 if the field is not a whole number up to MAX_TOKENS."""
+    value = fields.get(name)
+    return value if type(value) is int and 0 <= value <= MAX_TOKENS else 0
 
 
 def _shown(fields: dict[str, object], name: str) -> str:

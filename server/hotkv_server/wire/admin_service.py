@@ -364,7 +364,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             self._node.drain(fields.seconds("timeout_ms", request.timeout_ms) or None)
             live = inspect.counts(self._node.core)
             return admin_pb2.DrainResponse(
-                lease_count=live.num_leases, transfer_count=live.num_transfers
+                lease_count=live.num_leases,
+                transfer_count=live.num_transfers,
+                timeout_ms=int(self._node.drain_timeout_s * 1000),
             )
 
         return await answer(self._node, context, call)

@@ -1,0 +1,88 @@
+"""`hotkv drain --wait`: drains a server and waits until it has ended."""
+
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hotkv_client import channels
+from hotkv_client.admin import AdminClient
+from hotkv_proto.errors import HotKVError, Reason
+
+POLL_S = 0.2
+TOLD_S = 2.0
+"""How often the progress is told."""
+CLOSING_S = 60.0
+"""How long a server may need to write its files after the last work has ended."""
+UNKNOWN_S = 600.0
+"""How long to wait for work in flight on an older server, which does not tell its limit."""
+CONNECT_S = 5.0
+
+
+def drain(
+    client: AdminClient, target: str, timeout_s: float, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Drains the server and waits until its process listens no more.
+
+    Returns the leases and transfers at the begin, and `waited_s`. Raises HotKVError, also if the
+    server is still there CLOSING_S after the end of its own limit.
+
+    timeout_s: longest wait for work in flight; 0: the server's.
+    say: told how far it is, every TOLD_S.
+    """
+    pid, began_s = client.info()["pid"], time.monotonic()
+    answer = client.drain(timeout_s)
+    limit_s = (answer.get("timeout_ms", 0) / 1000 or UNKNOWN_S) + CLOSING_S
+    told_s = began_s
+    while True:
+        waited_s = time.monotonic() - began_s
+        now = _live(client, target, pid)
+        if now is None:
+            return {**answer, "waited_s": waited_s}
+        if waited_s > limit_s:
+            raise HotKVError(
+                Reason.DRAINING,
+                f"the server (pid {pid}) is still there after {waited_s:.0f} s: {now}; its log "
+                "says what it waits for",
+            )
+        if time.monotonic() >= told_s + TOLD_S:
+            told_s = time.monotonic()
+            say(now)
+        time.sleep(POLL_S)
+
+
+def _live(client: AdminClient, target: str, pid: int) -> str | None:
+    """Returns what the process still does, in words; None if it has ended."""
+    if not is_listening(target):
+        return None
+    try:
+        info = client.info()
+    except HotKVError as error:
+        return error.message if is_listening(target) else None
+    if info["pid"] != pid or info["state"] == "ready":
+        # The next server is there already.
+        return None
+    counters = info["counters"]
+    return (
+        f"{counters.get('leases', 0):.0f} leases held, "
+        f"{counters.get('transfers_in_flight', 0):.0f} transfers in flight"
+    )
+
+
+def is_listening(target: str) -> bool:
+    """Returns whether a process listens on the admin socket of a target. A host that does not
+    answer in time counts as listening."""
+    address = channels.admin_target(target)
+    try:
+        if channels.is_unix(address):
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.settimeout(CONNECT_S)
+                probe.connect(address.removeprefix("unix:").removeprefix("//"))
+            return True
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (ConnectionRefusedError, FileNotFoundError):
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,51 @@
+"""Errors of `hotkv`: a line for people, or with `--json` an object.
+
+Both go to standard error, so that standard output has answers only.
+"""
+
+import json
+import sys
+
+from hotkv_proto.errors import HotKVError
+
+REFUSED, USAGE = 1, 2
+"""Exit statuses: the server refused or is absent; the input is wrong."""
+
+
+def refused(error: HotKVError, target: str, *, as_json: bool) -> int:
+    """Prints a server's refusal, or why it did not answer. Returns the exit status."""
+    if as_json:
+        _print_json(
+            error.message, reason=error.reason.name, retryable=error.retryable, target=target
+        )
+    else:
+        print(f"hotkv: {target}: {error.message}", file=sys.stderr)
+    return REFUSED
+
+
+def wrong(error: Exception, *, as_json: bool) -> int:
+    """Prints what is wrong with the input. Returns the exit status."""
+    print(usage_failure(str(error)) if as_json else f"hotkv: {error}", file=sys.stderr)
+    return USAGE
+
+
+def failed(message: str, *, as_json: bool) -> int:
+    """Prints why a command failed on this machine. Returns the exit status."""
+    if as_json:
+        _print_json(message, reason="FAILED", retryable=False)
+    else:
+        print(f"hotkv: {message}", file=sys.stderr)
+    return REFUSED
+
+
+def usage_failure(message: str) -> str:
+    """Returns wrong input as JSON."""
+    return _as_json(message, reason="USAGE", retryable=False)
+
+
+def _print_json(message: str, **fields: object) -> None:
+    print(_as_json(message, **fields), file=sys.stderr)
+
+
+def _as_json(message: str, **fields: object) -> str:
+    return json.dumps({"error": {**fields, "message": message}})

@@ -1,0 +1,103 @@
+"""`hotkv --help` by what people want to do, and an example of each command."""
+
+import argparse
+import textwrap
+from collections.abc import Mapping
+from typing import NoReturn
+
+from hotkv_client.command.failures import usage_failure
+from hotkv_proto.command_line import Parser
+
+WIDTH = 80
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Look at a server": (
+        "status", "top", "savings", "sessions", "blocks", "devices", "residencies", "hints",
+        "sparse", "events", "ping",
+    ),
+    "Ask why": ("explain", "doctor"),
+    "Find the right size": ("size", "record", "bench"),
+    "Change what is cached": ("evict", "flush", "export", "import", "prefetch"),
+    "Stop it": ("drain",),
+    "Your shell": ("completion",),
+}  # fmt: skip
+"""Commands by purpose, in the order in which help lists them."""
+EXAMPLES: Mapping[str, str] = {
+    "status": "hotkv status --target unix:/run/hotkv/grpc.sock",
+    "top": "hotkv top --count 1",
+    "savings": "hotkv savings --by engine --since 1h",
+    "sessions": "hotkv sessions",
+    "blocks": "hotkv blocks --limit 20",
+    "devices": "hotkv devices",
+    "residencies": "hotkv residencies",
+    "hints": "hotkv hints --limit 10",
+    "sparse": "hotkv sparse",
+    "events": "hotkv events --seconds 10",
+    "ping": "hotkv ping --live",
+    "explain": "hotkv explain --chat chat.json --engine http://127.0.0.1:8000",
+    "doctor": "hotkv doctor",
+    "size": "hotkv size trace.jsonl --arena 20GiB,40GiB --bytes-per-token 131072",
+    "record": "hotkv record trace.jsonl --seconds 3600",
+    "bench": "hotkv bench --seconds 10",
+    "evict": "hotkv evict 4fd2a1 --dry-run",
+    "flush": "hotkv flush --key-space 1",
+    "export": "hotkv export hot.jsonl --gib 20",
+    "import": "hotkv import hot.jsonl",
+    "prefetch": "hotkv prefetch --prompts prompts.jsonl",
+    "drain": "hotkv drain --wait",
+    "completion": "hotkv completion bash > ~/.local/share/bash-completion/completions/hotkv",
+}
+"""An example of each command."""
+EPILOG = "hotkv COMMAND --help shows a command's options and an example."
+
+
+class CommandParser(Parser):
+    """A parser of `hotkv`: its own or a command's.
+
+    as_json: write errors as JSON.
+    """
+
+    as_json = False
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with status 2 and the error on standard error."""
+        if not self.as_json:
+            super().error(message)
+        self.exit(2, f"{usage_failure(self.meant(message))}\n")
+
+
+class JsonParser(CommandParser):
+    """A parser that writes errors as JSON."""
+
+    as_json = True
+
+
+class GroupedHelp(argparse.RawDescriptionHelpFormatter):
+    """Lists the commands by purpose in place of argparse's one list."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=WIDTH)
+
+    def add_argument(self, action: argparse.Action) -> None:
+        if not isinstance(action, argparse._SubParsersAction):
+            super().add_argument(action)
+
+
+def grouped(helps: Mapping[str, str]) -> str:
+    """Returns the commands by purpose, each with what it does.
+
+    helps: by command.
+    """
+    parts = []
+    indent = " " * (4 + max(map(len, helps)))
+    for title, names in GROUPS.items():
+        lines = [
+            textwrap.fill(
+                helps[name],
+                WIDTH,
+                initial_indent=f"  {name}".ljust(len(indent)),
+                subsequent_indent=indent,
+            )
+            for name in names
+        ]
+        parts.append("\n".join([f"{title}:", *lines, f"{indent}  $ {EXAMPLES[names[0]]}"]))
+    return "\n\n".join(parts)

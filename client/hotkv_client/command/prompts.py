@@ -1,0 +1,140 @@
+"""Prompts as people have them: token ids, block hashes, an answer of vLLM's `/tokenize`, or a chat
+that an engine tokenises.
+
+Always true: a prompt whose block hashes do not follow from its tokens alone is refused, with the
+reason.
+"""
+
+import json
+import struct
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+MAX_TOKEN_ID = 9_999_999
+"""A number above is taken for the first digits of a hash: no model has so many tokens."""
+MAX_ANSWER_BYTES = 256 << 20
+PASSED_ON = (
+    "model", "messages", "prompt", "tools", "chat_template", "chat_template_kwargs",
+    "add_generation_prompt", "continue_final_message", "add_special_tokens", "mm_processor_kwargs",
+)  # fmt: skip
+"""Fields of a request that decide its tokens, by vLLM's names."""
+
+
+def parse_prompt(words: Sequence[str]) -> tuple[list[str], bytes]:
+    """Parses a prompt into (hashes, packed token ids), of which one is empty. Raises ValueError.
+
+    A word is a token id, a hash or its first digits in hexadecimal, or @FILE or - (standard input)
+    with either, or with the JSON answer of vLLM's `/tokenize`.
+    """
+    items: list[str] = []
+    for word in words:
+        text = word
+        if word == "-":
+            text = sys.stdin.read()
+        elif word.startswith("@"):
+            text = Path(word[1:]).read_text()
+        if text.lstrip().startswith("{"):
+            items += map(str, _tokens_of(_json(text, word)))
+        else:
+            items += text.replace(",", " ").replace("[", " ").replace("]", " ").split()
+    if not items:
+        raise ValueError(
+            "the prompt is empty; give token ids or block hashes, or --chat FILE --engine URL"
+        )
+    if all(item.isdecimal() and int(item) <= MAX_TOKEN_ID for item in items):
+        return [], packed(map(int, items))
+    return items, b""
+
+
+def packed(token_ids: Any) -> bytes:
+    """Packs token ids as little-endian int32."""
+    listed = list(token_ids)
+    return struct.pack(f"<{len(listed)}i", *listed)
+
+
+def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
+    """Returns the packed token ids of a chat or prompt, as an engine tokenises it.
+
+    path: a request of vLLM's chat or completion API in JSON, or a list of messages, or plain text.
+    engine: the engine's URL, such as `http://127.0.0.1:8000`.
+    Raises OSError if the file can't be read; ValueError if it is no such request, or if the engine
+    does not answer.
+    """
+    asked = {name: value for name, value in _request(path).items() if name in PASSED_ON}
+    url = urllib.parse.urljoin(engine.removesuffix("/") + "/", "tokenize")
+    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+        raise ValueError(f"--engine {engine}: give a URL, such as http://127.0.0.1:8000")
+    request = urllib.request.Request(
+        url, json.dumps(asked).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            text = answer.read(MAX_ANSWER_BYTES).decode()
+    except urllib.error.HTTPError as error:
+        said = error.read(4096).decode(errors="replace")
+        raise ValueError(f"{url} answers {error.code}: {_said(said)}") from error
+    except (OSError, ValueError) as error:
+        why = getattr(error, "reason", None) or error
+        raise ValueError(f"{url}: {why}; --engine names a vLLM that serves the model") from error
+    return packed(_tokens_of(_json(text, url)))
+
+
+def _said(text: str) -> str:
+    """Returns the message in an engine's error, on a line."""
+    try:
+        found = json.loads(text)
+        message = found["error"]["message"] if "error" in found else found["message"]
+    except (ValueError, KeyError, TypeError):
+        message = text
+    return " ".join(str(message).split())[:500]
+
+
+def _request(path: Path) -> Mapping[str, Any]:
+    """Returns the request in a file. Raises as `tokenized`."""
+    text = path.read_text()
+    if not text.lstrip().startswith(("{", "[")):
+        return {"prompt": text.removesuffix("\n")}
+    found = _json(text, str(path))
+    if isinstance(found, list):
+        found = {"messages": found}
+    if not isinstance(found, dict) or not ("messages" in found or "prompt" in found):
+        raise ValueError(
+            f"{path}: no chat: give a request with messages or prompt, a list of messages, or text"
+        )
+    if found.get("cache_salt"):
+        raise ValueError(f"{path}: cache_salt changes the hashes of its blocks; {_ASK_HASHES}")
+    for message in found.get("messages", ()):
+        parts = message.get("content") if isinstance(message, dict) else None
+        for part in parts if isinstance(parts, list) else ():
+            kind = part.get("type", "text") if isinstance(part, dict) else "text"
+            if kind not in ("text", "refusal", "thinking"):
+                raise ValueError(
+                    f"{path}: the content of a part of type {kind} is in the hashes of its blocks; "
+                    f"{_ASK_HASHES}"
+                )
+    return found
+
+
+_ASK_HASHES = "explain can't compute them from tokens: give block hashes, or --session"
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON ({error})") from error
+
+
+def _tokens_of(answer: Any) -> list[int]:
+    """Returns the token ids in an answer of `/tokenize`. Raises ValueError."""
+    tokens = answer.get("tokens") if isinstance(answer, dict) else None
+    if not isinstance(tokens, list) or not all(
+        type(one) is int and 0 <= one <= MAX_TOKEN_ID for one in tokens
+    ):
+        raise ValueError("the JSON has no list `tokens` of token ids, as vLLM's /tokenize answers")
+    return tokens

@@ -1,0 +1,143 @@
+"""`hotkv size`: what an arena of a given size would hit of this traffic, and save.
+
+The traffic is a trace, or what a live server's engines report from now on. `hotkv-server simulate`
+replays it. Bytes of a token and the speed of prefill come from the server unless flags name them.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hotkv_client.admin import AdminClient
+from hotkv_client.command import recorder
+from hotkv_proto.errors import HotKVError
+
+COMMAND = (sys.executable, "-m", "hotkv_server", "simulate")
+MAX_BLOCKS = 20_000_000
+RECORDED_TOKENS = 512
+"""Tokens of a block of a recording: rounded up to whole blocks of the engine."""
+PREFIX_CLOSED = ("full attention", "mla")
+"""Kinds of groups of which a hit needs every block."""
+SCALES = (0.25, 0.5, 1, 2, 4, 8)
+"""Sizes that are tried by default, as multiples of the live server's arena."""
+
+
+class SizeError(RuntimeError):
+    """The simulation can't run here; the message says why."""
+
+
+def size(
+    connect: Callable[[], AdminClient], options: argparse.Namespace, say: Callable[[str], None]
+) -> str:
+    """Returns the answer as text, or as JSON with `options.json`. Takes `options.seconds` if there
+    is no trace.
+
+    Raises HotKVError, SizeError; ValueError if neither flags nor a server tell what is needed.
+    """
+    for path in options.traces:
+        path.open().close()
+    bytes_per_token, speed = options.bytes_per_token, options.prefill_tokens_per_s
+    if options.traces and bytes_per_token:
+        # Everything is given: no server is asked.
+        return _simulated(options.traces, options, bytes_per_token, speed, options.arena)
+    try:
+        client = connect()
+    except HotKVError as error:
+        raise _unknown(error) from error
+    with client:
+        try:
+            number, space = recorder.chosen_key_space(client, options.key_space)
+        except HotKVError as error:
+            if options.traces:
+                raise _unknown(error) from error
+            raise
+        bytes_per_token = bytes_per_token or token_bytes(space)
+        arena = options.arena or _sizes(client)
+        traces = options.traces
+        with tempfile.TemporaryDirectory(prefix="hotkv-size-") as folder:
+            if not traces:
+                traces = [Path(folder) / "this traffic"]
+                _record(client, traces[0], number, options, say)
+            # Asked last: an engine may have measured its speed in the meantime.
+            speed = speed or prefill_tokens_per_s(client, number)
+            return _simulated(traces, options, bytes_per_token, speed, arena)
+
+
+def _unknown(error: HotKVError) -> ValueError:
+    return ValueError(
+        f"--bytes-per-token is not given, and no server tells it ({error.message}); give "
+        "--bytes-per-token and --prefill-tokens-per-s, or --target"
+    )
+
+
+def token_bytes(space: dict[str, Any]) -> float:
+    """Returns the bytes of a token of a prompt in all layers that keep every token."""
+    groups = space["groups"]
+    whole = [group for group in groups if group["kind"] in PREFIX_CLOSED] or groups[:1]
+    return float(
+        sum(sum(group["shard_byte_counts"]) / group["block_token_count"] for group in whole)
+    )
+
+
+def prefill_tokens_per_s(client: AdminClient, key_space_id: int) -> float:
+    """Returns the fastest prefill that an engine of a key space has measured; 0 if none has."""
+    speeds = (
+        float(one["prefill_tokens_per_s"])
+        for one in client.sessions()
+        if one["key_space_id"] == key_space_id
+    )
+    return max(speeds, default=0.0)
+
+
+def _sizes(client: AdminClient) -> str:
+    """Returns the sizes that are tried by default for a live server."""
+    host = next(one for one in client.tiers() if one["name"] == "host")
+    return ",".join(str(int(host["capacity_byte_count"] * scale)) for scale in SCALES)
+
+
+def _record(
+    client: AdminClient,
+    path: Path,
+    number: int,
+    options: argparse.Namespace,
+    say: Callable[[str], None],
+) -> None:
+    say(f"recording requests for {options.seconds:g} s; Ctrl-C ends it sooner")
+    done = recorder.record(client, path, number, RECORDED_TOKENS, options.seconds, MAX_BLOCKS)
+    if not done["request_count"]:
+        raise SizeError(
+            f"no engine has reported a request in {done['seconds']:.0f} s; record for longer with "
+            "--seconds"
+        )
+    options.block_tokens = done["block_token_count"]
+
+
+def _simulated(
+    traces: Sequence[Path],
+    options: argparse.Namespace,
+    bytes_per_token: float,
+    tokens_per_s: float,
+    arena: str,
+) -> str:
+    """Runs the simulator. Raises SizeError, or ValueError for what it says of the input."""
+    command = [*COMMAND, "--arena", arena or "auto", "--bytes-per-token", repr(bytes_per_token)]
+    command += ["--trace", *map(str, traces)]
+    if tokens_per_s:
+        command += ["--prefill-tokens-per-s", repr(tokens_per_s)]
+    if options.block_tokens:
+        command += ["--block-tokens", str(options.block_tokens)]
+    if options.policy:
+        command += ["--policy", options.policy]
+    command += ["--json"] * options.json
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 0:
+        return done.stdout.rstrip("\n")
+    lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+    message = lines[-1].removeprefix("hotkv-server: ").removeprefix("hotkv-server simulate: ")
+    if "No module named" in message:
+        raise SizeError("the simulator is part of the server, which is not installed here")
+    raise ValueError(message.replace("; hotkv-server simulate --help lists all", ""))
