@@ -73,6 +73,17 @@ def test_a_session_is_told_of_without_hints(engine: Any, server: Any) -> None:
     [
         ({"hotkv.priority": 3}, ["hotkv.retain"], Retention(3)),
         ({"hotkv.ttl_s": 9, "hotkv.pin": True}, ["hotkv.pin"], Retention(0, 9.0, True)),
+        ({"hotkv.cache_control": {"type": "ephemeral"}}, ["hotkv.retain"], Retention(0, 300.0)),
+        (
+            {"hotkv.cache_control": {"type": "ephemeral", "ttl": "1h"}, "hotkv.pin": True},
+            ["hotkv.pin"],
+            Retention(0, 3600.0, True),
+        ),
+        ({"hotkv.cache_control": "24h"}, ["hotkv.retain"], Retention(0, 86_400.0)),
+        ({"hotkv.cache_control": "1h", "hotkv.ttl_s": 9}, ["hotkv.retain"], Retention(0, 9.0)),
+        ({"hotkv.cache_control": {"type": "lasting"}}, [], NO_RETENTION),
+        ({"hotkv.cache_control": "25h"}, [], NO_RETENTION),
+        ({"hotkv.cache_control": "1h "}, [], NO_RETENTION),
         ({"hotkv.demote": True}, ["hotkv.demote"], Retention(-MAX_PRIORITY)),
         ({"hotkv.release": True}, ["hotkv.release"], Retention(-MAX_PRIORITY)),
         ({"hotkv.release": False}, [], NO_RETENTION),

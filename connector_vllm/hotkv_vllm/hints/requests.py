@@ -2,11 +2,13 @@
 `kv_transfer_params`.
 
 Keys of the short form begin with `hotkv.`; other keys belong to other connectors and are ignored.
-vLLM before 0.32 has no `kv_hints`. A wrong hint is dropped, counted, and logged at most once in
+`hotkv.cache_control` takes the value of Anthropic's field of that name, which vLLM drops from the
+body of a request. vLLM before 0.32 has no `kv_hints`. A wrong hint is dropped, counted, and logged at most once in
 `LOG_INTERVAL_S`; it never affects the request. Hints are read once, when the request arrives.
 """
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +21,17 @@ from hotkv_vllm.stats import HotKVStats
 
 LOG_INTERVAL_S = 60.0
 
+CACHE_TTL = "5m"
+"""Time to live of a `cache_control` without `ttl`, as in Anthropic's API."""
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+_DURATION = re.compile(r"([0-9]{1,6})([smh])")
+
 _ALLOWED = {
     "priority": f"a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}",
     "ttl_s": f"a number of seconds from 0 to {MAX_TTL_S:.0f}",
+    "cache_control": (
+        'an object with type "ephemeral" and perhaps ttl, or the ttl alone: "5m", "1h", at most 24h'
+    ),
     "pin": "true and false",
     "session": f"a printable name of at most {MAX_ID_CHARS} characters",
     "demote": "true and false",
@@ -120,6 +130,8 @@ class HintReader:
                         f"{', '.join(PREFIX + n for n in _ALLOWED)}"
                     ),
                 )
+        if "cache_control" in good:
+            good.setdefault("ttl_s", _cache_ttl_s(good["cache_control"]))
         if good.get("pin") and not good.get("ttl_s"):
             self._complain(
                 now_s,
@@ -163,8 +175,23 @@ def _is_good(name: str, value: Any) -> bool:
                 and not isinstance(value, bool)
                 and 0 <= value <= MAX_TTL_S
             )
+        case "cache_control":
+            return _cache_ttl_s(value) is not None
         case "session":
             return hints.is_identifier(value)
         case "pin" | "demote" | "release":
             return isinstance(value, bool)
     return False
+
+
+def _cache_ttl_s(value: Any) -> float | None:
+    """Returns the time to live of a `cache_control`; None if the value is wrong."""
+    if isinstance(value, dict):
+        if value.get("type") != "ephemeral":
+            return None
+        value = value.get("ttl", CACHE_TTL)
+    found = _DURATION.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        return None
+    ttl_s = float(int(found[1]) * _SECONDS[found[2]])
+    return ttl_s if ttl_s <= MAX_TTL_S else None
