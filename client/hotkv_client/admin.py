@@ -213,16 +213,15 @@ class AdminClient:
         )
 
     def explain_session(self, session_id: str, tenant: str = "") -> list[dict[str, Any]]:
-        """Returns where the blocks of a session are stored and which hints asked for them: an entry
-        for each tenant that has a session of this name."""
+        """Returns where the blocks of a session are stored, which hints asked for them, and the
+        receipt of its requests: an entry for each tenant that has a session of this name."""
         told = self.hints(session_id=session_id, tenant=tenant)
         spaces = self.explain(session_id=session_id, tenant=tenant)
-        idle_s = {one["tenant"]: one["idle_s"] for one in told["sessions"]}
-        tenants = dict.fromkeys([*idle_s, *(one["tenant"] for one in told["outcomes"])])
+        known = {one["tenant"]: one for one in told["sessions"]}
+        tenants = dict.fromkeys([*known, *(one["tenant"] for one in told["outcomes"])])
         return [
             {
-                "tenant": name,
-                "idle_s": idle_s.get(name, 0.0),
+                **known.get(name, {"tenant": name, "idle_s": 0.0}),
                 "key_spaces": [one for one in spaces if one["tenant"] == name],
                 "outcomes": [one for one in told["outcomes"] if one["tenant"] == name],
             }

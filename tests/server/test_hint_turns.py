@@ -16,6 +16,7 @@ from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.hints import drive as hints_module
 from hotkv_server.hints import work as hint_work
 from hotkv_server.hints.book.outcomes import HintOutcome
+from hotkv_server.hints.book.sessions import SessionReceipt
 from hotkv_server.hints.capability import HintsCapability
 from hotkv_server.node import event_loop
 from hotkv_server.node.capability import Report
@@ -88,7 +89,7 @@ async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.M
     is a slice here."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     one = await opened(node)
-    one.desk.scheduled(one.origin(session_id="s"), 0, 0, 0.0)
+    one.desk.scheduled(one.origin(session_id="s"), SessionReceipt(), 0.0)
     before = one.turns
     await one.note(*[report()] * 20)
     with_reports = one.turns - before
@@ -177,7 +178,7 @@ async def test_several_samples_of_a_prompt_release_their_session(
     for last in (50, 60):
         one.desk.ended(one.origin(words_of([*range(8), last]), "s"), RELEASE)
         if goes_on:
-            one.desk.scheduled(one.origin(session_id="s"), 0, 0, 0.0)
+            one.desk.scheduled(one.origin(session_id="s"), SessionReceipt(), 0.0)
     assert ("gone on" in (await one.settled()).reason) == goes_on
     known = one.desk.book.known(KEY_SPACE.tenant)
     assert known is not None

@@ -337,6 +337,25 @@ def test_a_receipt_says_what_was_used_again_and_what_it_saved(chat: Make) -> Non
     assert one.outcome(later)["reused_block_count"] == 3
 
 
+def test_a_session_has_a_receipt_of_its_requests(chat: Make) -> None:
+    """Only of requests that were scheduled; a later session of the name begins anew."""
+    one = chat()
+    prompt = one.store(hashes(8))
+    message = one.report(prompt[:4], one.model, tokens_per_s=160.0)
+    one.report(prompt, one.model, hit=4, tokens_per_s=160.0)
+    one.report(prompt, "", hit=8, tokens_per_s=160.0)
+    one.end(prompt, one.model, Action("a", ActionType.RETAIN, ALL, 1), message)
+    (found,) = one.admin.explain_session(one.model)
+    assert (found["request_count"], found["prompt_token_count"]) == (2, 12 * BLOCK_TOKENS)
+    assert (found["device_hit_token_count"], found["hit_token_count"]) == (0, 4 * BLOCK_TOKENS)
+    assert found["saved_s"] == pytest.approx(4 * BLOCK_TOKENS / 160.0)
+    shown = one.server.cli("explain", "--session", one.model)
+    assert "2 requests of 192 prompt tokens: 0.0% hit in the engine, 33.3% here, 0.40s" in shown
+    one.send({"action_type": "release", "payload": {"session_id": one.model}})
+    one.report(prompt, one.model)
+    assert one.admin.explain_session(one.model)[0]["request_count"] == 1
+
+
 def test_a_router_polls_what_has_changed(chat: Make) -> None:
     one = chat()
     prompt = one.store(hashes(3))

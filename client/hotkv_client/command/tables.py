@@ -603,15 +603,29 @@ def show_outcomes(outcomes: list[dict[str, Any]]) -> str:
 
 
 def show_session(sessions: list[dict[str, Any]]) -> str:
-    """Formats where the blocks of the sessions of a name lie, and the hints for them."""
+    """Formats the receipts of the sessions of a name, where their blocks lie, and the hints for
+    them."""
     if not sessions:
         return "no request has named this session of late"
     parts = []
     for one in sessions:
         idle = f", last request {human_seconds(one['idle_s'])} ago" if one["key_spaces"] else ""
-        parts.append(f"tenant {one['tenant'] or '-'}{idle}")
+        parts.append("\n".join([f"tenant {one['tenant'] or '-'}{idle}", *_receipt(one)]))
         if one["key_spaces"]:
             parts.append(show_explain(one["key_spaces"]))
         if one["outcomes"]:
             parts.append(show_outcomes(one["outcomes"]))
     return "\n\n".join(parts)
+
+
+def _receipt(session: dict[str, Any]) -> list[str]:
+    """Returns the line about a session's requests; none from a server that counts none."""
+    tokens = session.get("prompt_token_count", 0)
+    if not tokens:
+        return []
+    device, hits = session["device_hit_token_count"], session["hit_token_count"]
+    return [
+        f"{session['request_count']} requests of {tokens} prompt tokens: {device / tokens:.1%} hit "
+        f"in the engine, {(hits - device) / tokens:.1%} here, {session['saved_s']:.2f}s of prefill "
+        "saved"
+    ]

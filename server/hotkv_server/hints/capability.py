@@ -6,6 +6,7 @@ from functools import partial
 from hotkv_proto.table import Words
 from hotkv_proto.v1 import hints_pb2, hints_pb2_grpc
 from hotkv_server.hints import told
+from hotkv_server.hints.book.sessions import SessionReceipt
 from hotkv_server.hints.drive import HintDesk
 from hotkv_server.hints.service import HintService
 from hotkv_server.hints.work import Origin
@@ -43,13 +44,15 @@ class HintsCapability(Capability):
             report.retention,
             is_running=True,
         )
-        self.desk.scheduled(
-            origin,
+        speed, here = session.prefill_tokens_per_s, report.hit_tokens - report.device_hit_tokens
+        receipt = SessionReceipt(
+            1,
+            report.prompt_tokens,
             report.device_hit_tokens,
             report.hit_tokens,
-            session.prefill_tokens_per_s,
-            report.hints,
+            report.saved_s or (here / speed if speed else 0.0),
         )
+        self.desk.scheduled(origin, receipt, speed, report.hints)
         await self.desk.act(origin, report.hints)
 
     def request_ended(self, session: LiveSession, ended: Ended) -> None:

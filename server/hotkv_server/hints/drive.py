@@ -14,6 +14,7 @@ from hotkv_proto.errors import HotKVError
 from hotkv_proto.hints import NO_HINTS, Action, ActionType, Hints, Rejection, Status
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.hints.book.outcomes import HintBook, HintOutcome, TenantHints
+from hotkv_server.hints.book.sessions import SessionReceipt
 from hotkv_server.hints.work import HintWork, Origin
 from hotkv_server.node.capability import BlocksBelow
 from hotkv_server.node.event_loop import Breaks
@@ -54,13 +55,12 @@ class HintDesk:
     def scheduled(
         self,
         origin: Origin,
-        device_hit_tokens: int,
-        hit_tokens: int,
+        receipt: SessionReceipt,
         tokens_per_s: float,
         hints: Hints = NO_HINTS,
     ) -> None:
-        """Records the prompt of a scheduled request, and the earlier actions whose blocks it hit.
-        Ignores tenants that have never named a session or sent hints."""
+        """Records the prompt and hits of a scheduled request, and the earlier actions whose blocks
+        it hit. Ignores tenants that have never named a session or sent hints."""
         if origin.hashes is None or not len(origin.hashes):
             return
         now_s = time.monotonic()
@@ -74,13 +74,18 @@ class HintDesk:
         tenant.hit(
             origin.key_space_id,
             origin.hashes,
-            device_hit_tokens // block_tokens,
-            hit_tokens // block_tokens,
+            receipt.device_hit_tokens // block_tokens,
+            receipt.hit_tokens // block_tokens,
             block_tokens / tokens_per_s if tokens_per_s else 0.0,
         )
         if origin.session_id:
             tenant.sessions.use(
-                origin.session_id, origin.key_space_id, origin.hashes, now_s, hints.message_id
+                origin.session_id,
+                origin.key_space_id,
+                origin.hashes,
+                now_s,
+                hints.message_id,
+                receipt,
             )
         else:
             tenant.sessions.use_without(origin.key_space_id, origin.hashes, now_s)

@@ -3,6 +3,7 @@
 import time
 
 from hotkv_server.hints.book.outcomes import HintBook, HintOutcome
+from hotkv_server.hints.book.sessions import SessionReceipt
 from hotkv_server.node.capability import Figures, Filters
 
 DEFAULT_PAGE, MAX_PAGE = 100, 1000
@@ -10,7 +11,8 @@ DEFAULT_PAGE, MAX_PAGE = 100, 1000
 
 def hints(book: HintBook, filters: Filters) -> Figures:
     """Returns the latest outcomes in the order of their actions' arrival, and the totals of each
-    tenant. If `filters` names a session, also returns when its requests came last."""
+    tenant. If `filters` names a session, also returns when its requests came last, and their
+    receipt."""
     now_s, most = time.monotonic(), filters.page_size(DEFAULT_PAGE, MAX_PAGE)
     message, session = filters.text("message_id"), filters.text("session_id")
     tenants = [one for one in book.all() if filters.text("tenant") in ("", one[0])]
@@ -34,8 +36,20 @@ def hints(book: HintBook, filters: Filters) -> Figures:
             for name, tenant in tenants
         ],
         "sessions": [
-            {"tenant": name, "idle_s": now_s - one.used_s} for name, one in known if one is not None
+            {"tenant": name, "idle_s": now_s - one.used_s, **_receipt(one.receipt)}
+            for name, one in known
+            if one is not None
         ],
+    }
+
+
+def _receipt(one: SessionReceipt) -> Figures:
+    return {
+        "request_count": one.num_requests,
+        "prompt_token_count": one.prompt_tokens,
+        "device_hit_token_count": one.device_hit_tokens,
+        "hit_token_count": one.hit_tokens,
+        "saved_s": one.saved_s,
     }
 
 

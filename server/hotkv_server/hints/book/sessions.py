@@ -23,6 +23,29 @@ RECENT_S = 600.0
 
 
 @dataclass(slots=True)
+class SessionReceipt:
+    """Requests of a session, or one of them, as its engine reported them when it admitted them.
+
+    hit_tokens: tokens that hit in the engine's own cache or here.
+    saved_s: prefill time saved by the hits here; 0 if the speed is unknown.
+    """
+
+    num_requests: int = 0
+    prompt_tokens: int = 0
+    device_hit_tokens: int = 0
+    hit_tokens: int = 0
+    saved_s: float = 0.0
+
+    def add(self, other: "SessionReceipt") -> None:
+        """Adds requests."""
+        self.num_requests += other.num_requests
+        self.prompt_tokens += other.prompt_tokens
+        self.device_hit_tokens += other.device_hit_tokens
+        self.hit_tokens += other.hit_tokens
+        self.saved_s += other.saved_s
+
+
+@dataclass(slots=True)
 class HintSession:
     """A session.
 
@@ -31,6 +54,7 @@ class HintSession:
     message_id: message of the hints of the last request that used it.
     used_s: time of that request.
     before_s: time of the last request with another message.
+    receipt: of all its requests since this server knows it.
     """
 
     used_s: float
@@ -38,6 +62,7 @@ class HintSession:
     keys: dict[int, ChainKeys] = field(default_factory=dict)
     message_id: str = ""
     before_s: float = -math.inf
+    receipt: SessionReceipt = field(default_factory=SessionReceipt)
 
     @property
     def num_bytes(self) -> int:
@@ -89,12 +114,16 @@ class HintSessions:
         hashes: Words,
         now_s: float,
         message_id: str = "",
+        receipt: SessionReceipt | None = None,
     ) -> None:
         """Records that a request of the session has this prompt, and hints of this message.
-        Truncates a prompt that exceeds the bound of all sessions."""
+        Truncates a prompt that exceeds the bound of all sessions. `receipt`: of a request that was
+        scheduled; None at its end."""
         session = self._by_id.pop(session_id, None) or HintSession(-math.inf)
         self.num_bytes -= session.num_bytes
         session.use(message_id, now_s)
+        if receipt is not None:
+            session.receipt.add(receipt)
         chain = np.ascontiguousarray(hashes[: self._most_bytes // 32])
         session.chains[key_space_id] = chain
         session.keys[key_space_id] = chain.view(np.uint64)[:, 0]
