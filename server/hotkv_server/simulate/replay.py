@@ -42,6 +42,7 @@ class ReplayHints:
 
     pauses_s: time until the session's next turn [R]; infinite after its last.
     own_from: place in the request of the first block that no other session has used so far [R].
+    sessions: number of the request's session, which is that of its first request [R].
     """
 
     def cold_from(self, request: int) -> int | None:
@@ -52,6 +53,7 @@ class ReplayHints:
 
     pauses_s: NDArray[np.float64]
     own_from: Int64s
+    sessions: Int64s
 
 
 def derive_hints(trace: Trace) -> ReplayHints:
@@ -80,7 +82,7 @@ def derive_hints(trace: Trace) -> ReplayHints:
                 num_shared = place + 1
         own_from[request] = num_shared
         waiting[chain[max(0, len(chain) - 2)]] = request
-    return ReplayHints(pauses_s, own_from)
+    return ReplayHints(pauses_s, own_from, np.array(session_of, np.int64))
 
 
 # ------------------------------------------------------------------------------------------ Replays

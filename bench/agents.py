@@ -1,0 +1,248 @@
+"""Compares rules for agents' blocks between turns, by replaying traces through the cache's core:
+`python -m bench.agents --trace FILE ... [--capacity-percent 2,5] [--json]`.
+
+Sessions are those that `derive_hints` finds: a session's next turn is the first later request that
+continues its prompt. No trace names tools, so the gaps between turns are those of the session.
+
+- `lru`, `hotness`: policies of the server; `hotness` is its default. `hints`: hotness with the ends
+  and pauses that `hotkv-server simulate --hints` takes from the trace.
+- `learnt`: a session's blocks are held until its expected return, HELD_GAPS times the geometric
+  mean of its gaps so far, which begins at that of all sessions. A new block that finds no room
+  beside held blocks is not stored. hotkv does not do this: see docs/eviction.md.
+- `continuum`: Continuum (arXiv 2511.02230) pins a session's KV for a time to live that is the best
+  of P(gap <= t) * benefit - t over the latest gaps. Here P is that of all sessions, and the benefit,
+  which the paper gets from prefill and queueing, is an option. Blocks past their time are evicted
+  by LRU; the part of the paper that orders requests does not concern a cache.
+- `cachewise`: CacheWise (arXiv 2606.16824) evicts the block with the longest predicted idle time
+  first, ties by LRU. Its predictions come from the tools of a request; here the mean gap of the
+  session stands for them, and `cachewise_told` gets the true gap, as the authors' source can.
+- `clairvoyant`: the bound.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.report import parser, print_report
+from hotkv_proto.blocks import NO_RETENTION, Retention
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
+from hotkv_server.simulate.replay import (
+    ReplayHints,
+    SimulatedTier,
+    clairvoyant,
+    derive_hints,
+    prefix_of,
+    replay,
+    warm_up,
+)
+from hotkv_server.simulate.trace import Trace, load_trace
+
+HELD_GAPS = 1.25
+PRIOR_GAPS, FIRST_GAP_S, LEAST_GAP_S = 3.0, 5.0, 0.02
+"""A session counts as having had PRIOR_GAPS gaps of the mean of all, which is FIRST_GAP_S before
+the first gap. Shorter gaps than LEAST_GAP_S count as that."""
+LATEST_GAPS, NEW_GAPS = 1000, 20
+"""Continuum's distribution: over so many gaps, made anew after so many."""
+NEVER_S = 1e6
+RULES = ("learnt", "continuum", "cachewise", "cachewise_told")
+ROWS = ("lru", "hotness", "hints", *RULES, "clairvoyant")
+
+
+@dataclass(slots=True)
+class Gaps:
+    """Gaps between the turns of sessions, as far as they have passed.
+
+    gaps_s: all of them, in order.
+    """
+
+    gaps_s: list[float] = field(default_factory=list)
+    _log_sum: float = 0.0
+    _last_s: dict[int, float] = field(default_factory=dict)
+    _sums: dict[int, tuple[int, float]] = field(default_factory=dict)
+
+    def turn(self, session: int, now_s: float) -> None:
+        """Records a turn of a session."""
+        if session in self._last_s:
+            gap_s = max(now_s - self._last_s[session], LEAST_GAP_S)
+            count, total = self._sums.get(session, (0, 0.0))
+            self._sums[session] = count + 1, total + float(np.log(gap_s))
+            self._log_sum += float(np.log(gap_s))
+            self.gaps_s.append(gap_s)
+        self._last_s[session] = now_s
+
+    def expected_s(self, session: int) -> float:
+        """Returns the geometric mean of a session's gaps, beginning at that of all sessions."""
+        of_all = self._log_sum / len(self.gaps_s) if self.gaps_s else float(np.log(FIRST_GAP_S))
+        count, total = self._sums.get(session, (0, 0.0))
+        return float(np.exp((total + PRIOR_GAPS * of_all) / (count + PRIOR_GAPS)))
+
+
+def best_ttl_s(gaps_s: list[float], benefit_s: float) -> float:
+    """Returns the time t that makes P(gap <= t) * benefit - t largest; 0 if none is above 0, and
+    the benefit before there are NEW_GAPS gaps."""
+    if len(gaps_s) < NEW_GAPS:
+        return benefit_s
+    times_s = np.sort(gaps_s[-LATEST_GAPS:])
+    worth = np.arange(1, len(times_s) + 1) / len(times_s) * benefit_s - times_s
+    at = int(np.argmax(worth))
+    return float(times_s[at]) if worth[at] > 0 else 0.0
+
+
+@dataclass(slots=True)
+class Turn:
+    """The request that is being served. `until_s`: until when its session's blocks are held, or
+    for `cachewise` the predicted idle time. `depth`: place of its next block."""
+
+    now_s: float = 0.0
+    until_s: float = 0.0
+    depth: int = 0
+
+
+class SessionRule:
+    """A policy in which all blocks of a request get the same time from its `turn`.
+
+    holds: True if blocks are held until that time, and others are evicted by LRU; False if the
+        largest time is evicted first.
+    """
+
+    def __init__(self, capacity: int, turn: Turn, *, holds: bool) -> None:
+        self._turn, self._holds = turn, holds
+        self._used_s = np.full(capacity + 1, -np.inf)
+        self._until_s = np.zeros(capacity + 1)
+        self._depth = np.zeros(capacity + 1, np.int64)
+
+    def touch(
+        self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
+        stop = self._turn.depth + len(entries)
+        self._used_s[entries], self._until_s[entries] = now_s, self._turn.until_s
+        self._depth[entries] = np.arange(self._turn.depth, stop)
+        self._turn.depth = stop
+
+    admit = touch
+
+    def refresh(self, entries: Entries, now_s: float) -> None:
+        """Does nothing."""
+
+    def decline(
+        self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
+        """Does nothing."""
+
+    def allow_keeping(self, allowed: bool) -> None:
+        """Does nothing: a replay always allows it."""
+
+    def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
+        """Does nothing."""
+
+    def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
+        self._used_s[entries] = -np.inf
+
+    def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
+        return iter(())
+
+    def victims(
+        self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
+    ) -> Entries:
+        entries = np.flatnonzero(np.isfinite(self._used_s)).astype(np.uint32)
+        entries = entries[evictable(entries)]
+        if self._holds:
+            entries = entries[self._until_s[entries] < self._turn.now_s]
+            order = np.lexsort((-self._depth[entries], self._used_s[entries]))
+        else:
+            order = np.lexsort(
+                (-self._depth[entries], self._used_s[entries], -self._until_s[entries])
+            )
+        return entries[order[: max(0, count)]]
+
+    def heat(self, entries: Entries) -> NDArray[np.float64]:
+        return self._used_s[entries]
+
+    last_used_s = heat
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+    def check_invariants(self) -> None:
+        """Does nothing: there are no two books that could disagree."""
+
+
+def replay_rule(
+    trace: Trace, capacity: int, rule: str, hints: ReplayHints, benefit_s: float
+) -> NDArray[np.int64]:
+    """Replays a trace under one of RULES. Returns the prefix lengths [R] that hit."""
+    turn, gaps, ttl_s, num_gaps = Turn(), Gaps(), benefit_s, 0
+    tier = SimulatedTier(
+        capacity, lambda blocks: SessionRule(blocks, turn, holds=rule in ("learnt", "continuum"))
+    )
+    prefix = np.zeros(trace.num_requests, np.int64)
+    for request, now_s in enumerate(trace.times_s.tolist()):
+        session = int(hints.sessions[request])
+        gaps.turn(session, now_s)
+        if rule == "continuum" and len(gaps.gaps_s) >= num_gaps + NEW_GAPS:
+            num_gaps = len(gaps.gaps_s)
+            ttl_s = best_ttl_s(gaps.gaps_s, benefit_s)
+        turn.until_s = {
+            "learnt": now_s + HELD_GAPS * gaps.expected_s(session),
+            "continuum": now_s + ttl_s,
+            "cachewise": gaps.expected_s(session),
+            "cachewise_told": min(float(hints.pauses_s[request]), NEVER_S),
+        }[rule]
+        turn.now_s, turn.depth = now_s, 0
+        hashes = trace.hashes[trace.starts[request] : trace.starts[request + 1]]
+        entries = tier.find(hashes)
+        prefix[request] = prefix_of(entries)
+        tier.store(hashes, entries, int(prefix[request]), now_s)
+        tier.space.removal.take_effects()
+    return prefix
+
+
+def hit_rate(trace: Trace, percent: float, row: str, benefit_s: float) -> float:
+    """Returns the share of block accesses that hit under one of ROWS."""
+    capacity, hints = trace.capacity_blocks(percent), derive_hints(trace)
+    if row == "clairvoyant":
+        prefix = clairvoyant(trace, capacity)
+    elif row in RULES:
+        prefix = replay_rule(trace, capacity, row, hints, benefit_s)
+    else:
+        told = hints if row == "hints" else None
+        policy = POLICIES["hotness" if row == "hints" else row]
+        prefix = replay(trace, capacity, policy, hints=told).prefix
+    return trace.hit_blocks(prefix) / trace.num_accesses
+
+
+def compare(
+    traces: list[Trace], percents: list[float], benefit_s: float
+) -> dict[str, dict[str, float]]:
+    """Returns the hit rates by trace and capacity, then by row."""
+    found: dict[str, dict[str, float]] = {}
+    for trace in traces:
+        warm_up(trace, POLICIES["lru"])
+        for percent in percents:
+            found[f"{Path(trace.name).stem} {percent:g} %"] = {
+                row: hit_rate(trace, percent, row, benefit_s) for row in ROWS
+            }
+    return found
+
+
+def main() -> int:
+    """Runs the command."""
+    options = parser("Rules for agents' blocks between turns, compared on traces.")
+    options.add_argument("--trace", type=Path, nargs="+", required=True, metavar="FILE")
+    options.add_argument("--capacity-percent", default="1,2,5,10,20", metavar="P[,P...]")
+    options.add_argument("--benefit-s", type=float, default=60.0, metavar="S")
+    chosen = options.parse_args()
+    percents = [float(part) for part in chosen.capacity_percent.split(",")]
+    found = compare([load_trace(path) for path in chosen.trace], percents, chosen.benefit_s)
+    rows = [(name, *(f"{100 * rates[row]:.1f}" for row in ROWS)) for name, rates in found.items()]
+    print_report(("trace, capacity", *ROWS), rows, {"hit_rate": found}, as_json=chosen.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
