@@ -61,7 +61,7 @@ class Reader:
         last = -1
         while self.sub.poll(300):
             last, events = self.read()
-            assert events == [AllBlocksCleared()]
+            assert set(map(type, events)) == {AllBlocksCleared}
         assert last >= 0
         return last
 
@@ -208,7 +208,7 @@ def test_numbers_grow_over_a_restart(
     """Dynamo's indexer drops messages whose numbers go back."""
     last = reader.wait_subscribed(publisher)
     # More messages than the next publisher sends here.
-    for number in range(1000):
+    for number in range(300):
         publisher.publish(1.0, [stored([number])])
         last, _ = reader.read()
     publisher.close()

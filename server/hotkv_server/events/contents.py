@@ -59,7 +59,7 @@ AT_BITS = 17
 """Bits of a block's position in its run, in the index."""
 NO_PARENT = bytes(32)
 
-GATHER_S = 0.005
+GATHER_S = 0.02
 """Time between the first contents in the queue and their write."""
 MAX_QUEUED_BYTES = 8 << 20
 
@@ -316,8 +316,8 @@ class Contents:
             fingerprint, group_index, depth, *_ = RUN.unpack_from(packed, PREFIX.size)
             self._records.append(_Record(position, fingerprint, group_index, depth))
             index = self._index.setdefault((fingerprint, group_index), {})
-            base = position << AT_BITS
-            index.update((key, base | at) for at, key in enumerate(_keys(packed)))
+            keys, base = _keys(packed), position << AT_BITS
+            index.update(zip(keys, range(base, base + len(keys)), strict=True))
         elif kind == NAME:
             fingerprint, name = _unpacked_name(packed)
             self._records.append(_Record(position, fingerprint, name=name))
@@ -355,8 +355,8 @@ class Contents:
         base, packed = record.position << AT_BITS, run.hashes.tobytes()
         return np.array(
             [
-                index.get(packed[start : start + 32]) == base | start >> 5
-                for start in range(0, len(packed), 32)
+                index.get(key) == base + at
+                for at, key in enumerate(np.frombuffer(packed, "V32").tolist())
             ],
             np.bool_,
         )
@@ -480,8 +480,8 @@ def _unpacked_run(packed: bytes) -> BlocksStored:
 def _keys(packed: bytes) -> list[bytes]:
     """Returns the hashes of a run's record, 32 bytes each."""
     count = RUN.unpack_from(packed, PREFIX.size)[3]
-    start = PREFIX.size + RUN.size + 32
-    return [packed[at : at + 32] for at in range(start, start + 32 * count, 32)]
+    keys: list[bytes] = np.frombuffer(packed, "V32", count, PREFIX.size + RUN.size + 32).tolist()
+    return keys
 
 
 def _plain_keys(keys: tuple[ExtraKey, ...] | None) -> Any:

@@ -26,6 +26,7 @@ from hotkv_server.cache.values import DISK_TIER, BoolMask, Entries, EvictionNoti
 from hotkv_server.node.broadcast import Feeds
 
 NO_CONTENT = RunContent(np.empty(0, np.int32))
+STORED = bytes((BlockResult.STORED,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +219,10 @@ class EventHub:
                 published = [] if is_first else [one for one in events if _is_of_pool(one)]
             if published:
                 self.publisher.publish(now_s, published)
-        self.feeds.put(
-            TimedEvent(now_s, event, self._key_spaces[event.key_space_id]) for event in events
-        )
+        if len(self.feeds):
+            self.feeds.put(
+                TimedEvent(now_s, event, self._key_spaces[event.key_space_id]) for event in events
+            )
 
 
 def _is_of_pool(event: Event) -> bool:
@@ -244,13 +246,16 @@ def stored_events(
     representations."""
     events: list[BlocksStored] = []
     for run, content, values in zip(runs, contents, results, strict=True):
-        is_stored = values == BlockResult.STORED
-        if run.group_index < MAX_GROUPS and is_stored.any():
+        num_stored = values.tobytes().count(STORED)
+        if run.group_index < MAX_GROUPS and num_stored:
             whole = BlocksStored(
                 key_space_id, run.group_index, run.hashes, run.parent, run.depth, content
             )
-            runs_of = [(0, len(values))] if is_stored.all() else edges(is_stored)
-            events += [whole.part(first, end) for first, end in runs_of]
+            if num_stored == len(values):
+                events.append(whole)
+            else:
+                parts = edges(values == BlockResult.STORED)
+                events += [whole.part(first, end) for first, end in parts]
     return events
 
 

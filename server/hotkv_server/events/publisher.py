@@ -17,12 +17,14 @@ Always true:
 
 import itertools
 import logging
+import operator
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import zmq
@@ -36,7 +38,7 @@ log = logging.getLogger(__name__)
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 SEQUENCE_BYTES = 8
 POLL_S = 0.05
-GATHER_S = 0.005
+GATHER_S = 0.01
 MOST_AT_ONCE = 1000
 """Most items between two looks at the replay socket."""
 STOP_TIMEOUT_S = 2.0
@@ -46,6 +48,8 @@ HIGH_WATER_MESSAGES = 100_000
 this reader, as in vLLM's publisher."""
 STATE_BYTES = 1 << 20
 """Bytes of events in a message of the state."""
+MESSAGE_BYTES = 1 << 20
+"""Most bytes of events that were queued apart in one message."""
 EVENT_BYTES = 64
 """Added for each event to the bytes of its arrays."""
 
@@ -225,14 +229,11 @@ class ZmqPublisher:
         self._queue.put(_Ended(number, tuple(ended)))
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
-        """Queues events, in order, in a message per topic. Drops them if the queue is full."""
-        for names, part in itertools.groupby(
-            events,
-            lambda event: [topic.name for topic in self._by_key_space[event.key_space_id]],
-        ):
-            of_topics = tuple(part)
-            for name in names:
-                self._put(self._topics[name.decode()], unix_time_s, of_topics)
+        """Queues events, in order. Drops them if the queue is full."""
+        for number, part in itertools.groupby(events, _key_space_id):
+            of_key_space = tuple(part)
+            for topic in self._by_key_space[number]:
+                self._put(topic, unix_time_s, of_key_space)
 
     def announce(self) -> None:
         """Sends the present state, after all events that are queued."""
@@ -286,15 +287,18 @@ class ZmqPublisher:
         running = True
         while running:
             self._last_turn_s = time.monotonic()
+            gathered: dict[_Topic, list[_Item]] = {}
             for item in self._next():
-                running = item is not None
                 if isinstance(item, _Item):
-                    self._send_events(item)
-                    self._taken_bytes += item.num_bytes
-                elif isinstance(item, _Announcement):
+                    gathered.setdefault(item.topic, []).append(item)
+                    continue
+                self._send_gathered(gathered)
+                running = item is not None
+                if isinstance(item, _Announcement):
                     self._send_state(item.topics)
                 elif item is not None:
                     self._end(item)
+            self._send_gathered(gathered)
             try:
                 # A request at a time: an answer can be long, and events wait for it.
                 if self._replay is not None and self._replay.poll(0):
@@ -325,16 +329,38 @@ class ZmqPublisher:
             if item is None:
                 return
 
-    def _send_events(self, item: _Item) -> None:
+    def _send_gathered(self, gathered: dict[_Topic, list[_Item]]) -> None:
+        """Sends the events of each topic, and empties the dictionary. Events that were queued one
+        after the other share a message: each costs the thread, and so the loop, as much again."""
+        for topic, items in gathered.items():
+            events: list[Any] = []
+            num_bytes = 0
+            for item in items:
+                if num_bytes + item.num_bytes > MESSAGE_BYTES:
+                    self._send_events(topic, item.unix_time_s, events)
+                    events, num_bytes = [], 0
+                events += self._translated(item)
+                num_bytes += item.num_bytes
+            self._send_events(topic, items[-1].unix_time_s, events)
+            self._taken_bytes += sum(item.num_bytes for item in items)
+        gathered.clear()
+
+    def _translated(self, item: _Item) -> list[Any]:
         try:
-            events = self._translator.translate(item.events, is_alone=item.is_alone)
-            if item.clears_first:
-                events.insert(0, AllBlocksCleared())
-            if events:
-                payload = self._encoder.encode(KVEventBatch(item.unix_time_s, events, RANK))
-                self._send(item.topic, payload, len(events))
+            events: list[Any] = self._translator.translate(item.events, is_alone=item.is_alone)
         except Exception:  # The effect executor's edge: one bad event must not end all others.
             log.exception("events of topic %s could not be sent", item.topic.name.decode())
+            events = []
+        return [AllBlocksCleared(), *events] if item.clears_first else events
+
+    def _send_events(self, topic: _Topic, unix_time_s: float, events: list[Any]) -> None:
+        if not events:
+            return
+        try:
+            payload = self._encoder.encode(KVEventBatch(unix_time_s, events, RANK))
+            self._send(topic, payload, len(events))
+        except Exception:  # As above.
+            log.exception("events of topic %s could not be sent", topic.name.decode())
 
     def _send(self, topic: _Topic, payload: bytes, num_events: int) -> None:
         """Sends a message under the next number, and keeps it for replay."""
@@ -465,6 +491,9 @@ class ZmqPublisher:
                     state[topic].append(encoded)
             self._last_turn_s = time.monotonic()
         return list(state.items())
+
+
+_key_space_id = operator.attrgetter("key_space_id")
 
 
 def _parts(events: list[msgspec.Raw], most: int) -> list[list[msgspec.Raw]]:

@@ -14,8 +14,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 from numpy.typing import NDArray
 
+from hotkv_proto import native
 from hotkv_proto.groups import GroupKind
 from hotkv_proto.keys import KeySpace
 from hotkv_server.cache.values import Medium
@@ -50,7 +52,7 @@ class BlockStored(KVCacheEvent):
 
     block_hashes: list[ExternalHash]
     parent_block_hash: ExternalHash | None
-    token_ids: list[int]
+    token_ids: msgspec.Raw
     block_size: int
     lora_id: int | None
     medium: str | None
@@ -89,9 +91,26 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 def external_hashes(words: NDArray[Any], hash_bytes: int, *, as_ints: bool) -> list[ExternalHash]:
     """Returns hashes as vLLM's events have them: the last 8 bytes as a number, or all bytes.
     Source: `maybe_convert_block_hash` in vLLM 0.32."""
-    packed = words.tobytes()
-    rows = (packed[start : start + hash_bytes] for start in range(0, len(packed), 32))
-    return [int.from_bytes(row[-8:], "big") for row in rows] if as_ints else list(rows)
+    rows = words.reshape(-1, 8).view(np.uint8)
+    first = hash_bytes - 8 if as_ints else 0
+    packed = np.ascontiguousarray(rows[:, first:hash_bytes])
+    hashes: list[ExternalHash] = (
+        packed.view(">u8" if as_ints else f"V{hash_bytes}").ravel().tolist()
+    )
+    return hashes
+
+
+LONGEST_HEAD = 5
+
+
+def _array_head(count: int) -> bytes:
+    """Returns the beginning of an array in MessagePack. Source: the format's specification, "array
+    format family"."""
+    if count < 16:
+        return bytes((0x90 | count,))
+    if count < 1 << 16:
+        return b"\xdc" + count.to_bytes(2, "big")
+    return b"\xdd" + count.to_bytes(4, "big")
 
 
 def _owner(event: BlocksStored | BlocksRemoved) -> str | None:
@@ -104,6 +123,7 @@ class Translator:
     def __init__(self, key_spaces: Mapping[int, KeySpace], *, as_ints: bool) -> None:
         self._key_spaces = key_spaces
         self._as_ints = as_ints
+        self._kernels = native.require("hotkv_server.events.kernels")
 
     def translate(
         self, events: Iterable[Event], *, is_alone: bool
@@ -136,7 +156,7 @@ class Translator:
         return BlockStored(
             block_hashes=hashes,
             parent_block_hash=parents[0] if parents else None,
-            token_ids=content.token_ids.tolist(),
+            token_ids=self._encoded(content.token_ids),
             block_size=group.block_tokens if len(content.token_ids) else 0,
             lora_id=None,
             medium=medium,
@@ -150,6 +170,15 @@ class Translator:
             locality=locality,
             ownership=_owner(event),
         )
+
+    def _encoded(self, token_ids: NDArray[np.int32]) -> msgspec.Raw:
+        """Returns a list of token ids, encoded."""
+        count = len(token_ids)
+        packed = np.empty(LONGEST_HEAD + self._kernels.MOST_BYTES * count, np.uint8)
+        head = _array_head(count)
+        packed[: len(head)] = np.frombuffer(head, np.uint8)
+        num_bytes = self._kernels.pack_int32s(token_ids, packed[len(head) :])
+        return msgspec.Raw(packed[: len(head) + num_bytes].tobytes())
 
     def _removed(self, event: BlocksRemoved) -> BlockRemoved:
         hash_bytes = self._key_spaces[event.key_space_id].hash_bytes
