@@ -18,6 +18,7 @@ MUTATE     ?=
 RELEASE_FLAGS ?=
 # The walks take the packages of this folder instead of the working tree: RELEASE=release.
 RELEASE    ?=
+BENCH      ?=
 # Tests wait more than they work.
 JOBS       ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 PROGRAMS   ?= chromium prometheus systemd-container docker-compose libibverbs1 librdmacm1 libnuma1
@@ -107,6 +108,7 @@ check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contrac
 	$(BIN)/python -m tools.connector_settings --check
 	$(BIN)/python -m tools.dashboard --check
 	$(BIN)/python -m tools.pairs_table --check
+	$(BIN)/python -m tools.performance --check
 	$(BIN)/python -m tools.mutate --check
 
 docs: $(DOCS_VENV)/.stamp ## builds docs/ into site/, searchable; a link or an anchor that leads nowhere is an error
@@ -120,13 +122,14 @@ fix: $(STAMPS)/dev ## formats, mends what ruff can mend, and makes pages of metr
 	$(BIN)/python -m tools.connector_settings
 	$(BIN)/python -m tools.dashboard
 	$(BIN)/python -m tools.pairs_table
+	$(BIN)/python -m tools.performance
 	$(BIN)/python tools/vllm_list.py
 
 proto: $(PROTO_VENV)/.stamp ## generates the wire's code anew
 	$(PROTO_VENV)/bin/python tools/protos.py
 
-bench: $(STAMPS)/dev ## every benchmark of bench/, tables on the terminal
-	@set -e; for script in lookup transfer tiers footprint core status restart soak sparse_speed sparse_engine sparse_quality sparse_needles residency e2e; do echo "== bench/$$script.py"; $(BIN)/python -m bench.$$script; done
+bench: $(STAMPS)/dev ## every benchmark that has a target, short: hit or miss beside the last record; BENCH="--only cost core", "--record"
+	$(BIN)/python -m bench.targets $(BENCH)
 
 dist: $(RELEASE_VENV)/.stamp ## builds sdist and wheel into dist/, and checks each in an empty environment
 	$(RELEASE_VENV)/bin/python -m tools.check_dist

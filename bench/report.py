@@ -76,6 +76,12 @@ class Bound:
     def __str__(self) -> str:
         return f"{'<=' if self.at_most else '>='} {self.value:g}"
 
+    @classmethod
+    def parse(cls, text: str) -> "Bound":
+        """Returns the bound whose text this is."""
+        sign, value = text.split()
+        return cls(float(value), at_most=sign == "<=")
+
     def is_met(self, figure: float) -> bool:
         """Returns True if the figure keeps to it."""
         return figure <= self.value if self.at_most else figure >= self.value
@@ -99,7 +105,7 @@ def print_figures(
     beside: Mapping[str, object] | None = None,
 ) -> None:
     """Prints a row for each figure, with its bound and whether the figure misses the bound. With
-    `as_json`, prints the figures and `beside` as JSON."""
+    `as_json`, prints the figures, `beside` and the bounds as JSON."""
     rows = []
     for name, value in figures.items():
         bound, is_number = bounds.get(name), isinstance(value, int | float)
@@ -107,4 +113,10 @@ def print_figures(
         shown = f"{value:.4g}" if is_number else str(value)
         rows.append((name, shown, "" if bound is None else str(bound), "missed" if missed else ""))
     headers = ("figure", "measured", "bound", "")
-    print_report(headers, rows, {**(beside or {}), **figures}, as_json=as_json)
+    told = {**(beside or {}), **figures, **bounds_json(bounds)}
+    print_report(headers, rows, told, as_json=as_json)
+
+
+def bounds_json(bounds: Mapping[str, Bound]) -> dict[str, object]:
+    """Returns the entry of a benchmark's JSON that `bench.targets` compares figures with."""
+    return {"bounds": {name: str(bound) for name, bound in bounds.items()}}

@@ -26,7 +26,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from bench.report import at_least, at_most, median, parser, print_json, rows_table, say
+from bench.report import (
+    at_least,
+    at_most,
+    bounds_json,
+    median,
+    parser,
+    print_json,
+    rows_table,
+    say,
+)
 from bench.resident_cases import (
     BLOCK_TOKENS,
     PROCESSOR,
@@ -335,7 +344,7 @@ def main() -> int:
         },
         "seconds": time.monotonic() - begin_s,
     }
-    print_json(named | rows, chosen.json)
+    print_json(named | rows | bounds_json(TARGETS), chosen.json)
     return 0
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from bench.report import parser, print_json, rows_table, say
+from bench.report import at_most, bounds_json, parser, print_json, rows_table, say
 from bench.sparse.engine import Engine, Setup
 from bench.sparse.texts import Text, add_model, add_texts, encoder, texts
 from tools.smollm2 import prepare
@@ -175,6 +175,7 @@ def main() -> int:
         "seconds": time.monotonic() - begin,
         "rows": [asdict(row) | {"ratio": row.ratio} for row in rows],
         "worst_ratio": max(ratios, default=None),
+        **bounds_json({"worst_ratio": at_most(RATIO_BOUND)}),
     }
     rows_of_table = [
         {**one, "missed": missed(row, usual)} for one, row in zip(report["rows"], rows, strict=True)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from bench.report import parser, print_json, rows_table, say
+from bench.report import at_most, bounds_json, parser, print_json, rows_table, say
 from bench.sparse.engine import Engine, Setup
 from bench.sparse.needles import TASKS, Prompt, haystack, prompts
 from bench.sparse.texts import add_model, encoder
@@ -149,6 +149,8 @@ def main() -> int:
             for row in rows
         ],
         "missed": behind,
+        "missed_count": len(behind),
+        **bounds_json({"missed_count": at_most(0)}),
     }
     print(rows_table(report["rows"]))
     print(f"more than one prompt behind dense: {', '.join(behind) or 'none'}")

@@ -24,7 +24,16 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from bench.report import Bound, at_least, at_most, parser, print_report, rows_table, say
+from bench.report import (
+    Bound,
+    at_least,
+    at_most,
+    bounds_json,
+    parser,
+    print_report,
+    rows_table,
+    say,
+)
 from bench.sparse.decode import Decode, Outcome
 from bench.sparse.llama import Calibration, Dense, Llama, Own, calibration, dense_pass
 from bench.sparse.texts import REPEAT, Text, add_model, add_texts, encoder, texts
@@ -271,6 +280,7 @@ def main() -> int:
         "seconds": time.monotonic() - begin,
         "rows": [figures(row) for row in rows],
         "targets": {target.name: target.value for target in held},
+        **bounds_json({target.name: target.bound for target in held}),
     }
     print(rows_table(report["rows"]))
     bounds = [

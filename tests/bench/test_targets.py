@@ -1,0 +1,88 @@
+"""`make bench`: figures beside targets and records, and the page that is made of them."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import targets
+from bench.report import at_least, at_most, bounds_json
+from bench.targets import RUNS, Figure, Record, figures_of, read_records, rows_of, write_records
+from tools.performance import page
+
+FIGURES = {"store_ms": Figure(0.5, "<= 0.45"), "served_ratio": Figure(1.0, ">= 0.999")}
+RECORD = Record("python -m bench.cost", "2 cores, 4 GiB, some CPU", 0.1, "2026-11-01", "abc", FIGURES)
+ROOT = Path(targets.__file__).parent.parent
+
+
+@pytest.mark.parametrize("bound", [at_most(0.45), at_least(1.0), at_most(0.0)])
+def test_a_bound_is_read_as_it_is_written(bound: Any) -> None:
+    assert type(bound).parse(str(bound)) == bound
+
+
+def test_figures_come_with_their_bounds() -> None:
+    report = {"a": 0.5, "targets": {"of a text": 3}, "b": True, "other": 7}
+    bounds = {"a": at_most(0.4), "of a text": at_least(3), "b": at_least(1), "left out": at_most(1)}
+    found = figures_of(report | bounds_json(bounds))
+    assert found == {
+        "a": Figure(0.5, "<= 0.4"),
+        "of a text": Figure(3.0, ">= 3"),
+        "b": Figure(1.0, ">= 1"),
+        "left out": Figure(None, "<= 1"),
+    }
+    assert [one.is_hit for one in found.values()] == [False, True, True, False]
+
+
+def test_a_row_has_hit_or_miss_and_the_last_record() -> None:
+    now = replace(RECORD, figures={"store_ms": Figure(0.4, "<= 0.45"), "new": Figure(None, ">= 1")})
+    assert rows_of("cost", now, RECORD) == [
+        ("cost", "store_ms", "0.4", "<= 0.45", "hit", "0.5"),
+        ("cost", "new", "not measured", ">= 1", "MISS", ""),
+    ]
+
+
+def test_records_are_read_as_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "records.json"
+    assert read_records(path) == {}
+    write_records({"e2e": RECORD, "cost": RECORD}, path)
+    assert read_records(path) == {"cost": RECORD, "e2e": RECORD}
+    assert list(json.loads(path.read_text())) == ["cost", "e2e"]
+
+
+def test_the_page_shows_each_record_and_which_are_of_a_busy_machine() -> None:
+    shown = page({"cost": RECORD, "core": replace(RECORD, command="core", load=9.0)})
+    assert "| store_ms | 0.5 | <= 0.45 | missed |" in shown
+    assert "| served_ratio | 1 | >= 0.999 | hit |" in shown
+    assert "**`python -m bench.cost`** 2026-11-01 |" in shown
+    assert "**`core`** 2026-11-01, busy |" in shown
+
+
+def test_every_benchmark_with_a_target_is_run() -> None:
+    """`compression` is run by `tiers`."""
+    names = {
+        path.stem
+        for path in (ROOT / "bench").glob("*.py")
+        if any(call in path.read_text() for call in ("BOUNDS", "bounds_json("))
+    }
+    assert names - {"report", "compression"} == RUNS.keys()
+
+
+def test_a_benchmark_that_fails_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def run(words: list[str], **kwargs: Any) -> Any:
+        line = json.dumps({"loop_ms": 3.0} | bounds_json({"loop_ms": at_most(10.0)}))
+        failed = "bench.cost" in words
+        return subprocess.CompletedProcess(words, int(failed), "a table\n" + line)
+
+    monkeypatch.setattr(targets.subprocess, "run", run)
+    monkeypatch.setattr(targets, "commit", lambda: "abc")
+    monkeypatch.setattr(targets, "RECORDS", tmp_path / "records.json")
+    monkeypatch.setattr(sys, "argv", ["bench", "--only", "cost", "status"])
+    assert targets.main() == 1
+    shown = capsys.readouterr().out
+    assert "1 of 1 targets hit" in shown and "cost: it ended with status 1" in shown

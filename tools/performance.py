@@ -1,0 +1,57 @@
+"""Writes docs/performance.md from `bench/records.json`, the last figures that `make bench` recorded.
+
+`python -m tools.performance` writes it. With `--check` it changes nothing, and fails if the page is
+out of date.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from bench.targets import Record, read_records, shown
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
+BUSY_LOAD = 1.0
+"""Of each core: a machine with more waiting processes is called busy."""
+HEAD = """# Measured against targets
+
+`make bench` runs every benchmark with a target, in short form, and prints hit or miss beside the
+figures below, the last that `python -m bench.targets --record` wrote to `bench/records.json`. It
+needs some minutes for each row, and a quiet machine: a figure marked *busy* was measured while
+other work had the cores. `bench/NAME.py` says what a figure means; `tools/performance.py` makes
+this page. No figure here is of a GPU ([cuda.md](cuda.md)).
+"""
+
+
+def page(records: dict[str, Record]) -> str:
+    """Returns the page."""
+    machines = list(dict.fromkeys(one.machine for one in records.values()))
+    parts = [HEAD, *(f"Machine: {one}.\n" for one in machines)]
+    parts.append("| figure | measured | target | |\n|---|---|---|---|")
+    for record in records.values():
+        cores = int(record.machine.split()[0])
+        busy = ", busy" if record.load > BUSY_LOAD * cores else ""
+        parts.append(f"| **`{record.command}`** {record.date}{busy} | | | |")
+        parts += [
+            f"| {name} | {shown(one.value)} | {one.bound} | {'hit' if one.is_hit else 'missed'} |"
+            for name, one in record.figures.items()
+        ]
+    return "\n".join(parts) + "\n"
+
+
+def main() -> int:
+    """Runs the command."""
+    flags = argparse.ArgumentParser(description=__doc__)
+    flags.add_argument("--check", action="store_true", help="only compare")
+    made = page(read_records())
+    if not flags.parse_args().check:
+        PAGE.write_text(made)
+        return 0
+    if PAGE.exists() and PAGE.read_text() == made:
+        return 0
+    print(f"{PAGE.name} is out of date; run: python -m tools.performance", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
