@@ -1,5 +1,6 @@
-"""Makes the pictures of docs/images again: the status page in a browser, light and dark, and
-`hotkv top` in a terminal, of a real server under traffic of two real vLLM engines with SmolLM2.
+"""Makes the pictures of docs/images again: the status page and the documentation's site in a
+browser, light and dark, and `hotkv top` in a terminal. The server is a real one under traffic of
+two real vLLM engines with SmolLM2.
 
 `python -m tools.pictures [--minutes 6] [--folder docs/images]`. It needs Debian's chromium, and the
 environment of `make setup`. Two engines hold conversations that begin with the same system prompt,
@@ -40,6 +41,7 @@ from demo.processes import (
 from tests.server.support import http_port
 
 IMAGES = ROOT / "docs" / "images"
+SITE = ROOT / "site" / "index.html"
 ARENA, DISK = "192MiB", "512MiB"
 WIDTH, HEIGHT = 1200, 960
 COLORS = 96
@@ -125,7 +127,8 @@ def traffic(server: Server, model: Path, folder: Path) -> Iterator[list[Conversa
 
 
 def photograph(url: str, folder: Path) -> None:
-    """Writes the status page as a browser shows it, light and dark, with few colours."""
+    """Writes the status page and, if `make docs` has built it, the first page of the site as a
+    browser shows them, light and dark, with few colours."""
     from playwright.sync_api import ViewportSize, sync_playwright
 
     with sync_playwright() as driver:
@@ -144,6 +147,9 @@ def photograph(url: str, folder: Path) -> None:
             page.get_by_text("15 min", exact=True).first.click()
             page.mouse.move(0, 0)
             save(page.screenshot(), folder / f"{name}.png")
+            if SITE.is_file():
+                page.goto(SITE.as_uri())
+                save(page.screenshot(), folder / f"{name.replace('status_page', 'docs')}.png")
         browser.close()
 
 
