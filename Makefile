@@ -199,7 +199,7 @@ $(RELEASE_VENV)/.stamp: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "setup: this needs Python 3.11 or newer; name one with PYTHON=python3.11")'
 	@$(PYTHON) -m venv $(RELEASE_VENV)
 	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["release"], sep="\n")' > $(RELEASE_VENV)/requirements.txt
-	@$(RELEASE_VENV)/bin/python -m pip install -qq --disable-pip-version-check -r $(RELEASE_VENV)/requirements.txt
+	@$(RELEASE_VENV)/bin/python -m pip install -qq --disable-pip-version-check $(if $(LOCK),-c $(LOCK)) -r $(RELEASE_VENV)/requirements.txt
 	@touch $@
 
 $(PROTO_VENV)/.stamp: Makefile
