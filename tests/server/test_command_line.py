@@ -117,7 +117,7 @@ def test_options_stand_before_or_after_the_command(
         (["--tar"], {"--target"}),
         (["blocks", "--li"], {"--limit"}),
         (["--target", "unix:/x", "drain", "--timeout"], {"--timeout", "--timeout-s"}),
-        (["completion", ""], {"bash", "zsh", "--help"}),
+        (["completion", ""], {"bash", "zsh", "fish", "--help"}),
         (["ping", "--limit"], set()),
     ],
 )
@@ -141,7 +141,7 @@ def test_zsh_completes_every_command() -> None:
         ("status --jsn", 2, "no --jsn; did you mean --json?"),
         ("blocks --limt 3", 2, "did you mean --limit?"),
         ("evict zz", 2, "'zz' is no hexadecimal block hash"),
-        ("evict", 1, "give exactly one of them"),
+        ("evict", 2, "give the hashes of blocks, or --all"),
         ("explain @/nowhere", 2, "/nowhere"),
         ("blocks --key-space 4000", 1, "key_space_id 4000 is unknown"),
         ("blocks --limit -3", 1, "page_size"),

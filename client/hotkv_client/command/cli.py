@@ -16,6 +16,7 @@ import hotkv_proto
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.command import (
+    completion,
     doctor,
     draining,
     failures,
@@ -35,7 +36,6 @@ from hotkv_client.command.options import (
     CREDENTIAL_FLAGS,
     add_own_options,
     common_options,
-    completion_script,
 )
 from hotkv_client.command.top import live
 from hotkv_client.types import Credentials
@@ -259,7 +259,7 @@ def parser(kind: type[CommandParser] = CommandParser) -> CommandParser:
     made = {
         name: subparsers.add_parser(
             name,
-            parents=[common],
+            parents=[common] if name != "completion" else [],
             help=text,
             description=text,
             epilog=f"example:\n  {help_text.EXAMPLES[name]}",
@@ -337,7 +337,7 @@ def credentials_of(options: argparse.Namespace) -> Credentials:
 
 def complete(options: argparse.Namespace) -> int:
     """Prints a script that completes commands, flags and values in your shell."""
-    print(completion_script(parser(), options.shell), end="", flush=True)
+    print(completion.script(parser(), options.shell), end="", flush=True)
     return 0
 
 
@@ -366,6 +366,9 @@ def of_fleet(options: argparse.Namespace) -> int:
 
 def _main(arguments: Sequence[str] | None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == [completion.VALUES]:
+        print("\n".join(completion.values(words[1:])), flush=True)
+        return 0
     options = parser(JsonParser if "--json" in words else CommandParser).parse_args(words)
     if options.command in LOCAL_COMMANDS:
         return LOCAL_COMMANDS[options.command](options)

@@ -99,5 +99,5 @@ def grouped(helps: Mapping[str, str]) -> str:
             )
             for name in names
         ]
-        parts.append("\n".join([f"{title}:", *lines, f"{indent}  $ {EXAMPLES[names[0]]}"]))
+        parts.append("\n".join([f"{title}:", *lines, f"  $ {EXAMPLES[names[0]]}"]))
     return "\n\n".join(parts)

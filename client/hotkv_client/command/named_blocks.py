@@ -32,37 +32,40 @@ def places(
     key_space_id: 0 for all.
     group_index: None for all.
     """
+    words = list(map(checked, words))
     found: dict[Place, list[bytes]] = {}
     spaces = client.key_spaces(key_space_id)
     for word in words:
         if len(word) in _lengths(spaces):
             for place in _places_of(spaces, len(word), group_index):
-                found.setdefault(place, []).append(parse_hash(word))
+                found.setdefault(place, []).append(bytes.fromhex(word))
             continue
         for row in _blocks(client, word, key_space_id, group_index):
             place = int(row["key_space_id"]), int(row["group_index"])
-            found.setdefault(place, []).append(parse_hash(row["block_hash"]))
+            found.setdefault(place, []).append(bytes.fromhex(row["block_hash"]))
     return found
 
 
 def whole_hashes(client: AdminClient, words: Sequence[str], key_space_id: int) -> bytes:
     """Returns the packed hashes of a prompt's blocks. Raises as `places`."""
+    words = list(map(checked, words))
     if all(len(word) == MAX_DIGITS for word in words):
-        return b"".join(map(parse_hash, words))
+        return b"".join(map(bytes.fromhex, words))
     lengths, packed = _lengths(client.key_spaces(key_space_id)), []
     for word in words:
         if len(word) not in lengths:
             word = str(_blocks(client, word, key_space_id, None)[0]["block_hash"])
-        packed.append(parse_hash(word))
+        packed.append(bytes.fromhex(word))
     return b"".join(packed)
 
 
-def parse_hash(word: str) -> bytes:
-    """Parses a block hash in hexadecimal. Raises ValueError."""
-    try:
-        return bytes.fromhex(word)
-    except ValueError as error:
-        raise ValueError(f"{word!r} is no hexadecimal block hash") from error
+def checked(word: str) -> str:
+    """Returns the hash or prefix in lower case. Raises ValueError if it is none."""
+    if not word or not set(word) <= set(string.hexdigits):
+        raise ValueError(f"{word!r} is no hexadecimal block hash")
+    if not MIN_DIGITS <= len(word) <= MAX_DIGITS:
+        raise ValueError(f"{word!r} has {len(word)} digits; give {MIN_DIGITS} to {MAX_DIGITS}")
+    return word.lower()
 
 
 def _lengths(spaces: list[dict[str, Any]]) -> set[int]:
@@ -85,10 +88,6 @@ def _blocks(
     client: AdminClient, word: str, key_space_id: int, group_index: int | None
 ) -> list[dict[str, Any]]:
     """Returns the rows of the blocks of the only hash that begins with `word`."""
-    if not word or not set(word) <= set(string.hexdigits):
-        raise ValueError(f"{word!r} is no hexadecimal block hash")
-    if not MIN_DIGITS <= len(word) <= MAX_DIGITS:
-        raise ValueError(f"{word!r} has {len(word)} digits; give {MIN_DIGITS} to {MAX_DIGITS}")
     rows = [
         row
         for row in client.blocks(key_space_id, LOOKED_AT, hash_prefix=word)["blocks"]

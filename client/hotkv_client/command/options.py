@@ -13,6 +13,7 @@ from hotkv_proto.command_line import Parser
 TIMEOUT_S = 10.0
 INTERVAL_S = 2.0
 BENCH_SECONDS, BENCH_ARENA_MIB = 30.0, 512
+SHELLS = ("bash", "zsh", "fish")
 CREDENTIAL_FLAGS = {
     "tls_ca": "over TCP: PEM file of who signs the server's certificate",
     "tls_certificate": "over TCP: PEM file of this client's certificate",
@@ -273,58 +274,3 @@ def add_bench_options(made: argparse.ArgumentParser) -> None:
     )
     made.add_argument("--disk", type=Path, help="folder in which a disk tier is tried")
     made.add_argument("--config", type=Path, help="settings of a server, whose tiers are tried")
-
-
-# --------------------------------------------------------------------------------------- completion
-
-# `hotkv completion SHELL` prints a script that completes commands and flags. The script is made
-# from the command line's parser.
-
-
-SHELLS = ("bash", "zsh")
-BASH = """\
-_hotkv() {{
-  local word=${{COMP_WORDS[COMP_CWORD]}} command="" i
-  for ((i = 1; i < COMP_CWORD; i++)); do
-    case ${{COMP_WORDS[i]}} in
-      {commands}) command=${{COMP_WORDS[i]}}; break ;;
-    esac
-  done
-  case $command in
-    "") COMPREPLY=($(compgen -W "{words} {flags}" -- "$word")) ;;
-{cases}
-  esac
-}}
-complete -o default -F _hotkv hotkv
-"""
-ZSH_HEAD = "autoload -U +X bashcompinit && bashcompinit\n"
-
-
-def completion_script(top: argparse.ArgumentParser, shell: str) -> str:
-    """Returns the script for a shell to read: `source <(hotkv completion bash)`."""
-    parsers: dict[str, argparse.ArgumentParser] = {}
-    for action in top._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            parsers = dict(action.choices)
-    cases = [
-        f'    {name}) COMPREPLY=($(compgen -W "{_completed_words(parser)}" -- "$word")) ;;'
-        for name, parser in parsers.items()
-    ]
-    made = BASH.format(
-        commands="|".join(parsers),
-        words=" ".join(parsers),
-        flags=_completed_words(top),
-        cases="\n".join(cases),
-    )
-    return (ZSH_HEAD if shell == "zsh" else "") + made
-
-
-def _completed_words(parser: argparse.ArgumentParser) -> str:
-    """Returns a parser's long flags and the choices of its positional arguments."""
-    found = []
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            continue
-        found += [flag for flag in action.option_strings if flag.startswith("--")]
-        found += [] if action.option_strings else map(str, action.choices or ())
-    return " ".join(found)
