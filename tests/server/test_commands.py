@@ -328,7 +328,7 @@ def test_live_traffic_is_recorded_and_sized(
 
     def traffic() -> None:
         while not stop.is_set():
-            report = RequestReport(hashes(40), 40 * 16 + 1, device, 0, 0.0)
+            report = RequestReport(hashes(40), 40 * 16 + 1, device, device, 0.0)
             stocked.session.report_requests([report, report], 2000.0)
             stop.wait(0.05)
 

@@ -1,12 +1,16 @@
 """vLLM's HTTP server with the commands of README: what its users get back, and see in its metrics,
 before and after a kill -9."""
 
+import contextlib
+import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hotkv_client.command import cli
 from hotkv_vllm.stats import COUNTERS, exported
 from tests.support.waiting import wait_for
 from tests.vllm.checkpoint import write_weights
@@ -75,6 +79,19 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert mine["logprobs"]["token_logprobs"] == expected
 
 
+def explained(server: HttpServer, daemon: Daemon) -> int:
+    """Returns how many blocks of the chat hit, as `hotkv explain` says by the server's tokens."""
+    path, printed = server.log_path.with_name("chat.json"), io.StringIO()
+    path.write_text(json.dumps(CHAT))
+    engine = f"http://127.0.0.1:{server.port}"
+    with contextlib.redirect_stdout(printed):
+        asked = ["explain", "--chat", str(path), "--engine", engine, "--json"]
+        assert cli.main([*asked, "--target", daemon.target]) == 0
+    (space,) = json.loads(printed.getvalue())
+    assert space["model_name"] == "tiny"
+    return int(space["hit_token_count"]) // BLOCK_TOKENS
+
+
 @pytest.mark.parametrize(
     "is_forked",
     [
@@ -103,7 +120,8 @@ def test_a_killed_server_finds_again_what_it_stored(
     lengths = (len(PROMPT), len(OTHER), chat["usage"]["prompt_tokens"])
     num_blocks = sum(length // BLOCK_TOKENS for length in lengths)
     wait_for(lambda: len(daemon.admin("blocks", page_size=1000)["blocks"]) >= num_blocks)
-    assert len(daemon.admin("sessions")) == 2
+    assert {row["model_name"] for row in daemon.admin("sessions")} == {"tiny"}
+    assert explained(first, daemon) == chat["usage"]["prompt_tokens"] // BLOCK_TOKENS
     first.kill()
 
     server = serve()
