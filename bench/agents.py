@@ -6,13 +6,13 @@ continues its prompt. No trace names tools, so the gaps between turns are those 
 
 - `lru`, `hotness`: policies of the server; `hotness` is its default. `hints`: hotness with the ends
   and pauses that `hotkv-server simulate --hints` takes from the trace.
-- `learnt`: a session's blocks are held until its expected return, HELD_GAPS times the geometric
-  mean of its gaps so far, which begins at that of all sessions. A new block that finds no room
-  beside held blocks is not stored. hotkv does not do this: see docs/eviction.md.
+- `learnt`: hotness with the return times of named sessions (`hotkv_server.hints.book.returns`), as
+  the server has them. Here a turn ends when it begins.
 - `continuum`: Continuum (arXiv 2511.02230) pins a session's KV for a time to live that is the best
   of P(gap <= t) * benefit - t over the latest gaps. Here P is that of all sessions, and the benefit,
   which the paper gets from prefill and queueing, is an option. Blocks past their time are evicted
-  by LRU; the part of the paper that orders requests does not concern a cache.
+  by LRU, new blocks that find no room beside pinned blocks are not stored. The part of the paper
+  that orders requests does not concern a cache.
 - `cachewise`: CacheWise (arXiv 2606.16824) evicts the block with the longest predicted idle time
   first, ties by LRU. Its predictions come from the tools of a request; here the mean gap of the
   session stands for them, and `cachewise_told` gets the true gap, as the authors' source can.
@@ -31,6 +31,7 @@ from bench.report import parser, print_report
 from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
+from hotkv_server.hints.book.returns import ReturnTimes, SessionGaps
 from hotkv_server.simulate.replay import (
     ReplayHints,
     SimulatedTier,
@@ -42,15 +43,14 @@ from hotkv_server.simulate.replay import (
 )
 from hotkv_server.simulate.trace import Trace, load_trace
 
-HELD_GAPS = 1.25
 PRIOR_GAPS, FIRST_GAP_S, LEAST_GAP_S = 3.0, 5.0, 0.02
 """A session counts as having had PRIOR_GAPS gaps of the mean of all, which is FIRST_GAP_S before
 the first gap. Shorter gaps than LEAST_GAP_S count as that."""
 LATEST_GAPS, NEW_GAPS = 1000, 20
 """Continuum's distribution: over so many gaps, made anew after so many."""
 NEVER_S = 1e6
-RULES = ("learnt", "continuum", "cachewise", "cachewise_told")
-ROWS = ("lru", "hotness", "hints", *RULES, "clairvoyant")
+RULES = ("continuum", "cachewise", "cachewise_told")
+ROWS = ("lru", "hotness", "hints", "learnt", *RULES, "clairvoyant")
 
 
 @dataclass(slots=True)
@@ -178,7 +178,7 @@ def replay_rule(
     """Replays a trace under one of RULES. Returns the prefix lengths [R] that hit."""
     turn, gaps, ttl_s, num_gaps = Turn(), Gaps(), benefit_s, 0
     tier = SimulatedTier(
-        capacity, lambda blocks: SessionRule(blocks, turn, holds=rule in ("learnt", "continuum"))
+        capacity, lambda blocks: SessionRule(blocks, turn, holds=rule == "continuum")
     )
     prefix = np.zeros(trace.num_requests, np.int64)
     for request, now_s in enumerate(trace.times_s.tolist()):
@@ -188,7 +188,6 @@ def replay_rule(
             num_gaps = len(gaps.gaps_s)
             ttl_s = best_ttl_s(gaps.gaps_s, benefit_s)
         turn.until_s = {
-            "learnt": now_s + HELD_GAPS * gaps.expected_s(session),
             "continuum": now_s + ttl_s,
             "cachewise": gaps.expected_s(session),
             "cachewise_told": min(float(hints.pauses_s[request]), NEVER_S),
@@ -202,11 +201,33 @@ def replay_rule(
     return prefix
 
 
+def replay_learnt(trace: Trace, capacity: int, hints: ReplayHints) -> NDArray[np.int64]:
+    """Replays a trace with return times. Returns the prefix lengths [R] that hit."""
+    tier, returns = SimulatedTier(capacity, POLICIES["hotness"]), ReturnTimes()
+    sessions: dict[int, SessionGaps] = {}
+    prefix = np.zeros(trace.num_requests, np.int64)
+    for request, now_s in enumerate(trace.times_s.tolist()):
+        session = sessions.setdefault(int(hints.sessions[request]), SessionGaps())
+        returns.began(session, now_s)
+        hashes = trace.hashes[trace.starts[request] : trace.starts[request + 1]]
+        entries = tier.find(hashes)
+        prefix[request] = prefix_of(entries)
+        tier.store(hashes, entries, int(prefix[request]), now_s)
+        tier.space.removal.take_effects()
+        hold_s = returns.ended(session, now_s)
+        if hold_s:
+            entries = tier.find(hashes)
+            tier.space.policy.hold(entries[entries != 0], now_s + hold_s)
+    return prefix
+
+
 def hit_rate(trace: Trace, percent: float, row: str, benefit_s: float) -> float:
     """Returns the share of block accesses that hit under one of ROWS."""
     capacity, hints = trace.capacity_blocks(percent), derive_hints(trace)
     if row == "clairvoyant":
         prefix = clairvoyant(trace, capacity)
+    elif row == "learnt":
+        prefix = replay_learnt(trace, capacity, hints)
     elif row in RULES:
         prefix = replay_rule(trace, capacity, row, hints, benefit_s)
     else:

@@ -48,8 +48,9 @@ def test_a_session_is_expected_as_all_are_and_then_as_it_came_itself() -> None:
 def test_held_sessions_hit_where_lru_has_lost_them() -> None:
     """Three sessions in turn, with room for two."""
     found = rates(rounds({1: 3.0, 2: 3.1, 3: 3.2}), 67.0)
+    assert found["learnt"] > found["lru"] + 0.3
     assert found["lru"] < 0.2
-    assert min(found["learnt"], found["continuum"]) > 0.5
+    assert found["continuum"] > 0.5
 
 
 def test_the_longest_predicted_idle_time_is_evicted_first() -> None:

@@ -268,8 +268,9 @@ def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Co
 
 @given(data=st.data(), hold_s=st.sampled_from([0.0, 2.0, 90.0]))
 def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
-    """With `keep_at_s`, blocks that were used within the time that the winner holds are no victims,
-    unless they were demoted; all others are, and without it all are."""
+    """With `keep_at_s`, blocks that were used within the time that the winner holds, or that are
+    held until later, are no victims, unless they were demoted; all others are, and without it all
+    are."""
     policy, num_entries, now_s = make_hotness(40, Contender(0.1, hold_s=hold_s)), 40, 100.0
     used_s = {}
     for entry in range(1, num_entries + 1):
@@ -282,7 +283,11 @@ def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
         used_s[entry] = now_s
     demoted = set(data.draw(st.lists(st.integers(1, num_entries), max_size=3, unique=True)))
     policy.demote(entries_of(sorted(demoted)), keys_of(sorted(demoted)), now_s)
-    may_go = {entry for entry in used_s if now_s - used_s[entry] >= hold_s} | demoted
+    held = set(data.draw(st.lists(st.integers(1, num_entries), max_size=9, unique=True)))
+    policy.hold(entries_of(sorted(held)), now_s + 5.0)
+    if data.draw(st.booleans()):
+        now_s, held = now_s + 5.0, set()
+    may_go = {entry for entry in used_s if now_s - used_s[entry] >= hold_s} - held | demoted
     gone: set[int] = set()
 
     def is_left(numbers: Entries) -> NDArray[np.bool_]:

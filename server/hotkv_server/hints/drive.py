@@ -14,7 +14,7 @@ from hotkv_proto.errors import HotKVError
 from hotkv_proto.hints import NO_HINTS, Action, ActionType, Hints, Rejection, Status
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.hints.book.outcomes import HintBook, HintOutcome, TenantHints
-from hotkv_server.hints.book.sessions import SessionReceipt
+from hotkv_server.hints.book.sessions import HintSessions, SessionReceipt
 from hotkv_server.hints.work import HintWork, Origin
 from hotkv_server.node.capability import BlocksBelow
 from hotkv_server.node.event_loop import Breaks
@@ -25,6 +25,7 @@ END_DELAY_S = 1.0
 MAX_WAITING_BYTES = 32 << 20
 """Most bytes of chains of ended requests that wait for this delay, over all tenants. Above it,
 their actions are rejected."""
+GIVING_UP = (ActionType.DEMOTE, ActionType.RELEASE)
 BYTES_OF_ENDED = 8 << 10
 """Approximate bytes of such a request in addition to its chain."""
 
@@ -154,6 +155,7 @@ class HintDesk:
             sessions.use(
                 origin.session_id, origin.key_space_id, origin.hashes, now_s, hints.message_id
             )
+            self._hold(sessions, origin, hints, now_s)
         if not hints:
             return
         num_bytes = origin.hashes.nbytes + BYTES_OF_ENDED
@@ -164,6 +166,15 @@ class HintDesk:
                     tenant.settle(one, Status.REJECTED, "too many requests have ended")
             return
         self._spawn(self._end_later(origin, hints, now_s), num_bytes)
+
+    def _hold(self, sessions: HintSessions, origin: Origin, hints: Hints, now_s: float) -> None:
+        """Holds the blocks of a session whose request has ended until it is expected back. Nothing
+        is held beside tenants' shares: other tenants' blocks would be refused for it."""
+        session = sessions.get(origin.session_id)
+        hold_s = sessions.returns.ended(session.gaps, now_s) if session is not None else 0.0
+        gives_up = any(one.kind in GIVING_UP for one in hints.actions)
+        if hold_s and not gives_up and not self._core.space.tenants.is_used:
+            self._spawn(self._work.hold(origin, now_s + hold_s))
 
     async def _end_later(self, origin: Origin, hints: Hints, came_s: float) -> None:
         await asyncio.sleep(END_DELAY_S)

@@ -23,7 +23,7 @@ def hints(book: HintBook, filters: Filters) -> Figures:
         if message in ("", one.message_id) and session in ("", one.session_id)
     ]
     found.sort(key=lambda row: row[:2])
-    known = ((name, tenant.sessions.get(session)) for name, tenant in tenants)
+    known = ((name, tenant, tenant.sessions.get(session)) for name, tenant in tenants)
     return {
         "outcomes": [_outcome(one, name, now_s) for _, name, one in found[-most:]],
         "tenants": [
@@ -36,8 +36,13 @@ def hints(book: HintBook, filters: Filters) -> Figures:
             for name, tenant in tenants
         ],
         "sessions": [
-            {"tenant": name, "idle_s": now_s - one.used_s, **_receipt(one.receipt)}
-            for name, one in known
+            {
+                "tenant": name,
+                "idle_s": now_s - one.used_s,
+                "expected_pause_s": tenant.sessions.returns.expected_s(one.gaps),
+                **_receipt(one.receipt),
+            }
+            for name, tenant, one in known
             if one is not None
         ],
     }

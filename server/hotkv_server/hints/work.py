@@ -6,6 +6,7 @@ within their share of the arena. On the event loop only; long work runs in slice
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
@@ -198,6 +199,16 @@ class HintWork:
             tenant.settle(outcome, Status.DEFERRED, reason)
         else:
             self._settle_there(tenant, outcome, action.clipped)
+
+    async def hold(self, origin: Origin, until_s: float) -> None:
+        """Holds the blocks of an ended request until that time. Skips a forgotten key space."""
+        assert origin.hashes is not None
+        prompt = Prompt(origin.key_space_id, origin.hashes, 0, len(origin.hashes))
+        with contextlib.suppress(HotKVError):
+            lists = self.blocks.lists(prompt)
+            await self.blocks.run(
+                hint_actions.hold(self._core, prompt.key_space_id, lists, until_s)
+            )
 
     def _settle_there(self, tenant: TenantHints, outcome: HintOutcome, clipped: str) -> None:
         """Settles an action that was done for all blocks that are ready."""

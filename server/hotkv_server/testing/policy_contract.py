@@ -86,6 +86,11 @@ class PolicyWorld:
         for policy in (self.policy, self._reference):
             policy.allow_keeping(allowed)
 
+    def hold(self, numbers: list[int], until_s: float) -> None:
+        """Reports that blocks are expected to be used by that time."""
+        for policy in (self.policy, self._reference):
+            policy.hold(_entries(numbers), until_s)
+
     def demote(self, numbers: list[int]) -> None:
         """Demotes blocks, in chain order: they are evicted before all others until they are
         used."""
@@ -194,7 +199,7 @@ def check_policy(
             if rng.random() < 0.8
             else Retention(int(rng.integers(-8, 9)), float(rng.choice([0.0, 5.0, 1e4])))
         )
-        match int(rng.integers(0, 10)):
+        match int(rng.integers(0, 11)):
             case 0 | 1:
                 fresh = [
                     int(n) for n in rng.permutation(world.free_numbers())[: rng.integers(0, 16)]
@@ -222,6 +227,8 @@ def check_policy(
                 world.demote(some)
             case 7:
                 world.decline(int(rng.integers(0, 9)), now_s)
+            case 9:
+                world.hold(some, now_s + 5.0)
             case 8:
                 world.allow_keeping(bool(rng.integers(0, 2)))
             case _:

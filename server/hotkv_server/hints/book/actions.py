@@ -117,6 +117,22 @@ def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: flo
     return done
 
 
+def hold(core: CacheCore, key_space_id: int, lists: list[HashList], until_s: float) -> Parts:
+    """Holds the blocks that are ready until their session's expected return, or the policy's
+    rules say otherwise."""
+    done = Done()
+    for one in lists:
+        done.num_blocks += len(one.hashes)
+        for start in range(0, len(one.hashes), BLOCKS):
+            entries, num_again = _ready(core, key_space_id, one, start)
+            done.num_blocks -= num_again
+            done.num_there += len(entries)
+            done.num_done += len(entries)
+            core.space.policy.hold(entries, until_s)
+            yield
+    return done
+
+
 def count(core: CacheCore, key_space_id: int, lists: list[HashList]) -> Done:
     """Counts the blocks that are ready in host memory."""
     done = Done()

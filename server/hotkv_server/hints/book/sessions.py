@@ -14,6 +14,7 @@ import numpy as np
 
 from hotkv_proto.table import Words
 from hotkv_server.hints.book.chains import ChainKeys, chain_keys, common_blocks
+from hotkv_server.hints.book.returns import ReturnTimes, SessionGaps
 
 MAX_OTHERS = 128
 """Most prompts without a session that are remembered. The oldest are dropped first."""
@@ -55,6 +56,7 @@ class HintSession:
     used_s: time of that request.
     before_s: time of the last request with another message.
     receipt: of all its requests since this server knows it.
+    gaps: its pauses, for `HintSessions.returns`.
     """
 
     used_s: float
@@ -63,6 +65,7 @@ class HintSession:
     message_id: str = ""
     before_s: float = -math.inf
     receipt: SessionReceipt = field(default_factory=SessionReceipt)
+    gaps: SessionGaps = field(default_factory=SessionGaps)
 
     @property
     def num_bytes(self) -> int:
@@ -86,6 +89,7 @@ class HintSessions:
     num_bytes: bytes of the sessions.
     other_bytes: bytes of the prompts without a session.
     num_dropped: sessions that were dropped to make room.
+    returns: when they are expected back.
     """
 
     def __init__(self, most_sessions: int, most_bytes: int) -> None:
@@ -96,6 +100,7 @@ class HintSessions:
         self.num_bytes = 0
         self.other_bytes = 0
         self.num_dropped = 0
+        self.returns = ReturnTimes()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -120,10 +125,11 @@ class HintSessions:
         Truncates a prompt that exceeds the bound of all sessions. `receipt`: of a request that was
         scheduled; None at its end."""
         session = self._by_id.pop(session_id, None) or HintSession(-math.inf)
-        self.num_bytes -= session.num_bytes
-        session.use(message_id, now_s)
         if receipt is not None:
             session.receipt.add(receipt)
+            self.returns.began(session.gaps, now_s)
+        self.num_bytes -= session.num_bytes
+        session.use(message_id, now_s)
         chain = np.ascontiguousarray(hashes[: self._most_bytes // 32])
         session.chains[key_space_id] = chain
         session.keys[key_space_id] = chain.view(np.uint64)[:, 0]

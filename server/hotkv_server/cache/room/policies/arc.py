@@ -80,6 +80,9 @@ class ARC:
     def allow_keeping(self, allowed: bool) -> None:
         """Does nothing: this policy never holds blocks back."""
 
+    def hold(self, entries: Entries, until_s: float) -> None:
+        """Does nothing: this policy never holds blocks back."""
+
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         lists = self._list[entries]
         for number in (ONCE, AGAIN):

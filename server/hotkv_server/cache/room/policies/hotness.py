@@ -283,6 +283,8 @@ class Hotness:
 
     _used: ticks since the first use, uint32 [capacity + 1]; 0 for an unknown entry.
     _uses: c, float32 [capacity + 1].
+    _held_until: ticks, uint32 [capacity + 1]. An entry number that is used again may be held for
+        the rest of an earlier block's time, which is seconds.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -296,6 +298,9 @@ class Hotness:
         self._first_s = np.inf
         self._num_known = 0
         self._latest = 0
+        self._held_until = np.zeros(capacity + 1, np.uint32)
+        self._last_hold = 0
+        self._may_keep = True
         self._demoted = DemotedEntries(self._state)
         self.duel = Duel(capacity)
         self._kernels = native.require("hotkv_server.cache.room.policies.kernels")
@@ -355,7 +360,7 @@ class Hotness:
     ) -> None:
         # Blocks that would not fit beside the blocks before them say nothing about holding.
         keys = keys[: max(0, self._num_known - depth)]
-        if not len(keys) or not self.duel.hold_s:
+        if not len(keys) or not self._holds(self._ticks(now_s)):
             return
         _, states = self._ghosts.take(keys)
         halves, now = states.view(np.uint32).reshape(-1, 2), self._advance(now_s)
@@ -378,12 +383,19 @@ class Hotness:
             self._clear_queues()
 
     def allow_keeping(self, allowed: bool) -> None:
+        self._may_keep = allowed
         if self.duel.allow_holding(allowed):
             self._clear_queues()
 
     def _clear_queues(self) -> None:
         for queue in self._queues.values():
             queue.clear()
+
+    def hold(self, entries: Entries, until_s: float) -> None:
+        if len(entries) and self._num_known:
+            until = self._ticks(until_s)
+            self._held_until[entries] = until
+            self._last_hold = max(self._last_hold, until)
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         gone_keys, gone_states = (
@@ -403,18 +415,24 @@ class Hotness:
     ) -> Entries:
         first = self._demoted.take(count, evictable)
         held = None
-        if keep_at_s is not None and self.duel.hold_s:
-            held = partial(self._held, self._ticks(keep_at_s))
+        if keep_at_s is not None and self._num_known:
+            now = self._ticks(keep_at_s)
+            held = partial(self._held, now) if self._holds(now) else None
         rest = self._queue(slot_bytes).take(count - len(first), others(evictable, first), held)
         return np.concatenate((first, rest))
 
     def _held(self, now: int, entries: Entries) -> NDArray[np.bool_]:
-        """Returns which entries were used so recently that the winner holds them. `now`: in
-        ticks."""
+        """Returns which entries are held: by `hold`, or because they were used so recently that the
+        winner holds them. `now`: in ticks."""
         used = self._used[entries].astype(np.int64)
         held_ticks = int(self.duel.hold_s * TICKS_PER_S)
+        is_held = (used > now - held_ticks) | (self._held_until[entries] > now)
         # Entries with a time to live are hotter than these; they may be evicted after all others.
-        return (used > now - held_ticks) & (used <= self._latest)
+        return is_held & (used <= self._latest)
+
+    def _holds(self, now: int) -> bool:
+        """Returns True if entries may be held at `now`, in ticks."""
+        return self._may_keep and (self.duel.hold_s > 0 or self._last_hold > now)
 
     def _queue(self, slot_bytes: int) -> ColdQueue:
         if slot_bytes not in self._queues:

@@ -98,6 +98,9 @@ class LRU:
     def allow_keeping(self, allowed: bool) -> None:
         """Does nothing: this policy never holds blocks back."""
 
+    def hold(self, entries: Entries, until_s: float) -> None:
+        """Does nothing: this policy never holds blocks back."""
+
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         self._stamps.clear(entries)
 

@@ -51,6 +51,10 @@ class Policy(Protocol):
         """Marks entries as not expected to be used again. They are evicted before all others until
         they are used or refreshed. Skips entries that were never admitted."""
 
+    def hold(self, entries: Entries, until_s: float) -> None:
+        """Marks entries as expected to be used by `until_s`: `victims` that may return fewer
+        entries than can be evicted does not return them before. May do nothing."""
+
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         """Removes entries that were evicted to make room (`evicted`) or dropped for another reason.
         Skips entries that were never admitted."""

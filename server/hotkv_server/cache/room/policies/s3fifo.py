@@ -75,6 +75,9 @@ class S3FIFO:
     def allow_keeping(self, allowed: bool) -> None:
         """Does nothing: this policy never holds blocks back."""
 
+    def hold(self, entries: Entries, until_s: float) -> None:
+        """Does nothing: this policy never holds blocks back."""
+
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         queue_of = self._queue_of[entries]
         for number in (SMALL, MAIN):
