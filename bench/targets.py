@@ -80,7 +80,7 @@ def figures_of(report: Mapping[str, Any]) -> dict[str, Figure]:
     found = {}
     for name, bound in report["bounds"].items():
         value = values.get(name)
-        found[name] = Figure(None if value is None else float(value), bound)
+        found[name] = Figure(None if value is None else float(f"{float(value):.4g}"), bound)
     return found
 
 
@@ -123,7 +123,7 @@ def commit() -> str:
 def measure(name: str, arguments: Sequence[str]) -> Record:
     """Runs a benchmark. Raises RuntimeError if it fails, or prints no bounds."""
     words = [f"bench.{name}", *arguments]
-    load, date = os.getloadavg()[0], time.strftime("%Y-%m-%d", time.gmtime())
+    load, date = round(os.getloadavg()[0], 1), time.strftime("%Y-%m-%d", time.gmtime())
     try:
         done = subprocess.run(
             [sys.executable, "-m", *words, "--json"],

@@ -14,12 +14,13 @@ from hotkv_proto.hints import Action, ActionType, Hints, Rejection, Status
 from hotkv_proto.reports import RequestReport
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.hints import drive as hints_module
+from hotkv_server.hints import told
 from hotkv_server.hints import work as hint_work
 from hotkv_server.hints.book.outcomes import HintOutcome
 from hotkv_server.hints.book.sessions import SessionReceipt
 from hotkv_server.hints.capability import HintsCapability
 from hotkv_server.node import event_loop
-from hotkv_server.node.capability import Report
+from hotkv_server.node.capability import Filters, Report
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from tests.core.support import make_key_space, words_of
@@ -183,6 +184,34 @@ async def test_several_samples_of_a_prompt_release_their_session(
     known = one.desk.book.known(KEY_SPACE.tenant)
     assert known is not None
     assert (known.sessions.get("s") is not None) == goes_on
+
+
+@pytest.mark.parametrize("ends_with", [Hints(), RELEASE])
+async def test_a_sessions_blocks_are_held_until_it_is_expected_back(
+    node: Node, monkeypatch: pytest.MonkeyPatch, ends_with: Hints
+) -> None:
+    """It pauses for two seconds, so from its second end on. A session that is released is not
+    held, nor is a request without a session."""
+    now_s, one, held = [0.0], await opened(node), Mock()
+    monkeypatch.setattr(hints_module, "time", Mock(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(node.core.space.policy, "hold", held)
+    for begin_s in (10.0, 13.0):
+        now_s[0] = begin_s
+        one.desk.scheduled(one.origin(session_id="s"), SessionReceipt(1), 0.0)
+        now_s[0] = begin_s + 1.0
+        one.desk.ended(one.origin(session_id="s"), ends_with if begin_s > 10.0 else Hints())
+        one.desk.ended(one.origin(), Hints())
+    if ends_with is RELEASE:
+        await asyncio.sleep(0)
+        assert not held.called
+    else:
+        await asyncio.gather(*one.desk._tasks)
+        untils_s = {call.args[1] for call in held.call_args_list}
+        # Both groups' blocks, for one and a half pauses.
+        assert held.call_count == 2 and untils_s == {14.0 + 1.5 * 2.0}
+    await one.desk.close()
+    (row,) = told.hints(one.desk.book, Filters({"session_id": "s"}))["sessions"]
+    assert row["expected_pause_s"] == 2.0
 
 
 async def test_ends_that_come_at_once_are_bounded_together(

@@ -172,9 +172,12 @@ class HintDesk:
         is held beside tenants' shares: other tenants' blocks would be refused for it."""
         session = sessions.get(origin.session_id)
         hold_s = sessions.returns.ended(session.gaps, now_s) if session is not None else 0.0
+        if not hold_s or origin.hashes is None or self._core.space.tenants.is_used:
+            return
         gives_up = any(one.kind in GIVING_UP for one in hints.actions)
-        if hold_s and not gives_up and not self._core.space.tenants.is_used:
-            self._spawn(self._work.hold(origin, now_s + hold_s))
+        num_bytes = origin.hashes.nbytes + BYTES_OF_ENDED
+        if not gives_up and self._waiting_bytes + num_bytes <= MAX_WAITING_BYTES:
+            self._spawn(self._work.hold(origin, now_s + hold_s), num_bytes)
 
     async def _end_later(self, origin: Origin, hints: Hints, came_s: float) -> None:
         await asyncio.sleep(END_DELAY_S)
