@@ -1,0 +1,213 @@
+"""Each command that a message, an alert or a help text of hotkv names can be run as it stands, and
+each flag that a message of `hotkv` names is there.
+
+Messages are found in the sources: all texts but docstrings.
+"""
+
+import ast
+import functools
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from demo.processes import ROOT, Server
+from hotkv_client.command import cli, draining, help_text
+from hotkv_client.testing import PagedEngine
+from hotkv_proto.keys import token_block_hashes
+from hotkv_server.simulate import command as simulation
+from tests.server.places import store
+from tests.server.test_commands import TOKENS, Engine, url
+from tests.simulate.traces import write_trace
+from tests.support import daemons
+
+__all__ = ["url"]
+
+PACKAGES = ("client", "server", "connector_vllm", "proto", "sparse")
+QUOTED = re.compile(r"`(hotkv(?:-server)? [^`]+)`")
+BARE = re.compile(r"\b(hotkv-server (?:arenas|compile|simulate|tiers check)(?: --[a-z-]+)*)")
+"""Outside of backticks only commands of the server are named."""
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+(?![\w-])(?!\.[a-z])")
+"""Settings of the server, whose names have dots, are checked elsewhere."""
+OF_OTHERS = {
+    "--shm-size", "--ulimit",  # docker
+    "--dtype", "--model", "--tokenizer", "--trust-remote-code",  # vLLM
+    "--query-gpu", "--format",  # nvidia-smi
+    "--no-header",
+}  # fmt: skip
+PLACEHOLDER = "{}"
+
+
+@functools.cache
+def texts(package: str) -> list[tuple[str, str]]:
+    """Returns the texts of a package that are no docstrings, each with its place; what an f-string
+    fills in is PLACEHOLDER."""
+    found = []
+    for path in sorted((ROOT / package).rglob("*.py")):
+        if path.name.endswith(("_pb2.py", "_pb2_grpc.py")):
+            continue
+        tree = ast.parse(path.read_text())
+        inner = {
+            id(part)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.JoinedStr)
+            for part in node.values
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                inner.add(id(node.value))
+        for node in ast.walk(tree):
+            if id(node) not in inner and (text := _text(node)):
+                found.append((f"{path.relative_to(ROOT)}:{node.lineno}", text))  # type: ignore[attr-defined]
+    return found
+
+
+def _text(node: ast.AST) -> str:
+    if isinstance(node, ast.JoinedStr):
+        parts = (one.value if isinstance(one, ast.Constant) else PLACEHOLDER for one in node.values)
+        return "".join(map(str, parts))
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return str(node.value) if is_text else ""  # type: ignore[attr-defined]
+
+
+def advised() -> dict[str, str]:
+    """Returns the commands that texts name, each with one of its places."""
+    found: dict[str, str] = {}
+    for package in PACKAGES:
+        for place, text in texts(package):
+            for command in (*QUOTED.findall(text), *BARE.findall(text)):
+                found.setdefault(command.replace("%s", PLACEHOLDER), place)
+    for name in ("prometheus/hotkv.rules.yml", "grafana/hotkv.json"):
+        text = (ROOT / "deploy" / name).read_text()
+        alerts = re.findall(r"^ +command: (hotkv.*)$", text, re.M)
+        for command in (*QUOTED.findall(text), *alerts):
+            found.setdefault(command, name)
+    page = (ROOT / "server/hotkv_server/told/pages/page.html").read_text()
+    for command in re.findall(r"<code>(hotkv(?:-server)? [^<]+)</code>", page):
+        found.setdefault(command, "page.html")
+    return found
+
+
+@pytest.fixture
+def stocked(own_server: Server, engine: Callable[..., PagedEngine]) -> PagedEngine:
+    """An engine that has stored a prompt, and the block that an example of `hotkv evict` names."""
+    one = engine(own_server.target, model_names=["tiny"])
+    space = one.key_space
+    store(
+        one,
+        token_block_hashes(TOKENS, space.hash_block_tokens, space.hash_algorithm, space.hash_seed),
+    )
+    store(one, [bytes.fromhex("4fd2a1".ljust(64, "0"))], 10)
+    return one
+
+
+def run(words: list[str], server: Server, folder: Path) -> int:
+    """Runs a command as it stands, but for the server that it asks and placeholders."""
+    program, name, *rest = words
+    rest = [str(folder) if word == PLACEHOLDER else word for word in rest]
+    if program == "hotkv-server":
+        config = folder / "hotkv.toml"
+        config.write_text(f"[tiers.disk]\npath = '{folder}'\nbytes = '64MiB'\n")
+        rest = [str(config) if word == "/etc/hotkv/hotkv.toml" else word for word in rest]
+        if name == "run":
+            # Alone it is the name of the server.
+            rest = ["--help-settings"]
+        return daemons.run(name, *rest, timeout_s=240).returncode
+    try:
+        return cli.main([name, *rest, "--target", server.target])
+    except SystemExit as end:
+        return int(str(end.code))
+
+
+NAMES = ("export", "record", "evict", "bench")
+"""Commands whose bare names stand in texts, though they need words or long."""
+
+
+def test_each_command_that_is_advised_runs(
+    own_server: Server, stocked: PagedEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = advised()
+    assert {"hotkv status", "hotkv doctor", "hotkv-server arenas --remove-stale"} <= set(commands)
+    assert "hotkv savings --since 1h" in commands
+    for command, place in commands.items():
+        words = shlex.split(command)
+        if words[1] in NAMES:
+            words += ["--help"]
+        if command == "hotkv-server simulate":
+            words += ["--trace", "/nowhere"]
+        # `doctor` ends with 1 for a fault of this host, `simulate` with 2 without a trace.
+        fine = {"doctor": (0, 1)}.get(words[1], (2,) if "/nowhere" in words else (0,))
+        status = run(words, own_server, tmp_path)
+        assert status in fine, (command, place, capsys.readouterr())
+
+
+def test_each_flag_that_a_message_names_is_there() -> None:
+    known = {
+        flag
+        for parser in (cli.parser(), *_commands())
+        for action in parser._actions
+        for flag in action.option_strings
+    }
+    simulator = cli.CommandParser()
+    simulation.add_arguments(simulator)
+    known |= {flag for action in simulator._actions for flag in action.option_strings}
+    server = (ROOT / "server/hotkv_server/cli.py").read_text()
+    server += (ROOT / "server/hotkv_server/arenas.py").read_text()
+    known |= set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', server))
+    known |= {"--runtime-dir"} | OF_OTHERS
+    for package in ("client", "connector_vllm"):
+        for place, text in texts(package):
+            if "/doctor.py:" in place:
+                # It names commands of the host; those of hotkv are run above.
+                continue
+            for flag in FLAG.findall(text):
+                assert flag in known, (place, text)
+
+
+def _commands() -> Iterator[cli.CommandParser]:
+    for action in cli.parser()._actions:
+        if isinstance(action, cli.argparse._SubParsersAction):
+            yield from action.choices.values()
+
+
+def test_each_example_runs(
+    own_server: Server,
+    stocked: PagedEngine,
+    tmp_path: Path,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As the help of its command shows it, in a folder with the files that it names; long ones are
+    cut short."""
+    monkeypatch.chdir(tmp_path)
+    write_trace(tmp_path / "trace.jsonl", [(float(at), [1, 2, 3]) for at in range(4)])
+    (tmp_path / "chat.json").write_text(json.dumps([{"role": "user", "content": "Why?"}]))
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(TOKENS) + "\n")
+    shorter = {"http://127.0.0.1:8000": url}
+    takes_time = ("record", "events", "bench")
+    last = ("flush", "drain")
+    for name in sorted(help_text.EXAMPLES, key=last.count):
+        words = shlex.split(help_text.EXAMPLES[name].partition(" > ")[0])
+        assert words[:2] == ["hotkv", name]
+        if name == "record":
+            # Further down its file is a trace with requests.
+            words[2] = "other.jsonl"
+        words = [shorter.get(word, word) for word in words]
+        if name in takes_time:
+            words[words.index("--seconds") + 1] = "0.2"
+        if name == "bench":
+            words += ["--arena-mib", "64"]
+        if name == "completion":
+            assert cli.main(words[1:]) == 0
+            continue
+        fine = (0, 1) if name == "doctor" else (0,)
+        status = run(words, own_server, tmp_path)
+        shown = capsys.readouterr()
+        assert status in fine and (shown.out.strip() or name == "events"), (name, shown)
+        if name == "explain":
+            assert Engine.asked[0] == "/tokenize"
+    assert not draining.is_listening(own_server.target)
