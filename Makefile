@@ -191,6 +191,7 @@ $(WITHOUT_VENV)/.stamp: pyproject.toml $(LOCK)
 	@echo "setup: hotkv without vLLM in $(WITHOUT_VENV)"
 	@$(PYTHON) -m venv $(WITHOUT_VENV)
 	@$(WITHOUT_VENV)/bin/python -m pip install -qq --disable-pip-version-check $(if $(LOCK),-c $(LOCK)) -e '.[server,dev]'
+	@$(WITHOUT_VENV)/bin/hotkv-server compile
 	@touch $@
 
 # The extra `release` alone: a release is made without vLLM.

@@ -188,6 +188,11 @@ def one(folder: Path, pattern: str) -> Path:
     return found[0]
 
 
+def digest(path: Path) -> str:
+    """Returns the SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def check_sums(folder: Path) -> None:
     """Exits unless SHA256SUMS names each file of the folder, with its contents."""
     lines = (line.split() for line in (folder / "SHA256SUMS").read_text().splitlines())
@@ -195,9 +200,8 @@ def check_sums(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name == "SHA256SUMS":
             continue
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != sums.pop(path.name, ""):
-                raise SystemExit(f"dist: {path.name} is not the file of SHA256SUMS")
+        if digest(path) != sums.pop(path.name, ""):
+            raise SystemExit(f"dist: {path.name} is not the file of SHA256SUMS")
     if sums:
         raise SystemExit(f"dist: SHA256SUMS names {', '.join(sums)}, which are not there")
     print(f"dist: all files of {folder} have their checksums", flush=True)

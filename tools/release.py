@@ -15,7 +15,6 @@ tag, the version and the dated section of CHANGELOG.md agree and the working tre
 import argparse
 import ast
 import gzip
-import hashlib
 import os
 import platform
 import re
@@ -221,8 +220,7 @@ def checksums(release: Release) -> None:
     lines = []
     for path in sorted(release.out.iterdir()):
         if path.name != SUMS:
-            with path.open("rb") as file:
-                lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n")
+            lines.append(f"{check_dist.digest(path)}  {path.name}\n")
     (release.out / SUMS).write_text("".join(lines))
 
 

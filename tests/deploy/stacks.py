@@ -6,7 +6,7 @@ stack does not have fails in `check`. No stack itself was run.
 """
 
 import copy
-import shlex
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -124,6 +124,13 @@ def of_production_stack(values: Item) -> Item:
     }
 
 
+def of_shell(line: str) -> list[str]:
+    """Returns the words of a shell that evaluates a line."""
+    command = ["bash", "-c", "eval \"printf '%s\\\\0' $LINE\""]
+    done = subprocess.run(command, env={"LINE": line}, check=True, capture_output=True, text=True)
+    return done.stdout.rstrip("\0").split("\0")
+
+
 def of_kserve(service: Item) -> Item:
     """The preset has a shell that evaluates `vllm serve` with VLLM_ADDITIONAL_ARGS, and a /dev/shm
     of 1Gi; the service's template is merged into it by names."""
@@ -135,17 +142,30 @@ def of_kserve(service: Item) -> Item:
     pod: Item = objects.merged(preset, service["spec"]["template"])
     (main,) = pod["containers"]
     (more,) = (one["value"] for one in main["env"] if one["name"] == "VLLM_ADDITIONAL_ARGS")
-    main["args"] = ["serve", "/mnt/models", *shlex.split(more)]
+    main["args"] = ["serve", "/mnt/models", *of_shell(more)]
     return pod
 
 
-def of_llm_d(patch: Item) -> Item:
-    """The guides run `vllm serve` in the container `modelserver`, with an unlimited /dev/shm."""
+def llm_d_base() -> Item:
+    """Returns the Deployment of the guides: they run `vllm serve` in the container `modelserver`,
+    with an unlimited /dev/shm."""
     mount, volume = shared_memory("shm", None)
     server = {"name": "modelserver", "image": "vllm", "command": ["vllm", "serve"]}
     server |= {"resources": {"limits": {"nvidia.com/gpu": "2"}}, "volumeMounts": [mount]}
-    base = {"containers": [server], "volumes": [volume], "enableServiceLinks": False}
-    pod: Item = objects.merged(base, patch["spec"]["template"]["spec"])
+    pod = {"containers": [server], "volumes": [volume], "enableServiceLinks": False}
+    labels = {"llm-d.ai/role": "decode"}
+    template = {"metadata": {"labels": labels}, "spec": pod}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "decode"},
+        "spec": {"selector": {"matchLabels": labels}, "template": template},
+    }
+
+
+def of_llm_d(patch: Item) -> Item:
+    deployment = objects.merged(llm_d_base(), patch)
+    pod: Item = deployment["spec"]["template"]["spec"]
     return pod
 
 

@@ -3,6 +3,8 @@ has fields that the stack has, and makes a pod that Kubernetes takes and that fi
 
 import copy
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ import pytest
 import hotkv_proto
 from tests.deploy import objects
 from tests.deploy.objects import VERSIONS
-from tests.deploy.stacks import STACKS, Item
+from tests.deploy.stacks import STACKS, Item, llm_d_base
 from tests.deploy.test_offloading import HOST_NAMESPACES, check_connector
+from tools import helm
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema comes with kubernetes-validate")
 FOLDER = objects.KUBERNETES / "stacks"
@@ -89,3 +92,34 @@ def test_the_image_is_one_with_hotkv(name: str) -> None:
     image = pod["containers"][0]["image"]
     assert re.fullmatch(rf"\w+-hotkv:{re.escape(hotkv_proto.__version__)}", image), image
     assert "deploy/vllm.Dockerfile" in (FOLDER / f"{name}.yaml").read_text()
+
+
+def test_kustomize_merges_the_patch_of_llm_d(tmp_path: Path) -> None:
+    """The guides give the Deployment another name before patches see it."""
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "deployment.yaml").write_text(objects.yaml.safe_dump(llm_d_base()))
+    named = {"resources": ["deployment.yaml"], "namePrefix": "gpu-vllm-"}
+    (base / "kustomization.yaml").write_text(objects.yaml.safe_dump(named))
+    patches = [{"path": "llm-d.yaml", "target": {"kind": "Deployment"}}]
+    over = {"resources": ["base"], "patches": patches}
+    (tmp_path / "kustomization.yaml").write_text(objects.yaml.safe_dump(over))
+    shutil.copy(FOLDER / "llm-d.yaml", tmp_path)
+    try:
+        rendered = helm.kustomize(tmp_path)
+    except helm.HelmError as error:
+        if "no kubectl here" not in str(error):
+            raise
+        pytest.skip(str(error))
+    found = objects.Objects.read(rendered).one("Deployment")
+    assert found["metadata"]["name"] == "gpu-vllm-decode"
+
+    def by_names(pod: Item) -> Item:
+        (container,) = pod["containers"]
+        for item in (container["volumeMounts"], pod["volumes"]):
+            item.sort(key=lambda one: one["name"])
+        return pod
+
+    pod = found["spec"]["template"]["spec"]
+    assert by_names(pod) == by_names(STACKS["llm-d"].pod(read("llm-d")))
+    objects.validate(found, VERSIONS[-1])

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import pytest
 
+pytest.importorskip("obstore", reason="obstore speaks S3")
+
 from tests.tiers.mooncake_world import CHECKS
 
 if subprocess.run([sys.executable, "-c", "import mooncake.store"], capture_output=True).returncode:
