@@ -8,8 +8,8 @@ continues its prompt. No trace names tools, so the gaps between turns are those 
   and pauses that `hotkv-server simulate --hints` takes from the trace.
 - `learnt`: hotness with the return times of named sessions (`hotkv_server.hints.book.returns`), as
   the server has them. Here a turn ends when it begins.
-- `continuum`: Continuum (arXiv 2511.02230) pins a session's KV for a time to live that is the best
-  of P(gap <= t) * benefit - t over the latest gaps. Here P is that of all sessions, and the benefit,
+- `continuum`: Continuum (arXiv 2511.02230) pins a session's KV for a time to live t, the best by
+  P(gap <= t) * benefit - t over the latest gaps. Here P is that of all sessions, and the benefit,
   which the paper gets from prefill and queueing, is an option. Blocks past their time are evicted
   by LRU, new blocks that find no room beside pinned blocks are not stored. The part of the paper
   that orders requests does not concern a cache.

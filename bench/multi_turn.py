@@ -17,7 +17,8 @@ Prints a table; `--json` prints one JSON object last:
 - By case and variant: `..._turns_per_s` (median of rounds), `..._ttft_p50_s`, `..._ttft_p90_s`,
   `..._hit_share` (of prompt tokens).
 - `large_hotkv_over_vllm`, `large_roomy_over_vllm`, `large_hotkv_over_roomy`,
-  `large_hotkv_over_lmcache` and `fits_hotkv_over_vllm`: turns per second, median of the rounds' ratios.
+  `large_hotkv_over_lmcache` and `fits_hotkv_over_vllm`: turns per second, median of the rounds'
+  ratios.
 - `left_out`: variants that do not run here, and why.
 """
 

@@ -49,7 +49,7 @@ TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A measured figure and its target, as in `str(Bound)`. `value`: None if it was not measured."""
+    """A measured figure and its target, as in `str(Bound)`. `value`: None if not measured."""
 
     value: float | None
     bound: str

@@ -1,4 +1,4 @@
-"""Writes docs/performance.md from `bench/records.json`, the last figures that `make bench` recorded.
+"""Writes docs/performance.md from `bench/records.json`: the last figures that were recorded.
 
 `python -m tools.performance` writes it. With `--check` it changes nothing, and fails if the page is
 out of date.

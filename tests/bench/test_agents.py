@@ -1,4 +1,4 @@
-"""The rules that `bench.agents` compares: each does what its words say, and none beats the bound."""
+"""The rules that `bench.agents` compares: each does what its words say; none beats the bound."""
 
 import pytest
 

@@ -15,7 +15,9 @@ from bench.targets import RUNS, Figure, Record, figures_of, read_records, rows_o
 from tools.performance import page
 
 FIGURES = {"store_ms": Figure(0.5, "<= 0.45"), "served_ratio": Figure(1.0, ">= 0.999")}
-RECORD = Record("python -m bench.cost", "2 cores, 4 GiB, some CPU", 0.1, "2026-11-01", "abc", FIGURES)
+RECORD = Record(
+    "python -m bench.cost", "2 cores, 4 GiB, some CPU", 0.1, "2026-11-01", "abc", FIGURES
+)
 ROOT = Path(targets.__file__).parent.parent
 
 

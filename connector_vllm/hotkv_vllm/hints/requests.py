@@ -3,8 +3,9 @@
 
 Keys of the short form begin with `hotkv.`; other keys belong to other connectors and are ignored.
 `hotkv.cache_control` takes the value of Anthropic's field of that name, which vLLM drops from the
-body of a request. vLLM before 0.32 has no `kv_hints`. A wrong hint is dropped, counted, and logged at most once in
-`LOG_INTERVAL_S`; it never affects the request. Hints are read once, when the request arrives.
+body of a request. vLLM before 0.32 has no `kv_hints`. A wrong hint is dropped, counted, and logged
+at most once in `LOG_INTERVAL_S`; it never affects the request. Hints are read once, when the
+request arrives.
 """
 
 import math
