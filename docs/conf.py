@@ -11,6 +11,8 @@ root_doc = "index"
 # As GitHub reads the pages: links to headings by the same anchors, tasks and bare addresses.
 myst_heading_anchors = 6
 myst_enable_extensions = ["linkify"]
+# `CHANGELOG.md` is a file, and no host of the domain .md.
+myst_linkify_fuzzy_links = False
 
 html_theme = "furo"
 html_copy_source = False
