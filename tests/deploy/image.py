@@ -34,7 +34,7 @@ from tools import release as release_files
 
 PACKAGES = ("python3", "python3-venv", "ca-certificates", "passwd")
 BASE, IMAGE = "docker.io/library/python:3.12-slim", f"hotkv:{hotkv_proto.__version__}"
-READY_S, STOP_S = 60.0, 60.0
+READY_S, STOP_S = 180.0, 60.0
 CAPABILITIES = (
     *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_RAW"),
     *("NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),
