@@ -21,6 +21,7 @@ from vllm.distributed.kv_events import (
 
 from hotkv_proto.blocks import BlockResult, RunContent
 from hotkv_server.cache.values import EvictionNotice, Run
+from hotkv_server.events import wire
 from hotkv_server.events.drive import (
     BlocksRemoved,
     BlocksStored,
@@ -29,7 +30,8 @@ from hotkv_server.events.drive import (
     removed_events,
     stored_events,
 )
-from hotkv_server.events.publisher import ZmqPublisher, _Topic, binds
+from hotkv_server.events.publisher import MESSAGE_BYTES, ZmqPublisher, _Item, _Topic, binds
+from hotkv_server.events.wire import Translator
 from tests.core.support import hash_of, make_key_space, words_of
 
 MIB = 1 << 20
@@ -317,6 +319,64 @@ def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their
             # Who has a share or less loses nothing to others.
             assert one is topic or before[name] > MIB // 4 or one.sent_bytes == before[name]
         assert not topic.sent or topic.sent[-1][0] == number
+
+
+def test_what_was_queued_one_after_the_other_shares_a_message(
+    publisher: ZmqPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its order, with the clear where a loss was; a message has a bound."""
+    sent: list[tuple[bytes, list[Any]]] = []
+
+    def send(topic: _Topic, payload: bytes, num_events: int) -> None:
+        events = msgspec.msgpack.decode(payload, type=KVEventBatch).events
+        assert len(events) == num_events
+        sent.append((topic.name, events))
+
+    monkeypatch.setattr(publisher, "_send", send)
+
+    def item(topic: _Topic, event: Event, *, clears_first: bool = False) -> _Item:
+        return _Item(topic, 1.0, (event,), clears_first, False, event.num_bytes)
+
+    one, other = _Topic(b"one"), _Topic(b"other")
+    large = stored(list(range(MESSAGE_BYTES // 32 - 1)))
+    gathered = {
+        one: [item(one, stored([1])), item(one, removed([1]), clears_first=True)],
+        other: [item(other, stored([n])) for n in (2, 3)] + [item(other, large)] * 2,
+    }
+    publisher._send_gathered(gathered)
+    assert not gathered and [topic for topic, _ in sent] == [b"one"] + [b"other"] * 3
+    assert [type(event) for event in sent[0][1]] == [BlockStored, AllBlocksCleared, BlockRemoved]
+    assert [event.block_hashes for event in sent[1][1]] == [[hash_of(2)], [hash_of(3)]]
+    assert [len(events) for _, events in sent[1:]] == [2, 1, 1]
+
+
+EDGES = [n + d for n in (-(1 << 15), -(1 << 7), -32, 0, 1 << 7, 1 << 8, 1 << 15, 1 << 16)
+         for d in (-1, 0, 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 0xFFFF, 0x10000])
+def test_token_ids_are_encoded_as_the_encoder_would(count: int) -> None:
+    tokens = np.random.default_rng(count).integers(-(1 << 31), 1 << 31, count, np.int32)
+    tokens[: len(EDGES)] = EDGES[:count]
+    # As a message of the wire has them.
+    tokens = np.frombuffer(tokens.tobytes(), np.int32)
+    event = replace(stored([1]), content=RunContent(tokens))
+    (translated,) = Translator({1: KEY_SPACE}, as_ints=False).translate([event], is_alone=True)
+    assert isinstance(translated, wire.BlockStored)
+    encoder = msgspec.msgpack.Encoder()
+    assert bytes(translated.token_ids) == encoder.encode(tokens.tolist())
+    (decoded,) = msgspec.msgpack.decode(encoder.encode([translated]), type=list[BlockStored])
+    assert decoded.token_ids == tokens.tolist()
+
+
+@pytest.mark.parametrize("hash_bytes", [16, 32])
+def test_hashes_are_whole_or_their_last_bytes(hash_bytes: int) -> None:
+    words = words_of([1, 2, 300])
+    rows = [row.tobytes()[:hash_bytes] for row in words]
+    assert wire.external_hashes(words, hash_bytes, as_ints=False) == rows
+    numbers = [int.from_bytes(row[-8:], "big") for row in rows]
+    assert wire.external_hashes(words, hash_bytes, as_ints=True) == numbers
+    assert wire.external_hashes(words[1], hash_bytes, as_ints=False) == rows[1:2]
 
 
 @pytest.mark.parametrize(

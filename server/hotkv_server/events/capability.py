@@ -19,7 +19,7 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.table import Words, is_ready
-from hotkv_proto.v1 import events_pb2, events_pb2_grpc
+from hotkv_proto.v1 import events_pb2, events_pb2_grpc, session_pb2
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import (
     DISK_TIER,
@@ -317,7 +317,7 @@ class EventsCapability(Capability):
 
     def _read(
         self, session: LiveSession, request: events_pb2.ReadEventsRequest
-    ) -> events_pb2.ReadEventsResponse:
+    ) -> session_pb2.ConnectResponse:
         if not self.engines_publish_events:
             raise HotKVError(
                 Reason.NOT_ALLOWED,

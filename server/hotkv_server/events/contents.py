@@ -420,8 +420,9 @@ def _packed(kind: int, body: bytes, length: int = 0) -> bytes:
     """Returns a record; its length is a multiple of ALIGN."""
     length = length or -(-(PREFIX.size + len(body)) // ALIGN) * ALIGN
     padding = b"" if kind == FILLER else bytes(length - PREFIX.size - len(body))
-    rest = struct.pack("<II", length, kind) + body + padding
-    return struct.pack("<I", zlib.crc32(rest)) + rest
+    head = struct.pack("<II", length, kind)
+    crc = zlib.crc32(padding, zlib.crc32(body, zlib.crc32(head)))
+    return b"".join((struct.pack("<I", crc), head, body, padding))
 
 
 def _packed_name(fingerprint: bytes, name: str) -> bytes:

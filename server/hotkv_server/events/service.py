@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from hotkv_proto.messages.cache import extra_keys_message, packed_words
-from hotkv_proto.v1 import events_pb2, events_pb2_grpc
+from hotkv_proto.v1 import events_pb2, events_pb2_grpc, session_pb2
 from hotkv_server.cache.values import Medium
 from hotkv_server.events.drive import (
     BlocksRemoved,
@@ -51,7 +51,9 @@ class EventService(events_pb2_grpc.EventServiceServicer):
                 return None
             if not request.tiers and not _is_of_host(item):
                 return None
-            return _message(item)
+            message = events_pb2.Event()
+            _fill(message, item)
+            return message
 
         def response(events: list[events_pb2.Event], lost: int) -> events_pb2.SubscribeResponse:
             return events_pb2.SubscribeResponse(events=events, lost_event_count=lost)
@@ -108,8 +110,12 @@ class EngineReader:
         """Ends the reading."""
         self._stack.close()
 
-    def read(self, most: int) -> events_pb2.ReadEventsResponse:
-        """Returns the next events, at most `most` of them; 0 for the limit."""
+    def read(self, most: int) -> session_pb2.ConnectResponse:
+        """Returns the next events, at most `most` of them; 0 for the limit.
+
+        It is the whole message of the stream: a message that is put into another is copied, which
+        cost the event loop more than all else of long prompts' events.
+        """
         most = min(most if most > 0 else MOST_EVENTS, MOST_EVENTS)
         items, lost = self._feed.take(most) if self._present is None else ([], 0)
         if lost:
@@ -124,41 +130,33 @@ class EngineReader:
             if not items:
                 self._present = None
         begins, self._begins = self._begins, False
-        return events_pb2.ReadEventsResponse(
-            events=[
-                _message(item) for item in items if item.event.key_space_id == self._key_space_id
-            ],
-            begins_state=begins,
-            has_more_state=self._present is not None,
-        )
+        whole = session_pb2.ConnectResponse()
+        answer = whole.read_events
+        answer.begins_state, answer.has_more_state = begins, self._present is not None
+        answer.SetInParent()
+        for item in items:
+            if item.event.key_space_id == self._key_space_id:
+                _fill(answer.events.add(), item)
+        return whole
 
 
 # ----------------------------------------------------------------------------------------- messages
 
 
-def _message(item: TimedEvent) -> events_pb2.Event:
-    """Converts an event to its message."""
+def _fill(message: events_pb2.Event, item: TimedEvent) -> None:
+    """Writes an event into its message, which is empty."""
     value, key_space = item.event, item.key_space
-    message = events_pb2.Event(
-        key_space_id=value.key_space_id, unix_time_ms=int(item.unix_time_s * 1000)
-    )
+    message.key_space_id = value.key_space_id
+    message.unix_time_ms = int(item.unix_time_s * 1000)
     match value:
         case BlocksStored(hashes=words, content=content):
             stored = message.stored
-            stored.group_index, stored.depth, stored.lora_name = (
-                value.group_index,
-                value.depth,
-                content.lora_name,
-            )
-            stored.hashes, stored.token_ids = (
-                packed_words(words, key_space.hash_bytes),
-                content.token_ids.tobytes(),
-            )
-            stored.parent_hash = (
-                b""
-                if value.parent is None
-                else packed_words(value.parent.reshape(1, 8), key_space.hash_bytes)
-            )
+            stored.group_index, stored.depth = value.group_index, value.depth
+            stored.lora_name = content.lora_name
+            stored.hashes = packed_words(words, key_space.hash_bytes)
+            stored.token_ids = content.token_ids.tobytes()
+            if value.parent is not None:
+                stored.parent_hash = packed_words(value.parent.reshape(1, 8), key_space.hash_bytes)
             stored.block_count = len(words)
             stored.block_token_count = key_space.groups[value.group_index].block_tokens
             stored.medium, stored.tier = MEDIA[value.medium], value.tier
@@ -169,7 +167,6 @@ def _message(item: TimedEvent) -> events_pb2.Event:
             message.removed.medium, message.removed.tier = MEDIA[value.medium], value.tier
         case KeySpaceCleared():
             message.cleared.SetInParent()
-    return message
 
 
 def _is_of_host(item: TimedEvent) -> bool:

@@ -266,7 +266,8 @@ Report = RequestReport[Words]
 Ended = EndedRequest[Words]
 SessionCall = Callable[[LiveSession, Any], Any]
 """Handles messages of one kind from a session's stream. Returns the answer's message, a task or
-awaitable of it, or None if the message has no answer."""
+awaitable of it, or None if the message has no answer. A large answer may be in the stream's message
+already, which saves a copy."""
 
 
 @dataclass(frozen=True, slots=True)

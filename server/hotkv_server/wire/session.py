@@ -159,6 +159,8 @@ class SessionCalls:
             return None
         if inspect.isawaitable(answer):
             answer = await answer
+        if isinstance(answer, session_pb2.ConnectResponse):
+            return answer
         return None if answer is None else session_pb2.ConnectResponse(**{body: answer})
 
     async def _slowed(self, error: HotKVError) -> HotKVError:
