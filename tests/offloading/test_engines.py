@@ -217,7 +217,6 @@ def test_engines_of_two_tensor_parallel_sizes_share_canonical_rows(daemon, start
 
 
 @pytest.mark.long
-@pytest.mark.long
 def test_a_data_parallel_engine_hits_what_its_sibling_stored(daemon, start):
     """Each has a primary tier and a session of its own, in one key space."""
     both = start(daemon, driver="dp_driver.py", data_parallel_size=2, has_weights=True)

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,7 @@ class Node:
             *("--events.buffer-steps", "4"),
         )
         self._first_token = 1000
+        self._stored: list[tuple[list[int], list[bytes]]] = []
         self.server = self._started()
 
     def _started(self) -> Server:
@@ -52,11 +54,30 @@ class Node:
         count = PROMPT_TOKENS // BLOCK_TOKENS
         before = self.server.counter("tier_demoted_blocks_total")
         with contextlib.closing(GroupsEngine(self.server.target, (FULL,), model)) as engine:
-            run = BlockRun(0, hashes(count), np.arange(count, dtype=np.int32), token_ids=prompt)
+            blocks = hashes(count)
+            run = BlockRun(0, blocks, np.arange(count, dtype=np.int32), token_ids=prompt)
             stored = engine.session.store("s", f"s{prompt[0]}", [run], 60).result(60)
             assert (stored.results[0] == BlockResult.STORED).all()
         wait_for(lambda: self.server.counter("tier_demoted_blocks_total") == before + count)
+        self._stored.append((prompt, blocks))
         return prompt
+
+    def is_equal(self, indexer: Indexer) -> bool:
+        """Returns whether the index has, of all prompts that were ever stored, what `hotkv blocks`
+        has."""
+        ready: set[str] = set()
+        with AdminClient(self.server.target) as admin:
+            page = ""
+            while True:
+                told = admin.blocks(page_size=2000, page_token=page)
+                ready |= {one["hash"] for one in told["blocks"] if one["state"] == "ready"}
+                if not (page := told["next_page_token"]):
+                    break
+        return all(
+            indexer.credits(prompt)[0]
+            == BLOCK_TOKENS * len(list(takewhile(lambda one: one.hex() in ready, blocks)))
+            for prompt, blocks in self._stored
+        )
 
     def tells_of(self, prompt: list[int], indexer: Indexer) -> bool:
         """Makes another event. Returns whether the node is credited with the prompt by now."""
@@ -99,6 +120,7 @@ def test_prompts_are_credited_where_they_lie(
 
     def lies(prompt: list[int], in_host: int, anywhere: int) -> None:
         wait_for(lambda: indexer.credits(prompt) == (in_host, anywhere))
+        wait_for(lambda: node.is_equal(indexer), "the index equals `hotkv blocks`")
 
     first, second = node.store("alpha"), node.store("beta")
     lies(first, PROMPT_TOKENS, PROMPT_TOKENS)
@@ -125,5 +147,6 @@ def test_prompts_are_credited_where_they_lie(
         wait_for(partial(node.tells_of, again, late))
         for prompt in (again, kept, *later):
             wait_for(lambda prompt=prompt: late.credits(prompt) == (PROMPT_TOKENS, PROMPT_TOKENS))
+        wait_for(lambda: node.is_equal(late), "the late index equals `hotkv blocks`")
         assert late.credits(second) == (0, PROMPT_TOKENS)
         assert late.credits(first) == (0, 0)

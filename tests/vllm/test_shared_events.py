@@ -49,7 +49,7 @@ class Wire:
 
     def read_events(self) -> Future[EventsRead]:
         future: Future[EventsRead] = Future()
-        future.set_result(answers._events(self._reader.read(3), KEY_SPACE.hash_bytes))
+        future.set_result(answers._events(self._reader.read(3).read_events, KEY_SPACE.hash_bytes))
         return future
 
 
