@@ -72,34 +72,40 @@ class ResidencyRules(WriteRules):
         existing = self.model.residencies.get((engine, residency_id))
         asked = {group: count for group, count in enumerate(counts) if count}
         if existing and data.draw(st.booleans()):
-            asked = existing.asked
+            # As before, or grown.
+            asked = {group: count + counts[group] // 2 for group, count in existing.asked.items()}
         self.opens(session, residency_id, asked)
 
     def opens(self, session: int, residency_id: str, asked: dict[int, int]) -> None:
-        """A residency is opened, or refused as it must be."""
+        """A residency is opened or grown, or refused as it must be."""
         engine, ks = self.sessions[session]
         existing = self.model.residencies.get((engine, residency_id))
-        cost = sum(count * slot_cost(self.sizes[group], SLAB) for group, count in asked.items())
+        had = existing.asked if existing else dict.fromkeys(asked, 0)
+        only_grows = asked.keys() == had.keys() and all(asked[g] >= n for g, n in had.items())
+        more = {group: count - had[group] for group, count in asked.items()} if only_grows else {}
+        whole, cost = (
+            sum(count * slot_cost(self.sizes[group], SLAB) for group, count in counted.items())
+            for counted in (asked, more)
+        )
         taken = self.taken_bytes()
         others = self.model.unadmitted_bytes() + self.core.retention_pins.held_bytes
         room = min(BOUND - taken, most_pinned(NUM_SLABS * SLAB) - taken - others)
-        is_new = existing is None
-        if asked:
+        if asked and only_grows:
             for _ in residencies(self.core).make_room(session, residency_id, asked):
                 pass
             self.model.take_notices()
         slots: Counter[int] = Counter()
-        for group, count in asked.items():
+        for group, count in more.items():
             slots[self.sizes[group]] += count
         has_slabs = self.core.space.pool.floors.would_fit(slots)
         if self.sizes[0] == self.sizes[1] and not self.model.pins():
             assert has_slabs or cost > room, "nothing is in the way of slabs"
         reasons = self.refusal(
             (not asked, Reason.INVALID_FIELD),
-            (existing is not None and existing.asked != asked, Reason.DUPLICATE_ID),
-            (is_new and self.core.draining, Reason.DRAINING),
-            (is_new and cost > BOUND, Reason.RESIDENCY_TOO_LARGE),
-            (is_new and (cost > room or not has_slabs), Reason.NO_ROOM_FOR_RESIDENCY),
+            (not only_grows, Reason.DUPLICATE_ID),
+            (cost and self.core.draining, Reason.DRAINING),
+            (cost and whole > BOUND, Reason.RESIDENCY_TOO_LARGE),
+            (cost and (cost > room or not has_slabs), Reason.NO_ROOM_FOR_RESIDENCY),
         )
         opened = self.call(
             lambda: residencies(self.core).open(session, residency_id, asked, self.now_s), *reasons
@@ -110,6 +116,7 @@ class ResidencyRules(WriteRules):
         if existing is not None:
             reader = self.readers[engine, residency_id]
             assert opened == reader.opened
+            existing.asked = asked
             return
         self.model.residencies[engine, residency_id] = ModelResidency(engine, session, ks, asked)
         self.readers[engine, residency_id] = Reader(opened, session)

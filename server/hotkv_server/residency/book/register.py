@@ -3,9 +3,10 @@ for lack of room.
 
 Always true: an id names a single open residency of its engine; a closing residency has no id. A
 position of a residency names a single entry. A group has at most as many positions as were asked
-for, and at most as many representations as positions. Rows are in the order of positions.
+for by now, and at most as many representations as positions. Rows are in the order of positions.
 Residencies count for their owner, by number and by the memory of their lists (see `bounds`). An
-engine's latest refusal is kept while it has a session, until it opens the residency.
+engine's latest refusal is kept while it has a session, until the residency opens, grows or
+closes.
 """
 
 from collections import Counter
@@ -53,11 +54,17 @@ class ResidentGroup:
 
     def left(self) -> dict[int, int]:
         """Returns the slots, by size, that the group may still pin."""
-        left = {self.block_bytes: self.most - len(self.positions)}
+        return self._slots(self.most - len(self.positions), self.most - self.num_linked)
+
+    def slots(self, num_blocks: int) -> dict[int, int]:
+        """Returns the slots, by size, of this many blocks with a representation each."""
+        return self._slots(num_blocks, num_blocks)
+
+    def _slots(self, num_blocks: int, num_kinds: int) -> dict[int, int]:
+        slots = {self.block_bytes: num_blocks}
         if self.kinds:
-            kinds = self.most - self.num_linked
-            left[self.kind_bytes] = left.get(self.kind_bytes, 0) + kinds
-        return left
+            slots[self.kind_bytes] = slots.get(self.kind_bytes, 0) + num_kinds
+        return slots
 
     def rows(self, positions: Int64s) -> tuple[Int64s, BoolMask]:
         """Returns for each position [n] its row, or the row where it would be inserted, and whether
@@ -111,7 +118,7 @@ class ResidentGroup:
 class Residency:
     """A residency of an engine.
 
-    asked: blocks by group, from the call that opened it.
+    asked: blocks by group, from the call that opened it or last grew it.
     is_closing: it has no promise, accepts no blocks, and its pins are being released.
     is_gone: all its pins are released.
     """
@@ -141,10 +148,28 @@ class Residency:
 
     def left(self) -> dict[int, int]:
         """Returns the slots, by size, that it may still pin."""
-        left: Counter[int] = Counter()
-        for group in () if self.is_closing else self.groups.values():
-            left.update(group.left())
-        return dict(left)
+        return {} if self.is_closing else sum_of_slots(self.groups)
+
+    def slots_of(self, num_blocks: Mapping[int, int]) -> dict[int, int]:
+        """Returns the slots, by size, of these blocks by group with their representations."""
+        slots: Counter[int] = Counter()
+        for group, count in num_blocks.items():
+            slots.update(self.groups[group].slots(count))
+        return dict(slots)
+
+    def growth(self, num_blocks: Mapping[int, int]) -> dict[int, int]:
+        """Returns the slots, by size, that it lacks to have room for these blocks by group; empty
+        if it has the room. Raises DUPLICATE_ID if it has other groups, or more of a group."""
+        if num_blocks.keys() != self.asked.keys() or any(
+            count < self.asked[group] for group, count in num_blocks.items()
+        ):
+            raise HotKVError(
+                Reason.DUPLICATE_ID,
+                f"residency_id {self.residency_id!r} is open for other groups or for more blocks; "
+                "a residency only grows: close it, or choose a new id",
+            )
+        more = {group: count - self.asked[group] for group, count in num_blocks.items()}
+        return self.slots_of(more) if any(more.values()) else {}
 
     @property
     def weight(self) -> int:
@@ -166,6 +191,14 @@ class Residency:
     def reads(self, entries: Entries) -> bool:
         """Returns True if its clients may read any of these blocks."""
         return any(np.isin(group.entries, entries).any() for group in self.groups.values())
+
+
+def sum_of_slots(groups: Mapping[int, ResidentGroup]) -> dict[int, int]:
+    """Returns the slots, by size, that these groups may still pin together."""
+    left: Counter[int] = Counter()
+    for group in groups.values():
+        left.update(group.left())
+    return dict(left)
 
 
 def weight_of(asked: Mapping[int, int]) -> int:
@@ -258,19 +291,28 @@ class ResidencyBook:
     def check_room(self, residency: Residency) -> None:
         """Raises RESIDENCY_TOO_LARGE if the residency exceeds what any owner may have, OVERLOADED
         if the owner may have no other."""
-        owner = residency.owner
-        if residency.weight > self.memory.capacity // 2:
-            raise HotKVError(
-                Reason.RESIDENCY_TOO_LARGE,
-                f"groups.block_count: the lists of this take {residency.weight} bytes, more than "
-                f"half of client_memory_bytes; raise that to {2 * residency.weight} at least",
-            )
-        if not self.bound.room(owner):
+        self._check_memory(residency.owner, residency.weight, residency.weight)
+        if not self.bound.room(residency.owner):
             raise HotKVError(
                 Reason.OVERLOADED,
-                f"residency_id: {self.bound.refusal(owner, 'residencies')}; close some first",
+                f"residency_id: {self.bound.refusal(residency.owner, 'residencies')}; close some "
+                "first",
             )
-        if residency.weight > self.memory.room(owner):
+
+    def check_growth(self, residency: Residency, num_blocks: Mapping[int, int]) -> None:
+        """Raises as `check_room`, for a residency that grows to these blocks by group."""
+        weight = weight_of(num_blocks)
+        self._check_memory(residency.owner, weight, weight - residency.weight)
+
+    def _check_memory(self, owner: str, weight: int, more: int) -> None:
+        """Raises HotKVError unless an owner may have `more` bytes for a residency of `weight`."""
+        if weight > self.memory.capacity // 2:
+            raise HotKVError(
+                Reason.RESIDENCY_TOO_LARGE,
+                f"groups.block_count: the lists of this take {weight} bytes, more than half of "
+                f"client_memory_bytes; raise that to {2 * weight} at least",
+            )
+        if more > self.memory.room(owner):
             raise HotKVError(
                 Reason.OVERLOADED,
                 f"groups.block_count: {self.memory.refusal(owner, 'bytes of lists of residencies')}"
@@ -284,13 +326,27 @@ class ResidencyBook:
         self.bound.take(residency.owner, 1)
         self.memory.take(residency.owner, residency.weight)
         self.num_opened += 1
-        refusal = self._refusals.get(residency.engine_id)
-        if refusal is not None and refusal.residency_id == residency.residency_id:
-            del self._refusals[residency.engine_id]
+        self._settle_refusal(residency)
+
+    def grow(self, residency: Residency, num_blocks: Mapping[int, int]) -> None:
+        """Lets a residency have these blocks by group, at least as many as before."""
+        weight = residency.weight
+        residency.asked = dict(num_blocks)
+        for group, count in num_blocks.items():
+            residency.groups[group].most = count
+        self.memory.take(residency.owner, residency.weight - weight)
+        self._settle_refusal(residency)
 
     def begin_closing(self, residency: Residency) -> None:
         """Frees the id of a residency."""
         del self._by_id[residency.engine_id, residency.residency_id]
+        self._settle_refusal(residency)
+
+    def _settle_refusal(self, residency: Residency) -> None:
+        """Forgets that this residency was refused room."""
+        refusal = self._refusals.get(residency.engine_id)
+        if refusal is not None and refusal.residency_id == residency.residency_id:
+            del self._refusals[residency.engine_id]
 
     def remove(self, residency: Residency) -> None:
         """Forgets a closing residency that has no pins left."""

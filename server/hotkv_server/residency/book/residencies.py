@@ -1,8 +1,8 @@
 """Residencies: requests whose blocks stay in the arena as long as they run, for engines that read
 them there without a copy.
 
-Opening a residency reserves room. Extending it, or storing into it, pins blocks and returns their
-offsets. Always true: the pinned and promised bytes are within `ResidencyBound`. Before the server
+Opening a residency reserves room, and opening it again for more blocks grows it. Extending it, or
+storing into it, pins blocks and returns their offsets. Always true: the pinned and promised bytes are within `ResidencyBound`. Before the server
 unpins blocks that their engine has not released, the session's word has changed (`cache.readers`).
 Residencies belong to their engine, as leases do, and end with the session that opened them. If the
 server drains, they stay for the next server. `resident` pins; the core's `grace` keeps the blocks
@@ -11,6 +11,7 @@ of an earlier server's residencies.
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -32,7 +33,12 @@ from hotkv_server.cache.values import (
 )
 from hotkv_server.residency.book.bound import ResidencyBound
 from hotkv_server.residency.book.pins import ResidencyPins, ResidencyStore
-from hotkv_server.residency.book.register import Residency, ResidencyBook, ResidentGroup
+from hotkv_server.residency.book.register import (
+    Residency,
+    ResidencyBook,
+    ResidentGroup,
+    sum_of_slots,
+)
 
 MAX_POSITION = 1 << 31
 PART_BLOCKS = 1 << 14
@@ -67,21 +73,19 @@ class Residencies:
         """Reserves room for a residency, with representations of the session's declared kinds.
 
         num_blocks: blocks to reserve, by group.
-        Repeating the call for an open residency returns the same answer. Raises
-        NO_ROOM_FOR_RESIDENCY, RESIDENCY_TOO_LARGE and others. A refusal is recorded for operators
-        and changes nothing else.
+        For an open residency the call reserves what it lacks of `num_blocks`; with fewer blocks in
+        a group it raises DUPLICATE_ID. Raises NO_ROOM_FOR_RESIDENCY, RESIDENCY_TOO_LARGE and
+        others. A refusal is recorded for operators and changes nothing else.
         """
         session = self._sessions.record(session_number)
         record = self._catalog.record(session.key_space_id)
         groups = _new_groups(session, record, num_blocks)
         existing = self.book.of_call(session, residency_id)
         if existing is not None:
-            if existing.asked != num_blocks:
-                raise HotKVError(
-                    Reason.DUPLICATE_ID,
-                    f"residency_id {residency_id!r} is open for other numbers of blocks; close it, "
-                    "or choose a new id",
-                )
+            growth = existing.growth(num_blocks)
+            if growth:
+                self._sessions.check_takes_new("opens no residencies")
+                self._grow(existing, num_blocks, growth, now_s)
             return self._opened(existing)
         self._sessions.check_takes_new("opens no residencies")
         owner = self._sessions.owner(session)
@@ -90,35 +94,60 @@ class Residencies:
             self._space.tenants.number(session.key_space_id), now_s, dict(num_blocks), groups,
         )  # fmt: skip
         slots = residency.left()
-        asked_bytes = self.bound.costs(slots)
-        try:
-            self.bound.check_ever(residency.tenant, asked_bytes)
+        with self._noting_refusal(residency, slots, now_s):
+            self.bound.check_ever(residency.tenant, self.bound.costs(slots))
             self.book.check_room(residency)
             self._words.check_room(session.number)
             self.bound.check_room(residency.tenant, slots)
-        except HotKVError as error:
-            room = self.bound.room_bytes(residency.tenant)
-            self.book.note_refusal(residency, asked_bytes, room, error.message, now_s)
-            raise
         self.book.add(residency)
         self.bound.promise(residency.tenant, slots)
         return self._opened(residency)
 
+    def _grow(
+        self,
+        residency: Residency,
+        num_blocks: Mapping[int, int],
+        growth: Mapping[int, int],
+        now_s: float,
+    ) -> None:
+        """Reserves these slots more, counted by size, for an open residency of now `num_blocks`."""
+        with self._noting_refusal(residency, growth, now_s):
+            self.bound.check_ever(
+                residency.tenant, self.bound.costs(residency.slots_of(num_blocks))
+            )
+            self.book.check_growth(residency, num_blocks)
+            self.bound.check_room(residency.tenant, growth)
+        self.book.grow(residency, num_blocks)
+        self.bound.promise(residency.tenant, growth)
+
+    @contextmanager
+    def _noting_refusal(
+        self, residency: Residency, slots: Mapping[int, int], now_s: float
+    ) -> Iterator[None]:
+        """Records a refusal of these slots, counted by size, for operators."""
+        try:
+            yield
+        except HotKVError as error:
+            room = self.bound.room_bytes(residency.tenant)
+            self.book.note_refusal(
+                residency, self.bound.costs(slots), room, error.message, now_s
+            )
+            raise
+
     def make_room(
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int]
     ) -> Iterator[None]:
-        """Frees slabs of the slot sizes that the residency needs, in parts.
+        """Frees slabs of the slot sizes that the residency, or its growth, needs, in parts.
 
         Does nothing if there are enough, or if the call would be refused anyway.
         """
         session = self._sessions.record(session_number)
         record = self._catalog.record(session.key_space_id)
-        slots: Counter[int] = Counter()
-        for group in _new_groups(session, record, num_blocks).values():
-            slots.update(group.left())
+        groups = _new_groups(session, record, num_blocks)
+        existing = self.book.named(session, residency_id)
+        slots = sum_of_slots(groups) if existing is None else existing.growth(num_blocks)
         tenant = self._space.tenants.number(session.key_space_id)
-        is_new = self.book.named(session, residency_id) is None
-        if is_new and self.bound.costs(slots) <= self.bound.room_bytes(tenant):
+        if slots and self.bound.costs(slots) <= self.bound.room_bytes(tenant):
             yield from self._space.room.make_floors(slots, tenant)
 
     def _opened(self, residency: Residency) -> ResidencyOpened:
@@ -336,7 +365,7 @@ def _check_most(group: ResidentGroup, num_fresh: int) -> None:
         raise HotKVError(
             Reason.INVALID_FIELD,
             f"hashes: the residency was opened for {group.most} blocks of this group and would "
-            f"have {count}; open it for all that it will keep",
+            f"have {count}; open it again for more",
         )
 
 
