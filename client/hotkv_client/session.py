@@ -133,6 +133,11 @@ class Session:
         return self._life.opened.has_residency
 
     @property
+    def grows_residencies(self) -> bool:
+        """Returns True if the server last connected to grows open residencies; False before."""
+        return self._life.opened.grows_residencies
+
+    @property
     def has_tiers(self) -> bool:
         """Returns True if the server last connected to has tiers; False before.
 
@@ -255,11 +260,12 @@ class Session:
     ) -> "Future[ResidencyOpened]":
         """Reserves room in the arena for a request.
 
-        num_blocks: the most blocks that the request will ever need, by group index. The room
-            includes their representations of the kinds that this session declares.
+        num_blocks: the most blocks that the request will need, by group index. The room includes
+            their representations of the kinds that this session declares.
 
-        The same call again gets the same answer. The residency belongs to the engine and ends with
-        this session. Fails as NO_ROOM_FOR_RESIDENCY if the room is in use, as RESIDENCY_TOO_LARGE
+        The same call again gets the same answer. If the server `grows_residencies`, the call may be
+        repeated with more blocks; if that fails, the residency stays as it was. The residency
+        belongs to the engine and ends with this session. Fails as NO_ROOM_FOR_RESIDENCY if the room is in use, as RESIDENCY_TOO_LARGE
         if there can never be enough room, and as NOT_ALLOWED if there is no `arena()`.
         """
         return self._resident(lambda: _wire.open_residency(residency_id, num_blocks))

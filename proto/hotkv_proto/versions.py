@@ -35,6 +35,8 @@ class Feature(enum.IntEnum):
     table."""
     EVENTS = 3
     """Engines publish the server's events as their own."""
+    RESIDENCY_GROWTH = 4
+    """An open residency that is opened again for more blocks grows."""
 
 
 FEATURES: Final = frozenset(Feature)

@@ -133,13 +133,17 @@ class FakeResidency:
 class FakeResidencies:
     """All residencies of a server, by engine id and residency id.
 
-    most: the most that may be open; opening another fails as NO_ROOM_FOR_RESIDENCY. None: no limit.
+    most, most_blocks: the most that may be open, and the most blocks of all together; what exceeds
+        them fails as NO_ROOM_FOR_RESIDENCY. None: no limit.
+    can_grow: False for a server that reserves no more blocks for an open residency.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.arena = FakeArena(num_bytes)
         self.open: dict[tuple[str, str], FakeResidency] = {}
         self.most: int | None = None
+        self.most_blocks: int | None = None
+        self.can_grow = True
         # Residency id of each store, in order. The double never evicts blocks, so it pins nothing.
         self.stored_into: list[str] = []
         self.generation = 1
@@ -147,17 +151,23 @@ class FakeResidencies:
         self._next_word = 1
 
     def add(self, name: tuple[str, str], asked: dict[int, int]) -> ResidencyOpened:
-        """Opens a residency.
+        """Opens a residency, or grows it.
 
-        Raises NO_ROOM_FOR_RESIDENCY, or DUPLICATE_ID if it is open with other numbers.
+        Raises NO_ROOM_FOR_RESIDENCY, or DUPLICATE_ID if it is open with more blocks.
         """
         known = self.open.get(name)
-        if known is not None:
-            if known.asked != asked:
+        if known is not None and known.asked != asked:
+            is_less = any(count > asked.get(group, 0) for group, count in known.asked.items())
+            if is_less or not self.can_grow:
                 raise HotKVError(Reason.DUPLICATE_ID, f"residency_id {name[1]!r} is open")
-            return known.opened
-        if self.most is not None and len(self.open) >= self.most:
+        others = sum(sum(one.asked.values()) for one in self.open.values() if one is not known)
+        is_many = known is None and self.most is not None and len(self.open) >= self.most
+        is_much = self.most_blocks is not None and others + sum(asked.values()) > self.most_blocks
+        if is_many or (is_much and (known is None or known.asked != asked)):
             raise HotKVError(Reason.NO_ROOM_FOR_RESIDENCY, "told to refuse")
+        if known is not None:
+            known.asked = asked
+            return known.opened
         index, self._next_word = self._next_word, self._next_word % words.MAX_SESSION_WORD + 1
         self.arena.words[index] += np.uint64(1)
         opened = ResidencyOpened(name[1], index, int(self.arena.words[index]), self.generation)

@@ -54,9 +54,10 @@ class Opened:
     has_tiers: bool
     has_events: bool
     stored_bytes: int
+    grows_residencies: bool
 
 
-NOT_OPENED = Opened("", 0, 0, False, False, (), False, False, False, 0)
+NOT_OPENED = Opened("", 0, 0, False, False, (), False, False, False, 0, False)
 
 
 def opened(response: Response | None) -> Opened:
@@ -79,6 +80,7 @@ def opened(response: Response | None) -> Opened:
         Feature.TIERS in features,
         Feature.EVENTS in features,
         message.stored_byte_count,
+        Feature.RESIDENCY_GROWTH in features,
     )
 
 

@@ -72,6 +72,8 @@ class _FeatureEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """
     FEATURE_EVENTS: _Feature.ValueType  # 3
     """Engines publish the server's events as their own (ReadEvents)."""
+    FEATURE_RESIDENCY_GROWTH: _Feature.ValueType  # 4
+    """OpenResidency for more blocks of an open residency reserves the difference."""
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
     """A capability that a session uses only if both sides know it. A side ignores numbers that it does
@@ -90,6 +92,8 @@ table. AcquireLease waits for their promotion, within the server's limit.
 """
 FEATURE_EVENTS: Feature.ValueType  # 3
 """Engines publish the server's events as their own (ReadEvents)."""
+FEATURE_RESIDENCY_GROWTH: Feature.ValueType  # 4
+"""OpenResidency for more blocks of an open residency reserves the difference."""
 Global___Feature: typing_extensions.TypeAlias = Feature
 
 class _MissReason:
