@@ -265,8 +265,9 @@ class Session:
 
         The same call again gets the same answer. If the server `grows_residencies`, the call may be
         repeated with more blocks; if that fails, the residency stays as it was. The residency
-        belongs to the engine and ends with this session. Fails as NO_ROOM_FOR_RESIDENCY if the room is in use, as RESIDENCY_TOO_LARGE
-        if there can never be enough room, and as NOT_ALLOWED if there is no `arena()`.
+        belongs to the engine and ends with this session. Fails as NO_ROOM_FOR_RESIDENCY if the room
+        is in use, as RESIDENCY_TOO_LARGE if there can never be enough room, and as NOT_ALLOWED if
+        there is no `arena()`.
         """
         return self._resident(lambda: _wire.open_residency(residency_id, num_blocks))
 

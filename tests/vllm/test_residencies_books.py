@@ -26,9 +26,12 @@ LONG = 8 * TOKENS
 
 
 class Pool:
-    """Stands for the device's pool. `running`: requests that have blocks."""
+    """Stands for the device's pool. `running`: requests that have blocks. `more`: how many a
+    request may add to its prompt."""
 
     def __init__(self) -> None:
+        self.more = 4
+        self.in_flight: set[str] = set()
         self.running: set[str] = set()
         self.failed: dict[str, str] = {}
         self.losing: list[str] = []
@@ -36,13 +39,16 @@ class Pool:
         self.freed: dict[str, int] = {}
 
     def longest(self, one: Any) -> int:
-        return int(one.num_prompt_tokens) + 4 * TOKENS
+        return int(one.num_prompt_tokens) + self.more * TOKENS
 
     def holds_whole(self, one: Any) -> bool:
         return self.longest(one) <= 8 * TOKENS
 
     def has_blocks(self, request_id: str) -> bool:
         return request_id in self.running
+
+    def is_in_flight(self, request_id: str) -> bool:
+        return request_id in self.in_flight
 
     def fail(self, request_id: str, why: str) -> None:
         self.failed[request_id] = why

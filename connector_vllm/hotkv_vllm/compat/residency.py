@@ -11,12 +11,12 @@ Always true:
 - A request that has lost bytes gets no further block, so vLLM preempts it and computes it anew.
 
 Uses, of vLLM 0.32: `AttentionBackend.customize_spec` (temporary there, see RFC #42449),
-`FullAttentionSpec`, `FullAttentionManager` with its block tables and pool, `KVCacheSpecRegistry`,
-`VllmConfig.max_in_flight_tokens`.
+`FullAttentionSpec`, `FullAttentionManager` with its block tables, its pool and `new_step_starts`,
+`KVCacheSpecRegistry`, `VllmConfig.max_in_flight_tokens`.
 """
 
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, fields
 from types import FrameType
 from typing import Any
@@ -114,8 +114,8 @@ def _blocks(num_tokens: int, block_tokens: int) -> int:
 
 
 class ResidentManager(FullAttentionManager):
-    """Manages the blocks of resident requests for vLLM. The scheduler side sets `stored_tokens` and
-    `has_room`.
+    """Manages the blocks of resident requests for vLLM. The scheduler side sets `stored_tokens`,
+    `has_room` and `step_starts`.
 
     `freed_blocks`: by request, the end of the freed blocks, which begin behind the sinks.
     `hot`: the hot slots by request.
@@ -128,6 +128,7 @@ class ResidentManager(FullAttentionManager):
         self.max_admission_blocks_per_request = kv_cache_spec.whole_blocks
         self.stored_tokens: Callable[[str], int] = lambda request_id: 0
         self.has_room: Callable[[str], bool] = lambda request_id: True
+        self.step_starts: Callable[[], None] = lambda: None
         self.hot: dict[str, list[KVCacheBlock]] = {}
         self.hot_ids: dict[str, tuple[int, ...]] = {}
         self.freed_blocks: dict[str, int] = {}
@@ -142,6 +143,11 @@ class ResidentManager(FullAttentionManager):
         """Finds no hit on the device: blocks there don't prove that the server has the rest of the
         prefix. The connector looks hits up instead."""
         return tuple([] for _ in kv_cache_group_ids), 0
+
+    def new_step_starts(self) -> None:
+        """Notifies the scheduler side, before vLLM plans a step."""
+        super().new_step_starts()
+        self.step_starts()
 
     # --------------------------------------------------------------------------------- hot slots
 
@@ -349,8 +355,9 @@ class DevicePool:
     how to preempt or fail a request.
 
     Usable once vLLM has constructed its pool and called `bind`. Uses, of vLLM 0.32: the state of
-    `ResidentManager`, `Scheduler.requests`, `encoder_cache_mismatch_reqs`, and the fields of
-    `Request` that count output in flight.
+    `ResidentManager`, `Scheduler.requests`, `running`, `current_step` and
+    `encoder_cache_mismatch_reqs`, and of `Request` the fields that count output in flight and
+    `next_decode_eligible_step`.
 
     spec: None for an engine that is not resident.
     """
@@ -361,6 +368,7 @@ class DevicePool:
         self._num_blocks = int(kv_cache_config.num_blocks) - 1
         self._manager: ResidentManager | None = None
         self._scheduler: Any = None
+        self._held: Callable[[], Collection[str]] = tuple
 
     def __repr__(self) -> str:
         return f"DevicePool({self._num_blocks} blocks, {self.spec})"
@@ -370,19 +378,40 @@ class DevicePool:
         kv_cache_manager: Any,
         stored_tokens: Callable[[str], int],
         has_room: Callable[[str], bool],
+        held: Callable[[], Collection[str]],
     ) -> None:
         """Connects to vLLM's manager. vLLM's scheduler calls it from its constructor.
 
         stored_tokens: returns the leading tokens of a request that need not stay on the device.
         has_room: returns True if a request that outgrows the device may begin.
+        held: returns the requests that the coming step leaves out.
         """
+        self._held = held
         self._scheduler = _scheduler_of_caller()
         managers = kv_cache_manager.coordinator.single_type_managers
         found = next((one for one in managers if isinstance(one, ResidentManager)), None)
         if found is not None:
             found.stored_tokens = stored_tokens
             found.has_room = has_room
+            found.step_starts = self._step_starts
             self._manager = found
+
+    def _step_starts(self) -> None:
+        """Leaves held requests out of the step that vLLM is about to plan. Moves lost requests to
+        the end of the running ones, so that vLLM preempts no other request in their place."""
+        scheduler = self._scheduler
+        if scheduler is None or self._manager is None:
+            return
+        for request_id in self._held():
+            request = scheduler.requests.get(request_id)
+            if request is not None:
+                eligible = max(request.next_decode_eligible_step, scheduler.current_step + 1)
+                request.next_decode_eligible_step = eligible
+        for request_id in self._manager.lost:
+            request = scheduler.requests.get(request_id)
+            if request in scheduler.running:
+                scheduler.running.remove(request)
+                scheduler.running.append(request)
 
     def describe(self) -> str:
         """Returns a text for the log: how many blocks a request holds on the device, and how many
@@ -419,6 +448,11 @@ class DevicePool:
     def has_blocks(self, request_id: str) -> bool:
         """Returns True if the request has blocks on the device."""
         return self._manager is not None and request_id in self._manager.req_to_blocks
+
+    def is_in_flight(self, request_id: str) -> bool:
+        """Returns True if a step of the request is under way."""
+        request = None if self._scheduler is None else self._scheduler.requests.get(request_id)
+        return request is not None and bool(request.num_in_flight_tokens)
 
     def num_freed(self, request_id: str) -> int:
         """Returns the end of the request's freed blocks, which begin behind the sinks; 0 if none

@@ -1,8 +1,9 @@
-"""The calls of resident requests to the server: to reserve room for all their blocks, and to pin
-stored blocks.
+"""The calls of resident requests to the server: to reserve room for their blocks, and to pin stored
+blocks.
 
 Always true: a request has at most one call of each kind in flight. After the server was away, the
-calls are repeated. Blocks that the server does not pin at their old place are lost.
+calls are repeated. Blocks that the server does not pin at their old place are lost. No request is
+admitted while a running request lacks room.
 """
 
 from collections import deque
@@ -21,6 +22,8 @@ from hotkv_vllm.stats import HotKVStats
 logger = link.logger
 ASK_AGAIN_S = 0.1
 """Time after which a refused reservation is retried."""
+GROW_AGAIN_S = 1.0
+"""The same for more room of a request that still has some."""
 TURN_S = 2.0
 """Once a request has waited this long for room, reservations that were refused later are not
 retried."""
@@ -39,6 +42,8 @@ class ResidencyCalls:
         self._stats = stats
         self._compared: deque[tuple[str, ResidencyOpened, bool]] = deque()
         self._refused: dict[str, float] = {}
+        self.has_cramped = False
+        """True while a running request has no room for its next block."""
 
     def __repr__(self) -> str:
         return f"ResidencyCalls({len(self._refused)} refused)"
@@ -51,42 +56,65 @@ class ResidencyCalls:
         """Returns True if the server of the present stream has reserved room for the request."""
         return one.opened is not None and one.stream == self._streams.number
 
+    @property
+    def can_grow(self) -> bool:
+        """Returns True if the server reserves more room for an open residency."""
+        return self._session.grows_residencies
+
     def open(self, one: Resident, now_s: float) -> None:
-        """Asks for room, unless another request must come first. Reservations from before the
-        server was away are always asked for: their bytes wait to be pinned again."""
-        turn_s = self._refused.get(one.request_id, now_s)
-        if one.opened is None and any(
-            since_s < min(turn_s, now_s - TURN_S) for since_s in self._refused.values()
-        ):
+        """Asks for room, if it is the request's turn. Reservations from before the server was away
+        are always asked for: their bytes wait to be pinned again."""
+        if one.opened is None and not self._has_turn(one, now_s):
             return
-        one.stream = self._streams.number
-        one.opening = self._session.open_residency(one.residency_id, {0: one.num_blocks})
+        self._ask_room(one, one.room if one.opened is not None and self.can_grow else one.wanted)
+
+    def _has_turn(self, one: Resident, now_s: float) -> bool:
+        """Returns True if no other request must have room first."""
+        turn_s = self._refused.get(one.request_id, now_s)
+        return not self.has_cramped and not any(
+            since_s < min(turn_s, now_s - TURN_S) for since_s in self._refused.values()
+        )
+
+    def _ask_room(self, one: Resident, num_blocks: int) -> None:
+        one.asked_room, one.asked_stream = num_blocks, self._streams.number
+        one.opening = self._session.open_residency(one.residency_id, {0: num_blocks})
 
     def close(self, one: Resident) -> None:
         """Closes the request's residency, if it is open or being opened."""
         if one.opening is not None or one.opened is not None:
             self._session.close_residency(one.residency_id)
-        one.opening, one.opened = None, None
+        one.opening, one.opened, one.room, one.is_held = None, None, 0, False
         self._refused.pop(one.request_id, None)
 
+    def wait(self, one: Resident) -> None:
+        """Lets a request that has given its room up wait as if it had been refused when it
+        arrived."""
+        self._refused[one.request_id] = one.arrived_s
+
     def renew(self, one: Resident, now_s: float) -> None:
-        """Handles the answer to a reservation. Retries a refused reservation, and asks again after
-        the server was away."""
+        """Handles the answer to a reservation. Retries a refused reservation, asks for the room
+        that an open residency wants beyond its own, and asks again after the server was away."""
         if one.opening is not None and one.opening.done():
             opening, one.opening = one.opening, None
             error: Any = "cancelled" if opening.cancelled() else opening.exception()
             if error is None:
                 self._opened(one, opening.result())
             else:
-                one.ask_at_s = now_s + ASK_AGAIN_S
+                asks_ahead = self.is_open(one) and not one.is_held
+                one.ask_at_s = now_s + (GROW_AGAIN_S if asks_ahead else ASK_AGAIN_S)
                 self._was_refused(one, error, now_s)
         may_ask = one.opening is None and self._session.connected and now_s >= one.ask_at_s
         if may_ask and not self.is_open(one):
             self.open(one, now_s)
+        elif may_ask and one.wanted > one.room and self.can_grow:
+            self._ask_room(one, one.wanted)
 
     def _was_refused(self, one: Resident, why: Any, now_s: float) -> None:
+        if self.is_open(one) and not one.is_held:
+            # It asked ahead, and has room for its next blocks.
+            return
         if isinstance(why, HotKVError):
-            if why.reason is Reason.NO_ROOM_FOR_RESIDENCY:
+            if why.reason is Reason.NO_ROOM_FOR_RESIDENCY and one.opened is None:
                 self._refused.setdefault(one.request_id, now_s)
             elif not why.retryable and why.reason not in OF_THE_SESSION:
                 one.refusal = why
@@ -96,9 +124,13 @@ class ResidencyCalls:
             logger.info("hotkv: request %s waits for room in host memory: %s", one.request_id, why)
 
     def _opened(self, one: Resident, opened: ResidencyOpened) -> None:
-        """Notes that the server has room. If the server was away, asks it to pin the known blocks
-        again."""
+        """Notes that the server has room. If the server was away, or has opened the residency anew,
+        asks it to pin the known blocks again."""
         self._refused.pop(one.request_id, None)
+        has_grown = one.opened == opened and one.stream == one.asked_stream
+        one.room, one.stream = one.asked_room, one.asked_stream
+        if has_grown:
+            return
         is_new = one.opened is None
         one.opened, one.waited_s = opened, 0.0
         if is_new or not one.kept:
@@ -131,9 +163,9 @@ class ResidencyCalls:
     # ----------------------------------------------------------------------------------------- pins
 
     def ask(self, one: Resident, until: int) -> None:
-        """Asks the server to pin the blocks before `until` that are not pinned yet. They must have
-        names."""
-        blocks = range(one.kept, min(until, len(one.names)))
+        """Asks the server to pin the blocks before `until` that are not pinned yet, as far as it
+        has room for them. They must have names."""
+        blocks = range(one.kept, min(until, len(one.names), one.room))
         if one.asked is None and one.opened is not None and self._session.connected and blocks:
             hashes = one.names[blocks.start : blocks.stop]
             answer = self._session.extend_residency(one.residency_id, 0, blocks.start, hashes)

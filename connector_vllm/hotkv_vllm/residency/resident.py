@@ -29,7 +29,7 @@ ENDLESS = 1 << 40
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """A request. `num_blocks` is the most blocks that it may ever have.
+    """A request. `most_blocks` is the most blocks that it may ever have.
 
     Blocks:
     computed: most complete blocks that it has ever had.
@@ -44,6 +44,10 @@ class Resident:
         this engine.
 
     Reservation:
+    wanted: blocks that it should have room for now.
+    room: blocks that the server has reserved room for; 0 before.
+    asked_room, asked_stream: of the call under way, the blocks and the stream.
+    is_held: True if it is left out of steps: its next block would have no room.
     opened: the reservation; None before.
     pin: the pin under which workers may read the kept blocks. It differs from `opened` while it is
         not known whether a server that came back holds the blocks where they were.
@@ -52,7 +56,7 @@ class Resident:
     """
 
     state: RequestState
-    num_blocks: int
+    most_blocks: int
     residency_id: str
     salt: bytes = b""
     opening: "Future[ResidencyOpened] | None" = None
@@ -60,6 +64,12 @@ class Resident:
     pin: ResidencyOpened | None = None
     refusal: HotKVError | None = None
     stream: int = 0
+    wanted: int = 0
+    room: int = 0
+    asked_room: int = 0
+    asked_stream: int = 0
+    is_held: bool = False
+    arrived_s: float = 0.0
     ask_at_s: float = 0.0
     was_refused: bool = False
     computed: int = 0

@@ -1,9 +1,11 @@
-"""Requests whose old blocks the server holds for the engine. Room is reserved when they arrive,
-blocks are pinned as they are stored, and pinned blocks may be freed to vLLM's pool.
+"""Requests whose old blocks the server holds for the engine. Room is reserved when they arrive and
+as they grow, blocks are pinned as they are stored, and pinned blocks may be freed to vLLM's pool.
 
 Always true:
-- A request that outgrows the device is not admitted before the server has reserved room for all its
-  blocks.
+- A request that may outgrow the device is not admitted before the server has reserved room for all
+  blocks that it has.
+- A running request whose next block has no room is held: vLLM leaves it out of steps. If all are
+  held for `PARK_S`, the last one is parked: it gives its room up and waits, as if preempted.
 - A block counts as kept (`kept_tokens`) only after the server has said where it is. Workers learn
   this with the step in which the block may be freed.
 - Every request has names for all its blocks. Blocks whose KV is not exact, and blocks of requests
@@ -21,6 +23,7 @@ from typing import Any
 
 from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.identity.exactness import Exactness
+from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import StoreJob
 from hotkv_vllm.residency.calls import ResidencyCalls
 from hotkv_vllm.residency.resident import Resident, ResidentRows
@@ -33,6 +36,9 @@ from hotkv_vllm.stats import HotKVStats
 
 SLOW_STEP_S = 1.0
 """Longest time that a single step counts towards `hotkv.residency_timeout_s`."""
+QUANTUM_TOKENS = 512
+"""Room to reserve beyond the tokens of a request; more is asked for at half of it."""
+PARK_S = 1.0
 MAX_LOSSES = 8
 """A request whose bytes are lost this often without a new token in between ends with an error."""
 
@@ -61,6 +67,7 @@ class ResidentRequests:
         self._residents: dict[str, Resident] = {}
         self.rows = ResidentRows(self._residents, pool, self._block_tokens)
         self._ended: list[str] = []
+        self._stuck_since_s: float | None = None
 
     def __repr__(self) -> str:
         return f"ResidentRequests({len(self._residents)} requests)"
@@ -72,10 +79,11 @@ class ResidentRequests:
         request = state.request
         if self._pool.holds_whole(request):
             return
-        num_blocks = -(-self._pool.longest(request) // self._block_tokens)
+        most = -(-self._pool.longest(request) // self._block_tokens)
         residency_id = self._new_id(request.request_id)
-        one = Resident(state, num_blocks, residency_id, self._salt, seen_s=now_s)
+        one = Resident(state, most, residency_id, self._salt, seen_s=now_s, arrived_s=now_s)
         self._residents[request.request_id] = one
+        self._reserve(one)
         self._reservations.open(one, now_s)
 
     def _new_id(self, request_id: str) -> str:
@@ -108,14 +116,19 @@ class ResidentRequests:
         one = self._residents.get(request_id)
         if one is None:
             return True
+        self._reserve(one)
         self._reservations.renew(one, now_s)
-        return self._reservations.is_open(one)
+        return self._fits(one)
 
     def has_room(self, request_id: str) -> bool:
         """Returns True if room is reserved for a request that outgrows the device. vLLM's manager
         calls it."""
         one = self._residents.get(request_id)
-        return one is not None and self._reservations.is_open(one)
+        return one is not None and self._fits(one)
+
+    def _fits(self, one: Resident) -> bool:
+        """Returns True if the server has reserved room for all blocks that the request has."""
+        return self._reservations.is_open(one) and one.room >= self._needed(one)
 
     def keeps_hit(self, request: Any, hit_tokens: int, now_s: float) -> bool | None:
         """Returns whether the server holds all blocks of a hit for this request; None while the
@@ -139,6 +152,79 @@ class ResidentRequests:
             one.name(self._groups.hashes(request, 0), num_blocks, num_blocks)
             self._reservations.ask(one, num_blocks)
         return None
+
+    # ----------------------------------------------------------------------------------------- room
+
+    def _needed(self, one: Resident) -> int:
+        """Returns the blocks that the request has, with the block of its next token."""
+        request = one.state.request
+        tokens = max(request.num_tokens, request.num_computed_tokens + 1)
+        return min(one.most_blocks, -(-tokens // self._block_tokens))
+
+    def _reserve(self, one: Resident) -> None:
+        """Sets how much room the request wants: all that it may need, if the server can't reserve
+        more later."""
+        needed = self._needed(one)
+        quantum = -(-QUANTUM_TOKENS // self._block_tokens)
+        if not self._reservations.can_grow:
+            one.wanted = one.most_blocks
+        elif one.is_held:
+            one.wanted = needed
+        elif one.room < needed + quantum // 2:
+            one.wanted = min(one.most_blocks, needed + quantum)
+
+    def held(self, now_s: float) -> list[str]:
+        """Returns the requests to leave out of the coming step, because the server has no room for
+        their next block. vLLM's manager calls it before each step."""
+        held = []
+        for one in self._residents.values():
+            was_held, one.is_held = one.is_held, self._is_cramped(one)
+            if one.is_held:
+                if not was_held:
+                    one.ask_at_s = now_s
+                self._reserve(one)
+                self._reservations.renew(one, now_s)
+                one.is_held = self._is_cramped(one)
+            if one.is_held:
+                held.append(one.request_id)
+        self._reservations.has_cramped = bool(held)
+        parked = self._park(now_s)
+        return [request_id for request_id in held if request_id != parked]
+
+    def _is_cramped(self, one: Resident) -> bool:
+        """Returns True if the request runs and its next block has no room. A request that has lost
+        bytes must run on, so that vLLM preempts it."""
+        return (
+            one.opened is not None
+            and not one.is_lost
+            and one.room < self._needed(one)
+            and self._pool.has_blocks(one.request_id)
+        )
+
+    def _park(self, now_s: float) -> str | None:
+        """Parks the last request that has room, if all that run are held since `PARK_S`. Returns
+        it. Its blocks stay in the arena as a hit, until others need their place."""
+        running = [one for name, one in self._residents.items() if self._pool.has_blocks(name)]
+        last = next((one for one in reversed(self._residents.values()) if one.opened), None)
+        is_stuck = bool(running) and all(one.is_held for one in running)
+        if not is_stuck or last is None or not self._reservations.is_open(last):
+            self._stuck_since_s = None
+            return None
+        if self._stuck_since_s is None:
+            self._stuck_since_s = now_s
+        if now_s - self._stuck_since_s < PARK_S or self._pool.is_in_flight(last.request_id):
+            return None
+        self._stuck_since_s = None
+        self._stats.add("parked_residencies")
+        logger.info(
+            "hotkv: request %s gives its room in host memory up to others, and waits until it can "
+            "begin anew",
+            last.request_id,
+        )
+        self._pool.lose(last.request_id)
+        self._start_over(last)
+        self._reservations.wait(last)
+        return last.request_id
 
     # ---------------------------------------------------------------------------------------- names
 
@@ -244,6 +330,7 @@ class ResidentRequests:
     def _advance(self, one: Resident, now_s: float) -> None:
         """Asks where newly stored blocks are, and checks how long the request has waited."""
         calls = self._reservations
+        self._reserve(one)
         calls.renew(one, now_s)
         calls.take_answer(one, now_s)
         until = one.may_ask_until(is_late=one.waited_s > self._timeout_s / 2)
@@ -253,6 +340,9 @@ class ResidentRequests:
             one.computed, one.state.request.num_computed_tokens // self._block_tokens
         )
         is_waiting = one.opened is None or one.computed > one.kept
+        if one.is_held:
+            # It waits for room, not for its stores: the last ones go with its next step.
+            is_waiting = not calls.is_open(one)
         # While queued, a request waits for vLLM or for room in host memory. A slow step says
         # nothing about the server.
         is_queued = calls.is_connected and not self._pool.has_blocks(one.request_id)

@@ -1,11 +1,11 @@
 """Answers vLLM's pool of a resident engine: which tokens need not stay on the device, which
-requests may begin, and which have lost their bytes.
+requests may begin or go on, and which have lost their bytes.
 
 Works in every engine. In an engine that is not resident no request has freed blocks or loses bytes.
 """
 
 import time
-from collections.abc import Set
+from collections.abc import Collection, Set
 from typing import Any
 
 from hotkv_vllm.compat.residency import DevicePool
@@ -28,7 +28,7 @@ class ResidentSide:
 
     def bind(self, manager: Any) -> None:
         """Connects vLLM's block manager to this side."""
-        self._pool.bind(manager, self._kept_tokens, self._has_room)
+        self._pool.bind(manager, self._kept_tokens, self._has_room, self._held)
         if self._pool.spec is not None:
             logger.info("hotkv: %s", self._pool.describe())
 
@@ -41,6 +41,11 @@ class ResidentSide:
     def _has_room(self, request_id: str) -> bool:
         """Returns True if a request that outgrows the device may begin."""
         return self._residencies is not None and self._residencies.has_room(request_id)
+
+    @hook(lambda *_: (), last=(), is_part=True)
+    def _held(self) -> Collection[str]:
+        """Returns the requests that the coming step leaves out, for lack of room in the server."""
+        return () if self._residencies is None else self._residencies.held(time.monotonic())
 
     def is_freeing(self) -> bool:
         """Returns True if blocks will be freed soon, so that no request need be preempted."""

@@ -2,11 +2,11 @@
 them there without a copy.
 
 Opening a residency reserves room, and opening it again for more blocks grows it. Extending it, or
-storing into it, pins blocks and returns their offsets. Always true: the pinned and promised bytes are within `ResidencyBound`. Before the server
-unpins blocks that their engine has not released, the session's word has changed (`cache.readers`).
-Residencies belong to their engine, as leases do, and end with the session that opened them. If the
-server drains, they stay for the next server. `resident` pins; the core's `grace` keeps the blocks
-of an earlier server's residencies.
+storing into it, pins blocks and returns their offsets. Always true: the pinned and promised bytes
+are within `ResidencyBound`. Before the server unpins blocks that their engine has not released, the
+session's word has changed (`cache.readers`). Residencies belong to their engine, as leases do, and
+end with the session that opened them. If the server drains, they stay for the next server.
+`resident` pins; the core's `grace` keeps the blocks of an earlier server's residencies.
 """
 
 from collections import Counter
