@@ -14,7 +14,11 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.residency.calls import ASK_AGAIN_S, TURN_S, ResidencyCalls
-from hotkv_vllm.residency.resident_requests import ResidentRequests
+from hotkv_vllm.residency.resident_requests import (
+    PARK_S,
+    QUANTUM_TOKENS,
+    ResidentRequests,
+)
 from hotkv_vllm.residency.step import ResidentStep
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.scheduler.stores import StorePlanner
@@ -119,7 +123,9 @@ class Books:
         output = SimpleNamespace(
             preempted_req_ids=set(preempted),
             num_scheduled_tokens=dict.fromkeys(names, 1),
-            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: (list(range(1, 20)),)),
+            kv_connector_block_state=SimpleNamespace(
+                get_block_ids=lambda _: (list(range(1, 1000)),)
+            ),
         )
         self.pool.running -= set(preempted)
         rows: Any = SimpleNamespace(request=self.requests.get)
@@ -182,6 +188,202 @@ def test_who_has_waited_for_long_comes_before_who_came_later() -> None:
             books.now_s += 2 * ASK_AGAIN_S
             admitted = books.books.is_admitted(state, books.now_s)
         assert admitted == (state is first)
+
+
+# ---------------------------------------------------------------------------------- room that grows
+
+QUANTUM = QUANTUM_TOKENS // TOKENS
+
+
+def growing(most_blocks: int | None = None) -> Books:
+    """Returns books of requests with a large `max_tokens`, over a server of so many blocks."""
+    books = Books()
+    books.pool.more = 20 * QUANTUM
+    books.server.residencies.most_blocks = most_blocks
+    return books
+
+
+def decoded(books: Books, state: RequestState, blocks: int) -> None:
+    """The request has filled so many blocks and decodes on; the server has them all."""
+    name, one = state.request.request_id, state.request
+    one.num_computed_tokens, one.num_tokens = blocks * TOKENS, blocks * TOKENS + 1
+    one.block_hashes = [block_hash(name, number) for number in range(blocks)]
+    for key in books.books.names(state, blocks):
+        books.server.blocks[books.parts.space, 0, key] = {0: b"x"}
+    state.store.stored_blocks[0] = blocks
+
+
+def room(books: Books, name: str) -> int:
+    residency = books.server.residencies.open["engine", books.books.residency_of(name)]
+    return int(residency.asked[0])
+
+
+def test_room_is_reserved_for_what_a_request_has_and_grows_with_it() -> None:
+    books = growing()
+    state = books.run()
+    assert room(books, "a") == LONG // TOKENS + QUANTUM
+    for blocks in range(8, 8 + 3 * QUANTUM):
+        decoded(books, state, blocks)
+        books.step("a", passed_s=1.0)
+        assert books.books.held(books.now_s) == []
+        needed = blocks + 1
+        assert needed <= room(books, "a") <= needed + QUANTUM
+    books.step("a")
+    assert books.books.kept_tokens("a") == blocks * TOKENS and not books.pool.failed
+    decoded(books, state, 8 + 20 * QUANTUM - 1)
+    for _ in range(3):
+        books.step("a", passed_s=1.0)
+    assert room(books, "a") == 8 + 20 * QUANTUM, "no more than it may ever have"
+
+
+def test_a_server_that_does_not_grow_is_asked_for_all_room_at_once() -> None:
+    books = growing()
+    books.server.residencies.can_grow = False
+    state = books.run()
+    assert room(books, "a") == 8 + 20 * QUANTUM
+    decoded(books, state, 19 * QUANTUM)
+    books.step("a", passed_s=2.0)
+    assert books.books.held(books.now_s) == [] and books.server.count("open_residency") == 1
+
+
+def test_a_request_without_room_is_held_while_others_go_on() -> None:
+    books = growing(2 * (8 + QUANTUM))
+    first, _ = books.run("a"), books.run("b")
+    full = 8 + QUANTUM
+    decoded(books, first, full)
+    for _ in range(50):
+        assert books.books.held(books.now_s) == ["a"]
+        books.step("b", passed_s=1.0)
+    assert not books.pool.losing and not books.pool.failed, "it waits as long as another runs"
+    late = books.arrive("c")
+    assert not books.books.is_admitted(late, books.now_s), "those that run come first"
+    books.pool.running.remove("b")
+    books.books.ended("b")
+    for _ in range(2):
+        books.books.held(books.now_s)
+        books.step("a", passed_s=2 * ASK_AGAIN_S)
+    assert books.books.held(books.now_s) == [] and room(books, "a") > full
+    assert not books.books.is_admitted(late, books.now_s), "it has not enough for a quantum"
+    books.pool.running.remove("a")
+    books.books.ended("a")
+    for _ in range(2):
+        books.step(passed_s=2 * ASK_AGAIN_S)
+    assert books.books.is_admitted(late, books.now_s)
+
+
+def stuck() -> tuple[Books, list[RequestState]]:
+    """Returns two requests that are both held: together they fill the server."""
+    books = growing(2 * (8 + QUANTUM))
+    states = [books.run("a"), books.run("b")]
+    for state in states:
+        decoded(books, state, 8 + QUANTUM)
+        books.step("a", "b")
+    assert books.books.held(books.now_s) == ["a", "b"]
+    return books, states
+
+
+def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
+    books, (_, second) = stuck()
+    books.now_s += PARK_S - 0.1
+    assert books.books.held(books.now_s) == ["a", "b"]
+    books.pool.in_flight = {"b"}
+    books.now_s += 0.2
+    assert books.books.held(books.now_s) == ["a", "b"], "a step of it still reads the arena"
+    books.pool.in_flight = set()
+    assert books.books.held(books.now_s) == ["a"], "vLLM must come to it to preempt it"
+    assert books.pool.losing == ["b"] and books.parts.count("parked_residencies") == 1
+    books.step(preempted=["b"])
+    second.request.num_computed_tokens = 0
+    for _ in range(3):
+        books.books.held(books.now_s)
+        books.step("a", passed_s=2 * ASK_AGAIN_S)
+    assert books.books.held(books.now_s) == [] and room(books, "a") > 8 + QUANTUM
+    assert not books.books.is_admitted(second, books.now_s)
+    for _ in range(100):
+        books.books.held(books.now_s)
+        books.step("a", passed_s=1.0)
+    assert not books.pool.failed, "it waits in the queue for as long as it takes"
+    later = books.arrive("c")
+    books.pool.running.remove("a")
+    books.books.ended("a")
+    for _ in range(3):
+        books.step(passed_s=2 * ASK_AGAIN_S)
+        assert not books.books.is_admitted(later, books.now_s) or books.books.has_room("b")
+    assert books.books.is_admitted(second, books.now_s)
+    assert room(books, "b") == 8 + QUANTUM + 1 + QUANTUM
+    books.pool.running.add("b")
+    books.keep(second, 8 + QUANTUM)
+
+
+def test_no_request_is_parked_while_the_server_is_away() -> None:
+    """It could give nothing to others; one that is held waits for the server, and not for ever."""
+    books, _ = stuck()
+    books.server.die(empty=False)
+    for _ in range(int(TIMEOUT_S) - 1):
+        assert books.books.held(books.now_s) == ["a", "b"]
+        books.step(passed_s=1.0)
+    assert not books.pool.losing and not books.pool.failed
+    for _ in range(2):
+        books.step(passed_s=1.0)
+    assert "residency_timeout_s" in books.pool.failed["a"]
+
+
+def test_after_a_restart_the_room_that_it_had_is_reserved_anew() -> None:
+    books = growing()
+    state = books.run()
+    decoded(books, state, QUANTUM)
+    books.step("a", passed_s=1.0)
+    had = room(books, "a")
+    assert had > 8 + QUANTUM
+    books.server.die(empty=False)
+    books.step("a")
+    books.server.come_back()
+    books.server.residencies.most_blocks = had
+    for _ in range(2):
+        books.step("a", passed_s=ASK_AGAIN_S)
+    assert room(books, "a") == had and books.books.has_room("a")
+
+
+def test_a_preempted_request_begins_again_once_all_its_blocks_have_room() -> None:
+    books = growing(8 + QUANTUM)
+    state = books.run()
+    decoded(books, state, 8 + QUANTUM)
+    books.step(preempted=["a"])
+    state.request.num_computed_tokens = 0
+    books.step(passed_s=2.0)
+    assert not books.books.is_admitted(state, books.now_s) and not books.books.has_room("a")
+    books.server.residencies.most_blocks = None
+    for _ in range(2):
+        books.step(passed_s=2.0)
+    assert books.books.is_admitted(state, books.now_s) and books.books.has_room("a")
+
+
+def test_what_the_server_can_never_hold_ends_with_an_error_once_it_is_needed() -> None:
+    books = growing()
+    state = books.run()
+    books.refuse(Reason.RESIDENCY_TOO_LARGE)
+    decoded(books, state, 8 + QUANTUM - 1)
+    for _ in range(3):
+        assert books.books.held(books.now_s) == []
+        books.step("a", passed_s=1.0)
+    assert not books.pool.failed, "the answer may end before"
+    decoded(books, state, 8 + QUANTUM)
+    for _ in range(3):
+        books.books.held(books.now_s)
+        books.step(passed_s=1.0)
+    assert "told to refuse" in books.pool.failed["a"]
+
+
+def test_a_lost_request_is_not_held() -> None:
+    """vLLM preempts it when it comes to it."""
+    books, _ = stuck()
+    books.books._residents["a"].is_lost = True
+    assert books.books.held(books.now_s) == ["b"]
+    books.books.lost(["a"])
+    assert books.books.held(books.now_s) == ["b"]
+
+
+# ------------------------------------------------------------------------------------- a new server
 
 
 def test_who_has_bytes_to_pin_anew_waits_for_nobody() -> None:

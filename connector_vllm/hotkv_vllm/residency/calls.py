@@ -56,6 +56,10 @@ class ResidencyCalls:
         """Returns True if the server of the present stream has reserved room for the request."""
         return one.opened is not None and one.stream == self._streams.number
 
+    def is_served(self, one: Resident) -> bool:
+        """Returns True if that server can be reached too."""
+        return self.is_connected and self.is_open(one)
+
     @property
     def can_grow(self) -> bool:
         """Returns True if the server reserves more room for an open residency."""

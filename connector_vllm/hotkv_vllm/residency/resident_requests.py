@@ -207,7 +207,7 @@ class ResidentRequests:
         running = [one for name, one in self._residents.items() if self._pool.has_blocks(name)]
         last = next((one for one in reversed(self._residents.values()) if one.opened), None)
         is_stuck = bool(running) and all(one.is_held for one in running)
-        if not is_stuck or last is None or not self._reservations.is_open(last):
+        if not is_stuck or last is None or not self._reservations.is_served(last):
             self._stuck_since_s = None
             return None
         if self._stuck_since_s is None:
@@ -342,7 +342,7 @@ class ResidentRequests:
         is_waiting = one.opened is None or one.computed > one.kept
         if one.is_held:
             # It waits for room, not for its stores: the last ones go with its next step.
-            is_waiting = not calls.is_open(one)
+            is_waiting = not calls.is_served(one)
         # While queued, a request waits for vLLM or for room in host memory. A slow step says
         # nothing about the server.
         is_queued = calls.is_connected and not self._pool.has_blocks(one.request_id)

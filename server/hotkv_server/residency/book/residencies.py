@@ -129,9 +129,7 @@ class Residencies:
             yield
         except HotKVError as error:
             room = self.bound.room_bytes(residency.tenant)
-            self.book.note_refusal(
-                residency, self.bound.costs(slots), room, error.message, now_s
-            )
+            self.book.note_refusal(residency, self.bound.costs(slots), room, error.message, now_s)
             raise
 
     def make_room(
