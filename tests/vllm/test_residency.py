@@ -5,6 +5,8 @@ import pytest
 
 from tests.vllm.processes import Daemon
 from tests.vllm.resident_runs import (
+    EXACT,
+    EXACT_POOL,
     POOL_BLOCKS,
     RESIDENT,
     SPARSE,
@@ -13,6 +15,7 @@ from tests.vllm.resident_runs import (
     start,
 )
 from tests.vllm.runs import difference
+from tests.vllm.tiny import VOCAB
 
 __all__ = ["start"]
 
@@ -92,6 +95,37 @@ def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
     found = one.ask("rows")
     assert found["wrong"] == [] and found["rows"] > 150
     print(found, one.ask("sparse"), one.ask("stats")["totals"])
+
+
+@pytest.mark.parametrize(
+    "is_async",
+    [pytest.param(True, id="async"), pytest.param(False, id="sync", marks=pytest.mark.long)],
+)
+def test_requests_that_may_become_long_run_at_once_and_all_finish(
+    start: Start, daemon: Daemon, is_async: bool
+) -> None:
+    """Four requests of 28 blocks, which may have 62 each, in an arena that pins 98: they begin
+    together, are all held when it is full, and the last gives its room up."""
+    daemon.flags = ["--residency.share", "0.1"]
+    params = {"max_tokens": 1300, "min_tokens": 200, "stop_token_ids": [*range(3, VOCAB, 4)]}
+    requests = [{"tokens": tokens} for tokens in prompts(5, 660, 665, 670, 675)]
+    dense = start(None)
+    one = start(
+        EXACT,
+        target=daemon.start().target,
+        num_gpu_blocks_override=4 * EXACT_POOL,
+        async_scheduling=is_async,
+    )
+    one.ask("wait", connected=True, timeout_s=60.0)
+    one.ask("quantum", tokens=64)
+    expected = dense.ask("sample", requests=requests, params=params)
+    found = one.ask("sample", requests=requests, params=params)
+    assert found["tokens"] == expected["tokens"] and difference(found, expected) < 1e-4
+    assert found["ended"] == ["stop"] * 4
+    counted = one.ask("stats")["totals"]
+    print(counted, [len(tokens) for tokens in found["tokens"]])
+    assert counted["parked_residencies"] >= 1
+    assert not {"failed_residencies", "lost_residencies", "hook_errors"} & counted.keys()
 
 
 @pytest.mark.long
