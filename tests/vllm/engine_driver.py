@@ -2,8 +2,9 @@
 on stdout. Logs go to stderr.
 
 First line: arguments of `LLM`, with `environment` (variables of the process), `config_overrides`
-(values by path in vLLM's config, set when it is complete) and `despite_vllm` (hotkv is on where
-vLLM forbids reuse). A command is `op`, one of OPERATIONS, and its arguments.
+(values by path in vLLM's config, set when it is complete), `quantum` (tokens for which a resident
+request reserves room ahead) and `despite_vllm` (hotkv is on where vLLM forbids reuse). A command is
+`op`, one of OPERATIONS, and its arguments.
 """
 
 import enum
@@ -23,6 +24,11 @@ def main() -> None:
     arguments = json.loads(sys.stdin.readline())
     override(arguments.pop("config_overrides", {}))
     os.environ.update(arguments.pop("environment", {}))
+    quantum = arguments.pop("quantum", None)
+    if quantum is not None:
+        from hotkv_vllm.residency import resident_requests
+
+        resident_requests.QUANTUM_TOKENS = quantum
     if arguments.pop("despite_vllm", False):
         from hotkv_vllm.compat import reuse
 

@@ -39,7 +39,8 @@ def start(engines: Engines, tmp_path: Path) -> Start:
         connector_settings: dict[str, Any] | None = None,
         **settings: Any,
     ) -> EngineProcess:
-        """Returns an engine with the connector; its server is absent unless `target` names one."""
+        """Returns an engine with the connector; its server is absent unless `target` names one. A
+        resident one asks for room block by block."""
         layers = {"num_hidden_layers": 4, "max_position_embeddings": 2 * CONTEXT}
         settings = {
             "load_format": "random",
@@ -49,6 +50,7 @@ def start(engines: Engines, tmp_path: Path) -> Start:
             "max_num_batched_tokens": CHUNK,
             "max_num_seqs": 4,
             "hf_overrides": layers,
+            "quantum": 0,
         } | settings
         connector = {"weights_identity": tmp_path.name, "sparse_recall_steps": 0}
         connector |= {"tenant": "own"} if target is None else {}

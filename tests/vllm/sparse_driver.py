@@ -8,7 +8,7 @@ then on. `in_flight`: stores that were begun and not reported. `lose` (steps): b
 are lost after these numbers of steps. `pace` (seconds): how long a step takes at least, from then
 on. `compare_rows`: from then on, compares which requests attention takes as sparse with those that
 the scheduler counts as inexact; `rows`: how many were so, in how many steps, and the steps in which
-they differed. `quantum` (tokens): how much room requests reserve ahead, from then on. `called` (modules, prompts, max_tokens): names of the functions of these modules that
+they differed. `called` (modules, prompts, max_tokens): names of the functions of these modules that
 the requests call, and how many steps they take. `break_once` (name, after_steps, prompts,
 max_tokens, salt): the same requests; one of these functions raises at its first call after so many
 steps. Of several connectors in one engine, the first is meant.
@@ -54,7 +54,16 @@ def sparse(llm: Any) -> dict[str, Any]:
 
 
 def rewrite_always(_: Any) -> dict[str, Any]:
-    _worker()._leaves_out = lambda row, blocks: True
+    from dataclasses import replace
+
+    worker = _worker()
+    original = worker._select
+
+    def select(layer: Any, row: Any, query: Any) -> Any:
+        return original(layer, replace(row, attends_to_all=False), query)
+
+    worker._leaves_out = lambda row, blocks: True
+    worker._select = select
     return {}
 
 
@@ -173,13 +182,6 @@ def rows(llm: Any) -> dict[str, Any]:
     }
 
 
-def quantum(_: Any, tokens: int) -> dict[str, Any]:
-    from hotkv_vllm.residency import resident_requests
-
-    resident_requests.QUANTUM_TOKENS = tokens
-    return {}
-
-
 def called(
     llm: Any, modules: list[str], prompts: list[list[list[int]]], max_tokens: int
 ) -> dict[str, Any]:
@@ -262,7 +264,6 @@ engine_driver.OPERATIONS |= {
     "lose": lose,
     "compare_rows": compare_rows,
     "rows": rows,
-    "quantum": quantum,
     "sparse": sparse,
     "rewrite_always": rewrite_always,
     "break_after": break_after,

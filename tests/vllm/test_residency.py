@@ -115,9 +115,9 @@ def test_requests_that_may_become_long_run_at_once_and_all_finish(
         target=daemon.start().target,
         num_gpu_blocks_override=4 * EXACT_POOL,
         async_scheduling=is_async,
+        quantum=64,
     )
     one.ask("wait", connected=True, timeout_s=60.0)
-    one.ask("quantum", tokens=64)
     expected = dense.ask("sample", requests=requests, params=params)
     found = one.ask("sample", requests=requests, params=params)
     assert found["tokens"] == expected["tokens"] and difference(found, expected) < 1e-4

@@ -17,7 +17,7 @@ from tests.vllm.tiny import write_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTH = 3001
-"""A context half as long again as the pool."""
+"""A context half as long again as the pool; the answer needs a block more than the prompt."""
 
 
 class Two(NamedTuple):
@@ -47,6 +47,7 @@ def two(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iter
         shared_daemon.target,
         connector=connector | {"sparse": RESIDENT, "startup_wait_s": 20.0},
         num_gpu_blocks_override=POOL_BLOCKS,
+        quantum=0,
         **settings,
     )
     alone = {"sparse": SPARSE, "startup_wait_s": 0.0, "tenant": "own"}

@@ -2,9 +2,10 @@
 
 Rows that the scheduler has named choose a hot set, as in `worker.SparseWorker`. Chosen blocks that
 are not on the device are copied from the mapped arena into the request's hot slots. These are
-blocks of vLLM's pool, so a single call of vLLM's attention serves the whole batch. Rows that attend
-to everything (rows without a name, and rows whose selection raised) use a staging area of one
-layer, into which the whole context is copied.
+blocks of vLLM's pool, so a single call of vLLM's attention serves the whole batch. A context that
+fits in the hot slots is copied there once, without a choice. Other rows that attend to everything
+(rows without a name, and rows whose selection raised) use a staging area of one layer, into which
+the whole context is copied.
 
 Always true: attention reads no freed block; a page copied from the arena counts only if the server
 still pinned it afterwards (`take_lost`). Otherwise the request is reported as lost, its token is
@@ -229,7 +230,7 @@ class ResidentWorker(SparseWorker):
         self, layer: SparseLayer, plan: ResidentPlan, query_of: Callable[[int], F32]
     ) -> dict[int, I32]:
         """Returns by row the positions of the blocks to attend to. Leaves out rows that attend to
-        everything, and rows whose selection raised."""
+        everything and have no use for hot slots, and rows whose selection raised."""
         chosen: dict[int, I32] = {}
         is_resting = self.is_off or self._faults.rests(layer.name, self._num_steps)
         if is_resting or not self.representations.is_calibrated(layer.index):
@@ -242,11 +243,17 @@ class ResidentWorker(SparseWorker):
             except Exception:  # noqa: BLE001 - as in `backend`: the row attends to everything
                 self.fault(layer.name)
                 continue
-            if row.request_id in self._sequences and self._leaves_out(row, found):
+            one = plan.residents[row.row]
+            fits = row.attends_to_all and 0 < self._num_away(one) <= len(one.sequence.hot_blocks)
+            if fits or self._leaves_out(row, found):
                 chosen[row.row] = found
         if plan.rows:
             self._faults.good_step(layer.name)
         return chosen
+
+    def _num_away(self, one: BatchRow) -> int:
+        """Returns how many blocks of the row are not on the device."""
+        return max(0, one.sequence.num_freed - self._num_sinks)
 
     def _rewritten(
         self, layer: SparseLayer, plan: ResidentPlan, chosen: dict[int, I32]
@@ -254,7 +261,7 @@ class ResidentWorker(SparseWorker):
         whole = {
             row: one
             for row, one in plan.residents.items()
-            if row not in chosen and one.sequence.num_freed > self._num_sinks
+            if row not in chosen and self._num_away(one)
         }
         tables: dict[int, I32] = {}
         for row, positions in chosen.items():
@@ -284,8 +291,11 @@ class ResidentWorker(SparseWorker):
         edges = positions.searchsorted((self._num_sinks, sequence.num_freed)).tolist()
         if edges[0] < edges[1]:
             run = slice(*edges)
-            own = self._sequences[sequence.request_id].layers[layer.name]
-            slots = own.slots_of(positions[run])
+            chosen = self._sequences.get(sequence.request_id)
+            own = None if chosen is None else chosen.layers.get(layer.name)
+            # Without a choice the blocks take the slots in their order.
+            in_order = positions[run] - self._num_sinks
+            slots = in_order if own is None else own.slots_of(positions[run])
             table[run] = self._pages.fill_hot_slots(layer, sequence, slots, positions[run])
         return table
 

@@ -15,6 +15,7 @@ import torch
 from hotkv_sparse import SparseConfig, span
 from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import LayerShape
+from hotkv_vllm.sparse.sequence import holds_all
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -69,8 +70,9 @@ class Context:
 class SparseRow:
     """A row that may be sparse; its query is token `token` of the batch.
 
-    `always_blocks` int32: the blocks that are always attended, whose first `always_tokens` tokens
-    exist.
+    always_blocks: int32, the blocks that are always attended, whose first `always_tokens` tokens
+        exist.
+    attends_to_all: True if the hot set would hold the whole context.
     """
 
     row: int
@@ -80,6 +82,7 @@ class SparseRow:
     blocks_C: I32
     always_blocks: I32
     always_tokens: int
+    attends_to_all: bool
 
     @staticmethod
     def of(
@@ -90,11 +93,14 @@ class SparseRow:
         table_C: the row's block table.
         rows_C: the places of the blocks' representations.
         """
-        always = table_C[span(context.config, context.num_tokens, context.block_tokens).always]
+        config, tokens = context.config, context.num_tokens
+        where = span(config, tokens, context.block_tokens)
+        always = table_C[where.always]
         # The last block may be partial, so the missing tokens are at the end.
-        missing = len(table_C) * context.block_tokens - context.num_tokens
+        missing = len(table_C) * context.block_tokens - tokens
         num_tokens = len(always) * context.block_tokens - missing
-        return SparseRow(row, token, request_id, context.num_tokens, rows_C, always, num_tokens)
+        has_all = holds_all(config, where, config.budget_blocks(tokens, context.block_tokens))
+        return SparseRow(row, token, request_id, tokens, rows_C, always, num_tokens, has_all)
 
 
 @dataclass(slots=True)

@@ -111,7 +111,7 @@ class LayerSequence:
 
     def _follow(self, where: Span, num_complete: int, budget_blocks: int) -> HotSet:
         """Returns the hot set, grown to the present context."""
-        capacity = max(USUAL_SETS * budget_blocks, USUAL_SETS * where.num_always)
+        capacity = USUAL_SETS * max(budget_blocks, where.num_always)
         hot = self._hot
         if hot is None:
             hot = self._hot = HotSet(capacity, policy=self._config.cache_policy)
@@ -137,6 +137,13 @@ class LayerSequence:
         hot.finish_prefetch(self._arriving, True)
         self._arriving = NO_BLOCKS
         return len(hot.adopt().blocks)
+
+
+def holds_all(config: SparseConfig, where: Span, budget_blocks: int) -> bool:
+    """Returns True if a hot set holds the whole context, so that there is nothing to choose."""
+    keeps_all = config.adaptive_p is None and config.cache_policy != "none"
+    sets = USUAL_SETS if keeps_all else 1
+    return sets * max(budget_blocks, where.num_always) >= where.count
 
 
 def _filling(config: SparseConfig) -> SparseConfig:

@@ -5,7 +5,7 @@ Always true:
   table and length.
 - A sparse row retains the order of its blocks and ends with its last block, so its length tells how
   many tokens of the last block count.
-- If hot set and context are the same, the row is unchanged: a budget that covers the context is
+- If the hot set would hold the whole context, nothing is chosen and the row is unchanged: it is
   exact.
 
 Dense are: rows without a name, layers that were not attached, layers whose representations are not
@@ -324,8 +324,7 @@ class SparseWorker:
     def _select(self, layer: SparseLayer, row: SparseRow, query_QD: F32) -> I32:
         """Returns the blocks of the row's context to attend to, ascending positions."""
         block_tokens = layer.shape.block_tokens
-        budget = self._config.budget_blocks(row.context_tokens, block_tokens)
-        if budget >= len(row.blocks_C):
+        if row.attends_to_all:
             return np.arange(len(row.blocks_C), dtype=np.int32)
         sequence = self._sequences.get(row.request_id)
         if sequence is None:
