@@ -139,7 +139,7 @@ def test_the_same_call_gets_the_same_answer_and_unknown_ones_a_reason(place: Pla
     assert session.open_residency("r", {0: 4}).result(TIMEOUT_S) == reader.opened
     # tests/server/test_refusals.py has odd fields.
     for future, reason in [
-        (session.open_residency("r", {0: 5}), Reason.DUPLICATE_ID),
+        (session.open_residency("r", {0: 3}), Reason.DUPLICATE_ID),
         (session.open_residency("", {0: 5}), Reason.INVALID_FIELD),
         (session.open_residency("s", {}), Reason.INVALID_FIELD),
         (session.extend_residency("s", 0, 0, blocks), Reason.UNKNOWN_RESIDENCY),
@@ -149,6 +149,37 @@ def test_the_same_call_gets_the_same_answer_and_unknown_ones_a_reason(place: Pla
     ]:
         assert refused(future).reason is reason
     assert reader.extend(2, [*blocks[2:], *hashes(3)]) == [*list(reader.expected)[2:], -1, -1, -1]
+
+
+def test_an_open_residency_grows_or_stays_as_it_was(place: Place) -> None:
+    server = place.start()
+    reader, blocks = resident(place, 4)
+    session, more = reader.session, [*blocks, *hashes(8)]
+    assert session.grows_residencies
+    store_to(place.engine or place.connect(), more)
+    assert refused(session.extend_residency("r", 0, 0, more)).reason is Reason.INVALID_FIELD
+    with AdminClient(server.target) as admin:
+        for count, reason in (
+            (1 << 20, Reason.RESIDENCY_TOO_LARGE),
+            (12, None),
+            (1200, Reason.NO_ROOM_FOR_RESIDENCY),
+        ):
+            if reason is Reason.NO_ROOM_FOR_RESIDENCY:
+                session.open_residency("other", {0: 900}).result(TIMEOUT_S)
+            asked = session.open_residency("r", {0: count})
+            if reason is None:
+                assert asked.result(TIMEOUT_S) == reader.opened
+                assert not admin.residencies()["refusals"]
+                assert min(reader.extend(0, more)) >= 0
+                continue
+            assert refused(asked).reason is reason
+            told = admin.residencies()
+            assert [one["residency_id"] for one in told["refusals"]] == ["r"]
+            (mine,) = (one for one in told["residencies"] if one["residency_id"] == "r")
+            assert mine["reserved_block_count"] == (4 if count > 1200 else 12)
+        assert reader.check()
+        session.close_residency("r")
+        wait_for(lambda: not admin.residencies()["refusals"])
 
 
 def test_a_refusal_says_how_much_and_who_has_it_and_operators_see_it(place: Place) -> None:
