@@ -15,6 +15,7 @@ import io
 import os
 import pty
 import random
+import re
 import select
 import shutil
 import signal
@@ -69,6 +70,7 @@ TERMINAL = {
     "white": "#d6dde4",
 }
 BACKGROUND = "#10161c"
+HAS_RATES = re.compile(r"prompts [1-9][\d,]* tokens/s")
 
 
 class Conversations(threading.Thread):
@@ -162,7 +164,8 @@ def save(picture: bytes, path: Path) -> None:
 
 
 def terminal(server: Server, seconds: float) -> Any:
-    """Returns the screen of `hotkv top` (pyte) after some seconds."""
+    """Returns the screen of `hotkv top` (pyte) once it shows a prompt's tokens, or after some
+    seconds."""
     import pyte
 
     screen = pyte.Screen(COLUMNS, LINES)
@@ -171,9 +174,9 @@ def terminal(server: Server, seconds: float) -> Any:
     if not pid:
         os.environ.update(TERM="xterm-256color", COLUMNS=str(COLUMNS), LINES=str(LINES))
         command = [sys.executable, "-m", "hotkv_client.command.cli", "--target", server.target]
-        os.execv(sys.executable, [*command, "top"])
+        os.execv(sys.executable, [*command, "top", "--interval", "5"])
     end_s = time.monotonic() + seconds
-    while time.monotonic() < end_s:
+    while time.monotonic() < end_s and not HAS_RATES.search("\n".join(screen.display)):
         if select.select([descriptor], [], [], 0.1)[0]:
             stream.feed(os.read(descriptor, 1 << 16))
     os.kill(pid, signal.SIGTERM)
@@ -245,7 +248,7 @@ def main() -> int:
                         raise one.problem
                 time.sleep(1.0)
             photograph(f"http://127.0.0.1:{http_port(server)}/", given.folder)
-            (given.folder / "top.svg").write_text(as_svg(terminal(server, 12.0)))
+            (given.folder / "top.svg").write_text(as_svg(terminal(server, 90.0)))
     for path in sorted(given.folder.iterdir()):
         print(f"{path}: {path.stat().st_size / 1000:.0f} KB")
     return 0
