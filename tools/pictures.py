@@ -46,6 +46,8 @@ SITE = ROOT / "site" / "index.html"
 ARENA, DISK = "192MiB", "512MiB"
 WIDTH, HEIGHT = 1200, 960
 COLORS = 96
+CALM, CALM_S = "Is it working?   Yes", 120.0
+"""The first words of a server with nothing to repair, and how long the picture waits for them."""
 SYSTEM_TOKENS, TURN_TOKENS, MAX_TOKENS = 512, 130, 2200
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Variables of two engines that share a small machine."""
@@ -164,8 +166,8 @@ def save(picture: bytes, path: Path) -> None:
 
 
 def terminal(server: Server, seconds: float) -> Any:
-    """Returns the screen of `hotkv top` (pyte) once it shows a prompt's tokens, or after some
-    seconds."""
+    """Returns the screen of `hotkv top` (pyte) a second after it shows a prompt's tokens, or after
+    some seconds."""
     import pyte
 
     screen = pyte.Screen(COLUMNS, LINES)
@@ -176,9 +178,13 @@ def terminal(server: Server, seconds: float) -> Any:
         command = [sys.executable, "-m", "hotkv_client.command.cli", "--target", server.target]
         os.execv(sys.executable, [*command, "top", "--interval", "5"])
     end_s = time.monotonic() + seconds
-    while time.monotonic() < end_s and not HAS_RATES.search("\n".join(screen.display)):
+    has_rates = False
+    while time.monotonic() < end_s:
         if select.select([descriptor], [], [], 0.1)[0]:
             stream.feed(os.read(descriptor, 1 << 16))
+        if not has_rates and HAS_RATES.search("\n".join(screen.display)):
+            # The rest of the screen is on its way.
+            has_rates, end_s = True, time.monotonic() + 1.0
     os.kill(pid, signal.SIGTERM)
     os.close(descriptor)
     os.waitpid(pid, 0)
@@ -246,6 +252,9 @@ def main() -> int:
                 for one in talks:
                     if one.problem is not None:
                         raise one.problem
+                time.sleep(1.0)
+            end_s = time.monotonic() + CALM_S
+            while time.monotonic() < end_s and not server.cli("status").startswith(CALM):
                 time.sleep(1.0)
             photograph(f"http://127.0.0.1:{http_port(server)}/", given.folder)
             (given.folder / "top.svg").write_text(as_svg(terminal(server, 90.0)))
