@@ -23,7 +23,14 @@ from demo.processes import Server, runtime_folder
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.command.top import live, screen
-from hotkv_client.command.top.figures import Figures, Reading, figures_of, read
+from hotkv_client.command.top.figures import (
+    Figures,
+    Reading,
+    Weights,
+    by_model,
+    figures_of,
+    read,
+)
 from tests.server.page_support import BLOCK_TOKENS, Traffic
 from tests.support.waiting import stop, wait_for
 
@@ -142,12 +149,14 @@ def test_what_can_not_be_is_named(
 class Terminal:
     """`hotkv top` on a terminal of its own."""
 
-    def __init__(self, server: Server, *flags: str) -> None:
-        self.screen = pyte.Screen(WIDTH, HEIGHT)
+    def __init__(
+        self, server: Server, *flags: str, width: int = WIDTH, height: int = HEIGHT
+    ) -> None:
+        self.screen = pyte.Screen(width, height)
         self._stream = pyte.ByteStream(self.screen)
         self.pid, self._fd = pty.fork()
         if not self.pid:
-            os.environ.update(TERM="xterm-256color", COLUMNS=str(WIDTH), LINES=str(HEIGHT))
+            os.environ.update(TERM="xterm-256color", COLUMNS=str(width), LINES=str(height))
             arguments = ["--target", server.target, "top", "--interval", "0.2", *flags]
             os.execv(sys.executable, [sys.executable, "-m", "hotkv_client.command.cli", *arguments])
 
@@ -186,19 +195,42 @@ class Terminal:
 @pytest.mark.usefixtures("readings")
 def test_the_screen_and_its_keys(server: Server) -> None:
     terminal = Terminal(server)
-    terminal.wait("alpha", "beta", "tokens/s", "by loaded")
+    terminal.wait("alpha", "beta", "tokens/s", "by loaded", "model  ")
     terminal.press("s")
     terminal.wait("by stored")
-    # Down to the second engine, and into it: the first is no longer there.
+    # Down to the second model, and into its only engine: the first is no longer there.
     terminal.press("\x1b[B\r")
     terminal.wait("missed, 10 min", "engine ")
     assert not (terminal.shows("alpha") and terminal.shows("beta"))
     terminal.press("\x1b")
     terminal.wait("alpha", "beta")
+    terminal.press("m")
+    terminal.wait("alpha-engine", "beta-engine")
+    terminal.press("?")
+    terminal.wait("choose a row", "in reach")
+    assert not terminal.shows("alpha-engine")
+    terminal.press("x")
+    terminal.wait("alpha-engine")
     terminal.press("p")
     terminal.wait("PAUSED")
     terminal.press("p+")
     terminal.wait("every 0.4 s")
+    terminal.press("?")
+    terminal.wait("choose a row")
+    terminal.end()
+
+
+@pytest.mark.usefixtures("readings")
+def test_it_is_readable_on_a_terminal_of_80_by_24(server: Server) -> None:
+    """Nothing is cut off: names, bars and figures are there in whole."""
+    terminal = Terminal(server, width=80, height=24)
+    terminal.wait("alpha", "beta", "? help", "ready")
+    lines = terminal.screen.display
+    (row,) = [line for line in lines if line.startswith("alpha ")]
+    assert "░" in row
+    (tier,) = [line for line in lines if line.startswith("host ")]
+    assert " of 16.0 MiB" in tier
+    assert not any("…" in line for line in lines)
     terminal.end()
 
 
@@ -227,9 +259,9 @@ def test_the_screen_goes_on_while_its_server_hangs_dies_and_comes_back() -> None
             terminal.end()
 
 
-def screen_of(figures: Figures, view: screen.View, height: int) -> list[str]:
+def screen_of(figures: Figures, view: screen.View, height: int, width: int = WIDTH) -> list[str]:
     drawn = io.StringIO()
-    console = Console(file=drawn, width=WIDTH, height=height)
+    console = Console(file=drawn, width=width, height=height)
     console.print(screen.draw(figures, view, console))
     return drawn.getvalue().splitlines()
 
@@ -245,10 +277,12 @@ def test_every_engine_can_be_scrolled_to(
     one = dataclasses.replace(figures.engines[0], selects_per_s=selects_per_s)
     # Names are no markup.
     one = dataclasses.replace(one, model="[red]")
-    many = [dataclasses.replace(one, name=f"pod[/gpu]-{i:02d}") for i in range(60)]
+    many = [
+        dataclasses.replace(one, engine_id=f"id-{i}", name=f"pod[/gpu]-{i:02d}") for i in range(60)
+    ]
     # What a busy machine is warned of takes lines, too.
     figures = dataclasses.replace(figures, engines=many, warnings=[])
-    view = screen.View(2.0, sort="name", hit_ratios=[-2.0, None, 0.5, 7.0])
+    view = screen.View(2.0, sort="name", rows="engine", hit_ratios=[-2.0, None, 0.5, 7.0])
     decides = selects_per_s > 0
     for _ in range(2):
         for at in range(60):
@@ -265,6 +299,102 @@ def test_every_engine_can_be_scrolled_to(
         for _ in range(20):
             view.press(key, many)
         assert view.interval_s == bound_s
+
+
+def busy(readings: tuple[Reading, Reading]) -> Figures:
+    """Figures as wide as they get, of two models: one with an engine, one with two."""
+    figures = figures_of(None, readings[1])
+    most = {
+        "prompt_tokens_per_s": 9_999_999.0, "hit_ratio": 1.0, "recent_hit_ratio": 1.0,
+        "loaded_bytes_per_s": 1023.9 * (1 << 30), "stored_bytes_per_s": 1023.9 * (1 << 30),
+    }  # fmt: skip
+    weights = Weights(1.0, 1.0, 0.0)
+    names = [("one", "deepseek-v3-7d9f5c-x2x4b", "deepseek-ai/DeepSeek-V3-0324-and-a-long-tail")]
+    names += [(f"two-{n}", f"llama-{n}", "meta-llama/Llama-3.1-8B-Instruct") for n in range(2)]
+    engines = [
+        dataclasses.replace(
+            figures.engines[0], engine_id=key, name=name, model=model, weights=weights, **most
+        )
+        for key, name, model in names
+    ]
+    tier = dataclasses.replace(
+        figures.tiers[0], used_bytes=1023 << 30, capacity_bytes=1023 << 30, hit_ratio=1.0,
+        read_bytes_per_s=1023.9 * (1 << 30), written_bytes_per_s=1023.9 * (1 << 30),
+    )  # fmt: skip
+    tiers = [dataclasses.replace(tier, name=name) for name in ("host", "disk", "mooncake-store")]
+    return dataclasses.replace(
+        figures, engines=engines, tiers=tiers, warnings=["a disk is full"], state="ready",
+        uptime_s=999 * 3600.0, lag_p99_s=0.0125, ceiling_ratio=1.0, saved_s=599.0, waited_s=59.0,
+        **most,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", ["model", "engine"])
+@pytest.mark.parametrize("width", [80, 110, 140])
+def test_the_widest_figures_fit_80_columns_and_more(
+    readings: tuple[Reading, Reading], rows: str, width: int
+) -> None:
+    view = screen.View(2.0, rows=rows, hit_ratios=[0.5] * screen.MAX_HISTORY)
+    lines = screen_of(busy(readings), view, 24, width)
+    assert len(lines) <= 24 and max(map(len, lines)) <= width
+    # The bars and both ends of each figure are there; of a name the end is.
+    many = [line for line in lines if "9,999,999" in line and "prompts" not in line]
+    assert len(many) == (2 if rows == "model" else 3)
+    for line in many:
+        assert screen.FULL * 10 in line and line.count("1023.9 GiB") == 2 and "100%" in line
+    assert any("x2x4b" in line or "and-a-long-tail" in line for line in many)
+    assert sum("1023.0 GiB of 1023.0 GiB" in line for line in lines) == 3
+
+
+def test_rows_are_models_then_their_engines_then_one(readings: tuple[Reading, Reading]) -> None:
+    figures = busy(readings)
+    engines, view = figures.engines, screen.View(2.0, sort="name")
+    assert [one.name[-5:] for one in view.listed(engines)] == ["-tail", "truct"]
+    view.press("down", engines)
+    view.press("enter", engines)
+    assert [one.key for one in view.listed(engines)] == ["two-0", "two-1"] and not view.inside
+    view.press("down", engines)
+    view.press("enter", engines)
+    assert view.inside and view.chosen == "two-1"
+    view.press("escape", engines)
+    assert not view.inside and view.chosen == "two-1" and len(view.listed(engines)) == 2
+    view.press("escape", engines)
+    assert view.chosen.startswith("meta-llama") and len(view.listed(engines)) == 2
+    view.press("up", engines)
+    view.press("enter", engines)
+    assert view.inside and view.chosen == "one"
+    view.press("escape", engines)
+    assert not view.inside and not view.model
+    view.press("m", engines)
+    assert [one.key for one in view.listed(engines)] == ["one", "two-0", "two-1"]
+    view.press("enter", engines)
+    view.press("escape", engines)
+    assert not view.inside and len(view.listed(engines)) == 3
+    for key in ("?", "x"):
+        view.press(key, engines)
+    assert not view.helps and not view.press("q", engines)
+
+
+def test_a_model_is_the_sum_of_its_engines(readings: tuple[Reading, Reading]) -> None:
+    one = figures_of(*readings).engines[0]
+    ratios = ((0.2, 100), (0.8, 300), (None, 0))
+    engines = [
+        dataclasses.replace(
+            one, hit_ratio=ratio, recent_hit_ratio=ratio, loaded_bytes_per_s=5.0,
+            weights=Weights(tokens, tokens, 0),
+        )
+        for ratio, tokens in ratios
+    ]  # fmt: skip
+    (model,) = by_model(engines)
+    assert (model.name, model.num_engines, model.loaded_bytes_per_s) == (one.model, 3, 15.0)
+    assert model.hit_ratio == pytest.approx(0.65) == model.recent_hit_ratio
+    assert by_model([engines[2]])[0].hit_ratio is None
+
+
+def test_bars_and_names() -> None:
+    assert screen.bar(0.5, 4) == "██░░" and screen.bar(None, 2) == "░░"
+    assert screen.bar(1.5, 2) == "██" and screen.bar(9 / 16, 2) == "█▏"
+    assert screen.shortened("abcdef", 4) == "…def" and screen.shortened("abc", 3) == "abc"
 
 
 def test_keys_are_named_and_a_terminal_that_is_gone_ends_it() -> None:

@@ -112,6 +112,42 @@ class EngineRates:
     """Rate of sparse decode, like the hot set's hits and the swaps."""
     hot_set_hit_ratio: float | None
     swap_bytes_per_s: float
+    weights: "Weights"
+    """What its ratios are shares of."""
+
+    @property
+    def key(self) -> str:
+        return self.engine_id
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Tokens of prompts since the last reading and in the last minutes, and selections."""
+
+    prompt_tokens: float
+    recent_prompt_tokens: float
+    selects: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRates:
+    """All engines of a model together."""
+
+    name: str
+    num_engines: int
+    num_transfers: int
+    prompt_tokens_per_s: float
+    hit_ratio: float | None
+    recent_hit_ratio: float | None
+    loaded_bytes_per_s: float
+    stored_bytes_per_s: float
+    selects_per_s: float
+    hot_set_hit_ratio: float | None
+    swap_bytes_per_s: float
+
+    @property
+    def key(self) -> str:
+        return self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +303,42 @@ def _tiers(between: _Between, grown: Mapping[str, Any]) -> list[TierRates]:
     return [one(tier) for tier in between.after.tiers]
 
 
+def by_model(engines: Iterable[EngineRates]) -> list[ModelRates]:
+    """Returns the sums of the engines of each model, in the order of their first engines."""
+    groups: dict[str, list[EngineRates]] = {}
+    for one in engines:
+        groups.setdefault(one.model, []).append(one)
+    return [_model(name, group) for name, group in groups.items()]
+
+
+def _model(name: str, engines: list[EngineRates]) -> ModelRates:
+    def mean(ratio: str, weight: str) -> float | None:
+        pairs = [
+            (getattr(one, ratio), getattr(one.weights, weight))
+            for one in engines
+            if getattr(one, ratio) is not None
+        ]
+        whole = sum(tokens for _, tokens in pairs)
+        return sum(share * tokens for share, tokens in pairs) / whole if whole else None
+
+    def total(field_name: str) -> float:
+        return sum(float(getattr(one, field_name)) for one in engines)
+
+    return ModelRates(
+        name=name,
+        num_engines=len(engines),
+        num_transfers=sum(one.num_transfers for one in engines),
+        prompt_tokens_per_s=total("prompt_tokens_per_s"),
+        hit_ratio=mean("hit_ratio", "prompt_tokens"),
+        recent_hit_ratio=mean("recent_hit_ratio", "recent_prompt_tokens"),
+        loaded_bytes_per_s=total("loaded_bytes_per_s"),
+        stored_bytes_per_s=total("stored_bytes_per_s"),
+        selects_per_s=total("selects_per_s"),
+        hot_set_hit_ratio=mean("hot_set_hit_ratio", "selects"),
+        swap_bytes_per_s=total("swap_bytes_per_s"),
+    )
+
+
 def _engines(between: _Between) -> list[EngineRates]:
     """Returns the engines that have a session, in the order in which they connected."""
     found = dict.fromkeys(s["engine_id"] for s in between.after.sessions if s["role"] != "tool")
@@ -305,6 +377,9 @@ def _engine(between: _Between, engine_id: str) -> EngineRates:
         selects_per_s=between.per_s(sparse["selects"], 0),
         hot_set_hit_ratio=derived["hit_ratio"],
         swap_bytes_per_s=between.per_s(sparse["swap_bytes"], 0),
+        weights=Weights(
+            grown["prompt_token_count"], recent["prompt_token_count"], sparse["selects"]
+        ),
     )
 
 

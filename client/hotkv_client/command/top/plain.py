@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from hotkv_client.command.tables import human_bytes, human_seconds, table
-from hotkv_client.command.top.figures import EngineRates, Figures, TierRates
+from hotkv_client.command.top.figures import EngineRates, Figures, ModelRates, TierRates
 
 TIER_HEADERS = ("tier", "state", "used", "capacity", "hits", "out/s", "in/s")
 ENGINE_HEADERS = (
@@ -67,7 +67,7 @@ def engine_row(engine: EngineRates) -> tuple[str, ...]:
     )
 
 
-def sparse_row(engine: EngineRates) -> tuple[str, ...]:
+def sparse_row(engine: EngineRates | ModelRates) -> tuple[str, ...]:
     return (
         engine.name,
         f"{engine.selects_per_s:,.0f}",

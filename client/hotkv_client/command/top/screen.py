@@ -1,4 +1,8 @@
-"""Draws `hotkv top` on a terminal with rich. Needs the extra `cli`."""
+"""Draws `hotkv top` on a terminal with rich. Needs the extra `cli`.
+
+Always true: every line fits the terminal, from 80 columns on. Names are shortened at their
+beginning, because pods and models differ at their ends.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -9,38 +13,74 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from hotkv_client.command.tables import human_seconds
+from hotkv_client.command.tables import human_bytes, human_seconds
 from hotkv_client.command.top import plain
-from hotkv_client.command.top.figures import EngineRates, Figures
+from hotkv_client.command.top.figures import EngineRates, Figures, ModelRates, TierRates, by_model
 
-BARS = " ▁▂▃▄▅▆▇█"
+HEIGHTS = " ▁▂▃▄▅▆▇█"
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+FULL, EMPTY = "█", "░"
+BAR_WIDTH, TIER_BAR_WIDTH, HEAD_BAR_WIDTH = 10, 8, 30
 MAX_HISTORY = 60
+WIDE = 110
+"""Columns from which on rows have more figures."""
+FIGURES_WIDTH, WIDE_FIGURES_WIDTH = 63, 76
+"""Columns that the figures of a row take."""
+ENGINES_WIDTH = 9
+"""Columns of the number of a model's engines."""
+MIN_NAME, MAX_NAME = 12, 40
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 3600.0
 QUIT = ("q", "ctrl-c")
-HELP = "q quit  s sort  ↑↓ choose  ⏎ one engine  esc all  p pause  +- interval"
+KEYS = "q quit  ? help  ↑↓ ⏎ into  esc back  s sort  m models"
+HELP = (
+    ("q", "quit"),
+    ("?", "this help, and back"),
+    ("↑ ↓  k j", "choose a row"),
+    ("enter", "the engines of a model, or all figures of an engine"),
+    ("esc", "back"),
+    ("m", "rows by model, or by engine"),
+    ("s", "sort by bytes loaded, bytes stored, hits, tokens or name"),
+    ("p", "pause"),
+    ("+ -", "twice or half the time between two readings"),
+    ("", ""),
+    ("hits", "share of the prompts' tokens that hit, on the device or here"),
+    ("10 min", "the same for the last ten minutes"),
+    ("in reach", "what an endless cache would hit"),
+    ("tokens/s", "tokens of prompts"),
+    ("loaded/s", "bytes copied to engines; stored/s: from engines"),
+    ("saved", "prefill that hits avoided; waited: for lookups and loads"),
+)
 SORTS = {
-    "loaded": lambda engine: -engine.loaded_bytes_per_s,
-    "stored": lambda engine: -engine.stored_bytes_per_s,
-    "hits": lambda engine: -(engine.recent_hit_ratio or 0.0),
-    "tokens": lambda engine: -engine.prompt_tokens_per_s,
-    "name": lambda engine: engine.name,
+    "loaded": lambda one: -one.loaded_bytes_per_s,
+    "stored": lambda one: -one.stored_bytes_per_s,
+    "hits": lambda one: -(one.recent_hit_ratio or 0.0),
+    "tokens": lambda one: -one.prompt_tokens_per_s,
+    "name": lambda one: one.name,
 }
-"""Sort orders of engines, by the word that the screen shows."""
+"""Sort orders of rows, by the word that the screen shows."""
+MODEL, ENGINE = "model", "engine"
+UP = "up"
+RowRates = ModelRates | EngineRates
 
 
 @dataclass
 class View:
     """The user's view.
 
-    chosen: id of the engine under the cursor.
+    rows: MODEL or ENGINE.
+    model: show only the engines of this model; empty: all.
+    chosen: key of the row under the cursor.
     inside: show only the chosen engine.
     """
 
     interval_s: float
     sort: str = "loaded"
+    rows: str = MODEL
+    model: str = ""
     chosen: str = ""
     inside: bool = False
     paused: bool = False
+    helps: bool = False
     problem: str = ""
     hit_ratios: list[float | None] = field(default_factory=list)
 
@@ -48,26 +88,34 @@ class View:
         """Adds a hit rate to the history."""
         self.hit_ratios = [*self.hit_ratios, figures.hit_ratio][-MAX_HISTORY:]
 
-    def sorted(self, engines: Sequence[EngineRates]) -> list[EngineRates]:
-        """Returns the engines in the chosen order; equal engines by name."""
-        return sorted(sorted(engines, key=SORTS["name"]), key=SORTS[self.sort])
+    def listed(self, engines: Sequence[EngineRates]) -> list[RowRates]:
+        """Returns the rows in the chosen order; equal rows by name."""
+        rows: list[RowRates] = [one for one in engines if self.model in ("", one.model)]
+        if self.rows == MODEL and not self.model:
+            rows = list(by_model(engines))
+        return sorted(sorted(rows, key=SORTS["name"]), key=SORTS[self.sort])
 
     def press(self, key: str, engines: Sequence[EngineRates]) -> bool:
         """Applies a key. Returns False to quit."""
-        ids = [engine.engine_id for engine in self.sorted(engines)]
-        at = ids.index(self.chosen) if self.chosen in ids else 0
+        rows = self.listed(engines)
+        keys = [one.key for one in rows]
+        at = keys.index(self.chosen) if self.chosen in keys else 0
         if key in QUIT:
             return False
-        if key == "s":
+        if key == "?" or self.helps:
+            self.helps = key == "?" and not self.helps
+        elif key == "s":
             words = list(SORTS)
             self.sort = words[(words.index(self.sort) + 1) % len(words)]
-        elif key in ("up", "down") and ids:
-            self.chosen = ids[max(0, min(len(ids) - 1, at + (1 if key == "down" else -1)))]
-        elif key == "enter" and ids:
-            self.chosen = ids[at]
-            self.inside = True
+        elif key in ("up", "down") and keys:
+            self.chosen = keys[max(0, min(len(keys) - 1, at + (1 if key == "down" else -1)))]
+        elif key == "enter" and rows:
+            self._enter(rows[at], engines)
         elif key == "escape":
-            self.inside = False
+            self._back(len(rows))
+        elif key == "m":
+            self.rows = ENGINE if self.rows == MODEL else MODEL
+            self.model, self.inside = "", False
         elif key == "p":
             self.paused = not self.paused
         elif key in ("+", "-"):
@@ -75,37 +123,70 @@ class View:
             self.interval_s = min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, wanted_s))
         return True
 
+    def _enter(self, row: RowRates, engines: Sequence[EngineRates]) -> None:
+        """Goes into a model, and on into its engine if it has only one."""
+        if isinstance(row, EngineRates):
+            self.chosen, self.inside = row.key, True
+            return
+        own = [one for one in engines if one.model == row.name]
+        self.model, self.chosen, self.inside = row.name, own[0].key, len(own) == 1
+
+    def _back(self, num_rows: int) -> None:
+        """Goes back a step: from an engine to the list that it was in, from there to the models."""
+        if self.inside:
+            self.inside = False
+            if self.rows == ENGINE or num_rows > 1:
+                return
+        if self.model:
+            self.chosen, self.model = self.model, ""
+
 
 def sparkline(ratios: Sequence[float | None]) -> str:
     """Returns a bar for each ratio, as high as the ratio; a blank if there was no prompt."""
     return "".join(
-        BARS[0] if ratio is None else BARS[1 + round(7 * min(1.0, max(0.0, ratio)))]
+        HEIGHTS[0] if ratio is None else HEIGHTS[1 + round(7 * min(1.0, max(0.0, ratio)))]
         for ratio in ratios
     )
 
 
+def bar(ratio: float | None, width: int) -> str:
+    """Returns a bar of `width` columns, filled by the ratio to an eighth of a column."""
+    eighths = round(8 * width * min(1.0, max(0.0, ratio or 0.0)))
+    part = EIGHTHS[eighths % 8] if eighths % 8 else ""
+    return (FULL * (eighths // 8) + part).ljust(width, EMPTY)
+
+
+def shortened(text: str, width: int) -> str:
+    """Returns the text in at most `width` columns, without its beginning if it is too long."""
+    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+
+
+# ------------------------------------------------------------------------------------------ drawing
+
+
 def draw(figures: Figures, view: View, console: Console) -> RenderableType:
-    """Draws the whole screen. Of many engines it shows those around the chosen engine that fit."""
-    engines = view.sorted(figures.engines)
-    inside = next((e for e in engines if view.inside and e.engine_id == view.chosen), None)
-    lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in plain.head(figures)]
-    lines.append(Text(plain.flow(figures), no_wrap=True, overflow="ellipsis"))
-    if any(ratio is not None for ratio in view.hit_ratios):
-        lines.append(Text("hits ").append(sparkline(view.hit_ratios), style="green"))
+    """Draws the whole screen. Of many rows it shows those around the chosen row that fit."""
+    if view.helps:
+        return Group(_help(), Text("any key: back   q quit", style="dim"))
+    rows = view.listed(figures.engines)
+    inside = next((one for one in rows if view.inside and one.key == view.chosen), None)
     warnings = [*([view.problem] if view.problem else []), *figures.warnings]
     top = Group(
-        Panel(Group(*lines), title="hotkv", border_style="red" if warnings else "green"),
+        *_head(figures, view),
         *(Text(f"! {warning}", style="bold red") for warning in warnings),
-        *([_table(plain.TIER_HEADERS, map(plain.tier_row, figures.tiers))] if not inside else []),
+        *([Text(), _tiers(figures.tiers)] if not inside else []),
     )
     room = console.height - len(console.render_lines(top)) - 1
-    at = next((at for at, one in enumerate(engines) if one.engine_id == view.chosen), 0)
-    shown = _window(engines, at, room)
-    parts = [_one(inside)] if inside else _all(engines[shown], at - shown.start)
-    state = f"every {view.interval_s:g} s, by {view.sort}" + ("  PAUSED" if view.paused else "")
-    if not inside and shown.stop - shown.start < len(engines):
-        state += f"  engines {shown.start + 1} to {shown.stop} of {len(engines)}"
-    keys = Text(f"{state}   {HELP}", style="dim", no_wrap=True, overflow="ellipsis")
+    at = next((at for at, one in enumerate(rows) if one.key == view.chosen), 0)
+    shown = _window(rows, at, room)
+    if isinstance(inside, EngineRates):
+        parts: list[RenderableType] = [_one(inside)]
+    else:
+        parts = _all(rows[shown], at - shown.start, view, console.width)
+    state = f"by {view.sort}" + ("  PAUSED" if view.paused else "")
+    if not inside and shown.stop - shown.start < len(rows):
+        state += f"  {shown.start + 1}-{shown.stop} of {len(rows)}"
+    keys = Text(f"{KEYS}  {state}", style="dim", no_wrap=True, overflow="ellipsis")
     return Group(top, *parts, keys)
 
 
@@ -114,37 +195,136 @@ def screen(console: Console) -> Live:
     return Live(console=console, screen=True, auto_refresh=False)
 
 
-def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], chosen: int = -1) -> Table:
+def _line(*parts: tuple[str, str] | str) -> Text:
+    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+
+
+def _head(figures: Figures, view: View) -> list[Text]:
+    """Draws the lines on the server as a whole."""
+    fine = figures.state == "ready" and not view.problem
+    lines = [
+        _line(
+            (f"hotkv {figures.version}", "bold"),
+            "  ",
+            (figures.state, "bold green" if fine else "bold red"),
+            f"  up {human_seconds(figures.uptime_s)}  loop late {figures.lag_p99_s * 1e3:.1f} ms"
+            f"  every {view.interval_s:g} s",
+        ),
+        _line(
+            "hits     ",
+            (bar(figures.hit_ratio, HEAD_BAR_WIDTH), "green"),
+            f" {_percent(figures.hit_ratio)} now, {_percent(figures.recent_hit_ratio)} in 10 min, "
+            f"{_percent(figures.ceiling_ratio)} in reach",
+        ),
+        _line(
+            f"prompts  {figures.prompt_tokens_per_s:,.0f} tokens/s  loaded "
+            f"{plain.per_s(figures.loaded_bytes_per_s)}  stored "
+            f"{plain.per_s(figures.stored_bytes_per_s)}  evicted "
+            f"{figures.evicted_blocks_per_s:,.0f}/s"
+        ),
+        _line(
+            f"saved    {human_seconds(figures.saved_s)} in 10 min, waited "
+            f"{human_seconds(figures.waited_s)}"
+        ),
+    ]
+    if any(ratio is not None for ratio in view.hit_ratios):
+        lines.append(_line("history  ", (sparkline(view.hit_ratios), "green")))
+    return lines
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _short(num_bytes: float) -> str:
+    return human_bytes(num_bytes) if num_bytes else "-"
+
+
+def _tiers(tiers: Sequence[TierRates]) -> Table:
+    def row(tier: TierRates) -> tuple[str, ...]:
+        share = tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else None
+        of = f" of {human_bytes(tier.capacity_bytes)}" if tier.capacity_bytes else ""
+        return (
+            shortened(tier.name, MIN_NAME),
+            bar(share, TIER_BAR_WIDTH) if tier.state == UP else tier.state,
+            f"{human_bytes(tier.used_bytes)}{of}",
+            _percent(tier.hit_ratio),
+            _short(tier.read_bytes_per_s),
+            _short(tier.written_bytes_per_s),
+        )
+
+    headers = ("tier", "used", "", "hits", "out/s", "in/s")
+    return _table(headers, map(row, tiers), num_left=3)
+
+
+def _table(
+    headers: Sequence[str], rows: Iterable[Sequence[str]], num_left: int, chosen: int = -1
+) -> Table:
+    """Draws a table. The first `num_left` columns are aligned to the left."""
     made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for at, header in enumerate(headers):
-        made.add_column(header, justify="left" if at < 2 else "right", no_wrap=True)
+        made.add_column(header, justify="left" if at < num_left else "right", no_wrap=True)
     for at, row in enumerate(rows):
         made.add_row(*map(Text, row), style="reverse" if at == chosen else "")
     return made
 
 
-def _window(engines: Sequence[EngineRates], chosen: int, room: int) -> slice:
-    """Returns the range of engines that fit into `room` lines, including the chosen engine."""
-    for count in range(min(len(engines), room), 1, -1):
-        start = max(0, min(chosen - count // 2, len(engines) - count))
-        if _height(engines[start : start + count]) <= room:
+def _window(rows: Sequence[RowRates], chosen: int, room: int) -> slice:
+    """Returns the range of rows that fit into `room` lines, including the chosen row."""
+    for count in range(min(len(rows), room), 1, -1):
+        start = max(0, min(chosen - count // 2, len(rows) - count))
+        if _height(rows[start : start + count]) <= room:
             return slice(start, start + count)
-    return slice(chosen, min(chosen + 1, len(engines)))
+    return slice(chosen, min(chosen + 1, len(rows)))
 
 
-def _height(engines: Sequence[EngineRates]) -> int:
+def _height(rows: Sequence[RowRates]) -> int:
     """Returns the lines of `_all`: a blank line, headers, and a second table if engines select."""
-    deciding = sum(1 for engine in engines if engine.selects_per_s)
-    return 2 + len(engines) + (2 + deciding if deciding else 0)
+    deciding = sum(1 for one in rows if one.selects_per_s)
+    return 2 + len(rows) + (2 + deciding if deciding else 0)
 
 
-def _all(engines: Sequence[EngineRates], chosen: int) -> list[RenderableType]:
-    if not engines:
+def _all(rows: Sequence[RowRates], chosen: int, view: View, width: int) -> list[RenderableType]:
+    if not rows:
         return [Text("no engine is connected")]
-    rows = [plain.engine_row(engine) for engine in engines]
-    parts: list[RenderableType] = [Text(), _table(plain.ENGINE_HEADERS, rows, chosen)]
-    deciding = [plain.sparse_row(engine) for engine in engines if engine.selects_per_s]
-    return [*parts, Text(), _table(plain.SPARSE_HEADERS, deciding)] if deciding else parts
+    is_wide, of_models = width >= WIDE, isinstance(rows[0], ModelRates)
+    room = width - (WIDE_FIGURES_WIDTH if is_wide else FIGURES_WIDTH)
+    if is_wide:
+        room = room - ENGINES_WIDTH if of_models else room // 2
+    name_width = max(MIN_NAME, min(MAX_NAME, room))
+    first, second = ("model", "engines") if of_models else ("engine", "model")
+    headers = (
+        first,
+        *([second] if is_wide else []),
+        *("hits", "", "10 min", "tokens/s", "loaded/s", "stored/s"),
+        *(["transfers"] if is_wide else []),
+    )
+
+    def row(one: RowRates) -> list[str]:
+        other = str(one.num_engines) if isinstance(one, ModelRates) else one.model
+        return [
+            shortened(one.name or "-", name_width),
+            *([shortened(other, name_width)] if is_wide else []),
+            bar(one.hit_ratio, BAR_WIDTH),
+            _percent(one.hit_ratio),
+            _percent(one.recent_hit_ratio),
+            f"{one.prompt_tokens_per_s:,.0f}",
+            _short(one.loaded_bytes_per_s),
+            _short(one.stored_bytes_per_s),
+            *([str(one.num_transfers)] if is_wide else []),
+        ]
+
+    num_left = 3 if is_wide else 2
+    parts: list[RenderableType] = [Text(), _table(headers, map(row, rows), num_left, chosen)]
+    deciding = [
+        (shortened(one.name or "-", name_width), *plain.sparse_row(one)[1:])
+        for one in rows
+        if one.selects_per_s
+    ]
+    if not deciding:
+        return parts
+    sparse = (first, *plain.SPARSE_HEADERS[1:])
+    return [*parts, Text(), _table(sparse, deciding, 1)]
 
 
 def _one(engine: EngineRates) -> Panel:
@@ -161,3 +341,10 @@ def _one(engine: EngineRates) -> Panel:
     for name, value in pairs:
         made.add_row(Text(name, style="bold"), Text(value))
     return Panel(made, title=Text(f"engine {engine.name}"))
+
+
+def _help() -> Panel:
+    made = Table(box=None, show_header=False, pad_edge=False)
+    for key, text in HELP:
+        made.add_row(Text(key, style="bold"), Text(text))
+    return Panel(made, title="hotkv top")
