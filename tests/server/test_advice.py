@@ -72,7 +72,7 @@ def advised() -> dict[str, str]:
     found: dict[str, str] = {}
     for package in PACKAGES:
         for place, text in texts(package):
-            for command in (*QUOTED.findall(text), *BARE.findall(text)):
+            for command in (*QUOTED.findall(text), *BARE.findall(QUOTED.sub("", text))):
                 found.setdefault(command.replace("%s", PLACEHOLDER), place)
     for name in ("prometheus/hotkv.rules.yml", "grafana/hotkv.json"):
         text = (ROOT / "deploy" / name).read_text()
@@ -132,6 +132,8 @@ def test_each_command_that_is_advised_runs(
             words += ["--help"]
         if command == "hotkv-server simulate":
             words += ["--trace", "/nowhere"]
+        if command == "hotkv-server tiers check":
+            words += ["--config", "/etc/hotkv/hotkv.toml"]
         # `doctor` ends with 1 for a fault of this host, `simulate` with 2 without a trace.
         fine = {"doctor": (0, 1)}.get(words[1], (2,) if "/nowhere" in words else (0,))
         status = run(words, own_server, tmp_path)
@@ -191,7 +193,7 @@ def test_each_example_runs(
         if name in takes_time:
             words[words.index("--seconds") + 1] = "1"
         if name == "bench":
-            words += ["--arena-mib", "64"]
+            words += ["--arena-mib", "256"]
         if name == "completion":
             assert cli.main(words[1:]) == 0
             continue
