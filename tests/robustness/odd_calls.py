@@ -24,6 +24,7 @@ UNARY: dict[str, type[Message]] = {
     "HintService/GetHintOutcomes": hints_pb2.GetHintOutcomesRequest,
     "AdminService/Tell": admin_pb2.TellRequest,
     "AdminService/Explain": admin_pb2.ExplainRequest,
+    "AdminService/PreviewEvict": admin_pb2.PreviewEvictRequest,
     "WarmStartService/PrefetchBlocks": warm_pb2.PrefetchBlocksRequest,
 }
 """Of the admin's calls those that do not change the bystander's blocks."""
