@@ -140,6 +140,9 @@ class SessionRule:
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
         """Does nothing."""
 
+    def hold(self, entries: Entries, until_s: float) -> None:
+        """Does nothing: `turn` has the times."""
+
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         self._used_s[entries] = -np.inf
 
@@ -158,7 +161,8 @@ class SessionRule:
             order = np.lexsort(
                 (-self._depth[entries], self._used_s[entries], -self._until_s[entries])
             )
-        return entries[order[: max(0, count)]]
+        chosen: Entries = entries[order[: max(0, count)]]
+        return chosen
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
         return self._used_s[entries]

@@ -16,10 +16,10 @@ BUSY_LOAD = 1.0
 HEAD = """# Measured against targets
 
 `make bench` runs every benchmark with a target, in short form, and prints hit or miss beside the
-figures below, the last that `python -m bench.targets --record` wrote to `bench/records.json`. It
-needs some minutes for each row, and a quiet machine: a figure marked *busy* was measured while
-other work had the cores. `bench/NAME.py` says what a figure means; `tools/performance.py` makes
-this page. No figure here is of a GPU ([cuda.md](cuda.md)).
+figures below, the last that `make bench BENCH=--record` wrote to `bench/records.json`. It needs
+minutes for each benchmark, and a quiet machine: a target that was missed while other work had the
+cores is marked *busy*. `bench/NAME.py` says what a figure means; `tools/performance.py` makes this
+page. No figure here is of a GPU ([cuda.md](cuda.md)).
 """
 
 
@@ -30,10 +30,10 @@ def page(records: dict[str, Record]) -> str:
     parts.append("| figure | measured | target | |\n|---|---|---|---|")
     for record in records.values():
         cores = int(record.machine.split()[0])
-        busy = ", busy" if record.load > BUSY_LOAD * cores else ""
-        parts.append(f"| **`{record.command}`** {record.date}{busy} | | | |")
+        missed = "busy" if record.load > BUSY_LOAD * cores else "missed"
+        parts.append(f"| **`{record.command}`** {record.date} | | | |")
         parts += [
-            f"| {name} | {shown(one.value)} | {one.bound} | {'hit' if one.is_hit else 'missed'} |"
+            f"| {name} | {shown(one.value)} | {one.bound} | {'hit' if one.is_hit else missed} |"
             for name, one in record.figures.items()
         ]
     return "\n".join(parts) + "\n"
