@@ -215,13 +215,19 @@ def check_chart(chart: Path, version: str) -> None:
     print(f"dist: {chart.name} renders", flush=True)
 
 
-def check_sbom(sbom: Path, names: set[str]) -> None:
-    """Exits unless the list has these packages, each with a version and its address."""
-    listed = {plain(item["name"]): item for item in json.loads(sbom.read_text())["components"]}
+def check_sbom(sbom: Path, names: set[str], version: str) -> None:
+    """Exits unless the list is of this version of hotkv and has these packages, each with a version
+    and its address."""
+    read = json.loads(sbom.read_text())
+    listed = {plain(item["name"]): item for item in read["components"]}
     incomplete = [name for name, item in listed.items() if not {"version", "purl"} <= item.keys()]
-    if missing := sorted(names - listed.keys()) + sorted(set(incomplete) - {"hotkv"}):
+    needed = names - {"hotkv"}
+    if missing := sorted(needed - listed.keys()) + sorted(incomplete):
         raise SystemExit(f"dist: {sbom.name} lacks {', '.join(missing)}")
-    print(f"dist: {sbom.name} has {len(listed)} packages, all {len(names)} installed", flush=True)
+    head = read["metadata"]["component"]
+    if (head["name"], head.get("version")) != ("hotkv", version):
+        raise SystemExit(f"dist: {sbom.name} is not of hotkv {version}")
+    print(f"dist: {sbom.name} has {len(listed)} packages, {len(needed)} of the server", flush=True)
 
 
 def unpack(deploy: Path, folder: Path) -> Path:
@@ -251,7 +257,7 @@ def check_release(release: Path, folder: Path) -> None:
     deployed = unpack(one(release, "hotkv-*-deploy.tar.gz"), folder)
     sdist = release / f"hotkv-{version}.tar.gz"
     needed = check(wheel, sdist, folder, deployed / "hotkv.toml")
-    check_sbom(one(release, "hotkv-*.cdx.json"), needed)
+    check_sbom(one(release, "hotkv-*.cdx.json"), needed, version)
     if not (release / "NOTES.md").read_text().strip():
         raise SystemExit("dist: NOTES.md is empty")
     images = ", ".join(path.name for path in release.glob("*.oci.tar")) or "none"

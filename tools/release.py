@@ -192,9 +192,13 @@ def sbom(release: Release) -> None:
         wanted = f"{release.wheel}[{IMAGE_EXTRAS}]"
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
         run(*pip, "--disable-pip-version-check", wanted)
+        # The list takes its head from there, and reads no version that is computed.
+        project = Path(folder) / "pyproject.toml"
+        text = (ROOT / "pyproject.toml").read_text()
+        project.write_text(text.replace('dynamic = ["version"]', f'version = "{release.version}"'))
         options = ("--output-reproducible", "--validate", "--output-file", release.sbom)
         lister = (sys.executable, "-m", "cyclonedx_py", "environment", *options)
-        run(*lister, "--pyproject", ROOT / "pyproject.toml", python)
+        run(*lister, "--pyproject", project, python)
 
 
 def notes(release: Release) -> None:

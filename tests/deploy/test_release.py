@@ -1,6 +1,7 @@
 """`make release`: its parts that need no package index, and what keeps its files in step."""
 
 import hashlib
+import json
 import re
 import shutil
 import subprocess
@@ -110,6 +111,24 @@ def test_checksums_cover_every_file(made: Release) -> None:
         damage()
         with pytest.raises(SystemExit, match=r"NOTES\.md"):
             check_dist.check_sums(made.out)
+
+
+def test_a_list_of_packages_that_lacks_one_is_refused(tmp_path: Path) -> None:
+    sbom = tmp_path / "hotkv.cdx.json"
+    item = {"name": "Prometheus_Client", "version": "0.2", "purl": "pkg:pypi/prometheus-client@0.2"}
+    head = {"name": "hotkv", "version": "1"}
+    whole = {"metadata": {"component": head}, "components": [item]}
+    sbom.write_text(json.dumps(whole))
+    check_dist.check_sbom(sbom, {"hotkv", "prometheus-client"}, "1")
+    with pytest.raises(SystemExit, match="lacks numpy"):
+        check_dist.check_sbom(sbom, {"hotkv", "numpy"}, "1")
+    for damaged in (
+        {**whole, "components": [{**item, "version": "1"}, {"name": "numpy"}]},
+        {**whole, "metadata": {"component": {"name": "hotkv"}}},
+    ):
+        sbom.write_text(json.dumps(damaged))
+        with pytest.raises(SystemExit, match=r"numpy|not of hotkv 1"):
+            check_dist.check_sbom(sbom, {"hotkv"}, "1")
 
 
 def test_without_buildah_there_is_no_image_which_is_said(
