@@ -70,7 +70,7 @@ class Node:
             page = ""
             while True:
                 told = admin.blocks(page_size=2000, page_token=page)
-                ready |= {one["hash"] for one in told["blocks"] if one["state"] == "ready"}
+                ready |= {one["block_hash"] for one in told["blocks"] if one["state"] == "ready"}
                 if not (page := told["next_page_token"]):
                     break
         return all(

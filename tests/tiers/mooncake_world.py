@@ -422,7 +422,23 @@ class Kills:
 
     def heals(self) -> None:
         for one, other in itertools.permutations(self._nodes, 2):
-            wait_for(partial(self._is_shared, one, other), "blocks are not shared", 240.0)
+            try:
+                wait_for(partial(self._is_shared, one, other), "blocks are not shared", 240.0)
+            except AssertionError:
+                self._say_why()
+                raise
+
+    def _say_why(self) -> None:
+        """Prints what the nodes know of the store, and the ends of their logs."""
+        print(f"epoch: {self.epoch()!r}", flush=True)
+        for one in self._nodes:
+            assert one.server is not None
+            with AdminClient(one.server.target) as admin:
+                print(admin.tiers(), flush=True)
+                counters = admin.info()["counters"]
+            shared = {name: n for name, n in counters.items() if name.startswith("shared_")}
+            print(shared, flush=True)
+            print((one.folder / "hotkv-server.log").read_text()[-2000:], flush=True)
 
     def _is_shared(self, one: SharingNode, other: SharingNode) -> bool:
         before, chain = one.num_copied(), self.put(one)
