@@ -197,7 +197,8 @@ def explain(client: AdminClient, options: argparse.Namespace) -> Any:
     if options.session:
         return {"sessions": client.explain_session(options.session)}
     if options.chat:
-        hashes, token_ids = [], prompts.tokenized(options.chat, options.engine, options.timeout_s)
+        hashes: list[str] = []
+        token_ids = prompts.tokenized(options.chat, options.engine, options.timeout_s)
     else:
         hashes, token_ids = prompts.parse_prompt(options.prompt)
     packed = named_blocks.whole_hashes(client, hashes, options.key_space) if hashes else b""

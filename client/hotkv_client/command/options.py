@@ -8,7 +8,7 @@ from typing import Any
 
 from hotkv_client.admin import DEFAULT_TARGET
 from hotkv_client.command import savings_tables
-from hotkv_proto.command_line import Parser
+from hotkv_client.command.help_text import CommandParser
 
 TIMEOUT_S = 10.0
 INTERVAL_S = 2.0
@@ -25,7 +25,7 @@ CREDENTIAL_FLAGS = {
 }
 
 
-def common_options(*, has_defaults: bool) -> Parser:
+def common_options(*, has_defaults: bool) -> CommandParser:
     """Returns a parser of the options common to all commands.
 
     They may stand before or after the command. The command's parser has no defaults, because these
@@ -35,7 +35,7 @@ def common_options(*, has_defaults: bool) -> Parser:
     def default(value: Any) -> Any:
         return value if has_defaults else argparse.SUPPRESS
 
-    common = Parser(add_help=False)
+    common = CommandParser(add_help=False)
     target = os.environ.get("HOTKV_TARGET", DEFAULT_TARGET)
     common.add_argument(
         "--target",

@@ -171,10 +171,11 @@ def draw(figures: Figures, view: View, console: Console) -> RenderableType:
     rows = view.listed(figures.engines)
     inside = next((one for one in rows if view.inside and one.key == view.chosen), None)
     warnings = [*([view.problem] if view.problem else []), *figures.warnings]
+    tiers: list[RenderableType] = [] if inside else [Text(), _tiers(figures.tiers)]
     top = Group(
         *_head(figures, view),
         *(Text(f"! {warning}", style="bold red") for warning in warnings),
-        *([Text(), _tiers(figures.tiers)] if not inside else []),
+        *tiers,
     )
     room = console.height - len(console.render_lines(top)) - 1
     at = next((at for at, one in enumerate(rows) if one.key == view.chosen), 0)
