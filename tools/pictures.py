@@ -193,15 +193,16 @@ def terminal(server: Server, seconds: float) -> Any:
 
 def as_svg(screen: Any) -> str:
     """Returns a terminal's screen as SVG: each run of characters of one style is a text of its own,
-    as wide as in the terminal whatever the font."""
+    as wide as in the terminal whatever the font. Empty lines at the end are left out."""
     width, height = CELL
-    size = f"{screen.columns * width + 16:.0f} {screen.lines * height + 16:.0f}"
+    num_lines = max(row for row, line in enumerate(screen.display, 1) if line.strip())
+    size = f"{screen.columns * width + 16:.0f} {num_lines * height + 16:.0f}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" '
         'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="14">',
         f'<rect width="100%" height="100%" rx="6" fill="{BACKGROUND}"/>',
     ]
-    for row in range(screen.lines):
+    for row in range(num_lines):
         cells = [screen.buffer[row][column] for column in range(screen.columns)]
         column = 0
         for style, run in groupby(cells, key=lambda cell: (cell.fg, cell.bg, cell.bold)):

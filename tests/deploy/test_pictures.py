@@ -24,6 +24,7 @@ def test_a_screen_becomes_an_svg() -> None:
     assert float(texts["<b&c>"].get("textLength", "")) == 5 * width
     assert texts["e"].get("fill") == "#ff8700" and texts["e"].get("font-weight") == "bold"
     assert float(texts["e"].get("y", "")) == float(texts["a "].get("y", "")) + height
+    assert drawn.get("viewBox", "").split()[3] == f"{2 * height + 16:.0f}"
     (back,) = [one for one in drawn.iter(f"{SVG}rect") if one.get("x")]
     assert back.get("fill") == pictures.TERMINAL["blue"]
 
