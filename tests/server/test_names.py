@@ -6,7 +6,7 @@ import io
 import json
 import signal
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -170,6 +170,21 @@ def test_memory_is_bounded_and_the_newest_stay(
         book.tell(f"id-{number}", f"name-{number}", MODEL, SPACE, [])
     again = Names(tmp_path)
     assert [again.engine(f"id-{at}") for at in (1, 2, 4)] == ["id-1", "name-2", "name-4"]
+
+
+def test_one_write_waits_and_has_the_newest_names(tmp_path: Path) -> None:
+    waiting: list[Callable[[], None]] = []
+    book = Names(tmp_path, waiting.append)
+    for number in range(3):
+        book.tell(f"id-{number}", f"name-{number}", MODEL, SPACE, [])
+    (write,) = waiting
+    write()
+    assert Names(tmp_path).engine("id-2") == "name-2"
+    book.tell("id-2", "name-2", MODEL, SPACE, [])
+    assert len(waiting) == 1, "nothing has changed"
+    book.tell("id-2", "other", MODEL, SPACE, [])
+    waiting[1]()
+    assert Names(tmp_path).engine("id-2") == "other"
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 2}', '{"format": 1, "engines": {"a": 1}}'])

@@ -196,8 +196,8 @@ def explain(client: AdminClient, options: argparse.Namespace) -> Any:
         raise ValueError("--chat FILE and --engine URL: give both or neither")
     if options.session:
         return {"sessions": client.explain_session(options.session)}
+    hashes: list[str] = []
     if options.chat:
-        hashes: list[str] = []
         token_ids = prompts.tokenized(options.chat, options.engine, options.timeout_s)
     else:
         hashes, token_ids = prompts.parse_prompt(options.prompt)

@@ -2,9 +2,9 @@
 
 Always true: a name decides nothing. An engine that brings none is shown by its id, a model that
 has none by the name in its key space. Two engines with a session are never shown by the same name.
-Memory is bounded: the names told longest ago are forgotten. The file beside the arena outlives the
-server, because the ledger shows engines that have ended. On the event loop; a clerk writes the
-file.
+Memory is bounded: the names told longest ago are forgotten, and one write at most waits. The file
+beside the arena outlives the server, because the ledger shows engines that have ended. On the event
+loop; a clerk writes the file.
 """
 
 import json
@@ -60,6 +60,8 @@ class Names:
         self._do = do
         self._engines: dict[str, EngineNames] = {}
         self._models: dict[str, str] = {}
+        self._text = ""
+        self._is_queued = False
         if self._path is not None:
             self._read(self._path)
 
@@ -133,8 +135,8 @@ class Names:
         self._engines, self._models = engines, models
 
     def _save(self) -> None:
-        """Has the file written, in the order of the calls."""
-        if (path := self._path) is None:
+        """Has the file written. A write that waits takes the newest names with it."""
+        if self._path is None:
             return
         content: Mapping[str, Any] = {
             "format": FORMAT_VERSION,
@@ -144,8 +146,19 @@ class Names:
             },
             "models": self._models,
         }
-        text = json.dumps(content)
-        self._do(lambda: _write(path, text))
+        self._text = json.dumps(content)
+        if not self._is_queued:
+            self._is_queued = True
+            self._do(self._write)
+
+    def _write(self) -> None:
+        # Reset before the text is read: whoever changes it from here on queues another write.
+        self._is_queued = False
+        assert self._path is not None
+        try:
+            replace_file(self._path, [self._text])
+        except OSError as error:
+            log.warning("names not saved, a restart loses them: %s", error)
 
 
 def digits_of(key_space: KeySpace) -> str:
@@ -159,10 +172,3 @@ def _put(names: dict[str, T], key: str, value: T) -> None:
     names[key] = value
     while len(names) > MAX_NAMES:
         del names[next(iter(names))]
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        replace_file(path, [text])
-    except OSError as error:
-        log.warning("names not saved, a restart loses them: %s", error)
