@@ -10,7 +10,7 @@ from hotkv_client.testing import PagedEngine
 
 NUM_BLOCKS = 200
 PAGE_BYTES = 64 << 10
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 def main() -> int:

@@ -32,7 +32,7 @@ KERNELS = "/var/cache/hotkv"
 AS_HOTKV = ("runuser", "-u", "hotkv", "--", "env", f"NUMBA_CACHE_DIR={KERNELS}")
 COMPILE = (*AS_HOTKV, "hotkv-server", "compile")
 QUIET = ("--register=no", "--keep-unit", "--quiet")
-BOOT_S = 60.0
+BOOT_S = 240.0
 WATCHDOG_S = 150.0
 """WatchdogSec, and TimeoutAbortSec should the server not die of its signal."""
 STOP_S = 60.0
