@@ -188,10 +188,11 @@ def test_a_reader_replays_what_it_has_missed(
 ) -> None:
     one = engine("events-replay")
     reader = router(one)
-    batches = [hashes(2) for _ in range(5)]
-    for blocks in batches:
-        one.store(BlockRun(0, blocks, block_ids(2), token_ids=tokens(32)))
-    live = reader.events(5)
+    live: list[Any] = []
+    for _ in range(5):
+        one.store(BlockRun(0, hashes(2), block_ids(2), token_ids=tokens(32)))
+        # Read at once: what comes within some milliseconds shares a message.
+        live += reader.events(1)
     first = reader.next_sequence - 5
     name = reader.topic.encode()
     replayed = reader.replay((first + 2).to_bytes(8, "big"), name)
