@@ -30,6 +30,7 @@ try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     from hotkv_vllm.compat import checks, sparse_layers
+    from hotkv_vllm.residency import totals
     from hotkv_vllm.scheduler.side import HotKVScheduler
     from hotkv_vllm.worker.side import HotKVWorker
 except ImportError as error:
@@ -110,6 +111,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             if centres is not None:
                 sparse_layers.check_centres(vllm_config, kv_cache_config, centres)
+            totals.check_memory(vllm_config, kv_cache_config, config)
             self._worker = HotKVWorker(vllm_config, kv_cache_config, config, centres, self.edge)
 
     def __repr__(self) -> str:

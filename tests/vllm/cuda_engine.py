@@ -178,7 +178,10 @@ class Engine:
             name: SimpleNamespace(impl=impl) for name, impl in impls.items()
         }
         group = SimpleNamespace(layer_names=list(NAMES), kv_cache_spec=self.spec)
-        kv_config = SimpleNamespace(kv_cache_groups=[group], num_blocks=pages, kv_tp_replicas=1)
+        self.vllm_config = vllm_config
+        kv_config = self.kv_config = SimpleNamespace(
+            kv_cache_groups=[group], num_blocks=pages, kv_tp_replicas=1
+        )
         self.caches = {
             name: torch.full((pages, HEADS, BLOCK_TOKENS, 2 * SIZE), torch.nan) for name in NAMES
         }

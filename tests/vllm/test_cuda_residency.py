@@ -21,12 +21,12 @@ from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.cuda.hotsets import SELECTED
 from hotkv_vllm.compat.sparse_layers import cuda_refusal
 from hotkv_vllm.config import ALLOW_CUDA, cuda_settings
-from hotkv_vllm.residency import cuda_backend
+from hotkv_vllm.residency import cuda_backend, cuda_setup
 from hotkv_vllm.residency.cuda_backend import HotFlashBuilder
 from hotkv_vllm.residency.step import ResidentStep
 from hotkv_vllm.sparse.rows import SparseRows
-from tests.sparse.cuda_support import needs_compiler
-from tests.vllm.cuda_engine import BLOCK_TOKENS, NAMES, Engine, FakeArena, Request
+from tests.sparse.cuda_support import CpuTensors, needs_compiler
+from tests.vllm.cuda_engine import BLOCK_TOKENS, NAMES, QUERIES, Engine, FakeArena, Request
 
 pytestmark = [needs_compiler, pytest.mark.long]
 CONFIG = SparseConfig(
@@ -67,6 +67,29 @@ def check_representations(engine: Engine, one: Request) -> None:
         expected = build("rot2u", np.ascontiguousarray(keys)).reshape(count, -1)
         differs = (found[:, : expected.shape[1]] != expected).mean(axis=1)
         assert (differs < 0.02).all(), differs
+
+
+def test_what_is_counted_before_the_start_is_what_is_allocated(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocated: list[int] = []
+    zeros = CpuTensors.zeros
+
+    def counted(self: CpuTensors, shape: Any, dtype: Any) -> Any:
+        made = zeros(self, shape, dtype)
+        allocated.append(made.numel() * made.element_size())
+        return made
+
+    monkeypatch.setattr(CpuTensors, "zeros", counted)
+    engine = make()
+    monkeypatch.setattr(
+        type(engine.vllm_config.model_config), "get_num_attention_heads", lambda *_: QUERIES
+    )
+    found = cuda_setup.totals(CONFIG, 4096, engine.vllm_config, engine.kv_config)
+    staging = engine.worker.staging
+    assert found.tables + found.representations == sum(allocated)
+    assert found.staging == staging.numel() * staging.element_size()
+    assert found.pool == sum(one.numel() * one.element_size() for one in engine.caches.values())
 
 
 @pytest.mark.parametrize("is_v2", [False, True])

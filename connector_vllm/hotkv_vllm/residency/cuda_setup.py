@@ -4,7 +4,8 @@ Allocates all device memory here, before vLLM captures graphs: hot sets, represe
 (`hotkv.representation_tokens`), and a staging area for one layer of the longest context.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hotkv_client.arena import Arena
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.cuda.arena import MappedArena
-from hotkv_sparse.cuda.device import Device
+from hotkv_sparse.cuda.device import Array, Device, Host
 from hotkv_sparse.cuda.hotsets import CudaHotSets, Fragment
 from hotkv_sparse.cuda.index import Index, IndexShape, Pages
 from hotkv_sparse.cuda.residents import PagePlaces, Residents
@@ -24,6 +25,7 @@ from hotkv_sparse.cuda.workspace import StepShape, Workspace
 from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported, checks, residency, sparse_layers
 from hotkv_vllm.residency.cuda_worker import CudaLayer, CudaWorker
+from hotkv_vllm.residency.totals import Totals
 from hotkv_vllm.sparse.cuda_device import TorchDevice
 from hotkv_vllm.sparse.setup import centre_of
 
@@ -64,7 +66,10 @@ def install(
     for name in group.layer_names:
         offsets[name] = at
         at += page_bytes[name]
-    workspace = _workspace(config, vllm_config, kv_cache_config, first, found[0].impl, device)
+    heads, block_tokens, width = first.shape[1:]
+    sizes = (heads, block_tokens, width // 2)
+    num_heads = found[0].impl.num_heads
+    workspace = _workspace(config, vllm_config, kv_cache_config, num_heads, sizes, device)
     num_rows = -(-representation_tokens // workspace.shape.block_tokens)
     layers = [
         _layer(
@@ -128,15 +133,78 @@ def _page_bytes(pages: torch.Tensor) -> int:
     return size
 
 
+class _Counter:
+    """A device that only counts the bytes of its arrays."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
+        self.num_bytes += int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return _Shaped(shape)
+
+    def write(self, target: Array, start: Sequence[int], values: Host) -> None:
+        """Does nothing."""
+
+    def read(self, source: Array) -> Host:
+        raise NotImplementedError
+
+    def launch(self, *_: object, **__: object) -> None:
+        """Does nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shaped:
+    shape: Sequence[int]
+
+
+def totals(
+    config: SparseConfig, representation_tokens: int, vllm_config: Any, kv_cache_config: Any
+) -> Totals:
+    """Returns the memory of a rank, which `install` allocates beside the pool."""
+    spec = residency.resident_spec(kv_cache_config)
+    assert spec is not None, "not a resident engine"
+    num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+    num_layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
+    device = _Counter()
+    sizes = (spec.num_kv_heads, spec.block_size, spec.head_size)
+    workspace = _workspace(config, vllm_config, kv_cache_config, num_heads, sizes, device)
+    num_rows = -(-representation_tokens // spec.block_size)
+    tables = device.num_bytes + 4 * workspace.shape.max_blocks
+    representations, nowhere = 0, Pages(0, "bfloat16", 1, 1, 1)
+    for layer in range(num_layers):
+        (name,) = config.scorers_of(layer)
+        device.num_bytes = 0
+        index = _index(workspace, name, num_rows, None, None)
+        representations += device.num_bytes
+        device.num_bytes = 0
+        hot = CudaHotSets(workspace, [Fragment(0, 0, 1)], 1)
+        CudaSelector(workspace, layer, index, nowhere, nowhere, hot)
+        tables += device.num_bytes
+    return Totals(
+        int(kv_cache_config.num_blocks) * num_layers * spec.page_size_bytes,
+        representations,
+        0,
+        workspace.shape.max_blocks * spec.page_size_bytes,
+        tables,
+    )
+
+
+def free_bytes() -> int:
+    """Returns the free memory of this rank's device."""
+    return int(torch.cuda.mem_get_info()[0])
+
+
 def _workspace(
     config: SparseConfig,
     vllm_config: Any,
     kv_cache_config: Any,
-    pages: torch.Tensor,
-    impl: Any,
+    num_heads: int,
+    sizes: tuple[int, int, int],
     device: Device,
 ) -> Workspace:
-    heads, block_tokens, width = pages.shape[1:]
+    """Returns the workspace. `sizes`: KV heads, tokens of a block, and channels of a head."""
+    heads, block_tokens, head_size = sizes
     scheduler = vllm_config.scheduler_config
     num_rows = max(
         scheduler.max_num_seqs, vllm_config.compilation_config.max_cudagraph_capture_size or 0
@@ -147,9 +215,9 @@ def _workspace(
         num_rows,
         max_blocks,
         block_tokens,
-        impl.num_heads,
+        num_heads,
         heads,
-        width // 2,
+        head_size,
         slots,
         num_states=scheduler.max_num_seqs,
     )
@@ -164,6 +232,19 @@ def _workspace(
         scheduler.max_num_batched_tokens,
     )
     return Workspace(device, config, shape, residents)
+
+
+def _index(
+    workspace: Workspace,
+    name: str,
+    num_rows: int,
+    mu_HD: npt.NDArray[np.float32] | None,
+    bias: float | None,
+) -> Index:
+    shape = IndexShape(
+        name, workspace.shape.kv_heads, workspace.shape.head_size, workspace.shape.block_tokens
+    )
+    return Index(workspace.device, shape, num_rows, mu_HD, bias)
 
 
 def _layer(
@@ -183,13 +264,7 @@ def _layer(
     first_head = place.shard_index * shape.kv_heads
     mu_HD: npt.NDArray[np.float32] | None
     mu_HD, biases = centre_of(layer.index, (name,), first_head, shape.kv_heads, centres)
-    index = Index(
-        workspace.device,
-        IndexShape(name, shape.kv_heads, shape.head_size, shape.block_tokens),
-        num_rows,
-        mu_HD,
-        biases.get(name),
-    )
+    index = _index(workspace, name, num_rows, mu_HD, biases.get(name))
     page_bytes = _page_bytes(pages)
     kind = str(pages.dtype).removeprefix("torch.")
     head, token = pages.stride(1), pages.stride(2)

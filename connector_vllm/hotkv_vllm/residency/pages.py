@@ -35,6 +35,8 @@ from hotkv_vllm.sparse.batch import SparseLayer
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.integer[Any]]
+AREAS = 2
+"""Staging areas."""
 MAX_THREADS = 4
 BYTES_PER_THREAD = 1 << 20
 """Fewer bytes are not worth another thread."""
@@ -164,9 +166,17 @@ class PageStaging:
     """
 
     def __init__(
-        self, layers: Sequence[SparseLayer], places: SlotPlaces, copier: PageCopier
+        self,
+        layers: Sequence[SparseLayer],
+        places: SlotPlaces,
+        copier: PageCopier,
+        usual_blocks: int = 0,
     ) -> None:
-        """layers: in the order in which they attend."""
+        """layers: in the order in which they attend.
+
+        usual_blocks: an area grows ahead of its need up to this size, and no further.
+        """
+        self._usual_blocks = usual_blocks
         self._following = {
             one.name: other
             for one, other in itertools.pairwise(layers)
@@ -174,7 +184,7 @@ class PageStaging:
         }
         self._places = places
         self._copier = copier
-        self._areas = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._areas = [torch.empty(0, dtype=torch.uint8)] * AREAS
         self._ahead: _Ahead | None = None
         has_free_core = len(os.sched_getaffinity(0)) > torch.get_num_threads()
         self._thread = ThreadPoolExecutor(1, "hotkv-staging") if has_free_core else None
@@ -238,7 +248,8 @@ class PageStaging:
         """Returns an area as pages of a layer, at least `num_bytes` long. Grows the area if
         needed."""
         if self._areas[area].numel() < num_bytes:
-            more = max(num_bytes, 2 * self._areas[area].numel())
+            usual_bytes = self._usual_blocks * layer.pages.page_bytes
+            more = max(num_bytes, min(2 * self._areas[area].numel(), usual_bytes))
             self._areas[area] = torch.empty(more, dtype=torch.uint8)
         memory, kv = self._areas[area], layer.pages.tensor
         room = memory.numel() // layer.pages.page_bytes
@@ -258,10 +269,13 @@ class ResidentPages:
     counted: copied pages, by names of `counter_help.COUNTERS`.
     """
 
-    def __init__(self, layers: Sequence[SparseLayer], places: SlotPlaces) -> None:
+    def __init__(
+        self, layers: Sequence[SparseLayer], places: SlotPlaces, longest_blocks: int
+    ) -> None:
+        """longest_blocks: of the longest context."""
         self._places = places
         self._copier = PageCopier()
-        self.staging = PageStaging(layers, places, self._copier)
+        self.staging = PageStaging(layers, places, self._copier, longest_blocks)
         self.counted: Counter[str] = Counter()
 
     def __repr__(self) -> str:

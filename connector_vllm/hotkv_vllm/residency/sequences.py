@@ -25,6 +25,8 @@ I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 FIRST_ROWS = 1024
+MORE_ROWS = 64
+"""The most rows that a request takes ahead of its blocks."""
 NOT_KEPT = -1
 _FIRST_BLOCKS = 64
 logger = link.logger
@@ -33,6 +35,14 @@ STEPS_IN_FLIGHT = 2
 
 
 # -------------------------------------------------------------------------- rows of representations
+
+
+def num_rows_for(num_blocks: int) -> int:
+    """Returns how many rows there are once a request of this many blocks has taken its own."""
+    num_rows, needed = FIRST_ROWS, num_blocks + MORE_ROWS
+    while num_rows < needed:
+        num_rows *= 2
+    return num_rows
 
 
 class KeptRows:

@@ -24,7 +24,12 @@ from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.selection import Source
 from hotkv_vllm.compat import NULL_BLOCK
 from hotkv_vllm.residency.pages import LostBytesError, ResidentPages, SlotPlaces, staged_places
-from hotkv_vllm.residency.sequences import KeptRows, ResidentSequence, ResidentSequences
+from hotkv_vllm.residency.sequences import (
+    MORE_ROWS,
+    KeptRows,
+    ResidentSequence,
+    ResidentSequences,
+)
 from hotkv_vllm.residency.step import ResidentStep
 from hotkv_vllm.sparse.batch import Batch, Context, Rewrite, SparseLayer, SparseRow, StepPlan
 from hotkv_vllm.sparse.first_prompt import NO_TURNING, Turning
@@ -74,11 +79,13 @@ class ResidentWorker(SparseWorker):
         places: SlotPlaces,
         recall_steps: int = 0,
         turning: Turning = NO_TURNING,
+        longest_blocks: int = 0,
     ) -> None:
+        """longest_blocks: of the longest context."""
         super().__init__(config, layers, recall_steps, turning)
         self._num_sinks = -(-config.sink_tokens // layers[0].shape.block_tokens)
         self._kept = KeptRows(self.representations)
-        self._pages = ResidentPages(layers, places)
+        self._pages = ResidentPages(layers, places, longest_blocks)
         self.residents = ResidentSequences(self._kept)
 
     def __repr__(self) -> str:
@@ -168,7 +175,8 @@ class ResidentWorker(SparseWorker):
         """Allocates a representation row for each block of a context that may become sparse."""
         sequence, count = one.sequence, len(one.blocks)
         if self._is_kept(one) and count > len(sequence.rows):
-            more = max(count - len(sequence.rows), min(len(sequence.rows), 64), 16)
+            ahead = max(16, min(len(sequence.rows), MORE_ROWS))
+            more = max(count - len(sequence.rows), ahead)
             sequence.rows = np.concatenate([sequence.rows, self._kept.take(more)])
 
     def _is_kept(self, one: BatchRow) -> bool:

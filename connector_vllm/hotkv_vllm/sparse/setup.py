@@ -71,7 +71,8 @@ def install(
     if config.residency == "host":
         names = kv_cache_config.kv_cache_groups[0].layer_names
         spots = slot_places(layers, names, place.shard_index)
-        worker = ResidentWorker(config, layers, spots, recall_steps, turning)
+        longest = -(-vllm_config.model_config.max_model_len // layers[0].shape.block_tokens)
+        worker = ResidentWorker(config, layers, spots, recall_steps, turning, longest)
     for impl, sparse_layer in zip(impls, layers, strict=True):
         impl.attach(worker, sparse_layer)
     logger.info(

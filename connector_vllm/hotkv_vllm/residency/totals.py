@@ -1,0 +1,104 @@
+"""Counts the memory that a rank of a resident engine takes, before the engine allocates it.
+
+Always true: the sum covers the pool and all that hotkv allocates beside it, for one request of the
+longest context. An engine whose rank can't have it does not start. The server's arena is not among
+it.
+"""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hotkv_client.command.tables import human_bytes
+from hotkv_sparse import SparseConfig
+from hotkv_sparse.formats import bytes_per_block
+from hotkv_vllm.compat.residency import resident_spec
+from hotkv_vllm.config import SPARSE, ConfigError, ConnectorConfig
+from hotkv_vllm.link import logger
+from hotkv_vllm.residency.pages import AREAS
+from hotkv_vllm.residency.sequences import num_rows_for
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Bytes on one rank, by purpose.
+
+    pool: vLLM's KV cache, hot slots included.
+    representations: of the pool's blocks; on CUDA of `hotkv.representation_tokens`.
+    rows: representations of the longest context; on CUDA they are among `representations`.
+    staging: pages of one layer of the longest context; two areas in a CPU engine.
+    tables: on CUDA, tables of blocks, hot sets and scratch memory of the kernels.
+    """
+
+    pool: int
+    representations: int
+    rows: int
+    staging: int
+    tables: int = 0
+
+    @property
+    def total(self) -> int:
+        """Returns the sum."""
+        return sum(getattr(self, one.name) for one in fields(self))
+
+    def __str__(self) -> str:
+        parts = [f"{one.name} {human_bytes(getattr(self, one.name))}" for one in fields(self)]
+        return f"{human_bytes(self.total)} ({', '.join(parts)})"
+
+
+def check_memory(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
+    """Logs the memory of this rank. Raises ConfigError if less is free. The pool must not be
+    allocated yet."""
+    spec = resident_spec(kv_cache_config)
+    if spec is None or config.sparse is None:
+        return
+    if vllm_config.device_config.device_type == "cuda":
+        # Imports CUDA's backend of vLLM.
+        from hotkv_vllm.residency import cuda_setup
+
+        found = cuda_setup.totals(
+            config.sparse, config.representation_tokens, vllm_config, kv_cache_config
+        )
+        free = cuda_setup.free_bytes()
+    else:
+        found = totals(config.sparse, vllm_config, kv_cache_config)
+        free = free_bytes()
+    if found.total > free:
+        raise ConfigError(
+            f"{SPARSE}.residency = 'host': this rank needs {found}, and {human_bytes(free)} are "
+            "free: lower kv_cache_memory_bytes or gpu_memory_utilization, max_model_len "
+            f"({vllm_config.model_config.max_model_len}) or max_num_seqs "
+            f"({vllm_config.scheduler_config.max_num_seqs})"
+        )
+    logger.info(
+        "hotkv: with one request of %d tokens this rank takes %s; the server's arena comes on top",
+        vllm_config.model_config.max_model_len,
+        found,
+    )
+
+
+def totals(config: SparseConfig, vllm_config: Any, kv_cache_config: Any) -> Totals:
+    """Returns the memory of a rank of a CPU engine."""
+    spec = resident_spec(kv_cache_config)
+    assert spec is not None, "not a resident engine"
+    num_layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
+    row_bytes = sum(
+        bytes_per_block(name, spec.block_size, spec.num_kv_heads, spec.head_size)
+        for layer in range(num_layers)
+        for name in config.scorers_of(layer)
+    )
+    longest = -(-int(vllm_config.model_config.max_model_len) // spec.block_size)
+    num_blocks = int(kv_cache_config.num_blocks)
+    return Totals(
+        num_blocks * num_layers * spec.page_size_bytes,
+        num_blocks * row_bytes,
+        num_rows_for(longest) * row_bytes,
+        AREAS * longest * spec.page_size_bytes,
+    )
+
+
+def free_bytes() -> int:
+    """Returns the memory of this machine that processes can still get."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (available,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return int(available) << 10
