@@ -128,6 +128,30 @@ def test_requests_that_may_become_long_run_at_once_and_all_finish(
     assert not {"failed_residencies", "lost_residencies", "hook_errors"} & counted.keys()
 
 
+def test_a_context_that_fits_its_hot_slots_is_not_staged_in_decode(
+    start: Start, daemon: Daemon
+) -> None:
+    """Of 1,500 tokens where hot sets hold 2,048: decode steps find all blocks in hot slots, which
+    the first one has filled."""
+    dense = start(None)
+    one = start(EXACT, target=daemon.start().target, num_gpu_blocks_override=2 * EXACT_POOL)
+    one.ask("wait", connected=True, timeout_s=60.0)
+    batch = prompts(6, 1500)
+    expected = dense.ask("generate", prompts=batch, max_tokens=40)
+    found = one.ask("generate", prompts=batch, max_tokens=40)
+    assert found["tokens"] == expected["tokens"] and difference(found, expected) < 1e-4
+    staged, pulled = [], []
+    for max_tokens in (1, 30, 1):
+        counted = one.ask("stats")["totals"]
+        one.ask("generate", prompts=batch, max_tokens=max_tokens)
+        one.ask("generate", prompts=[[7, 8, 9]], max_tokens=2)
+        more = one.ask("stats")["totals"]
+        staged.append(more["resident_staged_pages"] - counted["resident_staged_pages"])
+        pulled.append(more["resident_pulled_pages"] - counted["resident_pulled_pages"])
+    assert staged[0] == staged[1] == staged[2] and pulled[0] == 0 < pulled[1]
+    assert "with one request of 8192 tokens this rank takes" in one.log()
+
+
 @pytest.mark.long
 def test_a_request_is_preempted_and_resumes(start: Start, daemon: Daemon) -> None:
     """A pool for one and a half requests, which admission lets two into: one is preempted in

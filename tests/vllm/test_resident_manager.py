@@ -13,12 +13,14 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from hotkv_sparse import SparseConfig
+from hotkv_sparse.formats import bytes_per_block
 from hotkv_vllm.compat.residency import (
     ResidentManager,
     ResidentSpec,
     check_residency,
 )
 from hotkv_vllm.config import ConfigError
+from hotkv_vllm.residency import totals
 
 TOKENS = 32
 POOL = 240
@@ -59,6 +61,29 @@ def test_an_engine_that_stores_nothing_can_not_have_residency() -> None:
             SimpleNamespace(kv_cache_groups=groups, num_blocks=POOL),
             CONFIG,
         )
+
+
+def test_an_engine_starts_only_with_the_memory_that_it_is_going_to_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = spec()
+    vllm_config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cpu"),
+        model_config=SimpleNamespace(max_model_len=3000),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+    )
+    group = SimpleNamespace(kv_cache_spec=one, layer_names=["a", "b", "c"])
+    kv_config = SimpleNamespace(kv_cache_groups=[group], num_blocks=POOL)
+    config: Any = SimpleNamespace(sparse=CONFIG)
+    row = 3 * bytes_per_block("rot2u", TOKENS, 1, 32)
+    pool, staging = 3 * POOL * one.page_size_bytes, 2 * 94 * one.page_size_bytes
+    found = totals.totals(CONFIG, vllm_config, kv_config)
+    assert found == totals.Totals(pool, POOL * row, 1024 * row, staging)
+    monkeypatch.setattr(totals, "free_bytes", lambda: found.total)
+    totals.check_memory(vllm_config, kv_config, config)
+    monkeypatch.setattr(totals, "free_bytes", lambda: found.total - 1)
+    with pytest.raises(ConfigError, match=r"this rank needs .* \(pool .*, staging .*max_num_seqs"):
+        totals.check_memory(vllm_config, kv_config, config)
 
 
 class Requests(RuleBasedStateMachine):

@@ -6,7 +6,7 @@ import pytest
 
 from hotkv_sparse.axes import Axes
 from hotkv_vllm.residency.pages import PageCopier
-from hotkv_vllm.residency.sequences import FIRST_ROWS, KeptRows
+from hotkv_vllm.residency.sequences import FIRST_ROWS, KeptRows, num_rows_for
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 
 HEADS, TOKENS, SIZE = 2, 32, 32
@@ -51,6 +51,14 @@ def test_rows_keep_their_bytes_as_more_are_taken() -> None:
     assert len(grown) > max(others.max(), rows.max())
     assert np.array_equal(grown[rows], wanted)
     assert not set(rows.tolist()) & set(others.tolist())
+
+
+@pytest.mark.parametrize("parts", [[3000, 64], [16] * 70, [1, 1024, 5000]])
+def test_as_many_rows_are_allocated_as_are_counted(parts: list[int]) -> None:
+    kept = KeptRows(pool())
+    for part in parts:
+        kept.take(part)
+    assert len(kept.sources(0)[ROT].pool) == num_rows_for(sum(parts))
 
 
 def test_sources_are_those_of_the_pool_also_after_it_was_calibrated() -> None:

@@ -65,6 +65,13 @@ def test_a_step_copies_ahead_where_a_core_is_free(monkeypatch: pytest.MonkeyPatc
         assert staging.num_ahead == num_ahead
 
 
+def test_an_area_grows_ahead_up_to_the_longest_context() -> None:
+    staging = PageStaging(LAYERS, PLACES, PageCopier(), usual_blocks=10)
+    for count, most in ((4, 4), (5, 8), (9, 10), (12, 12)):
+        filled(staging, 0, list(range(count)), [], False)
+        assert max(area.numel() for area in staging._areas) == most * PAGE
+
+
 def test_what_only_the_server_has_lies_first() -> None:
     is_away = np.array([False, True, True, False, True])
     assert staged_places(is_away).tolist() == [3, 0, 1, 4, 2]

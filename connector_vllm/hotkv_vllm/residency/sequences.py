@@ -37,10 +37,10 @@ STEPS_IN_FLIGHT = 2
 # -------------------------------------------------------------------------- rows of representations
 
 
-def num_rows_for(num_blocks: int) -> int:
-    """Returns how many rows there are once a request of this many blocks has taken its own."""
-    num_rows, needed = FIRST_ROWS, num_blocks + MORE_ROWS
-    while num_rows < needed:
+def num_rows_for(num_taken: int) -> int:
+    """Returns how many rows are allocated when requests need this many."""
+    num_rows = FIRST_ROWS
+    while num_rows < num_taken:
         num_rows *= 2
     return num_rows
 
@@ -84,9 +84,9 @@ class KeptRows:
     def take(self, count: int) -> I32:
         """Allocates `count` free rows, int32 [count]. Makes more rows if too few are free."""
         if count > len(self._free):
-            more = max(FIRST_ROWS, self._num_rows, count)
-            self._free = [*range(self._num_rows + more - 1, self._num_rows - 1, -1), *self._free]
-            self._num_rows += more
+            num_rows = num_rows_for(self.num_taken + count)
+            self._free = [*range(num_rows - 1, self._num_rows - 1, -1), *self._free]
+            self._num_rows = num_rows
         return np.array([self._free.pop() for _ in range(count)], np.int32)
 
     def give_back(self, rows: I32) -> None:

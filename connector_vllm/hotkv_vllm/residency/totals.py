@@ -16,7 +16,7 @@ from hotkv_vllm.compat.residency import resident_spec
 from hotkv_vllm.config import SPARSE, ConfigError, ConnectorConfig
 from hotkv_vllm.link import logger
 from hotkv_vllm.residency.pages import AREAS
-from hotkv_vllm.residency.sequences import num_rows_for
+from hotkv_vllm.residency.sequences import MORE_ROWS, num_rows_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def totals(config: SparseConfig, vllm_config: Any, kv_cache_config: Any) -> Tota
     return Totals(
         num_blocks * num_layers * spec.page_size_bytes,
         num_blocks * row_bytes,
-        num_rows_for(longest) * row_bytes,
+        num_rows_for(longest + MORE_ROWS) * row_bytes,
         AREAS * longest * spec.page_size_bytes,
     )
 
