@@ -74,7 +74,7 @@ def test_an_engine_starts_only_with_the_memory_that_it_is_going_to_take(
     )
     group = SimpleNamespace(kv_cache_spec=one, layer_names=["a", "b", "c"])
     kv_config = SimpleNamespace(kv_cache_groups=[group], num_blocks=POOL)
-    config: Any = SimpleNamespace(sparse=CONFIG)
+    config: Any = SimpleNamespace(sparse=CONFIG, is_resident=True)
     row = 3 * bytes_per_block("rot2u", TOKENS, 1, 32)
     pool, staging = 3 * POOL * one.page_size_bytes, 2 * 94 * one.page_size_bytes
     found = totals.totals(CONFIG, vllm_config, kv_config)

@@ -49,8 +49,7 @@ class Totals:
 def check_memory(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
     """Logs the memory of this rank. Raises ConfigError if less is free. The pool must not be
     allocated yet."""
-    spec = resident_spec(kv_cache_config)
-    if spec is None or config.sparse is None:
+    if config.sparse is None or not config.is_resident:
         return
     if vllm_config.device_config.device_type == "cuda":
         # Imports CUDA's backend of vLLM.
