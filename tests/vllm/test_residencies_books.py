@@ -271,6 +271,18 @@ def test_a_request_without_room_is_held_while_others_go_on() -> None:
     assert books.books.is_admitted(late, books.now_s)
 
 
+def test_a_held_request_goes_on_with_a_single_block() -> None:
+    books = growing(8 + QUANTUM + 1)
+    state = books.run()
+    decoded(books, state, 8 + QUANTUM)
+    for _ in range(2):
+        books.books.held(books.now_s)
+        books.step(passed_s=ASK_AGAIN_S)
+    assert books.books.held(books.now_s) == [] and room(books, "a") == 8 + QUANTUM + 1
+    decoded(books, state, 8 + QUANTUM + 1)
+    assert books.books.held(books.now_s) == ["a"]
+
+
 def stuck() -> tuple[Books, list[RequestState]]:
     """Returns two requests that are both held: together they fill the server."""
     books = growing(2 * (8 + QUANTUM))
