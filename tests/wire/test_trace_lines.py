@@ -1,6 +1,7 @@
 """Lines of a recorded trace, and what a recording says of itself, without a server."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ class Client:
 
     def key_spaces(self) -> list[dict[str, Any]]:
         space = {"model": "m", "hash_byte_count": HASH_BYTES, "hash_block_token_count": 16}
-        return [{"key_space_id": 1 + at, "key_space": space} for at in range(self._spaces)]
+        row = {"model": "LlamaForCausalLM", "model_name": "m", "key_space": space}
+        return [{"key_space_id": 1 + at, **row} for at in range(self._spaces)]
 
     def watch_requests(self, number: int, seconds: float) -> Iterator[Any]:
         self.asked.append((number, seconds))
@@ -131,7 +133,8 @@ def test_the_key_space_is_named_or_the_only_one(
 @pytest.mark.parametrize(("spaces", "asked"), [(2, 0), (0, 0), (1, 9)])
 def test_a_key_space_that_is_not_there_is_refused(tmp_path: Path, spaces: int, asked: int) -> None:
     client = Client(spaces)
-    with pytest.raises(HotKVError, match="known are") as refused:
+    known = ", ".join(f"{1 + at} (m)" for at in range(spaces)) or "none yet"
+    with pytest.raises(HotKVError, match=re.escape(f"known are {known}")) as refused:
         recorded(client, tmp_path / "trace", space=asked)
     assert refused.value.reason is Reason.UNKNOWN_KEY_SPACE and not client.asked
 
