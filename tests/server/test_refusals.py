@@ -260,6 +260,8 @@ ROWS = [
     Row("open_session.engine_id", "e" * 1000, LARGE, "engine_id"),
     Row("open_session.engine_id", "e\nINFO forged", FIELD, "engine_id"),
     Row("open_session.client_name", "c\x1b[2J", FIELD, "client_name"),
+    Row("open_session.engine_name", "n\x1b[2J", FIELD, "engine_name"),
+    Row("open_session.engine_name", "n" * 1000, LARGE, "engine_name"),
     Row("open_session.role", 0, FIELD, "role"),
     Row("open_session.role", 42, FIELD, "role"),
     Row(
