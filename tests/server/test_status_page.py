@@ -216,7 +216,7 @@ def test_lists_are_bounded_and_the_counts_say_how_many_there_are(
     open_key_spaces(node, 5)
     session = World().session
     for number in range(5):
-        moved = type(session)(session.record, f"{number}", session.key_space, "test")
+        moved = type(session)(session.record, f"{number}", session.key_space, "test", node.names)
         moved.loaded_bytes = 100 - number
         node.sessions._open[f"{number}"] = moved
     figures = as_json_values(read_status(node, has_names=True))
