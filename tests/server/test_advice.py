@@ -109,6 +109,9 @@ def run(words: list[str], server: Server, folder: Path) -> int:
         if name == "run":
             # Alone it is the name of the server.
             rest = ["--help-settings"]
+        if name == "arenas" and "--folder" not in rest:
+            # Of stopped servers of this machine it would remove the caches.
+            rest += ["--folder", str(folder)]
         return daemons.run(name, *rest, timeout_s=240).returncode
     try:
         return cli.main([name, *rest, "--target", server.target])
