@@ -40,12 +40,16 @@ def without(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"}
 
 
+SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
+"""Before Python 3.11 the working directory comes first, which has no packages of hotkv."""
+
+
 def run(command: tuple[str, ...], environment: dict[str, str]) -> str:
     """What the command prints; it must end well, and must have run the copy."""
 
     def python(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            (sys.executable, "-P", *arguments),
+            (sys.executable, *SAFE_PATH, *arguments),
             env=environment, capture_output=True, text=True, check=False, cwd=ROOT,
         )  # fmt: skip
 
