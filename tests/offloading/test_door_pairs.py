@@ -117,6 +117,7 @@ def role(rig: Rig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         kv_transfer_config=SimpleNamespace(
             is_kv_consumer=name != "kv_producer", is_kv_producer=name != "kv_consumer"
         ),
+        model_config=SimpleNamespace(served_model_name="model"),
     )
     edge = HookEdge(HookClock("test", "engine"), HotKVStats().add)
     DoorScheduler(config, None, ConnectorConfig(), rig.tier, edge)

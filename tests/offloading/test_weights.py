@@ -105,6 +105,7 @@ def made(patch):
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=NUM_RANKS, data_parallel_size=1),
         kv_transfer_config=SimpleNamespace(is_kv_consumer=True, is_kv_producer=True),
+        model_config=SimpleNamespace(served_model_name="model"),
     )
     tier = Tier()
     edge = HookEdge(HookClock("test", "engine"), HotKVStats().add)

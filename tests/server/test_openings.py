@@ -14,8 +14,8 @@ from hotkv_proto.errors import HotKVError
 from hotkv_proto.keys import Representation
 from hotkv_server.cache import sessions as key_spaces
 from hotkv_server.cache.values import Run
-from hotkv_server.events import service as event_service
 from hotkv_server.events.capability import EventsCapability
+from hotkv_server.events.drive import KeySpaceCleared
 from hotkv_server.memory import arena
 from hotkv_server.memory.state import ServerState, read_state, write_state
 from hotkv_server.node.node import Node
@@ -142,13 +142,9 @@ async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behin
             assert [one.number for one in known] == [2, 3]
             with pytest.raises(HotKVError, match="close some"):
                 await node.sessions.open("e", "tool", spaces[3], "test")
-            told = [event_service._message(item) for item in (await feed.get(100))[0]]
-        assert [(event.key_space_id, event.WhichOneof("body")) for event in told] == [
-            (1, "cleared"),
-            (2, "cleared"),
-            (1, "cleared"),
-            (3, "cleared"),
-        ]
+            told = [item.event for item in (await feed.get(100))[0]]
+        assert all(isinstance(event, KeySpaceCleared) for event in told)
+        assert [event.key_space_id for event in told] == [1, 2, 1, 3]
         node.core.check_invariants()
 
 

@@ -234,6 +234,10 @@ class ResidentWorker(SparseWorker):
 
     # ------------------------------------------------------------------------------------ rewriting
 
+    def _attends_to_all(self, row: SparseRow, block_tokens: int) -> bool:
+        """Returns True if there is nothing to choose: the hot slots hold the row's context."""
+        return row.attends_to_all
+
     def _chosen(
         self, layer: SparseLayer, plan: ResidentPlan, query_of: Callable[[int], F32]
     ) -> dict[int, I32]:

@@ -5,7 +5,7 @@ Always true:
   table and length.
 - A sparse row retains the order of its blocks and ends with its last block, so its length tells how
   many tokens of the last block count.
-- If the hot set would hold the whole context, nothing is chosen and the row is unchanged: it is
+- If hot set and context are the same, the row is unchanged: a budget that covers the context is
   exact.
 
 Dense are: rows without a name, layers that were not attached, layers whose representations are not
@@ -321,10 +321,15 @@ class SparseWorker:
         """Returns the request of a row that attends sparsely; None for any other row."""
         return self._request_of.get(written_block) if num_queries == 1 else None
 
+    def _attends_to_all(self, row: SparseRow, block_tokens: int) -> bool:
+        """Returns True if there is nothing to choose: the budget covers the row's context."""
+        budget = self._config.budget_blocks(row.context_tokens, block_tokens)
+        return budget >= len(row.blocks_C)
+
     def _select(self, layer: SparseLayer, row: SparseRow, query_QD: F32) -> I32:
         """Returns the blocks of the row's context to attend to, ascending positions."""
         block_tokens = layer.shape.block_tokens
-        if row.attends_to_all:
+        if self._attends_to_all(row, block_tokens):
             return np.arange(len(row.blocks_C), dtype=np.int32)
         sequence = self._sequences.get(row.request_id)
         if sequence is None:
