@@ -154,10 +154,12 @@ class EngineProcess:
         self._log.close()
 
     def begin_stop(self) -> None:
-        """Tells the engine to stop; does not wait."""
+        """Tells the engine to stop; does not wait. One that has refused to start closes its pipes
+        a moment before it ends."""
         if not self._is_stopping and self.process.poll() is None:
             self._is_stopping = True
-            self._send({"op": "stop"})
+            with contextlib.suppress(BrokenPipeError):
+                self._send({"op": "stop"})
 
     def stop(self) -> None:
         self.begin_stop()

@@ -76,7 +76,7 @@ def test_random_faults(
                 server.settle()
         live = [(one, name) for one, name in live if name not in one.finished]
     server.hold.clear()
-    server.ack_cancels = True
+    server.ack_cancels, server.fail_stores, server.grant_limit = True, False, 1 << 30
     server.settle()
     server.come_back()
     for one in engines:
