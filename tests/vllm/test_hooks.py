@@ -44,7 +44,7 @@ AT_START |= OF_THE_CLASS
 AT_SLEEP = {"unregister_kv_caches", "restore_kv_caches"}
 AT_END = {"shutdown"}
 OF_METRICS = {"build_kv_connector_stats", "build_prom_metrics"}
-OF_RESIDENTS = {"has_pending_block_frees", "_kept_tokens", "_has_room", "_held"}
+OF_RESIDENTS = {"has_pending_block_frees", "_kept_tokens", "_has_room", "_step_starts"}
 FORWARDS = {
     "request_finished": {"request_finished_all_groups"},
     "requires_kv_delivery": {"_is_resident"},

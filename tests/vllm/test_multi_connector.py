@@ -4,6 +4,8 @@ MultiConnector round the model of the harness. `tests/pairs` has random traffic 
 import copy
 import importlib.util
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig
@@ -13,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 )
 
 from hotkv_client.testing import FakeServer
-from hotkv_vllm.compat import checks
+from hotkv_vllm.compat import Unsupported, checks
 from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.metadata import HotKVHandshake
 from hotkv_vllm.scheduler import sharing
@@ -68,6 +70,28 @@ def test_policy_out_of_reach_is_said(
     monkeypatch.setattr("hotkv_vllm.compat.checks._has_children", lambda _: False)
     one = engine(within=beside("LoadingConnector", ours_first=True))
     assert not one.scheduler.recompute_kv_load_failures and "kv_load_failure_policy" in warnings[0]
+
+
+def _config(*names: str) -> Any:
+    several = {"connectors": [{"kv_connector": name} for name in names]}
+    return SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=several))
+
+
+def test_addresses_that_were_registered_earlier(warnings: list[str]) -> None:
+    """A CPU engine's KV cache moves when hotkv registers it, and NIXL would read where it was.
+    `test_nixl.py` shows it."""
+    inner = _config("ExampleConnector", "HotKVConnector", "Behind")
+    outer = _config("NixlConnector", "MultiConnector", "Behind")
+    assert checks.earlier_connectors(()) == ()
+    assert checks.earlier_connectors((inner,)) == ("ExampleConnector",)
+    assert checks.earlier_connectors((inner, outer)) == ("ExampleConnector", "NixlConnector")
+    checks.check_earlier(("ExampleConnector",), "cpu")
+    checks.check_earlier(("NixlConnector",), "cuda")
+    with pytest.raises(Unsupported, match="name HotKVConnector first"):
+        checks.check_earlier(("ExampleConnector", "NixlConnector"), "cpu")
+    assert not warnings
+    checks.check_earlier(("Unknown",), "cpu")
+    assert warnings[0].startswith("hotkv: Unknown comes before HotKVConnector")
 
 
 def test_a_rank_that_never_answers(

@@ -5,9 +5,10 @@ Reads `ParallelConfig` (context-parallel sizes, `nnodes_within_dp`, `distributed
 `KVCacheConfig.kv_tp_replicas`, vLLM's process groups, `MultiModalConfig.mm_processor_cache_gb`,
 `CacheConfig.enable_prefix_caching`, `current_platform`, and functions on the call stack
 (`is_pausing`, `outer_configs`). Sets `KVTransferConfig.kv_load_failure_policy`, and registers the
-connector by name.
+connector by name in `KVConnectorFactory._registry`, which also names vLLM's own connectors.
 """
 
+import itertools
 import os
 import socket
 import sys
@@ -260,6 +261,47 @@ def outer_configs() -> tuple[Any, ...]:
             found.append(next((value for value in names.values() if _has_children(value)), None))
         frame = frame.f_back
     return tuple(found)
+
+
+MOVE_WITH_THE_CACHE = {
+    "DecodeBenchConnector",
+    "ExampleConnector",
+    "ExampleHiddenStatesConnector",
+    "HotKVOffloadingConnector",
+}
+"""Connectors that reach the KV cache through its tensors in each step."""
+
+
+def earlier_connectors(outer: tuple[Any, ...]) -> tuple[str, ...]:
+    """Returns the names of the connectors that register the KV cache before hotkv.
+
+    outer: of `outer_configs`, in the constructor of hotkv's connector.
+    """
+    found: list[str] = []
+    path = "HotKVConnector"
+    for config in filter(None, outer):
+        children = config.kv_transfer_config.kv_connector_extra_config["connectors"]
+        names = [child["kv_connector"] for child in children]
+        found += itertools.takewhile(path.__ne__, names)
+        path = "MultiConnector"
+    return tuple(found)
+
+
+def check_earlier(earlier: tuple[str, ...], device_type: str) -> None:
+    """Raises Unsupported if hotkv would move the KV cache away from addresses that one of vLLM's
+    connectors has registered. Connectors that vLLM does not know are logged."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    for name in earlier if device_type == "cpu" else ():
+        why = (
+            f"{name} comes before HotKVConnector in its MultiConnector. On a CPU engine hotkv "
+            "moves the KV cache to shared memory, and addresses that were registered earlier lead "
+            "nowhere; name HotKVConnector first in kv_connector_extra_config.connectors"
+        )
+        if name in KVConnectorFactory._registry and name not in MOVE_WITH_THE_CACHE:
+            raise Unsupported(why)
+        if name not in MOVE_WITH_THE_CACHE:
+            logger.warning("hotkv: %s, if it keeps addresses", why)
 
 
 def _has_children(config: Any) -> bool:

@@ -368,7 +368,6 @@ class DevicePool:
         self._num_blocks = int(kv_cache_config.num_blocks) - 1
         self._manager: ResidentManager | None = None
         self._scheduler: Any = None
-        self._held: Callable[[], Collection[str]] = tuple
 
     def __repr__(self) -> str:
         return f"DevicePool({self._num_blocks} blocks, {self.spec})"
@@ -378,31 +377,30 @@ class DevicePool:
         kv_cache_manager: Any,
         stored_tokens: Callable[[str], int],
         has_room: Callable[[str], bool],
-        held: Callable[[], Collection[str]],
+        step_starts: Callable[[], None],
     ) -> None:
         """Connects to vLLM's manager. vLLM's scheduler calls it from its constructor.
 
         stored_tokens: returns the leading tokens of a request that need not stay on the device.
         has_room: returns True if a request that outgrows the device may begin.
-        held: returns the requests that the coming step leaves out.
+        step_starts: called before vLLM plans a step.
         """
-        self._held = held
         self._scheduler = _scheduler_of_caller()
         managers = kv_cache_manager.coordinator.single_type_managers
         found = next((one for one in managers if isinstance(one, ResidentManager)), None)
         if found is not None:
             found.stored_tokens = stored_tokens
             found.has_room = has_room
-            found.step_starts = self._step_starts
+            found.step_starts = step_starts
             self._manager = found
 
-    def _step_starts(self) -> None:
-        """Leaves held requests out of the step that vLLM is about to plan. Moves lost requests to
+    def leave_out(self, held: Collection[str]) -> None:
+        """Leaves these requests out of the step that vLLM is about to plan. Moves lost requests to
         the end of the running ones, so that vLLM preempts no other request in their place."""
         scheduler = self._scheduler
         if scheduler is None or self._manager is None:
             return
-        for request_id in self._held():
+        for request_id in held:
             request = scheduler.requests.get(request_id)
             if request is not None:
                 eligible = max(request.next_decode_eligible_step, scheduler.current_step + 1)

@@ -5,7 +5,7 @@ Works in every engine. In an engine that is not resident no request has freed bl
 """
 
 import time
-from collections.abc import Collection, Set
+from collections.abc import Set
 from typing import Any
 
 from hotkv_vllm.compat.residency import DevicePool
@@ -28,7 +28,7 @@ class ResidentSide:
 
     def bind(self, manager: Any) -> None:
         """Connects vLLM's block manager to this side."""
-        self._pool.bind(manager, self._kept_tokens, self._has_room, self._held)
+        self._pool.bind(manager, self._kept_tokens, self._has_room, self._step_starts)
         if self._pool.spec is not None:
             logger.info("hotkv: %s", self._pool.describe())
 
@@ -42,10 +42,11 @@ class ResidentSide:
         """Returns True if a request that outgrows the device may begin."""
         return self._residencies is not None and self._residencies.has_room(request_id)
 
-    @hook(lambda *_: (), last=(), is_part=True)
-    def _held(self) -> Collection[str]:
-        """Returns the requests that the coming step leaves out, for lack of room in the server."""
-        return () if self._residencies is None else self._residencies.held(time.monotonic())
+    @hook(lambda *_: None, is_part=True)
+    def _step_starts(self) -> None:
+        """Leaves requests without room in the server out of the step that vLLM is about to plan."""
+        residencies = self._residencies
+        self._pool.leave_out(() if residencies is None else residencies.held(time.monotonic()))
 
     def is_freeing(self) -> bool:
         """Returns True if blocks will be freed soon, so that no request need be preempted."""

@@ -425,11 +425,13 @@ def find_own(
     config: ConnectorConfig,
     place: checks.RankPlace,
     known_space: KeySpace | None,
+    earlier: tuple[str, ...],
 ) -> OwnMemory:
     """Reads the layout from the tensors and exports them. Never raises, because the other ranks
     wait for the note.
 
     known_space: this rank's key space from before a sleep; None to compute it.
+    earlier: the connectors that have registered the tensors before.
     """
     host = this_host()
     try:
@@ -439,6 +441,7 @@ def find_own(
         if not found.storages:
             raise Unsupported(f"pipeline stage {place.stage} has no layer with a KV cache")
         device = next(iter(found.storages.values())).device
+        checks.check_earlier(earlier, device.type)
         packing = key_space.packing(vllm_config, kv_cache_config, groups, device.type)
         page_format = f"{found.page_format};{packing}"
         # A key space has no group without bytes. The sizes of the whole slot come with the other

@@ -54,6 +54,7 @@ class RankSession:
         self._kv_cache_config = kv_cache_config
         self._config = config
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        self._earlier = checks.earlier_connectors(checks.outer_configs())
         self._space: KeySpace | None = None
         self._own_space: KeySpace | None = None
         self._groups: tuple[kv_groups.CacheGroup, ...] = ()
@@ -101,7 +102,9 @@ class RankSession:
         checks.check_ranks(self._vllm_config)
         place = self.place = checks.rank_place(self._vllm_config, self._kv_cache_config)
         vllm, kv_cache = self._vllm_config, self._kv_cache_config
-        own = find_own(kv_caches, vllm, kv_cache, self._config, place, self._own_space)
+        own = find_own(
+            kv_caches, vllm, kv_cache, self._config, place, self._own_space, self._earlier
+        )
         memory = own.memory
         try:
             num_ranks = checks.num_ranks(self._vllm_config)
