@@ -247,7 +247,7 @@ class EventsCapability(Capability):
     # The present state
 
     def _spaces(self) -> list[Space]:
-        """Returns host memory's space, and that of this node's disk if it has one."""
+        """Returns the spaces of host memory and, if this node has a disk tier, of the disk."""
         core = self._node.core
         return [core.space, *[one.space for one in core.below if one.space is not None][:1]]
 
