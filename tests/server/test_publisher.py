@@ -33,6 +33,7 @@ from hotkv_server.events.drive import (
 from hotkv_server.events.publisher import MESSAGE_BYTES, ZmqPublisher, _Item, _Topic, binds
 from hotkv_server.events.wire import Translator
 from tests.core.support import hash_of, make_key_space, words_of
+from tests.support.routers import replay
 
 MIB = 1 << 20
 KEY_SPACE = make_key_space("one", 4096, 4096)
@@ -151,25 +152,15 @@ def test_replay_keeps_the_last_steps_and_survives_nonsense(
     for number in range(5):
         publisher.publish(1.0, [removed([number])])
         reader.read()
-    with reader.context.socket(zmq.DEALER) as dealer:
-        dealer.linger = 0
-        dealer.connect(f"ipc://{tmp_path}/replay")
-        for nonsense in (
-            [b""],
-            [b"x", bytes(8)],
-            [b"", bytes(9)],
-            [b"", bytes(8), b"", b""],
-            [b"x" * 100_000],
-        ):
-            dealer.send_multipart(nonsense)
-        dealer.send_multipart([b"", bytes(8)])
-        numbers = []
-        while dealer.poll(10_000):
-            _, _, sequence, _ = dealer.recv_multipart()
-            if sequence == ZmqEventPublisher.END_SEQ:
-                break
-            numbers.append(int.from_bytes(sequence, "big"))
-    assert numbers == [last + 3, last + 4, last + 5]
+    nonsense = [
+        [b""],
+        [b"x", bytes(8)],
+        [b"", bytes(9)],
+        [b"", bytes(8), b"", b""],
+        [b"x" * 100_000],
+    ]
+    messages = replay(f"ipc://{tmp_path}/replay", before=nonsense)
+    assert [number for _, number, _ in messages] == [last + 3, last + 4, last + 5]
 
 
 def test_a_topic_ends_with_its_last_key_space_and_never_goes_back(
@@ -186,17 +177,7 @@ def test_a_topic_ends_with_its_last_key_space_and_never_goes_back(
     number, (event,) = reader.read()
     assert number > last + 1
     assert isinstance(event, BlockRemoved)
-    with reader.context.socket(zmq.DEALER) as dealer:
-        dealer.linger = 0
-        dealer.connect(f"ipc://{tmp_path}/replay")
-        dealer.send_multipart([b"", bytes(8)])
-        replayed = []
-        while (
-            dealer.poll(10_000)
-            and (sequence := dealer.recv_multipart()[2]) != ZmqEventPublisher.END_SEQ
-        ):
-            replayed.append(int.from_bytes(sequence, "big"))
-    assert replayed == [number]
+    assert [kept for _, kept, _ in replay(f"ipc://{tmp_path}/replay")] == [number]
     # One of two key spaces ends its topic for nobody.
     publisher.add_key_space(8, KEY_SPACE)
     publisher.forget_key_space(7)
@@ -233,18 +214,9 @@ def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: 
     publisher.add_key_space(3, replace(KEY_SPACE, model="other"))
     publisher.publish(1.0, [replace(removed([5]), key_space_id=3)])
     assert reader.read()[0] == last + 5
-    with reader.context.socket(zmq.DEALER) as dealer:
-        dealer.linger = 0
-        dealer.connect(f"ipc://{tmp_path}/replay")
-        dealer.send_multipart([b"", (last + 1).to_bytes(8, "big")])
-        replayed = []
-        while (
-            dealer.poll(10_000)
-            and (sequence := dealer.recv_multipart()[2]) != ZmqEventPublisher.END_SEQ
-        ):
-            replayed.append(int.from_bytes(sequence, "big"))
     # Those of the topic that ended are gone.
-    assert replayed == [last + 1, last + 4, last + 5]
+    kept = [number for _, number, _ in replay(f"ipc://{tmp_path}/replay", last + 1)]
+    assert kept == [last + 1, last + 4, last + 5]
     publisher.close()
 
 
@@ -273,25 +245,18 @@ def test_a_reader_whose_messages_are_gone_gets_the_present_state(
         for _ in range(1 + number % 2):
             last, _ = reader.read()
     known: dict[bytes, set[Any]] = {}
-    numbers: list[int] = []
-    with reader.context.socket(zmq.DEALER) as dealer:
-        dealer.linger = 0
-        dealer.connect(f"ipc://{tmp_path}/replay")
-        dealer.send_multipart([b"", bytes(8)])
-        while dealer.poll(10_000):
-            _, topic, sequence, payload = dealer.recv_multipart()
-            if sequence == ZmqEventPublisher.END_SEQ:
-                break
-            numbers.append(int.from_bytes(sequence, "big"))
-            for one in msgspec.msgpack.decode(payload, type=KVEventBatch).events:
-                if isinstance(one, AllBlocksCleared):
-                    known = {} if per_endpoint else known | {topic: set()}
-                elif isinstance(one, BlockStored):
-                    known.setdefault(topic, set()).update(one.block_hashes)
+    messages = replay(f"ipc://{tmp_path}/replay")
+    for topic, _, events in messages:
+        for one in events:
+            if isinstance(one, AllBlocksCleared):
+                known = {} if per_endpoint else known | {topic: set()}
+            elif isinstance(one, BlockStored):
+                known.setdefault(topic, set()).update(one.block_hashes)
     assert known == {
         name: {hash_of(number) for number in cached[key_space_id]}
         for name, key_space_id in ((b"one", 1), (b"other", 2), (b"alias", 2))
     }
+    numbers = [number for _, number, _ in messages]
     assert numbers[-1] == last, "the state ends where the messages are"
     if per_endpoint:
         assert numbers == list(range(numbers[0], last + 1))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,19 +85,26 @@ class Indexer:
         self.process.wait(30)
 
 
-def replayed(endpoint: str) -> list[Any]:
-    """Returns all events that a publisher has sent and still keeps, in order."""
-    events: list[Any] = []
-    context = zmq.Context()
-    with context.socket(zmq.DEALER) as dealer:
+def replay(
+    endpoint: str, since: int = 0, before: Sequence[list[bytes]] = ()
+) -> list[tuple[bytes, int, list[Any]]]:
+    """Returns topic, number and events of each message that a publisher still keeps, from `since`
+    on and in order. `before`: messages that the same socket sends first."""
+    messages = []
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         dealer.connect(endpoint)
-        dealer.send_multipart([b"", bytes(8)])
+        for message in (*before, [b"", since.to_bytes(8, "big")]):
+            dealer.send_multipart(message)
         while True:
             assert dealer.poll(30_000), "the replay has no end"
-            _, _, sequence, payload = dealer.recv_multipart()
-            if sequence == ZmqEventPublisher.END_SEQ:
-                break
-            events += msgspec.msgpack.decode(payload, type=KVEventBatch).events
-    context.term()
-    return events
+            _, topic, number, payload = dealer.recv_multipart()
+            if number == ZmqEventPublisher.END_SEQ:
+                return messages
+            events = msgspec.msgpack.decode(payload, type=KVEventBatch).events
+            messages.append((topic, int.from_bytes(number, "big"), list(events)))
+
+
+def replayed(endpoint: str) -> list[Any]:
+    """Returns all events that a publisher has sent and still keeps, in order."""
+    return [event for *_, events in replay(endpoint) for event in events]

@@ -4,40 +4,16 @@ for the other."""
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-import zmq
-from vllm.distributed.kv_events import (
-    AllBlocksCleared,
-    BlockStored,
-    KVEventBatch,
-    ZmqEventPublisher,
-)
+from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 
 from demo.processes import Server, runtime_folder
 from hotkv_client.admin import AdminClient
+from tests.support.routers import replayed
 from tests.vllm.processes import Engines
 from tests.vllm.tiny import VOCAB, write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-def replayed(endpoint: str) -> list[Any]:
-    """All events that a publisher has sent and still keeps, in order."""
-    events: list[Any] = []
-    context = zmq.Context()
-    with context.socket(zmq.DEALER) as dealer:
-        dealer.linger = 0
-        dealer.connect(endpoint)
-        dealer.send_multipart([b"", bytes(8)])
-        while True:
-            assert dealer.poll(30_000), "the replay has no end"
-            _, _, sequence, payload = dealer.recv_multipart()
-            if sequence == ZmqEventPublisher.END_SEQ:
-                break
-            events += msgspec.msgpack.decode(payload, type=KVEventBatch).events
-    context.term()
-    return events
 
 
 def blocks(events: list[Any]) -> dict[Any, tuple[Any, ...]]:
