@@ -108,8 +108,15 @@ def test_a_burst_of_either_kind_gets_the_memory(policy: str, units: int) -> None
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("units", STATE_UNITS)
-@pytest.mark.parametrize("few_are_states", [True, False])
+@pytest.mark.parametrize(
+    ("units", "few_are_states"),
+    [
+        (12, True),
+        (40, False),
+        pytest.param(12, False, marks=pytest.mark.long),
+        pytest.param(40, True, marks=pytest.mark.long),
+    ],
+)
 def test_a_few_hot_blocks_survive_a_flood_of_the_other_size(
     policy: str, units: int, few_are_states: bool
 ) -> None:

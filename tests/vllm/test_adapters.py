@@ -30,6 +30,7 @@ from tests.vllm.lora_manager import Manager, lora, with_adapters
 from tests.vllm.tiny import BLOCK_TOKENS
 
 PROMPT = prompt(1, 200)
+LONG = pytest.mark.long
 HIT = 192
 
 
@@ -275,8 +276,17 @@ def rewrite_at(count: Iterator[int], step: int, manager: Manager) -> None:
         manager.loaded.clear()
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-@pytest.mark.parametrize("length", [64, 70, 200])
+@pytest.mark.parametrize(
+    ("length", "pipelined"),
+    [
+        (70, True),
+        (200, False),
+        pytest.param(64, True, marks=LONG),
+        pytest.param(64, False, marks=LONG),
+        pytest.param(70, False, marks=LONG),
+        pytest.param(200, True, marks=LONG),
+    ],
+)
 def test_no_block_of_other_bytes_is_stored_whenever_they_are_loaded(
     engine: Any, pipelined: bool, length: int
 ) -> None:

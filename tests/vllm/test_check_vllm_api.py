@@ -45,7 +45,6 @@ def test_what_a_later_version_changes_is_named() -> None:
 
 
 def test_each_new_place_that_forbids_reuse_is_named() -> None:
-    assert check_vllm_reuse.compare(installed()) == []
     found = check_vllm_reuse.compare(Replaced(installed(), FORBIDS), all_places=True)
     for *_, what in FORBIDS:
         assert any(what in problem for problem in found), f"{what}: {found}"

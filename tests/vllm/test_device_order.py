@@ -24,6 +24,7 @@ from tests.vllm.specs import full_model, hybrid_model
 __all__ = ["device"]
 
 PROMPT = prompt(1, 200)
+LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -49,13 +50,13 @@ def test_a_store_is_sent_at_once_and_read_when_the_device_is_there(
 @pytest.mark.parametrize(
     ("kind", "model", "num_events", "pipelined"),
     [
-        (OrderKind.EVENTS, full_model, 64, True),
-        (OrderKind.EVENTS, full_model, 2, True),
         (OrderKind.EVENTS, hybrid_model, 2, False),
-        (OrderKind.FLAGS, full_model, 64, True),
         (OrderKind.FLAGS, hybrid_model, 64, True),
         (OrderKind.HOST, full_model, 64, True),
-        (OrderKind.HOST, hybrid_model, 64, False),
+        pytest.param(OrderKind.EVENTS, full_model, 64, True, marks=LONG),
+        pytest.param(OrderKind.EVENTS, full_model, 2, True, marks=LONG),
+        pytest.param(OrderKind.FLAGS, full_model, 64, True, marks=LONG),
+        pytest.param(OrderKind.HOST, hybrid_model, 64, False, marks=LONG),
     ],
 )
 def test_random_lag(

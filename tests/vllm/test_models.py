@@ -53,7 +53,7 @@ def test_wrong_kv_would_be_seen(start: Starter) -> None:
         pytest.param("gemma3", {"speculative_config": NGRAM}, 32, id="ngram", marks=CAMPAIGN),
         pytest.param("gemma4", {}, 64),
         pytest.param("gpt_oss", {}, 32, marks=LONG),
-        pytest.param("llama4", {}, 32),
+        pytest.param("llama4", {}, 32, marks=LONG),
         pytest.param("two_windows", {}, 32, marks=CAMPAIGN),
         pytest.param("mistral", {}, 32, marks=CAMPAIGN),
         # One prompt at a time: these answer otherwise in company, by vLLM's CPU kernels or by the
@@ -95,7 +95,9 @@ def test_warm_is_as_good_as_cold(
         assert min(cached) >= 64
 
 
-@pytest.mark.parametrize("interval", [0, 256, pytest.param(1 << 20, marks=CAMPAIGN)])
+@pytest.mark.parametrize(
+    "interval", [0, pytest.param(256, marks=LONG), pytest.param(1 << 20, marks=CAMPAIGN)]
+)
 def test_states_are_kept_at_intervals_and_at_the_end_of_a_prompt(
     start: Starter, interval: int
 ) -> None:

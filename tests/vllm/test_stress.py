@@ -38,9 +38,26 @@ def change(dice: random.Random, server: Any, one: Engine) -> None:
         one.scheduler.reset_prefix_cache(reset_connector=dice.random() < 0.05)
 
 
-@pytest.mark.parametrize("model", [full_model, mixed_model, *HYBRIDS])
+WAYS: dict[str, dict[str, bool]] = {
+    "sync": {"pipelined": False},
+    "async": {"pipelined": True},
+    "v2": {"v2": True},
+}
+
+
 @pytest.mark.parametrize(
-    "way", [{"pipelined": False}, {"pipelined": True}, {"v2": True}], ids=["sync", "async", "v2"]
+    ("model", "way"),
+    [
+        # All models with asynchronous scheduling, and each way.
+        pytest.param(
+            model,
+            WAYS[way],
+            id=f"{model.__name__}-{way}",
+            marks=[] if way == "async" or model is full_model else pytest.mark.long,
+        )
+        for model in (full_model, mixed_model, *HYBRIDS)
+        for way in WAYS
+    ],
 )
 @pytest.mark.parametrize(
     "table",
