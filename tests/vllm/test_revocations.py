@@ -169,7 +169,7 @@ def device(server: Any) -> ToldDevice:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("pipelined", [pytest.param(False, marks=pytest.mark.long), True])
 def test_random_lag(
     engine: Any, server: Any, device: ToldDevice, kind: OrderKind, pipelined: bool
 ) -> None:

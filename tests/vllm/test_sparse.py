@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.processes import Daemon
-from tests.vllm.runs import difference, settled
+from tests.vllm.runs import difference
 from tests.vllm.sparse_runs import (
     COVERING,
     HALF,
@@ -90,27 +89,6 @@ def test_local_prefix_hits_and_preemption(start: Start) -> None:
     counted = totals(one)
     check_counters(counted, 4)
     assert counted["sparse_attended_blocks"] == counted["sparse_context_blocks"]
-
-
-@pytest.mark.long
-def test_blocks_that_hotkv_loads(start: Start, daemon: Daemon) -> None:
-    """A loaded prompt decodes as the one that was computed, whatever was in its blocks before."""
-    target = daemon.start().target
-    first, second = (start(SMALL, target=target) for _ in range(2))
-    for engine in (first, second):
-        engine.ask("wait", connected=True, timeout_s=60.0)
-    batch = prompts(4, (700, 1100))
-    cold = first.ask("generate", prompts=batch, max_tokens=40)
-    settled(first)
-    # Other tokens in the same blocks, so that what is known of them is stale when the load comes.
-    second.ask("generate", prompts=prompts(5, (900, 1000)), max_tokens=40)
-    second.ask("reset")
-    warm = second.ask("generate", prompts=batch, max_tokens=40)
-    assert warm["cached"] == [672, 1088]
-    assert warm["tokens"] == cold["tokens"] and difference(cold, warm) < NOISE
-    for engine in (first, second):
-        check_counters(totals(engine), 2)
-    assert second.ask("stats")["totals"]["loads"] == 2
 
 
 def test_layers_with_windows_stay_dense(start: Start) -> None:

@@ -1,14 +1,10 @@
 """Representations go with blocks from engine to engine: real vLLM, a real daemon, one engine after
 the other."""
 
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from hotkv_sparse.centre import Centres, LayerCentre
-from hotkv_sparse.centre_file import write_centres
 from tests.vllm.processes import Daemon
 from tests.vllm.runs import difference, settled
 from tests.vllm.sparse_runs import NOISE, SMALL, prompts
@@ -131,40 +127,6 @@ def test_a_hit_brings_representations_and_nothing_is_built_again(
     again, counted = growth(engine, ask)
     assert again["cached"] == first["cached"]
     assert counted.get("sparse_loaded_blocks") == SPARSE_LAYERS * HIT_BLOCKS, counted
-
-
-@pytest.mark.long
-def test_a_centre_is_part_of_the_version(start: Start, daemon: Daemon, tmp_path: Path) -> None:
-    """Engines with the same centre share representations, others do not."""
-    dice = np.random.default_rng(0)
-    mu = {
-        layer: LayerCentre(dice.normal(0, 0.1, (2, 32)).astype(np.float32), {"rot2u": 0.25})
-        for layer in range(4)
-    }
-    write_centres(tmp_path / "centres.npz", Centres("llama", 2048, mu))
-    batch = prompts(6, LENGTHS)
-
-    def ask() -> dict[str, Any]:
-        return engine.ask("generate", prompts=batch, max_tokens=ANSWER)
-
-    engine = start(SMALL)
-    _, counted = growth(engine, ask)
-    assert counted["sparse_built_blocks"] == SPARSE_LAYERS * ALL_BLOCKS
-    engine = start(SMALL, sparse_centre=str(tmp_path / "centres.npz"))
-    first, counted = growth(engine, ask)
-    assert first["cached"] == [672, 1088]
-    assert (
-        counted.get("sparse_loaded_blocks", 0) == 0
-        and counted["sparse_built_blocks"] == SPARSE_LAYERS * ALL_BLOCKS
-    )
-    engine.ask("reset")
-    again, counted = growth(engine, ask)
-    assert (
-        counted["sparse_loaded_blocks"] == SPARSE_LAYERS * HIT_BLOCKS
-        and again["tokens"] == first["tokens"]
-    )
-    assert engine.ask("pool")["wrong"] == 0 and kept(daemon)[2] == 2
-    assert "sparse_faults" not in counted and "hook_errors" not in counted
 
 
 @pytest.mark.long
