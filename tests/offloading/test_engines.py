@@ -229,7 +229,13 @@ def test_a_data_parallel_engine_hits_what_its_sibling_stored(daemon, start):
     assert same(cold, warm)
 
 
-@pytest.mark.parametrize("is_own_first", [True, False], ids=["own first", "own last"])
+@pytest.mark.parametrize(
+    "is_own_first",
+    [
+        pytest.param(True, id="own first", marks=pytest.mark.long),
+        pytest.param(False, id="own last"),
+    ],
+)
 def test_both_doors_in_one_multiconnector(daemon, start, tmp_path, is_own_first):
     identity = tmp_path.name
     own = transfer_config(target=daemon.target, weights_identity=identity)

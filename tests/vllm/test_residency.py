@@ -74,7 +74,13 @@ def test_a_prefix_hit_moves_next_to_nothing(start: Start, daemon: Daemon) -> Non
     assert totals["sparse_built_blocks"] <= 4 * 5
 
 
-@pytest.mark.parametrize("is_resident", [True, False], ids=["resident", "sparse"])
+@pytest.mark.parametrize(
+    "is_resident",
+    [
+        pytest.param(True, id="resident"),
+        pytest.param(False, id="sparse", marks=pytest.mark.long),
+    ],
+)
 def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
     start: Start, daemon: Daemon, is_resident: bool
 ) -> None:

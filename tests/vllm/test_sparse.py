@@ -130,7 +130,7 @@ def test_softmax_sinks(start: Start) -> None:
         pytest.param({"scorer": "quest"}, marks=pytest.mark.long),
         pytest.param({"adaptive_p": 0.6}, marks=pytest.mark.long),
         pytest.param({"fusion": {"rot2u": 0.5, "mean": 0.5}}, marks=pytest.mark.long),
-        {"scorer": "rot3u", "cache_policy": "none"},
+        pytest.param({"scorer": "rot3u", "cache_policy": "none"}, marks=pytest.mark.long),
     ],
     ids=["default", "quest", "adaptive", "fusion", "rot3u-none"],
 )

@@ -25,6 +25,7 @@ def await_sharing(engine: EngineProcess) -> None:
     engine.ask("reset")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_reloaded_weights(daemon: Daemon, engines: Engines, tmp_path: Path) -> None:
