@@ -63,7 +63,10 @@ def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
     assert stored.intersection(request.block_hashes) == exact
 
 
-@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "pipelined",
+    [pytest.param(False, id="sync", marks=pytest.mark.long), pytest.param(True, id="async")],
+)
 @pytest.mark.parametrize("model", [full_model, hybrid_model, *HYBRIDS[2:]])
 def test_conversations_in_any_order(
     approximate: Any, engine: Any, server: Any, pipelined: bool, model: Any
