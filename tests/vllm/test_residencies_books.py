@@ -158,19 +158,6 @@ def test_a_refusal_that_will_never_change_ends_the_request(reason: Reason) -> No
     assert books.parts.count("failed_residencies") == 1
 
 
-def test_a_request_waits_for_room_as_long_as_it_takes() -> None:
-    books = Books()
-    books.server.residencies.most = 0
-    state = books.arrive("a")
-    for _ in range(200):
-        assert not books.books.is_admitted(state, books.now_s)
-        books.step(passed_s=1.0)
-    books.server.residencies.most = 1
-    for _ in range(3):
-        books.step(passed_s=2 * ASK_AGAIN_S)
-    assert books.books.is_admitted(state, books.now_s) and not books.pool.failed
-
-
 def test_who_has_waited_for_long_comes_before_who_came_later() -> None:
     books = Books()
     books.server.residencies.most = 0
@@ -481,23 +468,6 @@ def test_a_preempted_request_keeps_what_is_exact() -> None:
     name = books.books.residency_of("a")
     books.step(preempted=["a"])
     assert books.books.residency_of("a") == name and books.books.kept_tokens("a") == 4 * TOKENS
-
-
-def test_blocks_with_names_of_their_own_are_given_up_at_a_preemption() -> None:
-    """The same positions are prefilled afterwards, and get the names that all give them."""
-    books = Books()
-    state = books.run()
-    books.keep(state, 4)
-    one = books.books._residents["a"]
-    assert len(one.name(state.request.block_hashes, 6, 4)) == 6 and one.has_private_names
-    name = books.books.residency_of("a")
-    books.step(preempted=["a"])
-    books.step()
-    assert books.server.count("close_residency") == 1
-    assert books.books.is_admitted(state, books.now_s)
-    assert books.books.residency_of("a") not in ("", name) and not books.books.kept_tokens("a")
-    books.pool.running.add("a")
-    books.keep(state, 6)
 
 
 def test_workers_hear_of_a_new_reservation_once_the_server_has_pinned_anew() -> None:
