@@ -371,6 +371,7 @@ TESTS: dict[str, str] = {
     ),
     "sparse/hotkv_sparse/": (
         "tests/sparse/test_scores.py tests/sparse/test_selection.py tests/sparse/test_selector.py "
+        "tests/sparse/test_decode.py "
         "tests/sparse/test_hotset.py tests/sparse/test_axes.py tests/sparse/test_centre.py "
         "tests/sparse/test_centre_file.py tests/sparse/test_config.py "
         "tests/sparse/test_estimate.py tests/sparse/test_representations.py"

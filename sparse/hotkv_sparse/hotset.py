@@ -153,7 +153,7 @@ class HotSet:
         self.capacity_blocks, self.spare_slots, self.policy = capacity_blocks, spare_slots, policy
         self.span = Span(0, 0, 0)
         self.version, self.clock = 0, 0
-        self.mapped = NO_BLOCKS
+        self._mapped = NO_BLOCKS
         self._map = HotMap(0, NO_BLOCKS, NO_BLOCKS)
         num_slots = capacity_blocks + spare_slots
         self.state = np.full(num_slots, FREE, np.int8)
@@ -268,8 +268,7 @@ class HotSet:
             np.asarray(selection.blocks, np.int32),
             np.asarray(selection.weights, np.float32),
         )
-        present = self.map()
-        num_slots, where = len(self.state), self.span
+        num_slots = len(self.state)
         maps, moves = (
             np.empty((2, num_slots), np.int32),
             np.empty((4, max(len(blocks), num_slots)), np.int32),
@@ -277,15 +276,12 @@ class HotSet:
         (
             num_mapped, num_loads, num_out, num_rest, num_always, num_resident, num_kept,
         ) = self._kernels.hot_step(
-            blocks, weights, max_loads, self.mapped, maps, moves, *self._for_kernels(),
-            self.capacity_blocks, self.clock + 1, self._keeps_unselected,
-            where.first, where.last, where.count,
+            blocks, weights, max_loads, self.mapped_blocks(), maps, moves, *self.for_kernels(),
+            *self.for_step(),
         )  # fmt: skip
         if num_mapped == self._kernels.REFUSED:
             raise self._outside()
-        self.clock += 1
-        if num_loads or num_out:
-            present = self._publish(maps[:, :num_mapped])
+        present = self.stepped(maps[:, :num_mapped] if num_loads or num_out else None)
         loads = SlotMoves(moves[0, :num_loads], moves[1, :num_loads], moves[2, :num_out])
         return Step(
             present, loads, moves[3, :num_rest], len(blocks) - num_always, num_resident - num_kept
@@ -301,7 +297,7 @@ class HotSet:
             return SlotMoves(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
         moves = np.empty((2, min(len(blocks), self.num_slots)), np.int32)
         num = self._kernels.hot_begin_prefetch(
-            np.asarray(blocks, np.int32), moves, *self._for_kernels(), self.clock,
+            np.asarray(blocks, np.int32), moves, *self.for_kernels(), self.clock,
             self.span.count,
         )  # fmt: skip
         if num == self._kernels.REFUSED:
@@ -327,7 +323,7 @@ class HotSet:
             np.empty((3, self.num_slots), np.int32),
         )
         num_mapped, num, num_out = self._kernels.hot_adopt(
-            self.map().blocks, maps, moves, *self._for_kernels(),
+            self.map().blocks, maps, moves, *self.for_kernels(),
             self.capacity_blocks, self.clock, self.span.first, self.span.last,
         )  # fmt: skip
         if num or num_out:
@@ -369,9 +365,28 @@ class HotSet:
         self.has_copy = np.concatenate([self.has_copy, np.zeros(more, np.bool_)])
         self.swapping = np.concatenate([self.swapping, np.zeros(more, np.bool_)])
 
-    def _for_kernels(self) -> tuple[npt.NDArray[Any], ...]:
+    def mapped_blocks(self) -> I32:
+        """Returns the blocks of the current map. Kernels do not write this array; numba calls start
+        faster with arrays that are writable."""
+        return self._mapped if self._map.version == self.version else self.map().blocks
+
+    def for_kernels(self) -> tuple[npt.NDArray[Any], ...]:
         """Returns the arrays that kernels change, in their order."""
         return self.state, self.block_of, self.used_at, self.slot_of, self.has_copy
+
+    def for_step(self) -> tuple[int, int, bool, int, int, int]:
+        """Returns the numbers that a kernel needs to make the next step, in their order."""
+        where = self.span
+        return (
+            self.capacity_blocks, self.clock + 1, self._keeps_unselected, where.first, where.last,
+            where.count,
+        )  # fmt: skip
+
+    def stepped(self, map_2M: I32 | None) -> HotMap:
+        """Takes in the step that a kernel has made over `for_kernels`, and its map int32 [2, M] of
+        blocks, ascending, and slots; None if the map has not changed. Returns the map."""
+        self.clock += 1
+        return self._map if map_2M is None else self._publish(map_2M)
 
     def _publish(self, map_2M: I32) -> HotMap:
         """Publishes the next version of the map, with these blocks, ascending, and their slots."""
@@ -380,8 +395,7 @@ class HotSet:
         return self._map
 
     def _set_map(self, map_2M: I32) -> None:
-        # numba calls start faster with writable arrays. The kernels do not write this array.
-        self.mapped = map_2M[0]
+        self._mapped = map_2M[0]
         map_2M.setflags(write=False)
         self._map = HotMap(self.version, map_2M[0], map_2M[1])
 

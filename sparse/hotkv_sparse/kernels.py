@@ -15,13 +15,16 @@ from hotkv_sparse.hotset_kernels import (
     hot_step,
 )
 from hotkv_sparse.score_kernels import page_log_mass, score_parts, score_tokens
+from hotkv_sparse.step_kernels import NO_PAGE, decode_step
 
 __all__ = [
+    "NO_PAGE",
     "REFUSED",
     "build_axes",
     "build_parts",
     "build_tokens",
     "choose",
+    "decode_step",
     "hot_adopt",
     "hot_begin_prefetch",
     "hot_finish_prefetch",

@@ -136,7 +136,7 @@ def _prepare_by_axes(
     return peak, sums[:, None]
 
 
-def _check_pool(query: Query, packed_BHN: U8, rows_S: I32) -> None:
+def check_pool(query: Query, packed_BHN: U8, rows_S: I32) -> None:
     if (
         packed_BHN.ndim != 3
         or packed_BHN.dtype != np.uint8
@@ -182,7 +182,7 @@ def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
         if rows_S is None
         else np.ascontiguousarray(rows_S, np.int32)
     )
-    _check_pool(query, packed_BHN, rows_S)
+    check_pool(query, packed_BHN, rows_S)
     kernels = native.require("hotkv_sparse.kernels")
     out = np.empty((query.codes.shape[0], len(rows_S)), np.float32)
     if query.form.bits:

@@ -121,20 +121,20 @@ def test_counters_by_layer_add_up_and_swaps_are_counted_in_bytes() -> None:
 def test_steps_tell_what_any_layer_selected() -> None:
     engine = Engine()
     selected: dict[str, set[int]] = {"a": set(), "b": set()}
-    original = LayerSequence.step
+    original = LayerSequence.decode
 
     def noted(request_id: str) -> Callable[..., Any]:
-        def step(self: LayerSequence, *arguments: Any) -> Any:
+        def decode(self: LayerSequence, *arguments: Any) -> Any:
             found = original(self, *arguments)
             selected[request_id] |= set(found.selection.blocks.tolist())
             return found
 
-        return step
+        return decode
 
     for _ in range(3):
         for request_id in "ab":
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(LayerSequence, "step", noted(request_id))
+                patch.setattr(LayerSequence, "decode", noted(request_id))
                 engine.step(request_id)
         taken = engine.worker.take_steps()
         assert {

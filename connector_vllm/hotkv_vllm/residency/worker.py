@@ -45,14 +45,18 @@ BUILD_PAGES = 64
 
 @dataclass(slots=True)
 class BatchRow:
-    """A row of the batch. `blocks` int32 is its block table; entries of freed blocks are
-    meaningless."""
+    """A row of the batch.
+
+    blocks: int32, its block table; entries of freed blocks are meaningless.
+    whole_table: the same with the hot slots that hold these blocks; None before a layer needs it.
+    """
 
     row: int
     sequence: ResidentSequence
     computed_tokens: int
     context_tokens: int
     blocks: I32
+    whole_table: I32 | None = None
 
     def is_away(self, positions: Positions, num_sinks: int) -> npt.NDArray[np.bool_]:
         """Returns which positions of the context are not on the device."""
@@ -234,7 +238,7 @@ class ResidentWorker(SparseWorker):
 
     # ------------------------------------------------------------------------------------ rewriting
 
-    def _attends_to_all(self, row: SparseRow, block_tokens: int) -> bool:
+    def _attends_to_all(self, row: SparseRow) -> bool:
         """Returns True if there is nothing to choose: the hot slots hold the row's context."""
         return row.attends_to_all
 
@@ -251,7 +255,7 @@ class ResidentWorker(SparseWorker):
             if plan.residents[row.row].sequence.is_lost:
                 continue
             try:
-                found = self._select(layer, row, query_of(row.token))
+                found = self._select(layer, row, query_of)
             except Exception:  # noqa: BLE001 - as in `backend`: the row attends to everything
                 self.fault(layer.name)
                 continue
@@ -285,12 +289,7 @@ class ResidentWorker(SparseWorker):
                 tables[row] = one.blocks[positions]
         if not tables and not whole:
             return None
-        rewrite = plan.restored()
-        for row, table in tables.items():
-            rewrite.tables[row, : len(table)] = table
-            missing = len(plan.residents[row].blocks) - len(table)
-            rewrite.seq_lens[row] -= missing * layer.shape.block_tokens
-        plan.rewritten = list(tables)
+        rewrite = plan.rewritten_with(tables, layer.shape.block_tokens)
         if whole:
             self._stage(layer, plan, rewrite, whole)
         return rewrite
@@ -298,18 +297,32 @@ class ResidentWorker(SparseWorker):
     def _hot_table(self, layer: SparseLayer, one: BatchRow, positions: I32) -> I32:
         """Returns the block table of a decode row: blocks on the device, and hot slots for the
         rest."""
-        table, sequence = one.blocks[positions], one.sequence
+        sequence = one.sequence
+        chosen = self._sequences.get(sequence.request_id)
+        own = None if chosen is None else chosen.layers.get(layer.name)
+        if own is None:
+            return self._whole_table(layer, one, positions)
+        table = one.blocks[positions]
         # Positions ascend, so those that are not on the device are contiguous.
         edges = positions.searchsorted((self._num_sinks, sequence.num_freed)).tolist()
         if edges[0] < edges[1]:
             run = slice(*edges)
-            chosen = self._sequences.get(sequence.request_id)
-            own = None if chosen is None else chosen.layers.get(layer.name)
-            # Without a choice the blocks take the slots in their order.
-            in_order = positions[run] - self._num_sinks
-            slots = in_order if own is None else own.slots_of(positions[run])
+            slots = own.slots_of(positions[run])
             table[run] = self._pages.fill_hot_slots(layer, sequence, slots, positions[run])
         return table
+
+    def _whole_table(self, layer: SparseLayer, one: BatchRow, positions_C: I32) -> I32:
+        """Returns the block table of a decode row whose hot slots hold its context: one table for
+        all layers of a step. The blocks take the slots in their order."""
+        sequence, away = one.sequence, slice(self._num_sinks, one.sequence.num_freed)
+        held, slots = positions_C[away], positions_C[: away.stop - away.start]
+        content = sequence.hot_content(layer.index)[: len(held)]
+        if len(content) < len(held) or not np.array_equal(content, held):
+            self._pages.fill_hot_slots(layer, sequence, slots, held)
+        if one.whole_table is None:
+            one.whole_table = one.blocks.copy()
+            one.whole_table[away] = sequence.hot_blocks[slots]
+        return one.whole_table
 
     def _stage(
         self, layer: SparseLayer, plan: ResidentPlan, rewrite: Rewrite, whole: dict[int, BatchRow]
@@ -336,6 +349,6 @@ class ResidentWorker(SparseWorker):
         parts = np.split(staged_places(is_away), np.cumsum(counts)[:-1])
         for table, places in zip(tables, parts, strict=True):
             table[:] = places
-        plan.rewritten = rows
+        plan.written = dict.fromkeys(rows, blocks)
         self._pages.counted["resident_staged_pages"] += len(blocks)
         rewrite.pages = self._pages.staging.fill(layer, np.concatenate(slots), here)

@@ -146,7 +146,7 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
             return None
 
         def query_of(token: int) -> Any:
-            return query[token].view(self.num_heads, self.head_size).float().numpy()
+            return query[token].float().numpy().reshape(self.num_heads, self.head_size)
 
         rewrite = worker.attend(sparse_layer, metadata, lambda: _batch(metadata), query_of)
         if rewrite is None:

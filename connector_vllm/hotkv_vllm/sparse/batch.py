@@ -6,13 +6,14 @@ Always true: arrays of vLLM are views and are not written; a rewrite has its own
 Shapes: R rows, C blocks of a context, Q query heads, H KV heads, D channels, T tokens of a block.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hotkv_sparse import SparseConfig, span
+from hotkv_sparse import Span, SparseConfig, span
 from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import LayerShape
 from hotkv_vllm.sparse.sequence import holds_all
@@ -70,6 +71,7 @@ class Context:
 class SparseRow:
     """A row that may be sparse; its query is token `token` of the batch.
 
+    where, budget_blocks: candidates of its context, and the most blocks of a selection.
     always_blocks: int32, the blocks that are always attended, whose first `always_tokens` tokens
         exist.
     attends_to_all: True if the hot set would hold the whole context.
@@ -80,9 +82,16 @@ class SparseRow:
     request_id: str
     context_tokens: int
     blocks_C: I32
+    where: Span
+    budget_blocks: int
     always_blocks: I32
     always_tokens: int
     attends_to_all: bool
+
+    @property
+    def positions_C(self) -> I32:
+        """Returns the positions of all blocks."""
+        return np.arange(len(self.blocks_C), dtype=np.int32)
 
     @staticmethod
     def of(
@@ -99,8 +108,11 @@ class SparseRow:
         # The last block may be partial, so the missing tokens are at the end.
         missing = len(table_C) * context.block_tokens - tokens
         num_tokens = len(always) * context.block_tokens - missing
-        has_all = holds_all(config, where, config.budget_blocks(tokens, context.block_tokens))
-        return SparseRow(row, token, request_id, tokens, rows_C, always, num_tokens, has_all)
+        budget = config.budget_blocks(tokens, context.block_tokens)
+        has_all = holds_all(config, where, budget)
+        return SparseRow(
+            row, token, request_id, tokens, rows_C, where, budget, always, num_tokens, has_all
+        )
 
 
 @dataclass(slots=True)
@@ -120,37 +132,40 @@ class Rewrite:
 
 @dataclass(slots=True)
 class StepPlan:
-    """A plan that all layers of a group share in a step. `key`: the metadata object it was made
-    from; `rewritten`: rows that `rewrite` changes."""
+    """A plan that all layers of a group share in a step.
+
+    key: the metadata object that it was made from.
+    complete: complete blocks of the contexts that need representations.
+    lacking: layers that lack representations of these, after so many `num_forgets`.
+    written: the block tables that `rewrite` has in place of the batch's, by row.
+    """
 
     key: object
     batch: Batch
     rows: list[SparseRow] = field(default_factory=list)
     complete: list[I32] = field(default_factory=list)
+    lacking: set[int] = field(default_factory=set)
+    num_forgets: int = -1
     rewrite: Rewrite | None = None
-    rewritten: list[int] = field(default_factory=list)
+    written: Mapping[int, I32] = field(default_factory=dict)
 
-    def restored(self) -> Rewrite:
-        """Returns the rewrite, without the changes of the layer before."""
+    def rewritten_with(self, tables: Mapping[int, I32], block_tokens: int) -> Rewrite:
+        """Returns the rewrite with these block tables by row, and the batch's in all other rows.
+
+        A table that is the same object as in the layer before is not written again.
+        """
         batch = self.batch
         if self.rewrite is None:
             self.rewrite = Rewrite(batch.tables.copy(), batch.seq_lens.copy())
-        rewrite = self.rewrite
+        rewrite, written, self.written = self.rewrite, self.written, tables
         rewrite.pages = None
-        for row in self.rewritten:
+        for row in written.keys() - tables.keys():
             rewrite.tables[row] = batch.tables[row]
             rewrite.seq_lens[row] = batch.seq_lens[row]
-        self.rewritten = []
-        return rewrite
-
-    def rewritten_with(self, chosen: list[tuple[SparseRow, I32]], block_tokens: int) -> Rewrite:
-        """Writes the blocks that the rows of a layer attend to.
-
-        chosen: per row, the positions of the blocks, int32.
-        """
-        rewrite = self.restored()
-        self.rewritten = [one.row for one, _ in chosen]
-        for one, blocks in chosen:
-            rewrite.tables[one.row, : len(blocks)] = one.blocks_C[blocks]
-            rewrite.seq_lens[one.row] -= (len(one.blocks_C) - len(blocks)) * block_tokens
+        for row, table in tables.items():
+            if written.get(row) is not table:
+                rewrite.tables[row, : len(table)] = table
+                tokens = int(batch.seq_lens[row])
+                left_out = -(-tokens // block_tokens) - len(table)
+                rewrite.seq_lens[row] = tokens - left_out * block_tokens
         return rewrite

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from hotkv_proto import native
+from hotkv_sparse.decode import Always
 from hotkv_sparse.selection import exact_log_mass
 from hotkv_vllm.worker.layout import KeyPacking, unpacked_keys
 
@@ -32,6 +33,9 @@ class KeyPages:
         self._kind = _KINDS.get(pages.dtype)
         self._address = 0
         self._bytes: U8 = np.empty((0, 0, 0), np.uint8)
+        self._is_plain = _is_plain(packing, self._kind, pages.shape[2])
+        self._numbers = (pages.shape[2], packing.run, packing.pair, self._kind or 0)
+        self._nothing = np.empty(0, np.float32)
         self.page_bytes = pages[0].numel() * pages.element_size()
         """Bytes of a block: keys and values of all heads."""
 
@@ -55,7 +59,7 @@ class KeyPages:
     def log_mass(self, query_QD: F32, blocks: I32, num_tokens: int, scale: float) -> F32:
         """Returns logsumexp of q · k * scale, float32 [Q], over the first `num_tokens` tokens of
         `blocks` int32, in their order; -inf without tokens."""
-        if not num_tokens or not self._is_plain():
+        if not num_tokens or not self._is_plain:
             keys = self.keys_of(blocks)
             return exact_log_mass(query_QD, keys.reshape(-1, *keys.shape[2:])[:num_tokens], scale)
         # As uint32 a negative number is large, so a single comparison checks both bounds.
@@ -69,15 +73,20 @@ class KeyPages:
         )
         return out
 
-    def _is_plain(self) -> bool:
-        """Returns True if sixteen tokens lie side by side, by channel or by pairs of channels."""
-        packing, tokens = self._packing, self._pages.shape[2]
-        pairs = (1,) if self._kind == _KINDS[torch.float32] else (1, 2)
-        return (
-            self._kind is not None
-            and packing.order is None
-            and packing.pair in pairs
-            and not (packing.run | tokens) % _LANES
+    def always(
+        self, query_QD: F32, blocks: I32, num_tokens: int, scale: float, sink_logits: F32 | None
+    ) -> Always:
+        """Returns the first `num_tokens` tokens of `blocks` int32 for a decode step, and learned
+        sinks float32 [Q], if any."""
+        log_mass = sink_logits
+        if log_mass is None:
+            if len(self._nothing) != len(query_QD):
+                self._nothing = np.full(len(query_QD), -np.inf, np.float32)
+            log_mass = self._nothing
+        if num_tokens and self._is_plain:
+            return Always(log_mass, self._view(), blocks, (num_tokens, *self._numbers))
+        return Always.known(
+            np.logaddexp(self.log_mass(query_QD, blocks, num_tokens, scale), log_mass)
         )
 
     def _view(self) -> U8:
@@ -89,3 +98,14 @@ class KeyPages:
                 self._pages.detach().view(*self._pages.shape[:2], -1).view(torch.uint8).numpy()
             )
         return self._bytes
+
+
+def _is_plain(packing: KeyPacking, kind: int | None, block_tokens: int) -> bool:
+    """Returns True if sixteen tokens lie side by side, by channel or by pairs of channels."""
+    pairs = (1,) if kind == _KINDS[torch.float32] else (1, 2)
+    return (
+        kind is not None
+        and packing.order is None
+        and packing.pair in pairs
+        and not (packing.run | block_tokens) % _LANES
+    )

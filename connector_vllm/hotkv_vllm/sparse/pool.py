@@ -87,14 +87,20 @@ class BlockReprManager:
     fd: the pool as a file that another process can map, open as long as this object lives; None
         without such a file.
     rows: the pool's parts, layers ascending, each layer's formats in their order.
+    num_forgets: how often marks were cleared.
     """
 
     def __init__(self, layers: Mapping[int, LayerShape], keys_of: Mapping[int, KeysOf]) -> None:
         self._layers = dict(layers)
         self._keys_of = dict(keys_of)
+        most_blocks = max((shape.num_blocks for shape in layers.values()), default=0)
+        self._marks = np.zeros((len(layers), most_blocks), np.bool_)
         self._built = {
-            index: np.zeros(shape.num_blocks, np.bool_) for index, shape in layers.items()
+            index: marks[: layers[index].num_blocks]
+            for index, marks in zip(layers, self._marks, strict=True)
         }
+        self._uncalibrated = {index for index, shape in layers.items() if not shape.is_calibrated}
+        self.num_forgets = 0
         self.rows, self.num_bytes = _placed(self._layers)
         self.fd, memory = _zeros(self.num_bytes)
         if self.fd is not None:
@@ -123,13 +129,15 @@ class BlockReprManager:
 
     def is_calibrated(self, layer_idx: int) -> bool:
         """Returns True if the layer's representations can be built and scored."""
-        return self._layers[layer_idx].is_calibrated
+        return layer_idx not in self._uncalibrated
 
     def calibrate(self, layer_idx: int, mu: F32, axes: Axes) -> None:
         """Gives a layer its centre and axes; representations that were made without them are
         forgotten."""
         shape = replace(self._layers[layer_idx], mu=mu, biases={}, axes=axes)
         self._layers[layer_idx] = shape
+        self._uncalibrated.discard(layer_idx)
+        self.num_forgets += 1
         for name, source in self._sources[layer_idx].items():
             self._sources[layer_idx][name] = _source(shape, name, source.pool)
         self._built[layer_idx][:] = False
@@ -143,13 +151,19 @@ class BlockReprManager:
 
         layers: None for all layers.
         """
+        self.num_forgets += 1
         for index in self._built if layers is None else layers:
             self._built[index][blocks] = False
 
     def forget_all(self) -> None:
         """Clears all marks: it is not known which pages change."""
-        for built in self._built.values():
-            built[:] = False
+        self.num_forgets += 1
+        self._marks[:] = False
+
+    def lacking(self, blocks: I32) -> set[int]:
+        """Returns the layers that lack a representation of any of `blocks`."""
+        has_all = self._marks[:, blocks].all(axis=1).tolist()
+        return {index for index, is_built in zip(self._built, has_all, strict=True) if not is_built}
 
     def mark_built(self, layer_idx: int, blocks: I32) -> None:
         """Marks blocks as built whose pages and matching rows another writer has written."""
@@ -158,8 +172,8 @@ class BlockReprManager:
     def update(self, layer_idx: int, new_blocks: I32) -> int:
         """Builds the missing representations of `new_blocks`, which must be complete. Returns the
         number of blocks built; 0 before the layer is calibrated."""
-        built, shape = self._built[layer_idx], self._layers[layer_idx]
-        if not shape.is_calibrated:
+        built = self._built[layer_idx]
+        if not self.is_calibrated(layer_idx):
             return 0
         missing = new_blocks[~built[new_blocks]]
         for start in range(0, len(missing), BUILD_BLOCKS):

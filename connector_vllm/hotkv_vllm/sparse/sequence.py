@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv_sparse import AdaptiveCapacity, HotSet, Selection, Span, SparseConfig, span
+from hotkv_sparse.decode import Always, Scorer, decode
 from hotkv_sparse.hotset import USUAL_SETS
 from hotkv_sparse.selection import Source, select_layer
 
@@ -107,6 +108,49 @@ class LayerSequence:
             num_prefetched,
             step.num_selected,
             step.num_resident,
+        )
+
+    def decode(
+        self,
+        scorer: Scorer,
+        query_QD: F32,
+        rows_C: I32,
+        always: Always,
+        context_tokens: int,
+        where: Span,
+        budget_blocks: int,
+        selected: npt.NDArray[np.bool_],
+    ) -> Attended:
+        """Does the same as `step` in one compiled call, without fusion and `adaptive_p`.
+
+        where, budget_blocks: of the context, the same in all layers.
+        The other arguments are those of `hotkv_sparse.decode.decode`.
+        """
+        is_first = self._hot is None
+        hot = self._follow(where, context_tokens // self._block_tokens, budget_blocks)
+        if is_first:
+            config = _filling(self._config)
+            budget_blocks = config.budget_blocks(context_tokens, self._block_tokens)
+        found = decode(
+            hot,
+            scorer,
+            query_QD,
+            rows_C,
+            always,
+            budget_blocks,
+            where.count if is_first else self._config.max_correction_blocks,
+            self._arriving,
+            selected,
+        )
+        self._arriving = found.ahead
+        return Attended(
+            found.map.blocks,
+            found.selection,
+            found.num_loaded if is_first else 0,
+            0 if is_first else found.num_loaded,
+            found.num_adopted,
+            found.num_selected,
+            found.num_resident,
         )
 
     def _follow(self, where: Span, num_complete: int, budget_blocks: int) -> HotSet:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv_sparse import SparseConfig
+from hotkv_sparse.decode import Scorer
 from hotkv_sparse.selection import Source
 from hotkv_vllm import link
 from hotkv_vllm.sparse.batch import Batch, Context, Rewrite, SparseLayer, SparseRow, StepPlan
@@ -35,6 +36,7 @@ from hotkv_vllm.sparse.sequence import Attended, LayerSequence
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 logger = link.logger
+NOTHING = np.empty(0, np.int32)
 MAX_IN_A_ROW = 3
 FIRST_REST_STEPS = 16
 LONGEST_REST_STEPS = 4096
@@ -117,11 +119,11 @@ class _Sequence:
     layers: dict[str, LayerSequence] = field(default_factory=dict)
     selected: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
 
-    def note(self, positions: I32, num_blocks: int) -> None:
-        """Marks `positions` of a context of `num_blocks` as selected."""
+    def selected_of(self, num_blocks: int) -> npt.NDArray[np.bool_]:
+        """Returns `selected`, long enough for a context of `num_blocks`."""
         if num_blocks > len(self.selected):
             self.selected = np.concatenate([self.selected, np.zeros(max(num_blocks, 64), np.bool_)])
-        self.selected[positions] = True
+        return self.selected
 
 
 class SparseWorker:
@@ -149,6 +151,7 @@ class SparseWorker:
         self._plans: dict[int, StepPlan] = {}
         self._num_steps = 0
         self._faults = LayerFaults()
+        self._scorers: dict[int, Scorer] = {}
         self._counters = LayerCounters(layer.index for layer in layers)
         self.is_off = False
         """True once all layers attend to everything, for good."""
@@ -263,13 +266,19 @@ class SparseWorker:
         plan = self._plans.get(layer.group)
         if plan is None or plan.key is not key:
             plan = self._plans[layer.group] = self._planned(layer, key, batch())
-        self._update(layer.index, plan.complete)
+        if plan.num_forgets != self.representations.num_forgets:
+            plan.num_forgets = self.representations.num_forgets
+            plan.lacking = self.representations.lacking(np.concatenate([NOTHING, *plan.complete]))
+        if layer.index in plan.lacking:
+            self._update(layer.index, plan.complete)
         if not plan.rows or not self.representations.is_calibrated(layer.index):
             return None
         began_s = time.perf_counter()
-        chosen = [(row, self._select(layer, row, query_of(row.token))) for row in plan.rows]
-        chosen = [(row, blocks) for row, blocks in chosen if self._leaves_out(row, blocks)]
-        rewrite = plan.rewritten_with(chosen, layer.shape.block_tokens) if chosen else None
+        chosen = [(row, self._select(layer, row, query_of)) for row in plan.rows]
+        tables = {
+            row.row: row.blocks_C[blocks] for row, blocks in chosen if self._leaves_out(row, blocks)
+        }
+        rewrite = plan.rewritten_with(tables, layer.shape.block_tokens) if tables else None
         self._faults.good_step(layer.name)
         self._counters.add(layer.index, "select_s", time.perf_counter() - began_s)
         return rewrite
@@ -321,36 +330,72 @@ class SparseWorker:
         """Returns the request of a row that attends sparsely; None for any other row."""
         return self._request_of.get(written_block) if num_queries == 1 else None
 
-    def _attends_to_all(self, row: SparseRow, block_tokens: int) -> bool:
+    def _attends_to_all(self, row: SparseRow) -> bool:
         """Returns True if there is nothing to choose: the budget covers the row's context."""
-        budget = self._config.budget_blocks(row.context_tokens, block_tokens)
-        return budget >= len(row.blocks_C)
+        return row.budget_blocks >= len(row.blocks_C)
 
-    def _select(self, layer: SparseLayer, row: SparseRow, query_QD: F32) -> I32:
+    def _select(self, layer: SparseLayer, row: SparseRow, query_of: Callable[[int], F32]) -> I32:
         """Returns the blocks of the row's context to attend to, ascending positions."""
-        block_tokens = layer.shape.block_tokens
-        if self._attends_to_all(row, block_tokens):
-            return np.arange(len(row.blocks_C), dtype=np.int32)
+        if self._attends_to_all(row):
+            return row.positions_C
         sequence = self._sequences.get(row.request_id)
         if sequence is None:
             sequence = self._sequences[row.request_id] = _Sequence()
         own = sequence.layers.get(layer.name)
         if own is None:
             own = sequence.layers[layer.name] = LayerSequence(
-                self._config, layer.index, block_tokens
+                self._config, layer.index, layer.shape.block_tokens
             )
-        always = layer.pages.log_mass(query_QD, row.always_blocks, row.always_tokens, layer.scale)
-        if layer.sink_logits is not None:
-            always = np.logaddexp(always, layer.sink_logits)
-        sources = self._sources(layer)
-        attended = own.step(
-            query_QD, sources, row.blocks_C, always, row.context_tokens, layer.scale
-        )
-        sequence.note(attended.selection.blocks, len(row.blocks_C))
+        query_QD = query_of(row.token)
+        attended = self._step(layer, row, query_QD, own, sequence.selected_of(len(row.blocks_C)))
         self._counters.add_step(layer.index, attended, len(row.blocks_C), layer.pages.page_bytes)
         if self._is_sampled(layer):
             self._sample(layer, row, query_QD, attended)
         return attended.blocks
+
+    def _step(
+        self,
+        layer: SparseLayer,
+        row: SparseRow,
+        query_QD: F32,
+        own: LayerSequence,
+        selected: npt.NDArray[np.bool_],
+    ) -> Attended:
+        """Makes a step of a sequence and layer. Sets `selected`, bool by position."""
+        sources, about = self._sources(layer), (row.always_blocks, row.always_tokens, layer.scale)
+        scorer = self._scorer(layer, sources, query_QD.shape)
+        if scorer is not None:
+            return own.decode(
+                scorer,
+                query_QD,
+                row.blocks_C,
+                layer.pages.always(query_QD, *about, layer.sink_logits),
+                row.context_tokens,
+                row.where,
+                row.budget_blocks,
+                selected,
+            )
+        always = layer.pages.log_mass(query_QD, *about)
+        if layer.sink_logits is not None:
+            always = np.logaddexp(always, layer.sink_logits)
+        attended = own.step(
+            query_QD, sources, row.blocks_C, always, row.context_tokens, layer.scale
+        )
+        selected[attended.selection.blocks] = True
+        return attended
+
+    def _scorer(
+        self, layer: SparseLayer, sources: Mapping[str, Source], shape: tuple[int, ...]
+    ) -> Scorer | None:
+        """Returns the layer's scorer for a step in one compiled call; None if the choice is made
+        in numpy."""
+        if self._config.fusion or self._config.adaptive_p is not None:
+            return None
+        known, source = self._scorers.get(layer.index), sources[self._config.scorer]
+        if known is None or known.source is not source:
+            known = Scorer.of(self._config.scorer, source, shape[0], shape[1], layer.scale)
+            self._scorers[layer.index] = known
+        return known
 
     def _sources(self, layer: SparseLayer) -> Mapping[str, Source]:
         """Returns the layer's representations, whose rows `SparseRow.blocks_C` names."""

@@ -1,0 +1,157 @@
+"""A decode step in one compiled call against the same step made of its parts."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_sparse import HotSet, Selection, Source, SparseConfig, build, exact_log_mass, span
+from hotkv_sparse.axes import Axes, AxesEstimate
+from hotkv_sparse.decode import Always, Decoded, Scorer, decode
+from hotkv_sparse.selection import select_layer
+from tests.sparse.support import UNCALIBRATED
+
+TOKENS, HEADS, GROUP = 16, 2, 3
+QUERIES = HEADS * GROUP
+NOTHING = np.empty(0, np.int32)
+
+
+def axes_of(keys: Any) -> tuple[Any, Axes]:
+    """Returns the keys' centre and axes."""
+    tokens = keys.reshape(-1, *keys.shape[2:])
+    estimate = AxesEstimate(*tokens.shape[1:])
+    estimate.add(tokens, np.repeat(tokens, GROUP, axis=1))
+    return estimate.axes(len(tokens)) or pytest.fail("enough tokens")
+
+
+def pages_of(keys: Any) -> Any:
+    """Returns float32 keys [B, T, H, D] as pages, tokens side by side."""
+    return (
+        np.ascontiguousarray(keys.transpose(0, 2, 3, 1))
+        .view(np.uint8)
+        .reshape(len(keys), keys.shape[2], -1)
+    )
+
+
+def in_parts(
+    config: SparseConfig, hot: HotSet, query: Any, source: Source, rows: Any, always: Any,
+    tokens: int, scale: float, most: int, arriving: Any,
+) -> tuple[Any, Selection, Any, int, int, int, int]:  # fmt: skip
+    """The same step, a call for each part."""
+    num_adopted = 0
+    if len(arriving):
+        hot.finish_prefetch(arriving, True)
+        num_adopted = len(hot.adopt().blocks)
+    found = select_layer(
+        config, 0, query, {config.scorer: source}, rows, always, tokens, TOKENS, scale=scale
+    )
+    step, where = hot.step(found, most), hot.span
+    ahead = hot.begin_prefetch(step.prefetch).slots
+    num_loaded = int(((step.load.blocks >= where.first) & (step.load.blocks < where.last)).sum())
+    return (
+        step.map, found, ahead, num_loaded, num_adopted, step.num_selected, step.num_resident,
+    )  # fmt: skip
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1), scorer=st.sampled_from([*UNCALIBRATED, "mix2"]),
+    head_size=st.sampled_from([16, 40, 64, 128]), centred=st.booleans(), paged=st.booleans(),
+    sinks=st.booleans(), policy=st.sampled_from(["lru", "none"]), topk=st.integers(7, 30),
+    most=st.integers(0, 4), start=st.integers(200, 600),
+    gaps=st.lists(st.sampled_from([1, 1, 1, 15, 40, -30]), min_size=1, max_size=25),
+)  # fmt: skip
+def test_one_call_makes_the_step_that_its_parts_make(
+    seed: int, scorer: str, head_size: int, centred: bool, paged: bool, sinks: bool, policy: str,
+    topk: int, most: int, start: int, gaps: list[int],
+) -> None:  # fmt: skip
+    rng, scale = np.random.default_rng(seed), 0.2
+    keys = rng.standard_normal((60, TOKENS, HEADS, head_size)).astype(np.float32)
+    mu, axes = axes_of(keys) if scorer == "mix2" else (keys.mean(axis=(0, 1)), None)
+    mu = mu if centred and scorer not in ("quest", "mean") else None
+    pool = build(scorer, keys, mu, axes=axes)
+    source = Source(pool, mu, 0.05 if centred else None, axes)
+    config = SparseConfig(
+        sparse_topk=topk * TOKENS, scorer=scorer, sink_tokens=20, recent_tokens=40, dense_layers=(),
+        cache_policy=policy,
+    )  # fmt: skip
+    rows = rng.permutation(60).astype(np.int32)
+    place, one = Scorer.of(scorer, source, QUERIES, head_size, scale), HotSet(2 * topk, 3, policy)
+    other, selected, context = HotSet(2 * topk, 3, policy), np.zeros(60, np.bool_), start
+    arriving = [NOTHING, NOTHING]
+    logits = rng.standard_normal(QUERIES).astype(np.float32) if sinks else np.full(QUERIES, -np.inf)
+    logits = logits.astype(np.float32)
+    for gap in gaps:
+        context = min(max(context + gap, 150), 60 * TOKENS)
+        where = span(config, context, TOKENS)
+        for hot in (one, other):
+            if where != hot.span:
+                hot.swapped_out(
+                    hot.extend(where, context // TOKENS, context // TOKENS).swap_out, True
+                )
+                hot.seed(where.always)
+        query = rng.standard_normal((QUERIES, head_size)).astype(np.float32) * 2
+        blocks = rows[where.always]
+        num_tokens = len(blocks) * TOKENS - (where.count * TOKENS - context)
+        exact = exact_log_mass(
+            query, keys[blocks].reshape(-1, HEADS, head_size)[:num_tokens], scale
+        )
+        mass = np.logaddexp(exact, logits)
+        always = Always.known(mass)
+        if paged:
+            always = Always(logits, pages_of(keys), blocks, (num_tokens, TOKENS, TOKENS, 1, 2))
+        expected = in_parts(
+            config, other, query, source, rows, mass, context, scale, most, arriving[1]
+        )
+        before, budget = selected.copy(), config.budget_blocks(context, TOKENS)
+        found = decode(one, place, query, rows, always, budget, most, arriving[0], selected)
+        compare(found, expected)
+        chosen = np.zeros(60, np.bool_)
+        chosen[found.selection.blocks] = True
+        assert np.array_equal(selected, before | chosen)
+        arriving = [found.ahead, expected[2]]
+        one.check_invariants()
+        for name in ("state", "block_of", "used_at", "slot_of", "has_copy", "clock"):
+            assert np.array_equal(getattr(one, name), getattr(other, name)), name
+
+
+def compare(found: Decoded, expected: tuple[Any, ...]) -> None:
+    present, selection, ahead, *counts = expected
+    assert np.array_equal(found.map.blocks, present.blocks)
+    assert np.array_equal(found.map.slots, present.slots)
+    assert np.array_equal(found.selection.blocks, selection.blocks)
+    assert np.allclose(found.selection.weights, selection.weights, rtol=1e-3, atol=1e-6)
+    assert found.selection.mass == pytest.approx(selection.mass, rel=1e-4)
+    assert np.array_equal(found.ahead, ahead)
+    assert [found.num_loaded, found.num_adopted, found.num_selected, found.num_resident] == counts
+
+
+def test_what_does_not_fit_is_refused_and_nothing_has_changed() -> None:
+    keys = np.random.default_rng(0).standard_normal((9, TOKENS, HEADS, 32)).astype(np.float32)
+    source, query = Source(build("rot2u", keys)), np.ones((QUERIES, 32), np.float32)
+    with pytest.raises(HotKVError) as caught:
+        Scorer.of("rot2u", source, QUERIES, 64, 1.0)
+    assert caught.value.reason is Reason.INVALID_FIELD
+    place, hot = Scorer.of("rot2u", source, QUERIES, 32, 1.0), HotSet(9)
+    where = span(SparseConfig(sink_tokens=16, recent_tokens=16), 9 * TOKENS, TOKENS)
+    hot.extend(where, 9, 9)
+    hot.seed(where.always)
+    version, blocks = hot.version, np.arange(9, dtype=np.int32)
+    nothing = np.zeros(QUERIES, np.float32)
+    for rows, always, error in (
+        (blocks + 3, Always.known(nothing), HotKVError),
+        (blocks - 3, Always.known(nothing), HotKVError),
+        (
+            blocks,
+            Always(nothing, pages_of(keys), blocks + 1, (9, TOKENS, TOKENS, 1, 2)),
+            IndexError,
+        ),
+    ):
+        selected = np.zeros(9, np.bool_)
+        with pytest.raises(error):
+            decode(hot, place, query, rows, always, 6, 2, NOTHING, selected)
+        assert (hot.version, hot.clock, selected.any()) == (version, 0, False)
+    hot.check_invariants()
