@@ -162,8 +162,8 @@ class BlockReprManager:
 
     def lacking(self, blocks: I32) -> set[int]:
         """Returns the layers that lack a representation of any of `blocks`."""
-        has_all = self._marks[:, blocks].all(axis=1).tolist()
-        return {index for index, is_built in zip(self._built, has_all, strict=True) if not is_built}
+        is_built: npt.NDArray[np.bool_] = np.logical_and.reduce(self._marks[:, blocks], axis=1)
+        return {index for index, has_all in zip(self._built, is_built, strict=True) if not has_all}
 
     def mark_built(self, layer_idx: int, blocks: I32) -> None:
         """Marks blocks as built whose pages and matching rows another writer has written."""
