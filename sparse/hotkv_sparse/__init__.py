@@ -2,7 +2,8 @@
 
 From unpacked keys to a selection, in the order of a step: `representations.build` when a block
 fills; `scores.prepare` and `scores.score` with a step's query; `selection.select_layer`, which
-combines these with the choice; `hotset.HotSet.step`. `axes.AxesEstimate` and `centre` calibrate.
+combines these with the choice; `hotset.HotSet.step`. `decode.decode` makes the step of a layer in
+one compiled call. `axes.AxesEstimate` and `centre` calibrate.
 `config.SparseConfig` has the settings. `cuda` does the same on a GPU.
 
 No I/O except in `centre_file`, no clock, no threads. Needs numpy and numba; numba is loaded on
