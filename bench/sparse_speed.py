@@ -14,8 +14,8 @@ step, c pulls of 64 KiB, the new block table), `schedule_us` (the attention kern
 once a step for all layers with as many blocks) and `decode_us` (from query to hot set in one
 compiled call, as engines do it: scoring with `rot2u`, choice, hot set's step); `missing_ratio`: the
 share of selected blocks that the hot set lacked; `speedup` per scorer: dense over scoring + other +
-attention at 10 % of 32k tokens. `service_select_us`, `local_select_us`: a selection from 8k blocks with `rot2u` by the
-server (`SelectBlocks`) and in this process, round trip and all.
+attention at 10 % of 32k tokens. `service_select_us`, `local_select_us`: a selection from 8k blocks
+with `rot2u` by the server (`SelectBlocks`) and in this process, round trip and all.
 """
 
 import mmap

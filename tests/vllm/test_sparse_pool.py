@@ -81,6 +81,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.built = {layer: set[int]() for layer in FORMATS}
         self.stores: list[tuple[int, list[int], list[bytes]]] = []
         self.loading: set[int] = set()
+        self.before = 0, {layer: set[int]() for layer in FORMATS}
 
     def _keys(self, count: int) -> Any:
         return self.dice.standard_normal((count, TOKENS, HEADS, SIZE)).astype(np.float32)
@@ -188,6 +189,17 @@ class PoolMachine(RuleBasedStateMachine):
             for name in names:
                 rows = self.worker.representations.sources(layer)[name].pool[marked]
                 assert np.array_equal(rows, build(name, self.pages[layer][marked]))
+
+    @invariant()
+    def layers_lack_what_is_not_built_and_lose_marks_only_when_told(self) -> None:
+        known = self.worker.representations
+        for blocks in (set[int](), {0}, set(range(BLOCKS)), *self.built.values()):
+            lacking = {layer for layer, built in self.built.items() if blocks - built}
+            assert known.lacking(np.array(sorted(blocks), np.int32)) == lacking
+        num_forgets, built_before = self.before
+        if known.num_forgets == num_forgets:
+            assert all(self.built[layer] >= built for layer, built in built_before.items())
+        self.before = known.num_forgets, {layer: set(one) for layer, one in self.built.items()}
 
 
 TestPool = PoolMachine.TestCase
