@@ -22,7 +22,10 @@ BENCH      ?=
 # Tests wait more than they work.
 JOBS       ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 PROGRAMS   ?= chromium prometheus systemd-container docker-compose libibverbs1 librdmacm1 libnuma1
-WITHOUT    ?= $(addprefix --ignore=tests/,bench gpu offloading pairs vllm)
+# What needs vLLM, torch, or a library that needs Python 3.11.
+WITHOUT    ?= $(addprefix --ignore=tests/,bench gpu offloading pairs vllm deploy/test_site.py \
+              $(addprefix server/test_,dynamo.py events.py hung_disk.py loops.py publisher.py routers.py \
+              shared_tiers.py tier_events.py warm_start.py))
 FAST       ?= tests/core tests/dataplane tests/wire tests/sparse tests/server/test_transfers.py \
               tests/vllm/test_end_to_end.py::test_parity_and_sharing_between_processes \
               --ignore=tests/core/test_policy.py --ignore=tests/sparse/test_other_machines.py

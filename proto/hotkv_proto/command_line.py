@@ -14,8 +14,8 @@ class Parser(argparse.ArgumentParser):
     """An argparse parser with such errors. Its subparsers have them, too."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses all arguments. An argument that is left over is an error; it suggests a flag of the
-        command that was named."""
+        """Parses all arguments. An argument that is left over is an error, which suggests a flag
+        of the command that was named."""
         found, rest = self.parse_known_args(args, namespace)
         if rest:
             self._named(found).error(f"unrecognized arguments: {' '.join(rest)}")

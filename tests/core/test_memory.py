@@ -130,7 +130,8 @@ def test_spoiled_times_of_last_use_are_unknown_and_nobody_is_warned(tmp_path: Pa
     bits[1:5] = 0x7F80_0001, 0x7FC0_0000, 0xFF80_0000, np.float32(-2.0).view("<u4")
     header = USE_HEADER.pack(USE_MAGIC, geometry.epoch, 10.0, len(bits))
     (tmp_path / USE_FILE).write_bytes(header + bits.tobytes())
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         used_s = _read_use(tmp_path / USE_FILE, geometry)
     assert used_s is not None
     assert np.array_equal(used_s[:5], [10.0, np.nan, np.nan, np.nan, 8.0], equal_nan=True)

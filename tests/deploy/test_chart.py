@@ -190,6 +190,8 @@ def test_the_server_accepts_the_settings(
     chosen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All checks of a start, but for the GPUs and the disk that are not here."""
+    if chosen == "gpu-tiers":
+        pytest.importorskip("obstore", reason="S3 needs Python 3.11")
     found = objects.of_chart(*SETS[chosen])
     flags = [*SMALL, "--copy.cuda", "off", "--tiers.disk.bytes", "16MiB", "--arena.pin", "auto"]
     node = Node(tmp_path, found, *flags, "--check")

@@ -326,6 +326,7 @@ def test_the_environment_may_name_the_collector(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
     with pytest.raises(ValueError, match="allowed are"):
         sink(traces.FROM_ENVIRONMENT)
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="vLLM brings it")
     server, collector = grpc.server(ThreadPoolExecutor(1)), GrpcCollector()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
