@@ -38,8 +38,9 @@ def evidence(core: CacheCore, entries: Entries) -> list[Evidence]:
     same shape."""
     index, parts = core.space.index, []
     key_spaces, groups, _ = index.keys(entries)
-    for number, group in np.unique(np.stack((key_spaces, groups), axis=1), axis=0).tolist():
-        part = entries[(key_spaces == number) & (groups == group)]
+    kinds = key_spaces.astype(np.uint64) << np.uint64(16) | groups
+    for kind in np.unique(kinds).tolist():
+        part, (number, group) = entries[kinds == kind], divmod(kind, 1 << 16)
         shape = core.catalog.record(number).shape(group)
         parts.append(
             Evidence(

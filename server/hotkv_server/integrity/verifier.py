@@ -30,7 +30,8 @@ BATCH_BYTES = 64 << 20
 SCANNED_ENTRIES = 1 << 17
 """Entries that a scrub looks at per turn of the event loop; this takes a millisecond."""
 MIN_PAUSE_S = 0.05
-PASS_PAUSE_S = 1.0
+PASS_PAUSE_S = 5.0
+"""Pause between two passes. A small cache is read in less, and need not be read every second."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
 # threads to stderr, once. It does not need the GIL, so it works whatever blocks the loop.
 
 
-TICK_S, QUIET_TICK_S = 0.02, 0.16
+TICK_S, QUIET_TICK_S = 0.02, 0.32
 QUIET_LAG_S = 0.002
 """A longer delay ends the quiet."""
 WINDOW_S = 60.0

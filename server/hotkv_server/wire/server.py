@@ -50,7 +50,7 @@ from hotkv_server.wire.session import SessionService
 
 MAX_CONNECTIONS = MAX_SESSIONS + 512
 MAX_GUESTS = 256
-GUESTS_TURN_S = 0.1
+GUESTS_TURN_S = 1.0
 MAX_ANSWERED = 2048
 """Calls without a session whose message has arrived, on a listener: mostly transfers."""
 MAX_CALLS = MAX_SESSIONS + MAX_SELECT_STREAMS + MAX_GUESTS + MAX_ANSWERED

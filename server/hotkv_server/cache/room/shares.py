@@ -296,6 +296,8 @@ class TenantBook:
     def over_bound(self) -> list[tuple[int, int]]:
         """Returns the tenants that hold more than their burst bound, with their excess in bytes.
         This happens after a restart with other settings, or with new shares."""
+        if not self.is_used:
+            return []
         excess = self.used - self._set_burst
         return [(tenant, int(excess[tenant])) for tenant in np.flatnonzero(excess > 0).tolist()]
 

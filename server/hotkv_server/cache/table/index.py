@@ -234,7 +234,8 @@ class BlockIndex:
 
     def can_be_read(self, entries: Entries) -> NDArray[np.bool_]:
         """Returns which entries [n] are ready or detached: their slots hold whole blocks."""
-        return np.isin(self._states_of(entries), (table.STATE_READY, table.STATE_DETACHED))
+        states = self._states_of(entries)
+        return (states == table.STATE_READY) | (states == table.STATE_DETACHED)
 
     def _states_of(self, entries: Entries) -> NDArray[np.uint32]:
         states: NDArray[np.uint32] = self.table.records[entries, table.W_GROUP_STATE]
