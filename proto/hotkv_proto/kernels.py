@@ -399,3 +399,22 @@ def copy_blocks(
     _copy_run(dst, src, count, src, streaming)
     if streaming:
         fence()
+
+
+@numba.njit(
+    "UniTuple(int64, 4)(int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1])",
+    nogil=True,
+    cache=True,
+)
+def extent_of_blocks(
+    block_ids: Any, slot_offsets: Any, bases: Any, strides: Any, places: Any, num_bytes: Any
+) -> tuple[int, int, int, int]:
+    """Returns the least block id, the end of the blocks in engine memory, the least slot offset,
+    and the end of the copied parts of the slots. Arguments as for `copy_blocks`; at least one block
+    and one run."""
+    low_id, high_id = block_ids.min(), block_ids.max()
+    end, slot_end = np.int64(0), np.int64(0)
+    for run in range(bases.shape[0]):
+        end = max(end, high_id * strides[run] + bases[run] + num_bytes[run])
+        slot_end = max(slot_end, places[run] + num_bytes[run])
+    return low_id, end, slot_offsets.min(), slot_offsets.max() + slot_end

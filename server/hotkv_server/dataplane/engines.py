@@ -58,7 +58,7 @@ class CopyJob:
         self.gate = gate
         self.owner = owner
         self._on_done = on_done
-        self._cancelled = threading.Event()
+        self._is_cancelled = False
         self._lock = threading.Lock()
         self._pieces_left = 0
         self._error = ""
@@ -73,12 +73,12 @@ class CopyJob:
 
     @property
     def cancelled(self) -> bool:
-        """Whether `cancel` was called."""
-        return self._cancelled.is_set()
+        """Whether `cancel` was called, for the job or the job that it is a part of."""
+        return self._is_cancelled or (self._whole is not None and self._whole.cancelled)
 
     def cancel(self) -> None:
         """Asks the engine to stop early."""
-        self._cancelled.set()
+        self._is_cancelled = True
 
     def parts(self, groups: Sequence[Sequence[Plan]]) -> "list[CopyJob]":
         """Splits the job into a part per group of plans. Cancelling the job cancels the parts; the
@@ -86,7 +86,7 @@ class CopyJob:
         self.expect(len(groups))
         parts = [CopyJob(plans, self._part_done, owner=self.owner) for plans in groups]
         for part in parts:
-            part._cancelled, part._whole = self._cancelled, self
+            part._whole = self
         return parts
 
     def _part_done(self, outcome: Outcome, error: str) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv_proto import native
 from hotkv_proto.layout import Recipe
 from hotkv_server.device.runtime import HOST
 
@@ -134,14 +135,17 @@ class BlockCopies:
     def __post_init__(self) -> None:
         if not len(self.block_ids):
             return
-        ends = self.recipe.bases + self.recipe.num_bytes
-        _check(
-            self.engine,
-            int(self.block_ids.min()),
-            int((int(self.block_ids.max()) * self.recipe.strides + ends).max()),
+        recipe = self.recipe
+        low_id, end, low_slot, slot_end = native.require("hotkv_proto.kernels").extent_of_blocks(
+            self.block_ids,
+            self.slot_offsets,
+            recipe.bases,
+            recipe.strides,
+            recipe.slot_offsets,
+            recipe.num_bytes,
         )
-        slot_end = int((self.recipe.slot_offsets + self.recipe.num_bytes).max())
-        _check(self.arena, int(self.slot_offsets.min()), int(self.slot_offsets.max()) + slot_end)
+        _check(self.engine, low_id, end)
+        _check(self.arena, low_slot, slot_end)
         _check_sides(self.engine, self.arena)
 
     @property

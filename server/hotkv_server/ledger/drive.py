@@ -92,14 +92,16 @@ class LiveLedger:
         self._tiers = (HOST_TIER, *tiers)
         kept = _read(directory)
         minute = _minute()
-        self.accounts = Accounts(pack.columns_for(tiers, kept), minute)
+        self._accounts = Accounts(pack.columns_for(tiers, kept), minute)
+        # Bytes loaded and stored by session since `_fold_moved`.
+        self._moved: dict[LiveSession, tuple[int, int]] = {}
         self.forecast = Forecast(POLICIES[policy], minute)
         if kept is not None:
-            pack.put_back(kept, self.accounts, self.forecast)
-        self._folded_before = self.accounts.num_folded
+            pack.put_back(kept, self._accounts, self.forecast)
+        self._folded_before = self._accounts.num_folded
         self.num_lost = 0
         self.taken_back_s = 0.0
-        self._grown = np.zeros(len(self.accounts.columns))
+        self._grown = np.zeros(len(self._accounts.columns))
         self._following: deque[tuple[Demand, float]] = deque()
         self._following_blocks = 0
         self._loads: OrderedDict[tuple[str, int], _OpenLoad] = OrderedDict()
@@ -109,7 +111,13 @@ class LiveLedger:
         self._saving: Future[None] | None = None
 
     def __repr__(self) -> str:
-        return f"LiveLedger({self.accounts!r}, {len(self._following)} reports to follow)"
+        return f"LiveLedger({self._accounts!r}, {len(self._following)} reports to follow)"
+
+    @property
+    def accounts(self) -> Accounts:
+        """The accounts, with all counts until now."""
+        self._fold_moved()
+        return self._accounts
 
     # Events
 
@@ -167,14 +175,19 @@ class LiveLedger:
         )
 
     def moved(self, session: LiveSession, loaded_bytes: int, stored_bytes: int) -> None:
-        """Counts the bytes of a transfer."""
+        """Counts the bytes of a transfer. They join the accounts at the next turn or look."""
         if loaded_bytes or stored_bytes:
-            usage = Usage(loaded_bytes=loaded_bytes, stored_bytes=stored_bytes)
-            self._count(_account(session), usage)
+            loaded, stored = self._moved.get(session, (0, 0))
+            self._moved[session] = loaded + loaded_bytes, stored + stored_bytes
+
+    def _fold_moved(self) -> None:
+        moved, self._moved = self._moved, {}
+        for session, (loaded, stored) in moved.items():
+            self._count(_account(session), Usage(loaded_bytes=loaded, stored_bytes=stored))
 
     def _count(self, account: Account, usage: Usage) -> None:
-        values = self.accounts.columns.values(usage)
-        self.accounts.add(account, values, _minute())
+        values = self._accounts.columns.values(usage)
+        self._accounts.add(account, values, _minute())
         self._grown += np.maximum(values, 0.0)
         self.taken_back_s += max(-usage.saved_s, 0.0)
         self._is_changed = True
@@ -217,6 +230,7 @@ class LiveLedger:
     async def turn(self, clerk: Clerk) -> None:
         """Runs a turn of the timer: feeds the forecast and, if it is time, has the clerk write the
         file."""
+        self._fold_moved()
         async for _ in slices(self.follow()):
             pass
         now_s = time.monotonic()
@@ -286,7 +300,8 @@ class LiveLedger:
     def grown(self) -> Usage:
         """Usage since this server started, without later subtractions: it never falls, as
         Prometheus requires of counters."""
-        return self.accounts.columns.usage(self._grown)
+        self._fold_moved()
+        return self._accounts.columns.usage(self._grown)
 
 
 def _minute() -> int:

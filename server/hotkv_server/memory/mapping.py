@@ -214,7 +214,15 @@ class FileMapping:
 
     def has_holes(self) -> bool:
         """Returns whether parts of its file have no memory yet; see the function `has_holes`."""
-        return has_holes(self.fd)
+        return self.look()[1]
+
+    def look(self) -> tuple[bool, bool]:
+        """Returns `is_whole` and `has_holes`, from one look at the file."""
+        found = os.fstat(self.fd)
+        return (
+            not self._is_cut and found.st_size >= self.num_bytes,
+            found.st_blocks * 512 < found.st_size,
+        )
 
     def populate(self, start: int = 0, num_bytes: int | None = None) -> None:
         """Prefaults every page of a part, with the page tables. Blocks; raises OSError if memory is

@@ -36,11 +36,14 @@ class Growth:
         self._grown.set()
         self._grown = asyncio.Event()
 
-    async def await_room(self, key_space_id: int, runs: Sequence[Run]) -> None:
-        """Waits until the blocks of a store that are not here have room without an eviction."""
-        if not self._has_room(key_space_id, runs):
+    async def await_room(self, key_space_id: int, runs: Sequence[Run]) -> bool:
+        """Waits until the blocks of a store that are not here have room without an eviction.
+        Returns whether it had to wait: other tasks ran then."""
+        must_wait = not self._has_room(key_space_id, runs)
+        if must_wait:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._wait(key_space_id, runs), PATIENCE_S)
+        return must_wait
 
     async def _wait(self, key_space_id: int, runs: Sequence[Run]) -> None:
         async with self._turn:

@@ -91,12 +91,13 @@ class SessionMemory:
                     "no tensors of; register some",
                 )
         for handle_id, mapping in self.mappings.items():
-            if not mapping.is_whole():
+            is_whole, has_holes = mapping.look()
+            if not is_whole:
                 raise HotKVError(
                     Reason.INVALID_LAYOUT,
                     f"handles: the file of {handle_id!r} has been truncated; register it again",
                 )
-            if mapping.has_holes():
+            if has_holes:
                 raise HotKVError(
                     Reason.INVALID_LAYOUT,
                     f"handles: memory of the file of {handle_id!r} was given back; register it "

@@ -466,7 +466,14 @@ class Transfers:
         _check_lengths(runs, block_ids)
         ttl_s, shard_index = max(timeout_s, 0.0) * 2, call.memory.layout.shard_index
         number, sums = session.record.number, list[Sums]()
-        await self._growth.await_room(session.record.key_space_id, runs)
+        has_waited = await self._growth.await_room(session.record.key_space_id, runs)
+        num_slices = 0
+
+        def after_slice() -> None:
+            nonlocal num_slices
+            num_slices += 1
+            self._run_effects()
+
         beginning = self._core.begin_store(
             number,
             transfer_id,
@@ -477,7 +484,7 @@ class Transfers:
             time.monotonic(),
             options,
         )
-        slots = await in_slices(beginning, self._run_effects)
+        slots = await in_slices(beginning, after_slice)
 
         def finish(outcome: Outcome, num_bytes: int) -> list[NDArray[np.uint8]]:
             kept = outcome is Outcome.DONE and not session.is_revoked(fence_index)
@@ -491,9 +498,10 @@ class Transfers:
 
         take_sums = partial(self._take_sums, session.record.key_space_id, shard_index, slots, sums)
         try:
-            # Other tasks ran while room was made: check again.
-            self._check_room(session, call.kept_bytes)
-            _usable_memory(session, block_ids, groups)
+            if has_waited or num_slices > 1:
+                # Other tasks ran while room was made: check again.
+                self._check_room(session, call.kept_bytes)
+                _usable_memory(session, block_ids, groups)
         except HotKVError:
             finish(Outcome.FAILED, 0)
             raise

@@ -1,9 +1,11 @@
 """SessionService: opens sessions, a session for each stream, and serves their calls."""
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -229,57 +231,71 @@ class SessionOutbox:
     ) -> None:
         self._write = write
         self._on_end = on_end
-        self._queue: asyncio.Queue[session_pb2.ConnectResponse] = asyncio.Queue(OUTBOX_MESSAGES)
+        # With their sizes; the first is being written.
+        self._messages: deque[tuple[session_pb2.ConnectResponse, int]] = deque()
+        self._came: asyncio.Future[None] | None = None
         self._unread_bytes = 0
         self._num_written = 0
         self._watch: asyncio.TimerHandle | None = None
         self._was_read = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"SessionOutbox({self._queue.qsize()} messages, {self._unread_bytes} bytes)"
+        return f"SessionOutbox({len(self._messages)} messages, {self._unread_bytes} bytes)"
 
     def put(self, message: session_pb2.ConnectResponse) -> None:
         """Adds a message. Ends the session if the outbox is full."""
-        try:
-            self._queue.put_nowait(message)
-        except asyncio.QueueFull:
+        if len(self._messages) >= OUTBOX_MESSAGES:
             self._on_end(unread())
             return
-        self._unread_bytes += message.ByteSize()
+        num_bytes = message.ByteSize()
+        self._messages.append((message, num_bytes))
+        self._unread_bytes += num_bytes
+        if self._came is not None and not self._came.done():
+            self._came.set_result(None)
         if self._unread_bytes > OUTBOX_BYTES:
             self._on_end(unread())
-        elif self._watch is None and (self._unread_bytes > KEPT_BYTES or self._has_much()):
+        elif self._watch is None and (self._unread_bytes > KEPT_BYTES or self.has_much()):
             self._look_later()
 
     async def room(self) -> None:
         """Waits until the client has few enough unread answers to make another request."""
-        while self._has_much():
+        while self.has_much():
             self._was_read.clear()
             await self._was_read.wait()
 
     async def send_all(self) -> None:
         """Writes messages in order, until cancelled."""
         while True:
-            message = await self._queue.get()
+            if not self._messages:
+                self._came = asyncio.get_running_loop().create_future()
+                await self._came
+            message, num_bytes = self._messages[0]
             await self._write(message)
-            self._unread_bytes -= message.ByteSize()
+            self._messages.popleft()
+            self._unread_bytes -= num_bytes
             self._num_written += 1
-            self._queue.task_done()
             self._was_read.set()
             # Free this message: the next may come much later.
             del message
 
     async def drained(self, timeout_s: float) -> None:
         """Waits until all messages are written, at most `timeout_s`."""
-        await asyncio.wait({asyncio.create_task(self._queue.join())}, timeout=timeout_s)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._emptied(), timeout_s)
+
+    async def _emptied(self) -> None:
+        while self._messages:
+            self._was_read.clear()
+            await self._was_read.wait()
 
     def close(self) -> None:
         """Stops watching the client."""
         if self._watch is not None:
             self._watch.cancel()
 
-    def _has_much(self) -> bool:
-        return self._queue.qsize() >= UNREAD_ANSWERS or self._unread_bytes >= UNREAD_BYTES
+    def has_much(self) -> bool:
+        """Returns whether the client has so much unread that it is not read from."""
+        return len(self._messages) >= UNREAD_ANSWERS or self._unread_bytes >= UNREAD_BYTES
 
     def _look_later(self) -> None:
         self._watch = asyncio.get_running_loop().call_later(
@@ -290,7 +306,7 @@ class SessionOutbox:
         """Ends the session if much is unread and the client has read nothing since `num_written`
         messages were written."""
         self._watch = None
-        if self._unread_bytes > KEPT_BYTES or self._has_much():
+        if self._unread_bytes > KEPT_BYTES or self.has_much():
             if self._num_written == num_written:
                 self._on_end(unread())
             else:
@@ -339,7 +355,8 @@ class SessionStream:
     async def _read(self, requests: AsyncIterator[session_pb2.ConnectRequest]) -> None:
         while True:
             # Wait before reading a message: it may be large.
-            await self._outbox.room()
+            if self._outbox.has_much():
+                await self._outbox.room()
             request = await anext(requests, None)
             if request is None:
                 return

@@ -66,14 +66,17 @@ class CheckedCall:
     """A call that passed its checks.
 
     listed: mixed keys of its blocks, run after run, without representations.
-    named: state of its blocks; None if other calls ran since it was looked up.
+    named: state of its blocks, for a call whose lease is new; None if other calls ran since it was
+        looked up.
     ttl_s: lifetime of its lease.
+    weight: weight of its lease, if `named` is set.
     """
 
     runs: list[Run]
     listed: Keys
     named: Named | None
     ttl_s: float
+    weight: int
 
 
 class Reservations:
@@ -102,9 +105,9 @@ class Reservations:
         record = self._books.catalog.record(session.key_space_id)
         ttl_s = lifetime_s(self._books.config, ttl_s)
         self._check_runs(record, runs)
-        listed, named = self._listed(session.key_space_id, runs), None
+        listed, named, weight = self._listed(session.key_space_id, runs), None, 0
         if self._joined(session, lease_id, listed) is None:
-            self._check_weight(session, record, listed)
+            weight = self._check_weight(session, record, listed)
             named = yield from self.room_for(
                 session.key_space_id,
                 runs,
@@ -112,7 +115,7 @@ class Reservations:
                 # The policy may not refuse room to a block with reserved room or retention.
                 keep_at_s=None if has_promise or retention != NO_RETENTION else now_s,
             )
-        return CheckedCall(runs, listed, named, ttl_s)
+        return CheckedCall(runs, listed, named, ttl_s, weight)
 
     def room_for(
         self,
@@ -195,13 +198,11 @@ class Reservations:
         `Space.insert`."""
         books, runs = self._books, asked.runs
         record, index = books.catalog.record(session.key_space_id), books.space.index
-        lease = self._joined(session, lease_id, asked.listed)
-        named = None
+        named = asked.named
+        lease = None if named is not None else self._joined(session, lease_id, asked.listed)
         if lease is None:
-            lease = self._new_lease(
-                session, lease_id, record, asked.listed, now_s + asked.ttl_s, retention
-            )
-            named = asked.named or self._named(record, runs)
+            lease = self._new_lease(session, lease_id, record, asked, now_s, retention)
+            named = named or self._named(record, runs)
             index.pin(named.staying, 1)
         groups = [run.group_index for run in runs]
         answers: dict[int, tuple[NDArray[np.uint8], Entries]] = {}
@@ -277,12 +278,14 @@ class Reservations:
         session: SessionRecord,
         lease_id: str,
         record: KeySpaceRecord,
-        listed: Keys,
-        expires_s: float,
+        asked: CheckedCall,
+        now_s: float,
         retention: Retention,
     ) -> WriteLease:
         """Returns a lease that is not in the book yet. Raises OVERLOADED."""
-        weight = self._check_weight(session, record, listed)
+        weight = asked.weight
+        if asked.named is None:
+            weight = self._check_weight(session, record, asked.listed)
         return WriteLease(
             session.engine_id,
             self._books.sessions.owner(session),
@@ -290,8 +293,8 @@ class Reservations:
             self._books.leases.next_number(),
             session.number,
             session.key_space_id,
-            expires_s,
-            listed,
+            now_s + asked.ttl_s,
+            asked.listed,
             weight,
             retention,
         )
@@ -472,9 +475,11 @@ class Stores:
         pins: StorePins | None = None,
     ) -> list[SlotRun]:
         """Begins a store as `CacheCore.begin_store` does, but makes no room."""
-        self.check(session, transfer_id, shard_index)
+        if asked.named is None:
+            # Other calls may have run since the check that came before the room was made.
+            self.check(session, transfer_id, shard_index)
         books, owner, runs = self._books, self._books.sessions.owner(session), asked.runs
-        joined = books.leases.get(session.engine_id, lease_id) is not None
+        joined = asked.named is None and books.leases.get(session.engine_id, lease_id) is not None
         reservation = self._reservations.reserve(
             session, lease_id, asked, now_s, retention, has_promise=pins is not None
         )

@@ -40,18 +40,18 @@ class FairBound:
 
     def room(self, owner: str) -> int:
         """Returns how many more units an owner may acquire in a call."""
-        held, free = self.held(owner), self.capacity - self.total
+        held, free = self._held.get(owner, 0), self.capacity - self.total
         return max(0, min(self.floor - held, free), (free - held) // 2)
 
     def take(self, owner: str, count: int) -> None:
         """Adds `count` to the owner's units. The caller has checked `room`."""
         if count:
-            self._held[owner] = self.held(owner) + count
+            self._held[owner] = self._held.get(owner, 0) + count
             self.total += count
 
     def give(self, owner: str, count: int) -> None:
         """Subtracts `count` from the owner's units."""
-        left = self.held(owner) - count
+        left = self._held.get(owner, 0) - count
         assert left >= 0, "more was given back than was held"
         self.total -= count
         self._held[owner] = left

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hotkv_proto import native, table
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.table import RESERVED_FLAG, SLOT_ALIGN, BlockTable, Words
-from hotkv_server.cache.values import KEY_SPACE_ROWS, MAX_REPRESENTATIONS, Entries, Int64s
+from hotkv_server.cache.values import KEY_SPACE_ROWS, MAX_REPRESENTATIONS, BoolMask, Entries, Int64s
 
 Keys = NDArray[np.uint64]
 
@@ -235,7 +235,8 @@ class BlockIndex:
     def can_be_read(self, entries: Entries) -> NDArray[np.bool_]:
         """Returns which entries [n] are ready or detached: their slots hold whole blocks."""
         states = self._states_of(entries)
-        return (states == table.STATE_READY) | (states == table.STATE_DETACHED)
+        mask: BoolMask = (states == table.STATE_READY) | (states == table.STATE_DETACHED)
+        return mask
 
     def _states_of(self, entries: Entries) -> NDArray[np.uint32]:
         states: NDArray[np.uint32] = self.table.records[entries, table.W_GROUP_STATE]
