@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +96,7 @@ class Connection:
         self.link: Link | None = None
         self.table: BlockTable | None = None
         self.call: Any = None
+        self._responses: Iterator[_answers.Response] = iter(())
         self.opened = _answers.NOT_OPENED
         self.order_kind = OrderKind.HOST
         self.order_message = ""
@@ -116,12 +117,14 @@ class Connection:
         `connect_timeout_s`.
         """
         self.outbox.put(_wire.open_session(self._config, ticket))
-        self.call = _wire.connect(self._stub, iter(self.outbox.get, None), self._metadata)
+        requests = _wire.batched(self.outbox, lambda: self.opened.takes_batches)
+        self.call = _wire.connect(self._stub, requests, self._metadata)
         watchdog = threading.Timer(self._config.connect_timeout_s, self.call.cancel)
         watchdog.daemon = True
         watchdog.start()
         try:
-            self.opened = _answers.opened(next(self.call, None))
+            self._responses = _answers.each(self.call)
+            self.opened = _answers.opened(next(self._responses, None))
             self._link()
             self._register()
         finally:
@@ -153,7 +156,7 @@ class Connection:
         request = _wire.register_memory(self._memory.layout, self._memory.order)
         request.request_id = next(self._request_ids)
         self.outbox.put(request)
-        for response in self.call:
+        for response in self._responses:
             if response.request_id == request.request_id:
                 self.order_kind, self.order_message = _answers.result(
                     response, "register_memory", self._config.key_space.hash_bytes
@@ -203,7 +206,7 @@ class Connection:
 
         Raises grpc.RpcError.
         """
-        for response in self.call:
+        for response in self._responses:
             if response.request_id:
                 self._answered(response)
             else:

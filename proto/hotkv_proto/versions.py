@@ -14,6 +14,8 @@ OLDEST_VERSION: Final = 1
 NEWEST_VERSION: Final = 1
 MAX_MESSAGE_BYTES = 4 << 20
 """Most bytes of a message to the server. A longer message ends its stream, so clients split it."""
+MAX_BATCH_BYTES = 64 << 10
+"""Most bytes that either side puts into a batch. Larger messages travel alone."""
 
 
 class Role(enum.IntEnum):
@@ -37,6 +39,8 @@ class Feature(enum.IntEnum):
     """Engines publish the server's events as their own."""
     RESIDENCY_GROWTH = 4
     """An open residency that is opened again for more blocks grows."""
+    BATCHES = 5
+    """A message of the stream may carry several requests, or several answers and notices."""
 
 
 FEATURES: Final = frozenset(Feature)

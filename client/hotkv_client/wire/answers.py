@@ -1,6 +1,7 @@
 """Answers to sessions: messages in, typed values out. A refusal becomes a HotKVError."""
 
 import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +56,10 @@ class Opened:
     has_events: bool
     stored_bytes: int
     grows_residencies: bool
+    takes_batches: bool
 
 
-NOT_OPENED = Opened("", 0, 0, False, False, (), False, False, False, 0, False)
+NOT_OPENED = Opened("", 0, 0, False, False, (), False, False, False, 0, False, False)
 
 
 def opened(response: Response | None) -> Opened:
@@ -81,7 +83,17 @@ def opened(response: Response | None) -> Opened:
         Feature.EVENTS in features,
         message.stored_byte_count,
         Feature.RESIDENCY_GROWTH in features,
+        Feature.BATCHES in features,
     )
+
+
+def each(responses: Iterable[Response]) -> Iterator[Response]:
+    """Yields the answers and notices of a stream, in order."""
+    for response in responses:
+        if response.WhichOneof("body") == "batch":
+            yield from response.batch.responses
+        else:
+            yield response
 
 
 def result(response: Response, call: str, hash_bytes: int, lease_id: str = "") -> Any:

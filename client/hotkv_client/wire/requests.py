@@ -1,6 +1,8 @@
 """Requests of sessions: builds the message of each call. `answers` reads the answers."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import queue
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import hotkv_proto
@@ -35,7 +37,7 @@ from hotkv_proto.v1 import (
     session_pb2,
     session_pb2_grpc,
 )
-from hotkv_proto.versions import FEATURES, NEWEST_VERSION, OLDEST_VERSION
+from hotkv_proto.versions import FEATURES, MAX_BATCH_BYTES, NEWEST_VERSION, OLDEST_VERSION
 
 Request = session_pb2.ConnectRequest
 Stub = session_pb2_grpc.SessionServiceStub
@@ -259,6 +261,43 @@ def report_requests(
         yield Request(report_use=session_pb2.ReportUse(requests=part))
     for ended_part in split_messages(over, hints_pb2.EndedRequest.ByteSize):
         yield Request(report_use=session_pb2.ReportUse(ended=ended_part))
+
+
+DEFERRED = frozenset({"release_lease", "report_use", "report_sparse", "close_residency"})
+"""Calls without an answer that may wait DEFER_S for the next call, to go in one message with it."""
+DEFER_S = 0.005
+
+
+def batched(
+    outbox: "queue.SimpleQueue[Request | None]", takes_batches: Callable[[], bool]
+) -> Iterator[Request]:
+    """Yields the requests of an outbox, in order, until it holds None. Blocks.
+
+    takes_batches: while it returns True, requests that wait are combined, up to MAX_BATCH_BYTES.
+    """
+    waiting: Request | None = None
+    has_ended = False
+    while not has_ended and (request := waiting or outbox.get()) is not None:
+        together, waiting = [request], None
+        room_bytes, until_s = MAX_BATCH_BYTES - request.ByteSize(), time.monotonic() + DEFER_S
+        while room_bytes > 0 and takes_batches():
+            may_wait = together[-1].WhichOneof("body") in DEFERRED
+            try:
+                following = outbox.get(may_wait, max(0.0, until_s - time.monotonic()))
+            except queue.Empty:
+                break
+            if following is None:
+                has_ended = True
+                break
+            room_bytes -= following.ByteSize()
+            if room_bytes < 0:
+                waiting = following
+                break
+            together.append(following)
+        if len(together) == 1:
+            yield request
+        else:
+            yield Request(batch=session_pb2.RequestBatch(requests=together))
 
 
 def connect(

@@ -279,6 +279,8 @@ class LiveSession:
     words."""
     knows_tiers: bool = False
     """Whether the server may delay a lookup's answer until a shared tier has answered."""
+    takes_batches: bool = False
+    """Whether a message of its stream may carry several."""
     close_link: Callable[[], None] | None = None
     heard_s: float = field(default_factory=time.monotonic)
     """When its last message arrived."""

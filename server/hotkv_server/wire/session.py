@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import inspect
+import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from hotkv_proto.messages.layout import (
 from hotkv_proto.messages.session import memory_registered_message
 from hotkv_proto.v1 import cache_pb2, session_pb2, session_pb2_grpc
 from hotkv_proto.versions import (
+    MAX_BATCH_BYTES,
     NEWEST_VERSION,
     OLDEST_VERSION,
     Feature,
@@ -33,6 +35,7 @@ from hotkv_proto.versions import (
     agreed_version,
 )
 from hotkv_server.cache.values import EvictionNotice
+from hotkv_server.node.event_loop import Breaks
 from hotkv_server.node.node import Node
 from hotkv_server.node.removals import NOTICE_BLOCKS
 from hotkv_server.node.session import OUTBOX_MESSAGES, LiveSession, Notice, unread
@@ -219,6 +222,7 @@ class SessionOutbox:
 
     write: sends a message, and waits while the client reads too slowly.
     on_end: ends the session, given the reason.
+    takes_batches: the client takes several messages in one, after the first message.
 
     Always true: the outbox is bounded, by messages and by bytes. The session ends if the client
     lets it fill up, or leaves much unread and reads none of it for some seconds.
@@ -228,12 +232,15 @@ class SessionOutbox:
         self,
         write: Callable[[session_pb2.ConnectResponse], Awaitable[None]],
         on_end: Callable[[HotKVError], None],
+        *,
+        takes_batches: bool = False,
     ) -> None:
         self._write = write
         self._on_end = on_end
-        # With their sizes; the first is being written.
+        # With their sizes. The first are being written.
         self._messages: deque[tuple[session_pb2.ConnectResponse, int]] = deque()
         self._came: asyncio.Future[None] | None = None
+        self._takes_batches = takes_batches
         self._unread_bytes = 0
         self._num_written = 0
         self._watch: asyncio.TimerHandle | None = None
@@ -269,14 +276,27 @@ class SessionOutbox:
             if not self._messages:
                 self._came = asyncio.get_running_loop().create_future()
                 await self._came
-            message, num_bytes = self._messages[0]
-            await self._write(message)
-            self._messages.popleft()
-            self._unread_bytes -= num_bytes
-            self._num_written += 1
+            count = self._num_together()
+            if count == 1:
+                await self._write(self._messages[0][0])
+            else:
+                some = [message for message, _ in itertools.islice(self._messages, count)]
+                batch = session_pb2.ResponseBatch(responses=some)
+                # Free these messages: the next may come much later.
+                del some
+                await self._write(session_pb2.ConnectResponse(batch=batch))
+                del batch
+            for _ in range(count):
+                self._unread_bytes -= self._messages.popleft()[1]
+            self._num_written += count
             self._was_read.set()
-            # Free this message: the next may come much later.
-            del message
+
+    def _num_together(self) -> int:
+        """Returns how many of the first messages are written as one."""
+        if not self._takes_batches or not self._num_written or len(self._messages) == 1:
+            return 1
+        sums = itertools.accumulate(num_bytes for _, num_bytes in self._messages)
+        return max(1, sum(1 for _ in itertools.takewhile(lambda n: n <= MAX_BATCH_BYTES, sums)))
 
     async def drained(self, timeout_s: float) -> None:
         """Waits until all messages are written, at most `timeout_s`."""
@@ -318,7 +338,7 @@ class SessionStream:
 
     def __init__(self, node: Node, session: LiveSession, context: Any, pace: Pace) -> None:
         self._session = session
-        self._outbox = SessionOutbox(context.write, self._end)
+        self._outbox = SessionOutbox(context.write, self._end, takes_batches=session.takes_batches)
         self._calls = SessionCalls(node, session, pace, self._send)
         self._ended = asyncio.Event()
         self._why: HotKVError | None = None
@@ -361,22 +381,35 @@ class SessionStream:
             if request is None:
                 return
             self._session.heard_s = time.monotonic()
-            try:
-                response = await self._calls.handle(request)
-            except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
-                response = self._calls.refused(error)
-                if not request.request_id and not self._has_logged_refusal:
-                    self._has_logged_refusal = True
-                    log.warning(
-                        "refused without an answer session=%d: %s",
-                        self._session.record.number,
-                        response.error.message,
-                    )
-            if response is not None and request.request_id:
-                response.request_id = request.request_id
-                self._send(response)
-            # Free these messages: the next may come much later.
-            del request, response
+            if request.WhichOneof("body") == "batch" and self._session.takes_batches:
+                await self._serve_all(request.batch.requests)
+            else:
+                await self._serve(request)
+            # Free this message: the next may come much later.
+            del request
+
+    async def _serve_all(self, requests: Iterable[session_pb2.ConnectRequest]) -> None:
+        breaks = Breaks()
+        for request in requests:
+            await breaks.between()
+            await self._outbox.room()
+            await self._serve(request)
+
+    async def _serve(self, request: session_pb2.ConnectRequest) -> None:
+        try:
+            response = await self._calls.handle(request)
+        except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
+            response = self._calls.refused(error)
+            if not request.request_id and not self._has_logged_refusal:
+                self._has_logged_refusal = True
+                log.warning(
+                    "refused without an answer session=%d: %s",
+                    self._session.record.number,
+                    response.error.message,
+                )
+        if response is not None and request.request_id:
+            response.request_id = request.request_id
+            self._send(response)
 
     def _end(self, why: HotKVError) -> None:
         self._why = self._why or why
@@ -508,6 +541,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         features = agreed_features(opening.features)
         session.knows_words = Feature.RESIDENCY in features
         session.knows_tiers = Feature.TIERS in features
+        session.takes_batches = Feature.BATCHES in features
         if tenant is not None:
             session.maps_table = tenant.sees_table
             log.info(
