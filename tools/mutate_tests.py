@@ -202,10 +202,12 @@ TESTS: dict[str, str] = {
         "tests/server/test_sparse_service.py tests/server/test_refusals.py"
     ),
     "client/hotkv_client/wire/answers.py": (
-        f"tests/wire/test_packing.py {WIRE} tests/wire/test_errors.py tests/wire/test_versions.py"
+        f"tests/wire/test_packing.py tests/wire/test_batches.py {WIRE} "
+        "tests/wire/test_errors.py tests/wire/test_versions.py"
     ),
     "client/hotkv_client/wire/requests.py": (
-        f"tests/wire/test_packing.py {WIRE} tests/server/test_devices_order.py "
+        f"tests/wire/test_packing.py tests/wire/test_batches.py {WIRE} "
+        "tests/server/test_devices_order.py "
         "tests/server/test_security.py tests/server/test_events.py"
     ),
     "client/hotkv_client/": f"{WIRE} tests/server/test_life.py",
@@ -296,6 +298,7 @@ TESTS: dict[str, str] = {
         "tests/tiers/test_compression.py tests/tiers/test_compression_staging.py "
         "tests/tiers/test_encoding.py tests/tiers/test_disk_encoded.py"
     ),
+    "server/hotkv_server/wire/session.py": f"tests/wire/test_batches.py {CALLS}",
     "server/hotkv_server/wire/": CALLS,
     "server/hotkv_server/node/order.py": (
         "tests/server/test_devices_order.py tests/server/test_devices.py"

@@ -96,7 +96,7 @@ class Connection:
         self.link: Link | None = None
         self.table: BlockTable | None = None
         self.call: Any = None
-        self._responses: Iterator[_answers.Response] = iter(())
+        self.responses: Iterator[_answers.Response] = iter(())
         self.opened = _answers.NOT_OPENED
         self.order_kind = OrderKind.HOST
         self.order_message = ""
@@ -123,8 +123,8 @@ class Connection:
         watchdog.daemon = True
         watchdog.start()
         try:
-            self._responses = _answers.each(self.call)
-            self.opened = _answers.opened(next(self._responses, None))
+            self.responses = _answers.each(self.call)
+            self.opened = _answers.opened(next(self.responses, None))
             self._link()
             self._register()
         finally:
@@ -156,7 +156,7 @@ class Connection:
         request = _wire.register_memory(self._memory.layout, self._memory.order)
         request.request_id = next(self._request_ids)
         self.outbox.put(request)
-        for response in self._responses:
+        for response in self.responses:
             if response.request_id == request.request_id:
                 self.order_kind, self.order_message = _answers.result(
                     response, "register_memory", self._config.key_space.hash_bytes
@@ -206,7 +206,7 @@ class Connection:
 
         Raises grpc.RpcError.
         """
-        for response in self._responses:
+        for response in self.responses:
             if response.request_id:
                 self._answered(response)
             else:

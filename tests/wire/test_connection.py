@@ -201,7 +201,7 @@ def test_any_answer_resolves_its_call(calls: list[tuple[str, str, int, list[Any]
         kind = _answers.ANSWERED_AS.get(body, body) if kind == "its own" else kind
         answers.append(spoiled(answer(kind if kind in ANSWERS else "", number, seed), cuts))
     late = call(made, "ping")
-    made.call = [*answers, answer("pong", 77), answer("eviction_notice", 0)]
+    made.responses = iter([*answers, answer("pong", 77), answer("eviction_notice", 0)])
     notices: list[Any] = []
     made.serve(notices.append)
     for (body, *_), future in zip(calls, futures, strict=True):
@@ -234,7 +234,7 @@ def test_an_answer_whose_reader_breaks_fails_its_call_alone(
 
 
 def serve(made: Connection, *answers: Any) -> None:
-    made.call = [*answers]
+    made.responses = iter([*answers])
     made.serve(lambda _: None)
 
 

@@ -465,7 +465,8 @@ class Transfers:
         session.check_fence(fence_index)
         _check_lengths(runs, block_ids)
         ttl_s, shard_index = max(timeout_s, 0.0) * 2, call.memory.layout.shard_index
-        number, sums = session.record.number, list[Sums]()
+        number = session.record.number
+        sums: list[Sums] = []
         has_waited = await self._growth.await_room(session.record.key_space_id, runs)
         num_slices = 0
 

@@ -46,6 +46,8 @@ from hotkv_server.integrity.check_values import Sums, sealed
 
 
 _END = object()
+NO_SPACE, RESERVED = np.uint8(BlockResult.NO_SPACE), np.uint8(BlockResult.RESERVED)
+"""As numpy's numbers: in an enum's member numpy looks for attributes that are not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,8 @@ class Reservations:
     def _named(self, record: KeySpaceRecord, runs: Sequence[Run]) -> Named:
         """Looks up the blocks that the runs name."""
         space = self._books.space
-        listed, kept = list[Entries](), list[Entries]()
+        listed: list[Entries] = []
+        kept: list[Entries] = []
         for run in runs:
             words = space.index.find(record.number, run.group_index, run.hashes)
             listed.append(words)
@@ -311,7 +314,7 @@ class Reservations:
     ) -> NDArray[np.uint8]:
         """Returns the BlockResult values of a run; NO_SPACE for blocks without an entry. Records a
         use of the ready blocks, and clears the reserved flag in `words`."""
-        results = np.full(len(words), BlockResult.NO_SPACE, np.uint8)
+        results = np.full(len(words), NO_SPACE, np.uint8)
         if not words.any():
             return results
         ready, reserved = table.is_ready(words), words >= RESERVED_FLAG
@@ -493,7 +496,7 @@ class Stores:
         )
         slots = []
         for run, results, words in zip(runs, reservation.results, reservation.entries, strict=True):
-            positions = np.flatnonzero(results == BlockResult.RESERVED)
+            positions = np.flatnonzero(results == RESERVED)
             if joined:
                 self._skip_done(shard_index, words, positions, results)
             if joined or len(busy):

@@ -1,0 +1,145 @@
+"""Batches change how many messages carry requests and answers, never which, nor their order."""
+
+import asyncio
+import queue
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from demo.processes import Server, runtime_folder
+from hotkv_client import Role, SessionConfig
+from hotkv_client.wire import answers as _answers
+from hotkv_client.wire import requests as _wire
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.v1 import cache_pb2, errors_pb2, session_pb2, session_pb2_grpc
+from hotkv_proto.versions import MAX_BATCH_BYTES, Feature
+from hotkv_server.wire.session import SessionOutbox
+
+SPACE = KeySpace("m", "w", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
+SIZES = st.lists(st.sampled_from([0, 1, 100, 20_000, 40_000, 70_000]), max_size=12)
+
+
+def request(number: int, size: int) -> session_pb2.ConnectRequest:
+    """Returns a request of about `size` bytes; every third is one that may wait for the next."""
+    text = "x" * size
+    if number % 3:
+        asked = cache_pb2.CancelTransferRequest(transfer_id=text)
+        return session_pb2.ConnectRequest(request_id=number, cancel_transfer=asked)
+    return session_pb2.ConnectRequest(release_lease=cache_pb2.ReleaseLeaseRequest(lease_id=text))
+
+
+@given(SIZES, st.integers(0, 12), st.booleans())
+def test_the_requests_of_an_outbox_are_sent_once_and_in_order(
+    sizes: list[int], batches_from: int, ends_within: bool
+) -> None:
+    outbox: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
+    requests = [request(number, size) for number, size in enumerate(sizes)]
+    for one in requests:
+        outbox.put(one)
+    outbox.put(None)
+    if ends_within:
+        outbox.put(request(1, 1))
+    sent: list[session_pb2.ConnectRequest] = []
+
+    def takes_batches() -> bool:
+        return len(sent) >= batches_from
+
+    for message in _wire.batched(outbox, takes_batches):
+        together = list(message.batch.requests) or [message]
+        assert len(together) == 1 or message.ByteSize() <= MAX_BATCH_BYTES + 8 * len(together)
+        assert len(together) == 1 or len(sent) >= batches_from
+        sent += together
+    assert sent == requests
+
+
+def test_a_call_without_an_answer_goes_alone_if_no_other_follows() -> None:
+    outbox: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
+    messages = _wire.batched(outbox, lambda: True)
+    outbox.put(request(0, 1))
+    assert next(messages) == request(0, 1)
+
+
+@given(SIZES, st.integers(1, 4), st.booleans())
+def test_the_messages_of_the_server_are_written_once_and_in_order(
+    sizes: list[int], num_at_once: int, takes_batches: bool
+) -> None:
+    messages = [
+        session_pb2.ConnectResponse(
+            request_id=number,
+            error=errors_pb2.ErrorDetail(message="x" * size),
+        )
+        for number, size in enumerate(sizes)
+    ]
+    written: list[session_pb2.ConnectResponse] = []
+
+    async def write(message: session_pb2.ConnectResponse) -> None:
+        await asyncio.sleep(0)
+        written.append(message)
+
+    async def send() -> str:
+        outbox = SessionOutbox(write, pytest.fail, takes_batches=takes_batches)
+        sending = asyncio.create_task(outbox.send_all())
+        for start in range(0, len(messages), num_at_once):
+            for message in messages[start : start + num_at_once]:
+                outbox.put(message)
+            await asyncio.sleep(0)
+        await outbox.drained(10.0)
+        sending.cancel()
+        outbox.close()
+        return repr(outbox)
+
+    assert asyncio.run(send()) == "SessionOutbox(0 messages, 0 bytes)"
+    assert list(_answers.each(written)) == messages
+    alone = [message for message in written if message.WhichOneof("body") != "batch"]
+    assert takes_batches or alone == messages
+    assert not messages or written[0] == messages[0], "the first message goes alone"
+    for message in written:
+        count = len(message.batch.responses)
+        assert count != 1 and (not count or message.ByteSize() <= MAX_BATCH_BYTES + 8 * count)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB") as running:
+        running.wait_ready()
+        yield running
+
+
+def ping(number: int) -> session_pb2.ConnectRequest:
+    return session_pb2.ConnectRequest(request_id=number, ping=session_pb2.Ping())
+
+
+def batch(*requests: session_pb2.ConnectRequest, number: int = 0) -> session_pb2.ConnectRequest:
+    return session_pb2.ConnectRequest(
+        request_id=number, batch=session_pb2.RequestBatch(requests=requests)
+    )
+
+
+@pytest.mark.parametrize("features", [[], [Feature.BATCHES]])
+def test_a_server_serves_each_request_of_a_batch_if_both_know_of_batches(
+    server: Server, features: list[Feature]
+) -> None:
+    opening = _wire.open_session(SessionConfig(server.target, "e", Role.TOOL, SPACE))
+    opening.open_session.features[:] = [session_pb2.Feature.ValueType(one) for one in features]
+    release = cache_pb2.ReleaseLeaseRequest(lease_id="none")
+    released = session_pb2.ConnectRequest(request_id=8, release_lease=release)
+    requests = [
+        opening,
+        batch(ping(7), released, batch(ping(9), number=10), opening, number=6),
+        batch(number=11),
+        ping(12),
+    ]
+    with grpc.insecure_channel(server.target) as channel:
+        call = session_pb2_grpc.SessionServiceStub(channel).Connect(iter(requests))
+        opened, *answers = _answers.each(call)
+    assert list(opened.session_opened.features) == features
+    bodies = {answer.request_id: answer.WhichOneof("body") for answer in answers}
+    if features:
+        assert bodies == {7: "pong", 8: "release_lease", 10: "error", 12: "pong"}
+    else:
+        assert bodies == {6: "error", 11: "error", 12: "pong"}
+        assert all(answer.WhichOneof("body") != "batch" for answer in answers)
