@@ -29,7 +29,8 @@ from bench.footprint import rss_beyond_arena_bytes
 from bench.load.clients import HOSTILE
 from bench.report import at_most, parser, percentile, print_figures
 from bench.servers import MIB, new_hashes, serving
-from hotkv_client import AdminClient, GroupHashes
+from hotkv_client import GroupHashes
+from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 
 CLIENT = (sys.executable, "-m", "bench.load.clients")
