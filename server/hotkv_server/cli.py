@@ -133,6 +133,9 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     # gRPC's C code reads it when it is loaded. Without it, it writes what peers send at their end
     # to stderr, byte by byte.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    # The thread that takes gRPC's events then also reads the sockets: each message wakes one thread
+    # less, for half the processor time of gRPC's threads.
+    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
     logs.set_up(settings.log_level, settings.log_format)
     from hotkv_server.daemon import serve
     from hotkv_server.startup import StartError
