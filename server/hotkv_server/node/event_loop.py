@@ -87,7 +87,7 @@ async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
 
 
 TICK_S, QUIET_TICK_S = 0.02, 0.32
-QUIET_LAG_S = 0.002
+QUIET_LAG_S = 0.005
 """A longer delay ends the quiet."""
 WINDOW_S = 60.0
 HELD_S = 0.02

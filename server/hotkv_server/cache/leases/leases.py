@@ -74,11 +74,12 @@ class ReadLease:
 
     def entries(self) -> Entries:
         """Returns all pinned entries."""
-        listed = (
-            np.concatenate([entries for _, entries in self.groups])
-            if self.groups
-            else np.empty(0, np.uint32)
-        )
+        if len(self.groups) == 1:
+            listed = self.groups[0][1]
+        else:
+            listed = np.concatenate(
+                [np.empty(0, np.uint32), *(entries for _, entries in self.groups)]
+            )
         pinned: Entries = listed[listed != 0]
         return pinned
 

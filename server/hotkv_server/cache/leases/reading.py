@@ -16,11 +16,13 @@ from hotkv_server.cache.leases.leases import (
     lifetime_s,
     read_weight,
 )
+from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.sessions import check_named
 from hotkv_server.cache.values import (
     Entries,
     HashList,
     Int64s,
+    KeySpaceRecord,
     LoadPositions,
     SessionRecord,
     SlotRun,
@@ -79,7 +81,7 @@ class ReadLeases:
         books.leases.check_count(owner)
         ttl_s, weight = lifetime_s(books.config, ttl_s), read_weight(len(groups), num_blocks)
         books.leases.check_room(owner, "groups", weight)
-        pinned, pinned_bytes = self._within_budget(session.key_space_id, groups)
+        pinned, pinned_bytes = self._within_budget(record, groups)
         lease = ReadLease(
             session.engine_id,
             owner,
@@ -101,12 +103,12 @@ class ReadLeases:
         return LeaseGrant(lease_id, tuple(entries != 0 for _, entries in pinned), ttl_s)
 
     def _within_budget(
-        self, key_space_id: int, groups: list[HashList]
+        self, record: KeySpaceRecord, groups: list[HashList]
     ) -> tuple[list[tuple[int, Entries]], int]:
         """Returns the entries to pin, an array per list, and their bytes. An entry is 0 if the
         block is not ready or exceeds the tenant's budget."""
         index, tenants = self._books.space.index, self._books.space.tenants
-        tenant = tenants.number(key_space_id)
+        tenant = tenants.number(record.number)
         budget = int(
             self._books.config.unadmitted_share * tenants.surely_bytes(tenant)
         ) - self._unadmitted.get(tenant, 0)
@@ -114,11 +116,14 @@ class ReadLeases:
         pinned: list[tuple[int, Entries]] = []
         total = 0
         for g in groups:
-            words = index.find(key_space_id, g.group_index, g.hashes)
-            entries = np.where(table.is_ready(words), words, 0).astype(np.uint32)
-            upto = total + np.cumsum(np.where(entries != 0, index.slot_bytes(entries), 0))
-            entries[upto > budget] = 0
-            total = int(upto[upto <= budget].max(initial=total))
+            entries = index.find(record.number, g.group_index, g.hashes)
+            ready = table.is_ready(entries)
+            entries[~ready] = 0
+            size, num_ready = aligned(record.shape(g.group_index).slot_bytes), int(ready.sum())
+            room = max(0, budget - total) // size
+            if num_ready > room:
+                entries[np.flatnonzero(ready)[room:]] = 0
+            total += min(num_ready, room) * size
             pinned.append((g.group_index, entries))
         return pinned, total
 
@@ -162,8 +167,9 @@ class ReadLeases:
         lease.released = True
         if lease.num_copies:
             return
-        self._books.space.index.pin(lease.entries(), -1)
-        self._books.space.removal.reap(lease.entries())
+        entries = lease.entries()
+        self._books.space.index.pin(entries, -1)
+        self._books.space.removal.reap(entries)
         if not lease.admitted:
             self._count_unadmitted(lease, -lease.pinned_bytes)
         self._books.leases.remove(lease)
