@@ -142,8 +142,12 @@ class Reservations:
             kind = (record.shape(run.group_index).slot_bytes, int(run.group_index >= MAX_GROUPS))
             wanted[kind] = wanted.get(kind, 0) + int(np.count_nonzero(words == 0))
         index, staying, had_parts = space.index, named.staying, False
-        generations = index.table.records[staying, table.W_GENERATION]
+        generations: Entries | None = None
         for (slot_bytes, is_kind), count in wanted.items():
+            if not space.needs_room(slot_bytes, count):
+                continue
+            if generations is None:
+                generations = index.table.records[staying, table.W_GENERATION]
             making = space.make_room(
                 key_space_id,
                 is_kind * MAX_GROUPS,

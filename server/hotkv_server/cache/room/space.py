@@ -75,8 +75,7 @@ class Room:
         keep_at_s: as in `Policy.victims`. Ignored for a tenant within its guarantee, and while
             other slot sizes, representations or tiers would pay for it.
         """
-        shares = self._books.representations.declared or self._pool.is_shared(size)
-        self._books.policy.allow_keeping(self.may_keep and not shares)
+        shares = self.shares(size)
         for wanted in self._tenants.portions(taker, size, count):
             if self._pool.available_slots(size) < wanted:
                 is_due = shares or self._tenants.may_claim(taker, wanted * size)
@@ -92,6 +91,13 @@ class Room:
         yield from self._evict_coldest(0, missing_numbers, taker)
         if is_block:
             yield from self._drop_representations(0, missing_numbers, taker)
+
+    def shares(self, size: int) -> bool:
+        """Returns whether a slot size shares the room with other sizes or with representations, and
+        tells the policy, which may then refuse no block for the sake of others."""
+        shares = bool(self._books.representations.declared) or self._pool.is_shared(size)
+        self._books.policy.allow_keeping(self.may_keep and not shares)
+        return shares
 
     def make_floors(self, more: Mapping[int, int], taker: int) -> Parts[None]:
         """Frees slabs until `more` slots by size could be promised to a tenant, as far as entries
@@ -375,6 +381,13 @@ class Space:
         """Returns True if so many slots of this size and entry numbers are free."""
         free = min(self.pool.available_slots(aligned(slot_bytes)), self.books.free_numbers())
         return free >= count
+
+    def needs_room(self, slot_bytes: int, count: int) -> bool:
+        """Returns False if `make_room` for so many slots would find nothing to do."""
+        if self.tenants.is_used or not self.has_room(slot_bytes, count):
+            return True
+        self.room.shares(aligned(slot_bytes))
+        return False
 
     def insert(
         self,
