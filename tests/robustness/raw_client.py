@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from hotkv_client.link import descriptor_socket
+from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.v1 import errors_pb2, session_pb2, session_pb2_grpc
 
@@ -53,11 +54,12 @@ class RawSession:
         self.call: Any = session_pb2_grpc.SessionServiceStub(channel).Connect(
             self._requests(), timeout=2 * DEADLINE_S
         )
+        self._answers = _answers.each(self.call)
         self.put(opening)
         self.session_id = self.why_not = ""
         self._links: list[socket.socket] = []
         try:
-            self.session_id = next(self.call).session_opened.session_id
+            self.session_id = next(self._answers).session_opened.session_id
         except grpc.RpcError as error:
             self.why_not = code_of(error)
 
@@ -75,7 +77,7 @@ class RawSession:
         found: dict[int, session_pb2.ConnectResponse] = {}
         try:
             while ids - found.keys():
-                answer = next(self.call)
+                answer = next(self._answers)
                 found[answer.request_id] = answer
         except StopIteration:
             pass

@@ -15,6 +15,7 @@ import pytest
 from demo.processes import Server
 from hotkv_client import BlockResult, BlockRun, Evicted, TransferStatus
 from hotkv_client.testing import PagedEngine
+from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.table import hash_words
 from hotkv_server.cache.values import HashList, LoadPositions, Run
@@ -91,7 +92,7 @@ def test_who_has_no_use_for_notices_gets_none(
         for _ in range(40):  # 20 MiB into 16 MiB
             store(one, hashes(64))
         outbox.put(ping)
-        kinds = (response.WhichOneof("body") for response in call)
+        kinds = (response.WhichOneof("body") for response in _answers.each(call))
         came = set(itertools.takewhile(lambda kind: kind != "pong", kinds))
         outbox.put(None)
     assert came == ({"eviction_notice"} if hears else set())
