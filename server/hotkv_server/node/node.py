@@ -40,7 +40,7 @@ from hotkv_server.node.transfers import Timings, Transfers
 
 log = logging.getLogger(__name__)
 
-TIMER_S = 0.2
+TIMER_S = 0.25
 STALLED_TIMER_S = 5.0
 DEFAULT_DRAIN_S = 10.0
 """Equal to the setting's default."""

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 CLOSE_S = 5.0
-USE_PARTS = 300
+USE_PARTS = 240
 """Times of last use are written once in this many turns of the timer."""
 
 
