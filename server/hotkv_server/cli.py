@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
@@ -134,8 +135,9 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     # to stderr, byte by byte.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # The thread that takes gRPC's events then also reads the sockets: each message wakes one thread
-    # less, for half the processor time of gRPC's threads.
-    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
+    # less, for half the processor time of gRPC's threads. Measured: 1.85 gains, 1.71 loses.
+    if tuple(map(int, version("grpcio").split(".")[:2])) >= (1, 85):
+        os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
     logs.set_up(settings.log_level, settings.log_format)
     from hotkv_server.daemon import serve
     from hotkv_server.startup import StartError
