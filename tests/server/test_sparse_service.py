@@ -200,14 +200,15 @@ def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make, place: Pl
     with session.selects() as stream:
         used_s = begun_s = time.monotonic()
         while used_s < begun_s + 1.5:
+            asked_s = time.monotonic()
             try:
                 stream.select("s", 2, query, 30 * BLOCK_TOKENS)
             except HotKVError:
-                # Unless the machine has paused so long itself.
+                # Unless the machine has paused so long itself, or compiled the first selection.
                 assert time.monotonic() > used_s + 1.0
                 session.append_blocks("s", 30, []).result(60)
-                begun_s = time.monotonic()
-            used_s = time.monotonic()
+                begun_s = asked_s = time.monotonic()
+            used_s = asked_s
             time.sleep(0.16)
         time.sleep(1.5)
         is_taken_anew(engine, stream, 30, 30)
