@@ -108,11 +108,13 @@ def test_bytes_are_lost_again_and_again(start: Start, daemon: Daemon, is_async: 
     batch = prompts(14, 1700, 1503)
     expected = dense.ask("generate", prompts=batch, max_tokens=50)
     one.ask("rewrite_always")
+    # Only what the server has taken is read from host memory, so the steps give it time.
+    one.ask("pace", seconds=0.03)
     one.ask("lose", steps=[8, 9, 24, 12, 1, 1])
     found = one.ask("generate", prompts=batch, max_tokens=50)
     assert found["tokens"] == expected["tokens"] and difference(found, expected) < 1e-4
     counted = totals(one)
-    assert counted["lost_residencies"] >= 4 and "hook_errors" not in counted
+    assert counted["lost_residencies"] >= 2 and "hook_errors" not in counted
 
 
 @pytest.mark.long
