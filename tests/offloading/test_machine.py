@@ -10,6 +10,7 @@ import signal
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -17,6 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.offloading.rig import Rig, keys_of
 from tests.support.waiting import stop
 from tests.vllm.processes import Daemon
+
+pytestmark = pytest.mark.examples
+"""As many as the profile says, divided by six: an example takes some ten seconds."""
 
 PROMPTS = {name: keys_of(name, count) for name, count in (("a", 6), ("b", 30), ("c", 90))}
 NUM_ROWS = 40
@@ -132,4 +136,6 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=8, stateful_step_count=25)
+TestMachine.settings = settings(
+    max_examples=max(2, settings.default.max_examples // 6), stateful_step_count=25
+)
