@@ -15,7 +15,9 @@ and `throughput_gain` (requests of 16k at equal pool bytes, whose prompts the se
 those copied in place; `hit_staged_share`: pages that the rest of the prompt attended to in the
 staging area), `hit_first_token_share` (first token of a hit over computing),
 `representations_overhead` (time to build them over prefill; `…_hit`: share of a hit's that were
-built anew), `memory`, and the rows behind all of them. `--long` adds 131,072 tokens in a pool of
+built anew), `auto_over_host` and `auto_over_dense` (throughput of mixed traffic with contexts that
+move to host memory only under pressure, over always there and over vLLM; `…_wall`, `…_cold`,
+`…_warm`), `memory`, and the rows behind all of them. `--long` adds 131,072 tokens in a pool of
 6,144, some ten minutes of a quiet machine; `--quick` has small sizes, whose figures mean little.
 """
 
@@ -42,12 +44,14 @@ from bench.resident_cases import (
     WALL,
     Exact,
     Held,
+    Mixed,
     Round,
     Shape,
     Together,
     exactness,
     llama,
     memory,
+    mixed,
     representation_bytes,
     smollm,
     times,
@@ -61,7 +65,7 @@ LONG_ARENA = "512MiB"
 BATCH_ARENA, BATCH_ARENA_BYTES = "1GiB", 1 << 30
 """Room for the residencies of all requests of the batch, which promise and pin `residency.share`
 of the arena at most."""
-CASES = ("smollm2", "llama", "exact", "memory", "together", "long")
+CASES = ("smollm2", "llama", "exact", "memory", "together", "mixed", "long")
 
 
 TARGETS = {
@@ -80,6 +84,8 @@ TARGETS = {
     "hit_first_token_share": at_most(0.10),
     "representations_overhead": at_most(0.03),
     "representations_overhead_hit": at_most(0.0),
+    "auto_over_host": at_least(1.0),
+    "auto_over_dense": at_least(1.0),
 }
 
 
@@ -91,6 +97,7 @@ class Found:
     rounds: dict[str, tuple[Shape, list[Round]]]
     held: list[Held]
     together: list[Together]
+    mixed: list[Mixed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +116,9 @@ class Sizes:
     answer: int = 256
     steps: int = 64
     rounds: int = 3
+    mixed: tuple[int, ...] = (12288, 2048, 768, 6144, 1024, 3072, 768, 8192, 1536, 4096, 1024, 2048)
+    mixed_pool: int = 16384
+    mixed_answer: int = 128
     held: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
 
 
@@ -124,6 +134,9 @@ QUICK = Sizes(
     answer=32,
     steps=32,
     rounds=1,
+    mixed=(2048, 768, 1536, 1024),
+    mixed_pool=3072,
+    mixed_answer=32,
     held=(1024, 4096),
 )
 LONG_TOKENS, LONG_POOL = 131072, 6144
@@ -131,7 +144,7 @@ LONG_TOKENS, LONG_POOL = 131072, 6144
 
 def run(sizes: Sizes, chosen: Sequence[str], folder: Path) -> Found:
     """Runs all cases in sequence."""
-    found = Found([], {}, [], [])
+    found = Found([], {}, [], [], [])
 
     def timed(shape: Shape, context: int, rounds: int) -> None:
         name = f"{shape.model.name} {context}"
@@ -183,13 +196,31 @@ def run(sizes: Sizes, chosen: Sequence[str], folder: Path) -> Found:
             )
         )
 
+    def mixture() -> None:
+        pool, count = sizes.mixed_pool + BLOCK_TOKENS, len(sizes.mixed)
+        shape = Shape(tiny, max(sizes.mixed), 256, 256, pool, count)
+        found.mixed.extend(
+            mixed(
+                shape,
+                sizes.mixed,
+                sizes.mixed_answer,
+                sizes.rounds,
+                folder / "mixed",
+                BATCH_ARENA,
+            )
+        )
+
     def longest() -> None:
         shape = Shape(tiny, LONG_TOKENS + 64, 1024, 256, LONG_POOL)
         cases = [("long", [LONG_TOKENS - 16])]
         found.exact.extend(exactness(shape, cases, 16, folder / "long", LONG_ARENA))
 
     work: dict[str, Callable[[], None]] = dict(
-        zip(CASES, (slowest_model, long_context, exact, lengths, batch, longest), strict=True)
+        zip(
+            CASES,
+            (slowest_model, long_context, exact, lengths, batch, mixture, longest),
+            strict=True,
+        )
     )
     for name in chosen:
         say(f"== {name}")
@@ -231,7 +262,28 @@ def figures(found: Found) -> dict[str, float]:
         named["throughput_gain_wall"] = dense.warm_s / resident.warm_s
         named["throughput_gain_cold"] = dense.cold_s / resident.cold_s
         named["preemptions"] = named.get("preemptions", 0.0) + resident.preemptions
-    return named
+    return named | of_mixed(found.mixed)
+
+
+def of_mixed(rows: Sequence[Mixed]) -> dict[str, float]:
+    """Returns the medians over rounds of the ratios of throughput."""
+    by_round: dict[int, dict[str, Mixed]] = {}
+    for row in rows:
+        by_round.setdefault(row.round, {})[row.way] = row
+    takes: dict[str, Callable[[Mixed], float]] = {
+        "": lambda one: one.seconds(PROCESSOR),
+        "_wall": lambda one: one.seconds(WALL),
+        "_cold": lambda one: one.cold_s[PROCESSOR],
+        "_warm": lambda one: one.warm_s[PROCESSOR],
+    }
+    return {
+        f"auto_over_{way}{suffix}": median(
+            [takes_s(ways[way]) / takes_s(ways["auto"]) for ways in by_round.values()]
+        )
+        for way in ("host", "dense")
+        for suffix, takes_s in takes.items()
+        if by_round
+    }
 
 
 RATIOS = {
@@ -304,7 +356,7 @@ def report(found: Found, named: dict[str, float]) -> str:
     parts = [table(("figure", "value", "target", ""), rows)]
     parts += [
         rows_table([asdict(one) for one in rows_of_case])
-        for rows_of_case in (found.exact, found.held, found.together)
+        for rows_of_case in (found.exact, found.held, found.together, found.mixed)
         if rows_of_case
     ]
     return "\n\n".join(parts)
@@ -339,6 +391,7 @@ def main() -> int:
         "exact": [asdict(one) for one in found.exact],
         "memory": [asdict(one) for one in found.held],
         "together": [asdict(one) for one in found.together],
+        "mixed": [asdict(one) for one in found.mixed],
         "rounds": {
             name: [asdict(one) for one in rounds] for name, (_, rounds) in found.rounds.items()
         },

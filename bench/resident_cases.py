@@ -551,3 +551,92 @@ def together(
             )
             say(f"{found[-1]}")
     return found
+
+
+# -------------------------------------------------------------------------------------------- Mixed
+
+WAYS = ("dense", "host", "auto")
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """A round of mixed traffic in one way: requests of all lengths, computed, and then asked again.
+
+    …_s: wall and processor seconds, the server's included in the latter.
+    """
+
+    way: str
+    round: int
+    pool_tokens: int
+    context_tokens: int
+    cold_s: tuple[float, float]
+    warm_s: tuple[float, float]
+    preemptions: float
+    moved: float
+    most_decoding: int
+
+    def seconds(self, clock: int) -> float:
+        """Returns the time of the round."""
+        return self.cold_s[clock] + self.warm_s[clock]
+
+
+def mixed(
+    shape: Shape,
+    contexts: Sequence[int],
+    answer_tokens: int,
+    num_rounds: int,
+    folder: Path,
+    arena: str,
+) -> list[Mixed]:
+    """Returns rounds of the same traffic in pools of equal bytes: vLLM with the server beside it,
+    contexts always in host memory, and contexts that move there. Engines take turns, and share no
+    prefix."""
+    found = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(made(folder))
+        server = stack.enter_context(Server(folder, arena))
+        server.wait_ready(600.0)
+        engines = {}
+        for way in WAYS:
+            sparse = None if way == "dense" else shape.sparse(way)
+            settings = shape.settings(shape.pool_tokens, server.target, sparse)
+            engines[way] = stack.enter_context(Watched(way, settings, folder, server))
+        for engine in engines.values():
+            engine.wait_ready()
+            engine.batch([shape.model.prompt("warm", 2048)], 8)
+        for number in range(num_rounds):
+            for place in range(len(WAYS)):
+                way = WAYS[(number + place) % len(WAYS)]
+                prompts = [
+                    shape.model.prompt(f"{way} {number} {one}", context - answer_tokens)
+                    for one, context in enumerate(contexts)
+                ]
+                cold, warm = (_again(engines[way], server, prompts, answer_tokens) for _ in "12")
+                found.append(
+                    Mixed(
+                        way,
+                        number,
+                        shape.pool_tokens,
+                        sum(contexts),
+                        _taken(cold),
+                        _taken(warm),
+                        cold.counter("preemptions") + warm.counter("preemptions"),
+                        cold.counter("moved_residencies") + warm.counter("moved_residencies"),
+                        max(cold.most_decoding, warm.most_decoding),
+                    )
+                )
+                say(f"{found[-1]}")
+    return found
+
+
+def _again(
+    engine: Watched, server: Server, prompts: Sequence[Sequence[int]], answer_tokens: int
+) -> Batch:
+    settled(server)
+    engine.forget()
+    return engine.batch(prompts, answer_tokens)
+
+
+def _taken(batch: Batch) -> tuple[float, float]:
+    wall_s, processor_s, _ = batch.steps[-1]
+    return wall_s, processor_s + batch.server_cpu_s

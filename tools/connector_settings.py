@@ -45,7 +45,7 @@ SPARSE = """
 ## `hotkv.sparse`
 
 An object with these fields, for [sparse decode](sparse.md) and [contexts beyond device
-memory](residency.md). With `"residency": "host"` other defaults apply:
+memory](residency.md). With `"residency"` `"host"` or `"auto"` other defaults apply:
 {resident}.
 """
 TABLE = "\n| setting | default | |\n|---|---|---|\n"

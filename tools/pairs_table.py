@@ -43,6 +43,8 @@ Of the {counts}. A pair works unless the tables say
 - The same over real daemons with a disk and a Valkey: pairs with {tiers}
   that no table lists (`tests/pairs/test_nodes.py`).
 - In real engines beside a real daemon: pairs of `residency` and `offloading`, in the first table.
+  Those of `residency` with `"residency": "auto"` too, with requests that move off the device
+  (`test_a_pair_of_requests_that_move`, `tests/vllm/test_residency_auto.py`).
 """
 
 

@@ -158,8 +158,8 @@ class ConnectorConfig:
 
     @property
     def is_resident(self) -> bool:
-        """Returns True if contexts are to live in host memory."""
-        return self.sparse is not None and self.sparse.residency == "host"
+        """Returns True if contexts may live in host memory."""
+        return self.sparse is not None and self.sparse.residency != "off"
 
     def read_centres(self) -> Centres | None:
         """Reads the file named by `sparse_centre`; None if the setting is empty. Raises
@@ -247,7 +247,7 @@ def _read_sparse(key: str, value: Any) -> SparseConfig:
                 f"{', '.join(sorted(known))}"
             )
     settings = dict(value)
-    if settings.get("residency") == "host":
+    if settings.get("residency") in ("host", "auto"):
         settings = {**RESIDENT_SETTINGS, **settings}
     if isinstance(settings.get("dense_layers"), list):
         settings["dense_layers"] = tuple(settings["dense_layers"])

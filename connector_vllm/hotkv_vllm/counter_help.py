@@ -67,6 +67,7 @@ COUNTERS: dict[str, str] = {
     "resident_staged_pages": "Pages of a layer copied into a staging area.",
     "refused_residencies": "Requests that had to wait for room in host memory.",
     "parked_residencies": "Requests that gave their room in host memory up, and began anew later.",
+    "moved_residencies": "Requests that moved from the device to host memory (residency auto).",
     "lost_residencies": "Requests whose bytes in host memory were lost; they were computed again.",
     "failed_residencies": "Requests that ended with an error because the server took no blocks.",
     "sparse_recall_samples": "Selections measured against exact attention.",

@@ -12,7 +12,7 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.formats import FORMATS, token_scorer
 
 COPY_METHODS = ("memcpy", "batch", "kernel", "auto")
-RESIDENCIES = ("off", "host")
+RESIDENCIES = ("off", "host", "auto")
 CACHE_POLICIES = ("lru", "none")
 MIN_ADAPTIVE_TOKENS = 128
 """Adaptive selections contain at least this many tokens, without the always kept tokens."""
@@ -43,7 +43,7 @@ class SparseConfig:
     copy_method: how `ArrayPages` copies blocks; see `COPY_METHODS`. Engines ignore it.
     min_context_tokens: shorter contexts stay dense.
     residency: `host` keeps old blocks in host memory only, so a context may be larger than the
-        device's memory.
+        device's memory. `auto` does so once the device has no room for the whole context.
     """
 
     sparse_topk: int | float = 0.1
@@ -80,10 +80,13 @@ class SparseConfig:
             raise _refuse(
                 "dense_layers",
                 self.dense_layers,
-                "with residency = 'host' no layer is dense; use ()",
+                f"with residency = {self.residency!r} no layer is dense; use ()",
             )
         if type(self.sparse_topk) is not int:
-            fix = "with residency = 'host' the budget is a number of tokens, such as 1024"
+            fix = (
+                f"with residency = {self.residency!r} the budget is a number of tokens, such as "
+                "1024"
+            )
             raise _refuse("sparse_topk", self.sparse_topk, fix)
 
     def _check_counts(self) -> None:

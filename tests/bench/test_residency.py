@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from bench.residency import TARGETS, Found, figures, report
-from bench.resident_cases import Exact, Held, Model, Round, Shape, Together, largest_difference
+from bench.resident_cases import (
+    Exact,
+    Held,
+    Mixed,
+    Model,
+    Round,
+    Shape,
+    Together,
+    largest_difference,
+)
 from demo.watched import Batch
 
 LLAMA = Model("llama", Path("/none"), "float32", 4, 2048, range(3, 10))
@@ -58,6 +67,11 @@ def found() -> Found:
             Together("dense", 16416, 9, 16384, 128, 1, 0.0, 90.0, 30.0, 28.0, 50.0),
             Together("resident", 16416, 9, 16384, 128, 6, 3.0, 60.0, 10.0, 7.0, 300.0),
         ],
+        [
+            Mixed(way, number, 16416, 40960, (30.0, cold_s), (15.0, 10.0), 0.0, 0.0, 6)
+            for number in range(3)
+            for way, cold_s in (("dense", 20.0), ("host", 11.0 + number), ("auto", 10.0))
+        ],
     )
 
 
@@ -79,6 +93,11 @@ FIGURES = {
     "throughput_gain": 4.0,
     "throughput_gain_cold": 1.5,
     "throughput_gain_decode": 6.0,
+    "auto_over_dense": 1.5,
+    "auto_over_host": 1.1,
+    "auto_over_host_cold": 1.2,
+    "auto_over_host_warm": 1.0,
+    "auto_over_host_wall": 1.0,
 }
 """Medians of ratios; gains of equal pools; exactness counts what is wrong in any case."""
 

@@ -32,14 +32,16 @@ LENGTH = 1720
 """Tokens of a prompt: more than half of what the device holds. The answer needs a block more, for
 which the engine has to ask."""
 TOKENS = 12
+MOVE_STEPS = 5
 
 
 class Stage:
     """A node with a disk and a Valkey, an engine that attends to everything and resident ones. They
     start when they are first asked for."""
 
-    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
-        self.folder, self._stack = folder, stack
+    def __init__(self, folder: Path, stack: contextlib.ExitStack, moves: bool = False) -> None:
+        """moves: requests begin on the device as a whole, and are moved soon."""
+        self.folder, self._stack, self._moves = folder, stack, moves
         self.collector = stack.enter_context(OtlpReceiver())
         valkey = stack.enter_context(running(folder / "valkey"))
         self.daemon = stack.enter_context(own_daemon())
@@ -81,7 +83,7 @@ class Stage:
         ours: dict[str, Any] = {"sparse_recall_steps": 0, "startup_wait_s": 20.0}
         if resident:
             settings |= {"num_gpu_blocks_override": 2 * EXACT_POOL, "quantum": 0}
-            ours |= {"sparse": EXACT}
+            ours |= {"sparse": EXACT | ({"residency": "auto"} if self._moves else {})}
         else:
             ours |= {"startup_wait_s": 0.0}
         target = self.daemon.target if resident else f"unix:{self.folder}/none.sock"
@@ -99,6 +101,8 @@ class Stage:
         if resident and "tensor_parallel_size" not in more:
             # Of one process; ranks stay with dense attention where it is as good.
             made.ask("rewrite_always")
+            if self._moves:
+                made.ask("move", every=MOVE_STEPS)
         return made
 
     @property
@@ -128,6 +132,12 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     with contextlib.ExitStack() as stack:
         yield Stage(tmp_path_factory.mktemp("resident"), stack)
+
+
+@pytest.fixture(scope="module")
+def moving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    with contextlib.ExitStack() as stack:
+        yield Stage(tmp_path_factory.mktemp("moving"), stack, moves=True)
 
 
 # ------------------------------------------------------------------------------------- one engine
@@ -350,6 +360,8 @@ SHOWN: dict[str, Callable[[Stage], None]] = {
 """By the feature that residency meets."""
 
 EVERYDAY = {"reset", "disk"}
+NOT_COUNTED = {"ranks", "producer", "pooling", "embeds", "images"}
+"""Pairs that start their own engines."""
 
 
 @pytest.mark.parametrize(
@@ -357,6 +369,18 @@ EVERYDAY = {"reset", "disk"}
     [pytest.param(name, marks=[] if name in EVERYDAY else [pytest.mark.long]) for name in SHOWN],
 )
 def test_a_pair(stage: Stage, name: str) -> None:
+    is_shown(stage, name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_pair_of_requests_that_move(moving: Stage, name: str) -> None:
+    is_shown(moving, name)
+    counted = [engine.ask("stats")["totals"] for engine in moving._made.values()]
+    assert any("moved_residencies" in totals for totals in counted) or name in NOT_COUNTED
+
+
+def is_shown(stage: Stage, name: str) -> None:
     SHOWN[name](stage)
     for engine in stage._made.values():
         assert "hook_errors" not in engine.ask("stats")["totals"]

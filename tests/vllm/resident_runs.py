@@ -19,6 +19,7 @@ SPARSE: dict[str, Any] = {
     "recent_tokens": 64,
 }
 RESIDENT = SPARSE | {"residency": "host"}
+AUTO = SPARSE | {"residency": "auto"}
 CHUNK = 128
 POOL_BLOCKS = 64
 """2,048 tokens on the device."""

@@ -5,16 +5,19 @@
 selection raises from then on. `pool`: built blocks of each layer, and how many of them hold another
 representation than their page gives. `come_alone`: blocks are loaded without representations from
 then on. `in_flight`: stores that were begun and not reported. `lose` (steps): bytes in host memory
-are lost after these numbers of steps. `pace` (seconds): how long a step takes at least, from then
-on. `compare_rows`: from then on, compares which requests attention takes as sparse with those that
-the scheduler counts as inexact; `rows`: how many were so, in how many steps, and the steps in which
-they differed. `called` (modules, prompts, max_tokens): names of the functions of these modules that
-the requests call, and how many steps they take. `break_once` (name, after_steps, prompts,
-max_tokens, salt): the same requests; one of these functions raises at its first call after so many
-steps. Of several connectors in one engine, the first is meant.
+are lost after these numbers of steps. `move` (every): from then on, every so many steps, moves all
+running requests off the device that can be moved, whether or not it lacks room. `pace` (seconds):
+how long a step takes at least, from then on. `compare_rows`: from then on, compares which requests
+attention takes as sparse with those that the scheduler counts as inexact; `rows`: how many were so,
+in how many steps, and the steps in which they differed. `called` (modules, prompts, max_tokens):
+names of the functions of these modules that the requests call, and how many steps they take.
+`break_once` (name, after_steps, prompts, max_tokens, salt): the same requests; one of these
+functions raises at its first call after so many steps. Of several connectors in one engine, the
+first is meant.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -149,6 +152,28 @@ def lose(_: Any, steps: list[int]) -> dict[str, Any]:
     return {}
 
 
+def move(_: Any, every: int) -> dict[str, Any]:
+    from hotkv_vllm.residency.resident_requests import ResidentRequests
+
+    original, steps = ResidentRequests.make_room, itertools.count(1)
+
+    def make_room(self: Any) -> None:
+        original(self)
+        pool = self._pool
+        for request_id in pool.running_requests() if next(steps) % every == 0 else ():
+            one = self._residents.get(request_id)
+            if one is None or not self._may_move(one):
+                continue
+            relief = pool.relief(request_id, self.kept_tokens(request_id))
+            free = pool._manager.block_pool.get_num_free_blocks()
+            if relief is not None and free + relief.freed > 16:
+                pool.move(request_id)
+                self._stats.add("moved_residencies")
+
+    ResidentRequests.make_room = make_room  # type: ignore[method-assign]
+    return {}
+
+
 def compare_rows(llm: Any) -> dict[str, Any]:
     """Of attention: the rows for which a selection is asked."""
     worker, exactness = _worker(), _scheduler_side(llm).requests._exactness
@@ -262,6 +287,7 @@ engine_driver.OPERATIONS |= {
     "called": called,
     "break_once": break_once,
     "lose": lose,
+    "move": move,
     "compare_rows": compare_rows,
     "rows": rows,
     "sparse": sparse,

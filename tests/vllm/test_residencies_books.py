@@ -14,6 +14,7 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.residency.calls import ASK_AGAIN_S, TURN_S, ResidencyCalls
+from hotkv_vllm.residency.moves import Demand, Relief
 from hotkv_vllm.residency.resident_requests import (
     PARK_S,
     QUANTUM_TOKENS,
@@ -31,7 +32,8 @@ LONG = 8 * TOKENS
 
 class Pool:
     """Stands for the device's pool. `running`: requests that have blocks. `more`: how many a
-    request may add to its prompt."""
+    request may add to its prompt. `whole`: requests that stay on the device as a whole. `asked`:
+    what the coming step asks of it."""
 
     def __init__(self) -> None:
         self.more = 4
@@ -41,6 +43,30 @@ class Pool:
         self.losing: list[str] = []
         self.has_lost = False
         self.freed: dict[str, int] = {}
+        self.whole: set[str] = set()
+        self.has_room = False
+        self.asked: Demand | None = None
+
+    def stays_whole(self, one: Any) -> bool:
+        return one.request_id in self.whole
+
+    def has_room_for(self, one: Any) -> bool:
+        return self.has_room and self.stays_whole(one)
+
+    def demand(self, has_room: Any) -> Demand | None:
+        return self.asked
+
+    def running_requests(self) -> list[str]:
+        return sorted(self.running)
+
+    def relief(self, request_id: str, stored_tokens: int) -> Relief | None:
+        return Relief(stored_tokens // TOKENS - 2) if request_id in self.whole else None
+
+    def move(self, request_id: str) -> None:
+        self.whole.remove(request_id)
+
+    def forget(self, request_id: str) -> None:
+        self.whole.discard(request_id)
 
     def longest(self, one: Any) -> int:
         return int(one.num_prompt_tokens) + self.more * TOKENS
@@ -380,6 +406,88 @@ def test_a_lost_request_is_not_held() -> None:
     assert books.books.held(books.now_s) == ["b"]
     books.books.lost(["a"])
     assert books.books.held(books.now_s) == ["b"]
+
+
+# ------------------------------------------------------------------ requests that begin as a whole
+
+
+def whole(most_blocks: int | None = None) -> tuple[Books, RequestState]:
+    """Returns a request that runs on the device as a whole."""
+    books = growing(most_blocks)
+    books.pool.whole = {"a"}
+    return books, books.run()
+
+
+def test_a_whole_request_needs_no_room_in_the_server() -> None:
+    books, state = whole(0)
+    for blocks in range(8, 12):
+        decoded(books, state, blocks)
+        for _ in range(int(TIMEOUT_S)):
+            assert books.books.held(books.now_s) == []
+            books.step("a", passed_s=1.0)
+    assert not books.pool.failed and not books.books.kept_tokens("a")
+    assert not books.books.is_freeing(books.now_s)
+    books.pool.asked = Demand(0, 0, 1, None)
+    books.books.make_room()
+    assert books.pool.whole == {"a"}, "it can't leave a device that alone has it"
+
+
+def test_a_whole_request_is_moved_when_the_pool_lacks_blocks_and_never_back() -> None:
+    books, state = whole()
+    books.keep(state, 5)
+    books.books.make_room()
+    assert books.pool.whole == {"a"} and not books.parts.count("moved_residencies")
+    books.pool.asked = Demand(0, 0, 1, None)
+    books.books.make_room()
+    assert not books.pool.whole and books.parts.count("moved_residencies") == 1
+    books.books.make_room()
+    assert books.parts.count("moved_residencies") == 1
+    books.server.die(empty=False)
+    state.request.num_computed_tokens = 6 * TOKENS
+    for _ in range(int(TIMEOUT_S) + 1):
+        books.step("a", passed_s=1.0)
+    assert "residency_timeout_s" in books.pool.failed["a"], "now it needs the server"
+
+
+def test_a_whole_request_outlives_the_server() -> None:
+    """A server that comes back empty costs it nothing: the device has all that was lost."""
+    books, state = whole()
+    books.keep(state, 3)
+    books.server.die(empty=True)
+    for blocks in range(4, 4 + 2 * int(TIMEOUT_S)):
+        state.request.num_computed_tokens = blocks * TOKENS
+        books.step("a", passed_s=1.0)
+    books.pool.asked = Demand(0, 0, 1, None)
+    books.books.make_room()
+    assert books.pool.whole == {"a"} and not books.pool.failed
+    books.server.come_back()
+    for _ in range(6):
+        step = books.step("a", passed_s=ASK_AGAIN_S)
+        assert not step.lost
+    assert not books.books.kept_tokens("a") and not books.pool.losing
+    state.request.num_computed_tokens = 0
+    books.keep(state, 5)
+    books.books.make_room()
+    assert not books.pool.whole
+
+
+def test_a_hit_waits_for_pins_only_if_the_device_lacks_room() -> None:
+    books = growing()
+    books.pool.whole, books.pool.has_room = {"a"}, True
+    state = books.arrive("a")
+    for block in range(4):
+        books.server.blocks[books.parts.space, 0, block_hash("a", block)] = {0: b"x"}
+    assert books.books.is_admitted(state, books.now_s)
+    assert books.books.keeps_hit(state.request, 4 * TOKENS, books.now_s)
+    assert not books.server.count("extend_residency")
+    books.pool.has_room = False
+    assert books.books.keeps_hit(state.request, 4 * TOKENS, books.now_s) is None
+    assert books.books.keeps_hit(state.request, 4 * TOKENS, books.now_s)
+    assert books.books.kept_tokens("a") == 4 * TOKENS
+    missing = books.books.keeps_hit(state.request, 6 * TOKENS, books.now_s)
+    while missing is None:
+        missing = books.books.keeps_hit(state.request, 6 * TOKENS, books.now_s)
+    assert missing, "what the server did not pin is loaded"
 
 
 # ------------------------------------------------------------------------------------- a new server

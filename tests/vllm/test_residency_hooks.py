@@ -16,6 +16,7 @@ TOKENS = 12
 MODULES = [
     "compat.residency",
     "residency.calls",
+    "residency.moves",
     "residency.pages",
     "residency.resident_requests",
     "residency.resident",
@@ -34,19 +35,21 @@ CALLED_BY_VLLM = {"ResidentManager", "ResidentSpec"}
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("is_async", "later", "every"),
+    ("is_async", "later", "every", "moves"),
     [
-        pytest.param(True, True, 4, id="async-later"),
-        pytest.param(False, False, 2, id="sync-first"),
+        pytest.param(True, True, 4, 0, id="async-later"),
+        pytest.param(False, False, 2, 0, id="sync-first"),
+        pytest.param(True, True, 4, 5, id="async-later-moves"),
     ],
 )
 def test_whatever_breaks_no_token_is_wrong(
-    start: Start, daemon: Daemon, is_async: bool, later: bool, every: int
+    start: Start, daemon: Daemon, is_async: bool, later: bool, every: int, moves: int
 ) -> None:
-    """At its first call, or at its first one after any number of steps: half of them each way."""
+    """At its first call, or at its first one after any number of steps: half of them each way.
+    `moves`: requests begin on the device as a whole, and move after so many steps."""
     dense = start(None)
     one = start(
-        EXACT,
+        EXACT | ({"residency": "auto"} if moves else {}),
         target=daemon.start().target,
         num_gpu_blocks_override=2 * EXACT_POOL,
         async_scheduling=is_async,
@@ -54,6 +57,8 @@ def test_whatever_breaks_no_token_is_wrong(
     )
     one.ask("wait", connected=True, timeout_s=60.0)
     one.ask("rewrite_always")
+    if moves:
+        one.ask("move", every=moves)
     # One that misses, and one that has a prefix of it in common.
     (base, other) = prompts(21, 900, 760)
     batches = [[base, other], [[*base, *other[:80]]]]

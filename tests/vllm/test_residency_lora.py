@@ -28,8 +28,12 @@ class Two(NamedTuple):
     folder: Path
 
 
-@pytest.fixture(scope="module")
-def two(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+@pytest.fixture(scope="module", params=["host", pytest.param("auto", marks=pytest.mark.long)])
+def two(
+    request: pytest.FixtureRequest,
+    shared_daemon: Daemon,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Two]:
     folder = tmp_path_factory.mktemp("resident-lora")
     made, model = Engines(folder), write_model(folder / "model")
     settings: dict[str, Any] = {
@@ -45,7 +49,8 @@ def two(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iter
     one = made.start(
         model,
         shared_daemon.target,
-        connector=connector | {"sparse": RESIDENT, "startup_wait_s": 20.0},
+        connector=connector
+        | {"sparse": RESIDENT | {"residency": request.param}, "startup_wait_s": 20.0},
         num_gpu_blocks_override=POOL_BLOCKS,
         quantum=0,
         **settings,

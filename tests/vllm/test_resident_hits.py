@@ -61,6 +61,9 @@ class SmallPool:
     def __init__(self) -> None:
         self.failed: dict[str, str] = {}
 
+    def stays_whole(self, _: Any) -> bool:
+        return False
+
     def holds_whole(self, one: Any) -> bool:
         return False
 

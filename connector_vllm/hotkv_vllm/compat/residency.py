@@ -6,6 +6,9 @@ slots. A hot slot is a block of vLLM's pool that belongs to no position and has 
 in each layer. All other complete blocks return to the pool once `ResidentManager.stored_tokens`
 says that the server has pinned them; the block table then has the null block in their place.
 
+With `residency = "auto"` a request holds all its blocks and no hot slots until it is moved
+(`ResidentManager.moved`). From then on it is as above, to its end.
+
 Always true:
 - No block is freed before the server has pinned its bytes.
 - A request that has lost bytes gets no further block, so vLLM preempts it and computes it anew.
@@ -31,6 +34,7 @@ from hotkv_sparse import SparseConfig
 from hotkv_sparse.hotset import USUAL_SETS
 from hotkv_vllm.config import SPARSE, ConfigError
 from hotkv_vllm.link import logger
+from hotkv_vllm.residency.moves import Demand, Relief
 
 # ------------------------------------------------------------------------- the spec and its manager
 
@@ -47,6 +51,7 @@ class ResidentSpec(FullAttentionSpec):
     keeps_tokens: tokens that any request keeps on the device: the recent window, tokens in flight,
         and tokens whose store is under way.
     sparse_from_tokens: shorter contexts are dense, so they stay on the device as a whole.
+    begins_whole: True if requests stay on the device as a whole until they are moved.
     """
 
     sink_blocks: int
@@ -54,6 +59,7 @@ class ResidentSpec(FullAttentionSpec):
     keeps_tokens: int
     hot_blocks: int
     sparse_from_tokens: int
+    begins_whole: bool = False
 
     @staticmethod
     def of(spec: FullAttentionSpec, config: SparseConfig, vllm_config: Any) -> "ResidentSpec":
@@ -68,6 +74,7 @@ class ResidentSpec(FullAttentionSpec):
             keeps_tokens=config.recent_tokens + vllm_config.max_in_flight_tokens + step_tokens,
             hot_blocks=hot_blocks(config, tokens),
             sparse_from_tokens=config.min_context_tokens,
+            begins_whole=config.residency == "auto",
         )
 
     @property
@@ -81,7 +88,12 @@ class ResidentSpec(FullAttentionSpec):
     def device_blocks(self, num_tokens: int) -> int:
         """Returns the most blocks that a request of `num_tokens` holds, hot slots included."""
         needed = _blocks(num_tokens, self.block_size)
-        return needed if needed <= self.whole_blocks else self.whole_blocks + self.hot_blocks
+        return needed if needed <= self.whole_blocks else self.moved_blocks
+
+    @property
+    def moved_blocks(self) -> int:
+        """Returns the most blocks that a request holds that is not on the device as a whole."""
+        return self.whole_blocks + self.hot_blocks
 
     def gap(self, hit_tokens: int) -> range:
         """Returns the blocks between the sinks and the recent window of a hit; empty if the hit
@@ -119,6 +131,7 @@ class ResidentManager(FullAttentionManager):
 
     `freed_blocks`: by request, the end of the freed blocks, which begin behind the sinks.
     `hot`: the hot slots by request.
+    `moved`: with `begins_whole`, requests that are no longer on the device as a whole.
     """
 
     def __init__(self, kv_cache_spec: ResidentSpec, **more: Any) -> None:
@@ -133,6 +146,8 @@ class ResidentManager(FullAttentionManager):
         self.hot_ids: dict[str, tuple[int, ...]] = {}
         self.freed_blocks: dict[str, int] = {}
         self.lost: set[str] = set()
+        self.moved: set[str] = set()
+        self._begins_moved: set[str] = set()
         self.most_held = 0
         self._longest: dict[str, int] = {}
 
@@ -158,12 +173,26 @@ class ResidentManager(FullAttentionManager):
         return self.spec.hot_blocks - len(self.hot.get(request_id, ()))
 
     def _outgrows(self, request_id: str, num_tokens: int) -> bool:
-        """Returns True if a request of `num_tokens`, or admitted with more, does not fit on the
+        """Returns True if a request of `num_tokens`, or admitted with more, does not stay on the
         device as a whole. Only such a request has hot slots and frees blocks."""
-        longest = max(num_tokens, self._longest.get(request_id, 0))
-        return _blocks(longest, self.block_size) > self.spec.whole_blocks
+        if self.spec.begins_whole and not self._is_moved(request_id):
+            return False
+        return self._most_blocks(request_id, num_tokens) > self.spec.whole_blocks
+
+    def _most_blocks(self, request_id: str, num_tokens: int) -> int:
+        """Returns the blocks of a request of `num_tokens`, or with which it was admitted."""
+        return _blocks(max(num_tokens, self._longest.get(request_id, 0)), self.block_size)
+
+    def _is_moved(self, request_id: str) -> bool:
+        return request_id in self.moved or request_id in self._begins_moved
 
     # -------------------------------------------------------------------------------- allocation
+
+    def needs(self, request_id: str, num_tokens: int) -> int:
+        """Returns the blocks that a running request lacks to have `num_tokens`."""
+        held = len(self.req_to_blocks.get(request_id, ()))
+        lacks = max(0, _blocks(num_tokens, self.block_size) - held)
+        return lacks + self._missing_hot(request_id, num_tokens)
 
     def get_num_blocks_to_allocate(
         self,
@@ -180,9 +209,12 @@ class ResidentManager(FullAttentionManager):
         if request_id in self.lost:
             # No allocation succeeds, so the scheduler preempts the request, and it starts anew.
             return int(self.block_pool.num_gpu_blocks) + 1
+        is_decided = request_id in self._longest and not apply_admission_cap
         if apply_admission_cap:
             self._longest[request_id] = num_tokens
         is_new = not self.req_to_blocks.get(request_id)
+        if is_new and self.spec.begins_whole and not is_decided:
+            self._decide(request_id, num_tokens)
         if is_new and self._outgrows(request_id, num_tokens) and not self.has_room(request_id):
             # A request that asks for no hit has not waited for the answer, so check for room here
             # too.
@@ -194,7 +226,8 @@ class ResidentManager(FullAttentionManager):
             total_computed_tokens,
             num_local_computed_tokens,
             num_tokens_main_model,
-            apply_admission_cap=apply_admission_cap,
+            # What is on the device as a whole is not capped.
+            apply_admission_cap=apply_admission_cap and self._outgrows(request_id, num_tokens),
             prefill_end=prefill_end,
         )
         is_hit = total_computed_tokens > num_local_computed_tokens
@@ -203,6 +236,21 @@ class ResidentManager(FullAttentionManager):
             first, last = self._gap(request_id, total_computed_tokens, held)
             needed -= last - first
         return needed + self._missing_hot(request_id, num_tokens)
+
+    def _decide(self, request_id: str, num_tokens: int) -> None:
+        """Decides whether a request that has no blocks begins as if it had been moved: if it does
+        not fit beside what other prompts still need, and the server has room for it. It is decided
+        anew until the request has blocks."""
+        self._begins_moved.discard(request_id)
+        free = self.block_pool.get_num_free_blocks()
+        needed = self._most_blocks(request_id, num_tokens)
+        if (
+            request_id not in self.moved
+            and needed > free - self.promised_blocks
+            and self.spec.moved_blocks <= min(free, needed - 1)
+            and self.has_room(request_id)
+        ):
+            self._begins_moved.add(request_id)
 
     def _gap(self, request_id: str, computed_tokens: int, num_held: int) -> tuple[int, int]:
         """Returns the blocks [first, last) of a hit that are neither allocated nor loaded: those
@@ -245,10 +293,10 @@ class ResidentManager(FullAttentionManager):
     ) -> list[KVCacheBlock]:
         """Does the same as vLLM's method. With a request's first blocks it also allocates the hot
         slots."""
-        count = self._missing_hot(request_id, num_tokens)
-        if count > 0:
-            hot = self.hot[request_id] = self.block_pool.get_new_blocks(count)
-            self.hot_ids[request_id] = tuple(block.block_id for block in hot)
+        if request_id in self._begins_moved:
+            self._begins_moved.discard(request_id)
+            self.moved.add(request_id)
+        self._take_hot(request_id, self._missing_hot(request_id, num_tokens))
         new: list[KVCacheBlock] = super().allocate_new_blocks(
             request_id, num_tokens, num_tokens_main_model
         )
@@ -256,6 +304,44 @@ class ResidentManager(FullAttentionManager):
         held = len(self.req_to_blocks[request_id]) - freed + len(self.hot.get(request_id, ()))
         self.most_held = max(self.most_held, held)
         return new
+
+    def _take_hot(self, request_id: str, count: int) -> None:
+        if count > 0:
+            hot = self.hot[request_id] = self.block_pool.get_new_blocks(count)
+            self.hot_ids[request_id] = tuple(block.block_id for block in hot)
+
+    # -------------------------------------------------------------------------------------- moving
+
+    @property
+    def promised_blocks(self) -> int:
+        """Returns the blocks that the admitted requests still need for their prompts."""
+        return sum(self._promised(name, self._is_moved(name)) for name in self.req_to_blocks)
+
+    def _promised(self, request_id: str, is_moved: bool) -> int:
+        needed = self._most_blocks(request_id, 0)
+        if is_moved:
+            needed = min(needed, self.spec.whole_blocks)
+        return max(0, needed - len(self.req_to_blocks[request_id]))
+
+    def relief(self, request_id: str, processed_tokens: int, stored_tokens: int) -> Relief:
+        """Returns what it gives to move a request."""
+        blocks = self._freeable(request_id, processed_tokens, stored_tokens)
+        return Relief(
+            len(blocks) - self.spec.hot_blocks,
+            self._promised(request_id, False) - self._promised(request_id, True),
+        )
+
+    def move(self, request_id: str, processed_tokens: int) -> None:
+        """Frees the blocks of a request that the server has pinned, and gives it hot slots."""
+        self.moved.add(request_id)
+        self._free(request_id, processed_tokens)
+        self._take_hot(request_id, self.spec.hot_blocks)
+
+    def forget(self, request_id: str) -> None:
+        """Forgets a request that has ended."""
+        self.moved.discard(request_id)
+        self._begins_moved.discard(request_id)
+        self._longest.pop(request_id, None)
 
     # ------------------------------------------------------------------------------------- freeing
 
@@ -267,15 +353,22 @@ class ResidentManager(FullAttentionManager):
     ) -> None:
         """Frees the blocks that the server has pinned, as far as they are behind the recent window
         of completed steps. vLLM calls it before it allocates for the request."""
-        spec = self.spec
-        if request_id not in self.hot:
-            return
-        kept = min(processed_computed_tokens - spec.recent_tokens, self.stored_tokens(request_id))
-        first = max(spec.sink_blocks, self.freed_blocks.get(request_id, 0))
-        last = min(kept // self.block_size, len(self.req_to_blocks[request_id]))
-        if last > first:
-            self._remove_blocks_in_range(request_id, spec.sink_blocks, last)
-            self.freed_blocks[request_id] = last
+        if request_id in self.hot:
+            self._free(request_id, processed_computed_tokens)
+
+    def _free(self, request_id: str, processed_tokens: int) -> None:
+        stored_tokens = self.stored_tokens(request_id)
+        blocks = self._freeable(request_id, processed_tokens, stored_tokens)
+        if blocks:
+            self._remove_blocks_in_range(request_id, self.spec.sink_blocks, blocks.stop)
+            self.freed_blocks[request_id] = blocks.stop
+
+    def _freeable(self, request_id: str, processed_tokens: int, stored_tokens: int) -> range:
+        """Returns the blocks behind those that were freed, up to the recent window, of which the
+        server has `stored_tokens`."""
+        first = max(self.spec.sink_blocks, self.freed_blocks.get(request_id, 0))
+        kept = min(processed_tokens - self.spec.recent_tokens, stored_tokens)
+        return range(first, min(kept // self.block_size, len(self.req_to_blocks[request_id])))
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Does the same as vLLM's method, and includes the hot slots."""
@@ -306,12 +399,12 @@ def resident_spec(kv_cache_config: Any) -> ResidentSpec | None:
 
 def check_residency(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -> None:
     """Raises ConfigError if the engine's contexts can't be resident in host memory."""
-    name = f"{SPARSE}.residency"
+    name = f"{SPARSE}.residency = {config.residency!r}"
     spec = resident_spec(kv_cache_config)
     if spec is None:
         kinds = sorted({type(g.kv_cache_spec).__name__ for g in kv_cache_config.kv_cache_groups})
         raise ConfigError(
-            f"{name} = 'host': it needs a model all of whose layers are of plain full attention, "
+            f"{name}: it needs a model all of whose layers are of plain full attention, "
             f"and hotkv's attention in vLLM; this one has {', '.join(kinds)}. vLLM itself "
             "frees blocks of other kinds, in the same pool, so hotkv could not promise a request "
             "its room; leave it out"
@@ -319,18 +412,16 @@ def check_residency(vllm_config: Any, kv_cache_config: Any, config: SparseConfig
     transfer = vllm_config.kv_transfer_config
     if not transfer.is_kv_producer:
         raise ConfigError(
-            f"{name} = 'host': with kv_role {transfer.kv_role!r} this engine stores nothing, and "
+            f"{name}: with kv_role {transfer.kv_role!r} this engine stores nothing, and "
             "what is not stored can't leave the device; set kv_role to 'kv_both'"
         )
     num_blocks = kv_cache_config.num_blocks - 1
     needed = spec.device_blocks(vllm_config.model_config.max_model_len)
     if config.adaptive_p is not None:
-        raise ConfigError(
-            f"{name} = 'host': it needs hot sets of one size; leave out {SPARSE}.adaptive_p"
-        )
+        raise ConfigError(f"{name}: it needs hot sets of one size; leave out {SPARSE}.adaptive_p")
     if num_blocks < needed:
         raise ConfigError(
-            f"{name} = 'host': a request holds up to {needed} blocks of {spec.block_size} tokens "
+            f"{name}: a request holds up to {needed} blocks of {spec.block_size} tokens "
             f"on the device, the pool has {num_blocks}; raise kv_cache_memory_bytes, or lower "
             f"max_num_batched_tokens ({vllm_config.scheduler_config.max_num_batched_tokens}) or "
             f"sparse_topk ({config.sparse_topk})"
@@ -355,7 +446,8 @@ class DevicePool:
     how to preempt or fail a request.
 
     Usable once vLLM has constructed its pool and called `bind`. Uses, of vLLM 0.32: the state of
-    `ResidentManager`, `Scheduler.requests`, `running`, `current_step` and
+    `ResidentManager`, `Scheduler.requests`, `running`, `waiting`, `kv_holding_waiting`,
+    `max_num_running_reqs`, `max_num_scheduled_tokens`, `current_step` and
     `encoder_cache_mismatch_reqs`, and of `Request` the fields that count output in flight and
     `next_decode_eligible_step`.
 
@@ -368,6 +460,7 @@ class DevicePool:
         self._num_blocks = int(kv_cache_config.num_blocks) - 1
         self._manager: ResidentManager | None = None
         self._scheduler: Any = None
+        self._watermark_blocks = 0
 
     def __repr__(self) -> str:
         return f"DevicePool({self._num_blocks} blocks, {self.spec})"
@@ -393,6 +486,7 @@ class DevicePool:
             found.has_room = has_room
             found.step_starts = step_starts
             self._manager = found
+            self._watermark_blocks = int(kv_cache_manager.watermark_blocks)
 
     def leave_out(self, held: Collection[str]) -> None:
         """Leaves these requests out of the step that vLLM is about to plan. Moves lost requests to
@@ -417,8 +511,11 @@ class DevicePool:
         assert self.spec is not None
         held = self.spec.device_blocks(self.max_model_len)
         size = held * self.spec.page_size_bytes / 2**20
+        where = "the whole KV cache is in host memory"
+        if self.spec.begins_whole:
+            where = "contexts move to host memory once the device lacks room; then"
         return (
-            f"the whole KV cache is in host memory; a request of up to {self.max_model_len} tokens "
+            f"{where}; a request of up to {self.max_model_len} tokens "
             f"holds at most {held} of the device's {self._num_blocks} blocks ({size:.1f} MiB a "
             f"layer, {self.spec.hot_blocks} of them hot slots), so {self._num_blocks // held} of "
             "them decode at a time"
@@ -435,9 +532,93 @@ class DevicePool:
 
     def left_out(self, hit_tokens: int) -> range:
         """Returns the blocks of a hit that need not come to the device if the server pins them all
-        for the request. Agrees with `ResidentManager._gap`."""
+        for the request. Agrees with `ResidentManager._gap`. With `begins_whole` it is decided
+        only when the request gets its blocks, so all blocks are leased."""
         spec = self.spec
-        return range(0) if spec is None else spec.gap(hit_tokens)
+        return range(0) if spec is None or spec.begins_whole else spec.gap(hit_tokens)
+
+    # ------------------------------------------------------------------- requests that may be whole
+
+    def stays_whole(self, request: Any) -> bool:
+        """Returns True if the request was not moved, and the pool is large enough for it."""
+        spec = self.spec
+        if spec is None or not spec.begins_whole or self._is_moved(request.request_id):
+            return False
+        return -(-int(request.num_tokens) // spec.block_size) <= self._num_blocks
+
+    def _is_moved(self, request_id: str) -> bool:
+        return self._manager is not None and request_id in self._manager.moved
+
+    def has_room_for(self, request: Any) -> bool:
+        """Returns True if the request, which has no blocks, can begin as a whole now."""
+        spec, manager = self.spec, self._manager
+        if spec is None or manager is None or not self.stays_whole(request):
+            return False
+        free = manager.block_pool.get_num_free_blocks() - manager.promised_blocks
+        return -(-int(request.num_tokens) // spec.block_size) <= free
+
+    def demand(self, has_room: Callable[[str], bool]) -> Demand | None:
+        """Returns what the coming step asks of the pool; None if it is surely large enough, or if
+        no request can be moved."""
+        spec, manager, scheduler = self.spec, self._manager, self._scheduler
+        if spec is None or not spec.begins_whole or manager is None or scheduler is None:
+            return None
+        free = manager.block_pool.get_num_free_blocks()
+        budget = int(scheduler.max_num_scheduled_tokens)
+        is_awaited = scheduler.waiting or scheduler.kv_holding_waiting
+        if not is_awaited and free >= budget // spec.block_size + 1 + len(scheduler.running):
+            return None
+        running = 0
+        for request in scheduler.running:
+            done = request.num_computed_tokens
+            wanted = request.num_tokens + request.num_output_placeholders - done
+            new = max(0, min(int(wanted), budget))
+            budget -= new
+            running += manager.needs(request.request_id, done + new)
+        first = self._first_needs(has_room)
+        return Demand(free, manager.promised_blocks, running, first)
+
+    def _first_needs(self, has_room: Callable[[str], bool]) -> int | None:
+        """Returns the fewest blocks with which vLLM admits the request that waits first; None if
+        none waits, or no more may run."""
+        spec, scheduler = self.spec, self._scheduler
+        assert spec is not None
+        if len(scheduler.running) >= scheduler.max_num_running_reqs:
+            return None
+        if scheduler.kv_holding_waiting:
+            # The blocks that it needs are promised.
+            return 0
+        if not scheduler.waiting:
+            return None
+        request = scheduler.waiting.peek_request()
+        needed = -(-int(request.num_tokens) // spec.block_size)
+        if spec.moved_blocks < needed and has_room(request.request_id):
+            needed = spec.moved_blocks
+        return needed + self._watermark_blocks
+
+    def running_requests(self) -> list[str]:
+        """Returns the running requests, in the order in which they were admitted."""
+        return [request.request_id for request in self._scheduler.running]
+
+    def relief(self, request_id: str, stored_tokens: int) -> Relief | None:
+        """Returns what it gives to move a request; None if it has no blocks or was moved."""
+        manager = self._manager
+        if manager is None or not self.has_blocks(request_id) or self._is_moved(request_id):
+            return None
+        request = self._scheduler.requests[request_id]
+        return manager.relief(request_id, _processed(request), stored_tokens)
+
+    def move(self, request_id: str) -> None:
+        """Moves a running request: only its sinks, its recent window and its hot slots stay."""
+        assert self._manager is not None
+        self._manager.move(request_id, _processed(self._scheduler.requests[request_id]))
+
+    def forget(self, request_id: str) -> None:
+        """Forgets a request that has ended."""
+        if self._manager is not None:
+            self._manager.forget(request_id)
+
+    # ------------------------------------------------------------------------- what requests hold
 
     def hot_blocks(self, request_id: str) -> tuple[int, ...]:
         """Returns the ids of the request's hot slots."""
@@ -503,6 +684,11 @@ class DevicePool:
             for request_id, table in tables.items()
             if not blocks.isdisjoint(block.block_id for block in table)
         ]
+
+
+def _processed(request: Any) -> int:
+    """Returns the tokens of a request that no step in flight computes."""
+    return int(request.num_computed_tokens - request.num_in_flight_tokens)
 
 
 def _scheduler_of_caller() -> Any:

@@ -67,7 +67,7 @@ def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -
         why = reuse.why_forbidden(vllm_config, kv_cache_config)
     if why:
         raise ConfigError(f"{SPARSE}: {why}; or leave out {SPARSE}")
-    if config.residency == "host":
+    if config.residency != "off":
         residency.check_residency(vllm_config, kv_cache_config, config)
     try:
         for _, block_tokens in sparse_groups(kv_cache_config):
@@ -81,8 +81,8 @@ def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
     device = vllm_config.device_config.device_type
     if device != "cuda" or config.residency != "host":
         return (
-            f"it works in CPU engines only, and this one runs on {device}; on CUDA set "
-            f"{SPARSE}.residency to 'host'"
+            f"with residency = {config.residency!r} it works in CPU engines only, and this one "
+            f"runs on {device}; on CUDA set {SPARSE}.residency to 'host'"
         )
     extra = flat(vllm_config.kv_transfer_config.kv_connector_extra_config)
     if extra.get(ALLOW_CUDA) is not True:

@@ -3,7 +3,7 @@ as they grow, blocks are pinned as they are stored, and pinned blocks may be fre
 
 Always true:
 - A request that may outgrow the device is not admitted before the server has reserved room for all
-  blocks that it has.
+  blocks that it has. With `residency = "auto"` this holds from the moment in which it is moved.
 - A running request whose next block has no room is held: vLLM leaves it out of steps. If all are
   held for `PARK_S`, the last one is parked: it gives its room up and waits, as if preempted.
 - A block counts as kept (`kept_tokens`) only after the server has said where it is. Workers learn
@@ -26,6 +26,7 @@ from hotkv_vllm.identity.exactness import Exactness
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import StoreJob
 from hotkv_vllm.residency.calls import ResidencyCalls
+from hotkv_vllm.residency.moves import to_move
 from hotkv_vllm.residency.resident import Resident, ResidentRows
 from hotkv_vllm.residency.step import ResidentStep
 from hotkv_vllm.scheduler.groups import CachedGroups
@@ -96,6 +97,7 @@ class ResidentRequests:
         ended."""
         one = self._residents.pop(request_id, None)
         self._ended.append(request_id)
+        self._pool.forget(request_id)
         if one is not None:
             self._reservations.close(one)
 
@@ -109,7 +111,8 @@ class ResidentRequests:
 
     def is_admitted(self, state: RequestState, now_s: float) -> bool:
         """Returns True if the request may begin. A request that outgrows the device waits for its
-        reservation. Reserves room for a request that arrived under other weights."""
+        reservation, unless it may begin as a whole. Reserves room for a request that arrived under
+        other weights."""
         request_id = state.request.request_id
         if request_id not in self._residents:
             self.arrived(state, now_s)
@@ -118,7 +121,7 @@ class ResidentRequests:
             return True
         self._reserve(one)
         self._reservations.renew(one, now_s)
-        return self._fits(one)
+        return self._fits(one) or self._pool.stays_whole(state.request)
 
     def has_room(self, request_id: str) -> bool:
         """Returns True if room is reserved for a request that outgrows the device. vLLM's manager
@@ -131,13 +134,18 @@ class ResidentRequests:
         return self._reservations.is_open(one) and one.room >= self._needed(one)
 
     def keeps_hit(self, request: Any, hit_tokens: int, now_s: float) -> bool | None:
-        """Returns whether the server holds all blocks of a hit for this request; None while the
-        server is being asked."""
+        """Returns whether the request may begin with a hit: the device has room for all of it, or
+        the server holds all its blocks for this request. None while the server is being asked."""
         one = self._residents.get(request.request_id)
         if one is None:
             return True
         self._reservations.take_answer(one, now_s)
         num_blocks = hit_tokens // self._block_tokens
+        stays_whole = self._pool.stays_whole(request)
+        if stays_whole and not (self._fits(one) and self._reservations.is_connected):
+            return True
+        if self._pool.has_room_for(request):
+            return True
         if one.kept >= num_blocks:
             one.asks_again = False
             return True
@@ -145,7 +153,7 @@ class ResidentRequests:
             # The server was asked for these blocks and did not pin all of them.
             one.asks_again = False
             del one.names[one.kept :]
-            return False
+            return stays_whole
         if one.asked is None:
             one.asks_again = True
             # A hit is exact, whatever was computed of this request before.
@@ -199,7 +207,32 @@ class ResidentRequests:
             and not one.is_lost
             and one.room < self._needed(one)
             and self._pool.has_blocks(one.request_id)
+            and not self._pool.stays_whole(one.state.request)
         )
+
+    # ---------------------------------------------------------------------------------------- moves
+
+    def _may_move(self, one: Resident) -> bool:
+        """Returns True if the server has room for all blocks of the request."""
+        return self._fits(one) and self._reservations.is_served(one) and not one.is_lost
+
+    def make_room(self) -> None:
+        """Moves requests off the device before vLLM plans a step for which the pool is too small.
+        vLLM's manager calls it before each step."""
+        demand = self._pool.demand(self.has_room)
+        if demand is None or not demand.is_short:
+            return
+        reliefs = {}
+        for request_id in self._pool.running_requests():
+            one = self._residents.get(request_id)
+            if one is not None and self._may_move(one):
+                relief = self._pool.relief(request_id, self.kept_tokens(request_id))
+                if relief is not None:
+                    reliefs[request_id] = relief
+        for request_id in to_move(demand, reliefs):
+            self._pool.move(request_id)
+            self._residents[request_id].waited_s = 0.0
+            self._stats.add("moved_residencies")
 
     def _park(self, now_s: float) -> str | None:
         """Parks the last request that has room, if all that run are held since `PARK_S`. Returns
@@ -286,9 +319,18 @@ class ResidentRequests:
         if self._pool.has_lost or any(one.is_lost for one in self._residents.values()):
             return False
         return any(
-            (one.storing or one.asked is not None) and one.waited_s < self._timeout_s
+            (one.storing or one.asked is not None)
+            and one.waited_s < self._timeout_s
+            and self._would_free(one)
             for one in self._residents.values()
         )
+
+    def _would_free(self, one: Resident) -> bool:
+        """Returns True if the request frees blocks when the server has more of it."""
+        if not self._pool.stays_whole(one.state.request):
+            return True
+        relief = self._pool.relief(one.request_id, one.state.request.num_tokens)
+        return relief is not None and relief.freed > 0 and self._may_move(one)
 
     # ---------------------------------------------------------------------------------------- steps
 
@@ -321,6 +363,9 @@ class ResidentRequests:
                 continue
             if is_same:
                 one.pin = pin
+            elif self._pool.stays_whole(one.state.request):
+                # The device has all that the server lost.
+                self._start_over(one)
             else:
                 one.is_lost = True
                 if not self._pool.has_blocks(request_id):
@@ -351,6 +396,9 @@ class ResidentRequests:
             one.waited_s = 0.0
         elif not is_queued:
             one.waited_s += passed_s
+        if self._pool.stays_whole(one.state.request):
+            # It needs no room there yet.
+            return
         if one.refusal is not None:
             self._fail(one, f"the KV cache server has no room for it: {one.refusal.message}")
         elif one.waited_s >= self._timeout_s:

@@ -44,9 +44,12 @@ class ResidentSide:
 
     @hook(lambda *_: None, is_part=True)
     def _step_starts(self) -> None:
-        """Leaves requests without room in the server out of the step that vLLM is about to plan."""
+        """Leaves requests without room in the server out of the step that vLLM is about to plan,
+        and makes room on the device for the others."""
         residencies = self._residencies
         self._pool.leave_out(() if residencies is None else residencies.held(time.monotonic()))
+        if residencies is not None:
+            residencies.make_room()
 
     def is_freeing(self) -> bool:
         """Returns True if blocks will be freed soon, so that no request need be preempted."""

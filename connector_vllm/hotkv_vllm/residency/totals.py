@@ -64,8 +64,9 @@ def check_memory(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig
         free = free_bytes()
     if found.total > free:
         raise ConfigError(
-            f"{SPARSE}.residency = 'host': this rank needs {found}, and {human_bytes(free)} are "
-            "free: lower kv_cache_memory_bytes or gpu_memory_utilization, max_model_len "
+            f"{SPARSE}.residency = {config.sparse.residency!r}: this rank needs {found}, and "
+            f"{human_bytes(free)} are free: lower kv_cache_memory_bytes or "
+            "gpu_memory_utilization, max_model_len "
             f"({vllm_config.model_config.max_model_len}) or max_num_seqs "
             f"({vllm_config.scheduler_config.max_num_seqs})"
         )

@@ -181,12 +181,14 @@ class Admission:
         )
 
     def _has_room(self, request: Any, now_s: float) -> bool:
-        """Returns True if the request may begin: its blocks fit on the device, or the server has
-        room for it."""
+        """Returns True if the request may begin: the pool is large enough for its blocks, or the
+        server has room for it."""
         if self._pool.holds_whole(request):
             return True
         cache, state = self._sharing.cache, self.states.get(request.request_id)
         if cache is None or cache.residencies is None or state is None:
+            if self._pool.stays_whole(request):
+                return True
             self._pool.fail(request.request_id, "it outgrows the device, and hotkv is off")
             return False
         return cache.residencies.is_admitted(state, now_s)

@@ -68,7 +68,7 @@ def install(
     native.require("hotkv_sparse.kernels")
     turning = _turning(layers, vllm_config)
     worker = SparseWorker(config, layers, recall_steps, turning)
-    if config.residency == "host":
+    if config.residency != "off":
         names = kv_cache_config.kv_cache_groups[0].layer_names
         spots = slot_places(layers, names, place.shard_index)
         longest = -(-vllm_config.model_config.max_model_len // layers[0].shape.block_tokens)

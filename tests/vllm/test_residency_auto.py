@@ -1,0 +1,181 @@
+"""Contexts that stay on the device while it has room (`"residency": "auto"`), in real vLLM on CPU
+with a real server: the tokens of sparse decode with everything on the device, whenever a request
+moves, and whatever happens to the server before."""
+
+from typing import Any
+
+import pytest
+
+from tests.vllm.processes import Daemon, EngineProcess
+from tests.vllm.resident_runs import AUTO, EXACT, POOL_BLOCKS, SPARSE, Start, prompts, start
+from tests.vllm.runs import difference
+from tests.vllm.test_residency_faults import totals, until_stored
+
+__all__ = ["start"]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+POOL = POOL_BLOCKS + 41
+"""Blocks: 3,328 tokens. A request that has moved holds 41 of them, with asynchronous scheduling."""
+EXACT_AUTO = EXACT | {"residency": "auto"}
+TROUBLES = {"failed_residencies", "lost_residencies", "hook_errors", "failed_loads"}
+SCHEDULING = pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    """Chunks of a prompt may begin elsewhere, so sums are rounded in another order."""
+    return bool(found["tokens"] == expected["tokens"]) and difference(found, expected) < 1e-4
+
+
+def grown(one: EngineProcess, before: dict[str, float], *names: str) -> list[float]:
+    now = totals(one)
+    return [now.get(name, 0.0) - before.get(name, 0.0) for name in names]
+
+
+def test_requests_move_once_the_pool_is_full_and_one_that_fits_never(
+    start: Start, daemon: Daemon
+) -> None:
+    """Two requests of 145 blocks in a pool of 104; then one of 60."""
+    reference = start(SPARSE)
+    one = start(AUTO, target=daemon.start().target, num_gpu_blocks_override=POOL)
+    one.ask("wait", connected=True, timeout_s=60.0)
+    batch, alone = prompts(1, 2503, 1901), prompts(2, 1900)
+    found = one.ask("generate", prompts=batch, max_tokens=120)
+    assert same(found, reference.ask("generate", prompts=batch, max_tokens=120))
+    before = totals(one)
+    print(before)
+    assert before["moved_residencies"] >= 1 and not TROUBLES & before.keys()
+    assert one.ask("sparse")["preemptions"] == 0
+    found = one.ask("generate", prompts=alone, max_tokens=40)
+    assert same(found, reference.ask("generate", prompts=alone, max_tokens=40))
+    moved = ("moved_residencies", "resident_pulled_pages", "resident_staged_pages")
+    assert grown(one, before, *moved) == [0, 0, 0]
+
+
+@pytest.mark.long
+@SCHEDULING
+@pytest.mark.parametrize("every", [3, 11, 23])
+def test_moves_at_any_step_change_no_token(
+    start: Start, daemon: Daemon, every: int, is_async: bool
+) -> None:
+    """In prefill and in decode. The hot set covers the contexts, so tokens are those of dense
+    attention."""
+    dense = start(None)
+    one = start(
+        EXACT_AUTO,
+        target=daemon.start().target,
+        num_gpu_blocks_override=420,
+        async_scheduling=is_async,
+    )
+    one.ask("wait", connected=True, timeout_s=60.0)
+    batch = prompts(3, 1700, 460, 1503, 900)
+    expected = dense.ask("generate", prompts=batch, max_tokens=50)
+    one.ask("rewrite_always")
+    one.ask("move", every=every)
+    one.ask("pace", seconds=0.01)
+    assert same(one.ask("generate", prompts=batch, max_tokens=50), expected)
+    # Moved bytes that are lost are computed anew.
+    one.ask("lose", steps=[14, 9, 1])
+    assert same(one.ask("generate", prompts=prompts(4, 1650), max_tokens=50), dense_of(dense, 4))
+    counted = totals(one)
+    print(counted)
+    assert counted["moved_residencies"] >= 3 and counted["resident_pulled_pages"] > 0
+    assert "hook_errors" not in counted and "failed_residencies" not in counted
+
+
+def dense_of(dense: EngineProcess, seed: int) -> dict[str, Any]:
+    answer: dict[str, Any] = dense.ask("generate", prompts=prompts(seed, 1650), max_tokens=50)
+    return answer
+
+
+@pytest.mark.long
+def test_a_hit_is_loaded_whole_if_there_is_room(start: Start, daemon: Daemon) -> None:
+    target = daemon.start().target
+    reference = start(SPARSE)
+    large = start(AUTO, target=target, num_gpu_blocks_override=180)
+    small = start(AUTO, target=target, num_gpu_blocks_override=POOL)
+    (base, *tails) = prompts(5, 4000, 97, 90)
+    for engine in (large, small):
+        engine.ask("wait", connected=True, timeout_s=60.0)
+    small.ask("generate", prompts=[base], max_tokens=30)
+    for engine, tail, least, most in ((large, tails[0], 0.9, 1.1), (small, tails[1], 0.0, 0.1)):
+        before = totals(engine)
+        found = engine.ask("generate", prompts=[base + tail], max_tokens=30)
+        assert found["cached"] == [4000]
+        assert same(found, reference.ask("generate", prompts=[base + tail], max_tokens=30))
+        loaded, staged = grown(engine, before, "load_bytes", "resident_staged_pages")
+        # 4 layers, 2 heads of 32: 2 KiB a token.
+        assert least <= loaded / (4000 * 2048) <= most
+        assert bool(staged) == (engine is small)
+
+
+@pytest.mark.long
+@SCHEDULING
+def test_a_server_is_killed_while_requests_are_whole(
+    start: Start, daemon: Daemon, is_async: bool
+) -> None:
+    """They go on without it. Once it is back, what they have is stored, and they can move."""
+    reference = start(SPARSE)
+    one = start(
+        AUTO,
+        target=daemon.start().target,
+        num_gpu_blocks_override=POOL,
+        async_scheduling=is_async,
+        connector_settings={"residency_timeout_s": 1.0},
+    )
+    one.ask("wait", connected=True, timeout_s=60.0)
+    batch, other = prompts(6, 2000), prompts(7, 2300, 2200)
+    expected = reference.ask("generate", prompts=batch, max_tokens=150)
+    one.ask("pace", seconds=0.02)
+    one.begin("generate", prompts=batch, max_tokens=150)
+    until_stored(daemon, 62)
+    daemon.kill()
+    assert same(one.answer(), expected)
+    assert not TROUBLES & totals(one).keys() and one.ask("sparse")["preemptions"] == 0
+    expected = reference.ask("generate", prompts=other, max_tokens=150)
+    one.begin("generate", prompts=other[:1], max_tokens=150)
+    daemon.start()
+    one.answer()
+    one.ask("wait", connected=True, timeout_s=60.0)
+    assert same(one.ask("generate", prompts=other, max_tokens=150), expected)
+    counted = totals(one)
+    print(counted)
+    assert counted["moved_residencies"] >= 1 and not TROUBLES & counted.keys()
+
+
+@pytest.mark.long
+def test_one_that_outgrows_the_device_without_a_server_ends_with_an_error(
+    start: Start, daemon: Daemon
+) -> None:
+    one = start(
+        AUTO,
+        target=daemon.start().target,
+        num_gpu_blocks_override=POOL,
+        connector_settings={"residency_timeout_s": 2.0},
+    )
+    one.ask("wait", connected=True, timeout_s=60.0)
+    daemon.kill()
+    found = one.ask("generate", prompts=prompts(8, 3000), max_tokens=500)
+    assert found["ended"] == ["error"] and 300 <= len(found["tokens"][0]) < 350
+    assert one.ask("generate", prompts=prompts(9, 2000), max_tokens=20)["ended"] == ["length"]
+    assert "hook_errors" not in totals(one)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("why", ["away", "full"])
+def test_without_room_in_host_memory_the_engine_does_what_vllm_does(
+    start: Start, daemon: Daemon, why: str
+) -> None:
+    """Requests that fill the pool together: the last is preempted and computed again."""
+    dense = start(None)
+    daemon.flags = ["--residency.share", "0.001"]
+    target = daemon.start().target if why == "full" else None
+    one = start(EXACT_AUTO, target=target, num_gpu_blocks_override=POOL)
+    if target:
+        one.ask("wait", connected=True, timeout_s=60.0)
+    batch = prompts(10, 1500, 1490)
+    expected = dense.ask("generate", prompts=batch, max_tokens=300)
+    assert same(one.ask("generate", prompts=batch, max_tokens=300), expected)
+    counted = totals(one)
+    print(counted)
+    assert one.ask("sparse")["preemptions"] >= 1 and "moved_residencies" not in counted
+    assert not TROUBLES & counted.keys()
