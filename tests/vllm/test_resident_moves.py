@@ -398,13 +398,25 @@ def test_a_request_that_fits_stays_whole_and_one_that_outgrows_the_pool_moves_on
 
 def test_a_hit_begins_as_a_whole_if_there_is_room_and_else_as_if_moved() -> None:
     engine = Engine()
-    first, second = engine.arrive(1000, 50, hit=31), engine.arrive(1200, 50, hit=37)
+    first = engine.arrive(1000, 50, hit=31)
+    engine.step()
+    second = engine.arrive(1200, 50, hit=37)
     engine.step()
     manager = engine.manager
     blocks = manager.req_to_blocks[first]
     assert not any(block.is_null for block in blocks) and first not in manager.moved
     assert sum(block.is_null for block in manager.req_to_blocks[second]) > 25
     assert manager.moved == {second} and len(manager.hot[second]) == manager.spec.hot_blocks
+
+
+def test_a_hit_is_not_loaded_whole_where_others_wait_for_that_room() -> None:
+    """It would be moved for them; what has to be computed gains from being whole until then."""
+    for hit in (31, 0):
+        engine = Engine()
+        first, *others = engine.arrive(1000, 50, hit), *(engine.arrive(900, 9) for _ in range(2))
+        engine.step()
+        assert (first in engine.manager.moved) == bool(hit)
+        assert engine.manager.awaited.keys() == {first, *others}
 
 
 def test_without_a_server_requests_are_preempted_as_in_vllm_and_end() -> None:

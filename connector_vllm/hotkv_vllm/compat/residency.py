@@ -21,6 +21,7 @@ Uses, of vLLM 0.32: `AttentionBackend.customize_spec` (temporary there, see RFC 
 import sys
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, fields
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -132,6 +133,8 @@ class ResidentManager(FullAttentionManager):
     `freed_blocks`: by request, the end of the freed blocks, which begin behind the sinks.
     `hot`: the hot slots by request.
     `moved`: with `begins_whole`, requests that are no longer on the device as a whole.
+    `awaited`: with `begins_whole`, the fewest blocks of each request that waited for its turn when
+        the step began.
     """
 
     def __init__(self, kv_cache_spec: ResidentSpec, **more: Any) -> None:
@@ -147,6 +150,7 @@ class ResidentManager(FullAttentionManager):
         self.freed_blocks: dict[str, int] = {}
         self.lost: set[str] = set()
         self.moved: set[str] = set()
+        self.awaited: dict[str, int] = {}
         self._begins_moved: set[str] = set()
         self.most_held = 0
         self._longest: dict[str, int] = {}
@@ -214,7 +218,7 @@ class ResidentManager(FullAttentionManager):
             self._longest[request_id] = num_tokens
         is_new = not self.req_to_blocks.get(request_id)
         if is_new and self.spec.begins_whole and not is_decided:
-            self._decide(request_id, num_tokens)
+            self._decide(request_id, num_tokens, total_computed_tokens > num_local_computed_tokens)
         if is_new and self._outgrows(request_id, num_tokens) and not self.has_room(request_id):
             # A request that asks for no hit has not waited for the answer, so check for room here
             # too.
@@ -237,20 +241,33 @@ class ResidentManager(FullAttentionManager):
             needed -= last - first
         return needed + self._missing_hot(request_id, num_tokens)
 
-    def _decide(self, request_id: str, num_tokens: int) -> None:
+    def _decide(self, request_id: str, num_tokens: int, is_hit: bool) -> None:
         """Decides whether a request that has no blocks begins as if it had been moved: if it does
-        not fit beside what other prompts still need, and the server has room for it. It is decided
-        anew until the request has blocks."""
+        not fit (`room_for`), and the server has room for it. It is decided anew until the request
+        has blocks."""
         self._begins_moved.discard(request_id)
         free = self.block_pool.get_num_free_blocks()
         needed = self._most_blocks(request_id, num_tokens)
         if (
             request_id not in self.moved
-            and needed > free - self.promised_blocks
+            and needed > self.room_for(request_id, is_hit)
             and self.spec.moved_blocks <= min(free, needed - 1)
             and self.has_room(request_id)
         ):
             self._begins_moved.add(request_id)
+
+    def room_for(self, request_id: str, is_hit: bool) -> int:
+        """Returns the free blocks that a request without blocks may take as a whole: those that no
+        prompt under way needs. A hit leaves room to the requests that wait too: if it were moved
+        for their sake, it would have been loaded in vain."""
+        room = self.block_pool.get_num_free_blocks() - self.promised_blocks
+        if is_hit:
+            room -= sum(
+                blocks
+                for name, blocks in self.awaited.items()
+                if name != request_id and not self.req_to_blocks.get(name)
+            )
+        return room
 
     def _gap(self, request_id: str, computed_tokens: int, num_held: int) -> tuple[int, int]:
         """Returns the blocks [first, last) of a hit that are neither allocated nor loaded: those
@@ -550,12 +567,12 @@ class DevicePool:
         return self._manager is not None and request_id in self._manager.moved
 
     def has_room_for(self, request: Any) -> bool:
-        """Returns True if the request, which has no blocks, can begin as a whole now."""
+        """Returns True if the request, which has no blocks, can begin as a whole with a hit."""
         spec, manager = self.spec, self._manager
         if spec is None or manager is None or not self.stays_whole(request):
             return False
-        free = manager.block_pool.get_num_free_blocks() - manager.promised_blocks
-        return -(-int(request.num_tokens) // spec.block_size) <= free
+        room = manager.room_for(request.request_id, is_hit=True)
+        return -(-int(request.num_tokens) // spec.block_size) <= room
 
     def demand(self, has_room: Callable[[str], bool]) -> Demand | None:
         """Returns what the coming step asks of the pool; None if it is surely large enough, or if
@@ -565,6 +582,13 @@ class DevicePool:
             return None
         free = manager.block_pool.get_num_free_blocks()
         budget = int(scheduler.max_num_scheduled_tokens)
+        num_more = max(0, scheduler.max_num_running_reqs - len(scheduler.running))
+        manager.awaited = {
+            request.request_id: min(
+                spec.moved_blocks, -(-int(request.num_tokens) // spec.block_size)
+            )
+            for request in islice(scheduler.waiting, num_more)
+        }
         is_awaited = scheduler.waiting or scheduler.kv_holding_waiting
         if not is_awaited and free >= budget // spec.block_size + 1 + len(scheduler.running):
             return None
