@@ -296,6 +296,8 @@ def test_a_failover_under_load_costs_no_block_and_no_flush(tmp_path: Path) -> No
 def test_a_flush_that_no_replica_has_is_pending(tmp_path: Path) -> None:
     with running(tmp_path) as cluster, over(cluster) as bench:
         owner = cluster.owner(b"hotkv/1/%b/epoch" % NAME.encode())
+        # The tier is connected before there is a replica.
+        assert flush(bench.tier)
         with cluster.replica_of(owner, tmp_path / "replica") as replica:
             before = flush(bench.tier)
             with replica.stopped():

@@ -101,16 +101,10 @@ class TierShared:
             return
         ended: asyncio.Future[tuple[Codes]] = future()
         expected = self._epochs.expected(self.name, key_space_id)
+        # An answer that is too late for this lookup serves the next.
+        ended.add_done_callback(lambda answer: self._heard(keys, answer))
         self.tier.probe(keys, until_s, on_loop(ended), expected)
         await asyncio.wait([ended], timeout=max(0.0, until_s - time.monotonic()))
-        if ended.done():
-            self._remember(
-                [
-                    key
-                    for key, code in zip(keys, ended.result()[0].tolist(), strict=True)
-                    if code == Read.FOUND
-                ]
-            )
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
         """Returns whether host memory lacks a block of these lists, so that it may be in the
@@ -181,6 +175,14 @@ class TierShared:
             else []
             for one, at in zip(groups, positions, strict=True)
         ]
+
+    def _heard(self, keys: list[bytes], answer: "asyncio.Future[tuple[Codes]]") -> None:
+        """Remembers the blocks that an answer to a probe names."""
+        if not answer.cancelled():
+            (codes,) = answer.result()
+            self._remember(
+                [key for key, code in zip(keys, codes.tolist(), strict=True) if code == Read.FOUND]
+            )
 
     def _remember(self, keys: list[bytes]) -> None:
         now_s = time.monotonic()

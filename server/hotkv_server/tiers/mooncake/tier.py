@@ -205,5 +205,6 @@ def mooncake_tier(
         f"mooncake at {settings.master}",
         RemoteLimits(settings.children, settings.connect_timeout_s, settings.timeout_s),
         encoding(connect, staged),
+        connects_first=True,
     )
     return MooncakeTier(facts, arena, workers, on_epoch=on_epoch, staged=staged)

@@ -1,7 +1,8 @@
 """Splits calls of a tier into parts that a connection does one at a time, and queues the parts.
 
 Always true: a call ends once, when all its parts have ended. A part ends once, whether it succeeded
-or not. Parts of reads go before parts of writes; parts of one kind keep their order.
+or not. Parts that move no blocks go first, parts of reads before parts of writes; parts of one kind
+keep their order.
 """
 
 import threading
@@ -74,11 +75,15 @@ class Part:
 
     `do`: given a client and a time limit, sets the results of its blocks in the call.
     `deadline_s`: of time.monotonic; after it the part need not begin.
+    `moves_blocks`: whether it uses slots. Such a part ends at its deadline too, because its slots
+        are needed then. Others end when the server answers: to give a connection up for a late
+        answer costs more than to wait for it.
     """
 
     call: RemoteCall
     do: Callable[[Client, float], None] = field(repr=False)
     deadline_s: float = float("inf")
+    moves_blocks: bool = True
 
 
 def cut(
@@ -107,12 +112,13 @@ class PartQueue:
 
     def __init__(self) -> None:
         self._ready = threading.Condition()
+        self._questions: deque[Part] = deque()
         self._reads: deque[Part] = deque()
         self._writes: deque[Part] = deque()
         self._is_closed = False
 
     def __len__(self) -> int:
-        return len(self._reads) + len(self._writes)
+        return len(self._questions) + len(self._reads) + len(self._writes)
 
     def __repr__(self) -> str:
         return f"PartQueue({len(self._reads)} of reads, {len(self._writes)} of writes)"
@@ -127,7 +133,9 @@ class PartQueue:
         with self._ready:
             if self._is_closed or len(self) + len(parts) > MAX_QUEUED_PARTS:
                 return False
-            (self._reads if is_read else self._writes).extend(parts)
+            for part in parts:
+                reads = self._reads if part.moves_blocks else self._questions
+                (reads if is_read else self._writes).append(part)
             # Wake all: a single woken thread might be a thread that does no writes.
             self._ready.notify_all()
             return True
@@ -136,19 +144,20 @@ class PartQueue:
         """Waits for the next part and returns it. Returns None if the queue is closed or still
         empty at `until_s`, of time.monotonic."""
         with self._ready:
-            while not (self._reads or (takes_writes and self._writes)):
+            while not (self._questions or self._reads or (takes_writes and self._writes)):
                 left_s = until_s - time.monotonic()
                 if self._is_closed or left_s <= 0:
                     return None
                 self._ready.wait(min(left_s, threading.TIMEOUT_MAX))
-            return (self._reads or self._writes).popleft()
+            return (self._questions or self._reads or self._writes).popleft()
 
     def close(self) -> list[Part]:
         """Closes the queue. Returns the parts that are left in it."""
         with self._ready:
             self._is_closed = True
             self._ready.notify_all()
-            left = [*self._reads, *self._writes]
+            left = [*self._questions, *self._reads, *self._writes]
+            self._questions.clear()
             self._reads.clear()
             self._writes.clear()
             return left

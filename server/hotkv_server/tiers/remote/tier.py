@@ -96,7 +96,7 @@ class RemoteTier:
             def do(client: Client, until_s: float) -> None:
                 call.refuse(client.probe(keys[rows], epochs, call.codes[rows], until_s))
 
-            return Part(call, do, deadline_s)
+            return Part(call, do, deadline_s, moves_blocks=False)
 
         parts = [part(rows) for rows in cut_keys(len(keys))]
         self._workers.submit(call, parts, is_read=True)

@@ -113,12 +113,21 @@ class Workers:
 
     `name`: of the server, for people; begins with its kind.
     `num_writers`: threads that also do writes, for servers whose writes are slow; None: all.
+    `connects_first`: threads connect before they take a part, for connections that take long to
+        make. Then no part waits for that while another thread is connected.
     """
 
     def __init__(
-        self, name: str, limits: RemoteLimits, connect: Connect, num_writers: int | None = None
+        self,
+        name: str,
+        limits: RemoteLimits,
+        connect: Connect,
+        num_writers: int | None = None,
+        *,
+        connects_first: bool = False,
     ) -> None:
         self._name = name
+        self._connects_first = connects_first
         self._num_writers = limits.connections if num_writers is None else num_writers
         self._limits = limits
         self._connect_to = connect
@@ -127,6 +136,7 @@ class Workers:
         queues = [self._queue] * limits.connections + [self._control]
         # When each thread began to wait for the server; 0 if it does not wait.
         self._begun_s = [0.0] * len(queues)
+        self._is_connected = [False] * len(queues)
         kind = name.partition(" ")[0]
         self._threads = [
             threading.Thread(
@@ -147,8 +157,12 @@ class Workers:
         return self._health.problem
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns how long the slowest thread has waited for the server; 0 if no thread waits."""
-        return max(0.0, now_s - min(filter(None, self._begun_s), default=now_s))
+        """Returns how long the slowest thread has waited for the server; 0 if no thread waits. A
+        thread that connects counts only if no thread for blocks is connected."""
+        waits = zip(self._begun_s, self._is_connected, strict=True)
+        is_any = any(self._is_connected[:-1])
+        begun = [begun_s for begun_s, is_in in waits if begun_s and (is_in or not is_any)]
+        return max(0.0, now_s - min(begun, default=now_s))
 
     @property
     def num_connections(self) -> int:
@@ -187,8 +201,14 @@ class Workers:
     def _work(self, number: int, queue: PartQueue) -> None:
         client: Client | None = None
         while not queue.is_closed:
+            self._is_connected[number] = client is not None
             if self._health.claim():
                 client = self._retry(client)
+                continue
+            if self._connects_first and client is None and not self._health.problem:
+                self._begun_s[number] = time.monotonic() if len(queue) else 0.0
+                client = self._connect()
+                self._begun_s[number] = 0.0
                 continue
             part = queue.get(self._health.retry_at_s, takes_writes=number < self._num_writers)
             if part is None:
@@ -220,8 +240,9 @@ class Workers:
         client = client or self._connect()
         if client is None:
             return None
+        until_s = time.monotonic() + self._limits.timeout_s
         try:
-            part.do(client, min(part.deadline_s, time.monotonic() + self._limits.timeout_s))
+            part.do(client, min(part.deadline_s, until_s) if part.moves_blocks else until_s)
             self._health.worked()
             return client
         except StoreError as error:
@@ -237,7 +258,11 @@ class Workers:
 
     def _judge(self, error: StoreError, part: Part) -> None:
         """Decides whether an error means that the server has a problem."""
-        is_too_late = isinstance(error, LateError) and time.monotonic() >= part.deadline_s
+        is_too_late = (
+            isinstance(error, LateError)
+            and part.moves_blocks
+            and time.monotonic() >= part.deadline_s
+        )
         if is_too_late:
             log.debug("%s %s", self._name, error)
         elif isinstance(error, LostError):

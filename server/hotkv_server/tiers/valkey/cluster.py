@@ -96,10 +96,17 @@ class ClusterPipe:
 
     def outlives_failover(self, key: bytes, until_s: float) -> bool:
         """Implements `Pipe`. Raises UnusableError if this user may not ask."""
-        owner = self._owners[self._owner_of[slot_of(key)]]
-        # After a redirect the write was on another connection, and its replicas are not known.
-        if self._is_outdated or not self._num_replicas[owner]:
-            return not self._is_outdated
+        slot = slot_of(key)
+        owner = self._owners[self._owner_of[slot]]
+        if self._is_outdated:
+            # After a redirect the write was on another connection, and its replicas are not known.
+            return False
+        # The server may have got a replica since the map was read.
+        self._learn(self._servers[owner], until_s)
+        if self._owner_of[slot] < 0 or self._owners[self._owner_of[slot]] != owner:
+            return False
+        if not self._num_replicas[owner]:
+            return True
         (reply,) = self._servers[owner].ask([WAIT_FOR_A_REPLICA], until_s)
         if isinstance(reply, ErrorReply):
             raise unusable(reply.code) or LostError(f"answers WAIT with {reply.code}")

@@ -1,0 +1,134 @@
+"""What the threads of a remote tier do with late answers, and with connections that take long."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from hotkv_server.tiers.remote.calls import Part, RemoteCall
+from hotkv_server.tiers.remote.client import LateError
+from hotkv_server.tiers.remote.workers import RemoteLimits, Workers
+from tests.support.waiting import wait_for
+
+
+class Client:
+    """A connection to no server."""
+
+    is_closed = False
+
+    def is_fresh(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class World:
+    """Workers whose connections are made when `opens` is set, and what they have done."""
+
+    def __init__(self, connections: int, *, connects_first: bool = False) -> None:
+        self.opens = threading.Event()
+        self.opens.set()
+        self.clients: list[Client] = []
+        limits = RemoteLimits(connections, 60, 60)
+        self.workers = Workers("a store", limits, self._connect, connects_first=connects_first)
+        self.ended: list[str] = []
+
+    def _connect(self, until_s: float) -> Client:
+        assert self.opens.wait(60)
+        self.clients.append(Client())
+        return self.clients[-1]
+
+    def ask(
+        self,
+        name: str,
+        do: Callable[[Client, float], None] = lambda client, until_s: None,
+        *,
+        moves_blocks: bool = True,
+        within_s: float = 60,
+    ) -> None:
+        call = RemoteCall(1, lambda call: self.ended.append(name))
+        part = Part(call, do, time.monotonic() + within_s, moves_blocks)  # type: ignore[arg-type]
+        self.workers.submit(call, [part], is_read=True)
+
+    def wait_for(self, *names: str) -> None:
+        wait_for(lambda: set(names) <= set(self.ended), f"{names} did not end")
+
+    def close(self) -> None:
+        self.opens.set()
+        self.workers.close()
+
+
+def waits_until(limits: list[float], answers: threading.Event) -> Callable[[Client, float], None]:
+    """Returns a part that waits for an answer up to its time limit, which it notes."""
+
+    def do(client: Client, until_s: float) -> None:
+        limits.append(until_s - time.monotonic())
+        if not answers.wait(until_s - time.monotonic()):
+            raise LateError("has not answered in time")
+
+    return do
+
+
+def test_only_what_uses_slots_gives_up_its_connection_at_the_deadline() -> None:
+    world, limits, answers = World(1), list[float](), threading.Event()
+    try:
+        world.ask("probe", waits_until(limits, answers), moves_blocks=False, within_s=0.5)
+        wait_for(lambda: limits, "it did not begin")
+        time.sleep(0.6)
+        assert limits[0] > 30 and not world.ended
+        answers.set()
+        world.wait_for("probe")
+        (client,) = [one for one in world.clients if not one.is_closed]
+        answers.clear()
+        world.ask("read", waits_until(limits, answers), within_s=0.5)
+        world.wait_for("read")
+        assert limits[1] < 0.6 and client.is_closed and not world.workers.problem
+    finally:
+        world.close()
+
+
+def test_questions_go_before_reads() -> None:
+    world, goes, limits = World(1), threading.Event(), list[float]()
+    try:
+        world.ask("first", waits_until(limits, goes))
+        wait_for(lambda: limits, "it did not begin")
+        for name in ("a", "b"):
+            world.ask(name)
+        world.ask("question", moves_blocks=False)
+        goes.set()
+        world.wait_for("a", "b", "question")
+        assert world.ended == ["first", "question", "a", "b"]
+    finally:
+        world.close()
+
+
+def test_no_part_waits_for_a_connection_while_there_is_another() -> None:
+    world = World(2, connects_first=True)
+    try:
+        # Two for blocks, and one for control.
+        wait_for(lambda: len(world.clients) == 3, "it does not connect")
+        world.opens.clear()
+        world.ask("late", waits_until([], threading.Event()), within_s=0.2)
+        world.wait_for("late")
+        for number in range(20):
+            world.ask(f"{number}")
+        world.wait_for(*map(str, range(20)))
+        assert len(world.clients) == 3 and not world.workers.stalled_s(time.monotonic() + 9)
+    finally:
+        world.close()
+
+
+def test_all_that_wait_for_a_connection_show() -> None:
+    world = World(2, connects_first=True)
+    try:
+        wait_for(lambda: len(world.clients) == 3, "it does not connect")
+        world.opens.clear()
+        for name in ("late", "too"):
+            world.ask(name, waits_until([], threading.Event()), within_s=0.2)
+        world.ask("waits")
+        world.wait_for("late", "too")
+        wait_for(lambda: world.workers.stalled_s(time.monotonic()) > 0, "it does not show")
+        world.opens.set()
+        world.wait_for("waits")
+    finally:
+        world.close()
