@@ -33,7 +33,7 @@ class LostError(StoreError):
 
 
 class LateError(StoreError):
-    """The time limit has passed. The tier stays up if that was the deadline of a call for blocks."""
+    """The time limit has passed. The tier stays up if it was the deadline of a call for blocks."""
 
 
 class UnusableError(StoreError):
