@@ -2,16 +2,17 @@
 real text with a real model.
 
 The first 7936 tokens of a text of 8192 are prefilled densely. The rest is decoded teacher-forced
-with sparse attention in every layer except the first two (in every layer with `--resident`), so
-that errors compound. Quality is KL(dense || sparse) and the rise of NLL over the dense run of the
-same tokens, per token in nats, and strong-block recall: how often a KV head's heaviest candidate
-block is attended when it has more than 0.1 of the attention. `hotkv_sparse` makes every selection.
-`+mu` and the like are centres and axes (`bench.sparse.llama`). Texts come from the system
-(`bench.sparse.texts`), or from `--texts`.
+with sparse attention in every layer except the first two (in every layer with `--resident` and
+`--field`), so that errors compound. Quality is KL(dense || sparse) and the rise of NLL over the
+dense run of the same tokens, per token in nats, and strong-block recall: how often a KV head's
+heaviest candidate block is attended when it has more than 0.1 of the attention. `hotkv_sparse`
+makes every selection. `+mu` and the like are centres and axes (`bench.sparse.llama`). Texts come
+from the system (`bench.sparse.texts`), or from `--texts`.
 
 Prints a row per text and variant and, with `--json`, `{"model", "texts", "seconds", "rows",
 "targets"}`. The default run has the rows with targets; `--resident` has the variants of residency,
-with separate targets.
+with separate targets; `--field` has budgets of 128, 512 and 2048 tokens as publications measure
+them, beside exact block mass and page sketches (`bench.sparse.sketch`), without targets.
 """
 
 import argparse
@@ -44,7 +45,9 @@ from bench.sparse.variants import (
     SERVED,
     TIGHT,
     Variant,
+    bytes_per_token,
     default_variants,
+    field_variants,
     passes,
     resident_variants,
 )
@@ -173,7 +176,7 @@ def measure(
     by_variant = {outcome.variant: outcome for outcome in outcomes}
     rows = [Row(text, by_variant[variant]) for variant in variants]
     # A run takes long, so print the rows that are done.
-    say(f"\n{rows_table([figures(row) for row in rows])}")
+    say(f"\n{rows_table([figures(row, model.shape.head_size) for row in rows])}")
     return rows
 
 
@@ -197,13 +200,15 @@ def all_rows(
     return rows
 
 
-def figures(row: Row) -> dict[str, object]:
-    """Returns a row in JSON."""
+def figures(row: Row, head_size: int) -> dict[str, object]:
+    """Returns a row in JSON; `bytes_per_token` of a scorer's representation are for a KV head of
+    `head_size` channels."""
     outcome, variant = row.outcome, row.outcome.variant
     return {
         "text": row.text.name,
         "variant": variant.key,
         "scorer": variant.scorer,
+        "bytes_per_token": bytes_per_token(variant, head_size),
         "budget": variant.budget,
         "block_tokens": variant.block_tokens,
         "shared": variant.shared,
@@ -222,10 +227,17 @@ def options() -> argparse.Namespace:
     flags = parser("Selection quality of sparse decode against dense attention.")
     add_model(flags)
     add_texts(flags)
-    flags.add_argument(
+    only = flags.add_mutually_exclusive_group()
+    only.add_argument(
         "--resident",
         action="store_true",
-        help="what residency does: no dense layers, absolute budgets, more for the first layers",
+        help="what residency does: no dense layers, absolute budgets",
+    )
+    only.add_argument(
+        "--field",
+        action="store_true",
+        help="as publications measure: no dense layers, budgets of 128, 512 and 2048 tokens, a "
+        "fresh selection of 16-token blocks for each KV head",
     )
     flags.add_argument(
         "--compared",
@@ -260,25 +272,27 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     begin = time.monotonic()
-    variants_of = resident_variants if chosen.resident else default_variants
+    variants_of = default_variants
+    if chosen.resident or chosen.field:
+        variants_of = resident_variants if chosen.resident else field_variants
     variants = variants_of(with_file=file is not None)
     try:
         with torch.inference_mode():
-            first_layer = 0 if chosen.resident else DENSE_LAYERS
+            first_layer = 0 if chosen.resident or chosen.field else DENSE_LAYERS
             rows = all_rows(model, found, file, variants, first_layer, chosen.compared)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    held = (
-        [target for scorer in RESIDENT_SCORERS for target in resident_targets(rows, scorer)]
-        if chosen.resident
-        else [target for scorer in HELD_SCORERS for target in targets(rows, scorer)]
-    )
+    held: list[Target] = []
+    if chosen.resident:
+        held = [target for scorer in RESIDENT_SCORERS for target in resident_targets(rows, scorer)]
+    elif not chosen.field:
+        held = [target for scorer in HELD_SCORERS for target in targets(rows, scorer)]
     report: dict[str, Any] = {
         "model": folder.name,
         "texts": {text.name: text.source for text in found},
         "seconds": time.monotonic() - begin,
-        "rows": [figures(row) for row in rows],
+        "rows": [figures(row, model.shape.head_size) for row in rows],
         "targets": {target.name: target.value for target in held},
         **bounds_json({target.name: target.bound for target in held}),
     }

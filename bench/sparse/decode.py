@@ -18,6 +18,7 @@ import torch
 
 from bench.sparse.engine import CALIBRATING, Setup
 from bench.sparse.llama import Calibration, Dense, Llama, Own, dense_pass
+from bench.sparse.sketch import SKETCHES, SketchScorer
 from bench.sparse.variants import CENTRED, ENDS, LRU, ORACLE, Variant
 from hotkv_sparse import (
     FORMATS,
@@ -172,7 +173,8 @@ class Pages:
 
 
 # ------------------------------------------------------------------------------------------- Scores
-# Scores of a variant's blocks, by their compact keys: packed representations of hotkv_sparse.
+# Scores of a variant's blocks, by their compact keys: packed representations of hotkv_sparse, or
+# page sketches (`bench.sparse.sketch`).
 #
 # Shapes: L layers, B blocks, S tokens or candidate blocks, T tokens of a block, H KV heads, Q
 # query heads, D channels, N bytes.
@@ -222,10 +224,14 @@ def scorer_of(
     num_shared: int,
     max_tokens: int,
     calibration: Calibration,
-) -> Scorer | None:
+) -> Scorer | SketchScorer | None:
     """Returns a scorer that knows the first `num_shared` keys and has room for `max_tokens`; None
     if a variant needs no scorer."""
     name, _, centre = variant.scorer.partition(CENTRED)
+    if name in SKETCHES:
+        shared_LHSD = [keys_HSD[:, :num_shared] for keys_HSD in keys_LHSD]
+        more = -(-max_tokens // variant.block_tokens) * variant.block_tokens - num_shared
+        return SketchScorer(SKETCHES[name], shared_LHSD, variant.block_tokens, more)
     if name not in FORMATS:
         return None
     centres: Sequence[LayerCentre | None] = (
@@ -299,7 +305,7 @@ class Chooser:
         kv_heads: int,
         num_shared: int,
         max_tokens: int,
-        scorer: Scorer | None,
+        scorer: Scorer | SketchScorer | None,
     ) -> None:
         self.variant = variant
         self.config = variant.config()
@@ -478,7 +484,7 @@ class Decode:
             dense.keys_LHSD, dense.values_LHSD, self.num_shared, num_tail, len(variants)
         )
         kv_heads, num_layers = model.shape.kv_heads, len(dense.keys_LHSD)
-        built: dict[tuple[str, int], Scorer | None] = {}
+        built: dict[tuple[str, int], Scorer | SketchScorer | None] = {}
         self.choosers = []
         for variant in variants:
             key = (variant.scorer, variant.block_tokens)

@@ -11,7 +11,10 @@ fresh selections are:
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bench.sparse.sketch import SKETCHES
 from hotkv_sparse import FORMATS, SparseConfig
+from hotkv_sparse.centre import RECENT_TOKENS, SINK_TOKENS
+from hotkv_sparse.formats import head_bytes
 
 ORACLE, ENDS, CENTRED = "oracle", "ends", "+"
 """In addition to the formats of `hotkv_sparse`: exact block mass; sinks and recent window only; the
@@ -22,7 +25,7 @@ FRESH, LRU = "fresh", "lru"
 @dataclass(frozen=True, slots=True)
 class Variant:
     """See the module. `budget` is a share of the context (float) or tokens (int), always kept
-    tokens included."""
+    tokens included. `ends` are the tokens at the start and the end that are always kept."""
 
     scorer: str
     budget: int | float
@@ -30,10 +33,12 @@ class Variant:
     shared: bool
     freshness: str = FRESH
     corrections: int = 0
+    ends: tuple[int, int] = (SINK_TOKENS, RECENT_TOKENS)
 
     @property
     def key(self) -> str:
-        """Returns the name of its figures in JSON, such as `rot2u_10_32_shared_lru_2`."""
+        """Returns the name of its figures in JSON, such as `rot2u_10_32_shared_lru_2`; it leaves
+        out `ends`, which all rows of a table have in common."""
         freshness = f"{LRU}_{self.corrections}" if self.freshness == LRU else self.freshness
         sets = "shared" if self.shared else "per_head"
         budget = f"{self.budget * 100:g}" if isinstance(self.budget, float) else f"{self.budget}t"
@@ -46,6 +51,8 @@ class Variant:
             sparse_topk=self.budget,
             scorer=scorer,
             max_correction_blocks=self.corrections,
+            sink_tokens=self.ends[0],
+            recent_tokens=self.ends[1],
         )
 
 
@@ -65,6 +72,12 @@ RESIDENT = (32, True, LRU, 4)
 """Block size, sharing and freshness of residency, which has no dense layers."""
 RESIDENT_BUDGETS = (0.10, 1024, 512, 256)
 RESIDENT_SCORERS = ("rot2u", "mix2+first")
+FIELD = (16, False)
+"""Block size and sharing of published comparisons: a fresh selection for each KV head."""
+FIELD_ENDS = (16, 16)
+"""Their always kept tokens: a block at each end, which budgets include."""
+FIELD_BUDGETS = (128, 512, 2048)
+FIELD_SCORERS = (ORACLE, "rot2u", "rot2u+mu", "mix2+mu", "sketch4", "rot3u", "sketch8", "quest")
 
 
 def default_variants(*, with_file: bool = False) -> list[Variant]:
@@ -96,6 +109,29 @@ def resident_variants(*, with_file: bool = False) -> list[Variant]:
         for scorer in (ORACLE, "mix2+mu", "mix2+mu2k", "rot2u+first")
     ]
     return list(dict.fromkeys(rows))
+
+
+def field_variants(*, with_file: bool = False) -> list[Variant]:
+    """Returns the variants of published comparisons: absolute budgets beside exact block mass, no
+    dense layers."""
+    more = FROM_FILE if with_file else ()
+    return [
+        Variant(scorer, budget, *FIELD, ends=FIELD_ENDS)
+        for budget in FIELD_BUDGETS
+        for scorer in (*FIELD_SCORERS, *more)
+    ]
+
+
+def bytes_per_token(variant: Variant, head_size: int) -> float | None:
+    """Returns the bytes of a representation for a token and KV head; None if there is none."""
+    name = variant.scorer.partition(CENTRED)[0]
+    if name in SKETCHES:
+        size = SKETCHES[name].page_bytes(variant.block_tokens, head_size)
+    elif name in FORMATS:
+        size = head_bytes(name, variant.block_tokens, head_size)
+    else:
+        return None
+    return size / variant.block_tokens
 
 
 def passes(variants: Sequence[Variant], size: int) -> list[Sequence[Variant]]:

@@ -1,0 +1,119 @@
+"""Page sketches: scores of blocks by low-rank summaries, to compare with hotkv_sparse's formats.
+
+A sketch holds a page (the keys of a block and KV head) as a mean, `rank` directions and each
+token's coefficients along them: k ~ mean + coefficients · directions. It is built from the page
+alone, without calibration. Sizes and rounding are those of LOCKS (locks-kv 0.1.4, `rki4`): mean in
+8 bits, directions in 4 bits with a scale each, coefficients in 8 bits with a scale per token, all
+scales in 2 bytes. A block's score is the logsumexp over its tokens of q · k.
+
+This is a reference: it stores the approximate keys themselves, which give the same scores.
+
+Shapes: H KV heads, Q query heads, B blocks, T tokens of a block, S tokens, R directions, D
+channels.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+MEAN_BITS, DIRECTION_BITS, COEFFICIENT_BITS = 8, 4, 8
+SCALE_BYTES = 2
+_TINY = 1e-12
+
+
+def _rounded(x: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
+    """Returns `x` as codes of `bits` bits hold it, with a bfloat16 scale along `dim`."""
+    largest = (1 << (bits - 1)) - 1
+    scale = (x.abs().amax(dim=dim, keepdim=True) / largest).clamp_min(_TINY).bfloat16().float()
+    return (x / scale).round().clamp(-largest - 1, largest) * scale
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """A sketch of `rank` directions, fewer than a block has tokens."""
+
+    rank: int
+
+    def page_bytes(self, block_tokens: int, head_size: int) -> int:
+        """Returns the bytes of a block and KV head."""
+        mean = head_size * MEAN_BITS // 8 + SCALE_BYTES
+        directions = self.rank * (head_size * DIRECTION_BITS // 8 + SCALE_BYTES)
+        coefficients = block_tokens * (self.rank * COEFFICIENT_BITS // 8 + SCALE_BYTES)
+        return mean + directions + coefficients
+
+    def approximate(self, keys_HBTD: torch.Tensor) -> torch.Tensor:
+        """Returns the keys as their sketches hold them, float32 [H, B, T, D]."""
+        mean = keys_HBTD.mean(dim=2, keepdim=True)
+        x = keys_HBTD - mean
+        energy, left = torch.linalg.eigh(x @ x.transpose(-1, -2))
+        size = energy[..., None, -self.rank :].clamp_min(_TINY).sqrt()
+        left_R = left[..., -self.rank :]
+        directions = _rounded(x.transpose(-1, -2) @ left_R / size, -2, DIRECTION_BITS)
+        coefficients = _rounded(left_R * size, -1, COEFFICIENT_BITS)
+        return _rounded(mean, -1, MEAN_BITS) + coefficients @ directions.transpose(-1, -2)
+
+
+SKETCHES = {f"sketch{rank}": Sketch(rank) for rank in (4, 8)}
+
+
+class SketchScorer:
+    """Scores of a text's blocks by their sketches.
+
+    keys_LHSD: keys of the first tokens, whole blocks.
+    num_more: tokens of further blocks.
+    """
+
+    def __init__(
+        self,
+        sketch: Sketch,
+        keys_LHSD: Sequence[torch.Tensor],
+        block_tokens: int,
+        num_more: int,
+    ) -> None:
+        self._sketch = sketch
+        self._block_tokens = block_tokens
+        self._shared = [self._approximate(keys_HSD) for keys_HSD in keys_LHSD]
+        self._tails = [
+            keys_HSD.new_zeros(keys_HSD.shape[0], num_more, keys_HSD.shape[2])
+            for keys_HSD in keys_LHSD
+        ]
+
+    def _approximate(self, keys_HSD: torch.Tensor) -> torch.Tensor:
+        blocks = keys_HSD.unflatten(1, (-1, self._block_tokens))
+        return self._sketch.approximate(blocks).flatten(1, 2)
+
+    def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
+        """Notes that a block has just become complete."""
+        first = block * self._block_tokens - self._shared[layer].shape[1]
+        keys_HTD = torch.from_numpy(keys_THD).transpose(0, 1)
+        filled = slice(first, first + self._block_tokens)
+        self._tails[layer][:, filled] = self._approximate(keys_HTD)
+
+    def scores(self, layer: int, query_QD: F32, candidates_S: I32) -> F32:
+        """Returns the log mass [Q, S] of consecutive blocks."""
+        shared, tail = self._shared[layer], self._tails[layer]
+        kv_heads, num_shared, head_size = shared.shape
+        query_HGD = torch.from_numpy(query_QD).view(kv_heads, -1, head_size) / math.sqrt(head_size)
+        first, last = (
+            int(block) * self._block_tokens for block in (candidates_S[0], candidates_S[-1] + 1)
+        )
+        parts = [
+            query_HGD @ keys.transpose(1, 2)
+            for keys in (shared[:, first:last], tail[:, : max(last - num_shared, 0)])
+        ]
+        tokens_HGS = torch.cat(parts, dim=-1).unflatten(-1, (-1, self._block_tokens))
+        result: F32 = tokens_HGS.logsumexp(dim=-1).flatten(0, 1).numpy()
+        return result
+
+    def copy(self) -> "SketchScorer":
+        """Copies itself for another variant over the same prompt."""
+        other = object.__new__(SketchScorer)
+        other.__dict__.update(self.__dict__)
+        other._tails = [tail.clone() for tail in self._tails]
+        return other
