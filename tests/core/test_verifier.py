@@ -14,6 +14,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity import verifier
 from hotkv_server.integrity.sums import add_sums
 from hotkv_server.integrity.verifier import Case, Verifier
+from hotkv_server.node import persistence
 from hotkv_server.node.persistence import UseNotes
 from tests.core.support import SLAB, World, begin_store, evict, flush, reason_of, words_of
 
@@ -192,9 +193,30 @@ def test_a_pass_of_the_scrubber_sees_every_block_once(
     assert arena.verifier.passes == 2 and sorted(seen) == sorted([*range(4, 11), *range(1, 11)])
 
 
+def test_a_pass_of_the_scrubber_does_not_follow_the_stores(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is stored during a pass is compared in the next."""
+    monkeypatch.setattr(verifier, "SCANNED_ENTRIES", 6)
+    first = arena.verifier.next_batch()
+    arena.fill(arena.session, range(10, 14))
+    rest = arena.verifier.next_batch()
+    assert first is not None and rest is not None
+    assert [*first.tolist(), *rest.tolist()] == list(range(1, 11))
+    assert arena.verifier.next_batch() is None
+    seen: list[int] = []
+    while (batch := arena.verifier.next_batch()) is not None:
+        seen += batch.tolist()
+    assert seen == list(range(1, 15)) and arena.verifier.passes == 2
+
+
+@pytest.mark.parametrize("part_entries", [1, 4, 1 << 14])
 @pytest.mark.parametrize("num_parts", [1, 3, 7, 50])
-def test_times_of_last_use_are_taken_in_parts(arena: Arena, num_parts: int) -> None:
+def test_times_of_last_use_are_taken_in_parts(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, num_parts: int, part_entries: int
+) -> None:
     """What comes while they are taken is not known yet; what goes is no ready block."""
+    monkeypatch.setattr(persistence, "PART_ENTRIES", part_entries)
     notes = UseNotes(arena.core)
     taken = [notes.take(num_parts) for _ in range(num_parts)]
     assert all(part is None for part in taken[:-1]) and taken[-1] is not None

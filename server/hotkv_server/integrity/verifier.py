@@ -49,7 +49,7 @@ class Verifier:
     def __init__(self, core: CacheCore, arena: Region) -> None:
         self._core = core
         self._arena = arena
-        self._next_entry = 1
+        self._next_entry, self._pass_end = 1, 0
         self.verified_blocks = 0
         self.condemned_blocks = 0
         self.passes = 0
@@ -159,13 +159,17 @@ class Verifier:
     def next_batch(self) -> Entries | None:
         """Returns the ready entries that a scrub compares next, by number; None at the end of a
         pass, after which it starts again. Looks at most at SCANNED_ENTRIES, so a batch may be
-        empty."""
+        empty.
+
+        Numbers that come into use during a pass belong to the next: otherwise a pass would follow
+        the stores, a few blocks at a time, and never end."""
         index, first = self._core.space.index, self._next_entry
-        if first >= index.num_numbers:
-            self._next_entry = 1
+        self._pass_end = self._pass_end or index.num_numbers
+        if first >= self._pass_end:
+            self._next_entry, self._pass_end = 1, 0
             self.passes += 1
             return None
-        end = min(first + SCANNED_ENTRIES, index.num_numbers)
+        end = min(first + SCANNED_ENTRIES, self._pass_end)
         ready = first + np.flatnonzero(index.states(first, end) == table.STATE_READY).astype(
             np.uint32
         )

@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 CLOSE_S = 5.0
 USE_PARTS = 240
 """Times of last use are written once in this many turns of the timer."""
+PART_ENTRIES = 1 << 14
+"""A part has at least so many entries, which take a tenth of a millisecond. So a small index is
+collected in few turns."""
 
 
 def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
@@ -61,14 +64,15 @@ class UseNotes:
         if not self._turn:
             # Not filled in advance: it can be hundreds of megabytes.
             self._used_s = np.empty(index.num_numbers, np.float64)
-        length = -(-len(self._used_s) // num_parts)
+        length = max(-(-len(self._used_s) // num_parts), PART_ENTRIES)
         first, end = (
             min(self._turn * length, len(self._used_s)),
             min((self._turn + 1) * length, len(self._used_s)),
         )
-        self._used_s[first:end] = np.nan
-        entries = index.ready_blocks(0, first, end)
-        self._used_s[entries] = self._core.space.policy.last_used_s(entries)
+        if first < end:
+            self._used_s[first:end] = np.nan
+            entries = index.ready_blocks(0, first, end)
+            self._used_s[entries] = self._core.space.policy.last_used_s(entries)
         self._turn = (self._turn + 1) % num_parts
         return None if self._turn else self._used_s
 
