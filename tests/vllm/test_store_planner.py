@@ -5,13 +5,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hotkv_client.types import BlockResult
+from hotkv_proto.groups import GroupSpec
 from hotkv_vllm.scheduler import stores_in_flight
+from hotkv_vllm.scheduler.stores import ANSWER_BLOCKS
 from tests.vllm.parts import (
     BLOCK_BYTES,
+    FULL,
     STATES,
     TOKENS,
+    WINDOW,
     Parts,
     plan,
     report,
@@ -52,6 +58,65 @@ def test_a_request_is_looked_at_when_another_block_is_full() -> None:
     assert not parts.planner.due(states, {"a": 16}, {"a"}, {})
     state.store.may_store = False
     assert not parts.planner.due(states, {"a": 16}, (), {})
+
+
+@pytest.mark.parametrize("specs", [[FULL], [FULL, FULL], [FULL, WINDOW], [STATES]])
+@given(prompt=st.integers(1, 150), chunk=st.integers(1, 70), answer=st.integers(0, 300))
+def test_an_answer_takes_few_stores_and_no_block_is_left_out(
+    specs: list[GroupSpec], prompt: int, chunk: int, answer: int
+) -> None:
+    """Nothing waits of a prompt, nor where a request loses blocks while it decodes."""
+    parts, tables = Parts(specs), [list(range(1, 40)), list(range(41, 80))]
+    state = parts.state(one := request("a", prompt, decoded=answer))
+    found: list[list[int]] = [[] for _ in specs]
+    num_stores = 0
+
+    def step(num_tokens: int) -> None:
+        nonlocal num_stores
+        due = parts.planner.due({"a": state}, {"a": num_tokens}, (), {})
+        jobs, _ = parts.planner.plan(due, lambda _: tuple(tables[: len(specs)]), {}, lambda: ())
+        for job in jobs:
+            num_stores += 1
+            for group, blocks in stored([job]):
+                found[group] += blocks
+            results = [STORED] * sum(len(run.hashes) for run in job.runs)
+            parts.planner.reported(report((job.store_id, results)))
+        one.num_computed_tokens += num_tokens
+
+    while one.num_computed_tokens < prompt:
+        step(min(chunk, prompt - one.num_computed_tokens))
+        assert len(found[0]) == one.num_computed_tokens // TOKENS
+    num_stores = 0
+    for _ in range(answer):
+        step(1)
+    filled = (prompt + answer) // TOKENS
+    if WINDOW in specs or STATES in specs:
+        assert len(found[0]) == filled
+    else:
+        # A prompt shorter than a block waits for nothing with its first.
+        alone = prompt < TOKENS <= prompt + answer
+        assert num_stores == alone + (filled - prompt // TOKENS - alone) // ANSWER_BLOCKS
+    parts.planner.finish(state, tables[: len(specs)], prompt + answer)
+    step(0)
+    assert all(found[at] == tables[at][:filled] for at in range(len(specs)))
+
+
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_a_tail_ends_before_a_block_that_is_written(has_tokens: bool) -> None:
+    parts = Parts()
+    parts.server.wants_token_ids = has_tokens
+    parts.planner.finish(parts.state(request("a", 80)), [[1, 2, 3, 4, 5]], 80)
+    parts.planner.finish(parts.state(request("b", 32)), [[6, 7]], 32)
+    parts.planner.finish(parts.state(request("c", 32)), [[8, 9]], 32)
+    jobs, _ = plan(parts, written=[5, 4, 6])
+    assert stored(jobs) == [(0, [1, 2, 3]), (0, [8, 9])]
+    run = jobs[0].runs[0]
+    assert [*run.hashes] == request("a", 48).block_hashes
+    assert [*run.token_ids] == ([*range(48)] if has_tokens else [])
+    # Of several groups a hit needs all: nothing is left.
+    parts = Parts([FULL, FULL])
+    parts.planner.finish(parts.state(request("a", 32)), [[1, 2], [11, 12]], 32)
+    assert plan(parts, written=[12]) == ((), ())
 
 
 def test_a_block_is_not_stored_by_two_requests_at_once() -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from hotkv_client.types import BlockRun, Int32s
 from hotkv_proto.blocks import Retention, StoreOptions
-from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.groups import PREFIX_CLOSED, GroupKind, GroupSpec
 from hotkv_vllm.compat import NULL_BLOCK, steps
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConnectorConfig
@@ -307,8 +307,9 @@ class Tails:
     """Blocks of ended requests that wait for the next step's stores, because their hash became
     known after the request's last step.
 
-    Always true: if any block of a tail is about to be written, the whole tail is dropped, because
-    no lookup finds blocks behind a gap. Scheduler thread only.
+    Always true: a tail ends before its first block that is about to be written, because no lookup
+    finds blocks behind a gap. Of a tail of several runs nothing is left then. Scheduler thread
+    only.
 
     waiting: the tails.
     blocks: their blocks.
@@ -329,12 +330,9 @@ class Tails:
             self.waiting.append((retention, trace, tuple(runs)))
 
     def drop_written(self, written: Collection[int]) -> None:
-        """Drops tails with any of these blocks."""
-        self.waiting = [
-            (retention, trace, tail)
-            for retention, trace, tail in self.waiting
-            if not any(int(block) in written for run in tail for block in run.block_ids)
-        ]
+        """Cuts tails before these blocks."""
+        cut = ((by, trace, _before(tail, written)) for by, trace, tail in self.waiting)
+        self.waiting = [one for one in cut if one[2]]
 
     def take(self) -> list[Tail]:
         """Returns the tails and forgets them."""
@@ -347,7 +345,34 @@ class Tails:
         self.blocks = set()
 
 
+def _before(tail: tuple[BlockRun, ...], written: Collection[int]) -> tuple[BlockRun, ...]:
+    """Returns the part of a tail that lies before the first of the `written` blocks."""
+    kept = [
+        next((n for n, block in enumerate(run.block_ids.tolist()) if block in written), None)
+        for run in tail
+    ]
+    if all(length is None for length in kept):
+        return tail
+    (run, length), *others = zip(tail, kept, strict=True)
+    if others or not length:
+        return ()
+    tokens = len(run.token_ids) // len(run.hashes)
+    return (
+        replace(
+            run,
+            hashes=run.hashes[:length],
+            block_ids=run.block_ids[:length],
+            token_ids=run.token_ids[: length * tokens],
+            extra_keys=run.extra_keys[:length],
+        ),
+    )
+
+
 # ----------------------------------------------------------------------------- the stores of a step
+
+ANSWER_BLOCKS = 8
+"""A request that decodes stores so many blocks at a time, and the rest at its end: each store costs
+the server the same, however short it is. The prompt's blocks do not wait."""
 
 Whose = tuple[Retention, str, RequestTrace | None]
 """Properties that the blocks of a store share: retention, resident request (or empty), trace."""
@@ -376,6 +401,9 @@ class StorePlanner:
         self._representations = finder.representations
         self._residencies = residencies
         self._exactness = exactness or Exactness((), 1)
+        # Windows and recurrent states lose their blocks while a request decodes.
+        keeps_blocks = all(spec.kind in PREFIX_CLOSED for spec in self._groups.specs)
+        self._answer_blocks = ANSWER_BLOCKS if keeps_blocks else 1
         self._slot_bytes = (
             *(spec.slot_bytes for spec in self._groups.specs),
             *self._representations.slot_bytes,
@@ -404,7 +432,7 @@ class StorePlanner:
     def new_state(self) -> StoreState:
         """Returns the state of a request before its first store."""
         first_check = min(group.block_tokens for group in self._cache_groups)
-        return StoreState([0] * len(self._cache_groups), first_check)
+        return StoreState([0] * len(self._cache_groups), first_check, first_check)
 
     def loaded(self, state: RequestState, stored_blocks: Sequence[int]) -> None:
         """Notes a successful load: per group, the server has this many leading blocks."""
@@ -445,8 +473,8 @@ class StorePlanner:
         held: Collection[str],
         handoffs: Handoffs,
     ) -> list[tuple[RequestState, int]]:
-        """Returns the requests that fill a block in this step, each with its number of computed
-        tokens after the step.
+        """Returns the requests with blocks to store after this step, each with its number of
+        computed tokens after the step.
 
         held: requests whose blocks may not be stored now.
         """
@@ -456,7 +484,7 @@ class StorePlanner:
             if state is None or not state.store.may_store or request_id in held:
                 continue
             computed = state.request.num_computed_tokens + num_tokens
-            if computed >= state.store.next_check_tokens or request_id in handoffs:
+            if computed >= state.store.due_tokens or request_id in handoffs:
                 found.append((state, computed))
         return found
 
@@ -485,7 +513,7 @@ class StorePlanner:
         planned = {int(b) for runs in batches.values() for run in runs for b in run.block_ids}
         for state, computed in scheduled if self._session.connected else ():
             runs: list[BlockRun] = []
-            if computed >= state.store.next_check_tokens:
+            if computed >= state.store.due_tokens:
                 runs += self._runs_of(state, computed, tables, planned)
             request_id = state.request.request_id
             if entries := handoffs.get(request_id):
@@ -571,6 +599,11 @@ class StorePlanner:
         # Behind inexact tokens no block is ever stored.
         is_exact = known == min(computed_tokens, request.num_tokens)
         store.next_check_tokens = next_tokens if is_exact else EVERYTHING
+        # Residency needs each block in the server as soon as it is full.
+        waits = next_tokens > request.num_prompt_tokens and not is_resident
+        block_tokens = min(group.block_tokens for group in self._cache_groups)
+        wait_tokens = (self._answer_blocks - 1) * block_tokens if waits else 0
+        store.due_tokens = store.next_check_tokens + wait_tokens
         return runs
 
     def _is_resident(self, state: RequestState) -> bool:
