@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hotkv_vllm.connector import HotKVConnector
+from hotkv_vllm.scheduler import stores
 from tests.vllm.harness import Engine, next_token, prompt
 from tests.vllm.oracle import check_cached
 from tests.vllm.other_connectors import our_connector
@@ -101,6 +102,9 @@ class World:
         self.name = f"{'+'.join(sorted(plays))} {seed}"
         self.dice = random.Random(self.name)
         self.folder, self.monkeypatch = folder, monkeypatch
+        # Answers here are short: with few blocks to a store, some are stored while they grow.
+        num_blocks = random.Random(f"answers {self.name}").choice((1, 2, stores.ANSWER_BLOCKS))
+        monkeypatch.setattr(stores, "ANSWER_BLOCKS", num_blocks)
         self.plays = plays
         self.server = server
         self.aborted: set[str] = set()

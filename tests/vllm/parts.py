@@ -68,6 +68,7 @@ class Parts:
         left_out: range = range(0),
         adapters: Any = None,
         counts_media: bool = False,
+        residencies: Any = None,
         **settings: Any,
     ) -> None:
         self.server = FakeServer()
@@ -111,6 +112,7 @@ class Parts:
             "e",
             None,
             self.exactness,
+            residencies,
         )
         self.clock = 100.0
 

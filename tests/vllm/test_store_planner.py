@@ -47,7 +47,7 @@ def test_a_request_is_looked_at_when_another_block_is_full() -> None:
     assert not parts.planner.plan([(state, 20)], lambda _: None, {}, lambda: ())[0]
     assert state.store.stored_blocks == [0]
     plan(parts, (state, 20))
-    assert state.store.next_check_tokens == 32 and state.store.stored_blocks == [1]
+    assert state.store.due_tokens == 32 and state.store.stored_blocks == [1]
     one.num_computed_tokens = 20
     assert not parts.planner.due(states, {"a": 11}, (), {})
     assert parts.planner.due(states, {"a": 12}, (), {})
@@ -65,7 +65,8 @@ def test_a_request_is_looked_at_when_another_block_is_full() -> None:
 def test_an_answer_takes_few_stores_and_no_block_is_left_out(
     specs: list[GroupSpec], prompt: int, chunk: int, answer: int
 ) -> None:
-    """Nothing waits of a prompt, nor where a request loses blocks while it decodes."""
+    """Blocks of a prompt never wait, nor blocks of a model whose requests lose some while they
+    decode."""
     parts, tables = Parts(specs), [list(range(1, 40)), list(range(41, 80))]
     state = parts.state(one := request("a", prompt, decoded=answer))
     found: list[list[int]] = [[] for _ in specs]
@@ -93,7 +94,7 @@ def test_an_answer_takes_few_stores_and_no_block_is_left_out(
     if WINDOW in specs or STATES in specs:
         assert len(found[0]) == filled
     else:
-        # A prompt shorter than a block waits for nothing with its first.
+        # After a prompt shorter than a block the first block does not wait.
         alone = prompt < TOKENS <= prompt + answer
         assert num_stores == alone + (filled - prompt // TOKENS - alone) // ANSWER_BLOCKS
     parts.planner.finish(state, tables[: len(specs)], prompt + answer)
@@ -101,11 +102,45 @@ def test_an_answer_takes_few_stores_and_no_block_is_left_out(
     assert all(found[at] == tables[at][:filled] for at in range(len(specs)))
 
 
+class AllResident:
+    """The server must hold every block of every request."""
+
+    def is_resident(self, request_id: str) -> bool:
+        return True
+
+    def names(self, state: Any, num_blocks: int) -> list[bytes]:
+        return list(state.request.block_hashes[:num_blocks])
+
+    def residency_of(self, request_id: str) -> str:
+        return request_id
+
+    def stores(self, request_id: str, job: Any) -> None:
+        pass
+
+    def stored(self, store: Any) -> None:
+        pass
+
+
+def test_blocks_of_a_resident_request_never_wait() -> None:
+    """The device has room for few of them."""
+    parts = Parts(residencies=AllResident())
+    state = parts.state(one := request("a", 20, decoded=60))
+    found: list[int] = []
+    for computed in range(20, 80):
+        one.num_computed_tokens = computed - 1
+        due = parts.planner.due({"a": state}, {"a": 1}, (), {})
+        jobs, _ = plan(parts, *((state, 1) for state, _ in due))
+        found += [block for _, blocks in stored(jobs) for block in blocks]
+        assert found == list(range(1, computed // TOKENS + 1))
+
+
 @pytest.mark.parametrize("has_tokens", [False, True])
 def test_a_tail_ends_before_a_block_that_is_written(has_tokens: bool) -> None:
     parts = Parts()
     parts.server.wants_token_ids = has_tokens
-    parts.planner.finish(parts.state(request("a", 80)), [[1, 2, 3, 4, 5]], 80)
+    salted = request("a", 80)
+    salted.cache_salt = "salt"
+    parts.planner.finish(parts.state(salted), [[1, 2, 3, 4, 5]], 80)
     parts.planner.finish(parts.state(request("b", 32)), [[6, 7]], 32)
     parts.planner.finish(parts.state(request("c", 32)), [[8, 9]], 32)
     jobs, _ = plan(parts, written=[5, 4, 6])
@@ -113,10 +148,16 @@ def test_a_tail_ends_before_a_block_that_is_written(has_tokens: bool) -> None:
     run = jobs[0].runs[0]
     assert [*run.hashes] == request("a", 48).block_hashes
     assert [*run.token_ids] == ([*range(48)] if has_tokens else [])
-    # Of several groups a hit needs all: nothing is left.
+    assert len(run.extra_keys) == (3 if has_tokens else 0)
+
+
+@pytest.mark.parametrize("written", [2, 11, 12])
+def test_a_tail_of_several_groups_is_kept_or_dropped_as_a_whole(written: int) -> None:
     parts = Parts([FULL, FULL])
     parts.planner.finish(parts.state(request("a", 32)), [[1, 2], [11, 12]], 32)
-    assert plan(parts, written=[12]) == ((), ())
+    assert plan(parts, written=[written]) == ((), ())
+    parts.planner.finish(parts.state(request("b", 32)), [[1, 2], [11, 12]], 32)
+    assert stored(plan(parts, written=[3])[0]) == [(0, [1, 2]), (1, [11, 12])]
 
 
 def test_a_block_is_not_stored_by_two_requests_at_once() -> None:

@@ -143,7 +143,6 @@ class Resident:
         """Makes the blocks from this block on due for storing again."""
         mine = self.state.store
         mine.stored_blocks[0] = min(mine.stored_blocks[0], block)
-        mine.next_check_tokens = 0
         mine.due_tokens = 0
 
     def news(

@@ -85,15 +85,12 @@ class StoreState:
     """How far a request's blocks are stored.
 
     stored_blocks: per group, the first block not yet considered for storing.
-    next_check_tokens: number of computed tokens at which another block is full.
-    due_tokens: number of computed tokens at which full blocks are stored; more than
-        `next_check_tokens` if several blocks are to share a store.
+    due_tokens: number of computed tokens at which full blocks are stored next.
     may_store: False if the request's blocks build on KV that a reset of the cache has made void.
     """
 
     stored_blocks: list[int]
-    next_check_tokens: int
-    due_tokens: int = 0
+    due_tokens: int
     may_store: bool = True
 
 

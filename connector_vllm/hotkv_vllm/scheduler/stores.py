@@ -308,8 +308,7 @@ class Tails:
     known after the request's last step.
 
     Always true: a tail ends before its first block that is about to be written, because no lookup
-    finds blocks behind a gap. Of a tail of several runs nothing is left then. Scheduler thread
-    only.
+    finds blocks behind a gap. A tail of several runs is dropped as a whole. Scheduler thread only.
 
     waiting: the tails.
     blocks: their blocks.
@@ -329,7 +328,7 @@ class Tails:
         if runs:
             self.waiting.append((retention, trace, tuple(runs)))
 
-    def drop_written(self, written: Collection[int]) -> None:
+    def cut_before(self, written: Collection[int]) -> None:
         """Cuts tails before these blocks."""
         cut = ((by, trace, _before(tail, written)) for by, trace, tail in self.waiting)
         self.waiting = [one for one in cut if one[2]]
@@ -403,7 +402,8 @@ class StorePlanner:
         self._exactness = exactness or Exactness((), 1)
         # Windows and recurrent states lose their blocks while a request decodes.
         keeps_blocks = all(spec.kind in PREFIX_CLOSED for spec in self._groups.specs)
-        self._answer_blocks = ANSWER_BLOCKS if keeps_blocks else 1
+        block_tokens = min(group.block_tokens for group in self._cache_groups)
+        self._answer_wait_tokens = (ANSWER_BLOCKS - 1) * block_tokens if keeps_blocks else 0
         self._slot_bytes = (
             *(spec.slot_bytes for spec in self._groups.specs),
             *self._representations.slot_bytes,
@@ -431,8 +431,8 @@ class StorePlanner:
 
     def new_state(self) -> StoreState:
         """Returns the state of a request before its first store."""
-        first_check = min(group.block_tokens for group in self._cache_groups)
-        return StoreState([0] * len(self._cache_groups), first_check, first_check)
+        block_tokens = min(group.block_tokens for group in self._cache_groups)
+        return StoreState([0] * len(self._cache_groups), block_tokens)
 
     def loaded(self, state: RequestState, stored_blocks: Sequence[int]) -> None:
         """Notes a successful load: per group, the server has this many leading blocks."""
@@ -456,14 +456,13 @@ class StorePlanner:
     ) -> None:
         """Plans the stores of a request that ends. Blocks whose hash became known after the last
         step are stored with the next step, if they are still unwritten then."""
-        if (
-            self._is_closed
-            or not self._session.connected
-            or known_tokens < state.store.next_check_tokens
-        ):
+        if self._is_closed or not self._session.connected:
             return
-        tables = tuple(list(ids) for ids in block_ids)
-        runs = self._runs_of(state, known_tokens, lambda _: tables, self.tails.blocks, last=True)
+
+        def tables(_: str) -> tuple[Sequence[int], ...]:
+            return tuple(list(ids) for ids in block_ids)
+
+        runs = self._runs_of(state, known_tokens, tables, self.tails.blocks, last=True)
         self.tails.add(state.retention, runs, state.trace)
 
     def due(
@@ -553,7 +552,7 @@ class StorePlanner:
         if not self.in_flight.reading and not self.tails.waiting:
             return set()
         written = written_blocks()
-        self.tails.drop_written(written)
+        self.tails.cut_before(written)
         return self.in_flight.take_back_readers(written)
 
     def _runs_of(
@@ -598,12 +597,10 @@ class StorePlanner:
             next_tokens = min(next_tokens, (max(begin, end) + 1) * group.block_tokens)
         # Behind inexact tokens no block is ever stored.
         is_exact = known == min(computed_tokens, request.num_tokens)
-        store.next_check_tokens = next_tokens if is_exact else EVERYTHING
         # Residency needs each block in the server as soon as it is full.
-        waits = next_tokens > request.num_prompt_tokens and not is_resident
-        block_tokens = min(group.block_tokens for group in self._cache_groups)
-        wait_tokens = (self._answer_blocks - 1) * block_tokens if waits else 0
-        store.due_tokens = store.next_check_tokens + wait_tokens
+        if next_tokens > request.num_prompt_tokens and not is_resident:
+            next_tokens += self._answer_wait_tokens
+        store.due_tokens = next_tokens if is_exact else EVERYTHING
         return runs
 
     def _is_resident(self, state: RequestState) -> bool:

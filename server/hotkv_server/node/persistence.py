@@ -33,8 +33,8 @@ CLOSE_S = 5.0
 USE_PARTS = 240
 """Times of last use are written once in this many turns of the timer."""
 PART_ENTRIES = 1 << 14
-"""A part has at least so many entries, which take a tenth of a millisecond. So a small index is
-collected in few turns."""
+"""Least number of entries in a part, so that a small index is collected in few turns. They take a
+tenth of a millisecond."""
 
 
 def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
