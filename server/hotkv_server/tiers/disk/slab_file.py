@@ -137,8 +137,11 @@ class SlabFile:
         descriptor's number."""
         with self._lock:
             if self.is_open:
-                self.is_open = False
-                os.close(self.fd)
+                try:
+                    os.close(self.fd)
+                finally:
+                    # Linux frees the descriptor whatever close returns.
+                    self.is_open = False
 
 
 def _open_own(path: Path) -> int:
