@@ -383,8 +383,11 @@ class HotSet:
         )  # fmt: skip
 
     def stepped(self, map_2M: I32 | None) -> HotMap:
-        """Takes in the step that a kernel has made over `for_kernels`, and its map int32 [2, M] of
-        blocks, ascending, and slots; None if the map has not changed. Returns the map."""
+        """Completes a step after a kernel has changed the arrays of `for_kernels`. Returns the map.
+
+        map_2M: the kernel's new map, int32 [2, M]: blocks in ascending order, and their slots. None
+            if the map has not changed.
+        """
         self.clock += 1
         return self._map if map_2M is None else self._publish(map_2M)
 

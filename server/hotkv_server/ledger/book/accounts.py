@@ -288,9 +288,13 @@ class Accounts:
         self.total.add(values, minute)
 
     def saved_s(self, key_space: str, hit_tokens: int, said_s: float, speed: float) -> float:
-        """Returns the seconds of prefill that a hit saved: `said_s` if its engine knows, else by
-        the key space's last known speed. `speed`: of the engine; 0 if it tells none, as engines
-        that load every hit. Then the hit that it knows of tells it."""
+        """Returns the seconds of prefill that a hit saved. Remembers the key space's speed.
+
+        said_s: the engine's own figure, which is returned; 0 if the engine does not know. Then the
+            remembered speed gives the time, or 0 if no speed is remembered.
+        speed: the engine's prefill speed, tokens/s; 0 if the engine does not send it. Then
+            `said_s` and the hit's tokens give the speed.
+        """
         if not speed and said_s > 0:
             speed = hit_tokens / said_s
         if SLOWEST <= speed <= FASTEST:
