@@ -5,8 +5,9 @@ The import and the kernels would take a second of each test. `start_server()` gi
 `subprocess.Popen` would give; `quick_servers()` has `demo.processes.Server` forked.
 
 Always true: a forked server has the environment, standard streams and working directory of a
-program that the test starts. It is such a program if the test has changed the environment or
-`subprocess.Popen`; tests of the start itself call `subprocess`. Servers die with the tests.
+program that the test starts, except the variables `_LEFT_OUT`. If the test has changed another
+variable or `subprocess.Popen`, the server is such a program. Tests of the start itself call
+`subprocess`. Servers die with the tests.
 """
 
 import contextlib
@@ -32,6 +33,17 @@ from hotkv_client.command import cli
 from tests.support.server_nursery import MAX_ORDER_BYTES
 
 _POPEN = subprocess.Popen
+_LEFT_OUT = (
+    "LD_PRELOAD",
+    "LOCAL_WORLD_SIZE",
+    "NUMEXPR_",
+    "PYTEST_CURRENT_TEST",
+    "PYTORCH_",
+    "TORCHINDUCTOR_",
+    "VLLM_",
+)
+"""Prefixes of variables that pytest sets for each test, or that vLLM sets for its own children in a
+process that makes an engine's config. No server reads them."""
 
 
 class ForkedServer:
@@ -124,7 +136,8 @@ def nursery() -> ServerNursery:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    """Returns the variables that a server may read."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_LEFT_OUT)}
 
 
 def can_fork(command: Sequence[str], env: Mapping[str, str]) -> bool:
