@@ -187,9 +187,7 @@ TESTS: dict[str, str] = {
     "client/hotkv_client/link.py": (
         f"{LIFE} tests/server/test_arena.py tests/server/test_security.py"
     ),
-    "client/hotkv_client/command/recorder.py": (
-        "tests/wire/test_trace_lines.py tests/server/test_record.py"
-    ),
+    "client/hotkv_client/command/recorder.py": ("tests/server/test_record.py"),
     "client/hotkv_client/arena.py": "tests/server/test_arena.py",
     "client/hotkv_client/channels.py": (
         "tests/wire/test_channels.py tests/server/test_security.py"
@@ -341,9 +339,7 @@ TESTS: dict[str, str] = {
     "client/hotkv_client/command/": (
         "tests/server/test_command_line.py tests/server/test_ledger.py"
     ),
-    "client/hotkv_client/hints.py": (
-        "tests/server/test_hints.py tests/server/test_hints_security.py"
-    ),
+    "client/hotkv_client/hints.py": ("tests/server/test_hints.py tests/server/test_security.py"),
     "connector_vllm/hotkv_vllm/config.py": (
         "tests/vllm/test_setup.py tests/vllm/test_sparse_description.py "
         "tests/vllm/test_resident_manager.py tests/vllm/test_cuda_residency.py "
