@@ -28,8 +28,8 @@ NUM_BLOCKS = 4 * FIRST
 
 
 class Dammed:
-    """Servers after each other in one folder, whose arena fills as far as `let` says, and an
-    engine."""
+    """Servers that follow each other in a folder, and an engine. The arena gets as much memory as
+    `let` says."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -56,13 +56,13 @@ class Dammed:
         return made
 
     def end(self, how: signal.Signals) -> int:
-        """Exit status."""
+        """Ends the server. Returns its exit status."""
         assert self.server is not None
         os.kill(self.server.pid, how)
         return self.server._child.process.wait(60)
 
     def store(self, blocks: list[bytes], first: int = 0) -> list[int]:
-        """Result of each block; block i of the engine holds what is stored under the i-th hash."""
+        """Stores the engine's block i under the i-th hash. Returns the results."""
         assert self.engine is not None
         name, runs = os.urandom(8).hex(), [BlockRun(0, blocks, block_ids(len(blocks), first))]
         result = self.engine.session.store(name, name, runs, 20).result(60)
@@ -133,7 +133,7 @@ def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(plac
 
 
 def test_stores_wait_for_memory_that_comes_and_nothing_goes_for_it(place: Dammed) -> None:
-    """Four times what there is at first, sent at once; the memory comes while they wait."""
+    """Sends stores of four times the first memory at once; the memory comes while they wait."""
     place.start(patience_s=60)
     assert place.engine is not None
     blocks, calls = hashes(NUM_BLOCKS), []
@@ -157,7 +157,7 @@ def test_a_stop_waits_for_no_memory(place: Dammed) -> None:
 
 
 def test_without_prefault_all_of_the_arena_counts(place: Dammed) -> None:
-    """Also of the next server: blocks may lie anywhere then, with holes around them."""
+    """The next server finds blocks anywhere, with holes around them."""
     place.start("--arena.prefault", "false")
     assert place.capacity_bytes == ARENA
     blocks = hashes(FIRST)

@@ -1,5 +1,5 @@
-"""The ledger of a real server: where tokens of prompts came from, why others missed, what it says
-to operators, and that it goes on after a restart or a kill."""
+"""The ledger of a real server: the sources of prompts' tokens, the reasons of misses, the figures
+for operators, and that it continues after a restart or a kill."""
 
 import json
 import signal
@@ -79,8 +79,11 @@ def test_tokens_are_counted_where_they_came_from(server: Server, groups_engine: 
 
 
 class Case(NamedTuple):
-    """A request whose prompt has `named` blocks, of which the first `stored` are there. `said`: the
-    engine's reason. `misses`: tokens by reason, but for those of no whole block."""
+    """A request whose prompt has `named` blocks, of which the first `stored` are there.
+
+    said: the engine's reason.
+    misses: tokens of whole blocks by reason.
+    """
 
     named: int
     stored: int
@@ -150,7 +153,7 @@ def test_what_no_engine_can_know_is_not_believed(server: Server, groups_engine: 
 def test_hits_of_a_fresh_engine_save_by_the_speed_of_the_one_before(
     server: Server, groups_engine: Make
 ) -> None:
-    """It has not computed a prompt yet, and may never: its hits are what hotkv is for."""
+    """A fresh engine has not computed a prompt yet, so its own speed is unknown."""
     before, prompt = groups_engine("ledger-fresh"), hashes(4)
     before.session.report_requests([RequestReport(prompt, 65, 0, 0, 0.0)], 160.0)
     before.session.ping(10)
@@ -251,7 +254,7 @@ def is_written(place: Place) -> bool:
 
 
 def test_the_ledger_goes_on_after_a_kill_and_with_another_arena(place: Place) -> None:
-    """An arena of another size loses its blocks, not what it has brought."""
+    """An arena of another size loses its blocks, and the ledger keeps its counts."""
     place.start()
     use(place)
     before = savings(place)

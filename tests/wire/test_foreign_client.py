@@ -1,5 +1,5 @@
-"""docs/wire.md is enough to write a client: one that was written from it alone, without hotkv,
-opens a session, stores, finds its blocks in the table, loads and compares."""
+"""docs/wire.md is enough to write a client: a client that was written from it alone opens a
+session, stores, finds its blocks in the table, loads and compares."""
 
 import ast
 import json
@@ -22,8 +22,8 @@ MAX_LINES = 300
 
 @pytest.fixture(scope="module")
 def saw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """What the foreign client saw of a real server. `hotkv_proto` is an empty package to it, but
-    for the stubs."""
+    """Returns what the foreign client saw of a real server. Its `hotkv_proto` has the stubs
+    only."""
     path = tmp_path_factory.mktemp("stubs")
     (path / "hotkv_proto").mkdir()
     (path / "hotkv_proto" / "__init__.py").touch()
