@@ -3,13 +3,13 @@ for operators, and that it continues after a restart or a kill."""
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from demo.processes import Server, runtime_folder
+from demo.processes import Server
 from hotkv_client import BlockRun, GroupHashes, LoadEnd, LoadRun, RequestReport
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
@@ -33,16 +33,7 @@ from tests.support.waiting import wait_for
 
 Make = Callable[..., GroupsEngine]
 TOKENS = 16
-SLABS = ("--arena.slab-bytes", "64KiB")
 __all__ = ["groups_engine", "place"]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """Yields a server of 16 MiB that the module's tests share."""
-    with runtime_folder(256 << 20) as folder, Server(folder, "16MiB", *SLABS) as running:
-        running.wait_ready()
-        yield running
 
 
 def report(one: GroupsEngine, *reports: RequestReport, loads: tuple[LoadEnd, ...] = ()) -> None:

@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from hotkv_client.types import WatchedRequest
 from hotkv_client.wire.admin import _read_stream
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.simulate.trace import load_trace
+from tests.server.commands import HOTKV
 from tests.server.support import hashes, number_of
 from tests.support.waiting import wait_for
 
@@ -39,7 +39,7 @@ def test_a_recording_holds_what_engines_reported_and_the_simulator_reads_it(
     one, stranger = engine(model="record-one"), engine(model="record-other")
     file, first, second = tmp_path / "trace.jsonl", hashes(9), hashes(8)
     # 16 tokens a hash; 60 are rounded up to 64, so four hashes make a block.
-    command = [sys.executable, "-m", "hotkv_client.command.cli", "record", str(file), "--json"]
+    command = [*HOTKV, "record", str(file), "--json"]
     command += ["--key-space", str(number_in(server, "record-one")), "--block-tokens", "60"]
     command += ["--target", server.target]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:

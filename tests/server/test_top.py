@@ -30,6 +30,7 @@ from hotkv_client.command.top.figures import (
     figures_of,
     read,
 )
+from tests.server.commands import HOTKV
 from tests.server.page_support import BLOCK_TOKENS, Traffic
 from tests.support.waiting import stop, wait_for
 
@@ -119,7 +120,7 @@ def test_what_is_wrong_is_said(readings: tuple[Reading, Reading]) -> None:
 @pytest.mark.usefixtures("readings")
 def test_into_a_pipe_come_lines_and_json(server: Server) -> None:
     def top(*flags: str) -> str:
-        command = [sys.executable, "-m", "hotkv_client.command.cli", "--target", server.target]
+        command = [*HOTKV, "--target", server.target]
         command += ["top", "--interval", "0.1", *flags]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -142,7 +143,7 @@ class Terminal:
         if not self.pid:
             os.environ.update(TERM="xterm-256color", COLUMNS=str(width), LINES=str(height))
             arguments = ["--target", server.target, "top", "--interval", "0.2", *flags]
-            os.execv(sys.executable, [sys.executable, "-m", "hotkv_client.command.cli", *arguments])
+            os.execv(sys.executable, [*HOTKV, *arguments])
 
     def press(self, sent: str) -> None:
         os.write(self._fd, sent.encode())
