@@ -4,7 +4,6 @@ classes."""
 import contextlib
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from demo.processes import ROOT, Server
 from hotkv_client import BlockRun
 from hotkv_client.admin import AdminClient
 from hotkv_proto.groups import GroupKind, GroupSpec
+from tests.server.commands import HOTKV
 from tests.server.routers import (
     Make,
     Router,
@@ -125,34 +125,6 @@ def test_extra_keys_and_adapters_are_passed_on(
     assert reader.events(1) == [
         stored(prompt, None, ids, 0, lora_name="adapter", extra_keys=decoded)
     ]
-
-
-def test_evicted_blocks_are_removed_and_a_flush_clears(
-    published: tuple[Server, Path], engine: Make, router: Callable[[GroupsEngine], Router]
-) -> None:
-    one = engine("events-removed", FULL, WINDOW)
-    reader = router(one)
-    prompt, ids = hashes(4), tokens(64)
-    one.store(*(BlockRun(g, prompt, block_ids(4), token_ids=ids) for g in (0, 1)))
-    reader.events(2)
-    with AdminClient(published[0].target) as admin:
-        number = number_of(admin, "events-removed")
-        admin.evict(number, 1, prompt[0] + prompt[3])
-        (event,) = reader.events(1)
-        assert isinstance(event, BlockRemoved)
-        assert (set(event.block_hashes), event.medium, event.group_idx) == (
-            {external(prompt[0]), external(prompt[3])},
-            "CPU",
-            1,
-        )
-        admin.flush(number)
-    # A flush that took several turns of the loop tells of each before it clears.
-    told: list[Any] = []
-    while AllBlocksCleared() not in told:
-        assert reader.sub.poll(10_000), "nothing says that all is cleared"
-        told += reader.batch().events
-    assert told[-1] == AllBlocksCleared()
-    assert all(isinstance(event, BlockRemoved) for event in told[:-1])
 
 
 def test_key_spaces_that_share_a_topic_do_not_clear_each_other(
@@ -266,7 +238,7 @@ def test_the_command_line_prints_events(published: tuple[Server, Path], engine: 
     server = published[0]
     one = engine("events-cli")
     for flags in ([], ["--json"]):
-        command = [sys.executable, "-u", "-m", "hotkv_client.command.cli", "events", *flags]
+        command = [HOTKV[0], "-u", *HOTKV[1:], "events", *flags]
         command += ["--seconds", "30", "--target", server.target]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
             assert process.stdout is not None

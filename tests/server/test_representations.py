@@ -3,9 +3,6 @@ another, removed with them."""
 
 import contextlib
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +22,6 @@ from hotkv_client.admin import AdminClient
 from hotkv_proto.errors import Reason
 from tests.server.sparse_support import RepresentationEngine, refused
 from tests.server.support import block_ids, hashes, number_of
-from tests.support.waiting import wait_for
 
 
 class Engine(RepresentationEngine):
@@ -135,48 +131,3 @@ def test_a_layout_without_their_pages_takes_none(sparse: Make) -> None:
     engine.store_runs((0, blocks), (engine.group, blocks))
     for call in (lambda: bare.store_runs((bare.group, blocks)), lambda: bare.load(blocks, 0)):
         assert "layout" in refused(call).message
-
-
-VICTIM = """
-import os, sys
-from tests.server.test_representations import Engine, block_ids
-from hotkv_client import BlockRun
-engine = Engine(sys.argv[1], "victim")
-print("ready", flush=True)
-while True:
-    some = [os.urandom(32) for _ in range(32)]
-    for name, first in ((some[0].hex(), 0), (some[1].hex(), 32)):
-        runs = [BlockRun(group, some, block_ids(32)) for group in (0, engine.group)]
-        engine.session.store(name, name, runs, 20)
-        run = BlockRun(engine.group, some, block_ids(32))
-        engine.session.store(name + "again", name + "again", [run], 20)
-    engine.session.ping(20)
-"""
-
-
-@pytest.mark.long
-def test_an_engine_killed_amid_stores_leaves_pairs_only(own_server: Server) -> None:
-    command = [sys.executable, "-c", VICTIM, own_server.target]
-    with AdminClient(own_server.target) as admin:
-        for _ in range(2):
-            victim = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            assert victim.stdout is not None and victim.stdout.readline() == "ready\n"
-            time.sleep(0.3)
-            wait_for(lambda: admin.info()["counters"]["evicted_blocks_total"] > 0)
-            victim.kill()
-            victim.wait()
-            wait_for(lambda: not admin.sessions())
-        counters, answer = admin.info()["counters"], admin.blocks(page_size=10_000)
-        blocks = answer["blocks"]
-        while answer["next_page_token"]:
-            answer = admin.blocks(page_size=10_000, page_token=answer["next_page_token"])
-            blocks += answer["blocks"]
-        left = ("leases", "transfers_in_flight", "arena_pinned_bytes")
-        assert [counters[name] for name in left] == [0, 0, 0]
-        assert {b["state"] for b in blocks} == {"ready"}
-        have_one = [b["representation_byte_count"] > 0 for b in blocks]
-        assert 0 < sum(have_one) == admin.key_spaces()[0]["representation_count"]
-        assert counters["representation_bytes"] == sum(have_one) * 4096
-    with contextlib.closing(Engine(own_server.target, "victim")) as after:
-        names = [bytes.fromhex(b["block_hash"]) for b in blocks[:30]]
-        assert after.found(names) == ([True] * len(names), have_one[:30])
