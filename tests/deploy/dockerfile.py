@@ -1,4 +1,4 @@
-"""A Dockerfile read into stages, and what .dockerignore lets into a build."""
+"""A Dockerfile read into stages, and the files that .dockerignore lets into a build."""
 
 import fnmatch
 import shutil
@@ -13,7 +13,10 @@ READY_S = 60.0
 
 @dataclass(slots=True)
 class Stage:
-    """One `FROM`. `steps`: instruction and its text, in order."""
+    """A stage of a Dockerfile.
+
+    steps: instructions and their texts, in order.
+    """
 
     base: str
     name: str
@@ -55,7 +58,7 @@ def is_sent(path: str, ignored: str) -> bool:
 
 
 def copy_sent(source: str, target: Path) -> None:
-    """Copies a file or folder of the repository, but for what .dockerignore holds back."""
+    """Copies a file or folder of the repository, without the files that .dockerignore excludes."""
     ignored = (ROOT / ".dockerignore").read_text()
     found = (
         [ROOT / source]

@@ -1,8 +1,8 @@
-"""What four stacks make of the files in deploy/kubernetes/stacks: the pod of an engine.
+"""The pod of an engine that four stacks make of the files in deploy/kubernetes/stacks.
 
-Facts of their charts, CRDs and guides as published in November 2026, in our words: the fields that
-our files use, and what the stack adds to a pod. Names of fields are the stack's; a field that the
-stack does not have fails in `check`. No stack itself was run.
+From their charts, CRDs and guides of November 2026, in our words: the fields that our files use,
+and the stack's additions to a pod. Names of fields are the stack's; another field fails in `check`.
+The stacks themselves were not run.
 """
 
 import copy
@@ -99,7 +99,8 @@ def shared_memory(name: str, size: str | None) -> tuple[Item, Item]:
 
 
 def of_production_stack(values: Item) -> Item:
-    """The chart adds /dev/shm where `tensorParallelSize` is given, of 20Gi by default."""
+    """Returns the pod. The chart adds /dev/shm, of 20Gi by default, if `tensorParallelSize` is
+    given."""
     engine = values["servingEngineSpec"]
     (model,) = engine["modelSpec"]
     mounts, volumes = list(model["extraVolumeMounts"]), list(model["extraVolumes"])
@@ -132,8 +133,8 @@ def of_shell(line: str) -> list[str]:
 
 
 def of_kserve(service: Item) -> Item:
-    """The preset has a shell that evaluates `vllm serve` with VLLM_ADDITIONAL_ARGS, and a /dev/shm
-    of 1Gi; the service's template is merged into it by names."""
+    """Returns the pod. The preset's shell evaluates `vllm serve` with VLLM_ADDITIONAL_ARGS; it has
+    a /dev/shm of 1Gi. The service's template is merged into it by names."""
     mount, volume = shared_memory("dshm", "1Gi")
     preset = {
         "containers": [{"name": "main", "image": "llm-d", "volumeMounts": [mount]}],
@@ -170,7 +171,7 @@ def of_llm_d(patch: Item) -> Item:
 
 
 def of_dynamo(graph: Item) -> Item:
-    """The operator adds /dev/shm of `sharedMemorySize` to the container `main`."""
+    """Returns the pod. The operator adds /dev/shm of `sharedMemorySize` to the container `main`."""
     (worker,) = (one for one in graph["spec"]["components"] if one["type"] == "worker")
     pod: Item = copy.deepcopy(worker["podTemplate"]["spec"])
     mount, volume = shared_memory("shared-memory", worker.get("sharedMemorySize", "8Gi"))
@@ -182,7 +183,11 @@ def of_dynamo(graph: Item) -> Item:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """`schema`: of the file; `pod`: what the stack makes of it."""
+    """A stack.
+
+    schema: of its file.
+    pod: makes the pod of the file.
+    """
 
     schema: Item
     pod: Callable[[Item], Item]

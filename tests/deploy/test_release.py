@@ -1,4 +1,4 @@
-"""`make release`: its parts that need no package index, and what keeps its files in step."""
+"""`make release`: the parts that need no package index, and the agreement of its files."""
 
 import hashlib
 import re
@@ -66,7 +66,7 @@ def test_a_tag_that_does_not_fit_is_refused(
 
 
 def test_versions_agree() -> None:
-    """Of package, chart, image and engine's image."""
+    """Compares the versions of package, chart and image."""
     source = (ROOT / "proto" / "hotkv_proto" / "__init__.py").read_text()
     assert release.version_of(source) == VERSION
     packed = objects.yaml.safe_load((release.CHART / "Chart.yaml").read_text())

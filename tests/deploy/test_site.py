@@ -1,5 +1,5 @@
-"""The documentation's site: its table of contents has every page, a page's links lead to pages of
-the site, and what leads nowhere or comes from another host is found."""
+"""The documentation's site: its table of contents has every page, and a page's links lead to pages
+of the site."""
 
 import os
 import subprocess
@@ -41,7 +41,8 @@ flowchart LR
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A small one, whose front page and page `first` link to each other and to files outside."""
+    """Returns a small repository, whose front page and page `first` link to each other and to files
+    outside."""
     files = {
         "docs/README.md": FRONT,
         "docs/first.md": FIRST,
@@ -112,7 +113,7 @@ def test_pictures_have_a_version_for_dark_pages(repository: Path) -> None:
 
 
 def built(repository: Path) -> subprocess.CompletedProcess[str]:
-    """`make docs` of a repository, without the check that follows."""
+    """Runs `make docs` of a repository, without the check that follows."""
     python = DOCS_VENV / "bin" / "python"
     if not python.exists():
         pytest.skip("no Sphinx here: `make docs` installs it")

@@ -1,4 +1,4 @@
-"""A server that can be told to fail."""
+"""A server that fails on request."""
 
 import os
 import urllib.error

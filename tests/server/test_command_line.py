@@ -1,5 +1,5 @@
-"""The command `hotkv` as people type it: options anywhere, slips, pipes, and servers that do not
-run."""
+"""The command `hotkv` as people type it: options in any place, slips, pipes, and servers that do
+not run."""
 
 import json
 import shlex
