@@ -16,7 +16,7 @@ from hotkv_client import After
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
-from hotkv_proto.messages.layout import read_device_mark
+from hotkv_proto.messages.layout import read_device_mark, read_device_order
 from hotkv_proto.order import NO_ORDER, DeviceMark, DeviceOrder, OrderKind
 from hotkv_proto.v1 import cache_pb2, layout_pb2
 from hotkv_server.device.devices import NO_DEVICES, Devices, uuid_text
@@ -377,6 +377,21 @@ def test_a_device_word_is_never_ahead_of_the_device_and_catches_up(
 # The wire
 
 INT32S, INT64S = (st.integers(-(1 << bits), (1 << bits) - 1) for bits in (31, 63))
+
+
+@given(
+    st.builds(
+        DeviceOrder,
+        st.binary(max_size=20),
+        st.lists(st.binary(max_size=70), max_size=4).map(tuple),
+        st.text(max_size=20),
+        INT32S,
+    )
+)
+def test_an_order_comes_out_as_it_went_in(order: DeviceOrder) -> None:
+    request = _wire.register_memory(_layout(MemoryHandle("k", 2 * PAGE)), order)
+    read = type(request).FromString(request.SerializeToString())
+    assert read_device_order(read.register_memory.order) == order
 
 
 @given(INT32S, INT64S)

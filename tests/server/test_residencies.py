@@ -131,6 +131,25 @@ def test_a_store_pins_in_the_step_that_makes_ready(place: Place) -> None:
     assert not found[0].any(), "what was given back is evicted"
 
 
+def test_the_same_call_gets_the_same_answer_and_unknown_ones_a_reason(place: Place) -> None:
+    place.start()
+    reader, blocks = resident(place, 4)
+    session = reader.session
+    assert session.open_residency("r", {0: 4}).result(TIMEOUT_S) == reader.opened
+    # tests/server/test_refusals.py has odd fields.
+    for future, reason in [
+        (session.open_residency("r", {0: 3}), Reason.DUPLICATE_ID),
+        (session.open_residency("", {0: 5}), Reason.INVALID_FIELD),
+        (session.open_residency("s", {}), Reason.INVALID_FIELD),
+        (session.extend_residency("s", 0, 0, blocks), Reason.UNKNOWN_RESIDENCY),
+        (session.extend_residency("r", 0, 1, blocks), Reason.DUPLICATE_ID),
+        (session.extend_residency("r", 1, 0, blocks), Reason.INVALID_FIELD),
+        (session.extend_residency("r", 0, -1, blocks), Reason.INVALID_FIELD),
+    ]:
+        assert refused(future).reason is reason
+    assert reader.extend(2, [*blocks[2:], *hashes(3)]) == [*list(reader.expected)[2:], -1, -1, -1]
+
+
 def test_an_open_residency_grows_or_stays_as_it_was(place: Place) -> None:
     server = place.start()
     reader, blocks = resident(place, 4)
