@@ -335,6 +335,7 @@ def test_fish_knows_every_command_flag_and_value() -> None:
     shown = completion.script(cli.parser(), "fish").splitlines()
     for name in help_text.EXAMPLES:
         assert any(f"' -a {name} -d '" in line for line in shown), name
+    assert not any(" -d ''" in line for line in shown)
     of_evict = [line for line in shown if "'__fish_seen_subcommand_from evict'" in line]
     assert any(" -l dry-run -d " in line for line in of_evict)
     assert any(
