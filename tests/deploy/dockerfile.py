@@ -2,13 +2,10 @@
 
 import fnmatch
 import shutil
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE_PATH = f"{sys.base_prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-READY_S = 60.0
 
 
 @dataclass(slots=True)
