@@ -241,7 +241,7 @@ def test_a_reader_whose_messages_are_gone_gets_the_present_state(
     publisher.close()
 
 
-@example([(place, MIB // 2) for place in (0, 0, 0, 1, 2, 0)])
+@example([(0, MIB // 2), (0, MIB // 2), (1, 1000), (2, MIB // 2), (0, MIB // 2)])
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, MIB // 2)), max_size=40))
 def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their_share(
     sent: list[tuple[int, int]],
@@ -262,7 +262,8 @@ def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their
         for name, one in topics.items():
             # Who has a share or less loses nothing to others.
             assert one is topic or before[name] > MIB // 4 or one.sent_bytes == before[name]
-        assert not topic.sent or topic.sent[-1][0] == number
+        fits_its_share = (before[str(place)] + num_bytes) * len(publisher._kept) <= MIB
+        assert (not topic.sent and not fits_its_share) or topic.sent[-1][0] == number
 
 
 def test_what_was_queued_one_after_the_other_shares_a_message(
