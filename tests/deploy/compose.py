@@ -208,7 +208,7 @@ def owner(path: Path) -> str:
 
 
 def check_files(compose: Compose) -> str:
-    """Owners and modes, as compose.yaml says. Raises AssertionError."""
+    """Checks owners and modes against compose.yaml; returns them. Raises AssertionError."""
     volume = compose.podman("volume", "inspect", "--format={{.Mountpoint}}", "hotkv_sockets")
     sockets = Path(volume)
     found = {
@@ -242,7 +242,7 @@ def check_rights(compose: Compose) -> str:
 
 
 def walk(compose: Compose, steps: Steps) -> None:
-    """Up, used, restarted, killed, down. Raises AssertionError."""
+    """Brings the services up, uses, restarts, kills and stops them. Raises AssertionError."""
     with steps.step("compose up: directories, then hotkv healthy, then vLLM") as seen:
         with compose.podman.health_checks(HOTKV):
             compose("up", "-d")

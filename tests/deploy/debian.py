@@ -1,5 +1,5 @@
-"""A Debian of its own for tests of the deployment, in a folder that is used again if it is whole,
-and the steps of a run with their times. Needs root and `mmdebstrap`."""
+"""A small Debian for tests of the deployment, in a folder that is used again if it is complete, and
+the steps of a run with their times. Needs root and `mmdebstrap`."""
 
 import contextlib
 import platform
@@ -19,14 +19,14 @@ PACKAGES = {"systemd-nspawn": "systemd-container", "nsenter": "util-linux"}
 
 
 class Steps:
-    """Prints each step of a run with its time, and what it saw."""
+    """Prints each step of a run with its time and its findings."""
 
     def __init__(self) -> None:
         self.start_s = time.monotonic()
 
     @contextlib.contextmanager
     def step(self, what: str) -> Iterator[list[str]]:
-        """The list takes what is to be printed beside the step."""
+        """Yields a list, which is printed beside the step at its end."""
         seen: list[str] = []
         begun_s = time.monotonic()
         word = "FAILED"

@@ -1,19 +1,19 @@
-"""A Dockerfile read into stages, and what .dockerignore lets into a build."""
+"""A Dockerfile read into stages, and the files that .dockerignore lets into a build."""
 
 import fnmatch
 import shutil
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE_PATH = f"{sys.base_prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-READY_S = 60.0
 
 
 @dataclass(slots=True)
 class Stage:
-    """One `FROM`. `steps`: instruction and its text, in order."""
+    """A stage of a Dockerfile.
+
+    steps: instructions and their texts, in order.
+    """
 
     base: str
     name: str
@@ -55,7 +55,7 @@ def is_sent(path: str, ignored: str) -> bool:
 
 
 def copy_sent(source: str, target: Path) -> None:
-    """Copies a file or folder of the repository, but for what .dockerignore holds back."""
+    """Copies a file or folder of the repository, without the files that .dockerignore excludes."""
     ignored = (ROOT / ".dockerignore").read_text()
     found = (
         [ROOT / source]

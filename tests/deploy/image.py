@@ -58,7 +58,7 @@ class Buildah:
 
 
 class Pod:
-    """What the kubelet does with the chart's pod, over folders of this machine."""
+    """Runs the chart's pod as the kubelet does, over folders of this machine."""
 
     def __init__(self, buildah: Buildah, rendered: Objects, folder: Path) -> None:
         self._buildah = buildah
@@ -132,7 +132,7 @@ class Pod:
         return subprocess.run(words, capture_output=True).returncode == 0
 
     def pid(self) -> int:
-        """Process id of the server itself, below buildah's processes."""
+        """Returns the process id of the server, below buildah's processes."""
         assert self._server is not None
         session = os.getsid(self._server.pid)
         for folder in Path("/proc").iterdir():
@@ -208,7 +208,7 @@ def provide(buildah: Buildah, release: Path | None, steps: Steps) -> None:
 
 
 def walk(pod: Pod, steps: Steps) -> None:
-    """The life of a pod and of the next. Raises AssertionError."""
+    """Walks through the life of a pod and of the next pod. Raises AssertionError."""
     with steps.step("the init container's script gives the directories away") as seen:
         seen.append(pod.initialise())
     with steps.step("the probes say no while no server runs"):

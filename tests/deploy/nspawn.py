@@ -39,7 +39,7 @@ STOP_S = 60.0
 
 
 class Machine:
-    """A booted container, without network. Leave it to power it off."""
+    """A booted container without network. Leaving the `with` block powers it off."""
 
     def __init__(self, root: Path, log: Path) -> None:
         self._log, self._leader = log, 0
@@ -65,7 +65,7 @@ class Machine:
             self._process.wait()
 
     def _find_leader(self) -> int:
-        """Process id, here, of the container's first process."""
+        """Returns this machine's process id of the container's first process."""
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
                 status = (folder / "status").read_text()
@@ -117,8 +117,11 @@ def _ancestors(pid: int) -> Iterator[int]:
 
 
 def install(root: Path, package: Path, deploy: Path, arena: str) -> None:
-    """Lays everything out as docs/operations.md says for a package of a distribution: `package` is
-    the wheel, `deploy` the folder of unit and settings."""
+    """Installs as docs/operations.md says for a package of a distribution.
+
+    package: the wheel.
+    deploy: the folder of unit and settings.
+    """
 
     def inside(*command: str) -> None:
         options = ["--pipe", f"--bind-ro={debian.CERTIFICATES}", f"--directory={root}"]
@@ -153,7 +156,7 @@ def install(root: Path, package: Path, deploy: Path, arena: str) -> None:
 
 
 def walk(machine: Machine, steps: Steps) -> None:
-    """The life of the service. Raises AssertionError."""
+    """Walks through the life of the service. Raises AssertionError."""
     with steps.step("the unit starts by itself, and says that it serves") as seen:
         wait_for(machine.is_serving, "it serves", BOOT_S)
         seen += [machine.show("StatusText"), machine.run("hotkv-server", "--version")]

@@ -1,8 +1,6 @@
-"""Kubernetes objects for tests: of the plain manifests, of the chart with a set of values, and what
-the server is given by them.
-
-Skips the tests that use the chart where there is no helm and none can be fetched.
-"""
+"""Kubernetes objects for tests: of the plain manifests and of the chart with a set of values, and
+the server's part of them. Tests of the chart are skipped if there is no helm and it can't be
+fetched."""
 
 import functools
 import json
@@ -30,7 +28,7 @@ BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 @dataclass(frozen=True)
 class Objects:
-    """All objects that were rendered together."""
+    """Objects that were rendered together."""
 
     all: tuple[dict[str, Any], ...]
 
@@ -68,7 +66,7 @@ class Objects:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Variables of the server: their value, or where it comes from."""
+        """Returns the server's variables: their values, or the sources of these."""
         return {
             item["name"]: item.get("value", item.get("valueFrom")) for item in self.server["env"]
         }
@@ -118,8 +116,8 @@ def transfer_config(arguments: list[str]) -> dict[str, Any]:
 
 
 def merged(into: Any, patch: Any) -> Any:
-    """Merges as `kubectl patch` does it for what our patches have: maps are merged, lists of things
-    with names by name, others replaced."""
+    """Merges a patch as `kubectl patch` does: maps are merged, lists of named items by name, other
+    values replaced."""
     if isinstance(into, dict) and isinstance(patch, dict):
         return {
             **into,

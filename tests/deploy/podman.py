@@ -1,6 +1,6 @@
-"""podman in namespaces of this run alone: nothing that it mounts, starts or routes outlives them.
-Needs root. Containers run without cgroups and without a limit above this machine's own, as not
-every machine grants these; `LEFT_OUT` says so."""
+"""podman in namespaces of this run: its mounts, processes and routes end with them. Needs root.
+Containers run without cgroups and without a limit above this machine's, as not every machine grants
+these (`LEFT_OUT`)."""
 
 import contextlib
 import ctypes
@@ -68,14 +68,17 @@ def leave_network() -> None:
 
 
 def hard_limits() -> dict[str, int]:
-    """This machine's own limits, by Docker's names; -1 is none."""
+    """Returns this machine's limits, by Docker's names; -1: unlimited."""
     names = ("memlock", "nofile", "nproc")
     numbers = {name: getattr(resource, f"RLIMIT_{name.upper()}") for name in names}
     return {name: resource.getrlimit(number)[1] for name, number in numbers.items()}
 
 
 class Podman:
-    """podman with a store of its own. `environment` is what its processes need."""
+    """podman with a separate store.
+
+    environment: for its processes.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,23 +1,14 @@
-"""The Helm chart with three sets of values: Kubernetes takes its objects, the server takes its
-settings, and values that are none are refused with a sentence."""
+"""The Helm chart with three sets of values: Kubernetes accepts its objects, the server its
+settings, and wrong values are refused with a sentence."""
 
 import json
 import math
-import os
-import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import hotkv_proto
-from hotkv_client import Credentials
-from hotkv_client.admin import AdminClient
-from hotkv_client.command import cli
-from hotkv_proto.errors import HotKVError
 from hotkv_proto.table import TableGeometry
 from hotkv_server import cli as server_cli
 from hotkv_server.daemon import STOP_S
@@ -39,8 +30,6 @@ PLACES = {
     "/var/lib/hotkv": "disk",
 }
 """Folders of a node, and where they lie here."""
-READY_S = 180.0
-"""A first start compiles kernels."""
 SETS = {"defaults": (), "gpu-tiers": ("gpu-tiers",), "tenants-tls": ("tenants-tls",)}
 TENANTS = json.dumps(
     [
@@ -63,7 +52,7 @@ def rendered(name: str) -> Objects:
 
 
 class Node:
-    """Folders that stand for those of a node and a pod, and the pod's settings in them."""
+    """Folders in place of a node's and a pod's, and the pod's settings in them."""
 
     def __init__(self, folder: Path, found: Objects, *flags: str) -> None:
         self.folder, self.secrets = folder, folder / "secrets"
@@ -179,7 +168,7 @@ def check_memory(rendered: Objects, settings: Settings) -> None:
 
 
 def loaded(found: Objects, folder: Path) -> Settings:
-    """What the server makes of the settings' file."""
+    """Returns the settings that the server reads from the chart's file."""
     config = folder / "settings.toml"
     config.write_text(found.settings_file)
     return load_settings(config, [], "test")
@@ -189,7 +178,7 @@ def loaded(found: Objects, folder: Path) -> Settings:
 def test_the_server_accepts_the_settings(
     chosen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All checks of a start, but for the GPUs and the disk that are not here."""
+    """Runs all checks of a start, without the GPUs and the disk that this machine lacks."""
     if chosen == "gpu-tiers":
         pytest.importorskip("obstore", reason="S3 needs Python 3.11")
     found = objects.of_chart(*SETS[chosen])
@@ -213,38 +202,6 @@ def test_the_server_accepts_the_settings(
         assert tiers["s3"]["pack_bytes"] == 32 << 20 and tiers["valkey"]["user"] == "hotkv"
     if chosen == "tenants-tls":
         assert [tenant["name"] for tenant in settings["security"]["tenants"]] == ["search", "chat"]
-
-
-@pytest.mark.long
-def test_a_server_with_tenants_and_tls_serves(tmp_path: Path) -> None:
-    """A real server with the files that the Secrets make: the pod's probe, an admin over TCP, and
-    somebody who is none."""
-    found = objects.of_chart("tenants-tls")
-    node, log = Node(tmp_path, found, *SMALL), tmp_path / "log"
-    environment = {**os.environ, "HOTKV_SECURITY__TENANTS": TENANTS}
-    command = [sys.executable, "-m", "hotkv_server", *node.arguments]
-    with log.open("wb") as sink:
-        server = subprocess.Popen(command, stderr=sink, env=environment)
-    try:
-        probe = ["ping", "--target", node.target]
-        deadline_s = time.monotonic() + READY_S
-        while cli.main(probe) != 0:
-            assert server.poll() is None and time.monotonic() < deadline_s, log.read_text()
-            time.sleep(0.1)
-        (port,) = re.findall(r"tcp_port=(\d+)", log.read_text())
-        for user, is_admin in (("spiffe://cluster/operator", True), ("spiffe://cluster/x", False)):
-            certificate, key = node.authority.issue("client", user)
-            proof = Credentials(str(node.authority.path), str(certificate), str(key))
-            with AdminClient(f"localhost:{port}", credentials=proof) as admin:
-                if is_admin:
-                    assert admin.info()["version"] == hotkv_proto.__version__
-                else:
-                    with pytest.raises(HotKVError):
-                        admin.info()
-    finally:
-        server.terminate()
-        server.wait(READY_S)
-    assert server.returncode == 0, log.read_text()
 
 
 def test_directories_win_over_the_variables_of_the_image(
@@ -295,7 +252,7 @@ def test_wrong_values_are_refused_with_their_name(wrong: str, words: str) -> Non
 
 
 def rendered_with(folder: Path, release: str = "hotkv", **values: Any) -> Objects:
-    """Renders the chart with these values. Skips without helm."""
+    """Returns the chart's objects with these values. Skips without helm."""
     objects.of_chart()
     file = folder / "values.yaml"
     file.write_text(json.dumps(values))

@@ -26,7 +26,7 @@ def services() -> dict[str, Any]:
 
 @pytest.fixture
 def settings(services: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Settings:
-    """What the server makes of its command, with the image's variables."""
+    """Returns the settings that the server reads from its command, with the image's variables."""
     final = parse((ROOT / "Dockerfile").read_text())[-1]
     (place,) = (word for word in final.last("ENV").split() if word.startswith("HOTKV_ARENA__DIR="))
     monkeypatch.setenv(*place.split("="))
@@ -55,7 +55,7 @@ def test_the_cache_outlives_the_container(services: dict[str, Any], settings: Se
 
 
 def test_engines_do_not_get_the_admin_socket(services: dict[str, Any], settings: Settings) -> None:
-    """They run as root in their container, whom no mode of a socket keeps out."""
+    """Engines run as root in their container, so a socket's mode does not keep them out."""
     mounted = [volume.split(":")[1] for volume in services["vllm"]["volumes"]]
     assert not any(settings.admin_socket.is_relative_to(place) for place in mounted)
     # Health check and `hotkv` in the container go there.
@@ -86,7 +86,7 @@ def test_images_are_built_from_files_that_are_sent(services: dict[str, Any]) -> 
 
 
 def test_gpus_come_with_the_library_that_copies() -> None:
-    """Once a capability of the driver is named, Docker has those alone mounted; `compute` is
+    """If any capability of the driver is named, Docker mounts only the named. `compute` is
     libcuda."""
     found = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text())["services"]
     for name in ("hotkv", "vllm"):

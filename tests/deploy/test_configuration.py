@@ -39,7 +39,7 @@ def uncommented() -> str:
 
 
 def shown() -> dict[str, tuple[str, str]]:
-    """Settings as the file shows them: dotted name to value and comment."""
+    """Returns the file's settings: dotted name to value and comment."""
     found: dict[str, tuple[str, str]] = {}
     section, comment = "", list[str]()
     for line in with_tables().splitlines():

@@ -1,4 +1,4 @@
-"""Advice names packages that an index has: those of hotkv's extras, never hotkv itself."""
+"""Advice names packages that an index has: hotkv's extras, never hotkv itself."""
 
 import re
 from pathlib import Path

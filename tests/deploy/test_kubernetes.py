@@ -22,7 +22,7 @@ def manifest() -> Objects:
 
 @pytest.fixture
 def settings(manifest: Objects, tmp_path: Path) -> Settings:
-    """What the server makes of the manifest's configuration."""
+    """Returns the settings that the server reads from the manifest."""
     config = tmp_path / "hotkv.toml"
     config.write_text(manifest.settings_file)
     return load_settings(config, [], "test")
@@ -30,7 +30,7 @@ def settings(manifest: Objects, tmp_path: Path) -> Settings:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_objects_fit_their_schemas(version: str) -> None:
-    """Those of hotkv.yaml are the chart's (`test_chart.py`)."""
+    """Objects of hotkv.yaml are the chart's (`test_chart.py`)."""
     for item in objects.of_manifest("vllm.yaml").all:
         objects.validate(item, version)
 
@@ -55,7 +55,7 @@ def test_engines_do_not_see_the_admin_socket(manifest: Objects, settings: Settin
 
 
 def test_numbers_agree(manifest: Objects, settings: Settings) -> None:
-    """Of memory and of the time to drain see `test_chart.py`."""
+    """`test_chart.py` has memory and the time to drain."""
     server, security = manifest.server, manifest.pod["securityContext"]
     (port,) = manifest.one("Service")["spec"]["ports"]
     assert server["ports"][0]["containerPort"] == settings.http.port == port["port"]
@@ -127,7 +127,7 @@ def test_kernels_of_gpus_are_kept_where_the_server_may_write(manifest: Objects) 
 
 @pytest.mark.parametrize("name", ["startupProbe", "readinessProbe", "livenessProbe"])
 def test_probes_ask_by_http_or_by_commands_that_exist(manifest: Objects, name: str) -> None:
-    """By HTTP where the kubelet can reach it; a command starts Python each time."""
+    """HTTP is used if the kubelet can reach it; a command starts Python each time."""
     is_live = name == "livenessProbe"
     asked = {"path": "/livez" if is_live else "/readyz", "port": "metrics"}
     assert manifest.server[name]["httpGet"] == asked
@@ -141,7 +141,7 @@ def test_probes_ask_by_http_or_by_commands_that_exist(manifest: Objects, name: s
 
 
 def test_nodes_with_gpus_take_the_pod() -> None:
-    """They are tainted as a rule; the process namespace of the host is a choice."""
+    """Such nodes are usually tainted; the host's process namespace is optional."""
     taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     own = "tolerations[0].key=spot"
     pod = objects.of_chart(sets=("gpu.enabled=true", "gpu.hostPID=false", own)).pod

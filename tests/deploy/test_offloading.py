@@ -18,7 +18,7 @@ HOST_NAMESPACES = {"pid", "ipc", "hostPID", "hostIPC"}
 
 
 def check_connector(arguments: list[str], shm_bytes: int) -> None:
-    """The primary tier fits into the container's shared memory, which nobody shares."""
+    """Checks the connector's settings. The primary tier fits into the container's shared memory."""
     config = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
     assert config["kv_connector"] in dict(CONNECTORS)
     assert "kv_connector_module_path" not in config

@@ -24,7 +24,7 @@ PATH = re.compile(r"`((?:proto|sparse|client|server|connector_vllm|tests|tools)/
 
 
 def anchors(page: Path) -> set[str]:
-    """Names of a page's headings, as GitHub makes them, and those that it gives by itself."""
+    """Returns the anchors of a page's headings, as GitHub makes them, and its named anchors."""
     text = page.read_text()
     heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     named = set(re.findall(r'<a name="([\w-]+)">', text))
@@ -63,7 +63,7 @@ SHORT = 12
 
 
 def words_of_the_code() -> str:
-    """All texts in the sources, the pieces of one text in a row."""
+    """Returns all texts in the sources."""
     texts = []
     for path in (path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -73,7 +73,7 @@ def words_of_the_code() -> str:
 
 
 def test_messages_of_the_page_of_trouble_are_those_of_the_code() -> None:
-    """Each piece of a quoted message that is longer than a few letters."""
+    """Compares each longer piece of a quoted message."""
     page = (ROOT / "docs" / "trouble.md").read_text()
     rows = [
         line for line in page.splitlines() if line.startswith("| ") and not FOREIGN.search(line)

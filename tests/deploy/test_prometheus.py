@@ -60,7 +60,7 @@ ALERTS = [rule for rule in rules() if "alert" in rule]
 
 
 def panels() -> list[dict[str, Any]]:
-    """Those of the committed file, without rows."""
+    """Returns the panels of the committed file, without rows."""
     every = json.loads(dashboard.FILE.read_text())["panels"]
     nested = [panel for row in every for panel in row.get("panels", [])]
     return [panel for panel in [*every, *nested] if panel["type"] != "row"]
@@ -119,8 +119,7 @@ class Traffic:
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """One that has scraped a server under traffic for some seconds; the server is gone at the
-    end."""
+    """Yields a Prometheus that has scraped a server under traffic for some seconds."""
     program("prometheus")
     port = free_port()
     with quick_servers(), runtime_folder(256 << 20) as folder, contextlib.ExitStack() as stack:
@@ -200,7 +199,7 @@ def test_a_healthy_server_is_shown_as_one(prometheus: Prometheus) -> None:
 
 
 def answer(expr: str, folder: Path, **values: str) -> str:
-    """What promtool says that an expression is after 10 minutes of these series, a node each:
+    """Returns promtool's value of an expression after 10 minutes of these series, a node each:
     labels and value of each sample."""
     asked = {"expr": expr, "eval_time": "10m", "exp_samples": [{"labels": "none", "value": 0}]}
     given = [{"series": series, "values": told} for series, told in values.items()]
@@ -226,7 +225,7 @@ def test_the_share_that_is_ready_counts_servers_that_are_down(tmp_path: Path) ->
 
 
 def test_a_node_without_prompts_has_no_hit_ratio(tmp_path: Path) -> None:
-    """Grafana shows what is no number as NaN."""
+    """Grafana would show NaN."""
     for panel in panels():
         expr = shown(panel["targets"][0]["expr"], "10m")
         if panel["type"] == "stat" and "/" in expr:

@@ -25,7 +25,7 @@ needs_systemd = pytest.mark.skipif(
 
 
 def service() -> dict[str, list[str]]:
-    """Values of the [Service] section by name."""
+    """Returns the values of the [Service] section by name."""
     found: dict[str, list[str]] = {}
     section = ""
     for line in UNIT.read_text().splitlines():
@@ -43,7 +43,7 @@ def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
 @needs_systemd
 @pytest.mark.parametrize("has_drop_in", [False, True])
 def test_systemd_finds_nothing_wrong(tmp_path: Path, has_drop_in: bool) -> None:
-    """With a program that exists on this machine; also with the drop-in of GPU nodes."""
+    """Checks the unit with a program of this machine, with and without the drop-in of GPU nodes."""
     unit = tmp_path / UNIT.name
     unit.write_text(
         UNIT.read_text()
@@ -90,7 +90,7 @@ def test_nothing_takes_the_arena_or_the_sockets_away() -> None:
 
 
 def test_times_fit_what_the_server_does() -> None:
-    """Enough also where it could not ask for more."""
+    """The times suffice even if the server could not ask for more."""
     settings, unit = load_settings(DEPLOY / "hotkv.toml", [], "test"), service()
     assert int(unit["WatchdogSec"][0]) > 10 * CHECK_S
     minutes = int(unit["TimeoutStopSec"][0].removesuffix("min"))

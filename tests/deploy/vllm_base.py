@@ -55,7 +55,8 @@ def closure(name: str = ROOT_PACKAGE) -> dict[str, metadata.Distribution]:
 
 
 def files(distributions: dict[str, metadata.Distribution]) -> Iterator[tuple[Path, str]]:
-    """Each file of the packages in site-packages, once: where it lies here, and its path there."""
+    """Yields each file of the packages in site-packages once: its place here, and its path
+    there."""
     seen = set[str]()
     for distribution in distributions.values():
         for file in distribution.files or ():

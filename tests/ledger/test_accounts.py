@@ -1,4 +1,4 @@
-"""Accounts beside a list of all that was counted."""
+"""Accounts beside a list of all counts."""
 
 import math
 from dataclasses import replace
@@ -140,7 +140,7 @@ def test_a_tier_that_is_not_known_counts_as_host_memory() -> None:
 
 @pytest.mark.parametrize(("back", "is_kept"), [(1, True), (60, True), (61, False), (10**6, False)])
 def test_a_clock_that_goes_back_hides_nothing_for_long(back: int, is_kept: bool) -> None:
-    """Up to an hour it stands still; beyond that windows begin anew, and the sum of all stays."""
+    """Up to an hour back, time stands still. Further back, windows begin anew and the sum stays."""
     buckets = Buckets(1, START)
     buckets.add(np.ones(1), START)
     buckets.add(np.ones(1), START - back)

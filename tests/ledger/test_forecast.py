@@ -1,6 +1,7 @@
 """The forecast beside the simulator: ceiling and gain are within two points."""
 
 import functools
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,8 @@ def forecast_of(trace: Trace, capacity_blocks: int, max_keys: int, policy: str) 
 
 
 def compare(name: str, percent: float, max_keys: int, policy: str) -> tuple[float, float]:
-    """By how much ceiling and gain differ from the simulator's, as shares of the prompts."""
+    """Returns by how much ceiling and gain differ from the simulator's, as shares of the
+    prompts."""
     trace = trace_of(name)
     capacity = trace.capacity_blocks(percent)
     made = forecast_of(trace, capacity, max_keys, policy)
@@ -58,7 +60,8 @@ def compare(name: str, percent: float, max_keys: int, policy: str) -> tuple[floa
     return found.ceiling_ratio - ceiling, found.gain_ratio - max(0.0, larger - smaller)
 
 
-LONG = [(name, percent, most) for name in MAKERS for percent, most in ((2, 4096), (10, 256))]
+SIZES = itertools.cycle([(2, 4096), (10, 256)])
+LONG = [(name, *size) for name, size in zip(MAKERS, SIZES, strict=False)]
 LONG += [(name, 10, 4096) for name in ("agents", "conversation", "synthetic")]
 
 
@@ -87,7 +90,7 @@ def demand(first: int, count: int, num_hits: int = 0) -> Demand:
 
 
 def test_what_did_hit_is_reachable_though_it_was_never_seen() -> None:
-    """As blocks of answers: they are stored, and first named by the next prompt."""
+    """Blocks of answers are stored, and first named by the next prompt."""
     found = Forecast(POLICIES["hotness"], 0).outlook(3600, GIB, 0)
     assert (found.prompt_tokens, found.ceiling_ratio, found.gain_ratio) == (0, 0.0, 0.0)
     made = Forecast(POLICIES["lru"], 0)
@@ -106,7 +109,7 @@ def test_the_samples_stay_within_their_bounds() -> None:
 
 
 def test_a_smaller_sample_remembers_what_it_has_seen() -> None:
-    """Of 4,000 blocks, each asked for twice, some 250 to 500 are remembered."""
+    """It remembers 250 to 500 of 4,000 blocks, each asked for twice."""
     made = Forecast(POLICIES["lru"], 0, 64, 512)
     for _ in range(2):
         for first in range(0, 4000, 50):
@@ -134,7 +137,7 @@ def restored(made: Forecast) -> Forecast:
 
 
 def test_blocks_seen_before_a_restart_give_way_to_none_that_come_after() -> None:
-    """Some 4 places of a bucket are free for each that is taken."""
+    """About 4 places of a bucket are free for each that is taken."""
     made = Forecast(POLICIES["lru"], 0, 64, 4096)
     made.observe(demand(0, 2000), GIB, 0.0, 0)
     again = restored(made)

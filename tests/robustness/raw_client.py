@@ -1,5 +1,5 @@
-"""A session by hand: every message, descriptor and silence is up to the caller. A wait of more than
-DEADLINE_S is an AssertionError, as is an answer INTERNAL."""
+"""A session by hand: the caller decides every message, descriptor and silence. A wait of more than
+DEADLINE_S raises AssertionError, and so does an answer INTERNAL."""
 
 import contextlib
 import os
@@ -43,7 +43,10 @@ def code_of(error: grpc.RpcError) -> str:
 
 
 class RawSession:
-    """One stream. `why_not`: the code that it was refused with, empty where it is open."""
+    """A stream.
+
+    why_not: the code that it was refused with; empty if it is open.
+    """
 
     def __init__(
         self, channel: grpc.Channel, target: str, opening: session_pb2.ConnectRequest
@@ -125,7 +128,7 @@ class RawSession:
 
 
 class Footprint:
-    """What a process holds, by the kernel's word."""
+    """Memory, threads and descriptors of a process."""
 
     def __init__(self, pid: int) -> None:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()

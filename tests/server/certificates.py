@@ -17,7 +17,7 @@ def _name(text: str) -> x509.Name:
 
 
 class Authority:
-    """Signs certificates into `folder`; `path` is its own."""
+    """Signs certificates into `folder`. `path` is its own certificate."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder

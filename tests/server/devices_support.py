@@ -1,7 +1,7 @@
 """Servers over made-up devices, and engines whose KV lies on them.
 
-`python -m tests.server.devices_support TARGET ORDER` is an engine in a process of its own, to be
-killed: it stores and loads without end.
+`python -m tests.server.devices_support TARGET ORDER` runs such an engine until it is killed: it
+stores and loads all the time.
 """
 
 import contextlib
@@ -47,8 +47,8 @@ DEADLINE_S = 20.0
 
 
 class DeviceServer(Server):
-    """A server with made-up devices; in one folder, each goes on with what the one before has
-    left."""
+    """A server with made-up devices. In one folder each server goes on with the cache of the server
+    before."""
 
     def __init__(
         self, folder: Path, devices: FakeDevices, *flags: str, arena: str = "16MiB"
@@ -58,7 +58,7 @@ class DeviceServer(Server):
         super().__init__(folder, arena, *sizes, *flags, command=self.devices.command())
 
     def num_held(self) -> int:
-        """Allocations and events of engines that the server has open, as the kernel sees them."""
+        """Returns how many allocations and events of engines the server has open, by /proc."""
         maps = Path(f"/proc/{self.pid}/maps").read_text()
         return len({line.split()[4] for line in maps.splitlines() if "memfd:hotkv-device" in line})
 
@@ -70,8 +70,12 @@ class DeviceServer(Server):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How pages lie: `tensors` and sizes of the handles; `in_file`: handles that are no device
-    memory."""
+    """A layout of pages.
+
+    tensors: the pages.
+    sizes: bytes of each handle.
+    in_file: handles in a file instead of device memory.
+    """
 
     tensors: tuple[PageTensor, ...]
     sizes: dict[str, int]
@@ -104,8 +108,10 @@ SHAPES = {
 
 @dataclass(slots=True)
 class DeviceEngine:
-    """A worker session with KV on device `device`. `offers`: which of `events`, `flags`, `file
-    flags` it offers for order."""
+    """A worker session with KV on a device.
+
+    offers: kinds of order that it offers, out of `events`, `flags` and `file flags`.
+    """
 
     target: str
     shape: str = "BLHNC"
@@ -165,7 +171,7 @@ class DeviceEngine:
         return MemoryHandle(name, num_bytes, PAGE, memory.handle, memory.device_uuid)
 
     def view(self, name: str) -> NDArray[np.uint8]:
-        """Bytes of a handle's memory."""
+        """Returns the bytes of a handle's memory."""
         return (
             np.frombuffer(self.files[name], np.uint8)
             if name in self.files
@@ -174,7 +180,7 @@ class DeviceEngine:
 
     @property
     def words(self) -> NDArray[np.uint32]:
-        """Its flag words."""
+        """Returns the engine's flag words."""
         return self.view("flags").view(np.uint32)
 
     def _places(self, ids: Int32s) -> Iterator[tuple[NDArray[np.uint8], int]]:
@@ -211,7 +217,8 @@ class DeviceEngine:
         after: After | None = None,
         timeout_s: float = DEADLINE_S,
     ) -> tuple[str, "Future[TransferResult]"]:
-        """Leases and loads; all must be there."""
+        """Leases blocks, all of which must be there, and begins to load them. Returns the
+        transfer's id and its future."""
         name = os.urandom(8).hex()
         grant = self.session.acquire(name, [GroupHashes(0, hashes)]).result(DEADLINE_S)
         assert grant.pinned[0].all(), "some blocks are not there"

@@ -1,4 +1,4 @@
-"""A server that can be told to fail."""
+"""A server that fails on request."""
 
 import os
 import urllib.error
@@ -18,7 +18,7 @@ FLAGS = ("--arena.bytes", "16MiB", "--arena.slab-bytes", "64KiB")
 
 
 class FaultyServer(Server):
-    """A server in which `point` does `how` once `break_it` is called."""
+    """A server that fails at `point`, in the way `how`, after `break_it`."""
 
     def __init__(
         self,
@@ -42,7 +42,8 @@ class FaultyServer(Server):
         return self._child.process.wait(60)
 
     def probe(self, path: str) -> tuple[int, str]:
-        """Status and body of an HTTP probe; (0, "") if nobody answers."""
+        """Returns the status and the body of an HTTP probe; (0, "") if the server does not
+        answer."""
         url = f"http://127.0.0.1:{self.port}/{path}"
         try:
             with urllib.request.urlopen(url, timeout=5) as answer:

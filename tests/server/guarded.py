@@ -32,8 +32,11 @@ MINE = os.getuid()
 
 @dataclass(frozen=True)
 class Guarded:
-    """A server with tenants. Of this user: alpha (may map the table), blind (may not), tiny (one
-    session), hoarder. beta: OTHER_UID, or a certificate; gamma: a token; by_group: OTHER_GID.
+    """A server with tenants.
+
+    This user may act for alpha (which may map the table), blind (which may not), tiny (which may
+    have a single session) and hoarder. beta needs OTHER_UID or a certificate, gamma a token,
+    by_group OTHER_GID.
     """
 
     server: Server

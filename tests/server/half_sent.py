@@ -13,8 +13,10 @@ import h2.exceptions
 
 
 class HalfSender:
-    """Calls over one connection, each of which stays a byte short of a message; on a thread, until
-    it is closed. `num_ended`: calls that the server has ended.
+    """Makes calls over one connection, and sends all but the last byte of their messages. Runs on a
+    thread until it is closed.
+
+    num_ended: calls that the server has ended.
     """
 
     def __init__(self, grpc_socket: Path) -> None:
@@ -32,7 +34,7 @@ class HalfSender:
 
     @property
     def num_left(self) -> int:
-        """Bytes that the server has not taken yet."""
+        """Returns how many bytes the server has not taken yet."""
         with self._lock:
             return sum(len(head) + count for head, count in self._left.values())
 

@@ -1,4 +1,4 @@
-"""Engines whose requests make each entry of the ledger."""
+"""A ledger over a core, and engines that report requests to it."""
 
 from pathlib import Path
 

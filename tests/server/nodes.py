@@ -47,7 +47,7 @@ def local_node(
 
 @contextlib.asynccontextmanager
 async def live_node(folder: Path, **settings: Any) -> AsyncIterator[Node]:
-    """The same, and closes the node."""
+    """Like `local_node`; closes the node at the end."""
     with local_node(folder, **settings) as node:
         yield node
         await node.close()

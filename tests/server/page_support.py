@@ -26,7 +26,7 @@ ASKS = 4
 
 @dataclass(frozen=True)
 class Answer:
-    """An HTTP answer."""
+    """An answer over HTTP."""
 
     status: int
     headers: Mapping[str, str]
@@ -83,7 +83,7 @@ def groups_engine(server: Server) -> Iterator[Callable[..., GroupsEngine]]:
 
 
 class Traffic:
-    """One engine that stores prompts, loads them again and reports them."""
+    """An engine that stores prompts, loads them again and reports them."""
 
     def __init__(self, target: str, model: str, engine_id: str, **settings: Any) -> None:
         self.engine = PagedEngine(target, model=model, engine_id=engine_id, **settings).connect()

@@ -1,4 +1,5 @@
-"""A server in a folder that outlives it: store, load, spoil and start again."""
+"""Servers that follow each other in a folder, and what engines do there: store, load, and
+damage."""
 
 import contextlib
 import os
@@ -37,7 +38,7 @@ class Connected(Protocol):
 
 
 class Place:
-    """One folder in which servers follow each other, and an engine that stays."""
+    """A folder in which servers follow each other, and an engine that stays."""
 
     layers, page_bytes, num_blocks = LAYERS, PAGE_BYTES, NUM_BLOCKS
 

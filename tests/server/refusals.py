@@ -1,4 +1,4 @@
-"""Helpers for tests of refusals: state that must not change, reasons, messages filled at random."""
+"""Helpers for tests of refusals: the state that must stay, reasons, messages filled at random."""
 
 import os
 import queue

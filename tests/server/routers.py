@@ -13,7 +13,6 @@ import zmq
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
     KVEventBatch,
-    ZmqEventPublisher,
 )
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
@@ -35,8 +34,8 @@ def external(block_hash: bytes) -> Any:
 
 
 class Router:
-    """Reads one topic as vLLM's subscriber example does; checks that what came is what vLLM itself
-    would have sent."""
+    """Reads a topic as vLLM's subscriber example does. Checks that vLLM would have sent the same
+    bytes."""
 
     def __init__(self, folder: Path, topic: str) -> None:
         self.context = zmq.Context()
@@ -80,21 +79,6 @@ class Router:
             found += self.batch().events
         assert not count or len(found) == count
         return found
-
-    def replay(self, *request: bytes) -> list[tuple[str, int, bytes]]:
-        """Returns what the replay socket answers, without the end mark."""
-        with self.context.socket(zmq.DEALER) as dealer:
-            dealer.connect(f"ipc://{self.folder}/replay")
-            dealer.send_multipart([b"", *request])
-            found = []
-            while dealer.poll(10_000):
-                empty, name, sequence, payload = dealer.recv_multipart()
-                assert empty == b""
-                if sequence == ZmqEventPublisher.END_SEQ:
-                    assert name == payload == b""
-                    return found
-                found.append((name.decode(), int.from_bytes(sequence, "big"), payload))
-        raise AssertionError("the replay has no end")
 
     def close(self) -> None:
         self.sub.close(0)

@@ -81,7 +81,7 @@ def node(kind: type[SharingNode] = SharingNode) -> Iterator[SharingNode]:
 
 
 def bucket_flags(s3: s3_support.Server, port: int) -> tuple[str, ...]:
-    """Flags of the server's bucket, which is reached at this port."""
+    """Returns the flags of a server that reaches the bucket at this port."""
     return (
         *("--tiers.s3.bucket", s3_support.BUCKET),
         *("--tiers.s3.endpoint", f"http://127.0.0.1:{port}"),
@@ -113,7 +113,10 @@ HELD_S = 2.0 * faults.STALLED_S
 
 
 class Probed:
-    """Asks /livez again and again; `answers`: every answer that was no 200, in words."""
+    """Asks /livez again and again.
+
+    answers: every answer other than 200, in words.
+    """
 
     def __init__(self, server: Server) -> None:
         self.answers: list[str] = []
@@ -139,7 +142,8 @@ class Probed:
 
 @contextlib.contextmanager
 def probed(server: Server) -> Iterator[Probed]:
-    """Every /livez within the block was a 200, and at its end for HELD_S."""
+    """Raises AssertionError if /livez answers anything but 200 within the block, or for HELD_S
+    after it."""
     probe = Probed(server)
     try:
         yield probe

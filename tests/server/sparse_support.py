@@ -41,7 +41,7 @@ CONFIG = SparseConfig(
 
 
 class RepresentationEngine:
-    """One worker session over memory with KV pages and representations of LAYERS. Close it."""
+    """A worker session over memory with KV pages and representations of LAYERS. Must be closed."""
 
     def __init__(
         self,

@@ -26,9 +26,10 @@ PATIENT = ("--tiers.lookup-wait-ms", "20000")
 
 
 class GroupsEngine:
-    """One page a block and group; its worker session is connected. Close it.
+    """An engine with a page for each block and group, and a connected worker session. Must be
+    closed.
 
-    num_flags: words of its memory behind which transfers may lie; 0 for none.
+    num_flags: words of its memory that its transfers may wait for.
     """
 
     def __init__(

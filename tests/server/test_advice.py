@@ -17,14 +17,13 @@ import pytest
 from demo.processes import ROOT, Server
 from hotkv_client.command import cli, draining, help_text
 from hotkv_client.testing import PagedEngine
-from hotkv_proto.keys import token_block_hashes
 from hotkv_server.simulate import command as simulation
+from tests.server.commands import TOKENS, Tokenizer, prompt_hashes, tokenizer_url
 from tests.server.places import store
-from tests.server.test_commands import TOKENS, Engine, url
 from tests.simulate.traces import write_trace
 from tests.support import daemons
 
-__all__ = ["url"]
+__all__ = ["tokenizer_url"]
 
 PACKAGES = ("client", "server", "connector_vllm", "proto", "sparse")
 QUOTED = re.compile(r"`(hotkv(?:-server)? [^`]+)`")
@@ -87,13 +86,10 @@ def advised() -> dict[str, str]:
 
 @pytest.fixture
 def stocked(own_server: Server, engine: Callable[..., PagedEngine]) -> PagedEngine:
-    """An engine that has stored a prompt, and the block that an example of `hotkv evict` names."""
+    """Returns an engine that has stored a prompt, and the block that an example of `hotkv evict`
+    names."""
     one = engine(own_server.target, model_names=["tiny"])
-    space = one.key_space
-    store(
-        one,
-        token_block_hashes(TOKENS, space.hash_block_tokens, space.hash_algorithm, space.hash_seed),
-    )
+    store(one, prompt_hashes(one))
     store(one, [bytes.fromhex("4fd2a1".ljust(64, "0"))], 10)
     return one
 
@@ -173,17 +169,17 @@ def test_each_example_runs(
     own_server: Server,
     stocked: PagedEngine,
     tmp_path: Path,
-    url: str,
+    tokenizer_url: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As the help of its command shows it, in a folder with the files that it names; long ones are
-    cut short."""
+    """Runs the examples of the commands' help, in a folder with the files that they name. Those
+    that take long get a shorter time."""
     monkeypatch.chdir(tmp_path)
     write_trace(tmp_path / "trace.jsonl", [(float(at), [1, 2, 3]) for at in range(4)])
     (tmp_path / "chat.json").write_text(json.dumps([{"role": "user", "content": "Why?"}]))
     (tmp_path / "prompts.jsonl").write_text(json.dumps(TOKENS) + "\n")
-    shorter = {"http://127.0.0.1:8000": url}
+    shorter = {"http://127.0.0.1:8000": tokenizer_url}
     takes_time = ("record", "events", "bench")
     last = ("flush", "drain")
     for name in sorted(help_text.EXAMPLES, key=last.count):
@@ -205,5 +201,5 @@ def test_each_example_runs(
         shown = capsys.readouterr()
         assert status in fine and (shown.out.strip() or name == "events"), (name, shown)
         if name == "explain":
-            assert Engine.asked[0] == "/tokenize"
+            assert Tokenizer.asked[0] == "/tokenize"
     assert not draining.is_listening(own_server.target)

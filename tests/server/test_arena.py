@@ -24,7 +24,7 @@ def leased(session: Session, blocks: list[bytes], name: str) -> LeaseGrant:
 
 
 def in_place(arena: Arena, grant: LeaseGrant) -> np.ndarray:
-    """uint8 [blocks, layers, page bytes] of the pinned blocks."""
+    """Returns the bytes of the pinned blocks: uint8 [blocks, layers, page bytes]."""
     offsets = grant.offsets[0][grant.pinned[0]]
     return np.stack(
         [arena.memory[at : at + SLOT_BYTES].reshape(LAYERS, PAGE_BYTES) for at in offsets.tolist()]
@@ -42,7 +42,8 @@ def mapped(session: Session) -> Arena:
 
 
 def mappings(arena: Arena) -> list[str]:
-    """Access rights of each mapping of the arena in this process, as /proc names them."""
+    """Returns the access rights of each mapping of the arena in this process, as /proc names
+    them."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     rows = [line.split() for line in lines]
     return [row[1] for row in rows if row[4] == str(arena.file_id[1])]
@@ -104,7 +105,7 @@ def test_who_is_trusted_with_the_arena_maps_it_writable(place: Place, is_trusted
 
 
 def test_a_new_server_gives_a_new_arena(place: Place) -> None:
-    """Over the file of the one before, unless that has another size."""
+    """The new server takes over the file if the size is the same."""
     place.start()
     engine, blocks = place.connect(), hashes(10)
     store(engine, blocks)

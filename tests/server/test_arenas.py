@@ -99,7 +99,7 @@ def test_what_runs_stays_and_what_is_gone_can_go(
 
 
 def test_arenas_of_older_servers_are_found(folder: Folder) -> None:
-    """They say less of themselves."""
+    """Their folders have fewer files."""
     old, half = folder.leave("hotkv-0badc0de"), folder.leave("hotkv-half")
     (half / "arena").unlink()
     (half / LOCK_FILE).write_text("no pid")
@@ -115,7 +115,7 @@ def test_arenas_of_older_servers_are_found(folder: Folder) -> None:
 
 
 def open_below(folder: Path) -> Counter[str]:
-    """How often this process has each file in `folder` open."""
+    """Returns how often this process has each file in `folder` open."""
     found: Counter[str] = Counter()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -1,5 +1,5 @@
-"""The memory that clients can make the server keep stays within one bound, for each kind and for
-all together; clients that send malformed messages, or do not read, wait, and others do not."""
+"""The memory that clients can make the server allocate is bounded, for each kind of attack and for
+all at once. Clients that send malformed messages or do not read must wait; others need not."""
 
 import contextlib
 import itertools
@@ -57,7 +57,7 @@ KEY_SPACE = KeySpace("m", "m", "bfloat16", (FULL,), 16)
 
 
 class Watched:
-    """Of a server: the most anonymous memory it has had since the start, looked at all the time."""
+    """Measures the most anonymous memory that a server has had, on a thread."""
 
     def __init__(self, server: Server) -> None:
         self.idle_bytes = self.most_bytes = Footprint(server.pid).anonymous_bytes
@@ -70,7 +70,7 @@ class Watched:
             self.most_bytes = max(self.most_bytes, Footprint(self._pid).anonymous_bytes)
 
     def close(self) -> int:
-        """How much more than at the start it was at most, in bytes."""
+        """Stops. Returns by how many bytes the memory had grown at most."""
         self._closed.set()
         self._thread.join()
         grown_bytes = self.most_bytes - self.idle_bytes
@@ -90,7 +90,7 @@ def session_of(server: Server, key_space: KeySpace = KEY_SPACE) -> Iterator[Sess
 
 
 def until_refused(call: Callable[[int], "Future[Any]"], most: int) -> int:
-    """How often it went well, one after the other."""
+    """Makes calls one after the other. Returns how many succeeded before a refusal."""
     for number in range(most):
         try:
             call(number).result(60)
@@ -134,7 +134,7 @@ def stores_behind_a_mark(server: Server, held: contextlib.ExitStack) -> None:
 
 
 def lists_of_leases(server: Server, held: contextlib.ExitStack) -> None:
-    """Blocks that nobody has, and lists of one."""
+    """Asks for leases of absent blocks."""
     absent = GroupHashes(0, hashes((1 << 17) - 1024))
     for _ in range(2):
         session = held.enter_context(session_of(server))
@@ -159,7 +159,7 @@ def own_channel(server: Server, *options: tuple[str, int]) -> grpc.Channel:
 
 
 def key_spaces(server: Server, held: contextlib.ExitStack) -> None:
-    """Of as many layers as fit a message, with the shortest names."""
+    """Opens sessions of new key spaces, each with as many layers as fit a message."""
     layers = tuple(f"{n:x}" for n in range(5000))
     groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,), 0, layers),)
     with own_channel(server) as channel:
@@ -225,7 +225,7 @@ ATTACKS: tuple[Attack, ...] = (
 
 @pytest.mark.long
 def test_all_together_stay_within_a_bound(own_server: Server) -> None:
-    """At once, and held; an engine goes on beside them."""
+    """Runs all attacks at once, while an engine stores."""
     failures: list[BaseException] = []
     bystander = GroupsEngine(own_server.target, (FULL,), "bystander")
     watch = Watched(own_server)
@@ -262,7 +262,7 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
 
 @pytest.mark.long
 def test_messages_that_never_come_whole_cost_their_own_bytes(own_server: Server) -> None:
-    """No more than their number times the largest message."""
+    """The server allocates at most a whole message for each."""
     with contextlib.ExitStack() as held:
         silent, speaker = (held.enter_context(session_of(own_server)) for _ in range(2))
         connections, watch = [one._connection for one in (silent, speaker)], Watched(own_server)
@@ -364,7 +364,7 @@ def test_who_sends_nonsense_waits_and_others_do_not(engine: Make) -> None:
 def test_who_does_not_read_is_asked_for_nothing_more_and_closed(
     own_server: Server, engine: Make, num_hashes: int, most_calls: int
 ) -> None:
-    """Many answers are bounded by their number, few large ones by their bytes."""
+    """Small answers are bounded by their number, large answers by their bytes."""
     quiet = engine(own_server.target, engine_id="quiet")
     deaf = PagedEngine(own_server.target, engine_id="deaf", model="deaf")
     asked, ended, num_sent = [GroupHashes(0, hashes(num_hashes))], threading.Event(), 0

@@ -1,8 +1,8 @@
-"""The command `hotkv` as people type it: options anywhere, slips, pipes, servers that are not
-there."""
+"""The command `hotkv` as people type it: options in any place, slips, pipes, and servers that do
+not run."""
 
 import json
-import shutil
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,14 +15,12 @@ import pytest
 
 from demo.processes import ROOT, Server
 from hotkv_client.admin import AdminClient
-from hotkv_client.command import cli
+from hotkv_client.command import cli, host_bench
 from hotkv_client.testing import PagedEngine
-from hotkv_proto.keys import token_block_hashes
 from hotkv_server.settings import tomllib
+from tests.server.commands import HOTKV, prompt_hashes, runner
 from tests.server.places import store
 from tests.server.support import number_of
-
-HOTKV = (sys.executable, "-m", "hotkv_client.command.cli")
 
 
 def hotkv(*arguments: str) -> str:
@@ -31,7 +29,7 @@ def hotkv(*arguments: str) -> str:
 
 
 def test_the_programs_that_pip_installs_are_there() -> None:
-    """The entry points as pyproject.toml names them: an installed environment may be older."""
+    """Loads the entry points that pyproject.toml names; an installed environment may be older."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     plugins = project["entry-points"]["vllm.general_plugins"]
     for name, value in {**project["scripts"], **plugins}.items():
@@ -40,10 +38,8 @@ def test_the_programs_that_pip_installs_are_there() -> None:
 
 def test_commands_say_what_there_is(server: Server, engine: Callable[..., PagedEngine]) -> None:
     one = engine(engine_id="cli-engine", model="cli-model")
-    tokens, space = list(range(16 * 3 + 5)), one.key_space
-    hashes = token_block_hashes(
-        tokens, space.hash_block_tokens, space.hash_algorithm, space.hash_seed
-    )
+    tokens = list(range(16 * 3 + 5))
+    hashes = prompt_hashes(one, tokens)
     store(one, hashes[:2])
     assert "cli-model" in server.cli("status")
     assert "cli-engine" in server.cli("sessions")
@@ -109,56 +105,99 @@ def test_options_stand_before_or_after_the_command(
         assert json.loads(capsys.readouterr().out) == {"serving": True}
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
-@pytest.mark.parametrize(
-    ("typed", "offered"),
-    [
-        (["sta"], {"status"}),
-        (["--tar"], {"--target"}),
-        (["blocks", "--li"], {"--limit"}),
-        (["--target", "unix:/x", "drain", "--timeout"], {"--timeout", "--timeout-s"}),
-        (["completion", ""], {"bash", "zsh", "fish", "--help"}),
-        (["ping", "--limit"], set()),
-    ],
-)
-def test_bash_completes_commands_and_flags(typed: list[str], offered: set[str]) -> None:
-    words = " ".join(f"'{word}'" for word in ["hotkv", *typed])
-    ask = f'COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _hotkv; echo "${{COMPREPLY[@]}}"'
-    command = ["bash", "-c", f"{hotkv('completion', 'bash')}\n{ask}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stderr == "" and set(done.stdout.split()) == offered
+FILES = {
+    "text": "Why?",
+    "none": "{}",
+    "cut": "{",
+    "salted": '{"prompt": "a", "cache_salt": "s"}',
+    "image": '[{"role": "user", "content": [{"type": "image_url"}]}]',
+    "trace": '{"timestamp": 1, "hash_ids": [1, 2]}\n',
+}
+"""Files that slips name."""
+ENGINE, WHOLE = "--engine http://127.0.0.1:9", "--bytes-per-token 1 --prefill-tokens-per-s 1"
+SLIPS = [
+    ("statsu", "no command statsu; did you mean status?"),
+    ("status --jsn", "no --jsn; did you mean --json?"),
+    ("blocks --limt 3", "did you mean --limit?"),
+    # `ping` has no --limit, though `blocks` has.
+    ("ping --limit 3", "there is no --limit; did you mean --live?"),
+    ("evict zz", "'zz' is no hexadecimal block hash"),
+    ("evict ''", "'' is no hexadecimal block hash"),
+    ("evict abc", "'abc' has 3 digits; give 4 to 64"),
+    (f"evict {'a' * 65}", "has 65 digits"),
+    ("evict", "give the hashes of blocks, or --all"),
+    ("evict abcd12 --all", "give the hashes of blocks, or --all"),
+    ("status --target @/nowhere", "/nowhere"),
+    ("top --interval 0", "--interval 0: give 0.1"),
+    ("top --count -1", "--count -1"),
+    ("bench --seconds 0", "--seconds 0: give 1 to 3600"),
+    ("bench --arena-mib 16", "--arena-mib 16: give 256"),
+    ("explain", "the prompt is empty"),
+    ("explain @/nowhere", "/nowhere"),
+    ("explain --chat text", "--chat FILE and --engine URL: give both or neither"),
+    ("explain --engine http://a", "give both or neither"),
+    ("explain --chat text --engine b 12", "give one of a prompt, --session and --chat"),
+    ("explain --chat text --engine file:///etc", "give a URL"),
+    (f"explain --chat text {ENGINE}", "--engine names a vLLM"),
+    (f"explain --chat /nowhere {ENGINE}", "/nowhere"),
+    (f"explain --chat none {ENGINE}", "no chat: give a request with messages or prompt"),
+    (f"explain --chat cut {ENGINE}", "not JSON"),
+    (f"explain --chat salted {ENGINE}", "cache_salt changes the hashes"),
+    (f"explain --chat image {ENGINE}", "a part of type image_url is in the hashes"),
+    (
+        "size trace --target unix:/nowhere/grpc.sock",
+        "give --bytes-per-token and --prefill-tokens-per-s, or --target",
+    ),
+    ("size trace --bytes-per-token 1 --arena much", "'much' is no size"),
+    ("size trace --bytes-per-token 1", "give --block-tokens"),
+    ("size trace --bytes-per-token -1", "must be above 0"),
+    (f"size trace {WHOLE} --block-tokens 512 --policy best", "unknown policy best"),
+    (f"size /nowhere {WHOLE} --block-tokens 512", "/nowhere"),
+]
+"""Slips of the person who types, and words of the answer."""
+FAILURES = [
+    ("blocks --key-space 4000", "key_space_id 4000 is unknown", "UNKNOWN_KEY_SPACE"),
+    ("blocks --limit -3", "page_size", "INVALID_FIELD"),
+    ("status --target unix:/nowhere/grpc.sock", "no server runs there", "INTERNAL"),
+    ("ping --target unix:/nowhere/grpc.sock", "no server runs there", "INTERNAL"),
+    ("top --count 1 --target unix:/nowhere/grpc.sock", "no server runs there", "INTERNAL"),
+    ("size --target unix:/nowhere/grpc.sock", "no server runs there", "INTERNAL"),
+    ("status --target no.host.invalid:1", "no host of that name is known", "INTERNAL"),
+    ("status --target 127.0.0.1:9", "nobody listens there", "INTERNAL"),
+    ("bench --arena-mib 99999999", "smaller --arena-mib", "FAILED"),
+    ("bench --arena-mib 256", "it is not installed: pip install ", "FAILED"),
+]
+"""Commands that fail at something else, with words of the answer and the reason."""
+WRONG = [*((typed, 2, said, "USAGE") for typed, said in SLIPS)]
+WRONG += [(typed, 1, said, reason) for typed, said, reason in FAILURES]
 
 
-def test_zsh_completes_every_command() -> None:
-    shown = hotkv("completion", "zsh")
-    assert all(f"    {name}) COMPREPLY" in shown for name in [*cli.COMMANDS, "doctor"])
-
-
-@pytest.mark.parametrize(
-    ("typed", "status", "said"),
-    [
-        ("statsu", 2, "no command statsu; did you mean status?"),
-        ("status --jsn", 2, "no --jsn; did you mean --json?"),
-        ("blocks --limt 3", 2, "did you mean --limit?"),
-        ("evict zz", 2, "'zz' is no hexadecimal block hash"),
-        ("evict", 2, "give the hashes of blocks, or --all"),
-        ("explain @/nowhere", 2, "/nowhere"),
-        ("blocks --key-space 4000", 1, "key_space_id 4000 is unknown"),
-        ("blocks --limit -3", 1, "page_size"),
-        ("status --timeout-s 5 --target unix:/nowhere/grpc.sock", 1, "no server runs there"),
-        ("status --timeout-s 5 --target no.host.invalid:1", 1, "no host of that name is known"),
-        ("status --timeout-s 5 --target 127.0.0.1:9", 1, "nobody listens there"),
-    ],
-)
+@pytest.mark.parametrize(("typed", "status", "said", "reason"), WRONG)
 def test_what_is_wrong_is_one_line(
-    server: Server, capsys: pytest.CaptureFixture[str], typed: str, status: int, said: str
+    server: Server,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    typed: str,
+    status: int,
+    said: str,
+    reason: str,
 ) -> None:
-    try:
-        ended = cli.main(["--target", server.target, *typed.split()])
-    except SystemExit as slip:
-        ended = int(str(slip.code))
-    shown = capsys.readouterr().err
-    assert ended == status and said in shown and len(shown.splitlines()) == 1
+    """With `--json`, before or after the command, it is JSON."""
+    monkeypatch.setattr(host_bench, "COMMAND", (sys.executable, "-m", "no_such_server"))
+    monkeypatch.chdir(tmp_path)
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
+    run, words = runner(capsys, server.target), ["--timeout-s", "5", *shlex.split(typed)]
+    ended, printed, plain = run(*words)
+    assert (ended, printed) == (status, "") and said in plain, plain
+    assert len(plain.splitlines()) == 1 + plain.startswith("hotkv bench: starting")
+    for given in (["--json", *words], [*words, "--json"]):
+        ended, printed, told = run(*given)
+        assert (ended, printed) == (status, "")
+        error = json.loads(told.splitlines()[-1])["error"]
+        assert said in error["message"] and error["reason"] == reason
+        assert reason != "INTERNAL" or plain.startswith(f"hotkv: {error['target']}: ")
 
 
 def test_status_of_a_fleet_has_a_row_a_node_and_the_sum(

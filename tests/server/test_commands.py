@@ -1,5 +1,5 @@
-"""Commands of `hotkv` that do more than print an answer: waiting, sizing, asking an engine for
-tokens, errors as JSON, help, and values that shells complete."""
+"""Commands of `hotkv` that do more than print an answer: they wait, size, ask an engine for tokens,
+help, and complete names and values for shells."""
 
 import contextlib
 import json
@@ -8,8 +8,7 @@ import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,56 +18,40 @@ from demo.processes import ROOT, Server
 from hotkv_client import RequestReport
 from hotkv_client.command import cli, completion, draining, help_text, sizing
 from hotkv_client.testing import PagedEngine
-from hotkv_proto.errors import HotKVError
-from hotkv_proto.keys import token_block_hashes
+from tests.server.commands import (
+    HOTKV,
+    TOKENS,
+    Run,
+    Tokenizer,
+    prompt_hashes,
+    runner,
+    tokenizer_url,
+)
 from tests.server.places import store
 from tests.server.support import hashes
-from tests.server.test_command_line import HOTKV
 from tests.simulate.traces import write_trace
 
-Run = Callable[..., tuple[int, str, str]]
-TOKENS = list(range(100, 100 + 3 * 16 + 4))
+__all__ = ["tokenizer_url"]
+NOWHERE = "unix:/nowhere/grpc.sock"
 
 
 @pytest.fixture
 def run(own_server: Server, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command against a server of the test's own; status, output and errors."""
-
-    def made(*words: str) -> tuple[int, str, str]:
-        try:
-            status = cli.main(["--target", own_server.target, *words])
-        except SystemExit as end:
-            status = int(str(end.code))
-        shown = capsys.readouterr()
-        return status, shown.out, shown.err
-
-    return made
+    """Returns a function that runs commands against a server of the test's own."""
+    return runner(capsys, own_server.target)
 
 
 @pytest.fixture
 def alone(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command without a server."""
-
-    def made(*words: str) -> tuple[int, str, str]:
-        try:
-            status = cli.main(["--target", "unix:/nowhere/grpc.sock", "--timeout-s", "5", *words])
-        except SystemExit as end:
-            status = int(str(end.code))
-        shown = capsys.readouterr()
-        return status, shown.out, shown.err
-
-    return made
+    """Returns a function that runs commands without a server."""
+    return runner(capsys, NOWHERE)
 
 
 @pytest.fixture
 def stocked(own_server: Server, engine: Callable[..., PagedEngine]) -> PagedEngine:
-    """An engine that has stored a prompt of three blocks."""
+    """Returns an engine that has stored a prompt of three blocks."""
     one = engine(own_server.target, model_names=["tiny"], engine_name="pod-0")
-    space = one.key_space
-    store(
-        one,
-        token_block_hashes(TOKENS, space.hash_block_tokens, space.hash_algorithm, space.hash_seed),
-    )
+    store(one, prompt_hashes(one))
     return one
 
 
@@ -91,7 +74,7 @@ def test_drain_does_not_wait_for_a_server_that_stays(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A process that listens for ever after its limit."""
+    """The server still listens after its limit."""
     monkeypatch.setattr(draining, "CLOSING_S", 0.0)
     monkeypatch.setattr(draining, "TOLD_S", 0.0)
     monkeypatch.setattr(draining, "_live", lambda *_: "2 leases held, 1 transfers in flight")
@@ -101,7 +84,7 @@ def test_drain_does_not_wait_for_a_server_that_stays(
 
 
 def test_the_next_server_ends_the_wait(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under a supervisor, which starts it at once."""
+    """A supervisor would start the next server at once."""
     with cli.AdminClient(own_server.target) as client:
         assert draining._live(client, own_server.target, own_server.pid + 1) is None
         assert draining._live(client, own_server.target, client.info()["pid"]) is None
@@ -118,32 +101,6 @@ def test_a_host_over_tcp_is_asked_for_its_port() -> None:
     assert not draining.is_listening("127.0.0.1:9")
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listening:
         assert draining.is_listening(f"127.0.0.1:{listening.getsockname()[1]}")
-
-
-# Errors as JSON
-
-
-@pytest.mark.parametrize(
-    ("words", "status", "fields"),
-    [
-        (["status"], 1, {"target": "unix:/nowhere/admin.sock", "reason": "INTERNAL"}),
-        (["ping"], 1, {"target": "unix:/nowhere/grpc.sock", "retryable": False}),
-        (["evict", "zz"], 2, {"reason": "USAGE"}),
-        (["nothing"], 2, {"reason": "USAGE"}),
-        (["status", "--target", "@/nowhere"], 2, {"reason": "USAGE"}),
-        (["size", "/nowhere"], 2, {"reason": "USAGE"}),
-        (["bench", "--arena-mib", "1000000000"], 1, {"reason": "FAILED"}),
-    ],
-)
-def test_errors_are_json_with_json(
-    alone: Run, words: list[str], status: int, fields: dict[str, Any]
-) -> None:
-    for given in (["--json", *words], [*words, "--json"]):
-        ended, printed, said = alone(*given)
-        assert (ended, printed) == (status, ""), given
-        error = json.loads(said.splitlines()[-1])["error"]
-        assert error["message"] and fields.items() <= error.items()
-    assert not alone(*words)[2].startswith("{")
 
 
 # Help
@@ -165,43 +122,7 @@ def test_help_lists_every_command_once_by_purpose_with_an_example(alone: Run) ->
         assert f"example:\n  {help_text.EXAMPLES[name]}" in shown
 
 
-def test_a_slip_is_answered_with_flags_of_its_command(alone: Run) -> None:
-    """`ping` has no --limit, though `blocks` has."""
-    said = alone("ping", "--limit", "3")[2]
-    assert said.startswith("hotkv ping: there is no --limit; did you mean --live?; hotkv ping")
-    assert "did you mean --limit?" in alone("blocks", "--limt", "3")[2]
-
-
 # explain --chat
-
-
-class Engine(BaseHTTPRequestHandler):
-    """The `/tokenize` of an engine; `answer` is its status and body, `asked` what it was sent."""
-
-    answer: tuple[int, str] = (200, "")
-    asked: tuple[str, dict[str, Any]] = ("", {})
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        type(self).asked = (self.path, json.loads(body))
-        status, text = self.answer
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_: object) -> None:
-        """Says nothing."""
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    Engine.answer = (200, json.dumps({"count": len(TOKENS), "tokens": TOKENS, "token_strs": None}))
-    with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as served:
-        thread = threading.Thread(target=served.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{served.server_port}"
-        served.shutdown()
-        thread.join()
 
 
 MESSAGES = [{"role": "user", "content": "Why?"}]
@@ -220,13 +141,18 @@ MESSAGES = [{"role": "user", "content": "Why?"}]
     ],
 )
 def test_a_chat_is_tokenised_by_its_engine(
-    run: Run, stocked: PagedEngine, url: str, tmp_path: Path, text: str, asked: dict[str, Any]
+    run: Run,
+    stocked: PagedEngine,
+    tokenizer_url: str,
+    tmp_path: Path,
+    text: str,
+    asked: dict[str, Any],
 ) -> None:
     path = tmp_path / "chat"
     path.write_text(text)
-    status, printed, _ = run("explain", "--chat", str(path), "--engine", f"{url}/")
+    status, printed, _ = run("explain", "--chat", str(path), "--engine", f"{tokenizer_url}/")
     assert status == 0 and "key space 1 (tiny): all 48 of 48 whole-block tokens hit" in printed
-    assert Engine.asked == ("/tokenize", asked)
+    assert Tokenizer.asked == ("/tokenize", asked)
 
 
 def test_an_answer_of_tokenize_is_a_prompt(run: Run, stocked: PagedEngine, tmp_path: Path) -> None:
@@ -242,42 +168,16 @@ def test_an_answer_of_tokenize_is_a_prompt(run: Run, stocked: PagedEngine, tmp_p
         ("Why?", (400, '{"error": {"message": "no such\\nmodel"}}'), "answers 400: no such model"),
         ("Why?", (200, "<html>"), "/tokenize: not JSON"),
         ("Why?", (200, '{"tokens": ["a"]}'), "no list `tokens` of token ids"),
-        ("{}", None, "no chat: give a request with messages or prompt"),
-        ("{", None, "not JSON"),
-        ('{"prompt": "a", "cache_salt": "s"}', None, "cache_salt changes the hashes"),
-        (
-            '[{"role": "user", "content": [{"type": "image_url"}]}]',
-            None,
-            "a part of type image_url is in the hashes",
-        ),
     ],
 )
 def test_what_can_not_be_tokenised(
-    alone: Run, url: str, tmp_path: Path, text: str, answer: tuple[int, str] | None, said: str
+    alone: Run, tokenizer_url: str, tmp_path: Path, text: str, answer: tuple[int, str], said: str
 ) -> None:
-    if answer is not None:
-        Engine.answer = answer
+    Tokenizer.answer = answer
     path = tmp_path / "chat"
     path.write_text(text)
-    status, printed, error = alone("explain", "--chat", str(path), "--engine", url)
+    status, printed, error = alone("explain", "--chat", str(path), "--engine", tokenizer_url)
     assert status == 2 and not printed and said in error and len(error.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--chat", "a"], "--chat FILE and --engine URL: give both or neither"),
-        (["--engine", "http://a"], "give both or neither"),
-        (["--chat", "a", "--engine", "b", "12"], "give one of a prompt, --session and --chat"),
-        (["--chat", __file__, "--engine", "file:///etc"], "give a URL"),
-        (["--chat", __file__, "--engine", "http://127.0.0.1:9"], "--engine names a vLLM"),
-        (["--chat", "/nowhere", "--engine", "http://127.0.0.1:9"], "/nowhere"),
-        ([], "the prompt is empty"),
-    ],
-)
-def test_slips_of_explain(alone: Run, words: list[str], said: str) -> None:
-    status, _, error = alone("explain", *words)
-    assert status == 2 and said in error and len(error.splitlines()) == 1
 
 
 # size
@@ -285,7 +185,7 @@ def test_slips_of_explain(alone: Run, words: list[str], said: str) -> None:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Ten prompts of four blocks of 512 tokens, each asked twice in an hour."""
+    """Writes a trace of ten prompts of four blocks of 512 tokens, each asked twice in an hour."""
     prompts = [[10 * number + block for block in range(4)] for number in range(10)]
     return write_trace(
         tmp_path / "trace.jsonl",
@@ -297,8 +197,8 @@ WHOLE = ("--bytes-per-token", "131072", "--prefill-tokens-per-s", "1000", "--blo
 
 
 def test_a_trace_is_answered_in_gib_and_seconds(alone: Run, trace: Path) -> None:
-    """Ten blocks of 64 MiB hold two prompts, so none is there when it is asked again; three GiB
-    hold all of them."""
+    """640 MiB hold two prompts, so each is evicted before it is asked again; three GiB hold all of
+    them."""
     status, printed, _ = alone("size", str(trace), "--arena", "640MiB,3GiB", *WHOLE)
     assert status == 0, printed
     answer = json.loads(alone("size", str(trace), "--arena", "3GiB", *WHOLE, "--json")[1])
@@ -321,8 +221,8 @@ def test_a_trace_is_answered_in_gib_and_seconds(alone: Run, trace: Path) -> None
 def test_live_traffic_is_recorded_and_sized(
     run: Run, stocked: PagedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server tells the bytes of a token, the engine its speed. Each prompt comes twice; what
-    hit on the device is not counted as saved. The recording ends with the third prompt."""
+    """The server tells the bytes of a token, the engine its speed. Each prompt comes twice; hits on
+    the device do not count as saved. The recording ends with the third prompt."""
     monkeypatch.setattr(sizing, "MAX_BLOCKS", 3)
     stop, device = threading.Event(), 320
 
@@ -347,28 +247,6 @@ def test_live_traffic_is_recorded_and_sized(
     hits = found["endless"]["hit_token_count"]
     assert hits >= 2 * 512 and hits % 512 == 0
     assert found["endless"]["saved_token_count"] == hits // 512 * (512 - device)
-
-
-@pytest.mark.parametrize(
-    ("words", "status", "said"),
-    [
-        (["TRACE"], 2, "give --bytes-per-token and --prefill-tokens-per-s, or --target"),
-        (["TRACE", "--bytes-per-token", "1", "--arena", "much"], 2, "'much' is no size"),
-        (["TRACE", "--bytes-per-token", "1"], 2, "give --block-tokens"),
-        (["TRACE", "--bytes-per-token", "-1"], 2, "must be above 0"),
-        (["TRACE", *WHOLE, "--policy", "best"], 2, "unknown policy best"),
-        (["/nowhere", *WHOLE], 2, "/nowhere"),
-    ],
-)
-def test_slips_of_size(
-    alone: Run, tmp_path: Path, words: list[str], status: int, said: str
-) -> None:
-    path = tmp_path / "trace"
-    path.write_text('{"timestamp": 1, "hash_ids": [1, 2]}\n')
-    given = [str(path) if word == "TRACE" else word for word in words]
-    ended, printed, error = alone("size", *given)
-    assert (ended, printed) == (status, "") and said in error, error
-    assert len(error.splitlines()) == 1
 
 
 def test_an_hour_without_requests_is_no_size(
@@ -411,15 +289,23 @@ def test_values_of_a_server_that_is_not_there_are_none() -> None:
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 @pytest.mark.parametrize(
-    ("typed", "asked"),
+    ("typed", "asked", "offered"),
     [
-        (["flush", "--key-space", ""], "key-space"),
-        (["--target", "unix:/x", "blocks", "--key-space", "1"], "key-space"),
-        (["explain", "--session", "a"], "session"),
-        (["evict", "4f"], "hash"),
+        (["sta"], "", {"status"}),
+        (["--tar"], "", {"--target"}),
+        (["blocks", "--li"], "", {"--limit"}),
+        (["--target", "unix:/x", "drain", "--timeout"], "", {"--timeout", "--timeout-s"}),
+        (["completion", ""], "", {"bash", "zsh", "fish", "--help"}),
+        (["ping", "--limit"], "", set()),
+        (["flush", "--key-space", ""], "key-space", {"4fab", "17", "ab"}),
+        (["--target", "unix:/x", "blocks", "--key-space", "1"], "key-space", {"17"}),
+        (["explain", "--session", "a"], "session", {"ab"}),
+        (["evict", "4f"], "hash", {"4fab"}),
     ],
 )
-def test_bash_asks_for_values(typed: list[str], asked: str, tmp_path: Path) -> None:
+def test_bash_completes_commands_flags_and_values(
+    typed: list[str], asked: str, offered: set[str], tmp_path: Path
+) -> None:
     program = tmp_path / "hotkv"
     program.write_text(
         '#!/bin/sh\necho "$@" >> "$0.asked"\nprintf "4fab\\tone\\n17\\ttwo\\nab\\t\\n"\n'
@@ -431,16 +317,25 @@ def test_bash_asks_for_values(typed: list[str], asked: str, tmp_path: Path) -> N
     done = subprocess.run(
         ["bash", "-c", f"PATH={tmp_path}:$PATH\n{script}\n{ask}"], capture_output=True, text=True
     )
-    fitting = [value for value in ("4fab", "17", "ab") if value.startswith(typed[-1])]
-    assert done.stderr == "" and done.stdout.split() == fitting
-    said = Path(f"{program}.asked").read_text()
-    assert said == " ".join([completion.VALUES, asked, typed[-1], *typed]) + "\n"
+    assert done.stderr == "" and set(done.stdout.split()) == offered
+    said = Path(f"{program}.asked")
+    if asked:
+        expected = " ".join([completion.VALUES, asked, typed[-1], *typed]) + "\n"
+        assert said.read_text() == expected
+    else:
+        assert not said.exists()
+
+
+def test_zsh_completes_every_command() -> None:
+    shown = completion.script(cli.parser(), "zsh")
+    assert all(f"    {name}) COMPREPLY" in shown for name in [*cli.COMMANDS, "doctor"])
 
 
 def test_fish_knows_every_command_flag_and_value() -> None:
     shown = completion.script(cli.parser(), "fish").splitlines()
     for name in help_text.EXAMPLES:
         assert any(f"' -a {name} -d '" in line for line in shown), name
+    assert not any(" -d ''" in line for line in shown)
     of_evict = [line for line in shown if "'__fish_seen_subcommand_from evict'" in line]
     assert any(" -l dry-run -d " in line for line in of_evict)
     assert any(
@@ -460,12 +355,3 @@ def test_fish_takes_the_script(tmp_path: Path) -> None:
     assert done.stderr == "" and [line.split("\t")[0] for line in done.stdout.splitlines()] == [
         "evict", "--dry-run",
     ]  # fmt: skip
-
-
-def test_a_refusal_is_no_usage_error() -> None:
-    with pytest.raises(HotKVError):
-        sizing.size(
-            lambda: cli.AdminClient("unix:/nowhere/grpc.sock", 1.0),
-            cli.parser().parse_args(["size"]),
-            print,
-        )

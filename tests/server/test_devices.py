@@ -27,7 +27,7 @@ from tests.support.waiting import wait_for
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[DeviceServer]:
-    """Two devices, all methods by a rule of thumb."""
+    """Yields a server with two devices, which does not measure its copy methods."""
     with (
         runtime_folder(64 << 20) as folder,
         DeviceServer(folder, FakeDevices(2, 5, 0.001), "--copy.method", "kernel") as running,
@@ -165,7 +165,7 @@ def test_a_store_behind_a_mark_can_be_revoked(
     results: list[int] = []
 
     def is_stored() -> bool:
-        """Not in flight: the server may still be dropping what was revoked."""
+        """Stores again. Returns False while the server still drops the revoked blocks."""
         results.append(int(done(one.store(names, ids)[1]).results[0][0]))
         return results[-1] != BlockResult.IN_FLIGHT
 
@@ -188,7 +188,7 @@ def test_a_mark_of_another_kind_is_not_sent(engine: Callable[..., DeviceEngine])
 
 @pytest.mark.parametrize("offers", ['["events"]', '["flags"]'])
 def test_a_killed_engines_memory_is_let_go(server: DeviceServer, offers: str) -> None:
-    """With copies in flight, and with marks that will never be reached."""
+    """Copies are in flight, and marks are never reached."""
     child = subprocess.Popen(
         [sys.executable, "-m", "tests.server.devices_support", server.target, offers],
         cwd=ROOT,
@@ -205,7 +205,7 @@ def test_a_killed_engines_memory_is_let_go(server: DeviceServer, offers: str) ->
 
 
 def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
-    """With copies in flight; the next one goes on with what was stored, and the engine with it."""
+    """Copies are in flight. The next server and the engine go on with the stored blocks."""
     devices, names, ids = FakeDevices(1, 3, 0.002), hashes(8), np.arange(8, dtype=np.int32)
     one = None
     try:
@@ -234,7 +234,7 @@ def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
 def test_loads_end_when_the_device_has_left_a_dead_server(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The link may close while the device still works at what the server gave it."""
+    """The link may close while the device still copies."""
     asked, has_left = threading.Event(), threading.Event()
 
     def wait_for_it() -> None:
@@ -259,7 +259,8 @@ def test_loads_end_when_the_device_has_left_a_dead_server(
 
 
 def test_memory_of_devices_needs_the_link(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else tells an engine when a dead server has let go; client and server refuse it."""
+    """Without the link an engine cannot know when a dead server has released its memory. Client and
+    server refuse it."""
     with DeviceServer(folder, FakeDevices(1, 3)) as running:
         running.wait_ready()
         # The whole test: an engine that finds the link again would register, and be counted.

@@ -139,7 +139,7 @@ def test_memory_that_is_stated_larger_than_its_allocation_is_refused(
 def test_memory_of_another_device_than_its_uuid_says_is_refused(
     monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime, devices: Devices, memory: FakeAllocation
 ) -> None:
-    """CUDA opens it, where devices reach each other."""
+    """CUDA opens it if the devices reach each other."""
     extent, layout = runtime.extent, _layout(_cuda("k", memory))
     where = [1]
     monkeypatch.setattr(
@@ -161,7 +161,7 @@ def test_memory_of_another_device_than_its_uuid_says_is_refused(
 def test_a_handle_of_another_tenants_memory_opens_nothing(
     devices: Devices, memory: FakeAllocation
 ) -> None:
-    """Who has come by the 64 bytes of a handle would read its memory: stores copy from it."""
+    """A tenant with the 64 bytes of another's handle could read its memory by a store."""
     layout = _layout(_cuda("k", memory))
 
     def of(tenant: str) -> SessionMemory:

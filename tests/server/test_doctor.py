@@ -1,5 +1,5 @@
-"""`hotkv doctor` over hosts that are put together here: each fault is found, named and mended, and
-a host that is in order is left in peace."""
+"""`hotkv doctor` over made-up hosts: it finds and names each fault and how to mend it, and finds
+nothing on a host without faults."""
 
 import json
 import os
@@ -37,7 +37,7 @@ IN_ORDER = {
 
 
 class Made:
-    """A host in order, until a test changes it."""
+    """A host without faults, until a test changes it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -170,7 +170,7 @@ def test_the_command(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_connector_answers_for_the_installed_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real process of this interpreter, which compares the installed vLLM's sources."""
+    """A process of this interpreter compares the installed vLLM's sources."""
     pytest.importorskip("vllm")
     for version, says in (("0.33.0", "vLLM 0.33.0 is tested"), ("0.99", "uses of its API check")):
         told = doctor.doors(version)

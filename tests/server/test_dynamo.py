@@ -1,4 +1,5 @@
-"""Dynamo's indexer, from its wheel, hears hotkv's events: what it credits is where blocks lie."""
+"""Dynamo's indexer, from its wheel, reads hotkv's events, and credits each node with the blocks
+that it has."""
 
 import contextlib
 import os

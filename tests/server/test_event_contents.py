@@ -35,7 +35,11 @@ def run_of(version: int, first: int, count: int) -> BlocksStored:
 
 
 class Book(RuleBasedStateMachine):
-    """`stored`: version of each block's last store. `cached`: blocks that the cache has."""
+    """Contents beside a naive book.
+
+    stored: version of each block's last store.
+    cached: blocks that the cache has.
+    """
 
     @initialize()
     def begin(self) -> None:
@@ -75,7 +79,7 @@ class Book(RuleBasedStateMachine):
 
     @rule(at=NUMBERS)
     def cache(self, at: int) -> None:
-        """At most three blocks: these fit, whatever else is stored."""
+        """Caches a known block. Three cached blocks always fit."""
         known = [block for block in self.stored if self.content(*block) is not UNKNOWN]
         if known and len(self.cached) < 3:
             self.cached.add(known[at % len(known)])
@@ -100,7 +104,8 @@ class Book(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, RING_BYTES - 1))
     def damage(self, at: int) -> None:
-        """What can't be read is unknown; an earlier store of the block may count again."""
+        """Damages the file. Contents that can't be read are unknown, or those of an earlier
+        store."""
         path = Path(self.folder.name, "contents")
         self.book.close()
         with path.open("r+b") as file:

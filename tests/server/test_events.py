@@ -4,7 +4,6 @@ classes."""
 import contextlib
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +23,8 @@ from demo.processes import ROOT, Server
 from hotkv_client import BlockRun
 from hotkv_client.admin import AdminClient
 from hotkv_proto.groups import GroupKind, GroupSpec
+from tests.server.commands import HOTKV
 from tests.server.routers import (
-    DECODER,
     Make,
     Router,
     engine,
@@ -69,7 +68,7 @@ def tokens(count: int, first: int = 1000) -> list[int]:
 def stored(
     blocks: list[bytes], parent: bytes | None, token_ids: list[int], group: int, **fields: Any
 ) -> BlockStored:
-    """What vLLM would publish of host blocks of the first three groups of these tests."""
+    """Returns the event that vLLM would publish of host blocks of a group of these tests."""
     spec = (FULL, WINDOW, WIDE)[group]
     return BlockStored(
         block_hashes=[external(h) for h in blocks],
@@ -128,34 +127,6 @@ def test_extra_keys_and_adapters_are_passed_on(
     ]
 
 
-def test_evicted_blocks_are_removed_and_a_flush_clears(
-    published: tuple[Server, Path], engine: Make, router: Callable[[GroupsEngine], Router]
-) -> None:
-    one = engine("events-removed", FULL, WINDOW)
-    reader = router(one)
-    prompt, ids = hashes(4), tokens(64)
-    one.store(*(BlockRun(g, prompt, block_ids(4), token_ids=ids) for g in (0, 1)))
-    reader.events(2)
-    with AdminClient(published[0].target) as admin:
-        number = number_of(admin, "events-removed")
-        admin.evict(number, 1, prompt[0] + prompt[3])
-        (event,) = reader.events(1)
-        assert isinstance(event, BlockRemoved)
-        assert (set(event.block_hashes), event.medium, event.group_idx) == (
-            {external(prompt[0]), external(prompt[3])},
-            "CPU",
-            1,
-        )
-        admin.flush(number)
-    # A flush that took several turns of the loop tells of each before it clears.
-    told: list[Any] = []
-    while AllBlocksCleared() not in told:
-        assert reader.sub.poll(10_000), "nothing says that all is cleared"
-        told += reader.batch().events
-    assert told[-1] == AllBlocksCleared()
-    assert all(isinstance(event, BlockRemoved) for event in told[:-1])
-
-
 def test_key_spaces_that_share_a_topic_do_not_clear_each_other(
     published: tuple[Server, Path], engine: Make
 ) -> None:
@@ -183,42 +154,11 @@ def test_key_spaces_that_share_a_topic_do_not_clear_each_other(
         reader.close()
 
 
-def test_a_reader_replays_what_it_has_missed(
-    engine: Make, router: Callable[[GroupsEngine], Router]
-) -> None:
-    one = engine("events-replay")
-    reader = router(one)
-    live: list[Any] = []
-    for _ in range(5):
-        one.store(BlockRun(0, hashes(2), block_ids(2), token_ids=tokens(32)))
-        # Read at once: what comes within some milliseconds shares a message.
-        live += reader.events(1)
-    first = reader.next_sequence - 5
-    name = reader.topic.encode()
-    replayed = reader.replay((first + 2).to_bytes(8, "big"), name)
-    assert [number for _, number, _ in replayed] == [first + 2, first + 3, first + 4]
-    assert [
-        event for _, _, payload in replayed for event in DECODER.decode(payload).events
-    ] == live[2:]
-    # Without a topic, as vLLM's readers ask, all topics answer, each by its own numbers; a topic
-    # begins by clearing it.
-    everything = reader.replay((0).to_bytes(8, "big"))
-    mine = [
-        (number, payload)
-        for topic_name, number, payload in everything
-        if topic_name == reader.topic
-    ]
-    begin = mine[0][0]
-    assert [number for number, _ in mine] == list(range(begin, reader.next_sequence))
-    assert DECODER.decode(mine[0][1]).events == [AllBlocksCleared()]
-    assert reader.replay(reader.next_sequence.to_bytes(8, "big"), name) == []
-
-
 def test_what_a_router_believes_is_what_the_server_holds(
     published: tuple[Server, Path], engine: Make, router: Callable[[GroupsEngine], Router]
 ) -> None:
-    """Random stores and flushes in an arena that is too small, and evictions by hand, followed by
-    events alone."""
+    """Stores, flushes and evicts at random in an arena that is too small; the router knows the
+    events only."""
     one = engine("events-view", BIG, WINDOW)
     reader = router(one)
     rng = np.random.default_rng(11)
@@ -298,7 +238,7 @@ def test_the_command_line_prints_events(published: tuple[Server, Path], engine: 
     server = published[0]
     one = engine("events-cli")
     for flags in ([], ["--json"]):
-        command = [sys.executable, "-u", "-m", "hotkv_client.command.cli", "events", *flags]
+        command = [HOTKV[0], "-u", *HOTKV[1:], "events", *flags]
         command += ["--seconds", "30", "--target", server.target]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
             assert process.stdout is not None
@@ -327,7 +267,7 @@ def test_kinds_of_groups_have_vllms_names() -> None:
 
 
 def test_our_classes_are_vllms() -> None:
-    """Every field, in order, with its default, and how it is encoded."""
+    """Compares the fields, their order, their defaults and their encoding."""
     from hotkv_server.events import wire
 
     pairs = [
@@ -343,20 +283,3 @@ def test_our_classes_are_vllms() -> None:
             theirs.__struct_config__.array_like,
         )
         assert ours.__struct_config__.omit_defaults == theirs.__struct_config__.omit_defaults
-
-
-def test_settings_of_events_are_checked() -> None:
-    from hotkv_server.settings import load_settings
-
-    for flags, words in (
-        (
-            ["--events.topic", "kv@{pod}"],
-            "events.topic is 'kv@{pod}': may name {node}, {pool}, {model}, {tenant}, "
-            "{key_space} in braces",
-        ),
-        (["--events.topic", "kv@{}"], "events.topic"),
-        (["--events.replay-endpoint", "tcp://*:1"], "replay_endpoint needs endpoint"),
-    ):
-        with pytest.raises(ValueError) as caught:
-            load_settings(None, flags, "test")
-        assert words in str(caught.value)

@@ -56,7 +56,7 @@ async def test_a_fence_index_is_a_word_of_the_page_that_revokes_its_store(tmp_pa
 
 @pytest.mark.parametrize("num_bytes", [FENCE_BYTES - 1, 13, 12, 0])
 async def test_a_page_that_is_cut_short_revokes(tmp_path: Path, num_bytes: int) -> None:
-    """Also where the word itself is still there, and not set."""
+    """The word itself may still be there, and not set."""
     async with live_node(tmp_path) as node:
         fd = memory_file(FENCE_BYTES)
         session = await worker(node, fence_fd=os.dup(fd))
@@ -82,7 +82,7 @@ async def test_a_store_whose_page_goes_meanwhile_is_not_kept(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("handle_id", ["kv", FENCE_HANDLE])
 async def test_a_second_descriptor_of_one_name_is_refused(tmp_path: Path, handle_id: str) -> None:
-    """The first is what the server would go on reading, while the engine writes into the second."""
+    """The server would go on reading the first, while the engine writes into the second."""
     async with live_node(tmp_path) as node:
         session = await node.sessions.open("e", "worker", SPACE, "test")
         session.receive(handle_id, memory_file(FENCE_BYTES))

@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from demo.processes import Server, runtime_folder
+from demo.processes import Server
 from hotkv_client import BlockResult, BlockRun, GroupHashes, TransferStatus
-from hotkv_client.testing import PagedEngine
 from hotkv_server.memory.mapping import COLLAPSE_BYTES
 from hotkv_server.testing import faults
-from tests.server.places import load
+from tests.server.places import Place, load, opened
 from tests.server.support import block_ids, hashes
 from tests.support.waiting import wait_for
 
@@ -27,79 +26,66 @@ FIRST = COLLAPSE_BYTES // BLOCK_BYTES
 NUM_BLOCKS = 4 * FIRST
 
 
-class Dammed:
-    """Servers after each other in one folder, whose arena fills as far as `let` says, and an
-    engine."""
+class Dammed(Place):
+    """A place whose servers fill their arena as far as `let` says."""
+
+    layers, page_bytes, num_blocks = LAYERS, PAGE_BYTES, NUM_BLOCKS
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self.dam = folder / "dam"
         self.dam.write_text("0")
-        self.server: Server | None = None
-        self.engine: PagedEngine | None = None
 
     def let(self, what: int | str) -> None:
         scratch = self.dam.with_suffix(".new")
         scratch.write_text(str(what))
         scratch.replace(self.dam)
 
-    def start(self, *flags: str, patience_s: float = 0.1) -> Server:
+    def begin(self, *flags: str, patience_s: float = 0.1) -> Server:
+        """Starts the next server. The engine has found it when this returns."""
         command = faults.command("dam", self.dam, str(patience_s))
         self.server = made = Server(self.folder, str(ARENA), *flags, command=command)
         made.wait_ready()
-        if self.engine is None:
-            self.engine = one = PagedEngine(
-                made.target, layers=LAYERS, num_blocks=NUM_BLOCKS, page_bytes=PAGE_BYTES
-            ).connect()
-            one.kv[:] = np.random.default_rng(12).integers(0, 256, one.kv.shape, np.uint8)
-        assert self.engine.session.wait_connected(20)
+        engine = self.engine or self.connect()
+        assert engine.session.wait_connected(20)
         return made
 
     def end(self, how: signal.Signals) -> int:
-        """Exit status."""
+        """Ends the server. Returns its exit status."""
         assert self.server is not None
         os.kill(self.server.pid, how)
         return self.server._child.process.wait(60)
 
     def store(self, blocks: list[bytes], first: int = 0) -> list[int]:
-        """Result of each block; block i of the engine holds what is stored under the i-th hash."""
+        """Stores the engine's block i under the i-th hash. Returns the results."""
         assert self.engine is not None
         name, runs = os.urandom(8).hex(), [BlockRun(0, blocks, block_ids(len(blocks), first))]
         result = self.engine.session.store(name, name, runs, 20).result(60)
         assert result.status is TransferStatus.DONE
         return list(result.results[0].tolist())
 
-    def loads(self, blocks: list[bytes], first: int = 0) -> bool:
+    def loads_from(self, blocks: list[bytes], first: int = 0) -> bool:
         """Returns whether blocks that were stored from `first` on come with their bytes."""
         assert self.engine is not None
         kv, count, free = self.engine.kv, len(blocks), 2 * FIRST
         assert load(self.engine, blocks, free) is TransferStatus.DONE
         return np.array_equal(kv[:, first : first + count], kv[:, free : free + count])
 
-    def counter(self, name: str) -> int:
-        assert self.server is not None
-        return int(self.server.counter(name))
-
     @property
-    def capacity_bytes(self) -> int:
+    def capacity_bytes(self) -> float:
         return self.counter("arena_capacity_bytes")
 
 
 @pytest.fixture
 def place() -> Iterator[Dammed]:
-    with runtime_folder(ARENA + (256 << 20)) as folder:
-        made = Dammed(folder)
+    with opened(Dammed, ARENA + (256 << 20)) as made:
         yield made
         made.let(ARENA)
-        if made.engine is not None:
-            made.engine.close()
-        if made.server is not None:
-            made.server.__exit__()
 
 
 @pytest.mark.long
 def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(place: Dammed) -> None:
-    status = place.start().status()
+    status = place.begin().status()
     assert place.server is not None and place.engine is not None
     assert place.capacity_bytes == COLLAPSE_BYTES
     assert place.counter("arena_full_capacity_bytes") == ARENA
@@ -115,26 +101,26 @@ def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(plac
     wait_for(lambda: place.capacity_bytes == 3 * COLLAPSE_BYTES)
     assert set(place.store(blocks[FIRST : 2 * FIRST], FIRST)) == {BlockResult.STORED}
     assert place.end(signal.SIGKILL) == -signal.SIGKILL
-    place.start()
+    place.begin()
     # What was there is there at once, and one piece more.
     assert place.capacity_bytes == 4 * COLLAPSE_BYTES
     found = place.engine.session.lookup([GroupHashes(0, blocks)]).result(60)[0]
     assert found.tolist() == [True] * 2 * FIRST + [False] * 2 * FIRST
-    assert place.loads(blocks[:FIRST])
+    assert place.loads_from(blocks[:FIRST])
     place.let(ARENA)
     wait_for(lambda: place.capacity_bytes == ARENA)
     assert set(place.store(blocks[2 * FIRST :], 2 * FIRST)) == {BlockResult.STORED}
     assert place.server.status()["state"] == "ready" and place.counter("evicted_blocks_total") == 0
     assert place.end(signal.SIGTERM) == 0
-    place.start()
+    place.begin()
     assert place.capacity_bytes == ARENA and place.counter("restored_blocks_total") == NUM_BLOCKS
     arena = place.folder / "arena" / "arena"
     assert arena.stat().st_blocks * 512 >= ARENA
 
 
 def test_stores_wait_for_memory_that_comes_and_nothing_goes_for_it(place: Dammed) -> None:
-    """Four times what there is at first, sent at once; the memory comes while they wait."""
-    place.start(patience_s=60)
+    """Sends stores of four times the first memory at once; the memory comes while they wait."""
+    place.begin(patience_s=60)
     assert place.engine is not None
     blocks, calls = hashes(NUM_BLOCKS), []
     for first in range(0, NUM_BLOCKS, FIRST // 2):
@@ -150,20 +136,20 @@ def test_stores_wait_for_memory_that_comes_and_nothing_goes_for_it(place: Dammed
 
 
 def test_a_stop_waits_for_no_memory(place: Dammed) -> None:
-    place.start()
+    place.begin()
     assert place.capacity_bytes == COLLAPSE_BYTES
     assert place.end(signal.SIGTERM) == 0
     assert (place.folder / "arena" / "arena").stat().st_blocks * 512 < 3 * COLLAPSE_BYTES
 
 
 def test_without_prefault_all_of_the_arena_counts(place: Dammed) -> None:
-    """Also of the next server: blocks may lie anywhere then, with holes around them."""
-    place.start("--arena.prefault", "false")
+    """The next server finds blocks anywhere, with holes around them."""
+    place.begin("--arena.prefault", "false")
     assert place.capacity_bytes == ARENA
     blocks = hashes(FIRST)
     assert set(place.store(blocks)) == {BlockResult.STORED}
     assert place.end(signal.SIGKILL) == -signal.SIGKILL
-    place.start()
+    place.begin()
     assert place.counter("restored_blocks_total") == FIRST
     assert place.capacity_bytes <= 2 * COLLAPSE_BYTES
-    assert place.loads(blocks[: FIRST // 4])
+    assert place.loads_from(blocks[: FIRST // 4])

@@ -1,4 +1,4 @@
-"""After a flush through a real server nobody finds older blocks, by table or by call."""
+"""After a flush through a real server no engine finds older blocks, by table or by call."""
 
 import json
 import threading
@@ -27,7 +27,7 @@ Make = Callable[..., PagedEngine]
 
 
 def ready(engine: PagedEngine, blocks: list[bytes]) -> int:
-    """Blocks that are found, in the table and by a call alike."""
+    """Returns how many blocks the table has; a call must find the same."""
     probe = engine.session.probe(0, blocks)
     assert probe is not None
     looked_up = engine.session.lookup([GroupHashes(0, blocks)]).result(60)[0]

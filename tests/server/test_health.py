@@ -4,6 +4,7 @@ start that fails says what to do."""
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -21,6 +22,7 @@ import pytest
 from demo.processes import Server
 from hotkv_client import BlockResult, BlockRun, TransferStatus
 from hotkv_client.testing import PagedEngine
+from hotkv_proto import __version__
 from hotkv_proto.errors import HotKVError, SessionLostError
 from hotkv_server.dataplane.engines import CopyJob
 from hotkv_server.dataplane.host import HostCopyEngine
@@ -65,8 +67,8 @@ def begin_store(engine: PagedEngine, blocks: list[bytes], at: int = 0) -> Any:
 
 
 def test_a_broken_invariant_ends_the_server_and_costs_only_what_it_touched(folder: Path) -> None:
-    """In a store's commit: the story is logged, the store is not acknowledged, the next server
-    serves what was, and never the rest."""
+    """It breaks in a store's commit: the server logs the block's story and does not acknowledge the
+    store. The next server serves the older blocks, and not these."""
     kept, lost = hashes(10), hashes(5)
     with FaultyServer(folder, "publish", "assert") as server:
         server.wait_ready()
@@ -108,6 +110,13 @@ def test_a_broken_invariant_is_seen_wherever_it_comes_up(
 # What dies or stalls
 
 
+def problem_metrics(server: FaultyServer) -> dict[str, float]:
+    """Returns the metric of each part that has died or stalled, by the part's name."""
+    shown = server.probe("metrics")[1]
+    found = re.findall(r'^hotkv_problem{component="(.*)"} (\S+)$', shown, re.M)
+    return {part: float(value) for part, value in found}
+
+
 @pytest.mark.parametrize(
     ("point", "name"),
     [
@@ -123,6 +132,10 @@ def test_what_has_died_is_named(
     with broken(folder, point, "die", *flags) as (server, engine):
         assert server.ping() == server.ping("--live") == 0
         assert server.probe("readyz") == server.probe("livez") == (200, "ok\n")
+        figures, shown = problem_metrics(server), server.probe("metrics")[1]
+        assert not any(figures.values()) and "hotkv_ready 1.0\n" in shown
+        assert {"devices", "timer", "HTTP thread", "socket grpc.sock"} < figures.keys()
+        assert re.search(f'hotkv_build_info{{.*version="{__version__}".*}} 1.0', shown)
         server.break_it()
         begin_store(engine, hashes(4))
         wait_for(lambda: name in server.probe("livez")[1])
@@ -131,6 +144,9 @@ def test_what_has_died_is_named(
         assert server.ping("--live") == 1
         assert "not serving" in capsys.readouterr().out
         assert name in server.status()["problems"]
+        dead = [part for part, value in problem_metrics(server).items() if value]
+        assert len(dead) == 1 and dead[0] in name
+        assert "hotkv_ready 0.0\n" in server.probe("metrics")[1]
         assert f"health problems={name}" in server.log.read_text()
 
 
@@ -208,7 +224,7 @@ def test_a_loop_that_hangs_fails_every_probe(folder: Path) -> None:
 
 
 class Manager:
-    """systemd's end of the notification socket."""
+    """Reads the notification socket, as systemd does."""
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -217,7 +233,7 @@ class Manager:
         self.close = self._socket.close
 
     def read(self, seconds: float) -> list[str]:
-        """Assignments that come within the time."""
+        """Returns the assignments that come within the time."""
         heard: list[str] = []
         end_s = time.monotonic() + seconds
         while (left_s := end_s - time.monotonic()) > 0:
@@ -284,7 +300,7 @@ def program_or_skip(name: str) -> str:
 
 
 def test_shared_memory_that_is_full_is_named(folder: Path) -> None:
-    """On a file system of 8 MiB, in a mount namespace of its own."""
+    """The file system has 8 MiB, in a mount namespace for this test."""
     command = 'mount -t tmpfs -o size=8m,mode=700 tmpfs "$0" && exec "$@"'
     mount = (program_or_skip("unshare"), "--mount", "/bin/sh", "-c", command, str(folder / "arena"))
     (folder / "arena").mkdir(mode=0o700)
@@ -296,7 +312,7 @@ def test_shared_memory_that_is_full_is_named(folder: Path) -> None:
 
 
 def test_a_directory_that_may_not_be_written_is_named(folder: Path) -> None:
-    """Root without its capabilities is bound by modes like everybody else."""
+    """Modes bind root if it has no capabilities."""
     drop: tuple[str, ...] = ()
     if os.geteuid() == 0:
         drop = (program_or_skip("setpriv"), "--inh-caps=-all", "--bounding-set=-all")
@@ -316,7 +332,7 @@ def test_what_is_granted_too_little_of_is_said(folder: Path) -> None:
 
 
 def test_without_huge_pages_it_goes_on_and_says_so(tmp_path: Path) -> None:
-    """No file system on a disk gives them for a shared mapping that is written."""
+    """File systems on disks have no huge pages for shared writable mappings."""
     with Server(tmp_path, "16MiB", "--arena.slab-bytes", "64KiB") as server:
         server.wait_ready()
         if server.counter("arena_huge_page_bytes"):

@@ -40,7 +40,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 
 class Desk:
-    """A node with one engine's session, and how often others were served."""
+    """A node with a session. Counts how often others are served."""
 
     def __init__(self, node: Node, session: LiveSession) -> None:
         self.node = node
@@ -86,8 +86,8 @@ def demotes(count: int, message_id: str = "m") -> Hints:
 
 
 async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of reports, of actions, of a prefetch that finds nothing, and of a count of blocks. Each part
-    is a slice here."""
+    """Takes reports, actions, a prefetch that finds nothing, and a count of blocks. Each part is a
+    slice here."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     one = await opened(node)
     one.desk.scheduled(one.origin(session_id="s"), SessionReceipt(), 0.0)
@@ -190,8 +190,8 @@ async def test_several_samples_of_a_prompt_release_their_session(
 async def test_a_sessions_blocks_are_held_until_it_is_expected_back(
     node: Node, monkeypatch: pytest.MonkeyPatch, ends_with: Hints
 ) -> None:
-    """It pauses for two seconds, so from its second end on. A session that is released is not
-    held, nor is a request without a session."""
+    """The session pauses for two seconds, so its blocks are held after its second end. A released
+    session and a request without a session are not held."""
     now_s, one, held = [0.0], await opened(node), Mock()
     monkeypatch.setattr(hints_module, "time", Mock(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(node.core.space.policy, "hold", held)

@@ -1,12 +1,11 @@
-"""Hints of routers at a real daemon: with requests and without, what they do to blocks, and what
-has come of them."""
+"""Hints of routers at a real daemon, with requests and without: their effects on blocks, and their
+outcomes."""
 
 import json
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import grpc
 import pytest
 
 from demo.processes import Server, runtime_folder
@@ -19,7 +18,6 @@ from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.hints import Action, ActionType, Hints, Target
-from hotkv_proto.v1 import hints_pb2, hints_pb2_grpc
 from tests.server.places import load
 from tests.server.support import FULL, PATIENT, WIDE, GroupsEngine, block_ids, hashes, number_of
 from tests.support.waiting import wait_for
@@ -33,7 +31,7 @@ Make = Callable[..., "Chat"]
 
 
 class Chat:
-    """An engine of its own model, and the requests that it reports."""
+    """An engine with a model for itself, and the requests that it reports."""
 
     def __init__(self, server: Server, *groups: Any) -> None:
         self.server = server
@@ -55,7 +53,8 @@ class Chat:
         rejected: tuple[hints.Rejection, ...] = (),
         tokens_per_s: float = 0.0,
     ) -> str:
-        """A request was scheduled, of which `hit` blocks were loaded; returns its message's id."""
+        """Reports a scheduled request, of which `hit` blocks were loaded. Returns its message's
+        id."""
         message_id = os.urandom(6).hex()
         report = RequestReport(
             blocks, len(blocks) * BLOCK_TOKENS, 0, hit * BLOCK_TOKENS, 0.0, retention, session_id,
@@ -66,7 +65,7 @@ class Chat:
         return message_id
 
     def end(self, blocks: list[bytes], session_id: str, action: Action, message_id: str) -> None:
-        """A request has ended."""
+        """Reports that a request has ended."""
         ended = EndedRequest(blocks, session_id, Hints(message_id, (action,)))
         self.engine.session.report_requests([], 0.0, [ended])
         self.engine.session.ping(10)
@@ -76,7 +75,7 @@ class Chat:
         return number_of(self.admin, self.model)
 
     def there(self, blocks: list[bytes]) -> Any:
-        """Which of the blocks a lookup finds."""
+        """Returns which of the blocks a lookup finds."""
         return self.engine.session.lookup([GroupHashes(0, blocks)]).result(60)[0]
 
     def in_memory(self, blocks: list[bytes]) -> Any:
@@ -131,7 +130,7 @@ def chat(server: Server) -> Iterator[Make]:
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Server]:
-    """A server with room for few large blocks."""
+    """Yields a server with room for a few large blocks."""
     flags = ("--arena.slab-bytes", "256KiB")
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", *flags) as running:
         running.wait_ready()
@@ -265,20 +264,6 @@ def test_a_prefetch_without_a_tier_says_what_is_there(chat: Make) -> None:
     assert one.send(ask, hashes(2))["status"] == "missing"
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "[" * 60_000, '{"actions": 5}', json.dumps({"odd": "x" * 70_000})]
-)
-def test_what_is_no_envelope_changes_nothing(chat: Make, text: str) -> None:
-    with grpc.insecure_channel(chat().server.target) as channel:
-        stub: Any = hints_pb2_grpc.HintServiceStub(channel)
-        try:
-            answer = stub.SendHints(hints_pb2.SendHintsRequest(kv_hints=text), timeout=10)
-        except grpc.RpcError as error:
-            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        else:
-            assert [one.status for one in answer.outcomes] == [hints_pb2.HINT_STATUS_REJECTED]
-
-
 def test_a_foreign_key_space_is_unknown(chat: Make) -> None:
     one = chat()
     with HintClient(one.server.target, tenant="somebody else") as client:
@@ -338,7 +323,7 @@ def test_a_receipt_says_what_was_used_again_and_what_it_saved(chat: Make) -> Non
 
 
 def test_a_session_has_a_receipt_of_its_requests(chat: Make) -> None:
-    """Only of requests that were scheduled; a later session of the name begins anew."""
+    """It counts scheduled requests. A later session of the name begins anew."""
     one = chat()
     prompt = one.store(hashes(8))
     message = one.report(prompt[:4], one.model, tokens_per_s=160.0)

@@ -1,4 +1,4 @@
-"""`hotkv bench` on this machine, and what its table says."""
+"""`hotkv bench` on this machine, and its table."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hotkv_client.command import cli, host_bench
+from hotkv_client.command import host_bench
 from hotkv_client.command.host_bench import BLOCK_BYTES, Times, timed
 from tests.support.waiting import wait_for
 
@@ -56,27 +56,6 @@ def test_whatever_ends_it_ends_its_server_too(how: signal.Signals) -> None:
     bench.wait(60)
     bench.stderr.close()
     wait_for(lambda: not left(prefix))
-
-
-@pytest.mark.parametrize(
-    ("flags", "status", "said"),
-    [
-        (("--seconds", "0"), 2, "--seconds 0: give 1 to 3600"),
-        (("--arena-mib", "16"), 2, "--arena-mib 16: give 256"),
-        (("--arena-mib", "99999999"), 1, "smaller --arena-mib"),
-        (("--arena-mib", "256"), 1, "it is not installed: pip install "),
-    ],
-)
-def test_what_can_not_be_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    flags: tuple[str, ...],
-    status: int,
-    said: str,
-) -> None:
-    monkeypatch.setattr(host_bench, "COMMAND", (sys.executable, "-m", "no_such_server"))
-    assert cli.main(["bench", *flags]) == status
-    assert said in capsys.readouterr().err
 
 
 def test_a_tier_that_does_not_work_is_said(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Clients that take all the connections, descriptors and time they can get: others are served, and
-the server can be stopped."""
+"""Clients that take as many connections, descriptors and as much time as they can: the server
+serves others, and can be stopped."""
 
 import asyncio
 import contextlib
@@ -51,7 +51,7 @@ MAX_DESCRIPTORS = 160
 
 
 def test_a_signal_ends_a_server_that_an_operator_lets_drain_for_long() -> None:
-    """It was not heard: the operator's hour counted."""
+    """The drain of an hour must not delay the signal's."""
     options = ["--arena.slab-bytes", "64KiB", "--drain-timeout-s", "1"]
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", *options) as server:
         server.wait_ready()
@@ -68,7 +68,7 @@ def test_a_signal_ends_a_server_that_an_operator_lets_drain_for_long() -> None:
 
 @pytest.fixture
 def short_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A server that may have few."""
+    """Yields a server that may have few descriptors."""
     start = subprocess.Popen
 
     def limited(*arguments: Any, preexec_fn: Callable[[], None], **more: Any) -> Any:
@@ -154,7 +154,7 @@ def test_memory_with_holes_is_refused(server: Server, num_bytes: int) -> None:
 
 
 def test_who_cuts_its_memory_short_ends_nothing_and_its_ids_are_no_lines(server: Server) -> None:
-    """Its transfers fail and are logged, and nothing of them is kept."""
+    """Its transfers fail and are logged; their blocks are dropped."""
     outcomes = set()
     with marked_engine(server.target) as session:
         assert session._life.memory is not None
@@ -214,7 +214,7 @@ def test_http_connections_that_read_no_answer_keep_nobody_out(server: Server) ->
 
 
 def test_http_connections_that_come_at_once_are_bounded_too() -> None:
-    """Many are taken in one turn of the loop, before any that goes for them is lost."""
+    """The loop accepts many in one turn, before it learns that a dropped connection has ended."""
     http: Any = object.__new__(HttpServer)
     http._connections = {}
     asking, *waiting = (Mock(is_being_answered=n == 0) for n in range(3 * MAX_CONNECTIONS))
@@ -283,10 +283,10 @@ def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None
 
 
 def test_what_a_peer_says_at_its_leaving_is_no_line_of_the_log(server: Server) -> None:
-    """gRPC's C code logged it as it came."""
+    """gRPC's C code would log it as it came."""
 
     def frame(kind: int, payload: bytes) -> bytes:
-        """Of HTTP/2 (RFC 9113, 4.1), for the connection."""
+        """Returns a frame of HTTP/2 (RFC 9113, 4.1) for the connection."""
         return len(payload).to_bytes(3, "big") + bytes((kind, 0)) + bytes(4) + payload
 
     settings, goaway = 4, 7

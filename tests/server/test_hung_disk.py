@@ -64,7 +64,7 @@ class HungNode(SharingNode):
             sign.unlink()
 
     def evict(self) -> None:
-        """Host memory forgets all; tiers do not."""
+        """Evicts all blocks from host memory; tiers keep them."""
         assert self.server is not None
         with AdminClient(self.server.target) as admin:
             admin.evict(everything=True)
@@ -167,7 +167,7 @@ def test_a_disk_that_answers_again_is_used_again(hung: HungNode) -> None:
 
 @contextlib.contextmanager
 def bucket(folder: Path, bytes_per_s: float = 0.0) -> Iterator[tuple[str, ...]]:
-    """Flags of a bucket, which takes and gives so much; 0: as fast as it can."""
+    """Yields the flags of a bucket with this speed; 0: without a limit."""
     (folder / "s3").mkdir()
     with running_s3(folder / "s3") as s3:
         proxy = FaultProxy(("127.0.0.1", s3.port))
@@ -179,7 +179,7 @@ def bucket(folder: Path, bytes_per_s: float = 0.0) -> Iterator[tuple[str, ...]]:
 
 @contextlib.contextmanager
 def slow_valkey(folder: Path) -> Iterator[tuple[str, ...]]:
-    """Flags of a Valkey that answers one byte a second, and of a bucket."""
+    """Yields the flags of a Valkey that answers a byte a second, and of a bucket."""
     with running(folder / "valkey") as valkey, bucket(folder) as flags:
         proxy = FaultProxy(valkey.path)
         proxy.on_reply = throttled(1)
@@ -191,7 +191,7 @@ def slow_valkey(folder: Path) -> Iterator[tuple[str, ...]]:
 
 @contextlib.contextmanager
 def slow_bucket(folder: Path) -> Iterator[tuple[str, ...]]:
-    """Flags of a bucket that takes and gives 1 MB/s, and of a disk."""
+    """Yields the flags of a bucket with 1 MB/s, and of a disk."""
     with bucket(folder, 1e6) as flags:
         disk = folder / "disk"
         yield (*flags, "--tiers.disk.path", str(disk), "--tiers.disk.bytes", "64MiB")

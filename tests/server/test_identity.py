@@ -1,4 +1,5 @@
-"""The pure parts of access control: proofs, tenants, tickets, and checks of files and paths."""
+"""The pure parts of access control: proofs, tenants, tickets, and checks of files and paths; and
+settings that are refused."""
 
 import hashlib
 import os
@@ -84,13 +85,8 @@ def test_a_peer_acts_for_a_tenant_only_with_a_proof_of_it(
 
 
 def test_a_refusal_does_not_say_whether_there_is_such_a_tenant() -> None:
-    gate = AccessControl(
-        {
-            "a": Tenant("a", Proofs(uids=frozenset({1}))),
-            "b": Tenant("b", Proofs(uids=frozenset({2}))),
-        }
-    )
-    texts = []
+    one, two = (Tenant(name, Proofs(uids=frozenset({uid}))) for name, uid in (("a", 1), ("b", 2)))
+    gate, texts = AccessControl({"a": one, "b": two}), []
     for name in ("b", "c"):
         with pytest.raises(HotKVError) as caught:
             gate.admit(Peer(uid=1), name)
@@ -107,7 +103,7 @@ def test_a_peer_does_not_show_its_token() -> None:
 
 
 class TicketMachine(RuleBasedStateMachine):
-    """Against a plain list of (ticket, uid, expiry)."""
+    """Tickets beside a plain list of (ticket, uid, expiry)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,6 +233,7 @@ def test_a_key_that_everybody_may_read_is_refused(tmp_path: Path) -> None:
 TCP = 'tcp_address = "host:1"\n'
 TLS = '[security.tls]\ncertificate = "/c"\nkey = "/k"'
 ONE = '[[security.tenants]]\nname = "a"\nuids = [1]\n'
+NAMES_OF_TOPICS = "may name {node}, {pool}, {model}, {tenant}, {key_space} in braces"
 NO_PROOF = '[[security.tenants]]\nname = "a"\n'
 
 
@@ -262,6 +259,14 @@ NO_PROOF = '[[security.tenants]]\nname = "a"\n'
         ('[arena]\nbytes = "16MiB"\nslab_bytes = "32MiB"', "slab_bytes must not be larger"),
         ("[copy]\nthreads = -1", "copy.threads"),
         ('log_level = "loud"', "log_level"),
+        ('[events]\ntopic = "kv@{pod}"', f"events.topic is 'kv@{{pod}}': {NAMES_OF_TOPICS}"),
+        ('[events]\ntopic = "kv@{}"', "events.topic"),
+        ('[events]\nreplay_endpoint = "tcp://*:1"', "replay_endpoint needs endpoint"),
+        ('[tracing]\nendpoint = "collector:4317"', "http:// or https://"),
+        ('[tracing]\nendpoint = "http://far:1"\nheaders_file = "/x"', "insecure"),
+        ('[tracing]\nendpoint = "env"\nheaders_file = "/x"', "OTLP_HEADERS"),
+        ('[tracing]\nendpoint = "https://me:secret@far"', "headers_file"),
+        ("[tracing]\nsample_ratio = 2", "less than or equal to 1"),
         (TCP, "tcp_address needs security.tls.certificate and key"),
         (TCP + TLS, "tcp_address lets everybody in"),
     ],

@@ -1,5 +1,5 @@
-"""Blocks are compared before a client learns their offsets: only the call that asks waits, and the
-answer follows what happens to the lease or the residency meanwhile."""
+"""Blocks are compared before a client learns their offsets. Only the call that asks waits. Its
+answer respects changes of the lease or the residency during the wait."""
 
 import asyncio
 import contextlib
@@ -34,8 +34,8 @@ PACKED = b"".join(HASHES)
 
 
 class Place:
-    """A node whose session `session` has eight blocks that nobody has compared since they came
-    back; comparing waits for `go`."""
+    """A node whose session `session` has eight restored blocks that were not compared yet.
+    Comparing waits for `go`."""
 
     session: LiveSession
 
@@ -128,7 +128,7 @@ async def test_others_are_served_while_blocks_are_compared(opened: Opened) -> No
 
 @pytest.mark.parametrize("again", [False, True])
 async def test_a_lease_that_ends_meanwhile_grants_nothing(opened: Opened, again: bool) -> None:
-    """Also where its id has been taken for other blocks by then."""
+    """Its id may name a lease of other blocks by then."""
     async with opened() as place:
         waiting = place.acquire("a", HASHES[:2])
         await asyncio.sleep(0.02)
@@ -144,7 +144,7 @@ async def test_a_lease_that_ends_meanwhile_grants_nothing(opened: Opened, again:
 
 
 async def test_the_stream_goes_on_and_answers_later(opened: Opened) -> None:
-    """With the grant, or with the reason why there is none."""
+    """It answers with the grant or with a refusal."""
     async with opened() as place:
         place.spoil(0)
         sent: list[session_pb2.ConnectResponse] = []

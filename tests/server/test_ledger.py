@@ -1,15 +1,15 @@
-"""The ledger of a real server: where tokens of prompts came from, why others missed, what it says
-to operators, and that it goes on after a restart or a kill."""
+"""The ledger of a real server: the sources of prompts' tokens, the reasons of misses, the figures
+for operators, and that it continues after a restart or a kill."""
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from demo.processes import Server, runtime_folder
+from demo.processes import Server
 from hotkv_client import BlockRun, GroupHashes, LoadEnd, LoadRun, RequestReport
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
@@ -33,16 +33,7 @@ from tests.support.waiting import wait_for
 
 Make = Callable[..., GroupsEngine]
 TOKENS = 16
-SLABS = ("--arena.slab-bytes", "64KiB")
 __all__ = ["groups_engine", "place"]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """Yields a server of 16 MiB that the module's tests share."""
-    with runtime_folder(256 << 20) as folder, Server(folder, "16MiB", *SLABS) as running:
-        running.wait_ready()
-        yield running
 
 
 def report(one: GroupsEngine, *reports: RequestReport, loads: tuple[LoadEnd, ...] = ()) -> None:
@@ -79,8 +70,11 @@ def test_tokens_are_counted_where_they_came_from(server: Server, groups_engine: 
 
 
 class Case(NamedTuple):
-    """A request whose prompt has `named` blocks, of which the first `stored` are there. `said`: the
-    engine's reason. `misses`: tokens by reason, but for those of no whole block."""
+    """A request whose prompt has `named` blocks, of which the first `stored` are there.
+
+    said: the engine's reason.
+    misses: tokens of whole blocks by reason.
+    """
 
     named: int
     stored: int
@@ -150,7 +144,7 @@ def test_what_no_engine_can_know_is_not_believed(server: Server, groups_engine: 
 def test_hits_of_a_fresh_engine_save_by_the_speed_of_the_one_before(
     server: Server, groups_engine: Make
 ) -> None:
-    """It has not computed a prompt yet, and may never: its hits are what hotkv is for."""
+    """A fresh engine has not computed a prompt yet, so its own speed is unknown."""
     before, prompt = groups_engine("ledger-fresh"), hashes(4)
     before.session.report_requests([RequestReport(prompt, 65, 0, 0, 0.0)], 160.0)
     before.session.ping(10)
@@ -251,7 +245,7 @@ def is_written(place: Place) -> bool:
 
 
 def test_the_ledger_goes_on_after_a_kill_and_with_another_arena(place: Place) -> None:
-    """An arena of another size loses its blocks, not what it has brought."""
+    """An arena of another size loses its blocks, and the ledger keeps its counts."""
     place.start()
     use(place)
     before = savings(place)

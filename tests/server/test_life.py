@@ -1,7 +1,6 @@
 """Life and death: of engines, of the server, of both at once; hung servers; draining; start and
 stop."""
 
-import json
 import os
 import signal
 import subprocess
@@ -158,7 +157,7 @@ def load_of_a_hung_server(server: Server, one: PagedEngine) -> "Future[TransferR
 
 
 def test_a_hung_server_keeps_loads_open_until_it_wakes(own_server: Server, engine: Make) -> None:
-    """It might write into the engine's memory at any moment."""
+    """The server might write into the engine's memory at any moment."""
     one = engine(own_server.target, layers=4, num_blocks=128)
     future = load_of_a_hung_server(own_server, one)
     one.session.cancel("l")
@@ -220,19 +219,19 @@ Stores = Sequence["Future[TransferResult]"]
 
 
 def cancelled(one: PagedEngine, names: list[str], stores: Stores) -> None:
-    """Each by its name: it resolves at once."""
+    """Cancels each store by its name; each resolves at once."""
     for name, store in zip(names, stores, strict=True):
         one.session.cancel(name)
         assert store.result(0.5) is not None
 
 
 def revoked(one: PagedEngine, names: list[str], stores: Stores) -> None:
-    """All at once, without a name."""
+    """Revokes all stores at once."""
     one.session.revoke_stores()
 
 
 def broken(one: PagedEngine, names: list[str], stores: Stores) -> None:
-    """With the stream: what was not answered fails at once."""
+    """Breaks the stream; stores without an answer fail at once."""
     connection, were_answered = one.session._connection, [store.done() for store in stores]
     assert connection is not None
     connection.channel.close()
@@ -248,7 +247,7 @@ def test_a_hung_server_never_commits_what_was_taken_back(
     take_back: Callable[[PagedEngine, list[str], Stores], None],
     num_turns: int,
 ) -> None:
-    """The engine overwrites its blocks at once, and no wrong byte is ever ready."""
+    """The engine overwrites its blocks at once, and no wrong byte becomes ready."""
     shape = {"layers": 8, "num_blocks": 64, "page_bytes": 16384}
     one, reader = (engine(own_server.target, **shape) for _ in range(2))
     random, kept = np.random.default_rng(5), []
@@ -286,33 +285,6 @@ def test_a_hung_server_never_commits_what_was_taken_back(
     later = hashes(1)
     reader.kv[:, :1] = 9
     assert store_blocks(reader, later) == {BlockResult.STORED} and holds_only(reader, later, 9)
-
-
-def test_draining_refuses_new_work_and_stops(engine: Make) -> None:
-    with runtime_folder(64 << 20) as folder, server_in(folder) as server:
-        server.wait_ready()
-        one, blocks = engine(server.target), hashes(1)
-        store_blocks(one, blocks)
-        with AdminClient(server.target) as admin:
-            admin.drain(5)
-        wait_for(lambda: one.session.state is not LinkState.CONNECTED)
-        with pytest.raises(HotKVError):
-            one.session.acquire("l", [GroupHashes(0, blocks)]).result(60)
-        assert server._child.process.wait(60) == 0
-        assert not (server.runtime_folder / "grpc.sock").exists()
-
-
-def test_settings_come_from_file_environment_and_flags(tmp_path: Path) -> None:
-    config = tmp_path / "hotkv.toml"
-    config.write_text('log_level = "warning"\n[arena]\nbytes = "2GiB"\nslab_bytes = "1MiB"\n')
-    command = [sys.executable, "-m", "hotkv_server", "run", "--check", "--config", str(config)]
-    environment = {**os.environ, "HOTKV_LEASES__TTL_S": "9", "HOTKV_ARENA__SLAB_BYTES": "2MiB"}
-    command += ["--arena.bytes", "4GiB"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-    assert done.returncode == 0, done.stderr
-    shown = json.loads(done.stdout)
-    assert (shown["log_level"], shown["leases"]["ttl_s"]) == ("warning", 9)
-    assert (shown["arena"]["bytes"], shown["arena"]["slab_bytes"]) == (4 << 30, 2 << 20)
 
 
 def test_a_server_that_is_ready_has_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_nothing_is_written_while_nothing_changes(
 
 
 def test_the_forecast_keeps_blocks_only_where_the_node_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for what a request asks to keep, nor on a node with tiers."""
+    """It keeps no blocks that a request asks to keep, and none on a node with tiers."""
     world, seen = World(), list[bool]()
     monkeypatch.setattr(
         world.ledger.forecast, "observe", lambda demand, *_: seen.append(demand.may_keep)
@@ -137,7 +137,7 @@ def test_blocks_of_two_key_spaces_are_not_taken_for_each_other() -> None:
 
 
 def test_what_is_exported_begins_with_the_server(tmp_path: Path) -> None:
-    """The ledger goes on; counters of Prometheus begin at 0."""
+    """The ledger continues; counters of Prometheus begin at 0."""
     world = World(tmp_path)
     for number in range(MAX_ACCOUNTS + 3):
         world.session = world.open(f"engine-{number}")

@@ -1,5 +1,5 @@
-"""Every loop and thread of a server is watched by Health: in one with all that can be configured,
-no task lasts that Health does not know, and no thread runs that belongs to no part it watches."""
+"""Health watches every loop and thread: in a server with every option, each lasting task and each
+thread belongs to a part that Health knows."""
 
 import contextlib
 import json
@@ -50,7 +50,7 @@ def told(server: Server, file: Path) -> dict[str, Any]:
 
 
 def strangers(content: dict[str, Any]) -> list[str]:
-    """Tasks of the server that Health does not know."""
+    """Returns tasks of the server that Health does not know."""
     return [
         one["name"]
         for one in content["tasks"]

@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_server.cache.values import Run
 from hotkv_server.node.capability import Topic, tell
@@ -36,7 +35,7 @@ ROW = re.compile(r"^\| `(\w+)` \|(.*?)\|(.*)\|$", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def metrics() -> dict[str, Metric]:
-    """Metrics by the names of their texts."""
+    """Returns metrics by the names of their texts."""
     return {
         one.name.removeprefix("hotkv_") + "_total" * (one.type == "counter"): one
         for one in families().values()
@@ -44,7 +43,7 @@ def metrics() -> dict[str, Metric]:
 
 
 def lint(metrics: list[Metric]) -> str:
-    """What `promtool check metrics` says of them; empty if they are as they should be."""
+    """Returns the complaints of `promtool check metrics`; empty without any."""
     registry = CollectorRegistry()
     registry.register(type("Fixed", (Collector,), {"collect": lambda self: metrics})())
     command = [str(program("promtool")), "check", "metrics"]
@@ -55,7 +54,7 @@ def lint(metrics: list[Metric]) -> str:
 
 
 def test_promtool_finds_no_fault(metrics: dict[str, Metric]) -> None:
-    """Also in the connector's, but for the colon of vLLM's prefix."""
+    """It checks the connector's metrics too, without the colon of vLLM's prefix."""
     engines: list[Metric] = [
         CounterMetricFamily(f"vllm_hotkv_{exported(name)}", text, 1.0)
         for name, text in COUNTERS.items()
@@ -132,20 +131,3 @@ def test_the_page_has_every_topic_with_its_filters_and_fields(topics: dict[str, 
         orjson.dumps(answer)
         missing = [field for field in answer if f"`{field}`" not in rows[name][1]]
         assert not missing, f"{name}: {missing}"
-
-
-@pytest.mark.parametrize(
-    ("name", "filters", "words"),
-    [
-        ("blocks", {"page_size": "-1"}, "page_size is '-1'"),
-        ("blocks", {"page_size": "²"}, "page_size is '²'"),
-        ("blocks", {"page_size": "9" * 30}, "page_size is"),
-        ("savings", {"since_s": "-1"}, "since_s is '-1'"),
-    ],
-)
-def test_odd_numbers_in_questions_are_refused(
-    topics: dict[str, Topic], name: str, filters: dict[str, str], words: str
-) -> None:
-    with pytest.raises(HotKVError, match=re.escape(words)) as raised:
-        told(topics, name, **filters)
-    assert raised.value.reason is Reason.INVALID_FIELD

@@ -8,10 +8,10 @@ import pytest
 from demo.processes import Server
 from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
-from hotkv_client.command import cli
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.v1 import admin_pb2
+from tests.server.commands import Run, runner
 from tests.server.places import store
 from tests.server.support import number_of
 
@@ -23,25 +23,16 @@ BLOCK_BYTES = 2 * 4096
 
 @pytest.fixture
 def stocked(own_server: Server, engine: Callable[..., PagedEngine]) -> tuple[Server, PagedEngine]:
-    """A server with four blocks, the only ones."""
+    """Returns a server with four blocks, and its engine."""
     one = engine(own_server.target, model_names=["tiny"])
     store(one, HASHES)
     return own_server, one
 
 
 @pytest.fixture
-def run(
-    stocked: tuple[Server, PagedEngine], capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    def made(*words: str) -> tuple[int, str, str]:
-        status = cli.main([*words, "--target", stocked[0].target])
-        shown = capsys.readouterr()
-        return status, shown.out, shown.err
-
-    return made
-
-
-Run = Callable[..., tuple[int, str, str]]
+def run(stocked: tuple[Server, PagedEngine], capsys: pytest.CaptureFixture[str]) -> Run:
+    """Returns a function that runs commands against that server."""
+    return runner(capsys, stocked[0].target)
 
 
 @pytest.mark.parametrize(
@@ -79,20 +70,6 @@ def test_an_unknown_prefix_lists_the_closest(run: Run, command: str) -> None:
         "hotkv: no block in key space 1 has a hash that begins with ffff; `hotkv blocks` lists "
         "hashes\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("abc", "'abc' has 3 digits; give 4 to 64"),
-        ("a" * 65, "has 65 digits"),
-        ("xyz1", "'xyz1' is no hexadecimal block hash"),
-        ("", "'' is no hexadecimal block hash"),
-    ],
-)
-def test_what_is_no_prefix(run: Run, word: str, said: str) -> None:
-    status, _, error = run("evict", word)
-    assert status == 2 and said in error
 
 
 def test_digits_alone_are_a_hash_where_no_model_has_such_a_token(run: Run) -> None:
@@ -137,15 +114,10 @@ def test_a_dry_run_says_what_would_go_and_drops_nothing(
     assert [done[name] for name in counts] == [said[name] for name in counts] == [3, 1]
 
 
-def test_evict_needs_blocks_or_all(run: Run) -> None:
-    for words in ([], ["abcd12", "--all"]):
-        assert run("evict", *words)[::2] == (2, "hotkv: give the hashes of blocks, or --all\n")
-
-
 def test_an_older_server_refuses_a_dry_run(
     stocked: tuple[Server, PagedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not know the call. It would not heed a flag of the call that evicts."""
+    """It does not know the call. It would ignore a flag of the call that evicts."""
     with AdminClient(stocked[0].target) as admin:
         unknown = admin._channel.unary_unary(
             "/hotkv.v1.AdminService/NotThere", admin_pb2.PreviewEvictRequest.SerializeToString
@@ -154,10 +126,3 @@ def test_an_older_server_refuses_a_dry_run(
         with pytest.raises(HotKVError):
             admin.evict(everything=True, dry_run=True)
         assert len(admin.blocks()["blocks"]) == 4
-
-
-def test_a_wrong_prefix_on_the_wire_is_refused(stocked: tuple[Server, PagedEngine]) -> None:
-    with AdminClient(stocked[0].target) as admin:
-        for wrong in ("ab cd", "xy", "a" * 65):
-            with pytest.raises(HotKVError, match="hash_prefix is"):
-                admin.blocks(hash_prefix=wrong)

@@ -120,7 +120,7 @@ def test_an_older_client_is_shown_by_its_id(place: Place) -> None:
 
 
 def test_an_older_server_tells_no_names() -> None:
-    """Its rows have none of the fields."""
+    """Its rows lack the fields."""
     row = {"tenant": "", "model": ARCHITECTURE, "engine_id": ID}
     assert cli.tables.engine_of(row) == ID and cli.tables.model_of(row) == ARCHITECTURE
 

@@ -1,5 +1,5 @@
-"""A session is open when its key space is written down: sessions that open meanwhile wait too, and
-a client that leaves meanwhile leaves nothing behind."""
+"""A session is open when its key space has been written to the state file. Other sessions wait for
+the same write. A client that leaves before it leaves nothing behind."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ KIND = Representation(0, "rot2u", 1, (100,))
 
 
 class Disk:
-    """Writes of the state wait for `go`; with `error` they fail."""
+    """Delays writes of the state until `go`; they fail if `error` is set."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -64,7 +64,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def written(folder: Path) -> list[str]:
-    """Models in the state, with how many kinds of representations."""
+    """Returns the models in the state, each with its number of kinds of representations."""
     return [
         f"{known.key_space.model} {len(known.representations)}"
         for known in read_state(folder / "arena" / "state.json").key_spaces
@@ -123,7 +123,7 @@ async def test_a_write_that_fails_is_tried_again_with_the_next_session(
 async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behind(
     tmp_path: Path, disk: Disk
 ) -> None:
-    """Also with blocks, where there is no room otherwise."""
+    """A key space with blocks is forgotten if there is no other room."""
     async with node_in(tmp_path) as node:
         disk.go.set()
         node.core.catalog.max_of_tenant = 2

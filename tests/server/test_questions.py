@@ -134,8 +134,8 @@ RUNS = st.lists(
 def test_blocks_whose_prefix_was_stored_are_found(
     runs: list[tuple[int, int, int, str]],
 ) -> None:
-    """Two prompts with the same tokens in each block but the first: only the chain tells them
-    apart. Against the list of all stores, in any order."""
+    """Two prompts differ in their first block only, so the chain tells them apart. Compares with a
+    list of all stores, in any order."""
     contents = Contents(None, 1 << 20, lambda *_: np.zeros(0, np.bool_))
     index = PromptIndex(contents)
     stored: set[tuple[int, int, str]] = set()

@@ -1,5 +1,5 @@
-"""Ranks of one engine that store and load together: the real server and `FakeServer` answer alike,
-call by call."""
+"""Ranks of an engine that store and load together: the real server and `FakeServer` give the same
+answers."""
 
 import os
 import uuid
@@ -20,7 +20,7 @@ NO_SPACE, IN_FLIGHT = BlockResult.NO_SPACE, BlockResult.IN_FLIGHT
 
 
 class Rank:
-    """One rank of an engine with two shards, over a real server or a fake one."""
+    """A rank of an engine with two shards, over a real server or a fake."""
 
     def __init__(self, server: Any, name: str, shard: int) -> None:
         is_fake = isinstance(server, FakeServer)

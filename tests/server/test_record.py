@@ -1,24 +1,27 @@
-"""`hotkv record`: a trace from a live server, which the simulator reads."""
+"""`hotkv record`: a trace from a live server, which the simulator reads, and its summary."""
 
 import json
+import re
 import signal
 import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given
 
 from demo.processes import ROOT, Server
 from hotkv_client import RequestReport
 from hotkv_client.admin import AdminClient
-from hotkv_client.command.recorder import TraceWriter
+from hotkv_client.command.recorder import TraceWriter, record
 from hotkv_client.testing import PagedEngine
 from hotkv_client.types import WatchedRequest
 from hotkv_client.wire.admin import _read_stream
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.simulate.trace import load_trace
+from tests.server.commands import HOTKV
 from tests.server.support import hashes, number_of
 from tests.support.waiting import wait_for
 
@@ -36,7 +39,7 @@ def test_a_recording_holds_what_engines_reported_and_the_simulator_reads_it(
     one, stranger = engine(model="record-one"), engine(model="record-other")
     file, first, second = tmp_path / "trace.jsonl", hashes(9), hashes(8)
     # 16 tokens a hash; 60 are rounded up to 64, so four hashes make a block.
-    command = [sys.executable, "-m", "hotkv_client.command.cli", "record", str(file), "--json"]
+    command = [*HOTKV, "record", str(file), "--json"]
     command += ["--key-space", str(number_in(server, "record-one")), "--block-tokens", "60"]
     command += ["--target", server.target]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
@@ -121,7 +124,7 @@ def test_equal_ids_are_equal_prefixes(
     tracer = TraceWriter(8, 16, 16 * per_block - extra_tokens, 100.0)
     assert tracer.block_tokens == 16 * per_block
     seen: dict[tuple[int, ...], int] = {}
-    last_ms = 0
+    last_ms = num_blocks = 0
     for prompt, age in zip(prompts, ages, strict=False):
         number, packed = 0, b""
         for token in prompt:
@@ -132,6 +135,57 @@ def test_equal_ids_are_equal_prefixes(
         ends = range(per_block, len(prompt) + 1, per_block)
         ids = [seen.setdefault(tuple(prompt[:end]), len(seen)) for end in ends]
         assert line["hash_ids"] == ids
-        assert line["timestamp"] >= last_ms
-        last_ms = line["timestamp"]
-    assert tracer.num_unique_blocks == len(seen)
+        last_ms = max(last_ms, int((request.unix_time_s - 100.0) * 1000))
+        assert line["timestamp"] == last_ms
+        num_blocks += len(ids)
+    counts = tracer.num_requests, tracer.num_blocks, tracer.num_unique_blocks
+    assert counts == (len(prompts), num_blocks, len(seen))
+
+
+class Told:
+    """Stands for an admin client that knows of so many key spaces and tells of three requests, of
+    which it missed one."""
+
+    def __init__(self, num_spaces: int) -> None:
+        self.num_spaces, self.seconds = num_spaces, 0.0
+
+    def key_spaces(self) -> list[dict[str, Any]]:
+        space = {"hash_byte_count": 4, "hash_block_token_count": 16}
+        row = {"model": "LlamaForCausalLM", "model_name": "m", "key_space": space}
+        return [{"key_space_id": 1 + at, **row} for at in range(self.num_spaces)]
+
+    def watch_requests(self, number: int, seconds: float) -> Iterator[Any]:
+        self.seconds = seconds
+        for packed, lost in ((b"aaaabbbb", 0), (b"aaaacccc", 1), (b"", 0)):
+            yield [WatchedRequest(number, packed, 40, 0, 0, 10.0)], lost
+
+
+@pytest.mark.parametrize(
+    ("spaces", "asked", "most", "found", "counts"),
+    [
+        (1, 0, 100, 1, (3, 4, 3, 1, False)),
+        (2, 2, 4, 2, (3, 4, 3, 1, False)),
+        (1, 1, 3, 1, (2, 4, 3, 1, True)),
+        (1, 1, 2, 1, (1, 2, 2, 0, True)),
+    ],
+)
+def test_a_recording_names_its_key_space_and_ends_when_it_is_full(
+    tmp_path: Path, spaces: int, asked: int, most: int, found: int, counts: tuple[int, ...]
+) -> None:
+    client: Any = Told(spaces)
+    told = record(client, tmp_path / "trace", asked, 16, 2.5, most)
+    names = [f"{name}_count" for name in ("request", "block", "unique_block", "lost_request")]
+    assert tuple(told[name] for name in (*names, "is_full")) == counts
+    assert (told["key_space_id"], client.seconds) == (found, 2.5)
+
+
+@pytest.mark.parametrize(("spaces", "asked"), [(2, 0), (0, 0), (1, 9)])
+def test_a_key_space_that_is_not_there_is_refused(tmp_path: Path, spaces: int, asked: int) -> None:
+    client: Any = Told(spaces)
+    known = ", ".join(f"{1 + at} (m)" for at in range(spaces)) or "none yet"
+    with pytest.raises(HotKVError, match=re.escape(f"known are {known}")) as refused:
+        record(client, tmp_path / "trace", asked, 16, 1.0, 1)
+    assert refused.value.reason is Reason.UNKNOWN_KEY_SPACE
+    with pytest.raises(ValueError, match="must be positive"):
+        record(client, tmp_path / "trace", 0, 0, 1.0, 1)
+    assert not list(tmp_path.iterdir())

@@ -1,5 +1,5 @@
-"""Bad input, over the wire: one table of field, bad value, reason and words. Each row is a sound
-message with one field spoiled. The answer has the row's reason and words; nothing has changed, and
+"""Bad input over the wire: a table of field, bad value, reason and words. Each row spoils a field
+of a sound message. The answer has the row's reason and words, the server's state is as before, and
 the session goes on."""
 
 import contextlib
@@ -39,6 +39,8 @@ from hotkv_proto.v1 import (
     admin_pb2_grpc,
     cache_pb2,
     cache_pb2_grpc,
+    hints_pb2,
+    hints_pb2_grpc,
     residency_pb2,
     session_pb2,
     sparse_pb2,
@@ -72,8 +74,12 @@ def ints(*values: int) -> bytes:
 
 
 class Row(NamedTuple):
-    """`path`: of the field in `ConnectRequest`; a list of dicts is added to it. `words`: in the
-    answer's message."""
+    """A field, a bad value, and the refusal.
+
+    path: the field in `ConnectRequest`.
+    value: a list of dicts is added to the field.
+    words: part of the answer's message.
+    """
 
     path: str
     value: Any
@@ -179,7 +185,8 @@ SELECT, TENSOR, HANDLES = (
     "register_memory.layout.tensors[0]",
     "register_memory.layout.handles",
 )
-REPORT = "report_use.requests[0]"
+REPORT, NAME_OF_KIND = "report_use.requests[0]", "representations[0]"
+KIND = f"open_session.{NAME_OF_KIND}"
 BOTH = [{"layer_index": 2, "mu": ZEROS}]
 ROWS = [
     Row("load.lease_id", "nobody's", Reason.UNKNOWN_LEASE, "lease_id"),
@@ -198,6 +205,9 @@ ROWS = [
     Row("store.lease_id", "mine", TWICE, "lease_id"),
     Row(f"{RUN}.block_ids", ints(128), FIELD, "block_ids"),
     Row(f"{RUN}.depth", -1, FIELD, "depth"),
+    Row(f"{RUN}.group_index", -1, FIELD, "group_index"),
+    Row(f"{RUN}.group_index", 2, FIELD, "group_index"),
+    Row(f"{RUN}.group_index", 256, FIELD, "group_index"),
     Row(f"{RUN}.parent_hash", bytes(64), HASH, "runs.parent_hash has 64 bytes"),
     Row("acquire_lease.ttl_ms", -1, FIELD, "ttl_ms"),
     Row(GROUP, [{"hashes": bytes(32)}], FIELD, "groups"),
@@ -264,9 +274,10 @@ ROWS = [
     Row("open_session.engine_name", "n" * 1000, LARGE, "engine_name"),
     Row("open_session.role", 0, FIELD, "role"),
     Row("open_session.role", 42, FIELD, "role"),
-    Row(
-        "open_session.representations[0].format", "mean\x1b", FIELD, "representations[0].format is"
-    ),
+    Row(f"{KIND}.format", "mean\x1b", FIELD, f"{NAME_OF_KIND}.format is"),
+    Row(f"{KIND}.group_index", 1, FIELD, f"{NAME_OF_KIND}.group_index"),
+    Row(f"{KIND}.shard_byte_counts", [8, 8], FIELD, f"{NAME_OF_KIND}.shard_byte_counts"),
+    Row(f"{KIND}.shard_byte_counts", [1 << 40], FIELD, NAME_OF_KIND),
     Row(f"{SPACE}.model", "m" * (256 << 10), LARGE, "key_space"),
     Row(f"{SPACE}.model", "m\n2026-11-21 00:00:00,000 ERROR forged", FIELD, "key_space.model is"),
     Row(f"{SPACE}.weights_identity", "", FIELD, "weights_identity"),
@@ -400,6 +411,10 @@ def tell(topic: str, **filters: str) -> Message:
     return admin_pb2.TellRequest(topic=topic, filters=filters)
 
 
+def envelope(text: str) -> Message:
+    return hints_pb2.SendHintsRequest(kv_hints=text)
+
+
 NO_SESSION, NO_SPACE = Reason.UNKNOWN_SESSION, Reason.UNKNOWN_KEY_SPACE
 ODD = [cache_pb2.GroupHashes(hashes=b"x" * 33)]
 CALLS: list[tuple[str, Message, Reason]] = [
@@ -417,15 +432,21 @@ CALLS: list[tuple[str, Message, Reason]] = [
     ("CreateSequence", sparse_pb2.CreateSequenceRequest(session_id="guess"), NO_SESSION),
     ("AppendBlocks", sparse_pb2.AppendBlocksRequest(), NO_SESSION),
     ("DeleteSequence", sparse_pb2.DeleteSequenceRequest(session_id="guess"), NO_SESSION),
+    *[
+        ("SendHints", hints_pb2.SendHintsRequest(kv_hints=odd), FIELD)
+        for odd in ("[]", "[" * 60_000)
+    ],
+    ("SendHints", hints_pb2.SendHintsRequest(kv_hints=f'"{"x" * 70_000}"'), LARGE),
     ("Evict", admin_pb2.EvictRequest(), FIELD),
     ("Evict", admin_pb2.EvictRequest(hashes=b"1" * 32, all=True), FIELD),
     ("Evict", admin_pb2.EvictRequest(key_space_id=77, all=True), NO_SPACE),
-    ("Tell", tell("blocks", page_size=str(1 << 30)), FIELD),
+    *[("Tell", tell("blocks", page_size=odd), FIELD) for odd in (str(1 << 30), "-1", "²", "x")],
+    *[("Tell", tell("blocks", hash_prefix=odd), FIELD) for odd in ("ab cd", "xy", "a" * 65)],
     ("Tell", tell("blocks", page_token="../.."), FIELD),
     ("Tell", tell("blocks", key_space_id="-1"), FIELD),
     ("Tell", tell("blocks", pages="1"), FIELD),
     ("Tell", tell("secrets"), FIELD),
-    ("Tell", tell("savings", since_s="nan"), FIELD),
+    *[("Tell", tell("savings", since_s=odd), FIELD) for odd in ("nan", "-1")],
     ("Tell", tell("blocks", key_space_id="77"), NO_SPACE),
     ("Explain", admin_pb2.ExplainRequest(), FIELD),
     ("Explain", admin_pb2.ExplainRequest(key_space_id=1, hashes=b"odd"), HASH),
@@ -444,6 +465,7 @@ def test_a_unary_call_is_refused(
         stubs = (
             cache_pb2_grpc.CacheServiceStub(users),
             sparse_pb2_grpc.SparseServiceStub(users),
+            hints_pb2_grpc.HintServiceStub(users),
             admin_pb2_grpc.AdminServiceStub(admins),
         )
         call = next(getattr(stub, method) for stub in stubs if hasattr(stub, method))
@@ -540,7 +562,7 @@ def test_nonsense_to_other_services_is_refused(server: Server, method: str, kind
 
 
 def test_no_module_keeps_an_exception() -> None:
-    """An exception that is raised again keeps the frames of each time before."""
+    """An exception that is raised again keeps the frames of each raise before."""
     packages = (hotkv_proto, hotkv_client, hotkv_server, hotkv_sparse)
     names = [
         module.name

@@ -1,5 +1,5 @@
-"""SIGHUP on a real server: what changes at once, what needs a restart, what is refused, at any
-moment; and the audit log and JSON lines of the same server."""
+"""SIGHUP on a real server, at any moment: settings change at once, need a restart, or are refused.
+The audit log and JSON lines of the same server."""
 
 import contextlib
 import hashlib
@@ -92,7 +92,7 @@ class Reloading:
         self.server = Server(folder, "16MiB", *flags)
 
     def write(self) -> None:
-        """The present settings as TOML."""
+        """Writes the present settings as TOML."""
         self.path.write_text("\n".join(toml({**self.top, "security": self.security})))
 
     def logged(self, *words: str) -> int:
@@ -120,7 +120,7 @@ class Reloading:
         return PagedEngine(self.server.target, tenant=tenant).connect()
 
     def admin(self, token: str) -> AdminClient:
-        """Over TCP."""
+        """Returns an admin over TCP."""
         (self.folder / token).write_text(token)
         credentials = Credentials(str(self.ca.path), token_file=str(self.folder / token))
         return AdminClient(self.tcp, 10, credentials)
@@ -135,7 +135,7 @@ def tenant(name: str, **more: Any) -> dict[str, Any]:
 
 
 def toml(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Lines of TOML: plain values first, then tables."""
+    """Yields lines of TOML: plain values first, then tables."""
     tables = {key: value for key, value in values.items() if _is_table(value)}
     for key, value in values.items():
         if key not in tables:
@@ -268,7 +268,8 @@ def test_a_reload_that_fails_has_changed_nothing_and_systemd_is_told() -> None:
 
 @contextlib.contextmanager
 def notified(path: Path) -> Iterator[Callable[[], list[str]]]:
-    """A service manager at NOTIFY_SOCKET; yields what gives the words on state so far."""
+    """Stands for a service manager at NOTIFY_SOCKET. Yields a function that returns the states told
+    so far."""
     words: list[str] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear, pytest.MonkeyPatch.context() as m:
         ear.bind(str(path))
@@ -317,7 +318,7 @@ def test_streams_have_request_ids(running: Reloading) -> None:
 
 @pytest.mark.long
 def test_a_session_that_is_being_opened_ends_with_its_tenant() -> None:
-    """Writing its key space down takes long."""
+    """The write of its key space takes long."""
     with runtime_folder(64 << 20) as folder:
         config = folder / "hotkv.toml"
 
@@ -454,7 +455,7 @@ sys.exit(main())
 
 
 def test_what_is_asked_while_it_starts_is_done_when_it_has() -> None:
-    """The settings had been read by then; whoever changed them asks once."""
+    """The server had read the settings by then; an operator asks once."""
     with runtime_folder(64 << 20) as folder:
         config = folder / "hotkv.toml"
         config.write_text("drain_timeout_s = 6")

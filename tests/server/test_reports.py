@@ -15,14 +15,15 @@ Make = Callable[..., GroupsEngine]
 
 
 def listed(server: Server, one: GroupsEngine, field: str) -> dict[tuple[int, bytes], float]:
-    """A field of the model's blocks, by group and hash."""
+    """Returns a field of the model's blocks, by group and hash."""
     with AdminClient(server.target) as admin:
         rows = admin.blocks(number_of(admin, one.key_space.model), 1000)["blocks"]
     return {(b["group_index"], bytes.fromhex(b["block_hash"])): float(b[field]) for b in rows}
 
 
 def touched(server: Server, one: GroupsEngine, report: RequestReport) -> set[tuple[int, bytes]]:
-    """Which blocks a report touches: those used after one that is stored right before it."""
+    """Returns which blocks a report touches: those used after a block that is stored right before
+    it."""
     mark = hashes(1)
     one.store(BlockRun(0, mark, block_ids(1)))
     # Longer than the steps in which a policy keeps time.

@@ -1,5 +1,5 @@
-"""Residencies over a real server: what a reader of the arena relies on, also while servers are
-killed, and what operators see."""
+"""Residencies over a real server: the promises to a reader of the arena, also while servers are
+killed, and the figures for operators."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ TIMEOUT_S = 20
 
 
 class Reader:
-    """A residency, and what its blocks must read as, by slot offset."""
+    """A residency, and the expected bytes of its blocks by slot offset."""
 
     def __init__(self, session: Session, name: str, num_blocks: int) -> None:
         arena = session.arena()
@@ -64,8 +64,7 @@ class Reader:
 
 
 class Writer:
-    """Stores new blocks all the time, from memory of its own, whatever becomes of the server. Use
-    in a `with` block."""
+    """Stores new blocks all the time, even if the server dies. Use in a `with` block."""
 
     def __init__(self, target: str) -> None:
         self.engine = PagedEngine(

@@ -1,5 +1,5 @@
-"""After a clean stop or a kill a server serves what was acknowledged, byte for byte, and never
-anything else."""
+"""After a clean stop or a kill a server serves the acknowledged blocks byte for byte, and nothing
+else."""
 
 import json
 import signal
@@ -69,7 +69,7 @@ def test_bytes_that_changed_are_found_at_start_or_at_the_first_load(place: Place
 
 
 def test_bytes_that_change_are_found_in_the_background(place: Place) -> None:
-    """And are not loaded under a lease from before."""
+    """They are not loaded under an older lease either."""
     evicted: list[Evicted] = []
     place.start(*FULL, "--integrity.scrub-bytes-per-s", "1GiB")
     engine, blocks = place.connect(evicted.append), hashes(30)

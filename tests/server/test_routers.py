@@ -20,8 +20,9 @@ from tests.support.waiting import wait_for
 
 
 class LlmD:
-    """llm-d's index: the second part of a topic names who has the blocks, the third the model. With
-    llm-d-router#2586 `node:` and `pool:` stand for the pods of a node and of all nodes."""
+    """Stands for llm-d's index: the second part of a topic names the holder of the blocks, the
+    third the model. With llm-d-router#2586 `node:` and `pool:` stand for the pods of a node and of
+    all nodes."""
 
     def __init__(self, endpoint: str, pods: dict[str, str]) -> None:
         """pods: the node of each pod's address."""
@@ -88,7 +89,8 @@ def test_llm_d_credits_the_pods_of_a_node_under_the_names_of_requests(
         of_node = {"10.0.0.1:8000": 4, "10.0.0.2:8000": 4}
 
         def is_heard() -> bool:
-            """A subscription takes effect after a while."""
+            """Stores again, because a subscription takes effect after a while. Returns True once
+            the router has heard of it."""
             engine.session.flush().result(60)
             engine.store(run)
             return router.holders("org/model") == of_node

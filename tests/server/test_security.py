@@ -21,9 +21,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from demo.processes import ROOT, ChildError, Server, runtime_folder
-from hotkv_client import BlockRun, Credentials, GroupHashes, LoadRun, Role, Session, SessionConfig
+from hotkv_client import (
+    BlockRun,
+    Credentials,
+    GroupHashes,
+    LoadRun,
+    RequestReport,
+    Role,
+    Session,
+    SessionConfig,
+)
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
+from hotkv_client.hints import HintClient
 from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import answers as _answers
@@ -116,7 +126,7 @@ def test_a_tenant_has_so_many_sessions(guarded: Guarded, engine: Make) -> None:
 
 
 def test_a_tenant_can_not_probe_another(guarded: Guarded, engine: Make) -> None:
-    """Neither by calls nor by names; what exists is refused as what does not."""
+    """Existing leases and key spaces of others are refused in the same words as absent ones."""
     one, other = (engine(tenant, engine_id="shared-name") for tenant in ("alpha", "blind"))
     blocks = store(one)
     asked, run = [GroupHashes(0, blocks)], [LoadRun(0, block_ids(1), block_ids(1))]
@@ -193,7 +203,7 @@ def linked(guarded: Guarded, session_id: str, fds: dict[str, int]) -> tuple[byte
 
 
 def test_only_who_may_maps_the_table_and_nobody_the_arena(guarded: Guarded, engine: Make) -> None:
-    """Nor is anybody told where blocks lie."""
+    """Tenants do not learn where blocks lie."""
     one, other = engine("alpha"), engine("blind")
     blocks, own = store(one), store(other)
     assert one.session.arena() is None
@@ -217,7 +227,7 @@ def test_only_who_may_maps_the_table_and_nobody_the_arena(guarded: Guarded, engi
 
 @pytest.mark.skipif(MINE != 0, reason="only root may become another user")
 def test_a_link_needs_the_same_proof(guarded: Guarded, engine: Make) -> None:
-    """A session id that leaked is of no use on the descriptor socket to another user."""
+    """Another user cannot use a leaked session id on the descriptor socket."""
     one = engine("alpha")
     assert one.session._connection is not None
     code = (
@@ -313,8 +323,8 @@ def test_a_message_of_too_many_parts_is_refused_before_it_is_parsed(
 
 
 def test_a_session_has_so_many_transfers_in_flight(guarded: Guarded, engine: Make) -> None:
-    """A flood of stores is shed with a canonical code; the session goes on, and so does its
-    neighbour."""
+    """The server refuses a flood of stores with a canonical code. The session and its neighbour go
+    on."""
     one, neighbour = engine("alpha", num_blocks=512, page_bytes=65536), engine("blind")
     run = BlockRun(0, hashes(400), block_ids(400))
     futures = [one.session.store(f"f{i}", f"f{i}", [run], 60) for i in range(3000)]
@@ -377,7 +387,7 @@ def test_a_server_refuses_to_start_where_others_could_interfere() -> None:
 
 
 def over_tcp(guarded: Guarded, tenant: str, credentials: Credentials) -> None:
-    """A session over TCP opens and looks up."""
+    """Opens a session over TCP and looks up a block."""
     engine = PagedEngine(guarded.tcp, tenant=tenant)
     space, role = engine.key_space, Role.SCHEDULER
     config = SessionConfig(guarded.tcp, "remote", role, space, credentials=credentials)
@@ -424,14 +434,6 @@ def test_a_client_refuses_a_server_it_does_not_know(guarded: Guarded) -> None:
     assert "TLS certificates" in why_absent(guarded.tcp, "beta", proof)
 
 
-def test_a_token_is_not_sent_in_the_clear(guarded: Guarded) -> None:
-    bare = Credentials(token_file=guarded.credentials("", TOKEN).token_file)
-    assert "in the clear" in refused(lambda: AdminClient("node7:9000", credentials=bare))[1]
-    assert why_absent("node7:9000", "gamma", bare).startswith(
-        "INVALID_FIELD: token_file without tls_ca"
-    )
-
-
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1")
 def test_tcp_shows_no_more_than_it_must(guarded: Guarded) -> None:
     proof = guarded.credentials("operator")
@@ -461,7 +463,8 @@ def test_tcp_shows_no_more_than_it_must(guarded: Guarded) -> None:
 
 @pytest.mark.long
 def test_certificates_are_taken_up_when_they_change(guarded: Guarded) -> None:
-    """Bad ones are named once and left alone; good ones count from the next connection on."""
+    """The server names bad files once and keeps the old certificates. Good files count from the
+    next connection on."""
     files = [guarded.folder / name for name in ("server.pem", "server.key", "clients.pem")]
     kept = [file.read_bytes() for file in files]
     try:
@@ -489,7 +492,7 @@ def test_certificates_are_taken_up_when_they_change(guarded: Guarded) -> None:
 
 
 def test_a_token_proves_a_tenant_without_tls_and_the_admin_socket_may_lie_elsewhere() -> None:
-    """If the operator means it, say behind a proxy that speaks TLS."""
+    """The operator may choose so, for example behind a proxy that speaks TLS."""
     tenants = json.dumps([{"name": "gamma", "token_sha256": [sha256(TOKEN)]}])
     with runtime_folder(64 << 20) as folder:
         (folder / "token").write_text(TOKEN)
@@ -508,3 +511,44 @@ def test_a_token_proves_a_tenant_without_tls_and_the_admin_socket_may_lie_elsewh
             assert elsewhere.stat().st_mode & 0o777 == 0o660
             with AdminClient(f"unix:{elsewhere}") as admin:
                 assert admin.info()["state"] == "ready"
+
+
+# Hints
+
+
+def envelope(message_id: str, session_id: str = "chat") -> dict[str, object]:
+    payload = {"session_id": session_id}
+    action = {"action_id": "a", "action_type": "demote", "payload": payload}
+    return {"message_id": message_id, "actions": [action]}
+
+
+def test_a_tenants_hints_reach_its_own_sessions_alone(guarded: Guarded, engine: Make) -> None:
+    one = engine("alpha")
+    blocks = store(one)
+    tokens = len(blocks) * one.key_space.hash_block_tokens
+    one.session.report_requests([RequestReport(blocks, tokens, 0, 0, 0.0, session_id="chat")])
+    one.session.ping(10)
+    with HintClient(guarded.target, "blind") as other, HintClient(guarded.target, "alpha") as mine:
+        (foreign,) = other.send(envelope("f"))
+        (unknown,) = other.send(envelope("u", "nobody"))
+        assert foreign["status"] == "missing" and foreign["reason"] == unknown["reason"]
+        (done,) = mine.send(envelope("m"))
+        assert done["status"] == "accepted" and done["done_block_count"] == len(blocks)
+        for client, messages in ((mine, {"m"}), (other, {"f", "u"})):
+            assert {row["message_id"] for row in client.outcomes()[0]} == messages
+
+
+def test_hints_need_a_proof_of_the_tenant(guarded: Guarded) -> None:
+    token = guarded.credentials("nobody", TOKEN)
+    with HintClient(guarded.tcp, "gamma", credentials=token) as client:
+        assert client.send(envelope("t"))[0]["status"] == "missing"
+    for target, tenant, proof in (
+        (guarded.target, "beta", None),
+        (guarded.target, "there is no such", None),
+        (guarded.tcp, "alpha", token),
+    ):
+        credentials = {} if proof is None else {"credentials": proof}
+        with HintClient(target, tenant, **credentials) as client:
+            sent = refused(lambda client=client: client.send({"actions": []}))
+            assert sent[0] in (Reason.NOT_ALLOWED, Reason.UNAUTHENTICATED)
+            assert refused(client.outcomes)[0] is sent[0]

@@ -1,5 +1,4 @@
-"""What people and machines use to look after a server: health, reflection, channelz, and what its
-client costs."""
+"""Health, reflection and channelz of a server, and the cost of importing its client."""
 
 import mmap
 import subprocess

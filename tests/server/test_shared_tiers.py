@@ -1,5 +1,5 @@
-"""Two daemons that share a real store: what an engine of one has stored, an engine of the other
-loads byte for byte; a flush on one counts on both; and a store that is away costs hits only."""
+"""Two daemons that share a real store: engines of both load the same blocks byte for byte, a flush
+on one counts on both, and a store that is away costs hits only."""
 
 import contextlib
 import signal
@@ -135,7 +135,8 @@ def test_a_server_without_its_valkey_starts_and_serves(nodes: Nodes, tmp_path: P
 def test_a_flush_that_the_store_missed_outlives_the_server(
     nodes: Nodes, valkey: Valkey, how: str
 ) -> None:
-    """A store that is stopped reads of it twice: from the killed server, and from the next one."""
+    """A stopped store hears of the flush twice: from the killed server, and from the next
+    server."""
     flags = flags_of(valkey)
     a, b = (one.start_sharing(*flags) for one in nodes)
     chain, kept = hashes(CHAIN), hashes(CHAIN)

@@ -1,5 +1,4 @@
-"""Long work on the event loop: others are served between its parts, and every answer is true at its
-moment."""
+"""Long work on the event loop: others are served between its parts."""
 
 import asyncio
 from pathlib import Path

@@ -191,8 +191,7 @@ def test_figures_are_shown_per_engine_and_layer(sparse_engine: Make, server: Ser
 
 
 def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make, place: Place) -> None:
-    """A lease of a second that is used every sixth of a second, then left alone, then taken
-    anew."""
+    """Uses a lease of a second every sixth of a second, then lets it expire and takes another."""
     engine = sparse_engine(target=place.start("--leases.ttl-s", "1").target)
     session, blocks, query = engine.session, hashes(30), queries(1)[0]
     engine.store(blocks)
@@ -216,7 +215,8 @@ def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make, place: Pl
 
 
 def is_taken_anew(engine: RepresentationEngine, stream: Any, num_blocks: int, covered: int) -> None:
-    """The sequence's lease has ended; an append takes another, of the blocks that are there."""
+    """Checks that the sequence's lease has ended, and that an append takes another of the blocks
+    that are there."""
     query = queries(1)[0]
     error = refused(lambda: stream.select("s", 2, query, num_blocks * BLOCK_TOKENS))
     assert error.reason is Reason.UNKNOWN_LEASE and "append" in error.message

@@ -1,5 +1,5 @@
-"""Starts as an operator sees them: what is wrong is said before anything is made, and by `--check`
-as by a start; what fails leaves nothing behind."""
+"""Starts as an operator sees them: mistakes are named before anything is made, by `--check` and by
+a start alike. A failed start leaves nothing behind."""
 
 import os
 import re
@@ -37,7 +37,7 @@ def started(
 
 
 def left_in(folder: Path) -> set[str]:
-    """All that is there, but for the directory of the sockets and its lock."""
+    """Returns all files but the directory of the sockets and its lock."""
     found = {str(path.relative_to(folder)) for path in folder.rglob("*")}
     return found - {"run", "run/lock"}
 
@@ -50,13 +50,13 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port that somebody listens on."""
+    """Yields a port that is in use."""
     with socket.create_server(("127.0.0.1", 0)) as one:
         yield one.getsockname()[1]
 
 
 def mistakes(folder: Path, elsewhere: Path, port: int) -> dict[str, list[str]]:
-    """Flags of a start that can't be, by what is said of them."""
+    """Returns flags of a start that fails, by the words of the message."""
     certificate, key = Authority(elsewhere, "authority").issue("server")
     key.chmod(0o644)
     (elsewhere / "zmq.py").write_text("raise ImportError('as if it were not there', name='zmq')\n")
@@ -107,7 +107,7 @@ def test_check_passes_beside_the_server_that_runs(folder: Path) -> None:
 def test_a_start_that_fails_late_leaves_nothing_of_its_own_and_keeps_what_was_there(
     folder: Path, taken: int
 ) -> None:
-    """The address of events is only tried when the arena is there."""
+    """The server binds the address of events after it has made the arena."""
     events = ("--events.endpoint", f"tcp://*:{taken}")
     done = started(folder, *events)
     assert done.returncode == 1 and "in use" in done.stderr
@@ -152,13 +152,15 @@ NO_NUMBA = "sys.modules['numba'] = None"
 
 
 @pytest.mark.parametrize(
-    ("variables", "code", "words"),
+    ("arguments", "variables", "code", "words"),
     [
-        ({}, NO_NUMBA, "numba is not installed: pip install numba"),
-        ({"HOTKV_DISABLE_NUMBA": "1"}, "", "HOTKV_DISABLE_NUMBA is set"),
+        ("run", {"HOTKV_DISABLE_NUMBA": "1"}, "", "HOTKV_DISABLE_NUMBA is set"),
+        *(
+            (arguments, {}, NO_NUMBA, "numba is not installed: pip install numba")
+            for arguments in ("run", "run --check", "compile", "simulate --trace x")
+        ),
     ],
 )
-@pytest.mark.parametrize("arguments", ["run", "run --check", "compile", "simulate --trace x"])
 def test_without_numba_nothing_starts(
     arguments: str, variables: dict[str, str], code: str, words: str
 ) -> None:
@@ -186,7 +188,7 @@ def test_help_lists_every_setting_with_its_default() -> None:
 
 
 def test_a_container_ends_at_sigterm_while_its_server_starts(folder: Path) -> None:
-    """As the first process, which by itself does not hear the signal."""
+    """The kernel ignores SIGTERM to the first process unless that handles it."""
     alone = ["unshare", "--pid", "--fork", "--kill-child"]
     if os.geteuid() or subprocess.run([*alone, "true"], capture_output=True).returncode:
         pytest.skip("namespaces of processes need root and unshare")

@@ -29,7 +29,7 @@ DARK = "rgb(16, 22, 28)"
 
 @dataclass
 class Watched:
-    """A page, and what was wrong with it."""
+    """A page, and its errors."""
 
     page: Any
     url: str
@@ -46,7 +46,8 @@ class Watched:
             self.page.wait_for_timeout(50)
 
     def gather(self, beyond: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What is shown, later than `beyond`, and the answer that it was made of."""
+        """Returns the figures shown at a time later than `beyond`, and the answer that they were
+        made of."""
         self.until(f"Number(document.body.dataset.shown) > {beyond}")
         found = self.page.evaluate("probe.gather()")
         while found["shown"] not in self.answers:
@@ -113,8 +114,7 @@ def visit(browser: Any) -> Iterator[Visit]:
 
 @pytest.fixture(scope="module")
 def traffic(server: Server) -> Iterator[None]:
-    """Two engines that go on storing and loading; one has names that a page must not take for
-    markup."""
+    """Runs two engines that store and load. One has names that look like markup."""
     with contextlib.ExitStack() as stack:
         one = Traffic(server.target, "llama-8b", "engine-a", num_blocks=256)
         stack.callback(one.close)
@@ -204,8 +204,9 @@ def only_taken_back(route: Any) -> None:
 
 
 @pytest.mark.usefixtures("traffic")
-@pytest.mark.parametrize("viewport", [WIDE, NARROW], ids=["wide", "narrow"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("viewport", "scheme"), [(WIDE, "dark"), (NARROW, "light")], ids=["wide", "narrow"]
+)
 def test_it_is_readable_wide_and_narrow_dark_and_light(
     server: Server, visit: Visit, viewport: dict[str, int], scheme: str
 ) -> None:
@@ -302,7 +303,7 @@ def test_it_says_when_the_server_is_gone(visit: Visit) -> None:
 def test_tokens_are_entered_once_and_no_answer_closes_their_form(
     visit: Visit, tmp_path: Path
 ) -> None:
-    """Neither an answer that was under way when the form opened, nor a refresh that was due."""
+    """Neither an answer under way when the form opened nor a refresh closes it."""
     viewers = tmp_path / "token"
     viewers.touch(0o600)
     viewers.write_text(TOKEN)

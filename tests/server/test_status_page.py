@@ -1,5 +1,5 @@
-"""/api/v1/status says what `hotkv status` and `hotkv savings` say; who sees it, and what it does to
-odd requests. The page itself is in test_status_browser.py."""
+"""/api/v1/status has the figures of `hotkv status` and `hotkv savings`, shows them to some, and
+refuses odd requests. The page itself is in test_status_browser.py."""
 
 import asyncio
 import base64
@@ -61,7 +61,7 @@ def traffic(server: Server) -> Iterator[Callable[..., Traffic]]:
 
 
 def settled(server: Server) -> dict[str, Any]:
-    """The status once its survey is of what is there now."""
+    """Returns the status after a new survey."""
     status_of(server)
     time.sleep(survey.FRESH_S)
     wait_for(lambda: status_of(server)["survey_age_s"] == 0.0)
@@ -123,7 +123,7 @@ def test_savings_are_those_of_the_ledger(server: Server, traffic: Callable[..., 
     )
 
     def is_told() -> bool:
-        """While the node rests, the answer is one of before the traffic."""
+        """Returns False while the node rests and the answer is older than the traffic."""
         told = get(http_port(server), "/api/v1/savings?since_s=3600").figures
         return bool((hour["total"], hour["rows"]) == (told["total"], told["rows"]))
 
@@ -260,7 +260,8 @@ async def test_however_many_ask_the_node_is_asked_once_at_a_time(
 
 
 async def test_however_many_ask_for_savings_the_node_rests() -> None:
-    """In one window or in many. An answer is no older than the other windows take."""
+    """The node rests with one window and with many. An answer is only as old as the other windows
+    take."""
     spent_s, now_s, ages = 0.0, 1000.0, list[int]()
 
     async def read(since_s: float, has_names: bool) -> dict[str, Any]:
@@ -456,7 +457,7 @@ def test_a_token_that_changes_or_goes_is_followed(far: Far) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 async def test_without_a_token_nothing_is_shown_beyond_this_machine(node: Node, host: str) -> None:
-    """`::` is every address, of IPv4 too: probes come by either."""
+    """`::` includes the addresses of IPv4: probes come by either."""
     if host == "::" and not socket.has_dualstack_ipv6():
         pytest.skip("no such addresses here")
     http = HttpServer(host, 0, node)

@@ -1,5 +1,5 @@
 """KV events of a server with a disk: readers of the ZMQ endpoint and of the gRPC feed learn where
-blocks lie; one that knows no tiers hears of host memory alone."""
+blocks lie. A reader without tiers hears of host memory only."""
 
 from collections.abc import Iterator
 

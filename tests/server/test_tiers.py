@@ -1,5 +1,5 @@
-"""A disk below the arena: what the arena has evicted is found there and comes back byte for byte,
-also after a kill; and what the disk does wrong costs hits, never bytes."""
+"""A disk below the arena: evicted blocks come back from it byte for byte, also after a kill. Faults
+of the disk cost hits, never bytes."""
 
 import argparse
 import shutil
@@ -93,7 +93,7 @@ def test_the_disk_outlives_the_server_and_the_arena(place: Tiered, how: signal.S
 
 @pytest.mark.long
 def test_what_was_written_today_counts_after_a_restart(place: Tiered) -> None:
-    """Also after a kill that comes once it is noted, and if the cache is made anew."""
+    """It counts after a kill and after a reset of the cache, too."""
     budget = ("--tiers.disk.write-gb-per-day", "100000")
     place.start_tiered(*budget)
     place.connect()
@@ -178,7 +178,7 @@ def test_a_disk_of_another_server_is_refused(place: Tiered) -> None:
 
 
 def test_no_block_of_before_a_flush_comes_back_after_a_power_loss(place: Tiered) -> None:
-    """Host memory is gone, and so are all pages of the disk's records that were not synced."""
+    """Host memory is lost, and so are the pages of the disk's records that were not synced."""
     disk = place.folder / "disk"
     place.start_tiered()
     engine, blocks, kept = place.connect(), hashes(20), hashes(4)
@@ -200,7 +200,7 @@ def test_no_block_of_before_a_flush_comes_back_after_a_power_loss(place: Tiered)
 
 
 def values(count: int, seed: int) -> np.ndarray:
-    """Bytes [layer, block, byte] of blocks as models make them."""
+    """Returns bytes [layer, block, byte] of blocks as models make them."""
     made: np.ndarray = keys_and_values(LAYERS * count * PAGE_BYTES, seed)
     return made.reshape(LAYERS, count, PAGE_BYTES)
 
@@ -212,7 +212,7 @@ def values(count: int, seed: int) -> np.ndarray:
 def test_a_disk_encodes_blocks_or_not_and_its_next_server_reads_both(
     place: Tiered, first: str, then: str
 ) -> None:
-    """What can't be encoded lies there as it is."""
+    """Blocks that can't be encoded are written as they are."""
     size = {"auto": room_bytes(SLOT_BYTES), "off": SLOT_BYTES}
     place.start_tiered("--tiers.disk.compress", first)
     place.connect()

@@ -1,5 +1,5 @@
-"""Traces of a real server, in a collector that is there, away, full or slow; and none where they
-are not asked for."""
+"""Traces of a real server, in a collector that is there, away, full or slow; and no traces without
+the setting."""
 
 import logging
 import os
@@ -56,7 +56,7 @@ def collector() -> Iterator[OtlpReceiver]:
 
 @pytest.fixture(scope="module")
 def traced(collector: OtlpReceiver) -> Iterator[Server]:
-    """A server with a disk, whose spans go to the collector."""
+    """Yields a server with a disk, whose spans go to the collector."""
     with runtime_folder(256 << 20) as folder:
         flags = ("--tracing.endpoint", collector.url, "--arena.slab-bytes", "256KiB")
         disk = ("--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "64MiB")
@@ -358,7 +358,7 @@ def test_blocks_of_traced_stores_are_remembered_within_a_bound(
     }
 
     def written(hashes: np.ndarray) -> dict[str, int]:
-        """Blocks of each store of which a write has a span."""
+        """Returns the number of blocks in the spans of a write, by store."""
         before = len(recorded.spans())
         for span in books.begin_writes(hashes, "disk"):
             span.end()
@@ -399,7 +399,7 @@ main()
 
 
 def test_without_the_setting_calls_are_those_of_the_module(tmp_path: Path) -> None:
-    """And nothing of OpenTelemetry is imported."""
+    """OpenTelemetry is not imported."""
     node: Any = SimpleNamespace(capabilities=[TracingCapability(None)])
     assert calls_of(node) is calls
     flags = ["run", "--runtime-dir", str(tmp_path), "--arena.bytes", "16MiB", "--http.port", "-1"]
@@ -420,21 +420,6 @@ def test_a_missing_package_is_said_before_the_start(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     with pytest.raises(StartError, match="pip install opentelemetry-exporter-otlp-proto-grpc"):
         _open(settings_of("--tracing.endpoint", "env").tracing)
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (("--tracing.endpoint", "collector:4317"), "http:// or https://"),
-        (("--tracing.endpoint", "http://far:1", "--tracing.headers-file", "/x"), "insecure"),
-        (("--tracing.endpoint", "env", "--tracing.headers-file", "/x"), "OTLP_HEADERS"),
-        (("--tracing.endpoint", "https://me:secret@far"), "headers_file"),
-        (("--tracing.sample-ratio", "2"), "less than or equal to 1"),
-    ],
-)
-def test_wrong_settings_say_what_is_allowed(flags: tuple[str, ...], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        settings_of(*flags)
 
 
 def test_headers_come_from_a_private_file(tmp_path: Path) -> None:
@@ -468,7 +453,7 @@ def test_headers_come_from_a_private_file(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_server_serves_and_stops_without_its_collector(hangs: bool) -> None:
-    """Nobody listens there, or nobody answers."""
+    """The collector does not listen, or does not answer."""
     with runtime_folder(64 << 20) as folder, socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1] if hangs else 1
         flags = ("--tracing.endpoint", f"http://127.0.0.1:{port}", "--tracing.sample-ratio", "1")

@@ -49,7 +49,7 @@ def test_bytes_move_between_engines_and_are_stored_once(engine: Make) -> None:
 
 
 def test_a_burst_beyond_capacity_keeps_what_it_says(own_server: Server, engine: Make) -> None:
-    """What is answered `stored` is there afterwards or was named in a notice."""
+    """Each block answered `stored` is there afterwards or was named in a notice."""
     told: list[Evicted] = []
     one = engine(own_server.target, on_evicted=told.append, num_blocks=64)
     lists = [hashes(64) for _ in range(200)]  # 100 MiB into 16 MiB
@@ -110,7 +110,7 @@ def test_only_what_was_loaded_counts_as_loaded(own_server: Server, engine: Make)
 async def test_a_transfer_that_cannot_be_planned_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nothing that validated can fail so."""
+    """A validated transfer does not fail so; the failure is made here."""
     async with live_node(tmp_path) as node:
         session = await worker(node)
         run, at = Run(0, hash_words(os.urandom(32), 32)), [np.zeros(1, np.int64)]
@@ -132,7 +132,7 @@ def check_clean(node: Node, session: LiveSession) -> None:
 async def test_a_load_that_cannot_be_verified_fails_and_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, good: bool
 ) -> None:
-    """Its session closes meanwhile, and waits for it and no longer."""
+    """Its session closes before the load ends, and waits for it."""
     async with live_node(tmp_path, config={"check_stride": 1}) as node:
         session, blocks, at = await worker(node), hashes(1), [np.zeros(1, np.int64)]
         assert await store_in(node, session, blocks) == [BlockResult.STORED]

@@ -1,5 +1,5 @@
-"""The three sentences follow from the figures; `hotkv status` opens with them, word for word as the
-API has them."""
+"""The three sentences follow from the figures. `hotkv status` begins with them, in the words of the
+API."""
 
 import copy
 import json

@@ -1,5 +1,5 @@
-"""What one node uses most comes to a new node before traffic does: files of block names, and
-prompts, over a real Valkey that both share."""
+"""A new node fetches the hottest blocks of another node before traffic comes: by files of block
+names and by prompts, over a Valkey that both share."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
 
 @pytest.fixture
 def nodes(valkey: Valkey) -> Iterator[tuple[SharingNode, SharingNode]]:
-    """One with an engine, and a new one without."""
+    """Yields a node with an engine, and a new node without."""
     flags = ("--tiers.valkey.address", f"unix:{valkey.path}", *PATIENT)
     with node() as a, node() as b:
         a.start_sharing(*flags)
@@ -62,7 +62,7 @@ def space_of(one: SharingNode) -> dict[str, Any]:
 def test_a_new_node_fetches_what_its_sibling_uses(
     nodes: tuple[SharingNode, SharingNode], tmp_path: Path
 ) -> None:
-    """And a watcher of events hears of it, before an engine comes."""
+    """A watcher of events hears of it before an engine comes."""
     (a, b), file = nodes, tmp_path / "blocks"
     cold, hot = hashes(CHAIN), hashes(CHAIN)
     a.fill(cold)

@@ -45,7 +45,7 @@ SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
 
 
 def run(command: tuple[str, ...], environment: dict[str, str]) -> str:
-    """What the command prints; it must end well, and must have run the copy."""
+    """Runs a command with the copy. Returns its output. Raises AssertionError if it fails."""
 
     def python(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

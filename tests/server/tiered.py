@@ -34,13 +34,13 @@ class Tiered(Place):
         return content
 
     def forget(self) -> None:
-        """Host memory forgets all; the disk does not."""
+        """Evicts all blocks from host memory; the disk keeps them."""
         assert self.server is not None
         with AdminClient(self.server.target) as admin:
             admin.evict(everything=True)
 
     def lose_arena(self) -> None:
-        """As a reboot does; the server is not there."""
+        """Deletes the arena, as a reboot does. The server must have ended."""
         for path in (self.folder / "arena").iterdir():
             path.unlink()
 

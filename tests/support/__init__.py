@@ -1,1 +1,1 @@
-"""Waiting, ports, daemons and programs: what tests of every folder use."""
+"""Waiting, ports, daemons and programs, for tests of every folder."""

@@ -169,24 +169,26 @@ class ForkedChild(processes.Child):
             )  # type: ignore[assignment]
 
 
-def _status(server: processes.Server) -> dict[str, Any]:
-    """Returns what `hotkv status --json` prints, without a process for it."""
+def _cli(server: processes.Server, *arguments: str) -> str:
+    """Returns what the `hotkv` command prints, without a process for it. Raises ChildError."""
     printed, said = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
-        failed = cli.main(["status", "--json", "--target", server.target])
+        try:
+            failed = cli.main([*arguments, "--target", server.target])
+        except SystemExit as end:
+            failed = int(str(end.code))
     if failed:
-        raise processes.ChildError(f"hotkv status: {said.getvalue().strip()}")
-    status: dict[str, Any] = json.loads(printed.getvalue())
-    return status
+        raise processes.ChildError(f"hotkv {' '.join(arguments)}: {said.getvalue().strip()}")
+    return printed.getvalue()
 
 
 @contextlib.contextmanager
 def quick_servers() -> Iterator[None]:
-    """Has `demo.processes.Server` fork its servers, and ask for their status in this process."""
+    """Makes `demo.processes.Server` fork its servers, and run commands in this process."""
     nursery()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "Child", ForkedChild)
-        patch.setattr(processes.Server, "status", _status)
+        patch.setattr(processes.Server, "cli", _cli)
         yield
 
 

@@ -1,4 +1,4 @@
-"""Routers: Dynamo's indexer from its wheel, and a reader that asks a publisher for its past."""
+"""Routers: Dynamo's indexer from its wheel, and a reader of a publisher's replay."""
 
 import contextlib
 import json
@@ -86,15 +86,20 @@ class Indexer:
 
 
 def replay(
-    endpoint: str, since: int = 0, before: Sequence[list[bytes]] = ()
+    endpoint: str, since: int = 0, before: Sequence[list[bytes]] = (), topic: bytes = b""
 ) -> list[tuple[bytes, int, list[Any]]]:
-    """Returns topic, number and events of each message that a publisher still keeps, from `since`
-    on and in order. `before`: messages that the same socket sends first."""
+    """Returns topic, number and events of each message that a publisher still keeps, in order.
+
+    since: the first number.
+    before: messages that the same socket sends first.
+    topic: the only one asked for; all if empty.
+    """
     messages = []
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         dealer.connect(endpoint)
-        for message in (*before, [b"", since.to_bytes(8, "big")]):
+        asked = [b"", since.to_bytes(8, "big"), *([topic] if topic else [])]
+        for message in (*before, asked):
             dealer.send_multipart(message)
         while True:
             assert dealer.poll(30_000), "the replay has no end"

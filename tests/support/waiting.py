@@ -22,7 +22,7 @@ def wait_for(reached: Callable[[], object], what: str = "it", within_s: float = 
 
 
 async def eventually(reached: Callable[[], object], within_s: float = WAIT_S) -> None:
-    """Like `wait_for`, while the loop goes on."""
+    """Waits like `wait_for`, while the loop runs."""
     until_s = time.monotonic() + within_s
     while not reached():
         assert time.monotonic() < until_s, f"not within {within_s:g} s"

@@ -37,7 +37,7 @@ WORD_OF_STORE = 7
 
 
 class Refused(Exception):
-    """The server's refusal of a request."""
+    """The server refused a request."""
 
 
 class Table:
@@ -74,8 +74,8 @@ class Table:
         return struct.unpack_from("<18I", self._map, at)
 
     def _bucket(self, number: int) -> tuple[int, Sequence[int], Sequence[int]]:
-        """Overflow count, tags and entry words, read under the lock protocol; empty if the bucket
-        stays locked."""
+        """Returns overflow count, tags and entry words, read under the lock protocol; empty if the
+        bucket stays locked."""
         at = HEADER_BYTES + BUCKET_BYTES * number
         for _ in range(MAX_ATTEMPTS):
             before = struct.unpack_from("<I", self._map, at)[0]
@@ -147,7 +147,7 @@ def link(path: Path, session_id: str, handles: dict[str, int]) -> tuple[socket.s
 
 
 def opening(proof: bytes) -> session_pb2.OpenSession:
-    """One group of full attention, one shard."""
+    """Returns the opening of a key space with a group of full attention and a single shard."""
     full = layout_pb2.KV_GROUP_KIND_FULL_ATTENTION
     group = layout_pb2.KvGroup(kind=full, block_token_count=16, shard_byte_counts=[BLOCK_BYTES])
     space = layout_pb2.KeySpace(
@@ -172,7 +172,7 @@ def opening(proof: bytes) -> session_pb2.OpenSession:
 
 
 def layout() -> layout_pb2.Layout:
-    """One handle, block after block."""
+    """Returns a layout with a handle, block after block."""
     mapping, num_bytes = layout_pb2.FileMapping(), NUM_BLOCKS * BLOCK_BYTES
     handle = layout_pb2.MemoryHandle(handle_id="memory", byte_count=num_bytes, file_mapping=mapping)
     tensor = layout_pb2.PageTensor(
@@ -196,7 +196,7 @@ def shared_memory(num_bytes: int) -> Iterator[tuple[int, mmap.mmap]]:
 
 
 def failed_call(channel: grpc.Channel) -> dict[str, Any]:
-    """What comes with a call that fails."""
+    """Returns the code and the details of a call that fails."""
     lookup = channel.unary_unary(
         "/hotkv.v1.CacheService/Lookup",
         cache_pb2.LookupRequest.SerializeToString,

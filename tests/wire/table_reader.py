@@ -38,7 +38,7 @@ BATCH = 512
 
 
 def spread(values: Words64) -> Words64:
-    """Well mixed 64-bit words out of small ones (the finisher of splitmix64)."""
+    """Returns well mixed 64-bit words (the finisher of splitmix64)."""
     mixed = (values + np.uint64(1)) * np.uint64(0x9E37_79B9_7F4A_7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
@@ -46,21 +46,24 @@ def spread(values: Words64) -> Words64:
 
 
 def packed_hashes(numbers: Words64) -> bytes:
-    """Hashes of key numbers, 32 bytes each."""
+    """Returns the hashes of key numbers, 32 bytes each."""
     return np.stack(
         [spread(numbers + np.uint64(part << 32)) for part in range(4)], axis=1
     ).tobytes()
 
 
 def derived(numbers: Words64, offset_words: Words64) -> Words64:
-    """What depth, size, owner and check value of a record follow from."""
+    """Returns the words that depth, size, owner and check value of a record follow from."""
     return spread((numbers << np.uint64(32)) ^ offset_words)
 
 
 @dataclass
 class Counts:
-    """What the reader did and saw. `torn`: records that contradict themselves; `wrong`: words that
-    no truth allows."""
+    """Counts of the reader.
+
+    torn: records that contradict themselves.
+    wrong: words that are never true.
+    """
 
     probes: int = 0
     finds: int = 0
@@ -76,7 +79,7 @@ class Counts:
 
 
 def read(block_table: BlockTable, num_batches: int, seed: int) -> Counts:
-    """Probes and finds batches of random keys."""
+    """Looks up batches of random keys, with `probe` and `find`. Returns counts."""
     rng, counts = np.random.default_rng(seed), Counts()
     capacity = block_table.geometry.capacity
     for _ in range(num_batches):
@@ -110,7 +113,7 @@ def read(block_table: BlockTable, num_batches: int, seed: int) -> Counts:
 def torn(
     records: Words, numbers: Words64, packed: bytes, ready: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """Which records [n] are not what the writer wrote for these keys in one piece."""
+    """Returns which records [n] differ from the writer's for these keys."""
     offsets, group_states = records[:, table.W_OFFSET], records[:, table.W_GROUP_STATE]
     truth = derived(numbers, offsets.astype(np.uint64))
     low = (truth & np.uint64(0xFFFF_FFFF)).astype(np.uint32)
@@ -127,7 +130,7 @@ def torn(
 
 
 def main(path: str, num_batches: int, seed: int, reference: bool) -> None:
-    """Maps the file read-only, as a client does."""
+    """Reads the file through a read-only mapping, as a client does. Prints the counts."""
     with open(path, "rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     block_table = BlockTable.open(np.frombuffer(mapping, np.uint8))
@@ -146,7 +149,7 @@ NUM_BUCKETS = 90
 
 @pytest.fixture
 def table_path(tmp_path: Path) -> Iterator[tuple[Path, BlockIndex]]:
-    """A table file on tmpfs where there is one, and its writer."""
+    """Yields a table file and its writer."""
     geometry = TableGeometry(NUM_BUCKETS, NUM_STABLE + NUM_MOVING, 1, 1 << 40)
     path = tmp_path / "table"
     with open(path, "w+b") as file:
@@ -160,7 +163,7 @@ def table_path(tmp_path: Path) -> Iterator[tuple[Path, BlockIndex]]:
 
 
 class Writer:
-    """Lets keys come, become ready and go, in batches of random size."""
+    """Inserts, publishes and removes keys, in batches of random size."""
 
     def __init__(self, index: BlockIndex) -> None:
         self.index = index
@@ -175,7 +178,7 @@ class Writer:
         self.publish(stable)
 
     def insert(self, numbers: np.ndarray) -> None:
-        """One call each, because depth, size and owner are the key's own."""
+        """Inserts each key with a call, because depth, size and owner depend on it."""
         offset_words = self.rng.integers(1, 1 << 32, len(numbers)).astype(np.uint64)
         truth, one = derived(numbers, offset_words), np.ones(1, np.int64)
         lists = (numbers.tolist(), offset_words.tolist(), truth.tolist())
@@ -192,7 +195,7 @@ class Writer:
         self.index.publish(entries, self.index.mixed(entries), self.checks[numbers])
 
     def step(self) -> None:
-        """Some reserved keys become ready, some ready ones go, some absent ones are reserved."""
+        """Publishes some reserved keys, removes some ready keys, reserves some absent keys."""
         for name in ("absent", "reserved", "ready"):
             setattr(self, name, self.rng.permutation(getattr(self, name)))
         arriving, self.absent = np.split(self.absent, [self.rng.integers(0, 9)])

@@ -1,5 +1,5 @@
-"""What a client proves of itself before any server is asked: targets, TLS settings, tokens. No
-server; grpc's own functions are noted."""
+"""A client's identity before it asks a server: targets, TLS settings, tokens. gRPC's functions are
+replaced."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ UNIX, FAR, NEAR = "unix:/run/hotkv/grpc.sock", "far.example:7000", "127.0.0.1:70
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Channels that were opened, by their arguments."""
+    """Returns a list of the channels that are opened, by their arguments."""
     calls: list[Any] = []
     monkeypatch.setattr(grpc, "insecure_channel", lambda *args: calls.append(("plain", *args)))
     monkeypatch.setattr(grpc, "secure_channel", lambda *args: calls.append(("tls", *args)))
@@ -27,7 +27,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """A file of each kind, whose content is its name."""
+    """Returns a file of each kind, whose content is its name."""
     names = {name: str(tmp_path / name) for name in ("ca", "certificate", "key", "token")}
     for name, path in names.items():
         Path(path).write_text(name)

@@ -1,6 +1,6 @@
-"""One life of a client's stream: each call is resolved once, or was not sent and says why. Answers
-that the client can't read, of a newer server or a broken one, resolve their own call as failed, and
-nothing else suffers. A process with a client forks as if it had none."""
+"""One life of a client's stream: each call is resolved once, or is not sent and says why. An
+unreadable answer, of a newer or a broken server, fails its own call only. A process with a client
+forks like any other."""
 
 import os
 import subprocess
@@ -37,7 +37,7 @@ CONFIG = SessionConfig("unix:/none/none.sock", "e", Role.WORKER, SPACE)
 
 @pytest.fixture
 def made() -> Connection:
-    """A connection that nobody answers, with a fence."""
+    """Returns a connection without a server, with a fence."""
     return Connection(CONFIG, None, Fence())
 
 
@@ -124,8 +124,8 @@ os._exit(0)
 
 
 def test_grpc_does_not_hold_up_a_fork(tmp_path: Path) -> None:
-    """Its handlers say so when a call under way keeps them from stopping its threads. Where they
-    can stop them, they may wait for them for ever."""
+    """gRPC's handlers report a call under way that keeps them from stopping threads. If they stop
+    the threads, they may wait for ever."""
     environment = {k: v for k, v in os.environ.items() if k != "GRPC_ENABLE_FORK_SUPPORT"}
     command = [sys.executable, "-c", FORKS, str(tmp_path / "socket")]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=60)
@@ -219,7 +219,8 @@ def test_any_answer_resolves_its_call(calls: list[tuple[str, str, int, list[Any]
 def test_an_answer_whose_reader_breaks_fails_its_call_alone(
     made: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor does a caller that gives up end the stream: a cancelled future can't be resolved."""
+    """A caller that gives up does not end the stream either: a cancelled future can't be
+    resolved."""
     broken, given_up, other = (call(made, body) for body in ("lookup", "ping", "ping"))
     assert not given_up.cancel()
 
@@ -248,7 +249,7 @@ def test_a_status_that_only_newer_servers_know_is_a_failure(made: Connection, bo
 
 @pytest.mark.parametrize("body", BODIES)
 def test_an_answer_to_another_call_fails_this_one(made: Connection, body: str) -> None:
-    """Nobody is given a value of another type than the call promises."""
+    """A caller never gets a value of another type than the call promises."""
     others = {"", *ANSWERS} - {"error", _answers.ANSWERED_AS.get(body, body)}
     futures = [call(made, body) for _ in others]
     serve(made, *(answer(kind, number) for number, kind in enumerate(sorted(others), 1)))
@@ -262,7 +263,7 @@ def test_a_system_without_threads_still_ends_a_connections_calls(
 ) -> None:
     class Closed:
         def wait_closed(self) -> None:
-            """The server has let go of the memory."""
+            """Returns at once: the server has released the memory."""
 
     class NoThread(threading.Thread):
         def start(self) -> None:
@@ -282,8 +283,7 @@ def opened() -> Any:
 
 
 class Server:
-    """The answers of an OddServer: it opens sessions, and says to each call what `say` makes of its
-    number."""
+    """Answers for an OddServer: opens sessions, and answers each call with `say` of its number."""
 
     def __init__(self, say: Callable[[int], list[bytes]]) -> None:
         self.say = say
@@ -339,7 +339,7 @@ def test_a_session_outlives_what_it_can_not_read(
 
 
 def answered_again(session: Session) -> Any:
-    """What the next lookup finds, once the session is there again."""
+    """Returns the answer to the next lookup, once the session is there again."""
     for _ in range(1000):
         assert session.wait_connected(60)
         future = session.lookup([GroupHashes(0, [bytes(32)])])

@@ -1,4 +1,4 @@
-"""Refusals as any gRPC client reads them: google.rpc.Status with a google.rpc.ErrorInfo."""
+"""Refusals as any gRPC client reads them: google.rpc.Status with google.rpc.ErrorInfo."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a message weighs before it is parsed, against what the parser makes of it."""
+"""The weight of a message before it is parsed, beside the parser's objects."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ KIND = session_pb2.ConnectRequest.DESCRIPTOR
 
 
 def objects(message: Message) -> int:
-    """Messages and list entries in it, the naive way."""
+    """Returns the number of messages and list entries in a message, the naive way."""
     count = 0
     for _, value in message.ListFields():
         many: list[Any] = (

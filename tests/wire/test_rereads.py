@@ -154,7 +154,7 @@ HOWS = [
 def test_a_reader_looks_again_when_its_bucket_has_changed(
     how: str, search: Callable[[str, Scene], int]
 ) -> None:
-    """What was read first belongs to two states of the bucket."""
+    """The first read mixes two states of the bucket."""
     scene = Scene()
     assert search(how, scene) == 0 and scene.reads >= 2
 
@@ -177,8 +177,7 @@ def test_a_bucket_that_stays_is_believed(how: str) -> None:
     ],
 )
 def test_a_row_is_read_again_when_its_number_has_moved(first: int, second: int) -> None:
-    """`_stable_rows` gives one state of the bucket, the one at the end, whatever the writer did
-    meanwhile."""
+    """`_stable_rows` returns the last state of the bucket, whatever the writer did before."""
     scene = Scene()
 
     def step() -> None:

@@ -1,4 +1,4 @@
-"""docs/wire.md says what the code does: reasons, limits and features."""
+"""docs/wire.md has the reasons, limits and features of the code."""
 
 import re
 from pathlib import Path
@@ -57,7 +57,7 @@ LIMITS = {
 
 
 def rows(title: str) -> list[list[str]]:
-    """Cells of the table under a heading, without its first two lines."""
+    """Returns the cells of the table under a heading, without its first two lines."""
     section = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]

@@ -1,0 +1,78 @@
+"""Commands of `hotkv`, run in the tests' process, and the engine that tokenizes for them."""
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from hotkv_client.command import cli
+from hotkv_client.testing import PagedEngine
+from hotkv_proto.keys import token_block_hashes
+
+HOTKV = (sys.executable, "-m", "hotkv_client.command.cli")
+"""The command as a process of its own."""
+TOKENS = list(range(100, 100 + 3 * 16 + 4))
+"""A prompt of three blocks and four tokens."""
+Run = Callable[..., tuple[int, str, str]]
+"""Runs a command; returns its exit status, its output, and its errors."""
+
+
+def runner(capsys: pytest.CaptureFixture[str], target: str) -> Run:
+    """Returns a function that runs commands against a server."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        try:
+            status = cli.main(["--target", target, *words])
+        except SystemExit as end:
+            status = int(str(end.code))
+        shown = capsys.readouterr()
+        return status, shown.out, shown.err
+
+    return run
+
+
+def prompt_hashes(engine: PagedEngine, tokens: list[int] = TOKENS) -> list[bytes]:
+    """Returns the hashes of the prompt's whole blocks."""
+    space = engine.key_space
+    return token_block_hashes(
+        tokens, space.hash_block_tokens, space.hash_algorithm, space.hash_seed
+    )
+
+
+class Tokenizer(BaseHTTPRequestHandler):
+    """Answers `/tokenize` as an engine does.
+
+    answer: status and body.
+    asked: path and body of the last request.
+    """
+
+    answer: tuple[int, str] = (200, "")
+    asked: tuple[str, dict[str, Any]] = ("", {})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        type(self).asked = (self.path, json.loads(body))
+        status, text = self.answer
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Logs nothing."""
+
+
+@pytest.fixture
+def tokenizer_url() -> Iterator[str]:
+    """Serves a Tokenizer that answers with TOKENS; yields its address."""
+    told = {"count": len(TOKENS), "tokens": TOKENS, "token_strs": None}
+    Tokenizer.answer = (200, json.dumps(told))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Tokenizer) as served:
+        thread = threading.Thread(target=served.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{served.server_port}"
+        served.shutdown()
+        thread.join()
