@@ -109,15 +109,6 @@ def test_figures_and_targets() -> None:
     assert all(name in report(found(), named) for name in TARGETS)
 
 
-def test_the_real_model_stands_for_steps_and_the_long_context_for_hits() -> None:
-    named = figures(found())
-    assert named["step_over_resident"] == named["step_over_resident_smollm2_6144"]
-    assert named["hit_first_token_share"] == named["hit_first_token_share_llama_32768"]
-    alone = found()
-    del alone.rounds["smollm2 6144"]
-    assert figures(alone)["step_over_resident"] == pytest.approx(1.0)
-
-
 def test_the_decode_rate_is_that_of_full_steps() -> None:
     steps = [(0.0, 0.0, 1), (0.5, 0.4, 1), (1.0, 0.6, 4), (1.5, 0.8, 4), (2.0, 1.3, 4)]
     full = replace(batch([], []), steps=steps)

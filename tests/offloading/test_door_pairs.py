@@ -437,20 +437,3 @@ def test_pictures_meet_only_where_they_are_equal(stage: Stage) -> None:
     other = engine.ask("sample", requests=[picture(2)])
     # Before the picture both are the same block.
     assert other["cached"] == [32] and difference(cold, other) > 20 * NOISE
-
-
-@pytest.mark.long
-def test_pictures_that_vllm_names_by_a_counter_are_left_out(stage: Stage) -> None:
-    """Another engine's first picture would bear the same name as this one's."""
-    engine = stage.start(
-        model=write_vision_model(stage.folder / "counted"),
-        mm_processor_cache_gb=0,
-        enable_prefix_caching=False,
-    )
-    before = stage.num_stored
-    engine.ask("sample", requests=[picture(1)])
-    batch = texts(8)
-    cold, warm = stage.twice(engine, batch, num_blocks(batch))
-    assert warm["cached"] == hits(batch) and same(cold, warm)
-    assert stage.num_stored == before + num_blocks(batch)
-    assert "requests with images or other media do not use the shared cache" in engine.log()

@@ -202,6 +202,25 @@ class WeightsMachine(RuleBasedStateMachine):
 TestWeights = WeightsMachine.TestCase
 
 
+@pytest.mark.parametrize("counts_media", [False, True])
+@pytest.mark.parametrize("has_adapter", [False, True])
+@pytest.mark.parametrize("has_media", [False, True])
+def test_requests_that_vllms_hashes_do_not_cover_are_left_out(
+    monkeypatch, counts_media, has_adapter, has_media
+):
+    """An adapter is named by its path. Media are named by a counter if `counts_media`."""
+    side, tier = made(monkeypatch)
+    side._counts_media = counts_media
+    request = SimpleNamespace(
+        request_id="r",
+        lora_request="adapter" if has_adapter else None,
+        kv_transfer_params=None,
+        mm_features=("picture",) if has_media else (),
+    )
+    side.arrived(request)
+    assert tier.told == {"r": has_adapter or (counts_media and has_media)}
+
+
 def test_a_reset_over_a_device_in_use_leaves_live_requests_out(monkeypatch):
     side, tier = made(monkeypatch)
     request = SimpleNamespace(

@@ -16,7 +16,7 @@ from typing import Any
 from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.scheduler import stores
 from tests.vllm.harness import Engine, next_token, prompt
-from tests.vllm.oracle import check_cached
+from tests.vllm.oracle import check_cached, check_nothing_left
 from tests.vllm.other_connectors import our_connector
 from tests.vllm.ranked import RankedEngine
 
@@ -314,17 +314,3 @@ def check_answer(one: Engine, name: str) -> None:
     values = one.values_of(name, tokens)
     for place in range(request.num_prompt_tokens, len(tokens)):
         assert tokens[place] == next_token(values[:place]), f"{name}: token {place}"
-
-
-def check_nothing_left(one: Engine) -> None:
-    """An idle engine holds nothing of the server's or of its device's."""
-    assert "hook_errors" not in one.counters, one.counters
-    side = ours(one)._scheduler
-    if side.sharing.cache is not None:
-        requests = side.requests
-        assert not requests.states and not requests.loads.awaited, requests.states
-        assert not requests.loads.quarantine.held, "blocks stay in quarantine"
-        assert not side.cache.planner.in_flight.stores, side.cache.planner.in_flight.stores
-        assert side.cache.finder.failed_loads.is_empty
-    pool = one.scheduler.kv_cache_manager.block_pool
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks of the device are lost"

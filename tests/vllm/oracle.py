@@ -19,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_
 from hotkv_client.testing import FakeServer
 from hotkv_proto.keys import KeySpace
 from tests.vllm.harness import Engine, Named, _layer, _value, next_token
+from tests.vllm.other_connectors import our_connector
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +118,24 @@ def answer_of(prompt: Sequence[int], count: int) -> list[int]:
     for _ in range(count):
         tokens.append(next_token(_value(tokens)))
     return tokens[len(prompt) :]
+
+
+def check_nothing_left(one: Engine) -> None:
+    """Checks that an idle engine holds nothing of the server's or of its device's."""
+    assert "hook_errors" not in one.counters, one.counters
+    side = our_connector(one.connector)._scheduler
+    if side.sharing.cache is not None:
+        requests, in_flight = side.requests, side.cache.planner.in_flight
+        assert not requests.states and not requests.loads.awaited, requests.states
+        assert not requests.loads.quarantine.held, "blocks stay in quarantine"
+        assert not requests.loads.quarantine.loading
+        assert not in_flight.stores and not in_flight.reading and not in_flight.num_bytes, in_flight
+        assert side.cache.finder.failed_loads.is_empty and not requests.written._matched_tokens
+        assert not requests._adapters._live and not requests._exactness._exact_tokens
+        for each in one.each_worker():
+            worker = our_connector(each)._worker
+            assert not worker.stores and not worker.loads
+            assert not worker.loads._hung and not worker.loads._failed
+    pool = one.scheduler.kv_cache_manager.block_pool
+    assert pool.num_gpu_blocks == one.kv_config.num_blocks, "blocks stay out of use"
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks of the device are lost"

@@ -22,7 +22,6 @@ from tests.vllm.engine_core import Core
 from tests.vllm.harness import prompt
 from tests.vllm.processes import Daemon, Engines
 from tests.vllm.runs import _state, prompts, settled
-from tests.vllm.specs import full_model, hybrid_model
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
 
 PROMPT = prompt(1, 200)
@@ -49,50 +48,6 @@ def hang(one: Any, server: Any, name: str = "a", max_tokens: int = 4) -> Any:
     server.held.clear()
     server.hold = set()
     return future, act
-
-
-@pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
-@pytest.mark.parametrize("model", [full_model, hybrid_model])
-def test_the_request_is_answered_and_late_writes_reach_nobody(
-    engine: Any, server: Any, model: Any, pipelined: bool
-) -> None:
-    answer = engine(specs=model()).generate("first", PROMPT, 4)[0]
-    one = engine(specs=model(), pipelined=pipelined, extra={"load_timeout_s": 0.0})
-    before = free_blocks(one)
-    future, act = hang(one, server)
-    one.run(100)
-    assert one.outputs["a"] == answer
-    assert one.counters["hung_loads"] == 1
-    assert one.counters["failed_loads"] == 1
-    held = before - free_blocks(one)
-    assert held == one.connector._scheduler.requests.loads.quarantine.num_blocks >= 6
-    # Other requests fill all other blocks while the server goes on after all; the harness checks
-    # what they read.
-    for index in range(4):
-        one.add(f"b{index}", prompt(20 + index, 400), 20)
-    for step in range(60):
-        one.step()
-        if step == 10:
-            future.set_result(act())
-    one.run()
-    one.generate("end", prompt(9, 10), 2)
-    assert free_blocks(one) == before and not server.leases
-    one.drop_local()
-    assert one.generate("again", PROMPT, 4)[0] == answer
-
-
-def test_an_aborted_request_does_not_stay_for_a_hung_server(engine: Any, server: Any) -> None:
-    engine().generate("first", PROMPT, 4)
-    one = engine()
-    before = free_blocks(one)
-    future, act = hang(one, server)
-    one.abort("a")
-    for _ in range(4):
-        one.step()
-    assert not one.scheduler.requests and free_blocks(one) == before - 6
-    future.set_result(act())
-    one.generate("end", prompt(9, 10), 2)
-    assert free_blocks(one) == before and not server.leases
 
 
 @pytest.mark.parametrize("way", ["pause", "sleep"])
@@ -122,39 +77,6 @@ def test_an_engine_pauses_and_sleeps_while_blocks_are_held(
     assert free_blocks(one) == before and pool.num_gpu_blocks == num_blocks
     one.drop_local()
     assert one.generate("again", PROMPT, 4)[0] == answer
-
-
-def test_a_server_that_dies_gives_its_blocks_back(engine: Any, server: Any) -> None:
-    engine().generate("first", PROMPT, 4)
-    one = engine(extra={"load_timeout_s": 0.0})
-    before = free_blocks(one)
-    future, _ = hang(one, server)
-    one.run(100)
-    server.die()
-    future.set_exception(ConnectionError("the server died"))
-    one.generate("end", prompt(9, 10), 2)
-    assert free_blocks(one) == before
-
-
-def test_shutdown_in_the_middle_of_loads(engine: Any, server: Any) -> None:
-    """One hangs, one has just begun."""
-    first = engine()
-    first.generate("first", PROMPT, 4)
-    first.generate("second", prompt(2, 100), 4)
-    one = engine(extra={"load_timeout_s": 0.0})
-    hang(one, server)
-    one.run(100)
-    one.scheduler.kv_cache_manager.block_pool.evict_blocks(set(range(1, 64)))
-    server.hold = {"load"}
-    # What failed is hidden, so that the other load is of another prompt.
-    one.add("b", prompt(2, 100), 4)
-    while not server.held:
-        one.step()
-    one.worker.shutdown()
-    one.connector.shutdown()
-    one.worker.shutdown()
-    assert all(session.closed for session in server.sessions[-2:])
-    assert not one.connector.edge.broken and not one.worker.edge.broken
 
 
 # ----------------------------------------------------------------------------------- absent workers
@@ -335,22 +257,6 @@ class LinksMachine(RuleBasedStateMachine):
 
 
 TestLinks = LinksMachine.TestCase
-
-
-def test_a_worker_that_is_lost_later_is_said_after_a_while(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer = engine().generate("first", PROMPT, 2)[0]
-    lines = heard(monkeypatch)
-    one = engine()
-    server.refuse_workers = "told to refuse"
-    one.generate("a", prompt(2, 100), 4)
-    one.drop_local()
-    assert one.generate("b", PROMPT, 2) == (answer, 0) and not lines
-    monkeypatch.setattr(sharing, "ABSENCE_PATIENCE_S", 0.0)
-    one.generate("c", prompt(3, 100), 4)
-    one.generate("d", prompt(4, 100), 4)
-    assert len(lines) == 1 and server.count("load") == 0
 
 
 # ----------------------------------------------------------------------------------------- for real

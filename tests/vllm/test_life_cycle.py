@@ -7,8 +7,6 @@ With a real shared_daemon, as descriptors, threads and mappings are those of the
 import gc
 import os
 import re
-import shutil
-import tempfile
 import threading
 import time
 import weakref
@@ -191,12 +189,12 @@ def test_shutdown_at_any_time_and_twice(
         assert all(session.closed for session in server.sessions)
 
 
-def test_an_engine_starts_and_ends_without_a_server_and_finds_it_later(
-    shared_daemon: Daemon, make: Make, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_without_a_server_waits_no_longer_than_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Waits are as short as was set, and ends find the thread ended."""
-    folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
-    elsewhere = {"target": f"unix:{folder}/run/grpc.sock", "startup_wait_s": 0.05}
+    """At its start. At its end, no thread of its session is left."""
+    target = f"unix:{tmp_path}/none.sock"
+    server: Any = RealServer(target)
     waits_s, threads_that_go_on, wait, close = [], [], Session.wait_connected, Session.close
 
     def noted_wait(session: Session, timeout_s: float) -> bool:
@@ -209,25 +207,12 @@ def test_an_engine_starts_and_ends_without_a_server_and_finds_it_later(
 
     monkeypatch.setattr(Session, "wait_connected", noted_wait)
     monkeypatch.setattr(Session, "close", noted_close)
-    try:
-        without, one = make(extra=elsewhere), make(extra=elsewhere)
-        for engine in (without, one):
-            assert engine.generate("a", PROMPT, 4) == (answer_of(PROMPT, 4), 0)
-        end(without)
-        assert waits_s and max(waits_s) <= 0.05
-        assert threads_that_go_on and not any(threads_that_go_on)
-        (folder / "run").symlink_to(shared_daemon.folder)
-        until_s, number = time.monotonic() + 60, 0
-        while one.external.get(f"b{number}", 0) != USABLE and time.monotonic() < until_s:
-            number += 1
-            one.drop_local()
-            assert one.generate(f"b{number}", PROMPT, 4)[0] == answer_of(PROMPT, 4)
-            one.generate(f"end{number}", OTHER, 1)
-            time.sleep(0.05)
-        assert one.external[f"b{number}"] == USABLE and "hook_errors" not in one.counters
-        end(one)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    extra = {"target": target, "weights_identity": "any", "startup_wait_s": 0.05}
+    one = Engine(server, tmp_path / "model", monkeypatch, extra=extra)
+    assert one.generate("a", PROMPT, 4) == (answer_of(PROMPT, 4), 0)
+    end(one)
+    assert waits_s and max(waits_s) <= 0.05
+    assert threads_that_go_on and not any(threads_that_go_on)
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])

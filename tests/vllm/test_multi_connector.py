@@ -57,6 +57,21 @@ def test_beside_one_that_checks_its_handshake(
     assert beside_another.worker.get_handshake_metadata() is None
 
 
+@BOTH_ORDERS
+def test_a_hit_counts_only_if_it_is_loaded_from_hotkv(
+    engine: Make, plan: Plan, ours_first: bool
+) -> None:
+    """The connector that comes first serves a prompt that both have."""
+    one = engine(within=beside("LoadingConnector", ours_first=ours_first))
+    expected, _ = one.generate("a", PROMPT, 4)
+    one.generate("end", prompt(9, 10), 2)
+    one.drop_local()
+    plan.tokens["b"], plan.fill = USABLE, loads_into(one)
+    assert one.generate("b", PROMPT, 4) == (expected, USABLE)
+    assert one.counters["offered_requests"] == 1
+    assert one.counters.get("hit_tokens", 0) == (USABLE if ours_first else 0)
+
+
 def test_nested(engine: Make) -> None:
     inner = beside("CheckingConnector", ours_first=True)
     one = engine(within=lambda ours: beside("LoadingConnector", ours_first=False)(inner(ours)))

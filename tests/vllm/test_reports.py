@@ -4,13 +4,9 @@ keep a request's blocks, token ids."""
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hotkv_client.types import BlockRun, RequestReport
 from hotkv_proto.blocks import NO_RETENTION, Retention
-from hotkv_vllm.hints.requests import HintReader
-from hotkv_vllm.stats import HotKVStats
 from tests.vllm.harness import prompt
 from tests.vllm.specs import HYBRIDS, hybrid_model
 from tests.vllm.tiny import BLOCK_TOKENS
@@ -83,17 +79,6 @@ def test_hints_go_with_the_report_and_with_every_store(
         for kind, name in ((retention, "a"), (NO_RETENTION, "b"))
     }
     assert {block_hash for _, _, block_hash in server.blocks} == set().union(*stores.values())
-
-
-NAMES = st.sampled_from(["hotkv.priority", "hotkv.ttl_s", "hotkv.pin", "hotkv.x", "remote_host"])
-VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers())
-)
-
-
-@given(st.one_of(st.none(), st.text(), st.dictionaries(st.one_of(st.integers(), NAMES), VALUES)))
-def test_no_hint_breaks_a_request(params: Any) -> None:
-    assert isinstance(HintReader(HotKVStats()).read(params, 0.0), Retention)
 
 
 @pytest.mark.parametrize("model", HYBRIDS)

@@ -270,15 +270,6 @@ def test_a_prefix_lm_answers_the_same_whatever_others_have_asked(
     assert f"hotkv is off: {FORBIDDEN}" in engine.log()
 
 
-@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="with AMX vLLM allows it")
-def test_latent_attention_on_a_cpu_without_amx_is_not_shared(
-    start: Starter, tmp_path: Path
-) -> None:
-    engine = start(write_model(tmp_path / "model", "deepseek"), block_size=16)
-    assert answers_the_same_beside_a_known_prefix(engine)
-    assert f"hotkv is off: {FORBIDDEN}" in engine.log()
-
-
 def test_a_vector_for_each_token_reads_no_cache(start: Starter, tmp_path: Path) -> None:
     """vLLM has such requests, and no others of the engine, read no cache: hotkv stays on."""
     model = write_tokenizer(write_model(tmp_path / "model"))

@@ -3,8 +3,6 @@ their stores, none keeps later bytes."""
 
 import os
 import random
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hotkv_client import fence
-from hotkv_client.fence import FencePlace, Revocations, SharedFence
+from hotkv_client.fence import Revocations, SharedFence
 from hotkv_client.types import BlockResult
 from hotkv_proto.layout import FENCE_WORDS
 from hotkv_proto.order import OrderKind
@@ -97,26 +95,6 @@ class Words(RuleBasedStateMachine):
 
 Words.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 test_words = Words.TestCase
-
-
-RANK = """
-from hotkv_client.fence import SharedFence
-page = SharedFence()
-print(page.place.pid, page.place.fd, page.place.token.hex(), flush=True)
-print(page.is_revoked(int(input())), page.is_revoked(int(input())), flush=True)
-"""
-
-
-def test_pages_of_other_processes() -> None:
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", RANK], **pipes) as rank:
-        pid, fd, token = rank.stdout.readline().split()
-        own = SharedFence()
-        chooser = Revocations([FencePlace(int(pid), int(fd), bytes.fromhex(token)), own.place])
-        one, other = chooser.take(), chooser.take()
-        chooser.revoke(other)
-        answer, _ = rank.communicate(f"{one}\n{other}\n")
-        assert answer == "False True\n"
 
 
 def test_a_page_that_is_not_there_or_is_another_is_refused(tmp_path: Path) -> None:
