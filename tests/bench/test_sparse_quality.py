@@ -28,7 +28,7 @@ CONTEXT_TOKENS, COMPARED_TOKENS, DENSE_LAYERS = 320, 64, 2
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Llama of four layers, as transformers saves it."""
+    """Writes a tiny random Llama of four layers, as transformers saves it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(5)

@@ -125,7 +125,7 @@ class Rig:
             self.manager.complete_store(set(out.keys_to_store), context)
 
     def store(self, keys: Sequence[OffloadKey]) -> None:
-        """A request that computes all its chunks."""
+        """Runs a request that computes all its chunks."""
         context = self.request(keys)
         self.offer(context, keys)
         self.settle()
@@ -166,7 +166,7 @@ class Rig:
         self.manager.on_request_finished(context)
 
     def hits(self, keys: Sequence[OffloadKey], patience_s: float = 30.0) -> int:
-        """A request from its arrival to its end. Returns the chunks that it loaded."""
+        """Runs a request from its arrival to its end. Returns how many chunks it loaded."""
         context = self.request(keys)
         hits = self.lookup(context, keys, patience_s)
         self.load(context, keys[:hits])

@@ -22,7 +22,7 @@ KEYS = keys_of("idle", 30)
 
 @pytest.fixture
 def reader(own_daemon: Daemon) -> Iterator[Rig]:
-    """A rig of whose server another rig has stored `KEYS`."""
+    """Yields a rig whose server has `KEYS`, stored by another rig."""
     writer, rig = (Rig(own_daemon.target).connected() for _ in range(2))
     writer.store(KEYS)
     yield rig

@@ -20,24 +20,6 @@ from tests.offloading.rig import Rig, keys_of
 from tests.support.waiting import stop, wait_for
 
 
-@pytest.fixture
-def rigs(daemon):
-    """Makes rigs of the file's server, and closes them."""
-    made = []
-
-    def make(**settings):
-        made.append(Rig(daemon.target, **settings).connected())
-        return made[-1]
-
-    yield make
-    for rig in made:
-        rig.close()
-
-
-def counter(daemon, name):
-    return daemon.admin("info")["counters"][name]
-
-
 def test_another_engine_hits_what_one_has_stored(rigs):
     keys = keys_of("shared", 40)
     rigs().store(keys)
@@ -110,7 +92,7 @@ def test_a_request_may_ask_for_retention(rigs, daemon):
     engine.offer(context, keys)
     engine.settle()
     engine.manager.on_request_finished(context)
-    assert counter(daemon, "held_blocks_total") >= 4
+    assert daemon.counter("held_blocks_total") >= 4
 
 
 def test_chunks_used_from_the_primary_tier_stay_hot_in_the_server(rigs, daemon):

@@ -18,7 +18,7 @@ FIRST_SEED = int(os.environ.get("FIRST_SEED", "0"))
 
 
 def everyday() -> set[str]:
-    """Some of the pairs, in which each feature meets two others at least."""
+    """Returns some of the pairs, such that each feature meets two others at least."""
     pairs = of_kind(Kind.HARNESS)
     random.Random(0).shuffle(pairs)
     num_met: Counter[str] = Counter()
@@ -34,7 +34,7 @@ EVERYDAY = everyday()
 
 
 def run(names: list[str], seed: int, folder: Path, turns: int = TURNS) -> World:
-    """Returns a world of these features, from its start to its end."""
+    """Runs a world of these features from its start to its end. Returns it."""
     with pytest.MonkeyPatch.context() as patch:
         plays = {name: PLAYS[name]() for name in names}
         world = World(plays, Double(), seed, folder, patch)

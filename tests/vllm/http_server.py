@@ -122,7 +122,7 @@ class HttpServer:
         return text
 
     def kill(self) -> None:
-        """kill -9 of all of vLLM, as a service manager does: vLLM's engine process outlives a
+        """Kills all processes of vLLM, as a service manager does. vLLM's engine process outlives a
         server that is killed alone."""
         for pid in _family(self.process.pid):
             with contextlib.suppress(ProcessLookupError):

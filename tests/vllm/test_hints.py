@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 from hotkv_client.hints import HintClient
-from hotkv_client.types import EndedRequest, RequestReport
+from hotkv_client.types import EndedRequest
 from hotkv_proto.blocks import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
 from hotkv_proto.hints import MAX_ACTIONS, Action, ActionType, Hints, Target, is_identifier
 from hotkv_vllm.hints.requests import LOG_INTERVAL_S, HintReader
 from hotkv_vllm.stats import HotKVStats
 from tests.support.waiting import wait_for
 from tests.vllm.harness import prompt
+from tests.vllm.oracle import reports_to
 from tests.vllm.processes import Daemon, Engines
 from tests.vllm.runs import prompts, settled, usable
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
@@ -30,10 +31,6 @@ def envelope(*actions: tuple[str, dict[str, Any]]) -> KvHintsEnvelope:
     return KvHintsEnvelope("0.1", "m", made)
 
 
-def reports(server: Any) -> list[RequestReport]:
-    return [report for kind, batch in server.calls if kind == "report_requests" for report in batch]
-
-
 def ended(server: Any) -> list[EndedRequest]:
     return [one for kind, batch in server.calls if kind == "ended" for one in batch]
 
@@ -44,7 +41,7 @@ def test_hints_go_with_the_report_and_wait_for_the_end(engine: Any, server: Any)
     asked = envelope(("pin", pinned), ("kv.release", {}), ("explode", {}))
     one.add("a", PROMPT, 40, kv_hints=asked, session_id="s")
     one.run()
-    (report,) = reports(server)
+    (report,) = reports_to(server)
     pin = Action("0", ActionType.PIN, Target("", 0, 64), 0, 60.0)
     release = Action("1", ActionType.RELEASE)
     assert report.session_id == "s" and report.hints.message_id == "m"
@@ -68,7 +65,7 @@ def test_a_session_is_told_of_without_hints(engine: Any, server: Any) -> None:
     old = one.add("old", prompt(4, 60), 2)
     del old.kv_hints, old.session_id
     one.run()
-    names = [(report.session_id, bool(report.hints)) for report in reports(server)]
+    names = [(report.session_id, bool(report.hints)) for report in reports_to(server)]
     assert names == [("s", False), ("t", False), ("", False), ("", False)]
     assert {e.session_id for e in ended(server)} == {"s", "t"}
 
@@ -133,7 +130,7 @@ def test_a_client_may_choose_any_id_for_its_request(engine: Any, server: Any) ->
     for name in ("a\nb\ud800", "x" * 500):
         one.add(name, PROMPT, 3, transfer={"hotkv.priority": 3})
     one.run()
-    first, second = reports(server)
+    first, second = reports_to(server)
     assert first.hints.message_id == "request ab" and is_identifier(second.hints.message_id)
 
 
@@ -157,10 +154,10 @@ def test_odd_hints_never_touch_a_request(engine: Any, server: Any) -> None:
     for odd in (many, other_version, long_list, long_name, "no envelope", 5):
         one.add("a", PROMPT, 3, kv_hints=odd, session_id={"odd": 1})
         one.run()
-        report = reports(server)[-1]
+        report = reports_to(server)[-1]
         assert len(one.outputs["a"]) == 3 and report.session_id == ""
         assert len(report.hints.actions) <= MAX_ACTIONS
-    assert len(reports(server)) == 6 and "hook_errors" not in one.counters
+    assert len(reports_to(server)) == 6 and "hook_errors" not in one.counters
 
 
 @pytest.mark.slow

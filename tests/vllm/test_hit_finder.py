@@ -1,5 +1,5 @@
-"""How one request comes to its hit, step by step: what is asked, what is answered to vLLM, what is
-given back. No engine; the server is a double and time stands still."""
+"""How a request comes to its hit, step by step: calls to the server, answers to vLLM, leases
+released. No engine; the server is a double and the test sets the time."""
 
 from typing import Any
 

@@ -4,7 +4,6 @@ and no late write reaches anybody."""
 import logging
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hotkv_client.types import LinkState
 from hotkv_vllm.link import StateLog
 from hotkv_vllm.metadata import STILL_CONNECTING
-from hotkv_vllm.scheduler import sharing
 from hotkv_vllm.scheduler.sharing import ABSENCE_PATIENCE_S, WorkerLinks
 from hotkv_vllm.worker import rank_loads
 from tests.vllm.engine_core import Core
@@ -38,8 +36,8 @@ def free_blocks(one: Any) -> int:
 
 
 def hang(one: Any, server: Any, name: str = "a", max_tokens: int = 4) -> Any:
-    """Returns a request whose load the server neither finishes nor ends; returns the load, and how
-    it is finished late."""
+    """Adds a request whose load the server does not end. Returns the load's future, and the
+    function that ends it late."""
     server.hold, server.ack_cancels = {"load"}, False
     one.add(name, PROMPT, max_tokens)
     while not server.held:
@@ -128,44 +126,6 @@ def test_a_worker_that_takes_its_time_is_no_trouble(
     one.generate("c", prompt(3, 100), 2)
     assert len([line for line in lines if line.startswith("hotkv on: 0 B of this model")]) == 1
     assert not warnings
-
-
-@pytest.mark.parametrize("restarts", [False, True], ids=["", "restart"])
-def test_a_worker_that_connects_while_the_engine_idles_is_no_trouble(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, restarts: bool
-) -> None:
-    """Its last report is old when the next request comes, or is about a server before this one."""
-    warnings, now_s = heard(monkeypatch), time.monotonic()
-    monkeypatch.setattr(sharing.time, "monotonic", lambda: now_s)
-    server.refuse_workers = STILL_CONNECTING
-    one = engine()
-    one.generate("a", prompt(1, 100), 2)
-    now_s += 3600
-    if restarts:
-        server.die()
-        server.come_back()
-        # Its session is opened again after the scheduler's.
-        one.generate("b", prompt(2, 100), 2)
-    server.refuse_workers = ""
-    one.generate("c", prompt(3, 100), 2)
-    assert not warnings
-
-
-def test_without_a_server_the_log_says_where_it_was_looked_for(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one line, with the session's own report."""
-    lines: list[tuple[int, str]] = []
-    logger = logging.getLogger("vllm.hotkv")
-    monkeypatch.setattr(logger, "log", lambda level, text, *v: lines.append((level, text % v)))
-    server.up = False
-    one = engine()
-    one.generate("a", prompt(1, 100), 2)
-    server.come_back()
-    (_, gone), (_, back) = [(level, text) for level, text in lines if level > logging.DEBUG]
-    assert lines[0][0] == logging.DEBUG and "worker 0" in lines[0][1]
-    assert "hotkv.target unix:" in gone and "`hotkv doctor`" in gone
-    assert "hotkv scheduler: the KV cache server is there" in back
 
 
 def test_states_of_a_session_are_said_once_and_a_warning_is_taken_back(

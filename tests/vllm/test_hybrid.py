@@ -53,7 +53,8 @@ def test_reachable_blocks_are_those_that_some_hit_needs(
 def test_kept_states(
     block: int, blocks: int, interval: int, prompt_tokens: int, drops: bool, junction: int
 ) -> None:
-    """Every so often, and where a request that repeats or extends the prompt goes on."""
+    """Compares with the states at the interval, and where a request that repeats or extends the
+    prompt goes on."""
     alignment = block * blocks
     reach = StorableBlocks(GroupSpec(GroupKind.MAMBA, block, (1,)), alignment, interval)
     ends = prompt_boundaries(prompt_tokens, alignment, drops)

@@ -56,7 +56,7 @@ class Finder:
         return self.hit - computed_tokens, True
 
     def look_again(self, state: Any, step_s: float) -> None:
-        """A step later. The answer came when it came, not when the engine looks."""
+        """Advances by a step. An answer's time is when it came, not when the engine looks."""
         self.waited.seconds = min(self.waited.seconds + step_s, self.ask_s)
         if self.waited.seconds == self.ask_s:
             state.hit.answer.set_result(None)
@@ -94,7 +94,7 @@ class World:
         self.prefill.last_end_s = self.now_s
 
     def request(self, num_tokens: int, hit: int | None = None) -> float:
-        """Seconds to the first token of a request, whose hit is all but one token if left out."""
+        """Returns the seconds to a request's first token. `hit`: by default the whole prompt."""
         hit = num_tokens if hit is None else hit
         state, finder = state_of(num_tokens), Finder(self.ask_s, hit, self.block_tokens)
         began_s = self.now_s

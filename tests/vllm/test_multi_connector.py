@@ -151,7 +151,7 @@ def test_the_name_is_known_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -
 def test_layouts_do_not_conflict(
     engine: Make, monkeypatch: pytest.MonkeyPatch, ours_first: bool
 ) -> None:
-    """The other connector's wish goes first; where it has none, hotkv's stands."""
+    """The other connector's wish goes first. Without such a wish hotkv's layout is used."""
     monkeypatch.setattr(checks, "preferred_layout", lambda: "BLHNC")
     config = copy.copy(engine().vllm_config)
     assert HotKVConnector.get_required_kvcache_layout(config) == "BLHNC"
@@ -204,8 +204,8 @@ def test_synchronous_load_of_another(
     fails: bool,
     pipelined: bool,
 ) -> None:
-    """Its failure is known after the step that used it: nothing of that step is stored before, and
-    nothing at all if it failed."""
+    """Its failure is known after the step that used it. The step's blocks are not stored before,
+    and never if it failed."""
     within = beside("LoadingConnector", ours_first=False)
     one, other = (engine(within=within, pipelined=pipelined) for _ in range(2))
     expected = other.generate("alone", PROMPT, 40)[0]

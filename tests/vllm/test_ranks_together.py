@@ -1,10 +1,10 @@
-"""What vLLM makes of several ranks' outputs and handshakes, and what the scheduler makes of that:
-real workers, vLLM's own aggregator."""
+"""How vLLM joins several ranks' outputs and handshakes, and how the scheduler uses them: real
+workers, vLLM's own aggregator."""
 
+import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,16 +26,9 @@ BOTH_MODELS = pytest.mark.parametrize("model", [full_model, hybrid_model])
 
 
 @pytest.fixture
-def ranked(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranked]:
-    made: list[RankedEngine] = []
-
-    def make(**settings: Any) -> RankedEngine:
-        made.append(RankedEngine(server, tmp_path / "model", monkeypatch, **settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.shutdown()
+def ranked(make: Any) -> Ranked:
+    """Makes engines of several ranks."""
+    return functools.partial(make, RankedEngine)
 
 
 def settle(server: FakeServer, kind: str, rank: int) -> int:
@@ -49,7 +42,7 @@ def settle(server: FakeServer, kind: str, rank: int) -> int:
 
 
 def outputs_of(one: RankedEngine) -> list[KVConnectorOutput]:
-    """What the aggregator gives the scheduler from now on."""
+    """Returns a list to which the aggregator's outputs are added."""
     given: list[KVConnectorOutput] = []
     aggregate = one.aggregator.aggregate
 
@@ -154,7 +147,7 @@ CHANGES: list[tuple[Callable[[Handshakes], Handshakes], str]] = [
 
 
 def test_handshakes_of_a_pipelines_stages(ranked: Ranked, warnings: list[str]) -> None:
-    """As vLLM hands them over: in no order, those left out that gave none."""
+    """Passes handshakes as vLLM does: in any order, without ranks that gave no handshake."""
     one = ranked(num_ranks=3, stages=True)
     handshakes = one.handshakes()
     assert [handshake.rank for handshake in handshakes.values()] == [0, 1, 2]
