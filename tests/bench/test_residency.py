@@ -49,7 +49,7 @@ def batch(tokens: list[list[int]], logprobs: list[list[float]]) -> Batch:
 
 
 def found() -> Found:
-    """Returns one result of each kind. SmolLM2's steps are slower than the Llama's."""
+    """Returns a result of each kind. SmolLM2's steps are slower than the Llama's."""
     return Found(
         [
             Exact("small", "llama", 8192, 1024, 1.0, 0.0, 0.0, 0.0),

@@ -132,8 +132,7 @@ class Rig:
         self.manager.on_request_finished(context)
 
     def lookup_once(self, context: ReqContext, keys: Sequence[OffloadKey]) -> int | None:
-        """Looks up a prefix, as vLLM's scheduler does in one step. Returns None if it is
-        deferred."""
+        """Looks up a prefix, as vLLM's scheduler does in a step. Returns None if it is deferred."""
         hits, is_deferred = 0, False
         began_s = time.perf_counter()
         for key in keys:

@@ -199,7 +199,7 @@ def test_a_node_that_was_warmed_hits_from_its_host_memory(
 
 
 class Stage:
-    """Engines of one server, and one without a connector. Both start when they are first asked
+    """Engines of a server, and an engine without a connector. They start when they are first asked
     for."""
 
     def __init__(self, folder: Path, daemon: Daemon) -> None:

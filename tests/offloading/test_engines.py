@@ -37,7 +37,7 @@ Start = Callable[..., EngineProcess]
 
 @pytest.fixture
 def start(engines: Engines, tmp_path: Path) -> Start:
-    """Starts engines of one model. `door`: further settings of the connector."""
+    """Starts engines of the same model. `door`: further settings of the connector."""
 
     def make(
         daemon: Daemon,
@@ -213,7 +213,7 @@ def test_engines_of_two_tensor_parallel_sizes_share_canonical_rows(daemon, start
 
 @pytest.mark.long
 def test_a_data_parallel_engine_hits_what_its_sibling_stored(daemon, start):
-    """Both engines use one key space, each with its primary tier and its session."""
+    """Both engines use the same key space, each with its primary tier and its session."""
     both = start(daemon, driver="dp_driver.py", data_parallel_size=2, has_weights=True)
     batch, before = prompts(9, LENGTHS), daemon.counter("stored_blocks_total")
     cold = both.ask("generate", prompts=batch, max_tokens=6, rank=0)

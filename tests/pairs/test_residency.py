@@ -36,8 +36,8 @@ MOVE_STEPS = 5
 
 
 class Stage:
-    """A node with a disk and a Valkey, an engine that attends to everything and resident ones. They
-    start when they are first asked for."""
+    """A node with a disk and a Valkey, resident engines, and an engine that attends to everything.
+    They start when they are first asked for."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack, moves: bool = False) -> None:
         """moves: requests begin on the device as a whole, and are moved soon."""

@@ -28,7 +28,7 @@ def non_causal(make: Make) -> Any:
 
 
 def ask(one: Any) -> None:
-    """Asks for two prompts that begin alike, one of them twice. The harness checks the values."""
+    """Asks for two prompts that begin alike, the second twice. The harness checks the values."""
     for name, tokens in (("a", PROMPT), ("b", [*PROMPT[:160], 5, 6, 7]), ("c", PROMPT)):
         one.generate(name, tokens, 4)
         one.generate(f"{name} ends", prompt(9, 3), 2)

@@ -37,7 +37,7 @@ def _models_are_inspected_here() -> None:
 
 @pytest.fixture
 def daemon() -> Iterator[Any]:
-    """Yields a hotkv-server for one test (`processes.Daemon`) that is not started yet."""
+    """Yields a hotkv-server for the test (`processes.Daemon`) that is not started yet."""
     from tests.vllm.processes import own_daemon
 
     with own_daemon() as one:

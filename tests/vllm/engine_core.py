@@ -15,8 +15,8 @@ from tests.vllm.other_connectors import our_connector
 
 
 class Executor:
-    """The workers of one engine. Asleep, its KV memory holds garbage, as unmapped memory does when
-    it is mapped again."""
+    """The workers of an engine. While it sleeps, its KV memory holds garbage, like memory that is
+    unmapped and mapped again."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

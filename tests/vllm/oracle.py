@@ -32,8 +32,7 @@ class Audit:
 
 
 def audit(server: FakeServer, engines: Sequence[Engine]) -> Audit:
-    """Compares all of them; AssertionError names the first wrong one. Nothing may be left to
-    run."""
+    """Compares all blocks. AssertionError names the first wrong block. The engines must be idle."""
     return Audit(check_stored(server, engines), sum(check_cached(one) for one in engines))
 
 

@@ -124,7 +124,8 @@ PLAN = Plan()
 
 
 class LoadingConnector(_Connector):
-    """Offers the hits of `PLAN`, and loads through `PLAN.fill`. Both sides live in one process."""
+    """Offers the hits of `PLAN`, and loads through `PLAN.fill`. Both sides live in the same
+    process."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         tokens = PLAN.tokens.get(request.request_id, 0) - num_computed_tokens

@@ -55,7 +55,7 @@ def request(name: str, prompt_tokens: int, *, decoded: int = 0, computed: int = 
 
 
 class Parts:
-    """A finder of hits and a planner of stores over one session.
+    """A finder of hits and a planner of stores over the same session.
 
     clock: time in seconds, which the test sets.
     """

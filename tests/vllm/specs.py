@@ -1,4 +1,4 @@
-"""KV cache specs of models that the harness runs, one per layer."""
+"""KV cache specs, by layer, of models that the harness runs."""
 
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,7 @@ def full_model() -> dict[str, KVCacheSpec]:
 
 
 def hybrid_model() -> dict[str, KVCacheSpec]:
-    """Returns two full and four sliding-window layers: several groups over one buffer."""
+    """Returns two full and four sliding-window layers: several groups over the same buffer."""
     return {f"layer.{i}": (full_spec() if i % 3 == 0 else window_spec()) for i in range(6)}
 
 
@@ -57,7 +57,7 @@ def chunked_model() -> dict[str, KVCacheSpec]:
 
 def uneven_model() -> dict[str, KVCacheSpec]:
     """Returns full blocks of 64 tokens and window blocks of 32, so that hits end at every second
-    window block. The window lies within one block."""
+    window block. The window is narrower than a block."""
     full, window = replace(full_spec(), num_kv_heads=1), replace(window_spec(), sliding_window=20)
     return {f"layer.{i}": (full if i == 0 else window) for i in range(3)}
 

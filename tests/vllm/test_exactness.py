@@ -42,7 +42,7 @@ def test_prompts_of_sparse_engines_are_shared_and_answers_below_the_least_contex
 def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
     server: Any, engine: Any
 ) -> None:
-    """Both are of one engine, as in vLLM's MultiConnector."""
+    """Both connectors belong to the same engine, as in vLLM's MultiConnector."""
     one = engine()
     names = RowNames(SparseConfig(**SPARSE["sparse"]), ((0, BLOCK_TOKENS),))
     announce(str(one.vllm_config.kv_transfer_config.engine_id), names)

@@ -88,7 +88,7 @@ def test_each_fallback_is_that_of_a_hook() -> None:
 
 
 class Bench:
-    """Two engines over one server. The faults are put into the first."""
+    """Two engines of the same server. The faults are put into the first engine."""
 
     def __init__(self, make: Callable[..., Any], server: FakeServer) -> None:
         self.server = server
@@ -269,8 +269,8 @@ def test_the_traffic_is_what_it_says(bench: Bench, calls: dict[str, list[Functio
 def test_a_broken_hook(
     bench: Bench, calls: dict[str, list[FunctionType]], hook: str, only_once: bool, some: slice
 ) -> None:
-    """Breaks the functions that a hook calls. `some`: which of them; every second one in everyday
-    runs."""
+    """Breaks the functions that a hook calls. `some`: the slice to break; every second function in
+    everyday runs."""
     num_strikes, functions = 0, calls[hook][some]
     for function in functions:
         bench.count += 1

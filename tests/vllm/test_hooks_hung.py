@@ -114,8 +114,7 @@ def test_a_refused_worker_is_said_once_and_nothing_is_offered(
 def test_a_worker_that_takes_its_time_is_no_trouble(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Registering much memory takes longer than the start waits. Once it is done, one line says
-    that hotkv is on."""
+    """Registering much memory takes longer than the start waits. Then a line says that it is on."""
     warnings, lines = heard(monkeypatch), heard(monkeypatch, "info")
     server.refuse_workers = STILL_CONNECTING
     one = engine()

@@ -115,8 +115,8 @@ def test_window_blocks_between_boundaries_are_counted(engine: Any) -> None:
 def test_a_drafters_hit_knows_the_token_behind_it(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, model: Any, table: bool
 ) -> None:
-    """The drafter's KV of a block's last token depends on the next token, so a hit ends one block
-    before a prompt parts."""
+    """The drafter's KV of a block's last token depends on the next token. So a hit ends a block
+    before the prompts differ."""
     monkeypatch.setattr(kv_groups, "draft_groups", lambda *_: frozenset({0}))
     server.table = table
     one = engine(specs=model())

@@ -75,7 +75,7 @@ def test_a_lease_that_is_shorter_than_what_was_found_is_refused() -> None:
 
 
 class Reported:
-    """The reports of one request."""
+    """The reports of a request."""
 
     def __init__(self, prefill: PrefillSpeed | None = None) -> None:
         self.parts = parts = Parts()

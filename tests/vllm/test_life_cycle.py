@@ -88,7 +88,8 @@ ENGINES = pytest.mark.parametrize(
 def test_engines_one_after_another_leave_nothing_behind(
     shared_daemon: Daemon, at_daemon: Make, model: Any, settings: dict[str, Any]
 ) -> None:
-    """Each is shut down with stores and loads under way, in one process and at one server."""
+    """Each engine is shut down with stores and loads under way, in the same process and at the same
+    server."""
 
     gc.collect()
     others = held()

@@ -1,5 +1,4 @@
-"""Ranks of one engine agree: in whatever order they come and whichever of them fails, all decide
-the same."""
+"""Ranks of an engine agree: all decide the same, in any order and whichever of them fails."""
 
 import threading
 from collections.abc import Callable

@@ -32,7 +32,7 @@ def ranked(make: Any) -> Ranked:
 
 
 def settle(server: FakeServer, kind: str, rank: int) -> int:
-    """Answers held calls of one kind and one rank, which names its transfers."""
+    """Answers held calls of a kind and a rank, which names its transfers."""
     mine = [one for one in server.held if one[0] == kind and one[1].endswith(f"-k{rank}")]
     later = [one for one in server.held if one not in mine]
     server.held = mine
@@ -85,7 +85,7 @@ def test_what_ranks_report_is_summed(
 def test_ranks_that_lag_at_random(
     ranked: Ranked, server: FakeServer, model: Any, stages: bool
 ) -> None:
-    """Loads and stores end in each rank at another time, or fail in one alone."""
+    """Loads and stores end at another time in each rank, or fail in a single rank."""
     dice = random.Random(f"{model.__name__}{stages}")
     blocks = 48 if model is hybrid_model else 20
     engines = [

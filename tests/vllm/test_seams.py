@@ -114,7 +114,7 @@ def test_a_rank_that_can_not_open_its_new_session_stores_nothing_under_the_old_k
     server: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The old session is still open when the new one fails: it closes beside the step."""
+    """The old session is still open when the new session fails. It closes beside the step."""
     one, two = updated(), updated()
     twice(one, PROMPT)
     worker, closing = one.worker._worker, []

@@ -15,7 +15,7 @@ CALLS = ["store", "load", "acquire", "lookup", "flush"]
 
 
 def change(dice: random.Random, server: Any, one: Engine) -> None:
-    """Makes one change to the server or to the engine's own cache."""
+    """Makes a change to the server or to the engine's own cache."""
     roll = dice.random()
     if roll < 0.10:
         server.hold = set(dice.sample(CALLS, dice.choice([0, 0, 1, 2])))

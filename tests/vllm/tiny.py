@@ -178,8 +178,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def write_model(folder: Path, kind: str = "llama") -> Path:
-    """Writes the config.json of one of MODELS, at once where engines may read an earlier one, and
-    returns the folder."""
+    """Writes the config.json of a model of MODELS atomically, since engines may be reading an
+    earlier file. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / "config.json.new"
     draft.write_text(json.dumps(COMMON | MODELS[kind]))

@@ -1,4 +1,4 @@
-"""The worker side of one rank without an engine. The test decides when its session answers, how far
+"""The worker side of a rank without an engine. The test decides when its session answers, how far
 the device has come, and the time."""
 
 from concurrent.futures import Future
