@@ -243,7 +243,7 @@ TESTS: dict[str, str] = {
         "tests/vllm/test_marks.py tests/vllm/test_device_order.py tests/vllm/test_cuda_export.py"
     ),
     "connector_vllm/hotkv_vllm/worker/rank_stores.py": RANK,
-    "connector_vllm/hotkv_vllm/worker/rank_loads.py": RANK,
+    "connector_vllm/hotkv_vllm/worker/rank_loads.py": f"{RANK} tests/vllm/test_stress.py",
     "connector_vllm/hotkv_vllm/worker/side.py": f"tests/vllm/test_hooks_sparse.py {RANK}",
     "connector_vllm/hotkv_vllm/scheduler/": REQUESTS,
     "connector_vllm/hotkv_vllm/scheduler/admission.py": (
@@ -267,7 +267,7 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/compat/checks.py": "tests/vllm/test_multi_connector.py",
     "connector_vllm/hotkv_vllm/scheduler/loads.py": (
         "tests/vllm/test_scheduler_books.py tests/vllm/test_multi_connector.py "
-        f"tests/vllm/test_load_room.py {ENGINE}"
+        f"tests/vllm/test_load_room.py tests/vllm/test_stress.py {ENGINE}"
     ),
     "connector_vllm/hotkv_vllm/offloading/": DOOR,
     "connector_vllm/hotkv_vllm/offloading/requests.py": (

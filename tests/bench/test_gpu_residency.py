@@ -18,7 +18,8 @@ pytestmark = needs_compiler
 
 @pytest.mark.long
 def test_tokens_are_those_of_dense_attention_where_the_budget_covers() -> None:
-    """And not where it doesn't: else nothing was shown."""
+    """Compares tokens with a budget that covers the context, and shows that they differ with a
+    small budget."""
     kernels, model = HostTensors(), DummyModel(TINY, torch.device("cpu"))
     host = HostPages(TINY, 512)
     wide = replace(contexts.SMALL_CONFIG, sparse_topk=600)

@@ -49,7 +49,7 @@ def batch(tokens: list[list[int]], logprobs: list[list[float]]) -> Batch:
 
 
 def found() -> Found:
-    """One of everything; SmolLM2's steps are slower than the Llama's."""
+    """Returns a result of each kind. SmolLM2's steps are slower than the Llama's."""
     return Found(
         [
             Exact("small", "llama", 8192, 1024, 1.0, 0.0, 0.0, 0.0),
@@ -107,15 +107,6 @@ def test_figures_and_targets() -> None:
     assert {name: named[name] for name in FIGURES} == pytest.approx(FIGURES)
     assert named.keys() >= TARGETS.keys()
     assert all(name in report(found(), named) for name in TARGETS)
-
-
-def test_the_real_model_stands_for_steps_and_the_long_context_for_hits() -> None:
-    named = figures(found())
-    assert named["step_over_resident"] == named["step_over_resident_smollm2_6144"]
-    assert named["hit_first_token_share"] == named["hit_first_token_share_llama_32768"]
-    alone = found()
-    del alone.rounds["smollm2 6144"]
-    assert figures(alone)["step_over_resident"] == pytest.approx(1.0)
 
 
 def test_the_decode_rate_is_that_of_full_steps() -> None:

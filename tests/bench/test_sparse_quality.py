@@ -9,8 +9,7 @@ import torch
 
 from bench.sparse.decode import Decode, Outcome
 from bench.sparse.llama import Calibration, Dense, Llama, Own, calibration, dense_pass
-from bench.sparse.sketch import Sketch
-from bench.sparse.texts import REPEAT, Text, copy_text
+from bench.sparse.texts import REPEAT, Text
 from bench.sparse.variants import (
     ENDS,
     FRESH,
@@ -19,11 +18,6 @@ from bench.sparse.variants import (
     RESIDENT,
     TIGHT,
     Variant,
-    bytes_per_token,
-    default_variants,
-    field_variants,
-    passes,
-    resident_variants,
 )
 from bench.sparse_quality import Row, resident_targets, targets
 from hotkv_sparse.axes import MIN_TOKENS
@@ -34,7 +28,7 @@ CONTEXT_TOKENS, COMPARED_TOKENS, DENSE_LAYERS = 320, 64, 2
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Llama of four layers, as transformers saves it."""
+    """Writes a tiny random Llama of four layers, as transformers saves it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(5)
@@ -118,43 +112,6 @@ def test_smaller_budgets_attend_to_less_and_better_scorers_lose_less(
     oracle, ends = Decode(model, dense, tokens, _calibrated(dense), variants).run()
     assert 0.5 < oracle.attended_ratio < 0.62 and ends.attended_ratio < 0.4
     assert 0.0 < oracle.kl < ends.kl
-
-
-def test_copy_text_ends_by_quoting_itself() -> None:
-    text = copy_text(Text("prose", "here", tuple(range(1000))), 100)
-    assert text.copy and len(text.tokens) == 1000
-    assert text.tokens[:900] == tuple(range(900))
-    assert text.tokens[900:] == tuple(range(225, 325))
-
-
-def test_every_row_decodes_once_under_a_name_of_its_own() -> None:
-    rows = default_variants(with_file=True)
-    decoded = [row.key for some in passes(rows, 12) for row in some]
-    assert sorted(decoded) == sorted({row.key for row in rows}) and len(decoded) == len(rows)
-    resident = resident_variants(with_file=True)
-    assert len({row.key for row in resident}) == len(resident)
-    field = field_variants(with_file=True)
-    assert len({row.key for row in field}) == len(field)
-
-
-def test_field_budgets_are_those_of_publications_with_an_oracle_beside_each() -> None:
-    keys = {row.key for row in field_variants()}
-    assert {f"oracle_{tokens}t_16_per_head_fresh" for tokens in (128, 512, 2048)} <= keys
-    assert all(row.config().always_tokens == 32 for row in field_variants())
-
-
-def test_bytes_of_representations() -> None:
-    sizes = {row.scorer: bytes_per_token(row, 128) for row in field_variants()}
-    assert sizes[ORACLE] is None
-    assert (sizes["rot2u"], sizes["mix2+mu"], sizes["quest"]) == (34.0, 34.0, 16.5)
-    # As locks-kv states for pages of 16: 5 d + 10 * 16 + 18 bytes.
-    assert sizes["sketch8"] == (5 * 128 + 160 + 18) / 16
-
-
-def test_sketch_of_as_many_directions_as_a_page_has_is_the_page() -> None:
-    keys = torch.randn((2, 3, 16, 32), generator=torch.Generator().manual_seed(7))
-    error = [(Sketch(rank).approximate(keys) - keys).norm() / keys.norm() for rank in (2, 8, 15)]
-    assert error[0] > error[1] > error[2] and error[2] < 0.12
 
 
 def test_targets_take_the_worst_text() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from bench import targets
 from bench.report import at_least, at_most, bounds_json
-from bench.targets import RUNS, Figure, Record, figures_of, read_records, rows_of, write_records
+from bench.targets import RUNS, Figure, Record, figures_of
 from tools.performance import page
 
 FIGURES = {"store_ms": Figure(0.5, "<= 0.45"), "served_ratio": Figure(1.0, ">= 0.999")}
@@ -19,11 +19,6 @@ RECORD = Record(
     "python -m bench.cost", "2 cores, 4 GiB, some CPU", 0.1, "2026-11-01", "abc", FIGURES
 )
 ROOT = Path(targets.__file__).parent.parent
-
-
-@pytest.mark.parametrize("bound", [at_most(0.45), at_least(1.0), at_most(0.0)])
-def test_a_bound_is_read_as_it_is_written(bound: Any) -> None:
-    assert type(bound).parse(str(bound)) == bound
 
 
 def test_figures_come_with_their_bounds() -> None:
@@ -37,22 +32,6 @@ def test_figures_come_with_their_bounds() -> None:
         "left out": Figure(None, "<= 1"),
     }
     assert [one.is_hit for one in found.values()] == [False, True, True, False]
-
-
-def test_a_row_has_hit_or_miss_and_the_last_record() -> None:
-    now = replace(RECORD, figures={"store_ms": Figure(0.4, "<= 0.45"), "new": Figure(None, ">= 1")})
-    assert rows_of("cost", now, RECORD) == [
-        ("cost", "store_ms", "0.4", "<= 0.45", "hit", "0.5"),
-        ("cost", "new", "not measured", ">= 1", "MISS", ""),
-    ]
-
-
-def test_records_are_read_as_they_are_written(tmp_path: Path) -> None:
-    path = tmp_path / "records.json"
-    assert read_records(path) == {}
-    write_records({"e2e": RECORD, "cost": RECORD}, path)
-    assert read_records(path) == {"cost": RECORD, "e2e": RECORD}
-    assert list(json.loads(path.read_text())) == ["cost", "e2e"]
 
 
 def test_the_page_shows_each_record_and_which_are_of_a_busy_machine() -> None:

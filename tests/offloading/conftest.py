@@ -2,10 +2,15 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.offloading.rig import Rig
+from tests.vllm.conftest import engines
 from tests.vllm.processes import Daemon
+
+__all__ = ["engines"]
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +22,21 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture
 def own_daemon(tmp_path: Path) -> Iterator[Daemon]:
-    """A server that the test may stop and kill."""
+    """Starts a server that the test may stop and kill."""
     server = Daemon(tmp_path).start()
     yield server
     server.stop()
+
+
+@pytest.fixture
+def rigs(daemon: Daemon) -> Iterator[Any]:
+    """Makes rigs of the file's server or of another server, and closes them."""
+    made = []
+
+    def make(server: Daemon = daemon, **settings: Any) -> Rig:
+        made.append(Rig(server.target, **settings).connected())
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.close()

@@ -125,15 +125,14 @@ class Rig:
             self.manager.complete_store(set(out.keys_to_store), context)
 
     def store(self, keys: Sequence[OffloadKey]) -> None:
-        """A request that computes all its chunks."""
+        """Runs a request that computes all its chunks."""
         context = self.request(keys)
         self.offer(context, keys)
         self.settle()
         self.manager.on_request_finished(context)
 
     def lookup_once(self, context: ReqContext, keys: Sequence[OffloadKey]) -> int | None:
-        """Looks up a prefix, as vLLM's scheduler does in one step. Returns None if it is
-        deferred."""
+        """Looks up a prefix, as vLLM's scheduler does in a step. Returns None if it is deferred."""
         hits, is_deferred = 0, False
         began_s = time.perf_counter()
         for key in keys:
@@ -166,7 +165,7 @@ class Rig:
         self.manager.on_request_finished(context)
 
     def hits(self, keys: Sequence[OffloadKey], patience_s: float = 30.0) -> int:
-        """A request from its arrival to its end. Returns the chunks that it loaded."""
+        """Runs a request from its arrival to its end. Returns how many chunks it loaded."""
         context = self.request(keys)
         hits = self.lookup(context, keys, patience_s)
         self.load(context, keys[:hits])

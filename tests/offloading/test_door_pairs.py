@@ -32,7 +32,7 @@ from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import running
 from tests.vllm.approximate import SPARSE
 from tests.vllm.processes import Daemon, EngineProcess, Engines, own_daemon
-from tests.vllm.runs import NOISE, difference, prompts, usable
+from tests.vllm.runs import NOISE, difference, prompts, same, usable
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
 from tests.vllm.tokenizer import write_tokenizer
 from tests.vllm.vision import IMAGE_TOKEN, write_vision_model
@@ -58,10 +58,6 @@ LENGTHS = (33, 100, 257)
 TOKENS = 40
 
 
-def counter(daemon: Daemon, name: str) -> float:
-    return float(daemon.admin("info")["counters"][name])
-
-
 # ----------------------------------------------------------------------------------------- refused
 
 
@@ -78,20 +74,6 @@ def test_a_setting_that_this_door_can_not_serve(name: str) -> None:
 
 
 # --------------------------------------------------------------------------------- over a real tier
-
-
-@pytest.fixture
-def rigs() -> Iterator[Any]:
-    """Makes rigs of a daemon, and closes them."""
-    made = []
-
-    def make(daemon: Daemon, **settings: Any) -> Rig:
-        made.append(Rig(daemon.target, **settings).connected())
-        return made[-1]
-
-    yield make
-    for rig in made:
-        rig.close()
 
 
 def empty(rig: Rig) -> None:
@@ -149,7 +131,7 @@ def test_a_consumer_hits_and_stores_nothing(
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, Daemon]]:
-    """Two servers that share a Valkey."""
+    """Starts two servers that share a Valkey."""
     with contextlib.ExitStack() as stack:
         valkey = stack.enter_context(running(tmp_path_factory.mktemp("valkey")))
         made = [stack.enter_context(own_daemon()) for _ in range(2)]
@@ -168,26 +150,26 @@ def test_blocks_that_host_memory_lost_come_from_the_disk(rigs: Any, tmp_path: Pa
         daemon.flags = ["--tiers.disk.path", str(tmp_path), "--tiers.disk.bytes", "64MiB", *PATIENT]
         engine = rigs(daemon.start(), **LONG_WAIT)
         engine.store(keys)
-        wait_for(lambda: counter(daemon, "tier_demoted_blocks_total") >= 40, "the copy to the disk")
+        wait_for(lambda: daemon.counter("tier_demoted_blocks_total") >= 40, "the copy to the disk")
         daemon.lose_arena()
         wait_for(lambda: not engine.tier.session.connected, "the end of the session")
         daemon.start()
         engine.connected()
         empty(engine)
         assert engine.hits(keys) == 40
-        assert counter(daemon, "tier_promoted_blocks_total") == 40
+        assert daemon.counter("tier_promoted_blocks_total") == 40
 
 
 def test_a_server_of_another_node_hits_through_the_shared_tier(
     rigs: Any, nodes: tuple[Daemon, Daemon]
 ) -> None:
     keys = keys_of("shared", 40)
-    copied = counter(nodes[0], "shared_copied_blocks_total")
+    copied = nodes[0].counter("shared_copied_blocks_total")
     rigs(nodes[0]).store(keys)
-    wait_for(lambda: counter(nodes[0], "shared_copied_blocks_total") >= copied + 40, "the copies")
-    fetched = counter(nodes[1], "shared_fetched_blocks_total")
+    wait_for(lambda: nodes[0].counter("shared_copied_blocks_total") >= copied + 40, "the copies")
+    fetched = nodes[1].counter("shared_fetched_blocks_total")
     assert rigs(nodes[1], **LONG_WAIT).hits(keys) == 40
-    assert counter(nodes[1], "shared_fetched_blocks_total") == fetched + 40
+    assert nodes[1].counter("shared_fetched_blocks_total") == fetched + 40
 
 
 def test_a_node_that_was_warmed_hits_from_its_host_memory(
@@ -195,9 +177,9 @@ def test_a_node_that_was_warmed_hits_from_its_host_memory(
 ) -> None:
     """The other node has fetched the blocks before its engine asks."""
     keys, own = keys_of("warm", 40), {"hotkv.tenant": "warm"}
-    copied = counter(nodes[0], "shared_copied_blocks_total")
+    copied = nodes[0].counter("shared_copied_blocks_total")
     rigs(nodes[0], **own).store(keys)
-    wait_for(lambda: counter(nodes[0], "shared_copied_blocks_total") >= copied + 40, "the copies")
+    wait_for(lambda: nodes[0].counter("shared_copied_blocks_total") >= copied + 40, "the copies")
     with AdminClient(nodes[0].target, 20.0) as client:
         (space,) = (
             one["key_space_id"]
@@ -208,16 +190,16 @@ def test_a_node_that_was_warmed_hits_from_its_host_memory(
     reader = rigs(nodes[1], **own)
     with AdminClient(nodes[1].target, 20.0) as client:
         assert warm_start.fetch(client, tmp_path / "blocks", 20.0)["fetched_block_count"] == 40
-    fetched = counter(nodes[1], "shared_fetched_blocks_total")
+    fetched = nodes[1].counter("shared_fetched_blocks_total")
     assert reader.hits(keys) == 40
-    assert counter(nodes[1], "shared_fetched_blocks_total") == fetched
+    assert nodes[1].counter("shared_fetched_blocks_total") == fetched
 
 
 # ---------------------------------------------------------------------------------- in real engines
 
 
 class Stage:
-    """Engines of one server, and one without a connector. Both start when they are first asked
+    """Engines of a server, and an engine without a connector. They start when they are first asked
     for."""
 
     def __init__(self, folder: Path, daemon: Daemon) -> None:
@@ -250,17 +232,17 @@ class Stage:
 
     @property
     def plain(self) -> EngineProcess:
-        """An engine without a connector."""
+        """Returns an engine without a connector."""
         return self._once("plain", target="none")
 
     @property
     def one(self) -> EngineProcess:
-        """An engine with no feature but prompts of embeddings."""
+        """Returns an engine whose only feature is prompts of embeddings."""
         return self._once("one")
 
     @property
     def num_stored(self) -> int:
-        return int(counter(self.daemon, "stored_blocks_total"))
+        return int(self.daemon.counter("stored_blocks_total"))
 
     def twice(
         self,
@@ -315,10 +297,6 @@ def num_blocks(batch: list[dict[str, Any]], num_tokens: int = TOKENS) -> int:
     return sum((len(one["tokens"]) + num_tokens - 1) // BLOCK_TOKENS for one in batch)
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return bool(one["tokens"] == other["tokens"]) and difference(one, other) <= NOISE
-
-
 def longer(batch: list[dict[str, Any]], answers: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the next turns of conversations."""
     return [
@@ -343,7 +321,7 @@ def test_embeddings_meet_only_where_they_are_equal(stage: Stage) -> None:
 
 
 def test_hints_and_sessions_reach_the_server(stage: Stage) -> None:
-    """A pin for a request of a chat, and the end of the chat."""
+    """Pins the blocks of a chat's request, then releases them."""
     (text,) = prompts(2, (300,))
 
     def ask(kind: str, payload: dict[str, Any]) -> None:
@@ -437,20 +415,3 @@ def test_pictures_meet_only_where_they_are_equal(stage: Stage) -> None:
     other = engine.ask("sample", requests=[picture(2)])
     # Before the picture both are the same block.
     assert other["cached"] == [32] and difference(cold, other) > 20 * NOISE
-
-
-@pytest.mark.long
-def test_pictures_that_vllm_names_by_a_counter_are_left_out(stage: Stage) -> None:
-    """Another engine's first picture would bear the same name as this one's."""
-    engine = stage.start(
-        model=write_vision_model(stage.folder / "counted"),
-        mm_processor_cache_gb=0,
-        enable_prefix_caching=False,
-    )
-    before = stage.num_stored
-    engine.ask("sample", requests=[picture(1)])
-    batch = texts(8)
-    cold, warm = stage.twice(engine, batch, num_blocks(batch))
-    assert warm["cached"] == hits(batch) and same(cold, warm)
-    assert stage.num_stored == before + num_blocks(batch)
-    assert "requests with images or other media do not use the shared cache" in engine.log()

@@ -20,7 +20,7 @@ from tests.support.waiting import stop, wait_for
 from tests.vllm.adapters import LORA, adapter, write_adapter
 from tests.vllm.checkpoint import write_weights
 from tests.vllm.processes import Daemon, EngineProcess, Engines
-from tests.vllm.runs import NOISE, difference, prompts, usable
+from tests.vllm.runs import difference, prompts, same, usable
 from tests.vllm.tiny import transfer_config, write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -36,15 +36,8 @@ Start = Callable[..., EngineProcess]
 
 
 @pytest.fixture
-def engines(tmp_path: Path):
-    made = Engines(tmp_path)
-    yield made
-    made.stop()
-
-
-@pytest.fixture
 def start(engines: Engines, tmp_path: Path) -> Start:
-    """Starts engines of one model. `door`: further settings of the connector."""
+    """Starts engines of the same model. `door`: further settings of the connector."""
 
     def make(
         daemon: Daemon,
@@ -72,21 +65,16 @@ def start(engines: Engines, tmp_path: Path) -> Start:
     return make
 
 
-def stored(daemon: Daemon) -> float:
-    return float(daemon.admin("info")["counters"]["stored_blocks_total"])
-
-
 def ask_until_stored(daemon: Daemon, engine: EngineProcess, batch: list[list[int]]) -> Any:
     """Asks an engine for prompts that are new to it. Waits until the server has their blocks."""
-    before = stored(daemon)
+    before = daemon.counter("stored_blocks_total")
     answers = engine.ask_each(batch, 6)
     num_blocks = sum((len(prompt) + 5) // 32 for prompt in batch)
-    wait_for(lambda: stored(daemon) >= before + num_blocks, "the store of all blocks")
+    wait_for(
+        lambda: daemon.counter("stored_blocks_total") >= before + num_blocks,
+        "the store of all blocks",
+    )
     return answers
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return bool(one["tokens"] == other["tokens"]) and difference(one, other) <= NOISE
 
 
 def test_engines_share_answers_too_and_outlive_the_server(own_daemon, start):
@@ -96,8 +84,8 @@ def test_engines_share_answers_too_and_outlive_the_server(own_daemon, start):
     warm = second.ask_each(batch, 6)
     assert warm["cached"] == [usable(prompt) for prompt in batch]
     assert same(cold, warm)
-    told = own_daemon.admin("info")["counters"]
-    assert told["reported_hit_tokens_total"] >= sum(map(usable, batch)), "the ledger has the hits"
+    reported = own_daemon.counter("reported_hit_tokens_total")
+    assert reported >= sum(map(usable, batch)), "the ledger has the hits"
     turns = [prompt + answer for prompt, answer in zip(batch, cold["tokens"], strict=True)]
     third = start(own_daemon)
     assert third.ask_each(turns, 2)["cached"] == [usable(turn[:-1]) for turn in turns]
@@ -112,8 +100,8 @@ def test_engines_share_answers_too_and_outlive_the_server(own_daemon, start):
 
 
 def test_a_reset_empties_the_server_and_a_weights_update_waits_for_one(daemon, start, tmp_path):
-    """After new weights are loaded nothing is shared until the caches were emptied, because the
-    primary tier and the device still have blocks of the old ones under the same names."""
+    """Blocks are not shared after new weights until the caches are emptied: the primary tier and
+    the device still have blocks of the old weights under the same names."""
     engine, batch = start(daemon, has_weights=True), prompts(2, LENGTHS)
     ask_until_stored(daemon, engine, batch)
     assert engine.ask("reset", connector=True)["done"]
@@ -123,9 +111,9 @@ def test_a_reset_empties_the_server_and_a_weights_update_waits_for_one(daemon, s
     newer = shutil.copytree(tmp_path / "llama", tmp_path / "newer")
     write_weights(newer, seed=7)
     engine.ask("reload", path=str(newer))
-    before = stored(daemon)
+    before = daemon.counter("stored_blocks_total")
     engine.ask_each(prompts(4, (300, 301)), 6)
-    assert stored(daemon) == before, "nothing of an unclean cache is stored"
+    assert daemon.counter("stored_blocks_total") == before, "nothing of an unclean cache is stored"
     assert engine.ask("reset", connector=True)["done"]
     changed = ask_until_stored(daemon, engine, prompts(3, LENGTHS))
     assert changed["tokens"] != old["tokens"]
@@ -134,16 +122,17 @@ def test_a_reset_empties_the_server_and_a_weights_update_waits_for_one(daemon, s
     assert same(old, again), "an engine of the old weights is given none of the new ones' blocks"
 
 
+@pytest.mark.long
 def test_adapters_are_left_out(daemon, start, tmp_path):
     lora = dict(LORA)
     one, other = (start(daemon, **lora) for _ in range(2))
     folder = write_adapter(tmp_path / "adapter", seed=3)
     (prompt,) = prompts(5, (300,))
-    before = stored(daemon)
+    before = daemon.counter("stored_blocks_total")
     asked = {"prompts": [prompt], "max_tokens": 4, "adapter": adapter(folder)}
     cold = one.ask("generate", **asked)
     assert other.ask("generate", **asked)["cached"] == [0]
-    assert stored(daemon) == before
+    assert daemon.counter("stored_blocks_total") == before
     plain = ask_until_stored(daemon, one, [prompt])
     assert other.ask_each([prompt], 6)["cached"] == [usable(prompt)]
     assert plain["tokens"][0][:4] != cold["tokens"][0]
@@ -153,7 +142,13 @@ def test_adapters_are_left_out(daemon, start, tmp_path):
     ("kind", "door", "settings"),
     [
         pytest.param("gemma3", {}, {}, id="windows beside full attention"),
-        pytest.param("llama", {"blocks_per_chunk": 2}, {}, id="chunks of two blocks"),
+        pytest.param(
+            "llama",
+            {"blocks_per_chunk": 2},
+            {},
+            id="chunks of two blocks",
+            marks=pytest.mark.long,
+        ),
         pytest.param("gemma4", {}, {}, id="blocks of two sizes", marks=pytest.mark.long),
         pytest.param(
             "lfm2",
@@ -186,7 +181,7 @@ def test_every_shape_that_vllms_offloading_takes_hits(daemon, start, kind, door,
     one.ask_each(prompts(60, (40, 41)), 2)
 
     def settled(last: list[float] = [-1.0]) -> bool:  # noqa: B006 - remembers between calls
-        was, last[0] = last[0], stored(daemon)
+        was, last[0] = last[0], daemon.counter("stored_blocks_total")
         return was == last[0] > 0
 
     wait_for(settled)
@@ -218,12 +213,15 @@ def test_engines_of_two_tensor_parallel_sizes_share_canonical_rows(daemon, start
 
 @pytest.mark.long
 def test_a_data_parallel_engine_hits_what_its_sibling_stored(daemon, start):
-    """Each has a primary tier and a session of its own, in one key space."""
+    """Both engines use the same key space, each with its primary tier and its session."""
     both = start(daemon, driver="dp_driver.py", data_parallel_size=2, has_weights=True)
-    batch, before = prompts(9, LENGTHS), stored(daemon)
+    batch, before = prompts(9, LENGTHS), daemon.counter("stored_blocks_total")
     cold = both.ask("generate", prompts=batch, max_tokens=6, rank=0)
     num_blocks = sum((len(prompt) + 5) // 32 for prompt in batch)
-    wait_for(lambda: stored(daemon) >= before + num_blocks, "the store of all blocks")
+    wait_for(
+        lambda: daemon.counter("stored_blocks_total") >= before + num_blocks,
+        "the store of all blocks",
+    )
     warm = both.ask("generate", prompts=batch, max_tokens=6, rank=1)
     assert warm["cached"] == [usable(prompt) for prompt in batch]
     assert same(cold, warm)

@@ -22,7 +22,7 @@ KEYS = keys_of("idle", 30)
 
 @pytest.fixture
 def reader(own_daemon: Daemon) -> Iterator[Rig]:
-    """A rig of whose server another rig has stored `KEYS`."""
+    """Yields a rig whose server has `KEYS`, stored by another rig."""
     writer, rig = (Rig(own_daemon.target).connected() for _ in range(2))
     writer.store(KEYS)
     yield rig
@@ -57,28 +57,21 @@ def test_an_idle_engine_hits_in_the_step_that_asks(
     reader.load(context, KEYS)
 
 
-def test_an_engine_with_a_request_under_way_does_not_wait(
-    reader: Rig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("why", ["a request is under way", "replicas step together"])
+def test_an_engine_that_has_something_else_to_do_does_not_wait(
+    reader: Rig, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    side = side_of(reader, monkeypatch, wait_s=20.0)
+    has_replicas = why == "replicas step together"
+    side = side_of(reader, monkeypatch, wait_s=20.0, num_replicas=2 if has_replicas else 1)
     running = SimpleNamespace(request_id="running")
-    side.allocated(running, 0)
+    if not has_replicas:
+        side.allocated(running, 0)
     context = reader.request(KEYS)
     assert reader.lookup_once(context, KEYS) is None
     assert not side.promote(reader.manager)
     assert reader.tier.transfers is not None and reader.tier.transfers.is_idle
     side.finished(running)
-    assert side.promote(reader.manager)
-    reader.load(context, KEYS[: reader.lookup(context, KEYS)])
-
-
-def test_a_replica_that_steps_with_others_does_not_wait(
-    reader: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    side = side_of(reader, monkeypatch, wait_s=20.0, num_replicas=2)
-    context = reader.request(KEYS)
-    assert reader.lookup_once(context, KEYS) is None
-    assert not side.promote(reader.manager)
+    assert side.promote(reader.manager) != has_replicas
     side.end_step()
     reader.load(context, KEYS[: reader.lookup(context, KEYS)])
 

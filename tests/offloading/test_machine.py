@@ -50,7 +50,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(engine=engines_of, prompt=prompts)
     def compute(self, engine, prompt):
-        """A request computes its prompt. Its copies into the primary tier may find no row."""
+        """Runs a request that computes its prompt. Its copies may find no row."""
         rig = self.engines[engine]
         context = rig.request(PROMPTS[prompt])
         rig.offer(context, PROMPTS[prompt][: NUM_ROWS // 2])
@@ -63,7 +63,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(engine=engines_of, count=st.integers(1, 5))
     def steps(self, engine, count):
-        """Steps of an engine: each request that asks is answered, or deferred."""
+        """Runs steps of an engine. Each request that asks is answered or deferred."""
         rig = self.engines[engine]
         for _ in range(count):
             for name, (context, keys) in list(self.asking[engine].items()):
@@ -82,7 +82,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_stopped)
     @rule(engine=engines_of)
     def reset(self, engine):
-        """vLLM empties its tiers of one engine."""
+        """Empties the tiers of an engine, as vLLM does."""
         self.engines[engine].manager.reset_cache()
 
     @precondition(lambda self: not (self.is_stopped or self.is_dead))
@@ -122,7 +122,7 @@ class Machine(RuleBasedStateMachine):
             rig.tier._room.check_invariants()
 
     def teardown(self):
-        """With the server back, every request is answered and every job ends."""
+        """Checks that every request is answered and every job ends once the server is back."""
         if self.is_stopped:
             self.go_on()
         if self.is_dead:

@@ -19,7 +19,8 @@ subsets = st.sets(st.sampled_from(KEYS))
 
 @given(st.lists(st.tuples(subsets, subsets)))
 def test_a_request_promotes_a_bounded_number_of_times_within_its_first_reach(waves):
-    """Each wave asks for some keys and loads some of them. What vLLM may still be told shrinks."""
+    """Asks for some keys in each wave and loads some of them. The set of keys that may be promoted
+    shrinks."""
     promotions, allowed, num_submitted = Promotions(), set(KEYS), 0
     for asked, loaded in waves:
         now = {key for key in KEYS if promotions.may_promote(key, ENDS[key])}

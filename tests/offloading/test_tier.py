@@ -14,29 +14,10 @@ from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from hotkv_proto.blocks import Retention
-from hotkv_vllm.config import ConfigError
-from hotkv_vllm.offloading.requests import SHARE_ALONE, SHARE_TOGETHER
+from hotkv_vllm.offloading.requests import SHARE_ALONE
 from hotkv_vllm.offloading.tier import HELD_STEPS
 from tests.offloading.rig import Rig, keys_of
 from tests.support.waiting import stop, wait_for
-
-
-@pytest.fixture
-def rigs(daemon):
-    """Makes rigs of the file's server, and closes them."""
-    made = []
-
-    def make(**settings):
-        made.append(Rig(daemon.target, **settings).connected())
-        return made[-1]
-
-    yield make
-    for rig in made:
-        rig.close()
-
-
-def counter(daemon, name):
-    return daemon.admin("info")["counters"][name]
 
 
 def test_another_engine_hits_what_one_has_stored(rigs):
@@ -64,32 +45,6 @@ def test_a_prompt_larger_than_the_primary_tier_gets_what_fits(rigs, count):
     keys = keys_of(f"large {count}", count)
     rigs(num_rows=256).store(keys)
     assert rigs(num_rows=64).hits(keys) == min(count, int(SHARE_ALONE * 64))
-
-
-def test_two_requests_at_once_share_the_room(rigs):
-    first, second = keys_of("first", 50), keys_of("second", 50)
-    writer = rigs(num_rows=128)
-    writer.store(first)
-    writer.store(second)
-    reader = rigs(num_rows=64)
-    contexts = [reader.request(first), reader.request(second)]
-    hits: list[int | None] = [None, None]
-    while None in hits:
-        for place, keys in enumerate((first, second)):
-            if hits[place] is None:
-                hits[place] = reader.lookup_once(contexts[place], keys)
-        reader.step()
-    for context, keys, count in zip(contexts, (first, second), hits, strict=True):
-        reader.load(context, keys[:0] if count is None else [])
-    assert max(hits) >= int(SHARE_TOGETHER * 64)
-
-
-def test_promotions_that_evict_rows_of_their_own_request_end(rigs):
-    reader, keys = rigs(num_rows=64), keys_of("evicted", 40)
-    reader.store(keys_of("others", 40))
-    reader.store(keys)
-    reader.store(keys_of("more", 40))
-    assert reader.hits(keys) > 0
 
 
 def test_a_lease_that_refuses_what_the_table_has_shown_is_a_miss(rigs, monkeypatch):
@@ -137,7 +92,7 @@ def test_a_request_may_ask_for_retention(rigs, daemon):
     engine.offer(context, keys)
     engine.settle()
     engine.manager.on_request_finished(context)
-    assert counter(daemon, "held_blocks_total") >= 4
+    assert daemon.counter("held_blocks_total") >= 4
 
 
 def test_chunks_used_from_the_primary_tier_stay_hot_in_the_server(rigs, daemon):
@@ -260,24 +215,6 @@ def test_a_server_killed_under_a_load_costs_a_miss_and_is_offered_again_what_it_
         rig.close()
 
 
-def test_a_full_server_serves_right_bytes_or_misses(tmp_path):
-    from tests.vllm.processes import Daemon
-
-    server = Daemon(tmp_path, arena="16MiB").start()
-    try:
-        engine = Rig(server.target, num_rows=512).connected()
-        prompts = [keys_of(f"full {number}", 400) for number in range(16)]
-        for keys in prompts:
-            engine.store(keys)
-        reader = Rig(server.target, num_rows=512).connected()
-        hits = [reader.hits(keys) for keys in prompts]
-        assert 0 < sum(hits) < 6400
-        engine.close()
-        reader.close()
-    finally:
-        server.stop()
-
-
 # ------------------------------------------------------------------------------- faults of hotkv's
 
 
@@ -302,11 +239,6 @@ def test_an_exception_of_hotkv_never_reaches_vllm(rigs, monkeypatch, broken):
     engine.hits(keys, patience_s=10.0)
     engine.manager.reset_cache()
     assert engine.tier.stats.data["hook_errors"] > 0
-
-
-def test_wrong_settings_stop_the_start(daemon):
-    with pytest.raises(ConfigError, match=r"hotkv\.lease = 1: there is no such setting"):
-        Rig(daemon.target, **{"hotkv.lease": 1})
 
 
 def test_a_tier_without_a_stated_identity_is_off(daemon):

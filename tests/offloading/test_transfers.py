@@ -36,7 +36,7 @@ class Session:
         return self._threads.submit(lambda: SimpleNamespace(status=TransferStatus.DONE))
 
     def release(self, name: str) -> None:
-        """Nothing is leased."""
+        """Does nothing: this session leases no blocks."""
 
     def close(self) -> None:
         self._threads.shutdown()

@@ -49,11 +49,11 @@ class Session:
         return answer
 
     def report_requests(self, *_):
-        """Nobody listens."""
+        """Does nothing."""
 
 
 class Tier:
-    """What `DoorScheduler` uses of a tier."""
+    """The part of a tier that `DoorScheduler` uses."""
 
     def __init__(self):
         self.stats, self.config, self.row_bytes = HotKVStats(), None, 4096
@@ -115,7 +115,7 @@ def made(patch):
 
 
 class WeightsMachine(RuleBasedStateMachine):
-    """An engine whose weights are written, whose caches are reset, and that steps.
+    """An engine that steps, while its weights are written and its caches are reset.
 
     cached: names of the weights that computed blocks on the device or in the primary tier.
     computed: the weights of blocks that wait to be stored.
@@ -187,8 +187,8 @@ class WeightsMachine(RuleBasedStateMachine):
         self.check()
 
     def check(self):
-        """A tier that serves does so for the weights of the engine, over caches of these alone. A
-        write that no step has followed yet can't be known."""
+        """Checks that a tier which serves has the engine's weights, and caches of these weights
+        only. A write is not known before the next step."""
         if not self.tier.serves or any(watch.touched for watch in self.watches):
             return
         now = self.watches[0].now
@@ -200,6 +200,25 @@ class WeightsMachine(RuleBasedStateMachine):
 
 
 TestWeights = WeightsMachine.TestCase
+
+
+@pytest.mark.parametrize("counts_media", [False, True])
+@pytest.mark.parametrize("has_adapter", [False, True])
+@pytest.mark.parametrize("has_media", [False, True])
+def test_requests_that_vllms_hashes_do_not_cover_are_left_out(
+    monkeypatch, counts_media, has_adapter, has_media
+):
+    """An adapter is named by its path. Media are named by a counter if `counts_media`."""
+    side, tier = made(monkeypatch)
+    side._counts_media = counts_media
+    request = SimpleNamespace(
+        request_id="r",
+        lora_request="adapter" if has_adapter else None,
+        kv_transfer_params=None,
+        mm_features=("picture",) if has_media else (),
+    )
+    side.arrived(request)
+    assert tier.told == {"r": has_adapter or (counts_media and has_media)}
 
 
 def test_a_reset_over_a_device_in_use_leaves_live_requests_out(monkeypatch):

@@ -16,7 +16,8 @@ from hotkv_server.testing.otlp_receiver import OtlpReceiver
 from hotkv_vllm.compat import fingerprint, model_weights
 from hotkv_vllm.scheduler import hits
 from tests.pairs.servers import lose_disk
-from tests.pairs.world import WAIT_S, Play, World, ours
+from tests.pairs.world import Play, World, ours
+from tests.support.waiting import WAIT_S
 from tests.vllm.approximate import SPARSE, Approximate, without_layers
 from tests.vllm.changing_weights import load, may_load, show_weights, weights_of
 from tests.vllm.engine_core import Core
@@ -37,7 +38,7 @@ ALL_CALLS = ["store", "load", "acquire", "lookup"]
 
 
 class Lora(Play):
-    """Requests of two adapters; the engines have one of them with other bytes."""
+    """Requests of two adapters. The bytes of an adapter differ between the engines."""
 
     adapters = (None, lora(1, "a", "/a"), lora(2, "b", "/b"))
 
@@ -151,7 +152,7 @@ class Embeds(Play):
 
 
 class Images(Play):
-    """Half of the prompts of tokens have one of two images, 20 tokens of text before it."""
+    """Half of the token prompts show one of two images behind 20 tokens of text."""
 
     seen = 0
     place = PlaceholderRange(offset=20, length=40)
@@ -210,8 +211,8 @@ class Speculation(Play):
 
 
 class OtherFirst(Play):
-    """A connector before hotkv in a MultiConnector, which offers a load of its own now and then.
-    With `OtherLast` the engines differ in it."""
+    """A connector before hotkv in a MultiConnector, which sometimes offers a load. With `OtherLast`
+    the engines differ in it."""
 
     ours_first = False
     number_of_both = 0
@@ -232,14 +233,14 @@ class OtherFirst(Play):
             PLAN.tokens[name] = length - BLOCK_TOKENS
 
     def after(self, world: World) -> None:
-        """What hotkv has not: nobody has asked for it before."""
+        """Asks for prompts that are new to all engines, until the other connector loads some."""
         for seed in range(50, 70):
             for one in () if self.met(world) else world.engines:
                 world.ask(one, prompt(seed, 200))
                 world.run(one)
 
     def fill(self, world: World) -> Any:
-        """Loads into the engine whose request it is."""
+        """Returns a function that loads into the engine whose request it is."""
 
         def load_into(name: str, tables: Any, tokens: int) -> None:
             PLAN.num_loads += 1
@@ -260,7 +261,7 @@ class OtherLast(OtherFirst):
 
 
 class Producer(Play):
-    """The first engine stores and loads nothing."""
+    """The first engine only stores."""
 
     def role(self, number: int) -> str:
         return "kv_producer" if number == 0 else ""
@@ -271,7 +272,7 @@ class Producer(Play):
 
 
 class Consumer(Play):
-    """The second engine loads and stores nothing."""
+    """The second engine only loads."""
 
     def role(self, number: int) -> str:
         return "kv_consumer" if number == 1 else ""
@@ -281,7 +282,7 @@ class Consumer(Play):
 
 
 class Asynchronous(Play):
-    """A step is planned before the one before it has run."""
+    """A step is planned before the previous step has run."""
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
         return {"pipelined": True}
@@ -314,7 +315,7 @@ class Preemption(Play):
                 self.crowd(world, number)
 
     def crowd(self, world: World, number: int) -> None:
-        """More than the device holds, of what was never asked for before."""
+        """Asks an engine for more new prompts than its device can hold."""
         one = world.dice.choice(world.engines)
         for seed in range(3):
             fresh = prompt(100 + 3 * number + seed, world.dice.randrange(180, 300))
@@ -409,7 +410,7 @@ class Reset(Play):
             ours(one)._scheduler.cache.session.flush()
 
     def after(self, world: World) -> None:
-        """Once a reset has answered, nobody finds a block of before."""
+        """Checks that the key space is empty once a reset has answered."""
         one = world.engines[0]
         assert one.scheduler.reset_prefix_cache(reset_connector=True)
         world.end(one)
@@ -421,7 +422,7 @@ class Reset(Play):
 
 
 class Weights(Play):
-    """The weights of one engine change, and change back."""
+    """The weights of an engine change, and change back."""
 
     def start(self, world: World) -> None:
         may_load(world.monkeypatch)
@@ -471,7 +472,7 @@ class Sleep(Play):
 
 
 class Tenants(Play):
-    """The second engine is of another tenant: it finds nothing of the first one's."""
+    """The second engine belongs to another tenant. It does not find the first engine's blocks."""
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
         return {"extra": {"tenant": "ab"[number % 2]}}
@@ -565,14 +566,13 @@ class Tier(Play):
                 world.repeat(one, world.arguments[name])
             world.end(one)
             # Counted since the server began anew.
-            counters = daemon.admin("info")["counters"]
             may_leave = "load_choice" in world and world.count("left_requests") > 0
-            self.has_come = may_leave or counters[self.came] > 0
+            self.has_come = may_leave or daemon.counter(self.came) > 0
             if not self.has_come:
                 wait_for_copies(daemon, type(self))
 
     def lose(self, world: World, one: Engine, number: int) -> None:
-        """The node's memory is lost, and tiers above this one; its server begins anew."""
+        """Loses the node's memory and the tiers above this tier, and starts the server again."""
         daemon = world.server.of(number)
         daemon.lose_arena()
         if not isinstance(self, Disk):
@@ -585,10 +585,10 @@ class Tier(Play):
 
 
 def wait_for_copies(daemon: Daemon, tier: type[Tier]) -> None:
-    """Waits for a block in the tier: what a kill finds on its way there never gets there. Not for
-    long, since there may be none to come."""
+    """Waits for a block in the tier: a killed server loses its copies under way. Gives up soon,
+    since the tier may get no block."""
     until_s = time.monotonic() + WAIT_S / 12
-    while not daemon.admin("info")["counters"][tier.went] and time.monotonic() < until_s:
+    while not daemon.counter(tier.went) and time.monotonic() < until_s:
         time.sleep(0.02)
 
 

@@ -1,5 +1,5 @@
-"""The server of a world, and what the world asks of it: the double with its faults, or real daemons
-with a disk and a Valkey that they share."""
+"""The server of a world, and the interface that the world uses: the double with its faults, or real
+daemons with a disk and a Valkey that they share."""
 
 import os
 import signal
@@ -11,18 +11,19 @@ from typing import Any, Protocol
 from hotkv_client.testing import FakeServer
 from hotkv_client.types import RequestReport, SessionConfig
 from hotkv_vllm import link
+from tests.support.waiting import WAIT_S, wait_for
 from tests.vllm.harness import Engine
 from tests.vllm.oracle import check_stored
 from tests.vllm.other_connectors import our_connector
 from tests.vllm.processes import Daemon
 
-WAIT_S = 60.0
-"""The longest wait for something of a real server; machines are slow and shared."""
-
 
 class Server(Protocol):
-    """What a world asks of its server. `pace`: how much longer than the double it takes. `told`:
-    the reports of requests."""
+    """The interface of a world's server.
+
+    pace: how much longer than the double it takes.
+    told: the reports of requests.
+    """
 
     told: list[RequestReport]
     up: bool
@@ -61,32 +62,33 @@ class Double(FakeServer):
         return self.up
 
     def until_connected(self, one: Engine) -> None:
-        """Sessions of the double are there when it is."""
+        """Returns at once: the double's sessions are connected whenever it is up."""
 
     def settings(self, number: int) -> dict[str, Any]:
         """Settings of the connector of an engine."""
         return {"startup_wait_s": 0.0}
 
     def num_blocks(self, space: bytes, number: int) -> int:
-        """Blocks of a key space that an engine of this number can find."""
+        """Returns how many blocks of a key space the engine of this number can find."""
         return sum(key[0] == space for key in self.blocks)
 
     def check(self, engines: Sequence[Engine], weights: Sequence[int]) -> None:
-        """At rest: nothing is leased or reserved, and blocks are what the model computes."""
+        """Checks that leases and reservations have ended, and the values of all blocks."""
         assert not self.leases, f"leases: {self.leases}"
         assert not self.writes.leases and not self.writes._owners
         check_stored(self, engines, weights)
 
 
 class Nodes:
-    """Real daemons; an engine is on the one of its number. They hold nothing by kind: while the
-    world has anything held they are stopped, as SIGSTOP does."""
+    """Real daemons. An engine uses the daemon of its number. They can't hold calls by kind: while
+    the world holds any call they are stopped with SIGSTOP."""
 
     pace = 50.0
     ack_cancels = True
 
     def __init__(self, daemons: Sequence[Daemon], identity: str) -> None:
-        """`identity`: of the weights, so that each world has key spaces of its own."""
+        """identity: identity of the weights. It gives each world key spaces that no other world
+        uses."""
         self.daemons, self._identity = daemons, identity
         self.told: list[RequestReport] = []
         self._open = link.open_session
@@ -127,7 +129,7 @@ class Nodes:
             os.kill(daemon.pid, signal.SIGSTOP if self._stopped else signal.SIGCONT)
 
     def settle(self, kind: str = "") -> int:
-        """Real answers come by themselves."""
+        """Waits a moment: real answers come by themselves."""
         time.sleep(1e-3)
         return 0
 
@@ -142,7 +144,7 @@ class Nodes:
             daemon.start()
 
     def until_connected(self, one: Engine) -> None:
-        """Every session of the engine is there."""
+        """Waits until every session of the engine is connected."""
         sessions = [our_connector(one.connector)._scheduler.cache.session]
         sessions += [our_connector(worker)._worker.rank.session for worker in one.each_worker()]
         for session in sessions:
@@ -156,17 +158,14 @@ class Nodes:
         )
 
     def check(self, engines: Sequence[Engine], weights: Sequence[int]) -> None:
-        """At rest: no session leases or transfers anything. What lies there is compared by the
-        engines that load it."""
+        """Checks that no session leases or transfers anything. The engines compare the blocks that
+        they load."""
 
-        def busy() -> list[Any]:
+        def is_idle() -> bool:
             sessions = [one for daemon in self.daemons for one in daemon.admin("sessions")]
-            return [one for one in sessions if one["lease_count"] or one["transfer_count"]]
+            return not any(one["lease_count"] or one["transfer_count"] for one in sessions)
 
-        until_s = time.monotonic() + WAIT_S
-        while left := busy():
-            assert time.monotonic() < until_s, f"leases or transfers are left: {left}"
-            time.sleep(0.02)
+        wait_for(is_idle, "the end of all leases and transfers")
 
 
 def noting(session: Any, told: list[RequestReport]) -> Any:
@@ -182,7 +181,7 @@ def noting(session: Any, told: list[RequestReport]) -> Any:
 
 
 def lose_disk(daemon: Daemon) -> None:
-    """What the disk of a stopped daemon has is lost with it, if it has one."""
+    """Deletes the files on the disk of a stopped daemon, if it has a disk."""
     flag = "--tiers.disk.path"
     if flag in daemon.flags:
         for file in Path(daemon.flags[daemon.flags.index(flag) + 1]).iterdir():

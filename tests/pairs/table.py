@@ -67,8 +67,11 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`test`: where it is shown, as pytest names it; none for a pair that cannot meet. `words`: the
-    refusal, the reason, or what the test shows."""
+    """The answer to a pair.
+
+    test: the test that shows it, by its pytest name; empty for a pair that cannot meet.
+    words: the refusal, the reason, or a description of the test.
+    """
 
     kind: Kind
     test: str = ""
@@ -219,7 +222,7 @@ def names_of(pair: Pair) -> str:
 
 
 def answer(pair: Pair) -> Answer:
-    """Returns the pair's answer. Raises KeyError if it has none, and ValueError if it has
+    """Returns the pair's answer. Raises KeyError without an answer, and ValueError if there are
     several."""
     name = f"[{names_of(pair)}]"
     second = names_of(pair).rpartition("+")[2]

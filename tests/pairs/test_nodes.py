@@ -26,7 +26,7 @@ class Places:
         self._made: dict[tuple[bool, bool], list[Daemon]] = {}
 
     def __call__(self, *, disk: bool, shares: bool) -> list[Daemon]:
-        """One daemon, or two that share a Valkey."""
+        """Returns one daemon, or two that share a Valkey."""
         if (disk, shares) not in self._made:
             self._made[disk, shares] = self._make(disk, shares)
         return self._made[disk, shares]
@@ -60,7 +60,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
 def run(
     features: list[str], daemons: list[Daemon], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A world of these features over these daemons, from its start to its end."""
+    """Runs a world of these features over these daemons."""
     plays = {name: PLAYS[name]() for name in features}
     world = World(plays, Nodes(daemons, "+".join(features)), 0, folder, monkeypatch)
     try:
@@ -78,7 +78,7 @@ def run(
 def test_a_feature_beside_every_tier(
     name: str, places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three pairs at once; `tiers` are the tiers alone."""
+    """Runs three pairs at once. `tiers` are the tiers alone."""
     features = [*TIERS] if name == "tiers" else [name, *TIERS]
     run(features, places(disk=True, shares=True), tmp_path, monkeypatch)
 

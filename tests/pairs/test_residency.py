@@ -1,5 +1,5 @@
-"""Contexts in host memory beside other features, in a real engine over real daemons: tokens are
-those of an engine that attends to everything."""
+"""Contexts in host memory beside other features, in a real engine over real daemons. Tokens equal
+the tokens of an engine that attends to everything."""
 
 import contextlib
 import os
@@ -16,18 +16,18 @@ from hotkv_client.command import warm_start
 from hotkv_server.testing.otlp_receiver import OtlpReceiver
 from tests.pairs.features import Disk, Shared, Tier, wait_for_copies
 from tests.pairs.servers import lose_disk
+from tests.support.waiting import WAIT_S, wait_for
 from tests.tiers.valkey_support import running
 from tests.vllm.checkpoint import write_weights
 from tests.vllm.processes import Daemon, EngineProcess, Engines, own_daemon
 from tests.vllm.resident_runs import CHUNK, CONTEXT, EXACT, EXACT_POOL, prompts
-from tests.vllm.runs import difference, settled
+from tests.vllm.runs import same, settled
 from tests.vllm.tiny import transfer_config, write_model
 from tests.vllm.tokenizer import write_tokenizer
 from tests.vllm.vision import IMAGE_TOKEN, write_vision_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-WAIT_S = 60.0
 LENGTH = 1720
 """Tokens of a prompt: more than half of what the device holds. The answer needs a block more, for
 which the engine has to ask."""
@@ -36,8 +36,8 @@ MOVE_STEPS = 5
 
 
 class Stage:
-    """A node with a disk and a Valkey, an engine that attends to everything and resident ones. They
-    start when they are first asked for."""
+    """A node with a disk and a Valkey, resident engines, and an engine that attends to everything.
+    They start when they are first asked for."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack, moves: bool = False) -> None:
         """moves: requests begin on the device as a whole, and are moved soon."""
@@ -57,7 +57,7 @@ class Stage:
         self._made: dict[str, EngineProcess] = {}
 
     def engine(self, name: str, **settings: Any) -> EngineProcess:
-        """Returns an engine with this name; the settings are those of its start."""
+        """Returns the engine with this name. The settings apply when it starts."""
         if name not in self._made:
             self._made[name] = self.start(**settings)
         return self._made[name]
@@ -111,21 +111,16 @@ class Stage:
 
     @property
     def one(self) -> EngineProcess:
-        """A resident engine of a tenant, which is traced, and chooses whether to load."""
+        """Returns a resident engine of a tenant that is traced and chooses whether to load."""
         traced = {"tracing": self.collector.url, "tracing_sample_ratio": 1.0}
         return self.engine("one", connector={"tenant": "t", "load": "auto", **traced})
 
     def check(self, engine: EngineProcess, seed: int, length: int = LENGTH) -> dict[str, Any]:
-        """Returns the engine answers as the dense one does; what it answered."""
+        """Checks that the engine answers as the dense engine does. Returns its answer."""
         batch = prompts(seed, length)
         found: dict[str, Any] = engine.ask("generate", prompts=batch, max_tokens=TOKENS)
-        same(found, self.dense.ask("generate", prompts=batch, max_tokens=TOKENS))
+        assert same(found, self.dense.ask("generate", prompts=batch, max_tokens=TOKENS))
         return found
-
-
-def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Chunks of a prompt may begin elsewhere, so sums are rounded in another order."""
-    assert found["tokens"] == expected["tokens"] and difference(found, expected) < 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +139,7 @@ def moving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 def hints_and_sessions(stage: Stage) -> None:
-    """A pin for a request of a chat, and its release."""
+    """Pins the blocks of a chat's request, then releases them."""
     (text,) = prompts(31, LENGTH)
     expected = stage.dense.ask("generate", prompts=[text], max_tokens=TOKENS)
     for kind, payload in (("pin", {"ttl_s": 600}), ("release", {})):
@@ -162,7 +157,7 @@ def hints_and_sessions(stage: Stage) -> None:
 
 
 def load_choice(stage: Stage) -> None:
-    """A second request of the prompt is loaded, or computed if that is sooner."""
+    """Asks for a prompt twice. The second request loads it, or computes it if that is faster."""
     stage.check(stage.one, 32)
     stage.one.ask("reset")
     stage.check(stage.one, 32)
@@ -171,14 +166,14 @@ def load_choice(stage: Stage) -> None:
 
 
 def reset(stage: Stage) -> None:
-    """Nothing of before is hit."""
+    """Checks that blocks from before a reset are not hit."""
     stage.check(stage.one, 33)
     assert stage.one.ask("reset", connector=True)["done"]
     assert stage.check(stage.one, 33)["cached"] == [0]
 
 
 def weights(stage: Stage) -> None:
-    """Reloaded in place, and back."""
+    """Loads other weights in place, and then the first weights again."""
     batch = prompts(34, LENGTH)
     other = stage.engine("other dense", resident=False, model=stage.other)
     expected = other.ask("generate", prompts=batch, max_tokens=TOKENS)
@@ -187,7 +182,7 @@ def weights(stage: Stage) -> None:
     engine.ask("reload", path=str(stage.other))
     engine.ask("reset")
     found = engine.ask("generate", prompts=batch, max_tokens=TOKENS)
-    same(found, expected)
+    assert same(found, expected)
     assert found["cached"] == [0] and found["tokens"] != first
     engine.ask("reload", path=str(stage.model))
     engine.ask("reset")
@@ -195,14 +190,15 @@ def weights(stage: Stage) -> None:
 
 
 def sleep(stage: Stage) -> None:
-    """The engine pauses between two requests."""
+    """Pauses the engine between two requests."""
     stage.check(stage.one, 35)
     stage.one.ask("pause")
     stage.check(stage.one, 35)
 
 
 def tenants(stage: Stage) -> None:
-    """The context lies in the tenant's key space, where another tenant finds none of it."""
+    """Checks that the context is in the tenant's key space, and that another tenant does not hit
+    it."""
     stage.check(stage.one, 36)
     settled(stage.one)
     spaces = stage.daemon.admin("key_spaces")
@@ -213,14 +209,16 @@ def tenants(stage: Stage) -> None:
 
 def tracing(stage: Stage) -> None:
     stage.check(stage.one, 37)
-    until_s = time.monotonic() + WAIT_S
-    while not any(span.name == "hotkv.request" for span in stage.collector.spans):
-        assert time.monotonic() < until_s, "no span of a request came"
+
+    def has_come() -> bool:
         settled(stage.one)
+        return any(span.name == "hotkv.request" for span in stage.collector.spans)
+
+    wait_for(has_come, "the span of a request")
 
 
 def slow(stage: Stage) -> None:
-    """The server stops for a while in the middle."""
+    """Stops the server for a while during a request."""
     batch = prompts(38, LENGTH)
     expected = stage.dense.ask("generate", prompts=batch, max_tokens=TOKENS)
     pid = stage.daemon.pid
@@ -229,7 +227,7 @@ def slow(stage: Stage) -> None:
     os.kill(pid, signal.SIGSTOP)
     time.sleep(0.5)
     os.kill(pid, signal.SIGCONT)
-    same(stage.one.answer(), expected)
+    assert same(stage.one.answer(), expected)
 
 
 def disk(stage: Stage) -> None:
@@ -237,12 +235,12 @@ def disk(stage: Stage) -> None:
 
 
 def shared(stage: Stage) -> None:
-    """The node's disk is lost too."""
+    """Loses the node's disk as well."""
     from_a_tier(stage, Shared, lose_disk)
 
 
 def warm(stage: Stage) -> None:
-    """A node that begins anew is given the names of what the engine used."""
+    """Gives an empty node the names of the blocks that the engine used."""
     engine = stage.engine("tiers")
     stage.check(engine, 39)
     daemon, file = stage.daemon, stage.folder / "blocks"
@@ -267,7 +265,7 @@ def warm(stage: Stage) -> None:
 
 
 def from_a_tier(stage: Stage, tier: type[Tier], lose: Callable[[Daemon], None]) -> None:
-    """What host memory has lost comes back from a tier."""
+    """Checks that blocks which host memory has lost are loaded from a tier."""
     engine, daemon = stage.engine("tiers"), stage.daemon
     stage.check(engine, 40)
     until_s = time.monotonic() + 2 * WAIT_S
@@ -279,7 +277,7 @@ def from_a_tier(stage: Stage, tier: type[Tier], lose: Callable[[Daemon], None]) 
         engine.ask("wait", connected=True, timeout_s=WAIT_S)
         engine.ask("reset")
         stage.check(engine, 40)
-        if daemon.admin("info")["counters"][tier.came]:
+        if daemon.counter(tier.came):
             return
         assert time.monotonic() < until_s, f"{tier.came} did not grow"
 
@@ -295,7 +293,7 @@ def ranks(stage: Stage) -> None:
 
 
 def producer(stage: Stage) -> None:
-    """It stores, and loads no hit."""
+    """Checks that the engine stores and does not load."""
     engine = stage.start(role="kv_producer")
     stage.check(engine, 42)
     engine.ask("reset")
@@ -320,7 +318,7 @@ def embeds(stage: Stage) -> None:
     engine = stage.start(**with_embeds)
     expected = plain.ask("sample", requests=asked)
     for _ in range(2):
-        same(engine.ask("sample", requests=asked), expected)
+        assert same(engine.ask("sample", requests=asked), expected)
         engine.ask("reset")
 
 
@@ -334,7 +332,7 @@ def images(stage: Stage) -> None:
     engine = stage.start(**settings)
     expected = plain.ask("sample", requests=asked)
     for _ in range(2):
-        same(engine.ask("sample", requests=asked), expected)
+        assert same(engine.ask("sample", requests=asked), expected)
         engine.ask("reset")
 
 

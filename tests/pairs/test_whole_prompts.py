@@ -1,14 +1,12 @@
 """Models that read a whole prompt at once, in the harness: reuse that vLLM forbids is refused in
 words, and the harness would see it if it were not."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hotkv_vllm import link
 from hotkv_vllm.compat import reuse
 from tests.pairs.servers import Double
 from tests.vllm.harness import prompt
@@ -24,34 +22,13 @@ def server() -> Double:
     return Double()
 
 
-@pytest.fixture
-def make(server: Double, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    made: list[Any] = []
-
-    def make(kind: Any, **settings: Any) -> Any:
-        made.append(kind(server, tmp_path / "model", monkeypatch, **settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.worker.shutdown()
-        one.connector.shutdown()
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    texts: list[str] = []
-    monkeypatch.setattr(link.logger, "warning", lambda text, *parts: texts.append(text % parts))
-    return texts
-
-
 def non_causal(make: Make) -> Any:
     specs = {name: replace(spec, non_causal=True) for name, spec in full_model().items()}
     return make(NonCausal, specs=specs, max_tokens_per_step=512)
 
 
 def ask(one: Any) -> None:
-    """Two prompts that begin alike, the second one twice; the harness checks each value."""
+    """Asks for two prompts that begin alike, the second twice. The harness checks the values."""
     for name, tokens in (("a", PROMPT), ("b", [*PROMPT[:160], 5, 6, 7]), ("c", PROMPT)):
         one.generate(name, tokens, 4)
         one.generate(f"{name} ends", prompt(9, 3), 2)
@@ -59,20 +36,20 @@ def ask(one: Any) -> None:
 
 
 def test_attention_that_is_not_causal_is_refused_in_words(
-    make: Make, server: Double, said: list[str]
+    make: Make, server: Double, warnings: list[str]
 ) -> None:
     ask(non_causal(make))
     assert not server.blocks
     assert any(
         "vLLM itself forbids prefix caching: the model has non-causal attention layers" in text
-        for text in said
+        for text in warnings
     )
 
 
 def test_the_harness_sees_kv_of_another_prompt(
     make: Make, server: Double, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if hotkv did not ask."""
+    """Turns hotkv's check off."""
     monkeypatch.setattr(reuse, "check_reuse", lambda *_: None)
     with pytest.raises(AssertionError, match="wrong KV"):
         ask(non_causal(make))
@@ -91,7 +68,7 @@ def test_a_vector_of_the_last_token_is_the_same_after_a_hit(make: Make) -> None:
 
 
 def test_pooling_over_all_tokens_is_refused_in_words(
-    make: Make, server: Double, said: list[str]
+    make: Make, server: Double, warnings: list[str]
 ) -> None:
     one = make(Pooling, pooler_config={"seq_pooling_type": "MEAN"}, max_tokens_per_step=512)
     one.add("a", PROMPT)
@@ -99,4 +76,4 @@ def test_pooling_over_all_tokens_is_refused_in_words(
     one.add("end", prompt(9, 3))
     one.run()
     assert not server.blocks and one.pooled["a"]
-    assert any("this pooling needs all tokens of a text at once" in text for text in said)
+    assert any("this pooling needs all tokens of a text at once" in text for text in warnings)

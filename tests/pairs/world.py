@@ -1,10 +1,11 @@
 """A world in which features of hotkv and of vLLM meet: a few engines of the harness over one
-server, random traffic, and what each feature adds to both.
+server, random traffic, and the changes that each feature makes to both.
 
-The harness checks every KV value that attention reads. At the end all requests that nobody aborted
-are answered, and right; no lease, reservation, quarantine or block of a device is left; each block
-of the server, and of vLLM's own caches, is what the model computes; and each feature has had its
-turn (`Play.met`). A world's name is its features and its seed; the same name is the same world.
+The harness checks every KV value that attention reads. At the end every request that was not
+aborted is answered, and correctly. Leases, reservations, quarantined blocks and lost blocks of a
+device are not left. Each block of the server and of vLLM's own caches holds the model's values.
+Each feature has shown itself (`Play.met`). A world's name consists of its features and its seed;
+the same name makes the same world.
 """
 
 import random
@@ -15,8 +16,9 @@ from typing import Any
 
 from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.scheduler import stores
+from tests.support.waiting import WAIT_S
 from tests.vllm.harness import Engine, next_token, prompt
-from tests.vllm.oracle import check_cached
+from tests.vllm.oracle import check_cached, check_nothing_left
 from tests.vllm.other_connectors import our_connector
 from tests.vllm.ranked import RankedEngine
 
@@ -25,13 +27,11 @@ MOST_MORE = 60
 """Requests at the end, until nothing is missing."""
 FAMILIES = 3
 """Prompts of one family are prefixes of each other."""
-WAIT_S = 60.0
-"""The longest wait for an engine to have nothing left; machines are slow and shared."""
 
 
 class Play:
-    """What a feature does to a world. Each method does nothing unless the feature has a use for it;
-    an object belongs to one world."""
+    """The changes that a feature makes to a world. By default a method changes nothing. An object
+    belongs to a single world."""
 
     models: tuple[type[Engine], ...] = ()
     """Mixed into the class of every engine."""
@@ -56,19 +56,19 @@ class Play:
         return self.models
 
     def start(self, world: "World") -> None:
-        """Before there are engines."""
+        """Is called before there are engines."""
 
     def begin(self, world: "World", one: Engine, number: int) -> None:
-        """An engine was made."""
+        """Is called after an engine was made."""
 
     def request(self, world: "World", one: Engine, name: str, asked: dict[str, Any]) -> None:
         """Changes a request (arguments of `Engine.add`) before it is made."""
 
     def stepped(self, world: "World", one: Engine) -> None:
-        """An engine has run a step."""
+        """Is called after an engine has run a step."""
 
     def between(self, world: "World") -> None:
-        """Between two turns of the traffic."""
+        """Is called between two turns of the traffic."""
 
     def happens(self, world: "World") -> bool:
         """Returns whether it is to happen now: now and then, and once in the middle for certain."""
@@ -79,7 +79,7 @@ class Play:
         return is_now
 
     def after(self, world: "World") -> None:
-        """The traffic has ended, and the server is well."""
+        """Is called when the traffic has ended and the server is well."""
 
     def met(self, world: "World") -> bool:
         """Returns whether it has shown itself in this world."""
@@ -124,7 +124,7 @@ class World:
         return feature in self.plays
 
     def make(self, number: int) -> Engine:
-        """Makes one more engine, as all features want it."""
+        """Makes a further engine with the settings of all features."""
         kinds = dict.fromkeys(
             kind for play in self.plays.values() for kind in play.models_of(number)
         )
@@ -159,7 +159,7 @@ class World:
     # ------------------------------------------------------------------------------------- traffic
 
     def ask(self, one: Engine, prompt_tokens: Sequence[int] | None = None, **more: Any) -> str:
-        """Returns a request of an engine, as all features want it; its name."""
+        """Adds a request to an engine, changed by all features. Returns its name."""
         name = f"r{len(self.asked)}"
         if prompt_tokens is None:
             # Most build on what was asked before, some on nothing.
@@ -174,7 +174,7 @@ class World:
         return self.repeat(one, asked)
 
     def repeat(self, one: Engine, asked: dict[str, Any]) -> str:
-        """Returns a request of an engine with these arguments; its name."""
+        """Adds a request with these arguments to an engine. Returns its name."""
         name = f"r{len(self.asked)}"
         one.add(name, **asked)
         self.asked.append((one, name))
@@ -187,7 +187,7 @@ class World:
             play.stepped(self, one)
 
     def run(self, one: Engine) -> None:
-        """Steps until the engine has nothing left; the server's answers come in between."""
+        """Steps until the engine is idle. The server's answers come in between."""
         until_s = time.monotonic() + WAIT_S
         while one.scheduler.has_requests() or one.queue:
             assert time.monotonic() < until_s, f"not finished: {one.scheduler.requests}"
@@ -199,18 +199,18 @@ class World:
         self.aborted.add(name)
 
     def abort_all(self, one: Engine) -> None:
-        """What an engine runs has ended."""
+        """Aborts all requests of an engine and runs it until it is idle."""
         for name in list(one.scheduler.requests):
             self.abort(one, name)
         self.run(one)
 
     def drop_local(self, one: Engine) -> None:
-        """The engine goes on without what its device has."""
+        """Empties vLLM's own prefix cache of an engine."""
         self.run(one)
         assert one.scheduler.reset_prefix_cache()
 
     def play(self, num_turns: int = TURNS) -> None:
-        """Traffic, and what the features do in it."""
+        """Runs the traffic, with the events of the features."""
         self.num_turns = num_turns
         for self.turn in range(num_turns):
             one = self.dice.choice(self.engines)
@@ -254,7 +254,7 @@ class World:
             self.end(one)
 
     def end(self, one: Engine) -> None:
-        """The engine has nothing left, and learns how its last stores have ended."""
+        """Runs an engine until it is idle and knows how its last stores have ended."""
         self.run(one)
         for seed in (90, 91):
             one.add(f"end {seed}", prompt(seed, 3), max_tokens=2)
@@ -263,7 +263,7 @@ class World:
     # --------------------------------------------------------------------------------------- checks
 
     def check(self) -> None:
-        """What the module says of the end."""
+        """Checks the state at the end, as the module describes it."""
         for one, name in self.asked:
             if name not in self.aborted:
                 check_answer(one, name)
@@ -290,9 +290,7 @@ class World:
 
     def close(self) -> None:
         for one in self.engines:
-            for worker in one.each_worker():
-                worker.shutdown()
-            one.connector.shutdown()
+            one.shutdown()
 
 
 def ours(one: Engine) -> HotKVConnector:
@@ -301,7 +299,7 @@ def ours(one: Engine) -> HotKVConnector:
 
 
 def check_answer(one: Engine, name: str) -> None:
-    """A request has ended well, with what the model answers."""
+    """Checks that a request has ended well and that its answer is the model's."""
     assert one.finished.get(name) in ("length", "stop"), f"{name}: {one.finished.get(name)}"
     request = one.requests[name]
     if request.pooling_params is not None:
@@ -314,17 +312,3 @@ def check_answer(one: Engine, name: str) -> None:
     values = one.values_of(name, tokens)
     for place in range(request.num_prompt_tokens, len(tokens)):
         assert tokens[place] == next_token(values[:place]), f"{name}: token {place}"
-
-
-def check_nothing_left(one: Engine) -> None:
-    """An idle engine holds nothing of the server's or of its device's."""
-    assert "hook_errors" not in one.counters, one.counters
-    side = ours(one)._scheduler
-    if side.sharing.cache is not None:
-        requests = side.requests
-        assert not requests.states and not requests.loads.awaited, requests.states
-        assert not requests.loads.quarantine.held, "blocks stay in quarantine"
-        assert not side.cache.planner.in_flight.stores, side.cache.planner.in_flight.stores
-        assert side.cache.finder.failed_loads.is_empty
-    pool = one.scheduler.kv_cache_manager.block_pool
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks of the device are lost"

@@ -15,7 +15,7 @@ def may_load(monkeypatch: Any) -> None:
 
 
 def load(engine: Any, seed: int) -> None:
-    """Other weights, through the model as trainers do."""
+    """Loads other weights through the model's method, as trainers do."""
     torch.manual_seed(seed)
     engine.model.load_weights(
         {name: torch.randn_like(value) for name, value in engine.model.state_dict().items()}
@@ -23,12 +23,12 @@ def load(engine: Any, seed: int) -> None:
 
 
 def weights_of(engine: Any) -> int:
-    """By what the engine's weights change each value."""
+    """Returns the number by which the engine's weights change each value."""
     return int(engine.model.weight.abs().sum() * 1000) & 0x7FF
 
 
 def show_weights(engine: Any) -> None:
-    """From now on values are of the engine's weights."""
+    """Makes the engine's values depend on its weights from now on."""
     places = engine._places
 
     def of_weights(*arguments: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Weights of a tiny model in a file, as large as those of `random_weights`, so that ranks load
-shards of one and the same model."""
+"""Weights of a tiny model in a file, as large as the weights of `random_weights`, so that ranks
+load shards of the same model."""
 
 import json
 from pathlib import Path

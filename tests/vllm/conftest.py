@@ -1,5 +1,6 @@
 """Fixtures for tests of the vLLM connector; the folder is skipped where vLLM is not installed."""
 
+import functools
 import importlib.util
 import logging
 import os
@@ -36,7 +37,7 @@ def _models_are_inspected_here() -> None:
 
 @pytest.fixture
 def daemon() -> Iterator[Any]:
-    """A hotkv-server for one test (`processes.Daemon`), not started yet."""
+    """Yields a hotkv-server for the test (`processes.Daemon`) that is not started yet."""
     from tests.vllm.processes import own_daemon
 
     with own_daemon() as one:
@@ -45,8 +46,8 @@ def daemon() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def shared_daemon() -> Iterator[Any]:
-    """A running hotkv-server for the tests of a file. Each takes a key space of its own
-    (`weights_identity`)."""
+    """Yields a running hotkv-server for the tests of a file. Each test sets its own
+    `weights_identity`, so that it has its own key space."""
     from tests.vllm.processes import own_daemon
 
     with own_daemon() as one:
@@ -75,29 +76,34 @@ def engines(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def server() -> Any:
-    """The server double of the harness's engines."""
+    """Returns the server double of the harness's engines."""
     from hotkv_client.testing import FakeServer
 
     return FakeServer()
 
 
 @pytest.fixture
-def engine(
+def make(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Any]]:
-    """Makes engines of the harness that share `server`; shuts them down."""
-    from tests.vllm.harness import Engine
-
+    """Makes engines of a class of the harness that share `server`; shuts them down."""
     made: list[Any] = []
 
-    def make(**settings: Any) -> Any:
-        made.append(Engine(server, tmp_path / "model", monkeypatch, **settings))
+    def make(kind: Any, **settings: Any) -> Any:
+        made.append(kind(server, tmp_path / "model", monkeypatch, **settings))
         return made[-1]
 
     yield make
     for one in made:
-        one.worker.shutdown()
-        one.connector.shutdown()
+        one.shutdown()
+
+
+@pytest.fixture
+def engine(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes engines of the harness that share `server`; shuts them down."""
+    from tests.vllm.harness import Engine
+
+    return functools.partial(make, Engine)
 
 
 @pytest.fixture
@@ -110,7 +116,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Warnings of hotkv, as they are logged."""
+    """Returns a list to which hotkv's warnings are added as they are logged."""
     from hotkv_vllm import link
 
     said: list[str] = []

@@ -27,7 +27,7 @@ LONG = 4 * TOKENS + 5
 
 
 class Memory:
-    """Stands for the sparse memory: notes what it is told."""
+    """Stands for the sparse memory. Notes its calls."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, str]] = []
@@ -40,7 +40,10 @@ class Memory:
 
 
 class Desk:
-    """Admission over the parts. `now_s`: time, as the test sets it."""
+    """Admission over the parts.
+
+    now_s: the time, which the test sets.
+    """
 
     def __init__(
         self,
@@ -122,13 +125,13 @@ class Desk:
         return one
 
     def tails(self) -> list[list[int]]:
-        """Blocks that the next step stores of requests that have ended."""
+        """Plans a step. Returns the blocks that it stores of ended requests."""
         jobs, _ = self.parts.planner.plan([], lambda _: None, {}, lambda: ())
         return [run.block_ids.tolist() for job in jobs for run in job.runs]
 
 
 def blocks(*groups: Sequence[int]) -> Any:
-    """vLLM's `KVCacheBlocks`."""
+    """Returns a `KVCacheBlocks` as vLLM passes it."""
     return SimpleNamespace(
         get_block_ids=lambda: tuple(list(ids) for ids in groups),
         blocks=tuple([SimpleNamespace(block_id=block) for block in ids] for ids in groups),

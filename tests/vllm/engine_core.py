@@ -15,8 +15,8 @@ from tests.vllm.other_connectors import our_connector
 
 
 class Executor:
-    """The workers of one engine. Asleep, its KV memory holds garbage, as unmapped memory does when
-    it is mapped again."""
+    """The workers of an engine. While it sleeps, its KV memory holds garbage, like memory that is
+    unmapped and mapped again."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -78,7 +78,7 @@ class Core:
         self.engine.connector.set_xfer_handshake_metadata_pp_aware(self.engine.handshakes())
 
     def _drained(self, mode: str) -> None:
-        """As the engine's process does: it steps until nothing is left before it resets."""
+        """Steps until nothing is left, as the engine's process does before it resets."""
         if mode == "abort":
             self.engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         while self.engine.queue:

@@ -66,7 +66,7 @@ def _broken(*_: Any, **__: Any) -> None:
 
 @contextlib.contextmanager
 def broken(function: FunctionType, *, only_once: bool = False) -> Iterator[_Fault]:
-    """`function` raises while this lasts, or at its next call only."""
+    """Makes `function` raise within the context, or at its next call only."""
     fault = _Fault(function, only_once)
     _now.append(fault)
     function.__code__ = _broken.__code__
@@ -113,7 +113,7 @@ OWN = sorted(name for name in hooks.FALLBACKS if "." not in name)
 
 
 def called_by_hooks(run: Callable[[], None]) -> dict[str, set[FunctionType]]:
-    """By hook: the functions that it has called in `run`, itself among them."""
+    """Runs `run`. Returns the functions that each hook has called, itself included."""
     known, stack = functions(), list[str]()
     guarded = {function.__code__: name for name, function in hooks.HOOKS.items()}
     calls: dict[str, set[FunctionType]] = {name: set() for name in OWN}

@@ -86,8 +86,8 @@ class Engine:
         within: Callable[[dict[str, Any]], dict[str, Any]] = lambda ours: ours,
         **more: Any,
     ) -> None:
-        """`within`: makes the engine's `kv_transfer_config` out of the connector's, for engines
-        with several."""
+        """within: makes the engine's `kv_transfer_config` of the connector's, for engines with
+        several connectors."""
         monkeypatch.setattr(link, "open_session", server.open)
         self.server, self.device, self.layout = server, device, layout
         self.pipelined, self.v2 = pipelined, v2
@@ -172,25 +172,26 @@ class Engine:
         self.shown: dict[str, dict[int, int]] = {}
 
     def get_model(self) -> torch.nn.Module:
-        """As a model runner; its weights are in no KV value."""
+        """Returns the model, as a model runner does. Its weights change no KV value."""
         return self.model
 
     def _start_ranks(self) -> None:
         """Starts the ranks beside the first; here there are none."""
 
     def handshakes(self) -> dict[tuple[int, int], Any]:
-        """Of all ranks, by pipeline stage and tensor-parallel rank, as vLLM's `EngineCore` collects
-        them."""
+        """Returns the ranks' handshakes by pipeline stage and tensor-parallel rank, as vLLM's
+        `EngineCore` collects them."""
         handshake = self.worker.get_handshake_metadata()
         return {} if handshake is None else {(0, 0): handshake}
 
     def each_worker(self) -> Iterator[Any]:
-        """The worker connector of each rank, in whose process the caller's loop then is."""
+        """Yields the worker connector of each rank. The caller's loop runs as in that rank's
+        process."""
         yield self.worker
 
     @property
     def memories(self) -> list[tuple[dict[str, torch.Tensor], int]]:
-        """Tensors of each rank, and what it changes values by."""
+        """Returns the tensors of each rank, and the number by which it changes values."""
         return [(self.tensors, self.salt)]
 
     def _naming(self, hasher: Callable[[Request], list[Any]]) -> Callable[[Request], list[Any]]:
@@ -206,7 +207,8 @@ class Engine:
         return hashes_of
 
     def _active(self, monkeypatch: Any) -> Any:
-        """What the V2 runner calls connectors through; it registers the tensors."""
+        """Returns the object through which the V2 runner calls connectors. It registers the
+        tensors."""
         from vllm.v1.worker.gpu import kv_connector
 
         _TRANSFER_GROUP[:] = [self.worker]
@@ -224,7 +226,7 @@ class Engine:
         transfer: Any = None,
         **more: Any,
     ) -> Request:
-        """`transfer`: the request's `kv_transfer_params`."""
+        """Adds a request. `transfer`: its `kv_transfer_params`."""
         extra = None if transfer is None else {"kv_transfer_params": transfer}
         parameters = self._parameters(max_tokens, extra)
         request = Request(name, list(prompt) or None, *parameters, block_hasher=self.hasher, **more)
@@ -236,7 +238,7 @@ class Engine:
         return request
 
     def _parameters(self, max_tokens: int, extra: dict[str, Any] | None) -> tuple[Any, Any]:
-        """What a request asks for: the parameters of sampling, and those of pooling."""
+        """Returns the sampling parameters and the pooling parameters of a request."""
         return SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra
         ), None
@@ -271,7 +273,7 @@ class Engine:
                     self.finished[one.request_id] = str(one.finish_reason)
 
     def run(self, max_steps: int = 2000) -> None:
-        """Steps until nothing is left."""
+        """Steps until the engine is idle."""
         for _ in range(max_steps):
             if not self.scheduler.has_requests() and not self.queue:
                 return
@@ -281,10 +283,16 @@ class Engine:
     def generate(
         self, name: str, prompt: Sequence[int], max_tokens: int = 1
     ) -> tuple[list[int], int]:
-        """Output tokens, and tokens that came from hotkv."""
+        """Runs a request. Returns its output tokens and the number of tokens from hotkv."""
         self.add(name, prompt, max_tokens)
         self.run()
         return self.outputs[name], self.external.get(name, 0)
+
+    def shutdown(self) -> None:
+        """Shuts the connector's sides down, the workers first."""
+        for worker in self.each_worker():
+            worker.shutdown()
+        self.connector.shutdown()
 
     def drop_local(self) -> None:
         """Empties vLLM's own prefix cache."""
@@ -326,8 +334,8 @@ class Engine:
         return sampled, self.device.given if has_work else 0  # type: ignore[union-attr]
 
     def _run_v1(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
-        """vLLM's own mixin calls the hooks; `GPUModelRunner.execute_model` of the V1 runner calls
-        the first one before it."""
+        """Runs a step through vLLM's mixin, which calls the hooks. The V1 runner calls the first
+        hook before it (`GPUModelRunner.execute_model`)."""
         _TRANSFER_GROUP[:] = [self.worker]
         self.worker.handle_preemptions(scheduled.kv_connector_metadata)
         self._zero_blocks(scheduled)
@@ -341,7 +349,8 @@ class Engine:
         return output, sampled, point
 
     def _run_v2(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
-        """Source: `GPUModelRunner.execute_model` and `sample_tokens` of the V2 runner."""
+        """Runs a step as the V2 runner does. Source: its `GPUModelRunner.execute_model` and
+        `sample_tokens`."""
         assert self.active is not None
         self._zero_blocks(scheduled)
         if not scheduled.total_num_scheduled_tokens:
@@ -360,8 +369,8 @@ class Engine:
         return self.active.post_forward(scheduled.finished_req_ids), sampled, point
 
     def _take_tokens(self, scheduled: Any) -> None:
-        """Tokens of requests that the step before did not run are the scheduler's, as in vLLM's V1
-        runner; V2 gets them as new requests."""
+        """Takes the tokens of resumed requests from the schedule, as vLLM's V1 runner does. V2 gets
+        them as new requests."""
         cached = scheduled.scheduled_cached_reqs
         assert self.v2 or cached.resumed_req_ids <= cached.all_token_ids.keys(), (
             "a resumed request comes without its tokens"
@@ -464,8 +473,8 @@ class Engine:
         return self.tensors[layer].view(torch.int16).numpy()
 
     def _places(self, name: str, group_id: int, first: int, end: int) -> tuple[Any, Any, Any]:
-        """Block and offset of each token, and the value that belongs there (fewer where tokens are
-        not known yet)."""
+        """Returns block and offset of each token, and the values that belong there. Returns fewer
+        values if tokens are not known yet."""
         positions = np.arange(first, end)
         table = np.array(self.tables[name][group_id])
         values = np.array(self._values(name)[first:end], np.int16)
@@ -473,13 +482,12 @@ class Engine:
         return table[positions // block_tokens], positions % block_tokens, values
 
     def _values(self, name: str) -> list[int]:
-        """What belongs to each of a request's tokens."""
+        """Returns the values of a request's tokens."""
         return self.values_of(name, self.tokens[name])
 
     def values_of(self, name: str, tokens: Sequence[int]) -> list[int]:
-        """What belongs to each of these tokens of a request: a value that depends on all that the
-        model sees before and with it, which is the adapter too, and images and embeddings in the
-        place of tokens."""
+        """Returns the values of these tokens of a request. A value depends on everything that the
+        model sees up to it: tokens, the adapter, and images or embeddings in place of tokens."""
         shown = self.shown.get(name)
         if shown:
             tokens = [shown.get(place, token) for place, token in enumerate(tokens)]
@@ -488,7 +496,8 @@ class Engine:
 
     @property
     def tints(self) -> tuple[int, ...]:
-        """By what values may differ from exact ones in the engine's own cache, 0 among them."""
+        """Returns the numbers by which values in the engine's own cache may differ from exact
+        values; 0 is included."""
         return (0,)
 
 
@@ -501,13 +510,13 @@ class Named:
     num_tokens: int
 
     def values(self) -> list[int]:
-        """What the model computes for them."""
+        """Returns the values that the model computes for these tokens."""
         tokens = self.request.all_token_ids[: self.num_tokens]
         return self.engine.values_of(self.request.request_id, tokens)
 
 
 def media_of(request: Request) -> dict[int, int]:
-    """What the model sees in the place of a request's tokens, by position."""
+    """Returns, by position, the numbers that the model sees in place of a request's tokens."""
     if request.prompt_embeds is not None:
         rows = request.prompt_embeds.to(torch.float32).contiguous().numpy()
         return {place: zlib.crc32(row.tobytes()) for place, row in enumerate(rows)}
@@ -520,7 +529,7 @@ def media_of(request: Request) -> dict[int, int]:
 
 
 def next_token(values: Sequence[int]) -> int:
-    """What the model answers to tokens of these values."""
+    """Returns the model's next token after tokens of these values."""
     return 3 + values[-1] % 1000
 
 
@@ -529,7 +538,7 @@ def _layer(name: str) -> int:
 
 
 def _value(tokens: Sequence[int]) -> list[int]:
-    """For each token a value that depends on all before it."""
+    """Returns a value for each token that depends on all tokens before it."""
     return list(_values(tuple(tokens)))
 
 

@@ -97,7 +97,7 @@ class HttpServer:
         return answer
 
     def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
-        """Returns the events of a streamed answer; the last one holds the usage."""
+        """Returns the events of a streamed answer. The last event holds the usage."""
         streamed = {"stream": True, "stream_options": {"include_usage": True}}
         text = self._post(path, {"model": "tiny", **body, **streamed})
         lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
@@ -105,7 +105,8 @@ class HttpServer:
         return [json.loads(line) for line in lines[:-1]]
 
     def metrics(self) -> dict[str, float]:
-        """Samples of vLLM's /metrics, by name, and by name and `source` where they have one."""
+        """Returns the samples of vLLM's /metrics by name, and by name and `source` if they have a
+        source."""
         found: dict[str, float] = {}
         for line in self.get("/metrics").splitlines():
             if line.startswith("vllm:"):
@@ -122,7 +123,7 @@ class HttpServer:
         return text
 
     def kill(self) -> None:
-        """kill -9 of all of vLLM, as a service manager does: vLLM's engine process outlives a
+        """Kills all processes of vLLM, as a service manager does. vLLM's engine process outlives a
         server that is killed alone."""
         for pid in _family(self.process.pid):
             with contextlib.suppress(ProcessLookupError):

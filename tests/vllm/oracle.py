@@ -17,8 +17,10 @@ import torch
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id
 
 from hotkv_client.testing import FakeServer
+from hotkv_client.types import RequestReport
 from hotkv_proto.keys import KeySpace
 from tests.vllm.harness import Engine, Named, _layer, _value, next_token
+from tests.vllm.other_connectors import our_connector
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +32,18 @@ class Audit:
 
 
 def audit(server: FakeServer, engines: Sequence[Engine]) -> Audit:
-    """Compares all of them; AssertionError names the first wrong one. Nothing may be left to
-    run."""
+    """Compares all blocks. AssertionError names the first wrong block. The engines must be idle."""
     return Audit(check_stored(server, engines), sum(check_cached(one) for one in engines))
 
 
 def check_stored(
     server: FakeServer, engines: Sequence[Engine], weights: Sequence[int] = (0,)
 ) -> int:
-    """Returns the server's blocks; representations are not looked at. `weights`: by what those that
-    the engines have had change values; a key space has blocks of one of them."""
+    """Compares all blocks of the server; skips representations. Returns their number.
+
+    weights: numbers by which the engines' weights have changed values. A key space has blocks of
+        one of them.
+    """
     named = {block_hash: what for one in engines for block_hash, what in one.named.items()}
     weights_of: dict[bytes, int] = {}
     spaces = {
@@ -78,7 +82,7 @@ def check_stored(
 
 
 def check_cached(one: Engine, weights: int = 0) -> int:
-    """Returns the blocks that vLLM's own prefix cache of an engine offers."""
+    """Compares all blocks in vLLM's own prefix cache of an engine. Returns their number."""
     assert not one.queue and not one.scheduler.requests, "the oracle compares what is at rest"
     num_compared = 0
     cached = one.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache
@@ -95,9 +99,9 @@ def check_cached(one: Engine, weights: int = 0) -> int:
 
 
 def _expected(named: Mapping[bytes, Named], block_hash: bytes, block_tokens: int) -> Any:
-    """Values int16 [tokens] that belong under a hash, before each layer changes them: a block's, or
-    of its first tokens, as vLLM offers blocks in part where its hashes are over fewer tokens.
-    """
+    """Returns the values, int16 [tokens], that belong under a hash, before each layer changes them.
+    They are a whole block's, or its first tokens': vLLM offers parts of blocks if its hashes cover
+    fewer tokens."""
     assert block_hash in named, "a block can be found under a hash that no request has"
     what = named[block_hash]
     first = (what.num_tokens - 1) // block_tokens * block_tokens
@@ -105,7 +109,11 @@ def _expected(named: Mapping[bytes, Named], block_hash: bytes, block_tokens: int
 
 
 def _compare(rows: Any, expected: Any, layer: str, what: str, tints: Sequence[int] = (0,)) -> None:
-    """`rows`: int16 [heads, tokens, cell] of one layer. `tints`: by what they may differ."""
+    """Compares the values of a layer.
+
+    rows: int16 [heads, tokens, cell].
+    tints: numbers by which values may differ.
+    """
     differ = rows ^ (expected ^ _layer(layer))[None, :, None]
     wrong = np.flatnonzero(~np.isin(differ, tints).all(axis=(0, 2)))
     assert not len(wrong), f"{what}: token {wrong[0]} of {layer} is not what its hash says"
@@ -117,3 +125,32 @@ def answer_of(prompt: Sequence[int], count: int) -> list[int]:
     for _ in range(count):
         tokens.append(next_token(_value(tokens)))
     return tokens[len(prompt) :]
+
+
+def check_nothing_left(one: Engine, *, may_count_errors: bool = False) -> None:
+    """Checks that an idle engine holds nothing of the server's or of its device's.
+
+    may_count_errors: hooks have raised on purpose.
+    """
+    assert may_count_errors or "hook_errors" not in one.counters, one.counters
+    side = our_connector(one.connector)._scheduler
+    if side.sharing.cache is not None:
+        requests, in_flight = side.requests, side.cache.planner.in_flight
+        assert not requests.states and not requests.loads.awaited, requests.states
+        assert not requests.loads.quarantine.held, "blocks stay in quarantine"
+        assert not requests.loads.quarantine.loading
+        assert not in_flight.stores and not in_flight.reading and not in_flight.num_bytes, in_flight
+        assert side.cache.finder.failed_loads.is_empty and not requests.written._matched_tokens
+        assert not requests._adapters._live and not requests._exactness._exact_tokens
+        for each in one.each_worker():
+            worker = our_connector(each)._worker
+            assert not worker.stores and not worker.loads
+            assert not worker.loads._hung and not worker.loads._failed
+    pool = one.scheduler.kv_cache_manager.block_pool
+    assert pool.num_gpu_blocks == one.kv_config.num_blocks, "blocks stay out of use"
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks of the device are lost"
+
+
+def reports_to(server: FakeServer) -> list[RequestReport]:
+    """Returns the reports of requests that the server has got."""
+    return [report for kind, batch in server.calls if kind == "report_requests" for report in batch]

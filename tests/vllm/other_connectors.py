@@ -1,4 +1,4 @@
-"""Connectors that tests put beside hotkv in vLLM's MultiConnector, and what puts them there."""
+"""Connectors that tests put beside hotkv in vLLM's MultiConnector, and helpers for it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ Within = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def beside(name: str, *, ours_first: bool) -> Within:
-    """Returns a MultiConnector of hotkv and one of `other_connectors`."""
+    """Returns a function that puts hotkv and a connector of this module into a MultiConnector."""
     other = {
         "kv_connector": name,
         "kv_connector_module_path": "tests.vllm.other_connectors",
@@ -39,31 +39,31 @@ def beside(name: str, *, ours_first: bool) -> Within:
 
 
 def children(connector: MultiConnector) -> tuple[HotKVConnector, Any]:
-    """hotkv's, and the other."""
+    """Returns hotkv's connector, and the other connector."""
     one, other = connector.sub_connectors
     return (one, other) if isinstance(one, HotKVConnector) else (other, one)
 
 
 def our_connector(connector: Any) -> HotKVConnector:
-    """hotkv's own, alone or in a MultiConnector."""
+    """Returns hotkv's connector, which is alone or in a MultiConnector."""
     return children(connector)[0] if isinstance(connector, MultiConnector) else connector
 
 
 def ours(metadata: Any) -> HotKVMetadata:
-    """hotkv's part of what a step's workers are told."""
+    """Returns hotkv's part of a step's metadata."""
     parts = getattr(metadata, "metadata", (metadata,))
     return next(part for part in parts if isinstance(part, HotKVMetadata))
 
 
 @dataclass
 class CheckedHandshake(KVConnectorHandshakeMetadata):
-    """What `CheckingConnector` wants to see."""
+    """The handshake that `CheckingConnector` accepts."""
 
     rank: int
 
 
 class Metadata(KVConnectorMetadata):
-    """Nothing."""
+    """Metadata without content."""
 
 
 class _Connector(KVConnectorBase_V1, SupportsHMA):
@@ -85,7 +85,8 @@ class _Connector(KVConnectorBase_V1, SupportsHMA):
 
 
 class CheckingConnector(_Connector):
-    """Has a handshake of its own and refuses all others, as NIXL's does; asks for NIXL's layout."""
+    """Has its own handshake and refuses all others, as NIXL's connector does. Asks for NIXL's
+    layout."""
 
     seen: dict[tuple[int, int], Any] | None = None
 
@@ -104,8 +105,10 @@ class CheckingConnector(_Connector):
 
 @dataclass
 class Plan:
-    """What `LoadingConnector` offers each request, and how its loads end. `fill`: (request id,
-    block ids by group, tokens), the load itself."""
+    """The hits that `LoadingConnector` offers, and how its loads end.
+
+    fill: loads. Its arguments are request id, block ids by group, and tokens.
+    """
 
     tokens: dict[str, int] = field(default_factory=dict)
     is_async: bool = False
@@ -121,7 +124,7 @@ PLAN = Plan()
 
 
 class LoadingConnector(_Connector):
-    """Offers what `PLAN` says, and writes what `PLAN.fill` writes; both sides live in one
+    """Offers the hits of `PLAN`, and loads through `PLAN.fill`. Both sides live in the same
     process."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:

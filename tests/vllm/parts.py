@@ -55,8 +55,10 @@ def request(name: str, prompt_tokens: int, *, decoded: int = 0, computed: int = 
 
 
 class Parts:
-    """A finder of hits and a planner of stores over one session. `clock`: seconds, as the test
-    sets them."""
+    """A finder of hits and a planner of stores over the same session.
+
+    clock: time in seconds, which the test sets.
+    """
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class Parts:
         return float(self.stats.data.get(name, 0))
 
     def put(self, name: str, blocks: Sequence[int], group: int = 0) -> None:
-        """The server has these blocks of a request ready. `group`: also of a representation."""
+        """Makes these blocks of a request ready. `group`: may be a representation's."""
         number = self.session.memory.number(group)
         for block in blocks:
             self.server.blocks[self.space, number, block_hash(name, block)] = {}
@@ -137,7 +139,7 @@ class Parts:
         return self.finder.match(state, computed_tokens, self.clock)
 
     def hit(self, state: RequestState, computed_tokens: int = 0) -> int:
-        """Tokens of the hit, asked for until it is known."""
+        """Asks until the hit is known. Returns its tokens."""
         for _ in range(5):
             tokens, is_async = self.match(state, computed_tokens)
             if tokens is not None:
@@ -157,7 +159,11 @@ def plan(
     handoffs: Any = None,
     written: Collection[int] = (),
 ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
-    """One step: each state, and how many tokens it computes. All have the same block table."""
+    """Plans a step. Returns its stores, and the stores that it must wait for.
+
+    scheduled: each state, and how many tokens it computes.
+    tables: the block table that all requests have.
+    """
     ids_of = tables or [list(range(1 + 10 * at, 10 + 10 * at)) for at in range(len(parts.specs))]
     computed = [(state, state.request.num_computed_tokens + n) for state, n in scheduled]
     return parts.planner.plan(
@@ -166,12 +172,12 @@ def plan(
 
 
 def stored(jobs: Sequence[StoreJob]) -> list[tuple[int, list[int]]]:
-    """Group and block ids of each run."""
+    """Returns group and block ids of each run."""
     return [(run.group_index, run.block_ids.tolist()) for job in jobs for run in job.runs]
 
 
 def report(*results: tuple[int, Sequence[BlockResult]]) -> HotKVWorkerMetadata:
-    """What one rank says of each store."""
+    """Returns a rank's report of how stores have ended."""
     return HotKVWorkerMetadata(
         {store_id: StoreReport([bytes(blocks)]) for store_id, blocks in results}
     )

@@ -74,6 +74,10 @@ class Daemon:
                 self.kill()
         shutil.rmtree(self._arena_folder, ignore_errors=True)
 
+    def counter(self, name: str) -> float:
+        """Returns a counter of the server."""
+        return float(self.admin("info")["counters"][name])
+
     def admin(self, what: str, **arguments: Any) -> Any:
         with AdminClient(self.target, 5.0) as client:
             return getattr(client, what)(**arguments)
@@ -81,8 +85,8 @@ class Daemon:
 
 @contextlib.contextmanager
 def own_daemon() -> Iterator[Daemon]:
-    """Makes a daemon that is not started yet, in a folder of its own that is removed at the end.
-    The path is short: a Unix socket's name has at most 107 bytes."""
+    """Makes a daemon that is not started yet, in a new folder that is removed at the end. The path
+    is short: a Unix socket's name has at most 107 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
     one = Daemon(folder / "run")
     try:
@@ -127,8 +131,8 @@ class EngineProcess:
         return self.answer()
 
     def ask_each(self, prompts: list[list[int]], max_tokens: int) -> dict[str, list[Any]]:
-        """Answers of prompts that are generated one after another: in company bfloat16 rounds
-        otherwise, which can turn a token."""
+        """Generates the prompts one after another. In a batch bfloat16 rounds otherwise, which can
+        change a token."""
         answers = [self.ask("generate", prompts=[p], max_tokens=max_tokens) for p in prompts]
         names = ("tokens", "logprobs", "cached")
         return {name: [answer[name][0] for answer in answers] for name in names}
@@ -174,8 +178,8 @@ class EngineProcess:
 
 
 class Engines:
-    """The engines of one test or of one file. Those that are started before the first one is asked
-    come up together; all stop together."""
+    """The engines of a test or of a file. Engines that are started before any is asked start
+    together. All stop together."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -185,7 +189,7 @@ class Engines:
         return iter(self._made)
 
     def start(self, model: Path, target: str | None, **settings: Any) -> EngineProcess:
-        """Starts one with the settings of `EngineProcess`; logs lie in the folder."""
+        """Starts an engine with the settings of `EngineProcess`. Its log is in the folder."""
         log = self._folder / f"engine{len(self._made)}.log"
         self._made.append(EngineProcess(model, log, target, **settings))
         return self._made[-1]

@@ -10,11 +10,11 @@ LOAD_FORMAT = "random"
 
 @register_model_loader(LOAD_FORMAT)
 class RandomModelLoader(BaseModelLoader):
-    """Matrices keep the size of what they multiply, norms stay near one; equal seeds give equal
-    weights."""
+    """Fills weights at random. Matrices keep the size of their input, and norms stay near 1. Equal
+    seeds give equal weights."""
 
     def download_model(self, model_config: object) -> None:
-        """There is nothing to download."""
+        """Does nothing: random weights need no files."""
 
     def load_weights(self, model: torch.nn.Module, model_config: object) -> None:
         generator = torch.Generator().manual_seed(1)

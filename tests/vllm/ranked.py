@@ -32,7 +32,7 @@ _PROCESS = [0]
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A worker connector, its memory, and what it changes each KV value by."""
+    """A worker connector, its memory, and the number by which it changes each KV value."""
 
     worker: Any
     tensors: dict[str, torch.Tensor]
@@ -40,9 +40,11 @@ class Rank:
 
 
 class RankedEngine(Engine):
-    """Of `num_ranks` in tensor parallel or, with `stages`, in a pipeline; of `num_stages` such
-    engines one after the other, if that is more than one. `worker` and `tensors` are those of the
-    first between steps."""
+    """An engine of several ranks. Between steps `worker` and `tensors` are the first rank's.
+
+    num_ranks: ranks in tensor parallel or, with `stages`, stages of a pipeline.
+    num_stages: pipeline stages of `num_ranks` ranks each.
+    """
 
     def __init__(
         self,
@@ -124,8 +126,3 @@ class RankedEngine(Engine):
         joined = self.aggregator.aggregate(outputs)
         assert joined is not None
         return joined, 0
-
-    def shutdown(self) -> None:
-        for rank in self.ranks:
-            rank.worker.shutdown()
-        self.connector.shutdown()

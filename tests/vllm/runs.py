@@ -1,4 +1,4 @@
-"""Engines that generate, and what their answers and counters must be."""
+"""Helpers for engines that generate: prompts, and the expected answers and counters."""
 
 import random
 import time
@@ -23,7 +23,7 @@ def prompts(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
 
 
 def usable(prompt: list[int]) -> int:
-    """Tokens of a prompt that a hit can cover."""
+    """Returns how many tokens of a prompt a hit can cover."""
     return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
@@ -32,7 +32,8 @@ def hits(batch: list[list[int]]) -> list[int]:
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Largest difference of a chosen token's log probability, up to where the texts part."""
+    """Returns the largest difference of a chosen token's log probability, up to where the texts
+    differ."""
     worst = 0.0
     for mine, theirs, my_tokens, their_tokens in zip(
         one["logprobs"], other["logprobs"], one["tokens"], other["tokens"], strict=True
@@ -44,8 +45,13 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     return worst
 
 
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Returns True if two answers have the same tokens and, but for noise, log probabilities."""
+    return bool(one["tokens"] == other["tokens"]) and difference(one, other) <= NOISE
+
+
 def settled(engine: EngineProcess) -> dict[str, float]:
-    """Counters after the stores of earlier requests were reported (with the next steps)."""
+    """Runs steps that report the stores of earlier requests. Returns the counters."""
     for _ in range(3):
         engine.ask("generate", prompts=[[7, 8, 9]], max_tokens=2)
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""KV cache specs of models that the harness runs, one per layer."""
+"""KV cache specs, by layer, of models that the harness runs."""
 
 from dataclasses import replace
 from typing import Any
@@ -36,12 +36,12 @@ def full_model() -> dict[str, KVCacheSpec]:
 
 
 def hybrid_model() -> dict[str, KVCacheSpec]:
-    """Two full and four sliding-window layers: several groups over one buffer."""
+    """Returns two full and four sliding-window layers: several groups over the same buffer."""
     return {f"layer.{i}": (full_spec() if i % 3 == 0 else window_spec()) for i in range(6)}
 
 
 def mixed_model() -> dict[str, KVCacheSpec]:
-    """As the hybrid model, in two precisions, so that vLLM zeroes new blocks."""
+    """Returns the hybrid model in two precisions, so that vLLM zeroes new blocks."""
     specs = hybrid_model()
     return {
         name: replace(spec, dtype=torch.float16) if isinstance(spec, SlidingWindowSpec) else spec
@@ -50,26 +50,26 @@ def mixed_model() -> dict[str, KVCacheSpec]:
 
 
 def chunked_model() -> dict[str, KVCacheSpec]:
-    """One full layer and three that see their chunk of 96 tokens only."""
+    """Returns a full layer and three layers that see only their chunk of 96 tokens."""
     chunked = ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=CHUNK)
     return {f"layer.{i}": (full_spec() if i == 0 else chunked) for i in range(4)}
 
 
 def uneven_model() -> dict[str, KVCacheSpec]:
-    """Full blocks of 64 tokens, window blocks of 32, so hits end at every other window block; the
-    window is within one block."""
+    """Returns full blocks of 64 tokens and window blocks of 32, so that hits end at every second
+    window block. The window is narrower than a block."""
     full, window = replace(full_spec(), num_kv_heads=1), replace(window_spec(), sliding_window=20)
     return {f"layer.{i}": (full if i == 0 else window) for i in range(3)}
 
 
 def two_windows_model() -> dict[str, KVCacheSpec]:
-    """Windows of two widths beside full attention."""
+    """Returns windows of two widths beside full attention."""
     wide = replace(window_spec(), sliding_window=2 * WINDOW)
     return {f"layer.{i}": (full_spec(), window_spec(), wide)[i % 3] for i in range(6)}
 
 
 def windows_only_model() -> dict[str, KVCacheSpec]:
-    """No full attention at all."""
+    """Returns layers of sliding windows only."""
     wide = replace(window_spec(), sliding_window=2 * WINDOW)
     return {f"layer.{i}": (window_spec(), wide)[i % 2] for i in range(4)}
 

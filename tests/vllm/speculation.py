@@ -49,7 +49,7 @@ class SpeculatingEngine(Engine):
         return next_token(self.values_of(name, tokens))
 
     def _drafts(self, name: str, tokens: Sequence[int], count: int) -> list[int]:
-        """Right ones up to a random place, then wrong ones."""
+        """Returns drafts that are right up to a random place, and wrong behind it."""
         dice = random.Random(len(tokens))
         drafts: list[int] = []
         for _ in range(count):

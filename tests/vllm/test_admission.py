@@ -78,41 +78,19 @@ def test_blocks_that_are_full_at_the_end_are_stored(
     assert ended(one, asks) == tail
 
 
-@pytest.mark.parametrize(
-    "why", ["consumer", "reset", "absent worker", "granted", "failed load", "others' load"]
-)
-def test_what_may_not_be_stored_is_not_stored_at_the_end(desk: Any, why: str) -> None:
-    one = desk(stores=why != "consumer")
+@pytest.mark.parametrize("why", ["absent worker", "failed load"])
+def test_an_ended_request_stores_nothing_if_a_worker_is_absent_or_its_load_failed(
+    desk: Any, why: str
+) -> None:
+    one = desk()
     asks = request("a", LONG, computed=LONG)
-    state = one.arrive(asks)
-    match why:
-        case "reset":
-            state.store.may_store = False
-        case "absent worker":
-            one.sharing.links.told({0: "gone"}, one.now_s, stream=1)
-        case "granted":
-            state.hit.phase = Phase.GRANTED
-        case "failed load":
-            one.parts.finder.failed_loads.add("a")
-        case "others' load":
-            one.desk.others.admitted("a")
-    assert ended(one, asks) == []
-    assert one.desk.others.may_store("a") and "a" not in one.parts.finder.failed_loads
-
-
-def test_what_was_known_of_a_request_is_forgotten_at_its_end(desk: Any) -> None:
-    memory = Memory()
-    one = desk(memory=memory)
-    asks = WithAdapter("a")
     one.arrive(asks)
-    one.desk.match(asks, TOKENS)
-    assert one.adapters._live and one.desk.written._matched_tokens
-    one.parts.exactness.is_watching = True
-    one.parts.exactness._exact_tokens["a"] = 5
-    one.desk.finished(asks, [[1]])
-    assert not one.desk.written._matched_tokens and not one.parts.exactness._exact_tokens
-    assert not one.adapters._live and memory.told == [("ended", "a")]
-    assert not one.edge.broken
+    if why == "absent worker":
+        one.sharing.links.told({0: "gone"}, one.now_s, stream=1)
+    else:
+        one.parts.finder.failed_loads.add("a")
+    assert ended(one, asks) == []
+    assert "a" not in one.parts.finder.failed_loads
 
 
 class Rows(Memory):

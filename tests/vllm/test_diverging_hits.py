@@ -40,8 +40,8 @@ def on_host(one: Engine, server: FakeServer) -> Readable:
 
 
 def longest(one: Engine, request: Request, is_readable: Readable) -> int:
-    """Tokens of the longest hit of which attention could read all: tried one by one, without
-    hotkv's rule or vLLM's."""
+    """Returns the tokens of the longest hit that attention could read completely. Tries each
+    length, without hotkv's or vLLM's rule."""
     alignment = one.connector._scheduler.cache.finder.groups.alignment_tokens
     for end in range((request.num_tokens - 1) // alignment * alignment, 0, -alignment):
         if all(is_readable(group, block_hash) for group, block_hash in read_at(one, request, end)):
@@ -50,8 +50,7 @@ def longest(one: Engine, request: Request, is_readable: Readable) -> int:
 
 
 def read_at(one: Engine, request: Request, end: int) -> list[tuple[int, bytes]]:
-    """Blocks, each by group and hash, that attention of token `end` and those behind it reads
-    before it."""
+    """Returns the blocks, as group and hash, that attention reads from token `end` on."""
     found = []
     for index, group in enumerate(one.kv_config.kv_cache_groups):
         spec: Any = group.kv_cache_spec
@@ -65,7 +64,7 @@ def read_at(one: Engine, request: Request, end: int) -> list[tuple[int, bytes]]:
 
 
 def chosen(dice: random.Random, keys: list[Any]) -> list[Any]:
-    """Some of them: none, all, one end, or here and there."""
+    """Returns no keys, all keys, one end of the list, or a random sample."""
     cut = dice.randrange(len(keys) + 1)
     return dice.choice([[], [], keys, keys[:cut], keys[cut:], dice.sample(keys, cut)])
 

@@ -35,8 +35,7 @@ def generate(engine: EngineProcess, batch: list[list[int]], max_tokens: int = 8)
 def test_parity_and_sharing_between_processes(
     daemon: Daemon, start: Callable[..., EngineProcess]
 ) -> None:
-    """Cold, warm from vLLM's own prefix cache, warm from hotkv in the same and in another
-    engine."""
+    """Compares cold answers with hits in vLLM's own cache, in hotkv, and in another engine."""
     daemon.start()
     first, second = start(), start()
     batch = prompts(1)

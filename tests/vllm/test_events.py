@@ -1,5 +1,4 @@
-"""Events of the server beside those of the engine that filled it: a router must be able to take one
-for the other."""
+"""Events of the server beside events of the engine that filled it: a router may read either."""
 
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def blocks(events: list[Any]) -> dict[Any, tuple[Any, ...]]:
-    """By hash, what is said of each stored block: parent, tokens, block size.
+    """Returns parent, tokens and block size of each stored block, by hash.
 
-    An engine leaves blocks of window groups out of an event but not their tokens; what such an
-    event says of its blocks is not exact, and is passed over.
+    An engine leaves blocks of window groups out of an event but not their tokens. The blocks of
+    such an event are not exact, and are skipped.
     """
     found: dict[Any, tuple[Any, ...]] = {}
     for event in events:
@@ -37,7 +36,7 @@ def blocks(events: list[Any]) -> dict[Any, tuple[Any, ...]]:
 
 
 def groups(events: list[Any]) -> dict[int | None, tuple[Any, ...]]:
-    """By group, its kind and window."""
+    """Returns kind and window of each group."""
     return {
         e.group_idx: (e.kv_cache_spec_kind, e.kv_cache_spec_sliding_window)
         for e in events

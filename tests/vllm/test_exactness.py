@@ -1,10 +1,10 @@
-"""KV that is not what its key promises never leaves the engine: sparse decode's, and what is
-computed from it.
+"""Inexact KV never leaves the engine: neither KV of sparse decode, nor KV that is computed from it.
 
 The engines that decode sparsely are `approximate.Approximate`; every other engine fails at the
-first of their approximate values that it reads.
+first approximate value that it reads.
 """
 
+import functools
 import random
 from typing import Any
 
@@ -19,18 +19,10 @@ from tests.vllm.tiny import BLOCK_TOKENS
 
 
 @pytest.fixture
-def approximate(server: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = []
+def approximate(make: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes engines that decode sparsely."""
     without_layers(monkeypatch)
-
-    def make(**settings: Any) -> Approximate:
-        made.append(Approximate(server, tmp_path / "model", monkeypatch, extra=SPARSE, **settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.worker.shutdown()
-        one.connector.shutdown()
+    return functools.partial(make, Approximate, extra=SPARSE)
 
 
 def test_prompts_of_sparse_engines_are_shared_and_answers_below_the_least_context_too(
@@ -50,7 +42,7 @@ def test_prompts_of_sparse_engines_are_shared_and_answers_below_the_least_contex
 def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
     server: Any, engine: Any
 ) -> None:
-    """Both are of one engine, as in vLLM's MultiConnector."""
+    """Both connectors belong to the same engine, as in vLLM's MultiConnector."""
     one = engine()
     names = RowNames(SparseConfig(**SPARSE["sparse"]), ((0, BLOCK_TOKENS),))
     announce(str(one.vllm_config.kv_transfer_config.engine_id), names)

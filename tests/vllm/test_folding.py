@@ -1,4 +1,4 @@
-"""Layers that one tensor of the layout may describe, and those that it may not."""
+"""Layers that a single tensor of the layout may describe, and layers that need several tensors."""
 
 import dataclasses
 import itertools
@@ -36,7 +36,7 @@ def pages(bases: list[int], *, dims: tuple[tuple[int, int], ...] = ()) -> list[L
 def test_layers_at_equal_distances_are_one_tensor_unless_they_overlap(
     bases: list[int], dims: tuple[tuple[int, int], ...], runs: list[int]
 ) -> None:
-    """What comes of it is a valid layout of the same bytes, in the same order."""
+    """Checks that the result is a valid layout of the same bytes in the same order."""
     layers = pages(bases, dims=dims)
     folded = _folded(layers)
     assert [len(run) for run in folded] == runs and list(itertools.chain(*folded)) == layers

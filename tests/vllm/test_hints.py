@@ -2,17 +2,23 @@
 the server; once with real vLLM and a real daemon."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 from hotkv_client.hints import HintClient
-from hotkv_client.types import EndedRequest, RequestReport
-from hotkv_proto.blocks import MAX_PRIORITY, NO_RETENTION, Retention
+from hotkv_client.types import EndedRequest
+from hotkv_proto.blocks import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
 from hotkv_proto.hints import MAX_ACTIONS, Action, ActionType, Hints, Target, is_identifier
+from hotkv_vllm.hints.requests import LOG_INTERVAL_S, HintReader
+from hotkv_vllm.stats import HotKVStats
 from tests.support.waiting import wait_for
 from tests.vllm.harness import prompt
+from tests.vllm.oracle import reports_to
 from tests.vllm.processes import Daemon, Engines
 from tests.vllm.runs import prompts, settled, usable
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
@@ -25,10 +31,6 @@ def envelope(*actions: tuple[str, dict[str, Any]]) -> KvHintsEnvelope:
     return KvHintsEnvelope("0.1", "m", made)
 
 
-def reports(server: Any) -> list[RequestReport]:
-    return [report for kind, batch in server.calls if kind == "report_requests" for report in batch]
-
-
 def ended(server: Any) -> list[EndedRequest]:
     return [one for kind, batch in server.calls if kind == "ended" for one in batch]
 
@@ -39,7 +41,7 @@ def test_hints_go_with_the_report_and_wait_for_the_end(engine: Any, server: Any)
     asked = envelope(("pin", pinned), ("kv.release", {}), ("explode", {}))
     one.add("a", PROMPT, 40, kv_hints=asked, session_id="s")
     one.run()
-    (report,) = reports(server)
+    (report,) = reports_to(server)
     pin = Action("0", ActionType.PIN, Target("", 0, 64), 0, 60.0)
     release = Action("1", ActionType.RELEASE)
     assert report.session_id == "s" and report.hints.message_id == "m"
@@ -63,46 +65,85 @@ def test_a_session_is_told_of_without_hints(engine: Any, server: Any) -> None:
     old = one.add("old", prompt(4, 60), 2)
     del old.kv_hints, old.session_id
     one.run()
-    names = [(report.session_id, bool(report.hints)) for report in reports(server)]
+    names = [(report.session_id, bool(report.hints)) for report in reports_to(server)]
     assert names == [("s", False), ("t", False), ("", False), ("", False)]
     assert {e.session_id for e in ended(server)} == {"s", "t"}
 
 
+RETAIN, PIN = ["hotkv.retain"], ["hotkv.pin"]
+HOUR = {"type": "ephemeral", "ttl": "1h"}
+
+
 @pytest.mark.parametrize(
-    ("transfer", "kinds", "retention"),
+    ("params", "kinds", "retention", "num_wrong"),
     [
-        ({"hotkv.priority": 3}, ["hotkv.retain"], Retention(3)),
-        ({"hotkv.ttl_s": 9, "hotkv.pin": True}, ["hotkv.pin"], Retention(0, 9.0, True)),
-        ({"hotkv.cache_control": {"type": "ephemeral"}}, ["hotkv.retain"], Retention(0, 300.0)),
-        (
-            {"hotkv.cache_control": {"type": "ephemeral", "ttl": "1h"}, "hotkv.pin": True},
-            ["hotkv.pin"],
-            Retention(0, 3600.0, True),
-        ),
-        ({"hotkv.cache_control": "24h"}, ["hotkv.retain"], Retention(0, 86_400.0)),
-        ({"hotkv.cache_control": "1h", "hotkv.ttl_s": 9}, ["hotkv.retain"], Retention(0, 9.0)),
-        ({"hotkv.cache_control": {"type": "lasting"}}, [], NO_RETENTION),
-        ({"hotkv.cache_control": "25h"}, [], NO_RETENTION),
-        ({"hotkv.cache_control": "1h "}, [], NO_RETENTION),
-        ({"hotkv.demote": True}, ["hotkv.demote"], Retention(-MAX_PRIORITY)),
-        ({"hotkv.release": True}, ["hotkv.release"], Retention(-MAX_PRIORITY)),
-        ({"hotkv.release": False}, [], NO_RETENTION),
-        ({"hotkv.release": 1, "hotkv.session": "\n"}, [], NO_RETENTION),
+        (None, [], NO_RETENTION, 0),
+        ("no mapping", [], NO_RETENTION, 0),
+        ({"other.priority": 3, 5: 6}, [], NO_RETENTION, 0),
+        ({"hotkv.priority": MAX_PRIORITY}, RETAIN, Retention(MAX_PRIORITY), 0),
+        ({"hotkv.priority": -MAX_PRIORITY}, RETAIN, Retention(-MAX_PRIORITY), 0),
+        ({"hotkv.priority": MAX_PRIORITY + 1}, [], NO_RETENTION, 1),
+        ({"hotkv.priority": -MAX_PRIORITY - 1}, [], NO_RETENTION, 1),
+        ({"hotkv.priority": True}, [], NO_RETENTION, 1),
+        ({"hotkv.priority": 1.0}, [], NO_RETENTION, 1),
+        ({"hotkv.ttl_s": MAX_TTL_S}, RETAIN, Retention(0, MAX_TTL_S), 0),
+        ({"hotkv.ttl_s": 0, "hotkv.pin": False}, [], NO_RETENTION, 0),
+        ({"hotkv.ttl_s": MAX_TTL_S + 1}, [], NO_RETENTION, 1),
+        ({"hotkv.ttl_s": -1}, [], NO_RETENTION, 1),
+        ({"hotkv.ttl_s": True}, [], NO_RETENTION, 1),
+        ({"hotkv.ttl_s": float("nan")}, [], NO_RETENTION, 1),
+        ({"hotkv.ttl_s": 5, "hotkv.pin": True}, PIN, Retention(0, 5.0, True), 0),
+        ({"hotkv.pin": 1, "hotkv.ttl_s": 5}, RETAIN, Retention(0, 5.0), 1),
+        ({"hotkv.pin": True}, [], NO_RETENTION, 1),
+        ({"hotkv.pin": True, "hotkv.ttl_s": 0}, [], NO_RETENTION, 1),
+        ({"hotkv.cache_control": {"type": "ephemeral"}}, RETAIN, Retention(0, 300.0), 0),
+        ({"hotkv.cache_control": HOUR, "hotkv.pin": True}, PIN, Retention(0, 3600.0, True), 0),
+        ({"hotkv.cache_control": "24h"}, RETAIN, Retention(0, 86_400.0), 0),
+        ({"hotkv.cache_control": "1h", "hotkv.ttl_s": 9}, RETAIN, Retention(0, 9.0), 0),
+        ({"hotkv.cache_control": {"type": "lasting"}}, [], NO_RETENTION, 1),
+        ({"hotkv.cache_control": "25h"}, [], NO_RETENTION, 1),
+        ({"hotkv.cache_control": "1h "}, [], NO_RETENTION, 1),
+        ({"hotkv.demote": True}, ["hotkv.demote"], Retention(-MAX_PRIORITY), 0),
+        ({"hotkv.release": True}, ["hotkv.release"], Retention(-MAX_PRIORITY), 0),
+        ({"hotkv.release": False}, [], NO_RETENTION, 0),
+        ({"hotkv.release": 1, "hotkv.session": "\n"}, [], NO_RETENTION, 2),
+        ({"hotkv.such": 1}, [], NO_RETENTION, 1),
+        ({"hotkv.priority": 2, "hotkv.ttl_s": "x", "hotkv.pin": True}, RETAIN, Retention(2), 2),
     ],
 )
-def test_short_forms_are_the_same_actions(
-    engine: Any, server: Any, transfer: dict[str, Any], kinds: list[str], retention: Retention
+def test_short_forms_are_actions_and_wrong_values_are_counted_and_logged(
+    warnings: list[str], params: Any, kinds: list[str], retention: Retention, num_wrong: int
 ) -> None:
-    """A client may choose any id for its request."""
+    """A wrong value is logged once in LOG_INTERVAL_S."""
+    stats = HotKVStats()
+    reader, request = HintReader(stats), SimpleNamespace(request_id="a", kv_transfer_params=params)
+    for now_s, num_logged in ((1.0, 1), (LOG_INTERVAL_S, 1), (1.0 + LOG_INTERVAL_S, 2)):
+        asked = reader.asked(request, now_s)
+        assert [action.action_id for action in asked.hints.actions] == kinds
+        assert asked.retention == retention
+        assert len(warnings) == num_logged * bool(num_wrong)
+    assert stats.data.get("wrong_hints", 0) == 3 * num_wrong
+
+
+def test_a_client_may_choose_any_id_for_its_request(engine: Any, server: Any) -> None:
     one = engine()
     for name in ("a\nb\ud800", "x" * 500):
-        one.add(name, PROMPT, 3, transfer=transfer)
+        one.add(name, PROMPT, 3, transfer={"hotkv.priority": 3})
     one.run()
-    for report in reports(server):
-        assert [action.action_id for action in report.hints.actions] == kinds
-        assert report.retention == retention
-        assert not kinds or is_identifier(report.hints.message_id)
-    assert not kinds or reports(server)[0].hints.message_id == "request ab"
+    first, second = reports_to(server)
+    assert first.hints.message_id == "request ab" and is_identifier(second.hints.message_id)
+
+
+KEYS = st.sampled_from(["hotkv.priority", "hotkv.ttl_s", "hotkv.pin", "hotkv.x", "remote_host"])
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers())
+)
+
+
+@given(st.one_of(st.none(), st.text(), st.dictionaries(st.one_of(st.integers(), KEYS), VALUES)))
+def test_no_hint_breaks_a_request(params: Any) -> None:
+    request = SimpleNamespace(request_id="a", kv_transfer_params=params)
+    assert isinstance(HintReader(HotKVStats()).asked(request, 0.0).retention, Retention)
 
 
 def test_odd_hints_never_touch_a_request(engine: Any, server: Any) -> None:
@@ -113,10 +154,10 @@ def test_odd_hints_never_touch_a_request(engine: Any, server: Any) -> None:
     for odd in (many, other_version, long_list, long_name, "no envelope", 5):
         one.add("a", PROMPT, 3, kv_hints=odd, session_id={"odd": 1})
         one.run()
-        report = reports(server)[-1]
+        report = reports_to(server)[-1]
         assert len(one.outputs["a"]) == 3 and report.session_id == ""
         assert len(report.hints.actions) <= MAX_ACTIONS
-    assert len(reports(server)) == 6 and "hook_errors" not in one.counters
+    assert len(reports_to(server)) == 6 and "hook_errors" not in one.counters
 
 
 @pytest.mark.slow

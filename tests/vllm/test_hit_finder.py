@@ -1,5 +1,5 @@
-"""How one request comes to its hit, step by step: what is asked, what is answered to vLLM, what is
-given back. No engine; the server is a double and time stands still."""
+"""How a request comes to its hit, step by step: calls to the server, answers to vLLM, leases
+released. No engine; the server is a double and the test sets the time."""
 
 from typing import Any
 
@@ -143,7 +143,7 @@ def test_a_shorter_hit_does_not_reach_behind_the_lease() -> None:
 def test_a_grant_is_answered_again_until_half_its_life_is_over(
     given_s: float, life_s: float
 ) -> None:
-    """Its life is the server's, if the server says one."""
+    """Its life is the server's, if the server states a lifetime."""
     parts, state = asking(lease_ttl_s=10.0)
     parts.server.hold = {"acquire"}
     assert parts.match(state) == ASK_AGAIN

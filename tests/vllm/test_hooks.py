@@ -1,8 +1,8 @@
 """Each hook of the connector, broken in every function that it calls, once and on every call.
 
-Over the harness, which checks each value that attention reads: no fault reaches vLLM, every request
-is answered and right, no engine is served wrong KV, and once the fault is gone nothing is left
-behind. The hooks come from vLLM's class, so a hook that is added is tested.
+The harness checks each value that attention reads: faults do not reach vLLM, every request is
+answered correctly, and engines never read wrong KV. Once the fault is gone no state of it is left.
+The hooks come from vLLM's class, so a new hook is tested too.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from hotkv_vllm.scheduler import hits, stores_in_flight
 from hotkv_vllm.worker import rank_loads
 from tests.vllm.faults import OWN, broken, called_by_hooks
 from tests.vllm.harness import Engine, prompt
+from tests.vllm.oracle import check_nothing_left
 
 OVERRIDDEN = [
     name
@@ -87,7 +88,7 @@ def test_each_fallback_is_that_of_a_hook() -> None:
 
 
 class Bench:
-    """Two engines over one server. The faults are put into the first."""
+    """Two engines of the same server. The faults are put into the first engine."""
 
     def __init__(self, make: Callable[..., Any], server: FakeServer) -> None:
         self.server = server
@@ -109,15 +110,15 @@ class Bench:
         return made
 
     def renew(self) -> None:
-        """After a failure, so that the next fault is judged alone."""
+        """Replaces the first engine after a failure, so that the next fault is judged alone."""
         self.one.worker.shutdown()
         self.server.leases.clear()
         self.server.held.clear()
         self.one = self.new()
 
     def traffic(self) -> None:
-        """Hits, misses, failed and hung loads, aborts, stores that are in flight when their blocks
-        are given away, a reset."""
+        """Runs hits, misses, failed and hung loads, aborts, stores whose blocks are reallocated
+        meanwhile, and a reset."""
         one, server, name = self.one, self.server, self.name
         server.blocks.clear()
         self.forget_local()
@@ -172,15 +173,15 @@ class Bench:
         return f"{request}.{self.count}"
 
     def judge(self) -> None:
-        """All that was not aborted is answered, and rightly."""
+        """Checks that all requests that were not aborted are answered correctly."""
         for request in ("a", "b", "c", "a2", "a3", "a4"):
             got = self.one.outputs[self.name(request)]
             assert got == self.expected[request[0]], f"{request}: {got}"
         assert len(self.one.outputs[self.name("x")]) == 3
 
     def afterwards(self) -> None:
-        """The fault is gone. The other engine, and this one, hit what was stored; nothing is left
-        of the requests before."""
+        """Checks that both engines hit the stored blocks again and that earlier requests have left
+        nothing behind."""
         one, two = self.one, self.two
         two.drop_local()
         for request, tokens, count in (("a", FIRST, 2), ("b", SECOND, 2), ("c", THIRD, 6)):
@@ -193,24 +194,14 @@ class Bench:
                 break
         assert answer == (self.expected["a"], 192), "it hits again"
         one.drop_local()
-        self.nothing_left()
-
-    def nothing_left(self) -> None:
-        side, worker = self.one.connector._scheduler, self.one.worker._worker
-        assert not side.requests.states and side.requests.loads.is_empty
-        in_flight, quarantine = side.cache.planner.in_flight, side.requests.loads.quarantine
-        assert not in_flight.stores and not in_flight.reading and not in_flight.num_bytes
-        assert not quarantine.loading and not quarantine.held and side.sharing.links.are_complete
-        assert not worker.stores
-        assert not len(worker.loads)
-        assert not worker.loads._hung
-        assert not worker.loads._failed
+        check_nothing_left(one, may_count_errors=True)
+        assert one.connector._scheduler.sharing.links.are_complete
         assert not self.server.leases and not self.server.held
 
 
 @pytest.fixture(scope="module")
 def quick() -> Iterator[None]:
-    """What the connector waits for by the clock it does not wait for here."""
+    """Removes the waits by the clock."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hits, "MISS_MEMORY_S", 0.0)
         patch.setattr(rank_loads, "CANCEL_GRACE_S", 0.0)
@@ -230,13 +221,13 @@ def bench(quick: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ben
 
         yield Bench(make, server)
         for one in made:
-            one.worker.shutdown()
-            one.connector.shutdown()
+            one.shutdown()
 
 
 @pytest.fixture(scope="module")
 def calls(bench: Bench) -> dict[str, list[FunctionType]]:
-    """By hook: the functions that it calls, each under the first hook that calls it."""
+    """Returns by hook the functions that it calls. A function is listed under the first hook that
+    calls it."""
     seen: set[FunctionType] = set()
     found = {}
     for hook, called in called_by_hooks(bench.traffic).items():
@@ -278,7 +269,8 @@ def test_the_traffic_is_what_it_says(bench: Bench, calls: dict[str, list[Functio
 def test_a_broken_hook(
     bench: Bench, calls: dict[str, list[FunctionType]], hook: str, only_once: bool, some: slice
 ) -> None:
-    """`some`: which of the functions that the hook calls; every second one every day."""
+    """Breaks the functions that a hook calls. `some`: the slice to break; every second function in
+    everyday runs."""
     num_strikes, functions = 0, calls[hook][some]
     for function in functions:
         bench.count += 1
@@ -309,18 +301,17 @@ def test_a_broken_hook(
 
 
 def test_a_step_after_unknown_allocations_takes_all_stores_back(bench: Bench) -> None:
-    """Also where another connector loads into these blocks, which shows nowhere else."""
+    """Also covers another connector that loads into these blocks."""
     one = bench.new()
     with broken(inspect.unwrap(HotKVConnector.update_state_after_alloc), only_once=True):
         one.generate("a", prompt(8, 100), 3)
     assert [meta.lost_track for meta in one.metas] == [True] + [False] * (len(one.metas) - 1)
-    one.worker.shutdown()
-    one.connector.shutdown()
+    one.shutdown()
 
 
 @contextlib.contextmanager
 def lost_reports_are_noticed() -> Iterator[None]:
-    """At once rather than after a minute."""
+    """Has lost reports noticed at once instead of after a minute."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stores_in_flight, "UNREPORTED_S", 0.0)
         yield
@@ -359,8 +350,7 @@ def test_a_hook_that_breaks_at_the_start(bench: Bench, hook: str) -> None:
         except Exception as error:
             raise AssertionError(f"{name}: {type(error).__name__}: {error}") from error
         finally:
-            one.worker.shutdown()
-            one.connector.shutdown()
+            one.shutdown()
 
 
 def test_a_rank_without_a_handshake_leaves_the_engine_off(bench: Bench) -> None:
@@ -370,17 +360,16 @@ def test_a_rank_without_a_handshake_leaves_the_engine_off(bench: Bench) -> None:
     assert one.generate("x", FIRST, 2)[0] == bench.expected["a"] and not bench.server.blocks
     one.connector.set_xfer_handshake_metadata({0: one.worker.get_handshake_metadata()})
     assert one.connector._scheduler.cache is not None
-    one.worker.shutdown()
-    one.connector.shutdown()
+    one.shutdown()
 
 
 def test_shutdown_breaks(bench: Bench) -> None:
-    """Of each side; nothing is raised, and the memory's descriptors are closed."""
+    """Breaks each side's shutdown. No exception reaches vLLM, and the memory's descriptors are
+    closed."""
     one = bench.new()
 
     def end() -> None:
-        one.worker.shutdown()
-        one.connector.shutdown()
+        one.shutdown()
 
     calls = called_by_hooks(end)["shutdown"]
     for function in sorted(calls, key=lambda one: one.__qualname__):

@@ -4,7 +4,6 @@ and no late write reaches anybody."""
 import logging
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hotkv_client.types import LinkState
 from hotkv_vllm.link import StateLog
 from hotkv_vllm.metadata import STILL_CONNECTING
-from hotkv_vllm.scheduler import sharing
 from hotkv_vllm.scheduler.sharing import ABSENCE_PATIENCE_S, WorkerLinks
 from hotkv_vllm.worker import rank_loads
 from tests.vllm.engine_core import Core
 from tests.vllm.harness import prompt
 from tests.vllm.processes import Daemon, Engines
 from tests.vllm.runs import _state, prompts, settled
-from tests.vllm.specs import full_model, hybrid_model
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
 
 PROMPT = prompt(1, 200)
@@ -39,8 +36,8 @@ def free_blocks(one: Any) -> int:
 
 
 def hang(one: Any, server: Any, name: str = "a", max_tokens: int = 4) -> Any:
-    """Returns a request whose load the server neither finishes nor ends; returns the load, and how
-    it is finished late."""
+    """Adds a request whose load the server does not end. Returns the load's future, and the
+    function that ends it late."""
     server.hold, server.ack_cancels = {"load"}, False
     one.add(name, PROMPT, max_tokens)
     while not server.held:
@@ -49,50 +46,6 @@ def hang(one: Any, server: Any, name: str = "a", max_tokens: int = 4) -> Any:
     server.held.clear()
     server.hold = set()
     return future, act
-
-
-@pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
-@pytest.mark.parametrize("model", [full_model, hybrid_model])
-def test_the_request_is_answered_and_late_writes_reach_nobody(
-    engine: Any, server: Any, model: Any, pipelined: bool
-) -> None:
-    answer = engine(specs=model()).generate("first", PROMPT, 4)[0]
-    one = engine(specs=model(), pipelined=pipelined, extra={"load_timeout_s": 0.0})
-    before = free_blocks(one)
-    future, act = hang(one, server)
-    one.run(100)
-    assert one.outputs["a"] == answer
-    assert one.counters["hung_loads"] == 1
-    assert one.counters["failed_loads"] == 1
-    held = before - free_blocks(one)
-    assert held == one.connector._scheduler.requests.loads.quarantine.num_blocks >= 6
-    # Other requests fill all other blocks while the server goes on after all; the harness checks
-    # what they read.
-    for index in range(4):
-        one.add(f"b{index}", prompt(20 + index, 400), 20)
-    for step in range(60):
-        one.step()
-        if step == 10:
-            future.set_result(act())
-    one.run()
-    one.generate("end", prompt(9, 10), 2)
-    assert free_blocks(one) == before and not server.leases
-    one.drop_local()
-    assert one.generate("again", PROMPT, 4)[0] == answer
-
-
-def test_an_aborted_request_does_not_stay_for_a_hung_server(engine: Any, server: Any) -> None:
-    engine().generate("first", PROMPT, 4)
-    one = engine()
-    before = free_blocks(one)
-    future, act = hang(one, server)
-    one.abort("a")
-    for _ in range(4):
-        one.step()
-    assert not one.scheduler.requests and free_blocks(one) == before - 6
-    future.set_result(act())
-    one.generate("end", prompt(9, 10), 2)
-    assert free_blocks(one) == before and not server.leases
 
 
 @pytest.mark.parametrize("way", ["pause", "sleep"])
@@ -122,39 +75,6 @@ def test_an_engine_pauses_and_sleeps_while_blocks_are_held(
     assert free_blocks(one) == before and pool.num_gpu_blocks == num_blocks
     one.drop_local()
     assert one.generate("again", PROMPT, 4)[0] == answer
-
-
-def test_a_server_that_dies_gives_its_blocks_back(engine: Any, server: Any) -> None:
-    engine().generate("first", PROMPT, 4)
-    one = engine(extra={"load_timeout_s": 0.0})
-    before = free_blocks(one)
-    future, _ = hang(one, server)
-    one.run(100)
-    server.die()
-    future.set_exception(ConnectionError("the server died"))
-    one.generate("end", prompt(9, 10), 2)
-    assert free_blocks(one) == before
-
-
-def test_shutdown_in_the_middle_of_loads(engine: Any, server: Any) -> None:
-    """One hangs, one has just begun."""
-    first = engine()
-    first.generate("first", PROMPT, 4)
-    first.generate("second", prompt(2, 100), 4)
-    one = engine(extra={"load_timeout_s": 0.0})
-    hang(one, server)
-    one.run(100)
-    one.scheduler.kv_cache_manager.block_pool.evict_blocks(set(range(1, 64)))
-    server.hold = {"load"}
-    # What failed is hidden, so that the other load is of another prompt.
-    one.add("b", prompt(2, 100), 4)
-    while not server.held:
-        one.step()
-    one.worker.shutdown()
-    one.connector.shutdown()
-    one.worker.shutdown()
-    assert all(session.closed for session in server.sessions[-2:])
-    assert not one.connector.edge.broken and not one.worker.edge.broken
 
 
 # ----------------------------------------------------------------------------------- absent workers
@@ -194,8 +114,7 @@ def test_a_refused_worker_is_said_once_and_nothing_is_offered(
 def test_a_worker_that_takes_its_time_is_no_trouble(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Registering much memory takes longer than the start waits. Once it is done, one line says
-    that hotkv is on."""
+    """Registering much memory takes longer than the start waits. Then a line says that it is on."""
     warnings, lines = heard(monkeypatch), heard(monkeypatch, "info")
     server.refuse_workers = STILL_CONNECTING
     one = engine()
@@ -206,44 +125,6 @@ def test_a_worker_that_takes_its_time_is_no_trouble(
     one.generate("c", prompt(3, 100), 2)
     assert len([line for line in lines if line.startswith("hotkv on: 0 B of this model")]) == 1
     assert not warnings
-
-
-@pytest.mark.parametrize("restarts", [False, True], ids=["", "restart"])
-def test_a_worker_that_connects_while_the_engine_idles_is_no_trouble(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, restarts: bool
-) -> None:
-    """Its last report is old when the next request comes, or is about a server before this one."""
-    warnings, now_s = heard(monkeypatch), time.monotonic()
-    monkeypatch.setattr(sharing.time, "monotonic", lambda: now_s)
-    server.refuse_workers = STILL_CONNECTING
-    one = engine()
-    one.generate("a", prompt(1, 100), 2)
-    now_s += 3600
-    if restarts:
-        server.die()
-        server.come_back()
-        # Its session is opened again after the scheduler's.
-        one.generate("b", prompt(2, 100), 2)
-    server.refuse_workers = ""
-    one.generate("c", prompt(3, 100), 2)
-    assert not warnings
-
-
-def test_without_a_server_the_log_says_where_it_was_looked_for(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one line, with the session's own report."""
-    lines: list[tuple[int, str]] = []
-    logger = logging.getLogger("vllm.hotkv")
-    monkeypatch.setattr(logger, "log", lambda level, text, *v: lines.append((level, text % v)))
-    server.up = False
-    one = engine()
-    one.generate("a", prompt(1, 100), 2)
-    server.come_back()
-    (_, gone), (_, back) = [(level, text) for level, text in lines if level > logging.DEBUG]
-    assert lines[0][0] == logging.DEBUG and "worker 0" in lines[0][1]
-    assert "hotkv.target unix:" in gone and "`hotkv doctor`" in gone
-    assert "hotkv scheduler: the KV cache server is there" in back
 
 
 def test_states_of_a_session_are_said_once_and_a_warning_is_taken_back(
@@ -335,22 +216,6 @@ class LinksMachine(RuleBasedStateMachine):
 
 
 TestLinks = LinksMachine.TestCase
-
-
-def test_a_worker_that_is_lost_later_is_said_after_a_while(
-    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer = engine().generate("first", PROMPT, 2)[0]
-    lines = heard(monkeypatch)
-    one = engine()
-    server.refuse_workers = "told to refuse"
-    one.generate("a", prompt(2, 100), 4)
-    one.drop_local()
-    assert one.generate("b", PROMPT, 2) == (answer, 0) and not lines
-    monkeypatch.setattr(sharing, "ABSENCE_PATIENCE_S", 0.0)
-    one.generate("c", prompt(3, 100), 4)
-    one.generate("d", prompt(4, 100), 4)
-    assert len(lines) == 1 and server.count("load") == 0
 
 
 # ----------------------------------------------------------------------------------------- for real

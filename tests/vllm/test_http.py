@@ -61,7 +61,7 @@ def cached(answer: dict[str, Any]) -> int:
 
 
 def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns a streamed completion as it would have come in one piece."""
+    """Returns a streamed completion as if it had not been streamed."""
     choices = [event["choices"][0] for event in events if event["choices"]]
     probabilities = [value for one in choices for value in one["logprobs"]["token_logprobs"]]
     whole = {

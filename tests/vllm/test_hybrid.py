@@ -53,7 +53,8 @@ def test_reachable_blocks_are_those_that_some_hit_needs(
 def test_kept_states(
     block: int, blocks: int, interval: int, prompt_tokens: int, drops: bool, junction: int
 ) -> None:
-    """Every so often, and where a request that repeats or extends the prompt goes on."""
+    """Compares with the states at the interval, and where a request that repeats or extends the
+    prompt goes on."""
     alignment = block * blocks
     reach = StorableBlocks(GroupSpec(GroupKind.MAMBA, block, (1,)), alignment, interval)
     ends = prompt_boundaries(prompt_tokens, alignment, drops)
@@ -114,8 +115,8 @@ def test_window_blocks_between_boundaries_are_counted(engine: Any) -> None:
 def test_a_drafters_hit_knows_the_token_behind_it(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, model: Any, table: bool
 ) -> None:
-    """The drafter's KV of a block's last token depends on the next token, so a hit ends one block
-    before a prompt parts."""
+    """The drafter's KV of a block's last token depends on the next token. So a hit ends a block
+    before the prompts differ."""
     monkeypatch.setattr(kv_groups, "draft_groups", lambda *_: frozenset({0}))
     server.table = table
     one = engine(specs=model())

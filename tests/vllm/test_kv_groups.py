@@ -1,5 +1,5 @@
-"""What hotkv takes from vLLM's KV cache groups: kinds, block sizes, windows, drafters, and what it
-refuses. Groups are vLLM's own; no engine is built."""
+"""How hotkv reads vLLM's KV cache groups: kinds, block sizes, windows, drafters, and refusals.
+Groups are vLLM's own; no engine is built."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,7 +50,10 @@ def kv_config(*groups: Any, cacheable: Sequence[int] | None = None, alignment: i
 
 
 def vllm_config(*, drops: bool | None = None, stages: int = 1, dcp: int = 1, pcp: int = 1) -> Any:
-    """`drops`: whether the drafter has the last block of a hit computed again; None without one."""
+    """Returns a config of vLLM.
+
+    drops: True if the drafter has the last block of a hit computed again; None without a drafter.
+    """
     parallel = SimpleNamespace(
         pipeline_parallel_size=stages,
         decode_context_parallel_size=dcp,

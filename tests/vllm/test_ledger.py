@@ -1,5 +1,5 @@
-"""What the connector tells the server for its ledger: why tokens missed, what hits save, how long
-requests wait. Against a server that is a double, because lateness is injected."""
+"""The connector's reports for the server's ledger: why tokens missed, how much time hits save, how
+long requests wait. The server is a double, because lateness is injected."""
 
 import time
 from typing import Any
@@ -14,13 +14,10 @@ from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, HitChoice, Verdict
 from hotkv_vllm.stats import HotKVStats
 from tests.vllm.harness import prompt
+from tests.vllm.oracle import reports_to
 from tests.vllm.parts import TOKENS, Parts, request
 
 PROMPT = prompt(1, 200)
-
-
-def reports(server: Any) -> list[RequestReport]:
-    return [report for kind, batch in server.calls if kind == "report_requests" for report in batch]
 
 
 def test_reports_say_why_tokens_missed_and_how_loads_ended(engine: Any, server: Any) -> None:
@@ -28,12 +25,12 @@ def test_reports_say_why_tokens_missed_and_how_loads_ended(engine: Any, server: 
     one.generate("cold", PROMPT, 2)
     one.add("unasked", PROMPT, 2).skip_reading_prefix_cache = True
     one.run()
-    assert [r.miss for r in reports(server)] == [Miss.ABSENT, Miss.NOT_ASKED]
+    assert [r.miss for r in reports_to(server)] == [Miss.ABSENT, Miss.NOT_ASKED]
     assert not server.load_ends
     for fails in (False, True):
         server.fail_loads = fails
         engine().generate("hit", PROMPT, 2)
-        hit, end = reports(server)[-1], server.load_ends[-1]
+        hit, end = reports_to(server)[-1], server.load_ends[-1]
         assert hit.hit_tokens > hit.device_hit_tokens == 0 and hit.report_id == end.report_id > 0
         assert end.wait_s > 0 and end.failed == fails
     assert len(server.load_ends) == 2
@@ -41,16 +38,17 @@ def test_reports_say_why_tokens_missed_and_how_loads_ended(engine: Any, server: 
 
 @pytest.mark.parametrize("load", ["auto", "always"])
 def test_hits_save_what_the_engine_would_take(engine: Any, server: Any, load: str) -> None:
-    """By its own speed, which it tells the server only if that is to choose what is loaded."""
+    """Uses the engine's own speed. The server learns the speed only if it is to choose what is
+    loaded."""
     engine().generate("cold", PROMPT, 2)
     one = engine(max_tokens_per_step=1024, extra={"load": load})
     one.generate("slow", prompt(2, 500), 2)
     speed = one.connector._scheduler.steps.prefill
     one.generate("hit", PROMPT, 2)
-    hit = reports(server)[-1]
+    hit = reports_to(server)[-1]
     assert hit.hit_tokens == 192 and hit.saved_s == speed.seconds(0, 192) > 0
     one.generate("elsewhere", prompt(3, 40), 2)
-    assert reports(server)[-1].saved_s == 0
+    assert reports_to(server)[-1].saved_s == 0
 
 
 @pytest.mark.parametrize("kind", ["lookup", "acquire"])
@@ -77,7 +75,7 @@ def test_a_lease_that_is_shorter_than_what_was_found_is_refused() -> None:
 
 
 class Reported:
-    """The reports of one request."""
+    """The reports of a request."""
 
     def __init__(self, prefill: PrefillSpeed | None = None) -> None:
         self.parts = parts = Parts()
@@ -88,7 +86,7 @@ class Reported:
         self.made.admitted(self.state, hit_tokens)
         self.made.load_ended(self.state, False)
         self.made.send(at_s)
-        return reports(self.parts.server)
+        return reports_to(self.parts.server)
 
 
 @pytest.mark.parametrize(

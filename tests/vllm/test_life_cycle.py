@@ -1,16 +1,14 @@
-"""The life of an engine's connector, from its start to after its end: nothing stays behind, and no
-order of calls breaks the engine.
+"""The life of an engine's connector, from its start to after its end: resources are released, and
+no order of calls breaks the engine.
 
-With a real shared_daemon, as descriptors, threads and mappings are those of the real client.
+Some tests use a real `shared_daemon`, because descriptors, threads and mappings are the real
+client's.
 """
 
 import gc
 import os
 import re
-import shutil
-import tempfile
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from hotkv_client.session import Session
 from hotkv_client.testing import FakeServer
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.worker import layout
+from tests.support.waiting import wait_for
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import answer_of, audit
 from tests.vllm.ordered_server import RealServer
@@ -36,8 +35,8 @@ Make = Callable[..., Engine]
 
 
 @pytest.fixture
-def make(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Engines that share a key space of the test's own; the test shuts them down."""
+def at_daemon(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes engines that share a key space of the test. The test shuts them down."""
     extra = {
         "target": shared_daemon.target,
         "weights_identity": tmp_path.name,
@@ -53,14 +52,9 @@ def make(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return start
 
 
-def end(one: Engine) -> None:
-    one.worker.shutdown()
-    one.connector.shutdown()
-
-
 def held(pid: int | str = "self") -> Counter[str]:
-    """What a process holds of hotkv's and of engines': descriptors by kind, mappings of shared
-    files, and for this one threads."""
+    """Counts a process's resources of hotkv and engines: descriptors by kind and mappings of shared
+    files; for this process also threads."""
     found = Counter[str]()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         try:
@@ -79,15 +73,6 @@ def held(pid: int | str = "self") -> Counter[str]:
     return found
 
 
-def settled(read: Callable[[], Any], expected: Any, timeout_s: float = 60.0) -> Any:
-    """What `read` says once it is as expected, or at the end of the time: a server lets go of a
-    session a moment later."""
-    until_s = time.monotonic() + timeout_s
-    while (found := read()) != expected and time.monotonic() < until_s:
-        time.sleep(0.02)
-    return found
-
-
 ENGINES = pytest.mark.parametrize(
     ("model", "settings"),
     [
@@ -101,15 +86,16 @@ ENGINES = pytest.mark.parametrize(
 @pytest.mark.long
 @ENGINES
 def test_engines_one_after_another_leave_nothing_behind(
-    shared_daemon: Daemon, make: Make, model: Any, settings: dict[str, Any]
+    shared_daemon: Daemon, at_daemon: Make, model: Any, settings: dict[str, Any]
 ) -> None:
-    """Each is shut down with stores and loads under way, in one process and at one server."""
+    """Each engine is shut down with stores and loads under way, in the same process and at the same
+    server."""
 
     gc.collect()
     others = held()
 
     def life(name: str) -> weakref.ref[Engine]:
-        one = make(specs=model(), **settings)
+        one = at_daemon(specs=model(), **settings)
         assert one.generate(name, PROMPT, 4)[0] == answer_of(PROMPT, 4)
         one.drop_local()
         one.add("under way", [*PROMPT, *prompt(2, 200)], 4)
@@ -117,7 +103,7 @@ def test_engines_one_after_another_leave_nothing_behind(
             one.step()
         assert {"map hotkv-fence", "thread hotkv-session-worker"} <= (held() - others).keys()
         assert len(shared_daemon.admin("sessions")) == 2
-        end(one)
+        one.shutdown()
         # At once, while the engine itself is still there.
         left = held() - others
         assert not [what for what in left if "hotkv" in what], left
@@ -125,14 +111,15 @@ def test_engines_one_after_another_leave_nothing_behind(
 
     life("a")
     gc.collect()
-    before, at_server = settled(held, held()), held(shared_daemon.pid)
+    before, at_server = held(), held(shared_daemon.pid)
     for name in "bc":
         ended = life(name)
         gc.collect()
         assert ended() is None
-        assert not settled(lambda: held() - before, Counter())
-        assert not settled(lambda: held(shared_daemon.pid) - at_server, Counter())
-        assert settled(lambda: shared_daemon.admin("sessions"), []) == []
+        # A server releases a session a moment later.
+        wait_for(lambda: not held() - before, "the release of the engine's own resources")
+        wait_for(lambda: not held(shared_daemon.pid) - at_server, "the release by the server")
+        wait_for(lambda: not shared_daemon.admin("sessions"), "the end of the sessions")
 
 
 def test_an_export_that_breaks_in_the_middle_closes_what_it_opened(
@@ -191,12 +178,12 @@ def test_shutdown_at_any_time_and_twice(
         assert all(session.closed for session in server.sessions)
 
 
-def test_an_engine_starts_and_ends_without_a_server_and_finds_it_later(
-    shared_daemon: Daemon, make: Make, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_without_a_server_waits_no_longer_than_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Waits are as short as was set, and ends find the thread ended."""
-    folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
-    elsewhere = {"target": f"unix:{folder}/run/grpc.sock", "startup_wait_s": 0.05}
+    """Waits at its start only. No thread of its session is left after its end."""
+    target = f"unix:{tmp_path}/none.sock"
+    server: Any = RealServer(target)
     waits_s, threads_that_go_on, wait, close = [], [], Session.wait_connected, Session.close
 
     def noted_wait(session: Session, timeout_s: float) -> bool:
@@ -209,25 +196,12 @@ def test_an_engine_starts_and_ends_without_a_server_and_finds_it_later(
 
     monkeypatch.setattr(Session, "wait_connected", noted_wait)
     monkeypatch.setattr(Session, "close", noted_close)
-    try:
-        without, one = make(extra=elsewhere), make(extra=elsewhere)
-        for engine in (without, one):
-            assert engine.generate("a", PROMPT, 4) == (answer_of(PROMPT, 4), 0)
-        end(without)
-        assert waits_s and max(waits_s) <= 0.05
-        assert threads_that_go_on and not any(threads_that_go_on)
-        (folder / "run").symlink_to(shared_daemon.folder)
-        until_s, number = time.monotonic() + 60, 0
-        while one.external.get(f"b{number}", 0) != USABLE and time.monotonic() < until_s:
-            number += 1
-            one.drop_local()
-            assert one.generate(f"b{number}", PROMPT, 4)[0] == answer_of(PROMPT, 4)
-            one.generate(f"end{number}", OTHER, 1)
-            time.sleep(0.05)
-        assert one.external[f"b{number}"] == USABLE and "hook_errors" not in one.counters
-        end(one)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    extra = {"target": target, "weights_identity": "any", "startup_wait_s": 0.05}
+    one = Engine(server, tmp_path / "model", monkeypatch, extra=extra)
+    assert one.generate("a", PROMPT, 4) == (answer_of(PROMPT, 4), 0)
+    one.shutdown()
+    assert waits_s and max(waits_s) <= 0.05
+    assert threads_that_go_on and not any(threads_that_go_on)
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])

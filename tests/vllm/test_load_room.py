@@ -1,5 +1,5 @@
-"""Loads never fill the device so far that none of their requests can run, though vLLM counts too
-few blocks for sliding windows and chunks."""
+"""Loads never fill the device so far that their requests can't run, although vLLM counts too few
+blocks for sliding windows and chunks."""
 
 import random
 from typing import Any
@@ -14,7 +14,7 @@ MODELS = pytest.mark.parametrize("model", HYBRIDS)
 
 
 def blocks_for_one(one: Engine) -> int:
-    """Most blocks that a prompt of LONGEST tokens holds at once."""
+    """Returns the most blocks that a prompt of LONGEST tokens holds at once."""
     managers = one.scheduler.kv_cache_manager.coordinator.single_type_managers
     return sum(
         min(-(-LONGEST // manager.block_size), manager.max_admission_blocks_per_request or LONGEST)

@@ -1,4 +1,4 @@
-"""Reports of ranks: how two are joined, and when there is nothing to report."""
+"""Reports of ranks: how two are joined, and when a report is empty."""
 
 import copy
 import dataclasses

@@ -57,6 +57,21 @@ def test_beside_one_that_checks_its_handshake(
     assert beside_another.worker.get_handshake_metadata() is None
 
 
+@BOTH_ORDERS
+def test_a_hit_counts_only_if_it_is_loaded_from_hotkv(
+    engine: Make, plan: Plan, ours_first: bool
+) -> None:
+    """The connector that comes first serves a prompt that both have."""
+    one = engine(within=beside("LoadingConnector", ours_first=ours_first))
+    expected, _ = one.generate("a", PROMPT, 4)
+    one.generate("end", prompt(9, 10), 2)
+    one.drop_local()
+    plan.tokens["b"], plan.fill = USABLE, loads_into(one)
+    assert one.generate("b", PROMPT, 4) == (expected, USABLE)
+    assert one.counters["offered_requests"] == 1
+    assert one.counters.get("hit_tokens", 0) == (USABLE if ours_first else 0)
+
+
 def test_nested(engine: Make) -> None:
     inner = beside("CheckingConnector", ours_first=True)
     one = engine(within=lambda ours: beside("LoadingConnector", ours_first=False)(inner(ours)))
@@ -136,7 +151,7 @@ def test_the_name_is_known_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -
 def test_layouts_do_not_conflict(
     engine: Make, monkeypatch: pytest.MonkeyPatch, ours_first: bool
 ) -> None:
-    """The other connector's wish goes first; where it has none, hotkv's stands."""
+    """The other connector's wish goes first. Without such a wish hotkv's layout is used."""
     monkeypatch.setattr(checks, "preferred_layout", lambda: "BLHNC")
     config = copy.copy(engine().vllm_config)
     assert HotKVConnector.get_required_kvcache_layout(config) == "BLHNC"
@@ -189,8 +204,8 @@ def test_synchronous_load_of_another(
     fails: bool,
     pipelined: bool,
 ) -> None:
-    """Its failure is known after the step that used it: nothing of that step is stored before, and
-    nothing at all if it failed."""
+    """Its failure is known after the step that used it. The step's blocks are not stored before,
+    and never if it failed."""
     within = beside("LoadingConnector", ours_first=False)
     one, other = (engine(within=within, pipelined=pipelined) for _ in range(2))
     expected = other.generate("alone", PROMPT, 40)[0]

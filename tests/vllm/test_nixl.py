@@ -1,4 +1,4 @@
-"""Prefill on one engine, decode on another, over NIXL with hotkv beside it in a MultiConnector."""
+"""Prefill and decode on two engines, over NIXL with hotkv beside it in a MultiConnector."""
 
 from pathlib import Path
 from typing import Any

@@ -8,7 +8,7 @@ from hotkv_vllm.stats import HotKVStats
 
 
 def end(speed: PrefillSpeed, number: int, now_s: float) -> None:
-    """As the scheduler's side does."""
+    """Ends a step as the scheduler's side does."""
     if number:
         speed.end_step(number, now_s)
     speed.last_end_s = now_s

@@ -1,5 +1,4 @@
-"""Ranks of one engine agree: in whatever order they come and whichever of them fails, all decide
-the same."""
+"""Ranks of an engine agree: all decide the same, in any order and whichever of them fails."""
 
 import threading
 from collections.abc import Callable
@@ -107,8 +106,8 @@ def test_all_ranks_decide_the_same_whatever_the_order_and_whoever_fails(
 
 
 def check_slot(found: KeySpace, notes: list[RankNote], places: dict[int, RankPlace]) -> None:
-    """Each shard has one writer and its size; a rank that writes nothing has the shard of the
-    writer before it."""
+    """Checks that each shard has one writer and its size. A rank that does not write has the shard
+    of the writer before it."""
     writers = [note for note in notes if note.place.is_writer]
     assert found.num_shards == len(writers)
     shard = -1
@@ -135,8 +134,8 @@ def test_engines_whose_stages_are_cut_or_packed_otherwise_do_not_share() -> None
 
 
 def exchanged(notes: list[RankNote], num_ranks: int, timeout_s: float) -> dict[int, str]:
-    """What each of these ranks comes to, all at once over one store; others of the `num_ranks`
-    never come."""
+    """Runs these ranks at once over one store; the others of `num_ranks` never come. Returns what
+    each rank decides."""
     store, came_to = HashStore(), {}
 
     def rank(note: RankNote) -> None:

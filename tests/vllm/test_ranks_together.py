@@ -1,10 +1,10 @@
-"""What vLLM makes of several ranks' outputs and handshakes, and what the scheduler makes of that:
-real workers, vLLM's own aggregator."""
+"""How vLLM joins several ranks' outputs and handshakes, and how the scheduler uses them: real
+workers, vLLM's own aggregator."""
 
+import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,20 +26,13 @@ BOTH_MODELS = pytest.mark.parametrize("model", [full_model, hybrid_model])
 
 
 @pytest.fixture
-def ranked(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranked]:
-    made: list[RankedEngine] = []
-
-    def make(**settings: Any) -> RankedEngine:
-        made.append(RankedEngine(server, tmp_path / "model", monkeypatch, **settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.shutdown()
+def ranked(make: Any) -> Ranked:
+    """Makes engines of several ranks."""
+    return functools.partial(make, RankedEngine)
 
 
 def settle(server: FakeServer, kind: str, rank: int) -> int:
-    """Answers held calls of one kind and one rank, which names its transfers."""
+    """Answers held calls of a kind and a rank, which names its transfers."""
     mine = [one for one in server.held if one[0] == kind and one[1].endswith(f"-k{rank}")]
     later = [one for one in server.held if one not in mine]
     server.held = mine
@@ -49,7 +42,7 @@ def settle(server: FakeServer, kind: str, rank: int) -> int:
 
 
 def outputs_of(one: RankedEngine) -> list[KVConnectorOutput]:
-    """What the aggregator gives the scheduler from now on."""
+    """Returns a list to which the aggregator's outputs are added."""
     given: list[KVConnectorOutput] = []
     aggregate = one.aggregator.aggregate
 
@@ -92,7 +85,7 @@ def test_what_ranks_report_is_summed(
 def test_ranks_that_lag_at_random(
     ranked: Ranked, server: FakeServer, model: Any, stages: bool
 ) -> None:
-    """Loads and stores end in each rank at another time, or fail in one alone."""
+    """Loads and stores end at another time in each rank, or fail in a single rank."""
     dice = random.Random(f"{model.__name__}{stages}")
     blocks = 48 if model is hybrid_model else 20
     engines = [
@@ -154,7 +147,7 @@ CHANGES: list[tuple[Callable[[Handshakes], Handshakes], str]] = [
 
 
 def test_handshakes_of_a_pipelines_stages(ranked: Ranked, warnings: list[str]) -> None:
-    """As vLLM hands them over: in no order, those left out that gave none."""
+    """Passes handshakes as vLLM does: in any order, without ranks that gave no handshake."""
     one = ranked(num_ranks=3, stages=True)
     handshakes = one.handshakes()
     assert [handshake.rank for handshake in handshakes.values()] == [0, 1, 2]

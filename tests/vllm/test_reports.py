@@ -1,25 +1,18 @@
-"""What the connector tells the server beside blocks: hits in the engine's own cache, how long to
-keep a request's blocks, token ids."""
+"""Reports of the connector to the server: hits in the engine's own cache, how long to keep a
+request's blocks, token ids."""
 
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hotkv_client.types import BlockRun, RequestReport
+from hotkv_client.types import BlockRun
 from hotkv_proto.blocks import NO_RETENTION, Retention
-from hotkv_vllm.hints.requests import HintReader
-from hotkv_vllm.stats import HotKVStats
 from tests.vllm.harness import prompt
+from tests.vllm.oracle import reports_to
 from tests.vllm.specs import HYBRIDS, hybrid_model
 from tests.vllm.tiny import BLOCK_TOKENS
 
 PROMPT = prompt(1, 200)
-
-
-def reports(server: Any) -> list[RequestReport]:
-    return [report for kind, batch in server.calls if kind == "report_requests" for report in batch]
 
 
 def stored(server: Any) -> list[BlockRun]:
@@ -36,18 +29,18 @@ def test_each_request_is_reported_once_with_its_hits(engine: Any, server: Any) -
     one.generate("local", PROMPT, 40)
     one.generate("longer", PROMPT + prompt(7, 50), 2)
     engine().generate("elsewhere", PROMPT, 2)
-    hits = [(r.prompt_tokens, r.device_hit_tokens, r.hit_tokens) for r in reports(server)]
+    hits = [(r.prompt_tokens, r.device_hit_tokens, r.hit_tokens) for r in reports_to(server)]
     assert hits == [(200, 0, 0), (200, 192, 192), (250, 192, 192), (200, 0, 192)]
     request = one.requests["longer"]
-    assert list(reports(server)[2].hashes) == list(request.block_hashes[: 250 // BLOCK_TOKENS])
-    assert all(r.age_s >= 0 and r.retention == NO_RETENTION for r in reports(server))
+    assert list(reports_to(server)[2].hashes) == list(request.block_hashes[: 250 // BLOCK_TOKENS])
+    assert all(r.age_s >= 0 and r.retention == NO_RETENTION for r in reports_to(server))
     assert one.counters["reported_requests"] == 3
     # Those of a step are in one message.
     server.calls.clear()
     for index in range(4):
         one.add(f"r{index}", prompt(index, 100))
     one.run()
-    assert server.count("report_requests") == 1 and len(reports(server)) == 4
+    assert server.count("report_requests") == 1 and len(reports_to(server)) == 4
 
 
 @pytest.mark.parametrize("load", ["auto", "always"])
@@ -65,7 +58,7 @@ def test_the_engines_prefill_speed_goes_with_the_reports(
 def test_hints_go_with_the_report_and_with_every_store(
     engine: Any, server: Any, pipelined: bool
 ) -> None:
-    """Also with blocks that fill while decoding, and with the last one."""
+    """Includes stores of blocks that fill while decoding, and of the last block."""
     one = engine(pipelined=pipelined, max_tokens_per_step=1024)
     hints = {"hotkv.priority": 3, "hotkv.ttl_s": 60, "hotkv.pin": True}
     transfer = {"do_remote_decode": True, "remote_host": "x", **hints}
@@ -74,7 +67,7 @@ def test_hints_go_with_the_report_and_with_every_store(
     one.run()
     one.generate("end", prompt(3, 10), 2)
     retention = Retention(3, 60.0, True)
-    assert (reports(server)[0].prompt_tokens, reports(server)[0].retention) == (60, retention)
+    assert (reports_to(server)[0].prompt_tokens, reports_to(server)[0].retention) == (60, retention)
     stores: dict[Retention, set[bytes]] = {}
     for kind, runs in server.retentions:
         stores.setdefault(kind, set()).update(one for run in runs for one in run.hashes)
@@ -83,17 +76,6 @@ def test_hints_go_with_the_report_and_with_every_store(
         for kind, name in ((retention, "a"), (NO_RETENTION, "b"))
     }
     assert {block_hash for _, _, block_hash in server.blocks} == set().union(*stores.values())
-
-
-NAMES = st.sampled_from(["hotkv.priority", "hotkv.ttl_s", "hotkv.pin", "hotkv.x", "remote_host"])
-VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers())
-)
-
-
-@given(st.one_of(st.none(), st.text(), st.dictionaries(st.one_of(st.integers(), NAMES), VALUES)))
-def test_no_hint_breaks_a_request(params: Any) -> None:
-    assert isinstance(HintReader(HotKVStats()).read(params, 0.0), Retention)
 
 
 @pytest.mark.parametrize("model", HYBRIDS)

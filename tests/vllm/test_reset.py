@@ -70,8 +70,7 @@ def test_reset_without_an_answer_is_not_a_success(filled: Any, server: Any) -> N
 def test_a_reset_that_failed_is_made_good_later(
     filled: Any, server: Any, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    """Without a server the reset is a success: nothing can be loaded until the flush that is owed
-    was answered."""
+    """Without a server the reset is a success, because loads wait for the flush that is owed."""
     monkeypatch.setattr(reset, "RETRY_S", 0.0)
     one, answer = filled()
     if trouble == "absent":
@@ -97,7 +96,8 @@ def test_a_reset_that_failed_is_made_good_later(
 def test_a_request_that_goes_on_over_a_reset(
     engine: Any, server: Any, is_computed_anew: bool
 ) -> None:
-    """It stores nothing more if vLLM did not empty its own cache: it builds on KV from before."""
+    """It does not store any more if vLLM did not empty its own cache, because it builds on KV from
+    before."""
     one = engine()
     one.add("a", prompt(1, 100), 60)
     for _ in range(5):

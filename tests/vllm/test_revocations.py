@@ -1,11 +1,8 @@
-"""Blocks that runner V2 writes before it tells the connector's worker side: the scheduler revokes
-their stores, none keeps later bytes."""
+"""Blocks that runner V2 writes before it notifies the connector's worker side. The scheduler
+revokes their stores, so that later bytes are not stored."""
 
 import os
 import random
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hotkv_client import fence
-from hotkv_client.fence import FencePlace, Revocations, SharedFence
+from hotkv_client.fence import Revocations, SharedFence
 from hotkv_client.types import BlockResult
 from hotkv_proto.layout import FENCE_WORDS
 from hotkv_proto.order import OrderKind
 from hotkv_vllm.compat import checks
+from tests.support.waiting import wait_for
 from tests.vllm.device import ToldDevice
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.ordered_server import RealServer
@@ -99,26 +97,6 @@ Words.TestCase.settings = settings(max_examples=60, stateful_step_count=40, dead
 test_words = Words.TestCase
 
 
-RANK = """
-from hotkv_client.fence import SharedFence
-page = SharedFence()
-print(page.place.pid, page.place.fd, page.place.token.hex(), flush=True)
-print(page.is_revoked(int(input())), page.is_revoked(int(input())), flush=True)
-"""
-
-
-def test_pages_of_other_processes() -> None:
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", RANK], **pipes) as rank:
-        pid, fd, token = rank.stdout.readline().split()
-        own = SharedFence()
-        chooser = Revocations([FencePlace(int(pid), int(fd), bytes.fromhex(token)), own.place])
-        one, other = chooser.take(), chooser.take()
-        chooser.revoke(other)
-        answer, _ = rank.communicate(f"{one}\n{other}\n")
-        assert answer == "False True\n"
-
-
 def test_a_page_that_is_not_there_or_is_another_is_refused(tmp_path: Path) -> None:
     page, other = SharedFence(), SharedFence()
     assert Revocations([page.place, other.place]).take()
@@ -147,7 +125,8 @@ def test_where_the_scheduler_can_not_reach_a_fence_hotkv_is_off(
 def test_fences_that_ranks_have_named_are_used(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the scheduler's own configuration shows. Models that are not zeroed have none."""
+    """Uses the ranks' fences whatever the scheduler's configuration says. Models that are not
+    zeroed need no fence."""
     one = engine(v2=True, specs=mixed_model())
     scheduler, handshake = one.connector._scheduler, one.worker.get_handshake_metadata()
     monkeypatch.setattr(checks, "writes_before_it_tells", lambda *_: False)
@@ -190,8 +169,7 @@ def test_random_lag(
     num_settled = 0
 
     def after_zeroing() -> None:
-        """The server is done with what it copied, zeroes too, before the worker hears of the
-        step."""
+        """Lets the server finish its copies before the worker hears of the step."""
         nonlocal num_settled
         if chance.random() < 0.5:
             device.run()
@@ -281,9 +259,6 @@ def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.Monke
     other = Engine(*arguments, **common)
     assert other.generate("c", PROMPT, 1)[1] == 0
     assert other.generate("d", prompt(2, 200), 1)[1] == 192
-    until_s = time.monotonic() + 60
-    while f"0/{fence.SHARED_WORDS - 1}" not in repr(words):
-        assert time.monotonic() < until_s, words
+    wait_for(lambda: f"0/{fence.SHARED_WORDS - 1}" in repr(words), "the release of all words")
     for engine in (one, other):
-        engine.worker.shutdown()
-        engine.connector.shutdown()
+        engine.shutdown()

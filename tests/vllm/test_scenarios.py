@@ -1,5 +1,5 @@
-"""What vLLM's own connector tests ask, over the harness: failed loads, aborted requests, one prefix
-by many at once. `test_stress` has them in any order."""
+"""Scenarios of vLLM's own connector tests, over the harness: failed loads and large steps.
+`test_stress` has failures and aborts in any order."""
 
 from typing import Any
 
@@ -9,15 +9,11 @@ from hotkv_vllm import link
 from hotkv_vllm.scheduler import stores
 from tests.vllm.harness import prompt
 from tests.vllm.oracle import answer_of, audit
-from tests.vllm.specs import full_model, hybrid_model, mixed_model
+from tests.vllm.specs import full_model, hybrid_model
 
 PROMPT, OTHER = prompt(1, 200), prompt(2, 40)
 USABLE = 192
 MODELS = pytest.mark.parametrize("model", [full_model, hybrid_model])
-RUNNERS = pytest.mark.parametrize(
-    ("model", "v2"),
-    [(full_model, False), (hybrid_model, True), (mixed_model, False), (mixed_model, True)],
-)
 
 
 @MODELS
@@ -67,45 +63,12 @@ def test_a_request_that_vllm_ends_because_its_load_failed_leaves_nothing_behind(
     audit(server, [first, one])
 
 
-@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
-@MODELS
-@pytest.mark.parametrize("fails", [False, True], ids=["well", "failing"])
-def test_one_prefix_loaded_by_many_at_once(
-    engine: Any, server: Any, model: Any, pipelined: bool, fails: bool
-) -> None:
-    first = engine(specs=model())
-    answer, _ = first.generate("a", PROMPT, 4)
-    server.spoil_loads = True
-    engines = [engine(specs=model(), pipelined=pipelined, blocks=96) for _ in range(2)]
-    server.hold = {"load", "acquire"}
-    for one in engines:
-        for number in range(4):
-            one.add(f"b{number}", [*PROMPT, *prompt(number, 30)] if number else PROMPT, 4)
-    for _ in range(4):
-        for one in engines:
-            one.step()
-        server.settle("acquire")
-    loads = [(id(one), job) for one in engines for meta in one.metas for job in meta.loads]
-    written = [(one, int(b)) for one, job in loads for run in job.runs for b in run.block_ids]
-    assert len(loads) > 2 and len(written) == len(set(written)), "two loads write one block"
-    server.fail_loads = fails
-    server.settle("load")
-    server.fail_loads, server.hold = False, set()
-    server.settle()
-    for one in engines:
-        one.run()
-        assert one.outputs["b0"] == answer and list(one.finished.values()) == ["length"] * 4
-        one.generate("end", OTHER, 2)
-    audit(server, [first, *engines])
-    assert not server.leases and not server.held
-
-
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 @MODELS
 def test_a_step_of_very_many_blocks_is_stored_in_parts(
     monkeypatch: Any, engine: Any, server: Any, model: Any, v2: bool
 ) -> None:
-    """With two requests in a step, and one chain longer than the server takes in a call."""
+    """Includes two requests in a step, and a chain longer than a call of the server."""
     monkeypatch.setattr(stores, "STORE_BLOCKS", 3)
     first, second = engine(specs=model(), v2=v2), engine(specs=model(), v2=v2)
     first.add("a", PROMPT, 2)

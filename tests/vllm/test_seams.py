@@ -18,7 +18,7 @@ __all__ = ["updated"]
 
 
 def connect_again(one: Engine) -> None:
-    """As after a sleep in which a rank's handshake has changed."""
+    """Connects as after a sleep in which a rank's handshake has changed."""
     told = replace(one.worker.get_handshake_metadata(), sparse_layers=((0, 0),))
     one.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
 
@@ -114,7 +114,7 @@ def test_a_rank_that_can_not_open_its_new_session_stores_nothing_under_the_old_k
     server: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The old session is still open when the new one fails: it closes beside the step."""
+    """The old session is still open when the new session fails. It closes beside the step."""
     one, two = updated(), updated()
     twice(one, PROMPT)
     worker, closing = one.worker._worker, []

@@ -1,4 +1,4 @@
-"""Settings, identities, memory export, and what turns the connector off: before any request."""
+"""Settings, identities, memory export, and reasons to turn hotkv off: before any request."""
 
 import json
 import os
@@ -142,8 +142,7 @@ def test_hook_times_are_written_at_shutdown(engine: Any, tmp_path: Path) -> None
     path.write_text("{ not json")
     one = engine(extra={"hook_timing_file": str(path)})
     one.generate("a", PROMPT, 4)
-    one.worker.shutdown()
-    one.connector.shutdown()
+    one.shutdown()
     written = json.loads(path.read_text())
     assert set(written["sides"]) == {"scheduler", "worker-0"} and written["steps"] >= 4
     assert 0 < written["hook_s"] < 1
@@ -165,7 +164,7 @@ def test_stats_add_up_and_reach_prometheus(engine: Any) -> None:
 
 
 def test_hooks_cost_little_per_step(engine: Any, server: Any) -> None:
-    """What every decode step pays that neither hits nor fills a block, with many requests."""
+    """Counts the calls of a decode step with many requests that neither hits nor fills a block."""
     one = engine(blocks=512, max_num_seqs=64, max_tokens_per_step=2048)
     for index in range(60):
         one.add(f"r{index}", prompt(index, 33), 25)

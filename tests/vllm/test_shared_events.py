@@ -112,12 +112,12 @@ class Telling(RuleBasedStateMachine):
                 self.session = Wire(self.hub, self.state)
 
     def change_unheard(self) -> None:
-        """Half of the blocks go without an event."""
+        """Removes half of the blocks without an event."""
         self.cached = dict.fromkeys(list(self.cached)[::2])
 
     @rule()
     def be_alone(self) -> None:
-        """Without a server for long nothing can be loaded."""
+        """Takes the server away for long. Blocks can't be loaded then."""
         if self.session is not None and self.session.connected:
             self.session.connected = False
             self.step(0.01)

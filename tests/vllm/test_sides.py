@@ -1,4 +1,4 @@
-"""What stands in for a side that is not there: whatever the connector calls, the answer fits."""
+"""The stand-in for a side that does not exist: its answers fit whatever the connector calls."""
 
 import inspect
 import re

@@ -1,5 +1,5 @@
-"""Pauses and sleep: the engine forgets its own cache and the shared one stays, whatever was under
-way. vLLM's own `EngineCore` pauses and resets round the harness's scheduler (`engine_core`)."""
+"""Pauses and sleep: the engine empties its own cache and the shared cache stays, whatever is under
+way. vLLM's `EngineCore` pauses and resets the harness's scheduler (`engine_core`)."""
 
 import os
 from typing import Any
@@ -150,7 +150,8 @@ def begin(one: Any, server: Any, what: str) -> None:
 def test_what_is_under_way_brings_nothing_wrong(
     engine: Any, server: Any, what: str, event: str, num_stored: int
 ) -> None:
-    """`num_stored`: of the request's blocks, those that are found once it has ended."""
+    """Checks answers and both caches. `num_stored`: how many of the request's blocks are found once
+    it has ended."""
     if what.split()[-1] in ("load", "lease"):
         engine().generate("before", PROMPT, 4)
     one = engine(**UNDER_WAY[what])

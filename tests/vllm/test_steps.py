@@ -1,5 +1,5 @@
-"""What is read from a step of vLLM's scheduler: blocks it may write anew, and what blocks are
-hashed with besides tokens."""
+"""The parts of a step of vLLM's scheduler that hotkv reads: the blocks that the step may overwrite,
+and the values that are hashed with a block's tokens."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace

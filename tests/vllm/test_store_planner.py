@@ -1,5 +1,5 @@
-"""Which blocks the scheduler side stores after a step, which stores a step waits for, and what a
-store has come to: the planner alone, over requests that are names and hashes."""
+"""Which blocks the scheduler side stores after a step, which stores a step waits for, and how a
+store has ended: the planner alone, over requests that are names and hashes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The traps of vLLM's connector API, one test each: real scheduler and cache manager, the cache's
+"""The traps of vLLM's connector API, a test for each: real scheduler and cache manager, the cache's
 double, faults on demand."""
 
 import logging
@@ -179,7 +179,7 @@ def test_random_hash_seed_turns_sharing_off(
 def test_failed_loads_do_not_block_each_other_for_memory(
     engine: Any, server: Any, settle_at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`LoadRoom` doesn't help where a connector beside this one fills the device."""
+    """`LoadRoom` does not help if another connector fills the device."""
     monkeypatch.setattr(LoadRoom, "has_room", lambda room, request_id: True)
     long_prompts = {"a": prompt(1, 306), "b": prompt(2, 297)}
     answers = {

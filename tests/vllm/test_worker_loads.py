@@ -1,4 +1,4 @@
-"""Loads of one rank, from the hook that begins them to the report of their end."""
+"""Loads of a rank, from the hook that begins them to the report of their end."""
 
 from typing import Any
 

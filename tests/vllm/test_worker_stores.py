@@ -1,5 +1,5 @@
-"""Stores of one rank, from the hook that begins them to the report of their end, how a step takes
-back the blocks that they read, and what a rank does around its transfers."""
+"""Stores of a rank: from the hook that begins them to the report of their end, how a step revokes
+stores of blocks that it overwrites, and how a rank prepares its transfers."""
 
 from typing import Any
 

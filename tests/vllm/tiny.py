@@ -178,8 +178,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def write_model(folder: Path, kind: str = "llama") -> Path:
-    """Writes the config.json of one of MODELS, at once where engines may read an earlier one, and
-    returns the folder."""
+    """Writes the config.json of a model of MODELS atomically, since engines may be reading an
+    earlier file. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / "config.json.new"
     draft.write_text(json.dumps(COMMON | MODELS[kind]))
@@ -188,11 +188,9 @@ def write_model(folder: Path, kind: str = "llama") -> Path:
 
 
 def transfer_config(**extra: Any) -> dict[str, Any]:
-    """`kv_transfer_config` with the connector and its settings (`target` for `hotkv.target`).
-
-    A tiny model computes a prompt as fast as any server loads it, so every hit is taken. An engine
-    whose server is there waits for it as long as a slow machine takes.
-    """
+    """Returns a `kv_transfer_config` with the connector and its settings (`target` stands for
+    `hotkv.target`). Every hit is taken, because a tiny model computes a prompt as fast as any
+    server loads it."""
     socket = str(extra.get("target", "")).removeprefix("unix:")
     waits = {"startup_wait_s": 20.0} if socket and Path(socket).exists() else {}
     extra = {"load": "always", **waits, **extra}

@@ -1,5 +1,5 @@
-"""The worker side of one rank without an engine: its session answers when it is told to, the device
-is where the test puts it, and time is what the test says."""
+"""The worker side of a rank without an engine. The test decides when its session answers, how far
+the device has come, and the time."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -22,7 +22,10 @@ FAILED = b""
 
 
 class Session:
-    """Stands for the rank's session. `answers`: of each transfer, by its name."""
+    """Stands for the rank's session.
+
+    answers: the future of each transfer, by its name.
+    """
 
     def __init__(self) -> None:
         self.connected = True
@@ -87,7 +90,10 @@ class Device:
 
 
 class Rig:
-    """A worker side with a session. `now_s`: time, as the test sets it."""
+    """A worker side with a session.
+
+    now_s: the time, which the test sets.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         self.now_s = 100.0
@@ -121,7 +127,7 @@ class Rig:
         self.opened.append(self.rank.session)
 
     def step(self, **meta: Any) -> None:
-        """All hooks of a step."""
+        """Calls all hooks of a step."""
         told = HotKVMetadata(**meta)
         self.worker.before_step(told)
         self.worker.start_loads(told)
