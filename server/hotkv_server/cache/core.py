@@ -47,11 +47,13 @@ from hotkv_server.cache.values import (
 from hotkv_server.integrity.check_values import Sums
 
 LEASED_BLOCKS = 1 << 16
-"""Most blocks that the leases of one part list, unless a single lease lists more."""
+"""Work of one part, in blocks: `_portions` adds leases to a part until it has reached this."""
 LEASE_BLOCKS = 1 << 10
-"""Work of ending a lease, in blocks, in addition to the blocks that it lists."""
+"""Fixed work of ending a lease, in blocks; the blocks that the lease lists come on top."""
 BLOCKS = 1 << 12
+"""Most blocks that one part evicts, flushes or pins."""
 SCANNED_ENTRIES = 1 << 17
+"""Entry numbers that one part scans."""
 
 
 class CacheCore(CacheBooks):
@@ -81,7 +83,7 @@ class CacheCore(CacheBooks):
 
     @property
     def draining(self) -> bool:
-        """Whether new work is refused."""
+        """True while new sessions, leases and transfers are refused."""
         return self.sessions.draining
 
     @draining.setter
@@ -157,8 +159,8 @@ class CacheCore(CacheBooks):
         return self._read_leases.slot_offsets(self.sessions.record(session_number), lease_id)
 
     def make_room_above(self, key_space_id: int, runs: Sequence[Run]) -> Iterator[None]:
-        """Makes room in host memory for blocks that are about to be promoted. Evicts no block that
-        the runs name."""
+        """Makes room, in parts, in host memory for blocks that are about to be promoted to it from
+        a lower tier. Evicts no block that the runs name."""
         return self._reservations.room_for(key_space_id, runs)
 
     def reserve(
@@ -178,8 +180,9 @@ class CacheCore(CacheBooks):
         representations, whatever the order of runs. A representation is reserved only if its block
         is ready or reserved under this lease.
 
-        retention: the first call's applies. It takes effect at once for blocks that are ready, and
-            for other blocks when they become ready.
+        retention: how long to retain the blocks; only the value of the first call under the lease
+            id applies. It takes effect at once for blocks that are ready, and for other blocks when
+            they become ready.
         """
         session = self.sessions.record(session_number)
         asked = yield from self._reservations.make_room(
@@ -207,7 +210,7 @@ class CacheCore(CacheBooks):
             self._reservations.end(lease)
 
     def used_bytes(self, key_space_id: int) -> int:
-        """Returns the bytes of host memory that a key space takes."""
+        """Returns the bytes of host memory that the slots of a key space use."""
         return self.space.books.used_bytes[key_space_id]
 
     # Transfers
@@ -281,8 +284,8 @@ class CacheCore(CacheBooks):
     # otherwise.
 
     def expire(self, now_s: float) -> Iterator[None]:
-        """Ends expired leases and holds, and the grace of an earlier server's readers. A lease with
-        running copies ends when they end."""
+        """Ends expired leases and retention pins, and the grace period in which clients of an
+        earlier server may read the arena. A lease with running copies ends when they end."""
         self.space.removal.now_s = now_s
         yield from self.retention_pins.expire(now_s)
         yield from self.grace.expire(now_s, self.is_read)
@@ -308,7 +311,8 @@ class CacheCore(CacheBooks):
     def use(
         self, session_number: int, hash_list: HashList, now_s: float, retention: Retention
     ) -> Iterator[None]:
-        """Records uses as `touch` does, for a list. Pins the blocks to retain in separate parts."""
+        """Does the work of `touch` for one list, in parts: the first part records the use, each
+        later part pins some of the blocks if `retention` asks for pins."""
         self.touch(session_number, [hash_list], now_s, replace(retention, pin=False))
         for start in range(0, len(hash_list.hashes) if retention.pin else 0, BLOCKS):
             yield
@@ -319,7 +323,8 @@ class CacheCore(CacheBooks):
     def evict(
         self, key_space_id: int, group_index: int, hashes: table.Words
     ) -> Iterator[tuple[int, int]]:
-        """Evicts the named blocks that are not pinned. Yields (dropped, kept) for each part."""
+        """Evicts the named blocks that are not pinned. Yields the numbers of dropped and kept
+        blocks of each part."""
         for entries in self._named_parts(key_space_id, group_index, hashes):
             dropped = self.space.removal.evict(entries, Cause.OPERATOR)
             yield dropped, len(entries) - dropped
@@ -327,8 +332,9 @@ class CacheCore(CacheBooks):
     def would_evict(
         self, key_space_id: int, group_index: int = 0, hashes: table.Words | None = None
     ) -> Iterator[tuple[int, int, int]]:
-        """Changes nothing. Yields what `evict`, or without hashes `evict_all`, would do with each
-        part now: (dropped, kept, bytes that become free)."""
+        """Predicts `evict`, or `evict_all` if `hashes` is None, without a change. Yields for each
+        part the numbers of blocks that would be dropped and kept, and the bytes that would become
+        free."""
         if hashes is not None:
             parts = self._named_parts(key_space_id, group_index, hashes)
         else:
@@ -363,7 +369,7 @@ class CacheCore(CacheBooks):
 
     def evict_all(self, key_space_id: int) -> Iterator[tuple[int, int]]:
         """Evicts all blocks of a key space (0: of all) that exist at the first step and are not
-        pinned. Yields (dropped, kept) for each part.
+        pinned. Yields the numbers of dropped and kept blocks of each part.
 
         May also evict a block that is stored while it runs.
         """
@@ -377,9 +383,10 @@ class CacheCore(CacheBooks):
         """Forgets all blocks of a key space that exist at the first step. Yields how many of them
         were ready, for each part.
 
-        After the last step, a lookup no longer finds these blocks. A block that is reserved at the
-        first step never becomes ready, except before its lease is aborted: then it is forgotten
-        with the other blocks. A block that is stored while this runs may be forgotten too.
+        After the last step, a lookup no longer finds these blocks. The write leases are aborted
+        first. A block that is reserved at the first step may become ready only until its lease is
+        aborted, and is then forgotten with the others. A block that is stored while this runs may
+        be forgotten too.
         """
         self.key_space(key_space_id)
         writing = [
@@ -454,22 +461,24 @@ class CacheCore(CacheBooks):
     # Notices and checks
 
     def is_read(self, entries: Entries) -> BoolMask:
-        """Returns which of the entries [n] a reader of this server may read in the arena."""
+        """Returns which of the entries [n] a client may read directly in the arena, for example
+        because a residency of this server pins them."""
         found = np.zeros(len(entries), np.bool_)
         for pinner in self.pinners:
             found |= pinner.is_read(entries)
         return found
 
     def condemned(self, entries: Entries) -> None:
-        """Notifies pinners, and readers of an earlier server, that these blocks contradict their
-        check values: a reader may have read wrong bytes."""
+        """Notifies the pinners, and clients of an earlier server that read the arena, that the
+        bytes of these blocks contradict their check values: such a client may have read wrong
+        bytes."""
         if self.grace.among(entries).any():
             self.grace.revoke()
         for pinner in self.pinners:
             pinner.condemned(entries)
 
     def take_effects(self) -> list[EvictionNotice]:
-        """Returns the notices since the last call."""
+        """Returns the eviction notices since the last call. The node sends them to sessions."""
         self.counters.evicted_blocks = self.space.removal.evicted_blocks
         return self.space.removal.take_effects()
 

@@ -29,10 +29,11 @@ from hotkv_server.cache.values import (
 class CacheBooks:
     """The books of a node's cache, which starts empty.
 
-    client_memory: bounds the memory of clients' books.
-    words, marks, grace: state for readers of the arena, of this server and an earlier one.
+    client_memory: bounds the memory that clients' leases, transfers and sequences use.
+    words, marks, grace: state for clients that read the arena directly, of this server and of an
+        earlier server.
 
-    `readers`: memory of those readers; None if the arena has no readers.
+    `readers`: memory that those clients read; None if there are no such clients.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class CacheBooks:
 
 
 class Uses:
-    """Answers lookups, and records uses in the books."""
+    """Answers lookups, and records uses of blocks."""
 
     def __init__(self, books: CacheBooks) -> None:
         self._books = books

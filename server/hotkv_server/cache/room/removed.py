@@ -13,13 +13,13 @@ from hotkv_server.cache.values import Cause
 REMEMBERED_KEYS = 1 << 16
 """Removed keys that are remembered."""
 MAX_FRESH = 1 << 12
-"""Keys removed before the sorted copy is rebuilt."""
+"""Number of removals after which the next call of `causes` rebuilds the sorted copy."""
 
 CAUSE_BITS = 3
 CAUSE = np.uint64((1 << CAUSE_BITS) - 1)
 LOWER = np.uint64((REMEMBERED_KEYS << CAUSE_BITS) - 1)
-"""Bits of a key that are not compared: a sorted copy has place and cause there. Of a thousand
-million other keys two or so count as removed."""
+"""Bits of a key that are not compared, because the sorted copy stores place and cause in them. So
+about 2 of 1e9 keys that were not removed are mistaken for removed keys."""
 
 Causes = NDArray[np.uint8]
 """Values of `Cause`."""

@@ -240,9 +240,10 @@ LONGEST_END = 100
 """Slabs after which the end of a run is at most MOST_LOST of it: the end is shorter than a slab or
 than a slot."""
 RUNS_PER_ARENA = (16, 32)
-"""Runs that an arena has room for at least, whatever that costs at their ends: a size must not take
-most of a small arena for its first block. And at most, unless runs are of AMPLE_RUN_BYTES or slabs
-are few: the gaps between runs of different sizes should be small beside the runs."""
+"""Least and most runs that should fit into an arena. The least holds even if shorter runs lose more
+at their ends: a size must not take most of a small arena for its first block. The most keeps the
+gaps between runs of different sizes small beside the runs. It does not apply to runs of
+AMPLE_RUN_BYTES or more, nor to arenas of less than FEW_SLABS slabs."""
 AMPLE_RUN_BYTES = 64 << 20
 FEW_SLABS = 256
 """Below this, runs are as short as their slot size allows: a hot block keeps all of its run."""
@@ -273,8 +274,8 @@ def run_slabs(slot_bytes: int, slab_bytes: int, num_slabs: int) -> int:
 class _SlabClass:
     """Slots of the same size.
 
-    run_slabs, slots_per_run: of a run that is not shortened.
-    num_slabs, num_slots: in all its runs.
+    run_slabs, slots_per_run: number of slabs and of slots in a run of full length.
+    num_slabs, num_slots: number of slabs and of slots in all runs of this size.
     """
 
     __slots__ = (
@@ -317,8 +318,8 @@ class _SlabClass:
 
 
 def spread(counts: Int64s) -> tuple[Int64s, Int64s]:
-    """Returns for each of all the things counted [counts.sum()] its place in `counts` and its
-    number among those of its place."""
+    """Expands counts: for each of the `counts[i]` items at each place i, returns the place i and
+    the item's number within its place, int64 [counts.sum()]. (2, 1) gives (0, 0, 1), (0, 1, 0)."""
     places = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
     return places, nth

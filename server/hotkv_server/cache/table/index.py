@@ -69,8 +69,8 @@ class BlockIndex:
         return int(self._salts[group_index, key_space_id % KEY_SPACE_ROWS])
 
     def find(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
-        """Returns entry words [n]: 0 for a miss, high bit set while reserved. `hashes`: words [n,
-        8]."""
+        """Returns an entry word for each hash [n]: the entry number, with the high bit set while
+        the entry is reserved; 0 for a miss. `hashes`: words [n, 8]."""
         return self.table.find(
             hashes, self._salt(key_space_id, group_index), key_space_id, group_index
         )[0]
@@ -119,15 +119,15 @@ class BlockIndex:
         return owners
 
     def mark_written(self, entries: Entries, mark: int) -> NDArray[np.uint32]:
-        """Adds `mark` to the shard masks of reserved entries and returns the masks. The mask is the
-        upper half of the check value."""
+        """Adds `mark` (a bit per shard) to the masks of written shards of reserved entries. Returns
+        the masks [n]. A record stores the mask in the upper half of its check value."""
         masks = np.empty(len(entries), np.uint32)
         self._kernels.mark_written(self.table.records, entries, mark, masks)
         return masks
 
     def publish(self, entries: Entries, keys: Keys, checks: NDArray[np.uint64]) -> None:
-        """Makes reserved entries ready: every reader finds them from here on. `keys`: of
-        `mixed`."""
+        """Makes reserved entries ready: every reader finds them from here on. `keys`: the entries'
+        keys, as `mixed` returns them. `checks`: their check values."""
         done = int(
             self._kernels.publish(self.table.buckets, self.table.records, keys, entries, checks)
         )
@@ -371,7 +371,7 @@ class Chains:
         self, key_space_id: int, group_index: int, last: Words | None, most: int
     ) -> Entries:
         """Returns the ready blocks of the chain that ends with the hash `last` [8], as far as links
-        hold: at most `most` blocks and the last. Returns no blocks if the last block is not
+        hold: the last block and at most `most` blocks before it. Empty if the last block is not
         ready."""
         if last is None:
             return np.empty(0, np.uint32)
@@ -454,8 +454,8 @@ class Representations:
         return sizes
 
     def blocks_of(self, entries: Entries) -> Entries:
-        """Returns for each entry [n] the block whose heat counts for it: the block of a ready
-        representation, else the entry itself."""
+        """Returns for each entry [n] the block whose heat (order of eviction) counts for it: for a
+        ready representation its block, else the entry itself."""
         if not self.declared:
             return entries
         blocks = self._records[entries, table.W_REPRESENTATION]
@@ -482,7 +482,7 @@ class Representations:
         self._records[entries, table.W_REPRESENTATION] = blocks
 
     def follow(self, parts: Sequence[Words]) -> None:
-        """Removes the representations of removed blocks, given the blocks' records."""
+        """Removes the representations of blocks that were removed. `parts`: the blocks' records."""
         for rows in parts if self.declared else ():
             linked = rows[:, table.W_REPRESENTATION]
             self._remove(linked[linked != 0])

@@ -4,7 +4,8 @@ through `hotkv_proto.native.require`. `tests/core/test_index.py` has a model of 
 
 Always true: the server is the table's only writer. Records and buckets have the layout of
 `hotkv_proto.table`. The record of a free entry number holds the next free number in place of the
-slot's offset. `mixed`: 64-bit keys of entries.
+slot's offset. Arguments named `mixed` are 64-bit keys of entries, as `BlockIndex.mixed` returns
+them.
 """
 
 from typing import Any
@@ -127,13 +128,15 @@ def plan_runs(
     owner: Any, head: Any, length: Any, run_slabs: Any, longest: Any, slot_bytes: Any,
     slab_bytes: Any, usable: Any, want: Any, plan: Any,
 ) -> Any:  # fmt: skip
-    """Chooses free slabs (`owner` is -1) for `want` slots, at most `usable` slabs in all: runs of
-    `run_slabs` from the start of each gap, then the rest of each gap. A rest lengthens the run
-    before it up to `longest` slabs, if that is of this size and the rest has no more slots alone.
+    """Chooses free slabs (`owner` is -1) for `want` slots, at most `usable` slabs in all.
 
-    Returns the number of pieces and of their slots. Writes the first slab of its run, the first
-    slab and the number of slabs of each piece to the front of `plan` [pieces, 3], unless it is
-    empty.
+    First takes whole runs of `run_slabs` slabs from the start of each gap (range of free slabs),
+    then the rest of each gap. A rest lengthens the run before it, up to `longest` slabs, if that
+    run has the same slot size and gains at least as many slots as the rest would have alone.
+
+    Returns the number of pieces and of their slots. Writes for each piece the first slab of its
+    run, the first slab of the piece and its number of slabs to the front of `plan` [pieces, 3],
+    unless `plan` is empty.
     """
     num_pieces, num_slots, num_slabs = 0, 0, owner.shape[0]
     # The slab before which whole runs were taken.

@@ -1,10 +1,11 @@
 """Hotness: recency plus a bonus for frequency; a duel chooses their weights.
 
 State per entry: t, the time of its last use, and c = log2 of its uses. A use counts half as much
-after each `memory_s`. heat = ±t + H·c, so one doubling of uses is worth H seconds of recency. The
-duel chooses H and the rest of the formula (`Contender`) while serving. Entries store only t and c,
-so a new formula applies at once. Ghosts store t and c of evicted blocks, four for each block of the
-capacity.
+after each `memory_s`. heat = ±t + H·c, so one doubling of uses is worth H seconds of recency; the
+block with the lowest heat is evicted first. The duel compares settings of H (`half_life_s`) and of
+the rest of the formula (`Contender`) while serving, and applies the best. Entries store only t and
+c, so a new formula applies at once. Ghosts (records of evicted blocks) store t and c too; there are
+four for each block of the capacity.
 """
 
 import math
@@ -70,13 +71,13 @@ class Contender:
     c is log2 of the uses; each use counts half as much after `memory_s`.
 
     half_life_s: small values order by recency, large values by frequency.
-    most_doublings: with 1, it matters only whether a block was used again. If `memory_s` is short
-        too, it matters only whether that was soon.
-    recency: with -1, frequency decides, and among equal blocks the older stay. A loop that is
-        larger than the cache needs this.
-    hold_s: a block is not evicted so soon after its use, and a new block that finds no other room
-        is not stored. Sessions whose next turn comes within that time retain their blocks, while
-        others wait.
+    most_doublings: bounds c. With 1, only whether a block was used again counts. If `memory_s` is
+        short too, only whether it was used again soon counts.
+    recency: 1 or -1. With -1, frequency decides, and of blocks with equal frequency the least
+        recently used stay, which suits a loop over more blocks than fit.
+    hold_s: a block is not evicted within this time after its use. If only such blocks could make
+        room, a new block is not stored. So conversations whose next turn comes within this time
+        retain their blocks, and blocks of other conversations are not stored.
     """
 
     half_life_s: float
@@ -100,7 +101,7 @@ CONTENDERS = (
     Contender(0.1, hold_s=20.0),
     Contender(0.1, hold_s=80.0),
 )
-"""At most sixteen. The first is in use until another wins."""
+"""Settings that the duel compares, at most 16. The first is in use until another wins."""
 
 
 class Duel:
@@ -148,7 +149,7 @@ class Duel:
 
     @property
     def scores(self) -> NDArray[np.float64]:
-        """Hits of each contender; older epochs count less."""
+        """Hits of each contender's shadow cache up to the last epoch; older epochs count less."""
         return self._scores
 
     def observe(self, keys: Keys, now_s: float, num_resident: int) -> bool:
@@ -279,12 +280,13 @@ is evicted first."""
 
 
 class Hotness:
-    """See the module.
+    """The hotness policy; the module docstring has the formula.
 
-    _used: ticks since the first use, uint32 [capacity + 1]; 0 for an unknown entry.
-    _uses: c, float32 [capacity + 1].
-    _held_until: ticks, uint32 [capacity + 1]. An entry number that is used again may be held for
-        the rest of an earlier block's time, which is seconds.
+    _used: time of the last use in ticks since the first use, uint32 [capacity + 1]; 0 for an
+        unknown entry.
+    _uses: c (log2 of the uses), float32 [capacity + 1].
+    _held_until: ticks until which `hold` holds the entry, uint32 [capacity + 1]. Not reset when an
+        entry number is reused, so a new block may be held for the few seconds that are left.
     """
 
     def __init__(self, capacity: int) -> None:
