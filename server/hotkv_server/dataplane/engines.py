@@ -82,7 +82,7 @@ class CopyJob:
 
     def parts(self, groups: Sequence[Sequence[Plan]]) -> "list[CopyJob]":
         """Splits the job into a part per group of plans. Cancelling the job cancels the parts; the
-        last part to end ends the job. Replaces `expect`."""
+        last part to end ends the job. Calls `expect`, so the caller must not."""
         self.expect(len(groups))
         parts = [CopyJob(plans, self._part_done, owner=self.owner) for plans in groups]
         for part in parts:
@@ -114,7 +114,7 @@ class CopyJob:
 
     @property
     def waited_s(self) -> float | None:
-        """Seconds from `expect`, which follows the gate, to the begin of the first piece; None
+        """Seconds from `expect` (called once the gate has passed) until the first piece began; None
         before that."""
         return self._begun_s - self._expected_s if self._begun_s else None
 

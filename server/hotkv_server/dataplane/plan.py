@@ -43,7 +43,7 @@ class Region:
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
 
     def offset_of(self, part: memoryview) -> int:
-        """Returns the offset of a part of it, in bytes."""
+        """Returns the offset in bytes of `part`, a view of this memory."""
         return int(np.frombuffer(part, np.uint8).ctypes.data) - self.address
 
 
@@ -110,7 +110,8 @@ class CopyPlan:
         return len(self.num_bytes)
 
     def share(self, begin: int, end: int, whole: int) -> "CopyPlan":
-        """Returns the runs from `begin` to `end` of `whole` equal shares."""
+        """Divides the runs into `whole` equal shares. Returns a plan of the shares from `begin` to
+        `end`, without `end`."""
         mine = slice(self.num_runs * begin // whole, self.num_runs * end // whole)
         return CopyPlan(
             self.dst, self.src, self.dst_offsets[mine], self.src_offsets[mine], self.num_bytes[mine]
@@ -119,7 +120,8 @@ class CopyPlan:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Copies of whole blocks by a recipe, between an engine's memory and the arena.
+    """Copies of whole blocks between an engine's memory and the arena. The recipe lists the byte
+    ranges of a block on both sides.
 
     `block_ids`: the blocks in the engine's memory, int64 [blocks].
     `slot_offsets`: where their slots start in the arena, int64 [blocks].
@@ -171,12 +173,14 @@ class BlockCopies:
         return len(self.recipe.bases) * len(self.block_ids)
 
     def part(self, begin: int, end: int, whole: int) -> slice:
-        """Returns the range of blocks from `begin` to `end` of `whole` equal shares."""
+        """Divides the blocks into `whole` equal shares. Returns the range of the blocks in the
+        shares from `begin` to `end`, without `end`."""
         count = len(self.block_ids)
         return slice(count * begin // whole, count * end // whole)
 
     def share(self, begin: int, end: int, whole: int) -> CopyPlan:
-        """Returns the runs from `begin` to `end` of `whole` equal shares of the blocks."""
+        """Divides the blocks into `whole` equal shares. Returns a plan of the runs of the shares
+        from `begin` to `end`, without `end`."""
         mine = self.part(begin, end, whole)
         runs = self.recipe.copy_runs(self.block_ids[mine], self.slot_offsets[mine])
         offsets = (

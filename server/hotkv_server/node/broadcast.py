@@ -56,7 +56,8 @@ class Feed(Generic[T]):
     async def get(self, most: int) -> tuple[list[T], int]:
         """Waits for items and returns 1 to `most` of them.
 
-        Also returns how many items were lost since those that the previous call returned.
+        Also returns how many items were lost since the last report of a loss. The loss is reported
+        with the last queued item; before that the number is 0.
         """
         await self._ready.wait()
         return self.take(most)

@@ -72,7 +72,8 @@ def used_blocks(report: Report, key_space: KeySpace) -> list[HashList]:
 
 @dataclass(frozen=True, slots=True)
 class WatchedReport:
-    """A report, for watchers. `unix_time_s`: when the request reached its engine."""
+    """A report, for clients of WatchRequests. `unix_time_s`: when the request reached its
+    engine."""
 
     key_space_id: int
     hash_bytes: int
@@ -104,7 +105,7 @@ class Reports:
     """Handles the reports of all sessions.
 
     counters: sums over all reports.
-    watched: hands the reports to watchers.
+    watched: feeds of the clients that watch reports.
     Capabilities are informed of each report in turn.
     """
 

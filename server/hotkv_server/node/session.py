@@ -275,15 +275,16 @@ class LiveSession:
     maps_arena: bool = True
     maps_table: bool = True
     knows_words: bool = False
-    """Whether its link passes the descriptors of arena and table, and the places of residencies'
-    words."""
+    """`maps_arena`, `maps_table`: whether the link (the connection on the descriptor socket) passes
+    the descriptors of the arena and of the block table. `knows_words`: whether it passes the place
+    of the validity words, which readers of residencies need."""
     knows_tiers: bool = False
     """Whether the server may delay a lookup's answer until a shared tier has answered."""
     takes_batches: bool = False
-    """Whether a message of its stream may carry several."""
+    """Whether one message of its stream may carry several messages, in both directions."""
     close_link: Callable[[], None] | None = None
     heard_s: float = field(default_factory=time.monotonic)
-    """When its last message arrived."""
+    """When its last message arrived, in seconds of the monotonic clock."""
     on_end: Callable[[HotKVError], None] | None = None
     loaded_bytes: int = 0
     stored_bytes: int = 0

@@ -214,7 +214,7 @@ class TransferCall:
 class Transfer:
     """One transfer, from its plan to its answer.
 
-    finish: called exactly once, also if the plan can't be made.
+    finish: ends the transfer in the core; called exactly once, also if the plan can't be made.
     after_copy: called in a copy thread when all bytes are copied; if it raises, the transfer fails.
 
     Always true: the answer comes after the last access to the transfer's memory. A load copies only
@@ -422,8 +422,8 @@ class Transfers:
     ) -> "asyncio.Future[TransferEnd]":
         """Starts a load. The future is done after the last write to the engine's memory.
 
-        after: writes begin only after this mark has passed.
-        message_bytes: size of the request's message.
+        after: writes begin only after the engine's device has passed this mark.
+        message_bytes: size of the request's message, which counts as memory of the transfer.
         """
         groups = [run.group_index for run in runs]
         call = self._admit(session, transfer_id, groups, block_ids, timeout_s, after, message_bytes)
@@ -457,8 +457,8 @@ class Transfers:
         or refused, after the last read of the engine's memory.
 
         contents: an item per run, for events; or empty.
-        after: nothing is read before this mark has passed.
-        message_bytes: size of the request's message.
+        after: reads begin only after the engine's device has passed this mark.
+        message_bytes: size of the request's message, which counts as memory of the transfer.
         """
         groups = [run.group_index for run in runs]
         call = self._admit(session, transfer_id, groups, block_ids, timeout_s, after, message_bytes)

@@ -158,7 +158,7 @@ class AccessControl:
             )
 
     def may_link(self, peer: Peer) -> bool:
-        """Returns whether a tenant lists the user."""
+        """Returns True if any tenant lists a proof of this peer."""
         return any(tenant.proofs.match(peer) for tenant in self.tenants.values())
 
 

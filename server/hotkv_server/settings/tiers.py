@@ -320,7 +320,8 @@ class MooncakeSettings(BaseModel, extra="forbid"):
 MIB, GIB = 1 << 20, 1 << 30
 MIN_SLAB_BYTES, MAX_SLAB_BYTES = 4 * MIB, 256 * MIB
 MIN_SLABS = 512
-"""Least number of slabs, unless they already have the smallest size."""
+"""Least number of slabs of a disk tier. A tier that is too small for as many slabs of
+MIN_SLAB_BYTES has fewer."""
 
 
 class DiskSettings(BaseModel, extra="forbid"):
@@ -389,5 +390,5 @@ class TierSettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
     @property
     def capacity(self) -> int:
-        """Most blocks below: 1 per 16 KiB."""
+        """Most blocks of the disk tier: 1 per 16 KiB of its size, and at least 4096."""
         return max(1 << 12, self.disk.bytes // (16 << 10))

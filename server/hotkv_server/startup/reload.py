@@ -61,7 +61,7 @@ class Reloader:
         self._node = node
         self._listeners = listeners
         self.drain_timeout_s = settings.drain_timeout_s
-        """Longest time that a signal lets the server drain."""
+        """Longest time of a drain that SIGTERM or SIGINT begins, in seconds."""
 
     def __repr__(self) -> str:
         return f"Reloader({len(self._running)} settings)"

@@ -280,11 +280,12 @@ def _watched_request(value: WatchedReport) -> admin_pb2.WatchedRequest:
 
 
 MAX_TOLD = MAX_MESSAGE_BYTES - (1 << 10)
-"""Most characters of an answer. Names are nearly always ASCII: a byte each."""
+"""Most characters of an answer of `Tell`, which must fit into a message. Names are nearly always
+ASCII, a byte per character."""
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """See admin.proto."""
+    """Implements AdminService of admin.proto: the calls of operators."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -1,5 +1,6 @@
-"""Shared by a listener's services: the listener's objects, the calls as capabilities serve them,
-and the prompts that a call names.
+"""Helpers that the services of a listener (socket or port) share: `Edge` has the listener's
+objects, `calls_of` returns the calls as capabilities wrap them, and `prompt_hashes` reads the
+prompt that a call names.
 """
 
 import asyncio
@@ -29,10 +30,12 @@ MAX_SELECT_STREAMS = 64
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One listener.
+    """The objects of one listener, which its services use.
 
     identify: given a call's message, which may hold a ticket, and its context, returns the peer
         with its proofs. Raises HotKVError for an invalid proof.
+    pace: delays answers to malformed messages.
+    guests: bounds the calls that may last without a session.
     """
 
     node: Node

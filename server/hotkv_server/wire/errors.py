@@ -124,7 +124,7 @@ async def answer(node: Node, context: Any, call: Callable[[], Awaitable[Answer]]
         await abort(context, as_refusal(node, error, f"peer={context.peer()}"))
 
 
-# Streams over a feed: shared by both kinds of server stream.
+# Streams over a feed: shared by all calls that answer with a stream of the node's items.
 #
 # The first answer is empty: it says that reading has begun. A reader that is too slow misses items
 # and learns how many it missed.
@@ -151,7 +151,8 @@ async def stream(
 
     message: returns the wire message of an item; None if the client did not ask for it.
     response: makes an answer of messages and the number of lost items.
-    first: yields items that precede those of the feed, which begins before them.
+    first: yields items to send before the feed's items. The feed's reader is opened before `first`
+        is called, so no item is missed between the two.
     """
     try:
         if key_space_id:

@@ -59,7 +59,7 @@ that may last has its own bound, which a client can't use up for other kinds. So
 room for calls that are answered at once, above all health.
 """
 WINDOW_BYTES = 64 << 10
-"""Bytes that gRPC receives of a message that no code reads."""
+"""Bytes of a message that gRPC receives while no code reads the call's stream."""
 NUM_LISTENERS = 3
 MAX_INCOMPLETE_BYTES = (
     MAX_SESSIONS + 2 * MAX_SELECT_STREAMS + MAX_GUESTS
@@ -104,6 +104,9 @@ class Endpoints:
 
     tcp_address: empty for no TCP.
     tls: None for TCP without TLS.
+    malformed_per_s: answers to malformed messages per second; more of them wait.
+    audit: admin calls to record: off, changes or all.
+    audit_file: None records them in the server's log.
     """
 
     socket: Path

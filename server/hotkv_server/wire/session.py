@@ -222,7 +222,8 @@ class SessionOutbox:
 
     write: sends a message, and waits while the client reads too slowly.
     on_end: ends the session, given the reason.
-    takes_batches: the client takes several messages in one, after the first message.
+    takes_batches: True if the client accepts one message that carries several. The first message is
+        always sent alone.
 
     Always true: the outbox is bounded, by messages and by bytes. The session ends if the client
     lets it fill up, or leaves much unread and reads none of it for some seconds.
@@ -463,7 +464,7 @@ FIRST_MESSAGE_TIMEOUT_S = 10.0
 
 
 class SessionService(session_pb2_grpc.SessionServiceServicer):
-    """See session.proto."""
+    """Implements SessionService of session.proto."""
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge

@@ -46,7 +46,7 @@ def batch(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> N
 
 
 def kernel(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies all runs with a kernel that accesses the bus directly."""
+    """Copies all runs with a kernel, which reads or writes host memory directly over the bus."""
     _launch(runtime, stream, slot, piece.dst, piece.src, piece.num_bytes)
 
 

@@ -27,8 +27,8 @@ class Method(enum.Enum):
     KERNEL = "kernel"
     """A kernel reads and writes the arena directly."""
     STAGED = "staged"
-    """A kernel gathers or scatters on the device. Between its staging buffer and the arena go
-    copies, each as long as a run of the arena."""
+    """A kernel gathers runs into a staging buffer on the device, or scatters them from it. Between
+    buffer and arena, a single copy moves each contiguous range of the arena."""
 
 
 class PinnedArena(Protocol):
