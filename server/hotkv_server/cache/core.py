@@ -1,12 +1,12 @@
-"""The core: sessions, key spaces, leases and transfers over a space of slots.
+"""The core: sessions, key spaces, leases and transfers over a space of slots (places for blocks).
 
 Every method is a decision: it checks its arguments, changes the books and returns a result. Notices
-for other parties wait in `take_effects`. A call that raises has changed nothing. No clock, no I/O,
-no locks: a single owner calls it and passes `now_s`.
+of evicted blocks wait until `take_effects` returns them. A call that raises has changed nothing. No
+clock, no I/O, no locks: a single owner calls it and passes `now_s`.
 
-Always true: the very next lookup finds an acknowledged block. A pinned slot is never evicted; if
-its block is flushed, its bytes stay unchanged. A lease that ends during a copy keeps its slots
-until the copy ends. A block becomes ready only when every shard is written.
+Always true: after a store has ended, the next lookup finds its blocks. A pinned slot is never
+evicted; if its block is flushed, its bytes stay unchanged. A lease that ends during a copy keeps
+its slots until the copy ends. A block becomes ready only when every shard is written.
 """
 
 from collections.abc import Iterator, Sequence
@@ -271,7 +271,7 @@ class CacheCore(CacheBooks):
         """Ends a store after its copy has finished. Publishes the blocks that have every shard
         written. Returns BlockResult values, an array per run.
 
-        A representation whose block is not ready by now is dropped: ABORTED.
+        A representation whose block is not ready by now is dropped; its result is ABORTED.
 
         sums: sums of the copied bytes, for check values; an array per run in the order of
             `begin_store`. May be empty.
@@ -508,8 +508,8 @@ def _check_copies(core: CacheCore) -> None:
 
 
 def _other_pins(core: CacheCore) -> Int64s:
-    """Returns the pins by entry number that belong to other holders than leases and retention
-    pins."""
+    """Returns the number of pins of each entry [capacity + 1], without those of leases and
+    retentions."""
     pins = np.zeros(core.space.index.capacity + 1, np.int64)
     np.add.at(pins, core.grace.entries, 1)
     for pinner in core.pinners:

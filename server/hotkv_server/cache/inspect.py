@@ -2,7 +2,7 @@
 
 Always true: a query changes nothing. An answer is a copy that later changes do not affect. A query
 over all entries is answered in parts; an entry that is added, removed or used between two parts may
-count or not. Code outside the runtime reads the core through this module, not through the core's
+count or not. Code outside the node reads the core through this module, not through the core's
 books.
 """
 

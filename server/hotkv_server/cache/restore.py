@@ -30,7 +30,7 @@ from hotkv_server.cache.sessions import Catalog
 from hotkv_server.cache.values import BoolMask, Entries, Int64s
 
 ADMIT_PARTS = 64
-"""Number of parts in which blocks return; the blocks used longest ago come first."""
+"""Number of parts in which restored blocks become ready, those used longest ago first."""
 
 
 # Entries that readers of the arena may still read, because residencies of the old server pinned

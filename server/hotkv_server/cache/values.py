@@ -150,7 +150,7 @@ class Reservation:
 
 
 class Cause(enum.IntEnum):
-    """Why a block was removed. NONE: unknown, because only the last removals are remembered."""
+    """Why a block was removed. NONE: it is not among the last removals, which are remembered."""
 
     NONE = 0
     ROOM = 1

@@ -26,8 +26,7 @@ class Outcome(enum.Enum):
 
 
 class Gate(Protocol):
-    """Delays a job until its first byte may move: until a mark in the queue of an engine's device
-    has passed."""
+    """Delays a job until the engine's device has passed a mark in its queue."""
 
     def passed(self) -> bool:
         """Returns whether the job may begin. Cheap; does not wait. Raises DeviceError if the answer
@@ -43,7 +42,7 @@ class CopyJob:
     pieces.
 
     `gate`: used by `CopyEngines`; a single engine assumes that it has passed.
-    `owner`: engines serve owners in turn.
+    `owner`: name of the tenant or engine that the job is for; engines serve owners in turn.
     """
 
     def __init__(

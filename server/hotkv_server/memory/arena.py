@@ -208,9 +208,10 @@ class NodeMemory:
         mode: int = 0o640, *, prefault: bool = True,
         place: Callable[[int, int], None] | None = None,
     ) -> "NodeMemory":  # fmt: skip
-        """Opens the files in the directory if they fit; otherwise makes all files anew, under
-        `fresh_epoch`.
+        """Opens the files in the directory if they fit the arguments; otherwise makes all files
+        anew.
 
+        fresh_epoch: epoch of a new table, a random number that identifies the cache.
         prefault: prefaults the table's buckets, some of its records, and as much of the arena as
             FIRST_FILL_S allows; `records` and `filling` prefault the rest. If False, pages get
             memory when they are written, and all of the arena counts as filled.

@@ -149,7 +149,7 @@ class Filling:
 
         on_filled: called from the thread after each piece, with `filled_bytes` and `coming_bytes`.
         settles: the thread then calls `settle` for the whole arena; if False, the caller does.
-        first: steps that the thread takes before; if a step raises OSError, filling ends.
+        first: steps that the thread runs before it fills; if a step raises OSError, filling ends.
         """
 
         def work() -> None:

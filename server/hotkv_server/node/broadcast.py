@@ -14,7 +14,7 @@ from hotkv_proto.errors import HotKVError, Reason
 
 FEED_BYTES = 16 << 20
 ITEM_BYTES = 256
-"""Added to the bytes of each item."""
+"""Bytes that each item counts for in addition to its arrays."""
 MAX_READERS = 64
 
 

@@ -41,8 +41,8 @@ MAX_KEY_SPACE_ID = (1 << 31) - 1
 
 
 class Filters:
-    """Holds the filters of a question: texts by name. Methods raise INVALID_FIELD for a value that
-    is not valid."""
+    """Holds the filters of a question about a topic: texts by name. Methods raise INVALID_FIELD for
+    a value that is not valid."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self._given = given
@@ -86,7 +86,7 @@ NO_FILTERS = Filters({})
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """Answers questions about a subject.
+    """A report of the server about itself, which operators can ask for by name.
 
     tell: computes the answer.
     filters: names of the filters that `tell` uses.
@@ -180,11 +180,11 @@ class Lookups(Protocol):
         """
 
     async def find(self, key_space_id: int, groups: list[HashList]) -> list[Lying]:
-        """Asks every tier where blocks lie. For operators."""
+        """Asks every tier which of the blocks it has. For operators."""
 
 
 class BlocksBelow(Protocol):
-    """Manages blocks below host memory."""
+    """Manages the blocks in the tiers below host memory: disk and shared stores."""
 
     @property
     def epochs(self) -> Epochs: ...
@@ -307,7 +307,8 @@ class Samples:
 
 
 class Capability:
-    """A part of a server that adds something to the node."""
+    """An optional part of a server, which the node calls at events. Every method has a default; a
+    capability overrides the methods that it needs."""
 
     # Life cycle
 
@@ -354,7 +355,7 @@ class Capability:
         """Called when a store has ended.
 
         results: BlockResult values, an array per run.
-        contents: an item per run, or empty.
+        contents: token ids of each run, for events; empty if the engine sent none.
         """
 
     def blocks_moved(self, entries: Entries, medium: Medium, tier: str) -> None:

@@ -44,7 +44,8 @@ call."""
 BOOKS_PART, LOOK_PART = "the books", "the look at all others"
 """Names of two parts without a `Sign`: the cache's books, and the check itself."""
 ENTRY_NAMES = ("entry", "entries", "bad")
-"""Names of the core's variables that hold entries of the index."""
+"""Names of the core's variables that hold entry numbers of the index; `stories` looks for them in
+tracebacks."""
 
 
 def _never(now_s: float) -> float:
@@ -238,8 +239,8 @@ def is_of_the_books(error: BaseException) -> bool:
 
 
 def stories(error: BaseException) -> list[str]:
-    """Returns the stories of the entries in the failing calls' variables, innermost call first; at
-    most MAX_STORIES."""
+    """Returns a line (`inspect.story`) about each entry that variables of the failing calls name,
+    innermost call first; at most MAX_STORIES."""
     index: BlockIndex | None = None
     found: dict[int, None] = {}
     for at in reversed(list(_frames(error))):

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 TIMER_S = 0.25
 STALLED_TIMER_S = 5.0
 DEFAULT_DRAIN_S = 10.0
-"""Equal to the setting's default."""
+"""Equal to the default of the setting `drain_timeout_s`."""
 STALLED_WORK_S = 60.0
 """Far above the duration of any work on a thread, even on a machine that swaps."""
 C = TypeVar("C", bound=Capability)

@@ -38,7 +38,8 @@ tenth of a millisecond."""
 
 
 def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
-    """Returns the key spaces, which the next server needs to read the blocks."""
+    """Returns the contents of the state file: the slab size and the key spaces, which the next
+    server needs to interpret the blocks."""
     known = (
         KnownKeySpace(number, record.key_space, record.representations)
         for number, record in sorted(core.key_spaces.items())

@@ -30,7 +30,8 @@ NOTICE_BLOCKS = 1 << 16
 
 
 class Effects:
-    """Carries out the effects of the core's decisions.
+    """Carries out the effects of the core's decisions: sends eviction notices, informs capabilities
+    and ends a drain.
 
     sessions: returns the open sessions.
     drained: set when a draining node has no transfer left.

@@ -1,9 +1,9 @@
 """Engines' reports of the requests that they have scheduled, and of the blocks that these requests
 used.
 
-A report names the prompt by its hashes, never by its tokens. The hit rule gives the blocks that a
-device hit used, so engines need not send hashes per group. A message of reports is accepted or
-refused as a whole.
+A report names the prompt by its hashes, never by its tokens. The hit rule (`hotkv_proto.groups`)
+says which blocks a hit in the engine's own cache used, so engines need not send hashes per group. A
+message of reports is accepted or refused as a whole.
 """
 
 import time
@@ -58,8 +58,8 @@ def check(report: Report, key_space: KeySpace, max_blocks: int) -> None:
 
 
 def used_blocks(report: Report, key_space: KeySpace) -> list[HashList]:
-    """Returns the blocks that the device hit needed, a list for each group; if the request has a
-    retention, all blocks of the prompt."""
+    """Returns the blocks that the request's hit in the engine's own cache needed, a list for each
+    group; if the request has a retention, all blocks of the prompt."""
     lists, needs = [], needed_blocks(key_space.groups, report.device_hit_tokens)
     for index, (group, needed) in enumerate(zip(key_space.groups, needs, strict=True)):
         step = group.block_tokens // key_space.hash_block_tokens

@@ -115,7 +115,7 @@ class SessionMemory:
 
 def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
     """Raises HotKVError if the layout names a device that this server does not see, or if the
-    order contradicts itself."""
+    offered marks (`order`) are not valid."""
     for index, handle in enumerate(layout.handles):
         if handle.is_cuda:
             try:
@@ -176,7 +176,7 @@ def open_session_memory(
     """Maps all files with their page tables and opens all device allocations. Blocks.
 
     fds: descriptors by handle id; closed here, also if the call raises.
-    on_cut: see FileMapping.
+    on_cut: called if a client has truncated its file, see FileMapping.
     tenant: owner of the memory.
     Raises INVALID_LAYOUT.
     """
@@ -355,8 +355,8 @@ class LiveSession:
     def receive(self, handle_id: str, fd: int) -> None:
         """Receives a descriptor from the descriptor socket and owns it, also if it raises.
 
-        Raises DUPLICATE_ID if the handle already has a descriptor, ValueError if a fence is too
-        short, OSError if it can't be mapped.
+        Raises DUPLICATE_ID if the handle already has a descriptor, ValueError if the fence (the
+        page by which the engine revokes stores) is too short, OSError if it can't be mapped.
         """
         if handle_id in self.received_fds or (handle_id == FENCE_HANDLE and self.fence is not None):
             os.close(fd)
@@ -396,8 +396,8 @@ class LiveSession:
             job.cancel()
 
     def check_fence(self, fence_index: int) -> None:
-        """Raises INVALID_FIELD unless a store with this fence index can be revoked. 0 means that
-        the store is never revoked."""
+        """Raises INVALID_FIELD if the session's fence page has no usable word `fence_index`, by
+        which the engine could revoke a store. Accepts 0, for a store that is never revoked."""
         if not 0 <= fence_index < FENCE_WORDS:
             raise HotKVError(
                 Reason.INVALID_FIELD,

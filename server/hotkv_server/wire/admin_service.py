@@ -213,8 +213,8 @@ def _loads(
 def _limiting_group(
     space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, num_tokens: int
 ) -> int:
-    """Returns the first group that lacks a block needed to hit another aligned step; -1 if the
-    whole prompt hits."""
+    """Returns the first group that lacks a block for a longer hit, by one step of the largest block
+    size; -1 if the whole prompt hits."""
     groups = space.groups
     step = max(group.block_tokens for group in groups)
     if hit + step > num_tokens:
@@ -334,7 +334,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def _named(
         self, request: admin_pb2.EvictRequest | admin_pb2.PreviewEvictRequest
     ) -> NDArray[np.uint32] | None:
-        """Returns the words of the blocks that the request names; None for all blocks. Raises
+        """Returns the hash words of the blocks that the request names; None for all blocks. Raises
         HotKVError."""
         if request.all == bool(request.hashes):
             raise HotKVError(Reason.INVALID_FIELD, "hashes and all: give exactly one of them")

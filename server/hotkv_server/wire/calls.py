@@ -182,8 +182,9 @@ async def _acquire_later(
 async def unless_flushed(
     node: Node, session: LiveSession, groups: list[HashList]
 ) -> list[HashList]:
-    """Returns the lists if blocks in host memory may be granted; otherwise lists of random hashes,
-    of the same lengths, that match no block."""
+    """Returns the lists if blocks in host memory may be granted. If the blocks may be older than a
+    flush on another node, returns lists of random hashes, of the same lengths, that match no
+    block."""
     key_space_id = session.record.key_space_id
     if node.tiers is None or await node.tiers.epochs.wait_to_serve(key_space_id):
         return groups

@@ -25,7 +25,7 @@ from hotkv_server.wire import calls
 from hotkv_server.wire.guard.limits import Guests, Pace
 
 MAX_SELECT_STREAMS = 64
-"""Most selection streams on a listener. The bound of all calls includes them."""
+"""Most streams of SelectBlocks on a listener. The bound of all calls includes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,8 @@ def calls_of(node: Node) -> Calls:
 
 
 def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
-    """Returns words [n, 8], a row for each full hash block.
+    """Returns the block hashes of a prompt, words [n, 8]: a row for each full hash block (of
+    `hash_block_tokens` tokens).
 
     hashes: packed hashes; if empty, they are computed from the tokens.
     token_ids: packed int32.

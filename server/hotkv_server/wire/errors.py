@@ -43,7 +43,7 @@ CODES: dict[Reason, grpc.StatusCode] = {
     Reason.RESIDENCY_TOO_LARGE: grpc.StatusCode.FAILED_PRECONDITION,
     Reason.UNKNOWN_RESIDENCY: grpc.StatusCode.NOT_FOUND,
 }
-"""Covers every `Reason`; a test proves it."""
+"""gRPC code of each reason. A test proves that every `Reason` is listed."""
 
 ABOUT_RIGHTS = frozenset(
     {
@@ -62,7 +62,7 @@ Answer = TypeVar("Answer", bound=Message)
 
 
 class _Throttle(logging.Filter):
-    """Passes at most `lines_per_s` lines a second."""
+    """Lets at most `lines_per_s` lines of the log pass per second."""
 
     def __init__(self, lines_per_s: int) -> None:
         super().__init__()

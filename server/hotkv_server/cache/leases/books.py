@@ -1,4 +1,4 @@
-"""All books of the core, and how a use of ready blocks changes them.
+"""All books (objects with state) of the core, and how a use of ready blocks changes them.
 
 `ReadLeases`, `Loads`, `Reservations` and `Stores` each change the books for a single kind of call.
 `CacheCore` checks that the books agree.

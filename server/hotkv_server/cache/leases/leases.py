@@ -49,7 +49,7 @@ def content_of(groups: Sequence[HashList]) -> int:
 
 @dataclass(slots=True)
 class ReadLease:
-    """Pins ready entries.
+    """A lease that pins ready entries, so that an engine can load them.
 
     groups: for each group of the call, (group index, entry number of each hash; 0 if not pinned).
     content: `content_of` the call that acquired it.
@@ -86,13 +86,13 @@ class ReadLease:
 
 @dataclass(slots=True)
 class WriteLease:
-    """Owns reserved entries until each is published or dropped. Its first call decides which blocks
-    it owns, for all ranks.
+    """A lease that owns reserved entries until each is published (made ready) or dropped. Its first
+    call decides which blocks it owns, for all ranks.
 
     listed: mixed keys of the blocks that the first call named.
     entries: entry numbers that are still reserved.
     shards_seen: bitmask of shards whose store has ended.
-    parts: entries that copies have written, and the sums of the bytes written.
+    parts: entries that copies have written, and sums of the bytes written, for check values.
     """
 
     engine_id: str
@@ -297,7 +297,8 @@ class LeaseBook:
             )
 
     def check_room(self, owner: str, field: str, weight: int) -> None:
-        """Raises OVERLOADED unless the owner may have one more lease of this weight."""
+        """Raises OVERLOADED unless the owner may have one more lease of this weight, in bytes of
+        memory. `field`: the call's field that the error names."""
         if weight > self.memory.room(owner):
             refusal = self.memory.refusal(owner, "bytes of lists of leases")
             raise HotKVError(Reason.OVERLOADED, f"{field}: {refusal}; release some first")

@@ -19,7 +19,8 @@ from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Int64s, TenantSh
 
 
 FLOOR_SHARE = 64
-"""The floor is 1/64 of the capacity: an owner may hold that much as long as any is free."""
+"""The floor is 1/64 of the capacity. An owner may hold up to the floor as long as units are free,
+however much other owners hold."""
 
 
 class FairBound:
@@ -288,8 +289,8 @@ class TenantBook:
         return self.is_used and bool(self.used[taker] + more_bytes <= self._guaranteed[taker])
 
     def portions(self, taker: int, slot_bytes: int, count: int) -> tuple[int, ...]:
-        """Returns the steps, each a total, in which to make room for `count` slots: first what the
-        tenant may claim, then all."""
+        """Returns the numbers of slots to make room for, step by step: first the slots within the
+        tenant's guarantee, if it has room for some, then all `count`."""
         claimed = (
             int(self._guaranteed[taker] - self.used[taker]) // slot_bytes if self.is_used else 0
         )

@@ -237,8 +237,8 @@ def aligned(num_bytes: int) -> int:
 MOST_LOST = 0.01
 """Largest share of a run that its slots should leave unused."""
 LONGEST_END = 100
-"""Slabs after which the end of a run is at most MOST_LOST of it: the end is shorter than a slab or
-than a slot."""
+"""Most slabs by which a run is longer than a single slot needs. More are not necessary: a run of
+100 slabs that ends right after a slot loses less than a slab, which is MOST_LOST."""
 RUNS_PER_ARENA = (16, 32)
 """Least and most runs that should fit into an arena. The least holds even if shorter runs lose more
 at their ends: a size must not take most of a small arena for its first block. The most keeps the
@@ -246,7 +246,8 @@ gaps between runs of different sizes small beside the runs. It does not apply to
 AMPLE_RUN_BYTES or more, nor to arenas of less than FEW_SLABS slabs."""
 AMPLE_RUN_BYTES = 64 << 20
 FEW_SLABS = 256
-"""Below this, runs are as short as their slot size allows: a hot block keeps all of its run."""
+"""In an arena of fewer slabs, runs are as short as their slot size allows, because a single hot
+block keeps its whole run from being emptied."""
 
 
 def shortest_run(slot_bytes: int, slab_bytes: int) -> int:
@@ -510,8 +511,8 @@ class SlabPool:
         """Returns the first slab of the run that a slot at each offset may belong to; -1 if this
         size has no slot there in any run.
 
-        The nearest start that fits is right: between two starts that fit lie whole slots, so a
-        longer run is the same as two.
+        If a run could start at several slabs, the nearest is returned. Whole slots lie between two
+        such starts, so one long run and two short runs have the same slots.
         """
         size = aligned(slot_bytes)
         slabs = self.slab_of(offsets)

@@ -38,8 +38,8 @@ more often while it grows."""
 class Room:
     """Makes room in a tier.
 
-    coming_bytes: bytes of the arena that get memory within moments, less the bytes already refused
-        for them.
+    coming_bytes: bytes of the arena that get memory within about a second, minus the bytes of
+        requests that were refused for now, because they will fit then.
     may_keep: False if this is a tier below host memory, or host memory with tiers below. The policy
         then may not refuse room to new blocks, because tiers below get only blocks that were
         stored here.
@@ -374,8 +374,9 @@ class Space:
     def may_keep(self, slot_bytes: int) -> bool:
         """Returns True if the policy may hold blocks back and refuse room for slots of this size.
 
-        False while several slot sizes or representations share the arena, since they would pay for
-        it. False if there are tiers below, which get only blocks that had room here.
+        False while several slot sizes or representations share the arena, since entries of the
+        other sizes would be evicted instead. False if there are tiers below, which get only blocks
+        that were stored here.
         """
         has_others = self.books.representations.declared or self.pool.is_shared(aligned(slot_bytes))
         return self.room.may_keep and not has_others

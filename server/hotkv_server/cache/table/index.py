@@ -76,8 +76,8 @@ class BlockIndex:
         )[0]
 
     def probe(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
-        """Returns entry words [n] by tag alone, as readers of the table see them. Faster than
-        `find`, but only a hint."""
+        """Returns entry words [n] as `find` does, but compares only tags (32 bits of each key), as
+        readers of the table do. Faster than `find`, but only a hint."""
         return self.table.probe(hashes.view(np.uint64)[:, 0], self._salt(key_space_id, group_index))
 
     def insert(
@@ -338,7 +338,7 @@ def _check_buckets(index: BlockIndex, states: NDArray[np.uint32]) -> None:
 
 
 class Chains:
-    """Links between the entries of an index."""
+    """Links from the entry of each block to the entry before it in its chain (prompt)."""
 
     def __init__(self, index: BlockIndex) -> None:
         self._index = index
@@ -356,7 +356,8 @@ class Chains:
         self, key_space_id: int, group_index: int, words: Entries, parent: Words | None
     ) -> None:
         """Links the entries of a chain, each with the entry before it. Also links entries that
-        existed before this call: the block before them may have returned under another number.
+        existed before this call: the block before them may have been evicted and stored again
+        under another entry number.
 
         words: entry words [n]; 0 for a block without an entry.
         parent: the hash [8] before the first block; None at the root.

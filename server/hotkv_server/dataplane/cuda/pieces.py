@@ -24,7 +24,7 @@ from hotkv_server.dataplane.plan import Plan
 from hotkv_server.device.runtime import Int64s
 
 Choose = Callable[[int, int], Method]
-"""(bytes of a page, bytes of a run in the arena) -> method."""
+"""Function from the bytes of a page and of a run in the arena to the copy method to use."""
 FIRST_WINDOW_RUNS = 512
 """Runs of the first window, planned in 50 us. Each further window is GROWTH times as large, up to
 MAX_PIECE_RUNS."""

@@ -17,7 +17,7 @@ from hotkv_proto.errors import HotKVError, Reason
 
 
 BURST_S = 2.0
-"""Burst that is answered at once, in seconds of the rate."""
+"""After a quiet time, as many answers are sent at once as the rate allows in this time."""
 MAX_WAIT_S = 1.0
 """Longest wait for an answer. The number of calls that the server accepts at a time bounds a flood
 over many connections."""

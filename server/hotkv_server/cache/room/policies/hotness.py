@@ -39,12 +39,12 @@ from hotkv_server.cache.room.policies.shared import (
 
 EPOCH_S = 60.0
 KEEP = 0.5
-"""Weight of an epoch's hits after another epoch."""
+"""Factor by which the hits of earlier epochs are multiplied at the end of each epoch."""
 MARGIN = 1.01
 """Factor by which a contender must win to replace the current winner."""
 HOLD_MARGIN = 1.04
 """Additional factor by which a contender that holds blocks back must beat the others. Its shadow
-has no prefixes, so its hits are less certain."""
+cache holds sampled keys without their prefixes, so its hits are less certain."""
 SAMPLE_SHARE = 1 / 32
 """Share of keys in the sample. Larger while the cache holds so few blocks that a shadow would have
 less than MIN_SHADOW_BLOCKS."""
@@ -55,12 +55,13 @@ REGROW = 8
 as large."""
 WAYS = 8
 KEYS_PER_BLOCK = 8
-"""Keys in the sample for each block of a shadow: the keys that shadows hold, and ghosts."""
+"""Places for sampled keys per block of a shadow cache: for the keys that shadows hold, and for keys
+that they have evicted (ghosts)."""
 
 
 LEAK = 1e-3
-"""Weight of doublings above `most_doublings`. Enough to order such blocks, and to place the heads
-of chains above their tails."""
+"""Weight of a further term, in which c is not bounded: it orders blocks above `most_doublings`, and
+places the heads of chains above their tails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,8 @@ CONTENDERS = (
 
 
 class Duel:
-    """Shadow caches of all contenders over the same sample."""
+    """Compares contenders (settings of the formula). Each has a shadow cache, which holds keys
+    without bytes, over the same sample of keys."""
 
     def __init__(self, capacity: int, contenders: tuple[Contender, ...] = CONTENDERS) -> None:
         self.contenders = contenders

@@ -34,7 +34,7 @@ def spread(keys: Keys) -> Keys:
 
 
 class GhostTable:
-    """The last `num_ghosts` ghosts.
+    """The last `num_ghosts` ghosts: evicted blocks by key, each with a 64-bit value of its policy.
 
     tags: [buckets, WAYS]; 0 for an empty place.
     values: uint64 [buckets, WAYS].
