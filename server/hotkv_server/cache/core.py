@@ -6,7 +6,8 @@ clock, no I/O, no locks: a single owner calls it and passes `now_s`.
 
 Always true: after a store has ended, the next lookup finds its blocks. A pinned slot is never
 evicted; if its block is flushed, its bytes stay unchanged. A lease that ends during a copy keeps
-its slots until the copy ends. A block becomes ready only when every shard is written.
+its slots until the copy ends. A block becomes ready only when every shard (each rank's part) is
+written.
 """
 
 from collections.abc import Iterator, Sequence
@@ -240,8 +241,8 @@ class CacheCore(CacheBooks):
         """Makes room, in parts, then starts a store and reserves its blocks. Returns the slots to
         copy to.
 
-        If `options` names a residency, its pinner pins the blocks that are ready and verified now,
-        and the blocks that this store makes ready.
+        If `options` names a residency, two kinds of blocks are pinned for it: those that are ready
+        and verified now, and those that this store makes ready.
         """
         session = self.sessions.record(session_number)
         retention, residency_id = options.retention, options.residency_id

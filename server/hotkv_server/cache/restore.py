@@ -1,10 +1,10 @@
 """Restoring: a new core imports the entries of an old block table, however the old server ended.
 
-Always true: ready entries return, each under its key and in its slot, and detached entries that
-readers of the arena may still read. A record that contradicts the key spaces, the arena or another
-entry is dropped, never repaired. A restore reads the records of the old table and ignores its
-buckets. The new table is another file, so a killed restore has changed nothing. Restoring reads no
-slot: every entry returns unverified.
+Always true: ready entries return, each under its key and in its slot. So do detached entries
+(flushed while pinned) that clients may still read in the arena. A record that contradicts the key
+spaces, the arena or another entry is dropped, never repaired. A restore reads the records of the
+old table and ignores its buckets. The new table is another file, so a killed restore has changed
+nothing. Restoring reads no slot: every entry returns unverified.
 
 A record's state word says whether to trust the record. A server marks a record ready after it has
 written the rest, and clears the mark before it reuses the slot. So after a kill every ready entry
@@ -73,9 +73,9 @@ def link_detached(
 
 
 def keep_for_readers(core: CacheCore, entries: Entries) -> tuple[int, bool]:
-    """Retains the entries that clients of the old server may still read, or, if some are lost,
-    revokes those readers' validity words and retains no entry. Returns how many entries are
-    retained, and whether readers lost entries.
+    """Retains the entries that clients of the old server may still read. If some were dropped, or a
+    tenant is above its bound, revokes those clients' validity words and retains no entry. Returns
+    how many entries are retained, and whether clients lost entries.
 
     entries: restored entry of each of the `kept_rows`; 0 for a record that was dropped.
     """

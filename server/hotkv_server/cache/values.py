@@ -199,8 +199,8 @@ class Counters:
 
     lookup_blocks, lookup_hit_blocks: named by lookups, and found ready.
     acquired_blocks, missed_blocks: named for read leases and pinned, or not pinned.
-    stored_blocks, present_blocks, no_space_blocks, in_flight_blocks: named by stores, by result
-        (`BlockResult`).
+    stored_blocks, present_blocks, no_space_blocks, in_flight_blocks: named by stores and
+        reservations, by result (`BlockResult`).
     aborted_blocks: reserved, and removed before they became ready.
     held_blocks: pinned because a request asked to retain them.
     condemned_blocks: dropped because their bytes contradicted their check value.

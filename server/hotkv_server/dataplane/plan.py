@@ -1,9 +1,10 @@
 """Copy plans: sources, destinations and sizes of bytes to copy.
 
 Always true: a plan is checked against both memories before any byte moves. The plan of a call
-consists of whole blocks (`BlockCopies`), so its size depends on the number of blocks, not on their
-runs. The host's kernel executes it directly; an engine that needs runs expands it part by part.
-Both ways merge neighbours that are contiguous on both sides.
+consists of whole blocks (`BlockCopies`), so its size depends on the number of blocks, not on the
+number of their runs (contiguous byte ranges). The host's kernel executes the plan directly; an
+engine that needs runs expands it part by part. Both ways merge runs that are contiguous on both
+sides.
 """
 
 import ctypes

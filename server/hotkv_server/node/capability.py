@@ -322,7 +322,7 @@ class Capability:
         """Called when the node ends, after all sessions have closed."""
 
     def save(self) -> None:
-        """Writes files for the next server. Blocks, on a clerk's thread."""
+        """Writes files for the next server. Blocks; called on a thread for files (`Clerk`)."""
 
     def release(self) -> None:
         """Closes resources outside the node. Called after the node has ended, or if it never

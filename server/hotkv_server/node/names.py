@@ -3,8 +3,8 @@
 Always true: names are only shown, and no decision depends on them. An engine without a name is
 shown by its id, a model without a name by the name in its key space. Two engines with a session are
 never shown by the same name. Memory is bounded: the oldest names are forgotten, and at most one
-write waits. The names are kept in a file beside the arena, because the ledger also shows engines
-that have ended. On the event loop; a `Clerk` thread writes the file.
+write waits. The names are kept in a file beside the arena, because the ledger (counts of hits and
+savings) also shows engines that have ended. On the event loop; a `Clerk` thread writes the file.
 """
 
 import json

@@ -1,8 +1,8 @@
 """The node: the core, its memory and its copy engine, driven by an event loop.
 
-Connects the parts, and owns the timer and the drain. Every method runs on the event loop. Only
-`save_use` blocks it: the copy engine's threads move bytes (`transfers`), and threads make mappings
-(`sessions`).
+Connects the parts, and owns the timer and the drain. Every method runs on the event loop, and only
+`save_use` blocks it. The copy engine's threads move bytes (`transfers`), and other threads map the
+memory of engines (`sessions`).
 """
 
 import asyncio

@@ -288,11 +288,11 @@ def open_order(
     mappings: dict[str, FileMapping],
     regions: dict[str, Region],
 ) -> SessionOrder:
-    """Opens the best marks of a checked offer: words, else events; without either, no marks.
-    Blocks.
+    """Opens the marks that an engine has offered: counters in words of memory if possible, else
+    CUDA events. If neither can be opened, returns a `SessionOrder` without marks. Blocks.
 
-    `message` names the marks that failed. Words come first, because only the engine's queue writes
-    them: CUDA does not document the state of an event whose engine has died.
+    Its `message` names the marks that failed. Words are preferred, because only the engine's queue
+    writes them: CUDA does not document the state of an event whose engine has died.
     """
     reasons: list[str] = []
     if offer.flags_handle_id:

@@ -33,8 +33,8 @@ CLOSE_S = 5.0
 USE_PARTS = 240
 """Times of last use are written once in this many turns of the timer."""
 PART_ENTRIES = 1 << 14
-"""Least number of entries in a part, so that a small index is collected in few turns. They take a
-tenth of a millisecond."""
+"""Least number of entries in a part, so that a small index is collected in few turns. Collecting
+this many takes a tenth of a millisecond."""
 
 
 def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
@@ -79,7 +79,8 @@ class UseNotes:
 
 
 class Persistence:
-    """Writes key spaces and times of last use. On the event loop; a clerk writes the files."""
+    """Writes key spaces and times of last use. On the event loop; a `Clerk` thread writes the
+    files."""
 
     def __init__(self, core: CacheCore, memory: NodeMemory, clerk: Clerk) -> None:
         self._core = core

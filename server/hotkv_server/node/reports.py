@@ -116,7 +116,7 @@ class Reports:
         self.watched: Feeds[WatchedReport] = Feeds()
 
     async def note(self, session: LiveSession, reports: Sequence[Report]) -> None:
-        """Touches the blocks that the requests used, and pins blocks with a retention.
+        """Records a use of the blocks that the requests used, and pins blocks with a retention.
 
         Checks all reports first: if it raises, no report has an effect. Other tasks run between
         requests.

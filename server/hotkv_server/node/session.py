@@ -135,8 +135,8 @@ def _opened(
 ) -> Allocation:
     """Opens the device allocation of a layout's handle.
 
-    Raises DeviceError that names the handle and the needs of containers, or ValueError that names
-    the field.
+    Raises DeviceError, whose message names the handle and the settings that containers need; or
+    ValueError, whose message names the field.
     """
     try:
         return devices.open_memory(device, handle.cuda_handle, tenant)

@@ -291,7 +291,8 @@ PEER_TO_PEER = "P2PHANDSHAKE"
 
 class MooncakeSettings(BaseModel, extra="forbid"):
     """A Mooncake Store that keeps blocks for many nodes. Separate clients (`mooncake_client`)
-    provide its memory. hotkv's children provide no memory, so killing a child loses no blocks."""
+    provide its memory. hotkv's child processes provide no memory, so killing them loses no
+    blocks."""
 
     master: str = Field(description="host:port of its master.")
     metadata_server: str = Field(

@@ -65,8 +65,8 @@ MAX_INCOMPLETE_BYTES = (
     MAX_SESSIONS + 2 * MAX_SELECT_STREAMS + MAX_GUESTS
 ) * MAX_MESSAGE_BYTES + NUM_LISTENERS * MAX_CALLS * WINDOW_BYTES
 """Most bytes of incomplete messages. From every stream that the server reads, gRPC buffers the
-bytes sent so far, up to the size that the message's head declares. A head that declares more than
-MAX_MESSAGE_BYTES ends the call. Two of the listeners serve streams of SelectBlocks.
+bytes sent so far, up to the size that the prefix of the message declares. A prefix that declares
+more than MAX_MESSAGE_BYTES ends the call. Two of the listeners serve streams of SelectBlocks.
 """
 MAX_CALLS_OF_CONNECTION = 256
 HANDSHAKE_TIMEOUT_S = 10

@@ -128,7 +128,8 @@ class Uses:
         self._pin(self._ready(session, hash_list), until_s)
 
     def note(self, entries: Entries, retention: Retention, now_s: float) -> None:
-        """Touches ready entries, in chain order, and pins them for as long as `retention` asks."""
+        """Records a use of ready entries, in chain order, and pins them for as long as `retention`
+        asks."""
         self._books.space.touch(entries, now_s, retention)
         for one in self._books.below:
             one.offer_used(entries)

@@ -89,7 +89,7 @@ class WriteLease:
     """A lease that owns reserved entries until each is published (made ready) or dropped. Its first
     call decides which blocks it owns, for all ranks.
 
-    listed: mixed keys of the blocks that the first call named.
+    listed: keys of the blocks that the first call named, as `BlockIndex.mixed` returns them.
     entries: entry numbers that are still reserved.
     shards_seen: bitmask of shards whose store has ended.
     parts: entries that copies have written, and sums of the bytes written, for check values.
@@ -168,8 +168,8 @@ def read_weight(num_lists: int, num_blocks: int) -> int:
 
 
 def write_weight(num_blocks: int, num_shards: int) -> int:
-    """Returns the approximate bytes of memory that a write lease on so many blocks uses at most:
-    keys and entries, and entries and sums per shard."""
+    """Returns the approximate bytes of memory that a write lease on so many blocks uses at most: a
+    key and an entry number per block, and an entry number and a sum per block and shard."""
     return LEASE_BYTES + (12 + 12 * num_shards) * num_blocks
 
 
@@ -366,7 +366,7 @@ class LoadTransfer:
 
 @dataclass(slots=True)
 class StoreTransfer:
-    """A store of a shard.
+    """A store of one shard (a rank's part) of some blocks.
 
     lease: None if no block was reserved.
     pins: pins the blocks that the store makes ready; None if they are not pinned.

@@ -68,7 +68,7 @@ class Named:
 class CheckedCall:
     """A call that passed its checks.
 
-    listed: mixed keys of its blocks, run after run, without representations.
+    listed: keys of its blocks (`BlockIndex.mixed`), run after run, without representations.
     named: state of its blocks. None if the call joins a lease, or if other calls ran since the
         state was looked up.
     ttl_s: lifetime of its lease.
@@ -272,7 +272,7 @@ class Reservations:
         return lease
 
     def _listed(self, key_space_id: int, runs: list[Run]) -> Keys:
-        """Returns the mixed keys of all blocks of the runs, run after run, without
+        """Returns the keys (`BlockIndex.mixed`) of all blocks of the runs, run after run, without
         representations."""
         index = self._books.space.index
         keys = [

@@ -220,7 +220,8 @@ class Removal:
         self.index.detach(entries)
 
     def reap(self, entries: Entries) -> None:
-        """Frees the slots of the given entries that are detached and not pinned."""
+        """Frees the slots of the given entries that are detached (flushed while pinned) and not
+        pinned any more."""
         if not len(entries):
             return
         detached = (
@@ -428,9 +429,9 @@ class Rebalancer:
         return (yield from self._empty(chosen, may_go))
 
     def _may_go(self, taker: int, paying: Payers) -> Parts[MayGo]:
-        """Returns a function that tells which entries may be evicted for a tenant. If guarantees
-        limit the number, the coldest may be evicted. Valid for entries that exist at the time of
-        the call."""
+        """Returns a function that tells which entries may be evicted for the tenant `taker`. If
+        other tenants' guarantees limit their number, these are the coldest. Valid for entries that
+        exist at the time of the call."""
         books = self._books
         if not books.tenants.is_used or paying is Payers.ANYBODY:
             return self.index.evictable

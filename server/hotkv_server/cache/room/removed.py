@@ -72,15 +72,15 @@ class RemovedKeys:
 
 
 def _sorted(keys: Keys, causes: Causes) -> Keys:
-    """Packs each key's upper bits, its place and its cause into 64 bits, and sorts them: for equal
-    keys the last place comes last."""
+    """Packs the upper bits of each key, its position in `keys` and its cause into 64 bits. Returns
+    them sorted; of equal keys, the one that was removed last comes last."""
     places = np.arange(len(keys), dtype=np.uint64)
     return np.sort((keys & ~LOWER) | places << np.uint64(CAUSE_BITS) | causes)
 
 
 def _found(keys: Keys, packed: Keys) -> Causes:
-    """Returns the cause of the last place of each key [n]; `Cause.NONE` for a key that is not in
-    `packed`, which is not empty."""
+    """Returns the cause of the last removal of each key [n]; `Cause.NONE` for a key that is not in
+    `packed` (the result of `_sorted`, not empty)."""
     last = packed[np.searchsorted(packed, keys | LOWER, side="right") - 1]
     causes = np.where((last ^ keys) & ~LOWER == 0, last & CAUSE, 0)
     return causes.astype(np.uint8)

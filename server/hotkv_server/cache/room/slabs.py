@@ -88,18 +88,18 @@ class FreeSlots:
 
 
 class SlabFloors:
-    """Number of slots of each size that were promised, so that enough slabs stay available for
-    them.
+    """The number of slots of each size that were promised, for example to residencies: the floor of
+    the size. Keeps enough slabs available for them. A promise in bytes alone would be weak, because
+    a pinned slot blocks its slab for every other slot size.
 
     lent: returns the number of slabs that a size has.
     num_free: returns the number of free slabs.
 
-    A promise in bytes alone is weak: a pinned slot blocks its slab for every other slot size.
-    Always true between two calls of the core: as many slabs are free as the sizes with a floor are
-    short of. A size gets free slabs only if enough stay free for other floors. It gives slabs to
-    another size only down to its own floor. So a size has room for all promised slots, once its
-    evictable blocks are evicted. Slabs are counted as if each slot had the shortest run: such runs
-    can always be lent, wherever the free slabs lie.
+    Always true between two calls of the core: if some sizes have fewer slabs than their floors
+    need, that many slabs are free. A size gets free slabs only if enough stay free for the floors
+    of other sizes. It gives slabs to another size only down to its own floor. So a size has room
+    for all promised slots, once its evictable blocks are evicted. The slabs that a floor needs are
+    counted as if each slot had the shortest run: such runs can be lent wherever free slabs lie.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class PoolFigures:
 
     @property
     def imbalance_ratio(self) -> float:
-        """Share of lent memory that lies with the wrong slot sizes: ½ Σ |share of lent slabs -
+        """Share of lent memory that is lent to the wrong slot sizes: ½ Σ |share of lent slabs -
         share of used bytes| over slot sizes.
 
         0 if every size has slabs in proportion to its used bytes; always below 1.
@@ -215,8 +215,12 @@ class PoolFigures:
 def figures_of(
     rows: Sequence[SlabClassStats], num_backed: int, num_stranded: int, slab_bytes: int
 ) -> PoolFigures:
-    """Returns the figures of a pool whose slot sizes have these `rows`. `num_backed`,
-    `num_stranded`: in slabs."""
+    """Returns the figures of a pool.
+
+    rows: the figures of each slot size.
+    num_backed: number of slabs that have memory.
+    num_stranded: number of free slabs that the widest slot size can't use.
+    """
     used = sum(row.num_used * row.slot_bytes for row in rows)
     idle = sum((row.num_slots - row.num_used) * row.slot_bytes for row in rows)
     lent = sum(row.num_slabs for row in rows) * slab_bytes
@@ -571,8 +575,9 @@ class SlabPool:
         return self._classes[size]
 
     def _lend(self, c: _SlabClass, want_slots: int) -> None:
-        """Lends slabs for `want_slots`, or as many as are free and the floors of other sizes allow.
-        Whole runs come first, then the gaps that are too short for one."""
+        """Lends free slabs to a slot size for `want_slots` more slots; fewer if slabs run out or
+        are promised to other sizes (`SlabFloors`). Uses whole runs first, then gaps that are too
+        short for a whole run."""
         usable = self._usable(c)
         plan = np.empty((min(usable, want_slots), 3), np.int64)
         num_pieces, _ = self._plan_runs(c, usable, want_slots, plan)

@@ -233,7 +233,8 @@ class BlockIndex:
         return ready
 
     def can_be_read(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns which entries [n] are ready or detached: their slots hold whole blocks."""
+        """Returns which entries [n] are ready or detached (flushed while pinned): their slots hold
+        whole blocks."""
         states = self._states_of(entries)
         mask: BoolMask = (states == table.STATE_READY) | (states == table.STATE_DETACHED)
         return mask
@@ -371,9 +372,9 @@ class Chains:
     def ending_with(
         self, key_space_id: int, group_index: int, last: Words | None, most: int
     ) -> Entries:
-        """Returns the ready blocks of the chain that ends with the hash `last` [8], as far as links
-        hold: the last block and at most `most` blocks before it. Empty if the last block is not
-        ready."""
+        """Returns the ready blocks of the chain that ends with the hash `last` [8]: at most `most`
+        blocks before it, as far as the links between entries are valid, and the last block. Empty
+        if the last block is not ready."""
         if last is None:
             return np.empty(0, np.uint32)
         end = self._index.find(key_space_id, group_index, last.reshape(1, 8))
@@ -382,8 +383,8 @@ class Chains:
         return np.append(self.ancestors(int(end[0]), most), end)
 
     def ancestors(self, entry: int, most: int) -> Entries:
-        """Returns the ready entries before this entry as far as links hold, from the farthest to
-        the nearest. At most `most`."""
+        """Returns the ready entries before this entry in its chain, as far as links are valid, from
+        the farthest to the nearest. At most `most`."""
         nearest_first = np.empty(most, np.uint32)
         count = int(self._kernels.ancestors(self._records, entry, nearest_first))
         return nearest_first[:count][::-1].copy()

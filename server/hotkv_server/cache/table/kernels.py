@@ -422,8 +422,9 @@ def release(records: Any, entries: Any, free_head: Any) -> int:
 
 @numba.njit("int64(uint32[:, ::1], uint32, uint32[::1])", nogil=True, cache=True)
 def ancestors(records: Any, entry: Any, out: Any) -> int:
-    """Writes the ready entries before a block in its chain into `out`, nearest first. Stops at a
-    link that does not hold or when `out` is full. Returns how many it found."""
+    """Writes the ready entries before a block in its chain into `out`, nearest first. Stops when
+    `out` is full, or at a link to an entry that does not precede the block any more. Returns how
+    many it found."""
     count = 0
     while count < out.shape[0]:
         parent = records[entry, PARENT]

@@ -1,6 +1,6 @@
-"""Submits pieces to a stream: a small function for each method, and the slots that the functions
-use. All functions return at once. A slot is in use until the stream has passed an event behind the
-piece."""
+"""Submits pieces (runs to copy) to a CUDA stream: a small function for each method, and the slots
+(memory for a piece in flight) that the functions use. All functions return at once. A slot is in
+use until the stream has passed an event behind the piece."""
 
 import logging
 from collections.abc import Callable, Mapping

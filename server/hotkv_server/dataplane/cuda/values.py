@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 MAX_PIECE_RUNS = 16384
-"""Most runs of a piece: limits the table that a kernel reads, and the planning before the first
-byte of a job moves."""
+"""Most runs (contiguous byte ranges) of a piece. Bounds the size of the table that a kernel reads,
+and the time of planning before the first byte of a job moves."""
 
 
 class Direction(enum.Enum):

@@ -19,8 +19,8 @@ from hotkv_proto.errors import HotKVError, Reason
 BURST_S = 2.0
 """After a quiet time, as many answers are sent at once as the rate allows in this time."""
 MAX_WAIT_S = 1.0
-"""Longest wait for an answer. The number of calls that the server accepts at a time bounds a flood
-over many connections."""
+"""Longest wait for the answer to a malformed message. A flood over many connections is bounded by
+the number of calls that the server accepts at a time."""
 
 
 class LineBound:

@@ -155,8 +155,9 @@ class Duel:
         return self._scores
 
     def observe(self, keys: Keys, now_s: float, num_resident: int) -> bool:
-        """Records a request for blocks of a chain, hit or not, while the cache held `num_resident`
-        blocks. Returns True if the winner changed."""
+        """Records a request for the blocks `keys` of a chain in all shadow caches, whether or not
+        they hit in the cache, which holds `num_resident` blocks. Returns True if the winner
+        changed."""
         if not self._too_few <= num_resident < self._too_many:
             self._resample(num_resident)
         limit = max(1, round(num_resident * self.share))

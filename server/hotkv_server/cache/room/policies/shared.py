@@ -93,8 +93,8 @@ class GhostTable:
         self._ages[gone] = 0
 
     def put_back(self, places: NDArray[np.int64], tags: NDArray[np.uint32]) -> None:
-        """Imports tags from the same places of another table, as the oldest ghosts. Ignores places
-        that this table does not have."""
+        """Adds ghosts of an earlier table, given their tags and places (flat indices), as the
+        oldest ghosts. Ignores places that this table does not have."""
         known = places < self.tags.size
         self.tags.reshape(-1)[places[known]] = tags[known]
         self._ages.reshape(-1)[places[known]] = 1
