@@ -100,7 +100,7 @@ class OpenedNode:
                 loop.call_soon_threadsafe(node.core.space.index.back, num_entries)
                 yield num_entries
 
-        # The pinner settles what it is about to pin.
+        # The pinner calls `settle` for each part of the arena before it pins the part.
         memory.filling.start(on_filled, settles=self.cuda.pinner is None, first=backed())
 
     def close(self, *, keep: bool) -> None:

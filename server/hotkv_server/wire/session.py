@@ -52,8 +52,9 @@ log = logging.getLogger(__name__)
 # The calls of a session's stream: which function serves which message, and when it answers.
 #
 # Always true: a call with a request id is answered once. Transfers are answered when they end.
-# Leases and residencies whose blocks must be compared with their check values are answered after
-# the comparison. All other calls are answered at once.
+# Lookups and leases that must wait for a tier are answered after that, and leases and residencies
+# whose blocks must be compared with their check values after the comparison. Other calls are
+# answered before the next request of the session is served, unless a capability answers with a task.
 
 
 class SessionCalls:

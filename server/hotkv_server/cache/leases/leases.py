@@ -29,7 +29,7 @@ from hotkv_server.integrity.check_values import Sums
 # Read and write leases: which owner holds which entries, and until when.
 #
 # Always true: every lease has an owning engine, the session that acquired it, and an expiry. A
-# lease with running copies is never settled, however late it is. An entry that a read lease pins is
+# lease with running copies does not end, however late it is. An entry that a read lease pins is
 # unpinned exactly once. An entry that a write lease reserves is published or dropped exactly once.
 # A lease records which blocks its first call named, so that its id is refused for other blocks.
 # Leases count for their `owner` by number and by `weight` in bytes, see `FairBound`.

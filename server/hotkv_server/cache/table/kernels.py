@@ -139,7 +139,7 @@ def plan_runs(
     unless `plan` is empty.
     """
     num_pieces, num_slots, num_slabs = 0, 0, owner.shape[0]
-    # The slab before which whole runs were taken.
+    # Whole runs were taken from the slabs before this slab.
     reached = 0
     for is_rest in range(2):
         at = 0
@@ -172,7 +172,7 @@ def plan_runs(
                     slots = gain
                 else:
                     before = old = 0
-                # Without slabs that none of the slots lies in.
+                # Leave out slabs in which no slot lies.
                 slabs = (slots + old) * slot_bytes
                 slabs = (slabs + slab_bytes - 1) // slab_bytes - before
             while slots > 0 and slabs <= min(end - first, usable) and num_slots < want:

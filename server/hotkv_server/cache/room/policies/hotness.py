@@ -363,7 +363,8 @@ class Hotness:
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        # Blocks that would not fit beside the blocks before them say nothing about holding.
+        # Ignore blocks so deep in their chain that the whole cache could not hold the chain up to
+        # them: they say nothing about whether to hold other blocks back.
         keys = keys[: max(0, self._num_known - depth)]
         if not len(keys) or not self._holds(self._ticks(now_s)):
             return
