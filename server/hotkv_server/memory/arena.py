@@ -82,7 +82,7 @@ class RecordsMemory:
             yield self.num_entries
 
 
-# ------------------------------------------------------- For clients that read the arena in place
+# --------------------------------------------------------- For clients that read the arena in place
 # The file of the arena ends with the validity words (`hotkv_proto.words`), by which clients check
 # what they read. The file of the block table ends with the marks of the blocks that clients may
 # read directly in the arena.

@@ -54,7 +54,8 @@ log = logging.getLogger(__name__)
 # Always true: a call with a request id is answered once. Transfers are answered when they end.
 # Lookups and leases that must wait for a tier are answered after that, and leases and residencies
 # whose blocks must be compared with their check values after the comparison. Other calls are
-# answered before the next request of the session is served, unless a capability answers with a task.
+# answered before the next request of the session is served, unless a capability answers with a
+# task.
 
 
 class SessionCalls:
