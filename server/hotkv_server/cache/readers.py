@@ -95,8 +95,8 @@ class ReaderWords:
         return index, int(self._words[index])
 
     def revoke(self, session_number: int) -> None:
-        """Makes a session's word even: its readers must not trust their data. Does nothing if it
-        has no word."""
+        """Makes a session's word even, so that clients do not trust blocks that they have read
+        under it. Does nothing if the session has no word."""
         index = self._of_session.pop(session_number, 0)
         if index:
             self._words[index] += np.uint64(1)

@@ -41,7 +41,8 @@ class CopyJob:
     """The copies of a transfer. `cancel` may be called from any thread and takes effect between
     pieces.
 
-    `gate`: used by `CopyEngines`; a single engine assumes that it has passed.
+    `gate`: delays the job (see `Gate`). `CopyEngines` polls it; the engines of single devices
+        assume that it has passed.
     `owner`: name of the tenant or engine that the job is for; engines serve owners in turn.
     """
 

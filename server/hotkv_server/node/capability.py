@@ -1,4 +1,4 @@
-"""The seam between the node and its capabilities, the parts that a node can run without.
+"""The interface between the node and its capabilities, the parts that a node can run without.
 
 The node holds a tuple of capabilities. It calls each capability when something happens, and asks
 each for its figures and for the calls that it serves. Capabilities do not know each other: if a
@@ -176,7 +176,7 @@ class Lookups(Protocol):
 
         ready: for each list, the blocks that are in host memory.
         tokens_per_s: prefill speed of the engine. Blocks that would arrive later than the engine
-            computes them are left out; 0 leaves out none.
+            computes them are left out; 0 leaves out no block.
         """
 
     async def find(self, key_space_id: int, groups: list[HashList]) -> list[Lying]:

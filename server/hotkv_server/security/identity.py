@@ -110,7 +110,8 @@ class AccessControl:
 
     `admins`: proofs of admins over TCP.
 
-    Tenants and admins may be replaced, but not from some tenants to none or back.
+    Tenants and admins may be replaced while the server runs. Whether there are tenants at all must
+    not change.
     """
 
     tenants: Mapping[str, Tenant] = field(default_factory=dict)

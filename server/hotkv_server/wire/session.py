@@ -211,11 +211,11 @@ NOTICE_PAUSE_S = 0.02
 
 
 UNREAD_ANSWERS, UNREAD_BYTES = 256, 4 << 20
-"""A client with this many unread answers, or unread bytes, is not read from until it has read
-some."""
+"""While a client has this many unread answers, or unread bytes, the server reads no requests from
+it."""
 KEPT_BYTES, SLOW_READER_S = 64 << 10, 5.0
-"""A client that leaves more bytes than this unread, and reads none for this time, is
-disconnected."""
+"""A client is disconnected if it leaves more than KEPT_BYTES unread and reads none of them for
+SLOW_READER_S."""
 OUTBOX_BYTES = 32 << 20
 
 

@@ -437,8 +437,9 @@ class Space:
         has_promise: bool = False,
         keep_at_s: float | None = None,
     ) -> Parts[None]:
-        """Makes room for an `insert` of `count` keys, in parts; without any part if there is room
-        already or little to do. `keep_at_s`: as in `Policy.victims`, if the policy `may_keep`."""
+        """Makes room for an `insert` of `count` keys, in parts. Yields no part if there is room
+        already or if the work is short. `keep_at_s`: as in `Policy.victims`; ignored unless
+        `may_keep` returns True."""
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
             count -= self.room.coming_slots(size, count)

@@ -411,8 +411,12 @@ def blocks_first(groups: list[int]) -> list[int]:
 
 
 class Representations:
-    """Representations in an index. `declared`: False until a kind is declared, so that a server
-    without representations skips their cost."""
+    """The representations in an index: compact forms of a block's keys, by which sparse attention
+    selects blocks.
+
+    declared: False until a kind is declared, so that a server without representations skips their
+        cost.
+    """
 
     def __init__(self, index: BlockIndex, free_slots: FreeSlots) -> None:
         self.declared = False

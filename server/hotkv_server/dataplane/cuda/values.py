@@ -55,8 +55,8 @@ class CudaCopySettings:
 
     method: None lets the calibration choose.
     piece_bytes: size of pieces; jobs take turns between pieces.
-    depth: pieces of a lane in the device's queue at a time.
-    staging_bytes: device memory for staging, for both lanes together; 0 for none.
+    depth: pieces of each direction (lane) that are in the device's queue at a time.
+    staging_bytes: device memory for staging, for both directions together; 0: no staging.
     calibration_bytes: size of the pinned memory and of the device memory for a measurement at
         start, if no calibration is given; 0 uses a rule of thumb.
     """

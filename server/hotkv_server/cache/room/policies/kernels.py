@@ -216,8 +216,8 @@ def _least_leaf(tree: Any) -> int:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _worth(rule: Any, count: Any, depth: Any, now_s: Any) -> Any:
-    """Returns the heat of a key that is used at `now_s`, by the formula of `Contender`. The depth
-    breaks ties, as in the index."""
+    """Returns the heat of a key that is used at `now_s`, by the formula of `Contender`. A key
+    deeper in its chain is slightly colder than the keys before it."""
     count = count - DEPTH_STEP * depth
     return rule[2] * now_s + rule[0] * (min(count, rule[1]) + LEAK * count)
 
