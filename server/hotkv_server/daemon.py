@@ -100,7 +100,7 @@ class OpenedNode:
                 loop.call_soon_threadsafe(node.core.space.index.back, num_entries)
                 yield num_entries
 
-        # The pinner settles what it is about to pin.
+        # The pinner calls `settle` for each part of the arena before it pins the part.
         memory.filling.start(on_filled, settles=self.cuda.pinner is None, first=backed())
 
     def close(self, *, keep: bool) -> None:
@@ -153,7 +153,8 @@ class Herald:
         self._told = ""
 
     async def tell(self) -> None:
-        """Reports the present state to both. Feeds the watchdog if the server is well."""
+        """Reports the present state to gRPC's health service and to systemd. Feeds systemd's
+        watchdog if the server has no problems."""
         node, problems = self._node, self._node.health.problems(time.monotonic())
         draining = node.core.draining
         self._rpc.set_health(is_ready=not problems and not draining, is_alive=not problems)
@@ -230,8 +231,8 @@ async def serve(
     `load`: reads the settings again at SIGHUP; raises ValueError if they are wrong.
     """
     started_s = time.monotonic()
-    # By itself it would end the process. What is asked before there is something to reload is done
-    # once there is.
+    # By default SIGHUP ends the process. A reload that is requested before the server is ready is
+    # done then.
     asked_early = list[int]()
     signal.signal(signal.SIGHUP, lambda number, _: asked_early.append(number))
     process.hear_sigterm()

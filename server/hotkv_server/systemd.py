@@ -35,8 +35,8 @@ def extension(seconds: float) -> str:
 
 @contextlib.contextmanager
 def patience(what: str, progress: Callable[[], int]) -> Iterator[None]:
-    """Asks for more time for as long as `progress` grows while the block runs. Works on a thread,
-    because the block may occupy its thread."""
+    """Asks systemd for more time to start or stop as long as `progress` (in bytes) grows while the
+    `with` block runs. Works on a thread, because the block may occupy its thread."""
     over = threading.Event()
 
     def beat() -> None:

@@ -13,13 +13,14 @@ Integer = TypeVar("Integer", bound=np.integer[Any])
 
 
 def rows(hashes: Words, places: NDArray[np.int64]) -> Words:
-    """Returns rows of words [n, 8] at distinct, rising places. Returns `hashes` itself if these are
-    all rows."""
+    """Returns the rows of `hashes` (words [n, 8]) at `places`, which are distinct and rising.
+    Returns `hashes` itself if `places` names every row."""
     return hashes if len(places) == len(hashes) else hashes[places]
 
 
 def first_occurrences(hashes: Words) -> NDArray[np.int64]:
-    """Returns the rows [m] of words [n, 8] that no earlier row equals, in rising order."""
+    """Returns the indices [m] of the rows of words [n, 8] that differ from all earlier rows, in
+    rising order."""
     prefixes = np.sort(hashes.view(np.uint64)[:, 0])
     if not (prefixes[1:] == prefixes[:-1]).any():
         return np.arange(len(hashes))
@@ -45,7 +46,7 @@ def without(entries: NDArray[np.uint32], gone: NDArray[np.uint32]) -> NDArray[np
 
 
 def repeats(entries: Sequence[NDArray[np.uint32]]) -> bool:
-    """Returns True if an entry occurs twice in all of these lists together."""
+    """Returns True if an entry occurs twice, in the same list or in two of the lists."""
     if not entries:
         return False
     rising = np.sort(np.concatenate(entries))

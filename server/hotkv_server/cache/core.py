@@ -1,12 +1,13 @@
-"""The core: sessions, key spaces, leases and transfers over a space of slots.
+"""The core: sessions, key spaces, leases and transfers over a space of slots (places for blocks).
 
 Every method is a decision: it checks its arguments, changes the books and returns a result. Notices
-for other parties wait in `take_effects`. A call that raises has changed nothing. No clock, no I/O,
-no locks: a single owner calls it and passes `now_s`.
+of evicted blocks wait until `take_effects` returns them. A call that raises has changed nothing. No
+clock, no I/O, no locks: a single owner calls it and passes `now_s`.
 
-Always true: the very next lookup finds an acknowledged block. A pinned slot is never evicted; if
-its block is flushed, its bytes stay unchanged. A lease that ends during a copy keeps its slots
-until the copy ends. A block becomes ready only when every shard is written.
+Always true: after a store has ended, the next lookup finds its blocks. A pinned slot is never
+evicted; if its block is flushed, its bytes stay unchanged. A lease that ends during a copy keeps
+its slots until the copy ends. A block becomes ready only when every shard (each rank's part) is
+written.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,11 +48,13 @@ from hotkv_server.cache.values import (
 from hotkv_server.integrity.check_values import Sums
 
 LEASED_BLOCKS = 1 << 16
-"""Most blocks that the leases of one part list, unless a single lease lists more."""
+"""Work of one part, in blocks: `_portions` adds leases to a part until it has reached this."""
 LEASE_BLOCKS = 1 << 10
-"""Work of ending a lease, in blocks, in addition to the blocks that it lists."""
+"""Fixed work of ending a lease, in blocks; the blocks that the lease lists come on top."""
 BLOCKS = 1 << 12
+"""Most blocks that one part evicts, flushes or pins."""
 SCANNED_ENTRIES = 1 << 17
+"""Entry numbers that one part scans."""
 
 
 class CacheCore(CacheBooks):
@@ -81,7 +84,7 @@ class CacheCore(CacheBooks):
 
     @property
     def draining(self) -> bool:
-        """Whether new work is refused."""
+        """True while new sessions, leases and transfers are refused."""
         return self.sessions.draining
 
     @draining.setter
@@ -157,8 +160,8 @@ class CacheCore(CacheBooks):
         return self._read_leases.slot_offsets(self.sessions.record(session_number), lease_id)
 
     def make_room_above(self, key_space_id: int, runs: Sequence[Run]) -> Iterator[None]:
-        """Makes room in host memory for blocks that are about to be promoted. Evicts no block that
-        the runs name."""
+        """Makes room, in parts, in host memory for blocks that are about to be promoted to it from
+        a lower tier. Evicts no block that the runs name."""
         return self._reservations.room_for(key_space_id, runs)
 
     def reserve(
@@ -178,8 +181,9 @@ class CacheCore(CacheBooks):
         representations, whatever the order of runs. A representation is reserved only if its block
         is ready or reserved under this lease.
 
-        retention: the first call's applies. It takes effect at once for blocks that are ready, and
-            for other blocks when they become ready.
+        retention: how long to retain the blocks; only the value of the first call under the lease
+            id applies. It takes effect at once for blocks that are ready, and for other blocks when
+            they become ready.
         """
         session = self.sessions.record(session_number)
         asked = yield from self._reservations.make_room(
@@ -207,7 +211,7 @@ class CacheCore(CacheBooks):
             self._reservations.end(lease)
 
     def used_bytes(self, key_space_id: int) -> int:
-        """Returns the bytes of host memory that a key space takes."""
+        """Returns the bytes of host memory that the slots of a key space use."""
         return self.space.books.used_bytes[key_space_id]
 
     # Transfers
@@ -237,8 +241,8 @@ class CacheCore(CacheBooks):
         """Makes room, in parts, then starts a store and reserves its blocks. Returns the slots to
         copy to.
 
-        If `options` names a residency, its pinner pins the blocks that are ready and verified now,
-        and the blocks that this store makes ready.
+        If `options` names a residency, two kinds of blocks are pinned for it: those that are ready
+        and verified now, and those that this store makes ready.
         """
         session = self.sessions.record(session_number)
         retention, residency_id = options.retention, options.residency_id
@@ -268,7 +272,7 @@ class CacheCore(CacheBooks):
         """Ends a store after its copy has finished. Publishes the blocks that have every shard
         written. Returns BlockResult values, an array per run.
 
-        A representation whose block is not ready by now is dropped: ABORTED.
+        A representation whose block is not ready by now is dropped; its result is ABORTED.
 
         sums: sums of the copied bytes, for check values; an array per run in the order of
             `begin_store`. May be empty.
@@ -281,8 +285,8 @@ class CacheCore(CacheBooks):
     # otherwise.
 
     def expire(self, now_s: float) -> Iterator[None]:
-        """Ends expired leases and holds, and the grace of an earlier server's readers. A lease with
-        running copies ends when they end."""
+        """Ends expired leases and retention pins, and the grace period in which clients of an
+        earlier server may read the arena. A lease with running copies ends when they end."""
         self.space.removal.now_s = now_s
         yield from self.retention_pins.expire(now_s)
         yield from self.grace.expire(now_s, self.is_read)
@@ -308,7 +312,8 @@ class CacheCore(CacheBooks):
     def use(
         self, session_number: int, hash_list: HashList, now_s: float, retention: Retention
     ) -> Iterator[None]:
-        """Records uses as `touch` does, for a list. Pins the blocks to retain in separate parts."""
+        """Does the work of `touch` for one list, in parts: the first part records the use, each
+        later part pins some of the blocks if `retention` asks for pins."""
         self.touch(session_number, [hash_list], now_s, replace(retention, pin=False))
         for start in range(0, len(hash_list.hashes) if retention.pin else 0, BLOCKS):
             yield
@@ -319,7 +324,8 @@ class CacheCore(CacheBooks):
     def evict(
         self, key_space_id: int, group_index: int, hashes: table.Words
     ) -> Iterator[tuple[int, int]]:
-        """Evicts the named blocks that are not pinned. Yields (dropped, kept) for each part."""
+        """Evicts the named blocks that are not pinned. Yields the numbers of dropped and kept
+        blocks of each part."""
         for entries in self._named_parts(key_space_id, group_index, hashes):
             dropped = self.space.removal.evict(entries, Cause.OPERATOR)
             yield dropped, len(entries) - dropped
@@ -327,8 +333,9 @@ class CacheCore(CacheBooks):
     def would_evict(
         self, key_space_id: int, group_index: int = 0, hashes: table.Words | None = None
     ) -> Iterator[tuple[int, int, int]]:
-        """Changes nothing. Yields what `evict`, or without hashes `evict_all`, would do with each
-        part now: (dropped, kept, bytes that become free)."""
+        """Predicts `evict`, or `evict_all` if `hashes` is None, without a change. Yields for each
+        part the numbers of blocks that would be dropped and kept, and the bytes that would become
+        free."""
         if hashes is not None:
             parts = self._named_parts(key_space_id, group_index, hashes)
         else:
@@ -363,7 +370,7 @@ class CacheCore(CacheBooks):
 
     def evict_all(self, key_space_id: int) -> Iterator[tuple[int, int]]:
         """Evicts all blocks of a key space (0: of all) that exist at the first step and are not
-        pinned. Yields (dropped, kept) for each part.
+        pinned. Yields the numbers of dropped and kept blocks of each part.
 
         May also evict a block that is stored while it runs.
         """
@@ -377,9 +384,10 @@ class CacheCore(CacheBooks):
         """Forgets all blocks of a key space that exist at the first step. Yields how many of them
         were ready, for each part.
 
-        After the last step, a lookup no longer finds these blocks. A block that is reserved at the
-        first step never becomes ready, except before its lease is aborted: then it is forgotten
-        with the other blocks. A block that is stored while this runs may be forgotten too.
+        After the last step, a lookup no longer finds these blocks. The write leases are aborted
+        first. A block that is reserved at the first step may become ready only until its lease is
+        aborted, and is then forgotten with the others. A block that is stored while this runs may
+        be forgotten too.
         """
         self.key_space(key_space_id)
         writing = [
@@ -454,22 +462,24 @@ class CacheCore(CacheBooks):
     # Notices and checks
 
     def is_read(self, entries: Entries) -> BoolMask:
-        """Returns which of the entries [n] a reader of this server may read in the arena."""
+        """Returns which of the entries [n] a client may read directly in the arena, for example
+        because a residency of this server pins them."""
         found = np.zeros(len(entries), np.bool_)
         for pinner in self.pinners:
             found |= pinner.is_read(entries)
         return found
 
     def condemned(self, entries: Entries) -> None:
-        """Notifies pinners, and readers of an earlier server, that these blocks contradict their
-        check values: a reader may have read wrong bytes."""
+        """Notifies the pinners, and clients of an earlier server that read the arena, that the
+        bytes of these blocks contradict their check values: such a client may have read wrong
+        bytes."""
         if self.grace.among(entries).any():
             self.grace.revoke()
         for pinner in self.pinners:
             pinner.condemned(entries)
 
     def take_effects(self) -> list[EvictionNotice]:
-        """Returns the notices since the last call."""
+        """Returns the eviction notices since the last call. The node sends them to sessions."""
         self.counters.evicted_blocks = self.space.removal.evicted_blocks
         return self.space.removal.take_effects()
 
@@ -499,8 +509,8 @@ def _check_copies(core: CacheCore) -> None:
 
 
 def _other_pins(core: CacheCore) -> Int64s:
-    """Returns the pins by entry number that belong to other holders than leases and retention
-    pins."""
+    """Returns the number of pins of each entry [capacity + 1], without those of leases and
+    retentions."""
     pins = np.zeros(core.space.index.capacity + 1, np.int64)
     np.add.at(pins, core.grace.entries, 1)
     for pinner in core.pinners:

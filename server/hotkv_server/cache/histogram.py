@@ -20,11 +20,11 @@ SIZES_BYTES = tuple(float(1 << power) for power in range(12, 37, 2))
 
 
 class Histogram:
-    """See the module.
+    """Counts of values by upper bound, and their sum.
 
     bounds: upper bounds, rising.
-    counts: for each bound, the values at most that bound and above the bound before it. The last
-        count is for values above all bounds.
+    counts: for each bound, the number of values at most that bound and above the bound before it.
+        The last count is of the values above all bounds.
     sum: sum of all values.
     """
 

@@ -2,7 +2,7 @@
 
 Always true: a query changes nothing. An answer is a copy that later changes do not affect. A query
 over all entries is answered in parts; an entry that is added, removed or used between two parts may
-count or not. Code outside the runtime reads the core through this module, not through the core's
+count or not. Code outside the node reads the core through this module, not through the core's
 books.
 """
 
@@ -35,9 +35,11 @@ class Census:
     """Counts of entries. An entry that is inserted or removed during the census may count or not.
 
     num_blocks: ready blocks.
-    representation_bytes: slots of representations in any state.
-    blocks, representations: ready blocks and representations, int64 by row of the key space, see
-        KEY_SPACE_ROWS.
+    pinned_bytes: bytes of the slots of pinned entries.
+    representation_bytes: bytes of the slots of representations in any state.
+    num_unverified: entries whose bytes must be compared with the check value before a load.
+    blocks, representations: number of ready blocks and of ready representations, int64 by row of
+        the key space, see KEY_SPACE_ROWS.
     """
 
     num_blocks: int
@@ -100,8 +102,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Number of live objects. `held_bytes`: slots that requests retain, out of at most
-    `held_budget_bytes`."""
+    """Number of live objects. `held_bytes`: bytes of slots that are pinned because requests asked
+    to retain them, at most `held_budget_bytes`."""
 
     num_sessions: int
     num_leases: int
@@ -114,9 +116,10 @@ class Counts:
 class RoomFigures:
     """Figures of a tier, in bytes, blocks and slabs.
 
-    capacity_bytes: bytes of the arena that have memory.
-    full_capacity_bytes: bytes of the arena once all of it has memory.
-    pinned_bytes, representation_bytes, num_blocks, num_unverified: from a census.
+    capacity_bytes: bytes of the tier's storage that have memory.
+    full_capacity_bytes: bytes of the tier's storage once all of it has memory.
+    used_bytes: bytes of slots that are reserved, ready or detached.
+    pinned_bytes, representation_bytes, num_blocks, num_unverified: as in `Census`.
     """
 
     capacity_bytes: int
@@ -151,9 +154,9 @@ class BlockFigures:
     hash_words: uint32 [8].
     state: as in `hotkv_proto.table`.
     last_used_s: in seconds of the core's `now_s`; 0 if never used.
-    representation_bytes: slot of its representation; 0 without a representation.
-    parent_words: the hash before it in its chain. None at the root, and if that block is not in the
-        index.
+    representation_bytes: slot size of its representation; 0 without a representation.
+    parent_words: hash of the block before it in its chain. None at the root, and if that block is
+        not in the index.
     """
 
     hash_words: Words
@@ -172,8 +175,9 @@ class BlockFigures:
 class PromptBlocks:
     """The blocks of a prompt in a group.
 
-    hashes: hash words [n, 8].
-    words: entry words [n], as in `BlockTable`.
+    hashes: uint32 words [n, 8].
+    words: what the index has for each hash [n]: the entry number, 0 if it has no entry; the high
+        bit is set while the entry is reserved.
     causes: `Cause` of each block's removal [n], as far as it is remembered.
     below: whether each block lies in a tier below [n].
     """
@@ -239,8 +243,8 @@ def tier(core: CacheCore, counted: Census) -> RoomFigures:
 
 
 def lower_tier(core: CacheCore) -> RoomFigures | None:
-    """Returns the figures of the tier below, which has no pinned and no unverified blocks; None if
-    there is no such tier."""
+    """Returns the figures of the tier below host memory whose places the core assigns (the disk);
+    None if there is no such tier. Its blocks are never pinned or unverified."""
     space = next((one.space for one in core.below if one.space is not None), None)
     if space is None:
         return None
@@ -290,9 +294,10 @@ def leases_of_engines(core: CacheCore) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class HashPrefix:
-    """The first hexadecimal digits of a hash. Raises ValueError if they are none, or too many.
+    """The first hexadecimal digits of a hash. Raises ValueError if `digits` is empty, longer than a
+    hash, or not hexadecimal.
 
-    digits: lower or upper case, an odd number of them too.
+    digits: lower or upper case; their number may be odd.
     """
 
     digits: str
@@ -429,9 +434,9 @@ class ArenaMap:
     slabs_per_cell: slabs in each cell; the last cell may have fewer.
     slot_bytes: slot size of the cell's first lent slab; FREE if no slab is lent, ABSENT if no slab
         has memory.
-    used_ratios: share of the cell's bytes in slots that are in use.
-    idle_s: time since the last use of its ready blocks, as the mean of log(1 + seconds) by bytes;
-        NaN if it has no ready block.
+    used_ratios: share of the cell's bytes that lie in slots in use, 0 to 1.
+    idle_s: seconds since the last use of the cell's ready blocks: expm1 of the mean of
+        log1p(seconds), weighted by bytes. NaN if the cell has no ready block.
     """
 
     slab_bytes: int
@@ -443,9 +448,9 @@ class ArenaMap:
 
 
 def arena_map(core: CacheCore, now_s: float) -> Iterator[ArenaMap | None]:
-    """Draws the map of host memory. Yields None after each part and the map at the end.
+    """Builds the map of host memory. Yields None after each part and the map at the end.
 
-    now_s: in seconds of the core.
+    now_s: the current time of the core's clock.
     """
     space, pool = core.space, core.space.pool
     slabs_per_cell = -(-pool.num_slabs // MAX_CELLS)

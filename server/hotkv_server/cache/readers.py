@@ -1,5 +1,8 @@
-"""Readers that read blocks directly in the arena: the words that say whether their residencies
-still hold, and the grace period for readers of an earlier server."""
+"""Readers: clients that read the blocks of their residencies directly in the mapped arena.
+
+`ReaderWords` writes the validity words, by which a reader checks whether its blocks are still
+pinned. `Grace` retains blocks for a time after a restart, for readers of the earlier server.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,8 +33,8 @@ Marks = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class ReaderMemory:
-    """Memory that readers and the next server read: `words`, and `marks` by entry number. Both
-    outlive the server."""
+    """Memory that outlives the server. `words`: the validity words, which readers map. `marks`: the
+    entries that readers may read, for the next server."""
 
     words: Uint64s
     marks: Marks
@@ -43,10 +46,11 @@ def no_readers(capacity: int) -> ReaderMemory:
 
 
 class ReaderWords:
-    """Writes the words of readers. `generation`: generation of the residencies that this server
-    opens.
+    """Writes the validity words, one for each session that has residencies.
 
-    `has_earlier_readers`: True while residencies of an earlier server may still be read.
+    generation: number that this server gives to the residencies that it opens; higher than the
+        number of any earlier server.
+    has_earlier_readers: True while clients may still read residencies of an earlier server.
     """
 
     def __init__(self, words: Uint64s) -> None:
@@ -91,8 +95,8 @@ class ReaderWords:
         return index, int(self._words[index])
 
     def revoke(self, session_number: int) -> None:
-        """Makes a session's word even: its readers must not trust their data. Does nothing if it
-        has no word."""
+        """Makes a session's word even, so that clients do not trust blocks that they have read
+        under it. Does nothing if the session has no word."""
         index = self._of_session.pop(session_number, 0)
         if index:
             self._words[index] += np.uint64(1)
@@ -126,8 +130,8 @@ class ReaderWords:
 # Grace: for a time, blocks that readers of the previous server may still read stay unchanged.
 #
 # The old server's marks name the entries that its residencies pinned; `restore` restores these
-# entries and passes them to `begin`. Always true: until the grace ends, such an entry has one pin
-# from here and is marked, so that the next server finds it too. When the grace ends, the words
+# entries and passes them to `begin`. Always true: until the grace ends, `Grace` holds one pin on
+# such an entry and marks it, so that the next server finds it too. When the grace ends, the words
 # change first and the entries are unpinned after. If an entry can't be retained, the words change
 # before its slot is used.
 
@@ -138,9 +142,9 @@ PART_ENTRIES = 1 << 16
 class Grace:
     """Retains the entries that readers of an earlier server may read.
 
-    entries: entries pinned from here.
+    entries: the entries that this object pins.
     until_s: when the grace ends, in seconds of `now_s`; inf until it is known.
-    num_bytes: bytes of their slots.
+    num_bytes: bytes of the slots of `entries`.
     """
 
     def __init__(self, removal: Removal, words: ReaderWords, marks: Marks) -> None:

@@ -1,10 +1,10 @@
 """Restoring: a new core imports the entries of an old block table, however the old server ended.
 
-Always true: ready entries return, each under its key and in its slot, and detached entries that
-readers of the arena may still read. A record that contradicts the key spaces, the arena or another
-entry is dropped, never repaired. A restore reads the records of the old table and ignores its
-buckets. The new table is another file, so a killed restore has changed nothing. Restoring reads no
-slot: every entry returns unverified.
+Always true: ready entries return, each under its key and in its slot. So do detached entries
+(flushed while pinned) that clients may still read in the arena. A record that contradicts the key
+spaces, the arena or another entry is dropped, never repaired. A restore reads the records of the
+old table and ignores its buckets. The new table is another file, so a killed restore has changed
+nothing. Restoring reads no slot: every entry returns unverified.
 
 A record's state word says whether to trust the record. A server marks a record ready after it has
 written the rest, and clears the mark before it reuses the slot. So after a kill every ready entry
@@ -30,7 +30,7 @@ from hotkv_server.cache.sessions import Catalog
 from hotkv_server.cache.values import BoolMask, Entries, Int64s
 
 ADMIT_PARTS = 64
-"""Number of parts in which blocks return; the blocks used longest ago come first."""
+"""Number of parts in which restored blocks become ready, those used longest ago first."""
 
 
 # Entries that readers of the arena may still read, because residencies of the old server pinned
@@ -40,7 +40,8 @@ ADMIT_PARTS = 64
 
 
 def kept_rows(core: CacheCore, states: Words, marks: NDArray[np.uint8] | None) -> Int64s:
-    """Returns the records that an old server's readers may read; empty if it had no readers."""
+    """Returns the row numbers of the records whose blocks clients of the old server may still read
+    in the arena; empty if it had no such readers."""
     if marks is None or not core.words.has_earlier_readers:
         return np.empty(0, np.int64)
     return np.flatnonzero(
@@ -52,8 +53,8 @@ def kept_rows(core: CacheCore, states: Words, marks: NDArray[np.uint8] | None) -
 def link_detached(
     core: CacheCore, old: Words, rows: Int64s, numbers: Entries, new_of: Entries
 ) -> None:
-    """Makes detached entries for records and writes their numbers into `new_of`. A record that
-    finds no place stays 0."""
+    """Makes detached entries for records and writes their numbers into `new_of`, which stays 0 for
+    a record that does not fit into the index."""
     index = core.space.index
     groups = old[rows, table.W_GROUP_STATE] & np.uint32(0xFFFF)
     for number, group in np.unique(np.stack((numbers, groups), axis=1), axis=0).tolist():
@@ -72,9 +73,12 @@ def link_detached(
 
 
 def keep_for_readers(core: CacheCore, entries: Entries) -> tuple[int, bool]:
-    """Retains the restored entries of the kept records (0 for a record that was dropped). If it
-    can't retain all, it retains no entry and revokes the readers' words. Returns how many entries
-    are retained, and whether readers lost entries."""
+    """Retains the entries that clients of the old server may still read. If some were dropped, or a
+    tenant is above its bound, revokes those clients' validity words and retains no entry. Returns
+    how many entries are retained, and whether clients lost entries.
+
+    entries: restored entry of each of the `kept_rows`; 0 for a record that was dropped.
+    """
     grace, index = core.grace, core.space.index
     is_whole = bool(np.all(entries != 0)) and bool(index.can_be_read(entries).all())
     # A tenant above its bound must give up blocks at once.
@@ -101,8 +105,9 @@ class Restorable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BelowSpace:
-    """The space of a tier below. `encoded_bytes`: returns the place size that an earlier server may
-    have used for encoded blocks, see `place_sizes`; None if it encoded no blocks."""
+    """The space of a tier below. `encoded_bytes`: function from a slot size to the place size that
+    an earlier server may have used for encoded blocks, see `place_sizes`; None if that server
+    encoded no blocks."""
 
     space: Space
     catalog: Catalog
@@ -134,10 +139,10 @@ class Shapes:
 class Restored:
     """Numbers of blocks and representations that returned, and of dropped records by reason.
 
-    kept: retained entries that the old server's residencies had pinned.
+    kept: number of retained entries that the old server's residencies had pinned.
     lost_readers: True if such an entry could not be retained. Then no entry is retained, and the
-        readers' words were revoked.
-    encoded: blocks in places that are smaller than their slots.
+        readers' validity words were revoked.
+    encoded: number of blocks that lie encoded in places smaller than their slot size.
     """
 
     kept: int = 0
@@ -205,7 +210,7 @@ def restore_below(
     below: BelowSpace, old: Words, key_spaces: Mapping[int, int], now_s: float
 ) -> Restored:
     """Fills the empty space of a tier from the records [n, 18] of its old table, as `restore` does.
-    Seals are compared at each later read of a block."""
+    A block's seal (its check value) is compared at each later read of the block."""
     assert not below.space.index.num_entries, "restored into a tier that is in use"
     report = Restored()
     states = old[:, table.W_GROUP_STATE] >> np.uint32(16)
@@ -276,9 +281,9 @@ def _well_shaped(
     numbers: Entries,
     encoded_bytes: Callable[[int], int] | None = None,
 ) -> BoolMask:
-    """Returns which records have a known shape, a slot size that fits the shape, and a slot inside
-    the arena at a valid offset for that size. A size fits if it equals the shape's slot size, or a
-    smaller size from `encoded_bytes`."""
+    """Returns which records name a known group or representation, have a slot size that fits it,
+    and a slot inside the arena at a valid offset for that size. A size fits if it equals the
+    group's slot size, or a smaller size from `encoded_bytes`."""
     good, pool = np.zeros(len(shapes), np.bool_), core.space.pool
     for number, group, here in _by_kind(numbers, shapes.groups):
         if not number or not core.catalog.record(number).has(group):
@@ -320,9 +325,9 @@ def _apart(core: Restorable, shapes: Shapes) -> BoolMask:
 def _link_entries(
     core: Restorable, old: Words, rows: Int64s, numbers: Entries, new_of: Entries
 ) -> int:
-    """Makes reserved entries for records and writes their numbers into `new_of`. A record stays 0
-    if it finds no place or its key is in the index already. Returns how many places are smaller
-    than the slots of their shape."""
+    """Makes reserved entries for records and writes their numbers into `new_of`, which stays 0 for
+    a record that does not fit or whose key is in the index already. Returns how many of the
+    entries have places that are smaller than the slot size of their group."""
     index, groups, num_smaller = core.space.index, _groups(old, rows), 0
     for number, group, places in _by_kind(numbers, groups):
         here = rows[places]

@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 
 
 class StorePins(Protocol):
-    """Pins the blocks of a store as they become ready. Positions rise; blocks that the pinner does
-    not want are skipped."""
+    """Pins the blocks of one store as they become ready. Positions rise in each call. Blocks that
+    the pinner does not want are skipped."""
 
     def pin(self, group_index: int, positions: Int64s, entries: Entries) -> None:
         """Pins blocks that are ready and verified. `positions` [n] count from the start of the
         chain."""
 
     def pin_linked(self, group_index: int, positions: Int64s) -> None:
-        """Notes that the blocks of a group at these positions have their representations."""
+        """Pins the representations of the group's blocks at these positions, as far as the blocks
+        have any. `positions` [n] count from the start of the chain."""
 
 
 class Pinner(Protocol):
@@ -55,8 +56,8 @@ class Pinner(Protocol):
         """Receives blocks that contradict their check values and are about to be dropped."""
 
     def is_read(self, entries: Entries) -> BoolMask:
-        """Returns which of the entries [n] a reader may read in the arena through this pinner.
-        These entries stay marked."""
+        """Returns which of the entries [n] a client may read directly in the arena because this
+        pinner pins them. These entries stay marked for the next server."""
 
     def pins(self) -> Int64s:
         """Returns the number of its pins of each entry [capacity + 1]. Linear in capacity."""
@@ -72,8 +73,8 @@ class Pinner(Protocol):
 
 
 class Below(Protocol):
-    """Stores blocks in tiers below host memory. `space`: places below host memory that the core
-    assigns; None for tiers that assign their places themselves."""
+    """Stores blocks in tiers below host memory. `space`: the places of the tier whose places the
+    core assigns (the disk); None if every tier assigns its places itself."""
 
     @property
     def space(self) -> "Space | None": ...

@@ -61,7 +61,8 @@ class _Holding:
 
 
 class Catalog:
-    """Records of key spaces by number, from 1 on. `revision` changes with every change."""
+    """Records of key spaces by number, from 1 on. `revision`: rises when a key space or a kind of
+    representation is added or forgotten."""
 
     def __init__(self, books: Books, num_tenants: int = 0, below: Sequence[Below] = ()) -> None:
         self.records: dict[int, KeySpaceRecord] = {}
@@ -346,9 +347,9 @@ def check_named(
     *,
     only_blocks: bool = False,
 ) -> None:
-    """Raises HotKVError unless a call may name so many blocks of these groups.
+    """Raises HotKVError unless the key space has these groups and a call may name so many blocks.
 
-    only_blocks: True refuses representations.
+    only_blocks: if True, refuses groups of representations too.
     """
     for group_index in groups:
         if not record.has(group_index):

@@ -23,7 +23,7 @@ number is below this, a move's is this or higher."""
 MAX_TRANSFERS = 1 << 14
 """Most transfers in flight, over all sessions."""
 MAX_REPRESENTATIONS = 256
-"""Most kinds of representations of a key space."""
+"""Most kinds of representations that sessions may declare for a key space."""
 HOST_TIER, DISK_TIER = "host", "disk"
 """Names of the host-memory tier and of the disk tier below it."""
 
@@ -50,17 +50,20 @@ class TenantShare:
 
 
 MAX_BLOCKS_PER_CALL = 1 << 17
-"""The event loop serves no other calls during a call; to find so many blocks takes some 20 ms."""
+"""Most blocks that a call may name. To look up that many takes about 20 ms, in which the event loop
+serves no other call."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
-    """Settings of the core. Times are in seconds.
+    """Settings of the core. Times are in seconds. Shares are fractions of the arena, 0 to 1.
 
-    unadmitted_share: most of the arena that leases without a load may pin.
-    held_share: most of the arena that requests may retain.
-    residency_share: most of the arena that residencies may reserve and pin.
-    residency_grace_s: how long readers of an earlier server may continue to read.
+    capacity: most entries, that is blocks and representations together.
+    unadmitted_share: largest share that read leases may pin before a load has begun under them.
+    held_share: largest share that may be pinned because requests asked to retain blocks.
+    residency_share: largest share that residencies may reserve and pin.
+    residency_grace_s: how long after a restart clients of the earlier server may continue to read
+        the blocks of their residencies in the arena.
     client_memory_bytes: most memory for clients' leases, transfers and sequences, outside the
         arena.
     check_stride: stride of check values, see `integrity.check_values`; 0 turns them off.
@@ -87,7 +90,7 @@ class CoreConfig:
 
 @dataclass(frozen=True, slots=True)
 class HashList:
-    """Block hashes of a group in chain order, as words [n, 8]."""
+    """Block hashes of a group in chain order, as uint32 words [n, 8]."""
 
     group_index: int
     hashes: Words
@@ -97,9 +100,9 @@ class HashList:
 class Run:
     """A chain of consecutive blocks of a group.
 
-    hashes: words [n, 8].
+    hashes: uint32 words [n, 8].
     parent: hash words [8] of the block before the first; None at the root.
-    depth: depth of the first block.
+    depth: number of blocks that precede the first block in its sequence.
     """
 
     group_index: int
@@ -110,7 +113,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class LoadPositions:
-    """Positions in the hash list that a lease has for one group, int64 [n]."""
+    """The blocks of one group that a load copies: their positions, int64 [n], in the hash list that
+    the read lease was acquired for."""
 
     group_index: int
     positions: Int64s
@@ -136,8 +140,8 @@ class Reservation:
     """Answer to `reserve`. Runs are in the order of the call.
 
     results: BlockResult values of each run, uint8 [n].
-    entries: entry numbers of each run; 0 for a block without an entry.
-    ttl_s: lifetime of the lease.
+    entries: entry numbers of each run, uint32 [n]; 0 for a block without an entry.
+    ttl_s: remaining lifetime of the lease.
     """
 
     results: tuple[NDArray[np.uint8], ...]
@@ -146,27 +150,27 @@ class Reservation:
 
 
 class Cause(enum.IntEnum):
-    """Why a block was removed. NONE: it is not among the last remembered blocks."""
+    """Why a block was removed. NONE: it is not among the last removals, which are remembered."""
 
     NONE = 0
     ROOM = 1
-    """It made room for others."""
+    """It was evicted to make room for other blocks."""
     OPERATOR = 2
     """A call evicted it."""
     FLUSH = 3
     """Its key space was flushed."""
     DAMAGE = 4
-    """Its bytes did not have their check value."""
+    """Its bytes contradicted its check value."""
     HINT = 5
     """A hint demoted it to a tier below."""
     EXPIRY = 6
-    """It was never ready: the lease of its store expired."""
+    """It never became ready, because the lease of its store expired."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionNotice:
-    """Effect: notify the sessions of this key space that these blocks were removed. `hashes`: words
-    [n, 8]."""
+    """Blocks that were removed. The node reports them to the sessions of the key space. `hashes`:
+    uint32 words [n, 8]."""
 
     key_space_id: int
     group_index: int
@@ -177,7 +181,7 @@ class EvictionNotice:
 class SessionRecord:
     """One live session.
 
-    number: the session's public number; only the runtime knows its secret id.
+    number: the session's public number; only the node knows its secret id.
     representations: group index of each kind of representation that it declares.
     """
 
@@ -191,7 +195,16 @@ class SessionRecord:
 
 @dataclass(slots=True)
 class Counters:
-    """Events since the start. Counts are in blocks unless the name says otherwise."""
+    """Events since the start. Counts are in blocks unless the name says otherwise.
+
+    lookup_blocks, lookup_hit_blocks: named by lookups, and found ready.
+    acquired_blocks, missed_blocks: named for read leases and pinned, or not pinned.
+    stored_blocks, present_blocks, no_space_blocks, in_flight_blocks: named by stores and
+        reservations, by result (`BlockResult`).
+    aborted_blocks: reserved, and removed before they became ready.
+    held_blocks: pinned because a request asked to retain them.
+    condemned_blocks: dropped because their bytes contradicted their check value.
+    """
 
     lookup_blocks: int = 0
     lookup_hit_blocks: int = 0

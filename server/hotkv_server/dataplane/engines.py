@@ -26,8 +26,7 @@ class Outcome(enum.Enum):
 
 
 class Gate(Protocol):
-    """Delays a job until its first byte may move: until a mark in the queue of an engine's device
-    has passed."""
+    """Delays a job until the engine's device has passed a mark in its queue."""
 
     def passed(self) -> bool:
         """Returns whether the job may begin. Cheap; does not wait. Raises DeviceError if the answer
@@ -42,8 +41,9 @@ class CopyJob:
     """The copies of a transfer. `cancel` may be called from any thread and takes effect between
     pieces.
 
-    `gate`: used by `CopyEngines`; a single engine assumes that it has passed.
-    `owner`: engines serve owners in turn.
+    `gate`: delays the job (see `Gate`). `CopyEngines` polls it; the engines of single devices
+        assume that it has passed.
+    `owner`: name of the tenant or engine that the job is for; engines serve owners in turn.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class CopyJob:
 
     def parts(self, groups: Sequence[Sequence[Plan]]) -> "list[CopyJob]":
         """Splits the job into a part per group of plans. Cancelling the job cancels the parts; the
-        last part to end ends the job. Replaces `expect`."""
+        last part to end ends the job. Calls `expect`, so the caller must not."""
         self.expect(len(groups))
         parts = [CopyJob(plans, self._part_done, owner=self.owner) for plans in groups]
         for part in parts:
@@ -114,7 +114,7 @@ class CopyJob:
 
     @property
     def waited_s(self) -> float | None:
-        """Seconds from `expect`, which follows the gate, to the begin of the first piece; None
+        """Seconds from `expect` (called once the gate has passed) until the first piece began; None
         before that."""
         return self._begun_s - self._expected_s if self._begun_s else None
 

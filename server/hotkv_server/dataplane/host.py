@@ -77,8 +77,8 @@ class FairQueue(Generic[T]):
 # --------------------------------------------------------------------------------------- The engine
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 4 << 20, 16 << 20
-"""Large enough that the overhead of a piece is negligible, small enough that a cancel takes effect
-within 1 or 2 milliseconds."""
+"""Bounds of a piece's size: large enough that the overhead of a piece is negligible, small enough
+that a cancel takes effect within 1 or 2 milliseconds."""
 STREAMED_JOB_BYTES = 8 << 20
 """Jobs of at least this size bypass the caches: they do not fit into the caches, and plain stores
 would read every line that they overwrite."""

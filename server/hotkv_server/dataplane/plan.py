@@ -1,9 +1,10 @@
 """Copy plans: sources, destinations and sizes of bytes to copy.
 
 Always true: a plan is checked against both memories before any byte moves. The plan of a call
-consists of whole blocks (`BlockCopies`), so its size depends on the number of blocks, not on their
-runs. The host's kernel executes it directly; an engine that needs runs expands it part by part.
-Both ways merge neighbours that are contiguous on both sides.
+consists of whole blocks (`BlockCopies`), so its size depends on the number of blocks, not on the
+number of their runs (contiguous byte ranges). The host's kernel executes the plan directly; an
+engine that needs runs expands it part by part. Both ways merge runs that are contiguous on both
+sides.
 """
 
 import ctypes
@@ -43,7 +44,7 @@ class Region:
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
 
     def offset_of(self, part: memoryview) -> int:
-        """Returns the offset of a part of it, in bytes."""
+        """Returns the offset in bytes of `part`, a view of this memory."""
         return int(np.frombuffer(part, np.uint8).ctypes.data) - self.address
 
 
@@ -110,7 +111,8 @@ class CopyPlan:
         return len(self.num_bytes)
 
     def share(self, begin: int, end: int, whole: int) -> "CopyPlan":
-        """Returns the runs from `begin` to `end` of `whole` equal shares."""
+        """Divides the runs into `whole` equal shares. Returns a plan of the shares from `begin` to
+        `end`, without `end`."""
         mine = slice(self.num_runs * begin // whole, self.num_runs * end // whole)
         return CopyPlan(
             self.dst, self.src, self.dst_offsets[mine], self.src_offsets[mine], self.num_bytes[mine]
@@ -119,7 +121,8 @@ class CopyPlan:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Copies of whole blocks by a recipe, between an engine's memory and the arena.
+    """Copies of whole blocks between an engine's memory and the arena. The recipe lists the byte
+    ranges of a block on both sides.
 
     `block_ids`: the blocks in the engine's memory, int64 [blocks].
     `slot_offsets`: where their slots start in the arena, int64 [blocks].
@@ -171,12 +174,14 @@ class BlockCopies:
         return len(self.recipe.bases) * len(self.block_ids)
 
     def part(self, begin: int, end: int, whole: int) -> slice:
-        """Returns the range of blocks from `begin` to `end` of `whole` equal shares."""
+        """Divides the blocks into `whole` equal shares. Returns the range of the blocks in the
+        shares from `begin` to `end`, without `end`."""
         count = len(self.block_ids)
         return slice(count * begin // whole, count * end // whole)
 
     def share(self, begin: int, end: int, whole: int) -> CopyPlan:
-        """Returns the runs from `begin` to `end` of `whole` equal shares of the blocks."""
+        """Divides the blocks into `whole` equal shares. Returns a plan of the runs of the shares
+        from `begin` to `end`, without `end`."""
         mine = self.part(begin, end, whole)
         runs = self.recipe.copy_runs(self.block_ids[mine], self.slot_offsets[mine])
         offsets = (

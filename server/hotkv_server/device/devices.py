@@ -39,7 +39,7 @@ def uuid_text(device_uuid: bytes) -> str:
 class Allocation:
     """An engine's allocation, opened at `address`.
 
-    num_bytes: bytes from there to its end; None if CUDA does not say.
+    num_bytes: bytes from `address` to the allocation's end; None if CUDA does not say.
     """
 
     address: int

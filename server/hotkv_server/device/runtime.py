@@ -163,8 +163,8 @@ class DeviceRuntime(Protocol):
         before the address that was opened."""
 
     def close_memory(self, device: int, address: int) -> None:
-        """Closes it once. If its process has freed the memory or has died, the memory is then
-        free."""
+        """Closes an opened allocation once. After the last close, the memory is free if its process
+        has freed it or has died."""
 
     def open_event(self, device: int, handle: bytes) -> Event:
         """Opens another process's event by its handle of 64 bytes."""

@@ -1,11 +1,11 @@
 """Check values: 64 bits in a block's record that must match its bytes.
 
-A check value covers 1 line of 64 bytes in every `stride`, at a place that shifts from stride to
-stride, and the last line of every shard. A stride of 1 covers all bytes. It is bound to the block's
-key, so another block's bytes never pass. Its low 4 bits hold the stride, so a table may have values
-of different strides; 0 stands for no check value. It does not protect against an adversary: a
-process that can write to the arena can also write to the table. The sums of lines and shards are
-added up, so the copy that writes a shard can compute the shard's sum (`sums`).
+A check value covers 1 line of 64 bytes in every `stride` lines, at a place that shifts from stride
+to stride, and the last line of every shard. A stride of 1 covers all bytes. The value is bound to
+the block's key, so another block's bytes do not pass. Its low 4 bits hold the stride, so a table
+may have values of different strides; 0 stands for no check value. It does not protect against an
+adversary: a process that can write to the arena can also write to the table. The sums of lines and
+shards are added up, so the copy that writes a shard can compute the shard's sum (`sums`).
 
 Pure: arrays in, arrays out. It imports nothing of the server.
 """

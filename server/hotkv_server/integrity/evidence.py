@@ -19,11 +19,11 @@ from hotkv_server.integrity.check_values import Int64s, Sums
 class Evidence:
     """Blocks of the same shape whose bytes are to be compared with their check values.
 
-    `entries` [n]: of the index.
-    `offsets` [n]: of slots in the arena.
-    `shard_bytes`: the shape.
-    `keys` [n]: mixed keys.
-    `checks` [n]: check values.
+    `entries` [n]: entry numbers in the index.
+    `offsets` [n]: offsets of their slots in the arena, in bytes.
+    `shard_bytes`: bytes of each shard of a block.
+    `keys` [n]: mixed keys, as `BlockIndex.mixed` returns them.
+    `checks` [n]: check values in the blocks' records.
     """
 
     entries: NDArray[np.uint32]

@@ -36,7 +36,8 @@ PASS_PAUSE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Entries to compare, and their generations when the case was made."""
+    """Entries to compare, and their generations [n] when the case was made. A generation counts how
+    often an entry number was used, so a later entry with the same number is recognized."""
 
     evidence: Evidence
     generations: Entries
@@ -183,7 +184,7 @@ class Verifier:
 
     async def scrub(self, bytes_per_s: float, tell: Callable[[], None]) -> None:
         """Compares all blocks again and again, `bytes_per_s` of slots per second. Calls `tell`
-        after each batch. Runs until it is cancelled."""
+        after each batch, because blocks may have been condemned. Runs until it is cancelled."""
         while True:
             batch = self.next_batch()
             if batch is None or not len(batch):

@@ -82,9 +82,10 @@ class RecordsMemory:
             yield self.num_entries
 
 
-# ------------------------------------------------------------ For those who read the arena in place
-# Words behind the arena (`hotkv_proto.words`), and behind the block table the marks of the blocks
-# that readers may read in place.
+# --------------------------------------------------------- For clients that read the arena in place
+# The file of the arena ends with the validity words (`hotkv_proto.words`), by which clients check
+# what they read. The file of the block table ends with the marks of the blocks that clients may
+# read directly in the arena.
 #
 # Always true: the words have memory, so writing a word never fails. The marks are in the table's
 # file, so that they are replaced together with the entry numbers they refer to. A file of an older
@@ -165,9 +166,9 @@ class BusyError(OSError):
 class Leftover:
     """The cache that an earlier server left.
 
-    last_used_s: float64 by entry number, in seconds of the monotonic clock; nan for newer entries.
-        None without the file.
-    marks: by entry number, valid until `adopt`.
+    last_used_s: float64 by entry number, in seconds of the monotonic clock; nan for entries newer
+        than the file of these times. None without the file.
+    marks: by entry number, 1 for entries that clients may read in the arena; valid until `adopt`.
     """
 
     table: BlockTable
@@ -182,7 +183,7 @@ class NodeMemory:
 
     arena: its `huge_bytes` counts the bytes in huge pages.
     filling: prefaults the arena and says how much of it has memory.
-    words, marks: for engines that read the arena in place (see above).
+    words, marks: validity words and marks, for clients that read the arena directly (see above).
     leftover: the cache of an earlier server, until `adopt`.
     why_empty: why there is no leftover; empty on a fresh directory.
     """
@@ -207,14 +208,15 @@ class NodeMemory:
         mode: int = 0o640, *, prefault: bool = True,
         place: Callable[[int, int], None] | None = None,
     ) -> "NodeMemory":  # fmt: skip
-        """Opens the files in the directory if they fit; otherwise makes all files anew, under
-        `fresh_epoch`.
+        """Opens the files in the directory if they fit the arguments; otherwise makes all files
+        anew.
 
+        fresh_epoch: epoch of a new table, a random number that identifies the cache.
         prefault: prefaults the table's buckets, some of its records, and as much of the arena as
             FIRST_FILL_S allows; `records` and `filling` prefault the rest. If False, pages get
             memory when they are written, and all of the arena counts as filled.
-        place: called with (address, num_bytes) before the arena is prefaulted; chooses the nodes of
-            its memory.
+        place: called with (address, num_bytes) before the arena is prefaulted; chooses the NUMA
+            nodes of its memory.
 
         Raises BusyError, or OSError if memory is short; its message names the fix. Also raises
         OSError if files can't be read at the moment (no permission, too many open files); the cache
@@ -305,7 +307,8 @@ class NodeMemory:
             self.save_state(state)
 
     def save_state(self, state: ServerState) -> None:
-        """Saves the meaning of the bytes, before the first of them are stored. Raises OSError."""
+        """Writes the state file, without which the next server can't interpret the arena. Must
+        return before the first block of a new key space is stored. Raises OSError."""
         write_state(self.directory / STATE_FILE, state)
 
     def save_use(self, last_used_s: NDArray[np.float64]) -> None:

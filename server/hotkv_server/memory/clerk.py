@@ -1,4 +1,4 @@
-"""A thread that reads and writes files of a place that may hang.
+"""A thread that reads and writes files of one place, such as a disk, that may hang.
 
 Always true: each clerk has a daemon thread that no other code uses. So a call that hangs delays
 only this clerk's later calls. It never delays another place, an event loop or the end of the

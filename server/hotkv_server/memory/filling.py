@@ -2,10 +2,10 @@
 start of the server fills a little, a thread the rest.
 
 Always true: the first `filled_bytes` bytes have memory and retain it, and the number only grows. A
-note beside the arena records it for the next server. Only this module touches bytes beyond, so the
-server never writes to pages without memory. If memory runs short, filling ends for good and
-`problem` gives the reason: no piece is begun that would leave the machine or the control group less
-than `RESERVE_BYTES`, because the kernel would then kill a process.
+small file beside the arena (the note) records the number for the next server. Only this module
+touches bytes beyond it, so the server never writes to pages without memory. If memory runs short,
+filling ends for good and `problem` gives the reason: no piece is begun that would leave the machine
+or the control group less than `RESERVE_BYTES`, because the kernel would then kill a process.
 """
 
 import logging
@@ -30,7 +30,7 @@ HUGE_LOOK_S = 0.05
 """How long the start counts huge pages of an earlier server's arena: enough for some hundred
 MiB."""
 COMING_S = 1.0
-"""How far ahead `coming_bytes` looks."""
+"""`coming_bytes` counts the bytes that are filled within this time."""
 PAUSE_S = 0.01
 NOTE: Final = struct.Struct("<8sqq")
 NOTE_MAGIC: Final = b"HOTKVFI1"
@@ -149,7 +149,7 @@ class Filling:
 
         on_filled: called from the thread after each piece, with `filled_bytes` and `coming_bytes`.
         settles: the thread then calls `settle` for the whole arena; if False, the caller does.
-        first: steps that the thread takes before; if a step raises OSError, filling ends.
+        first: steps that the thread runs before it fills; if a step raises OSError, filling ends.
         """
 
         def work() -> None:

@@ -61,7 +61,7 @@ class ArenaLeft:
 
     @property
     def is_stale(self) -> bool:
-        """Whether no server runs on it."""
+        """True if no server runs on it; False if a server does, or if this user may not check."""
         return self.is_running is False
 
 

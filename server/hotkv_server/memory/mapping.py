@@ -161,8 +161,8 @@ class FileMapping:
         exclusive: bool = False,
         on_cut: Callable[[], None] | None = None,
     ) -> None:
-        """Acquires the descriptor, even if it raises. Raises ValueError if the file is shorter than
-        `num_bytes`.
+        """Takes over the descriptor, which the caller must not close even if this raises. Raises
+        ValueError if the file is shorter than `num_bytes`.
 
         exclusive: the file belongs to the server, so missing pages may be prefaulted.
         on_cut: the file belongs to a client, which may truncate it at any time. Called from any

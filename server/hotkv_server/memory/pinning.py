@@ -43,7 +43,7 @@ class ArenaPinner:
         self.error = ""
         self.took_s = 0.0
         self.unpinned_bytes = 0
-        """Progress of `close`."""
+        """Bytes that `close` has unregistered so far."""
         self._runtime = runtime
         self._prepare = prepare
         self._pinned_bytes = 0

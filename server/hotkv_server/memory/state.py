@@ -1,5 +1,5 @@
-"""The part of a server's catalog that outlives it: a small file beside arena and table that defines
-the meaning of their bytes.
+"""The state file: a small file beside arena and block table with the server's key spaces. The next
+server needs it to interpret the blocks.
 
 Always true: the file is replaced as a whole before the first block of a new key space can be
 stored. So it has the key space of every ready block in the table. A file that has another format
@@ -20,7 +20,7 @@ from hotkv_proto.keys import KeySpace, Representation
 
 FORMAT_VERSION = 1
 _texts: WeakKeyDictionary[KeySpace, str] = WeakKeyDictionary()
-"""Key spaces as JSON: each new key space writes all of them again."""
+"""Key spaces as JSON, computed once: each new key space causes a write of all of them."""
 
 
 class StateError(Exception):
@@ -41,7 +41,7 @@ class KnownKeySpace:
 class ServerState:
     """The contents of the file.
 
-    slab_bytes: how the arena was divided.
+    slab_bytes: size of the arena's slabs.
     key_spaces: in the order of their numbers.
     """
 

@@ -14,7 +14,7 @@ from hotkv_proto.errors import HotKVError, Reason
 
 FEED_BYTES = 16 << 20
 ITEM_BYTES = 256
-"""Added to the bytes of each item."""
+"""Bytes that each item counts for in addition to its arrays."""
 MAX_READERS = 64
 
 
@@ -56,7 +56,8 @@ class Feed(Generic[T]):
     async def get(self, most: int) -> tuple[list[T], int]:
         """Waits for items and returns 1 to `most` of them.
 
-        Also returns how many items were lost since those that the previous call returned.
+        Also returns how many items were lost since the last report of a loss. The loss is reported
+        with the last queued item; before that the number is 0.
         """
         await self._ready.wait()
         return self.take(most)

@@ -1,4 +1,4 @@
-"""The seam between the node and its capabilities, the parts that a node can run without.
+"""The interface between the node and its capabilities, the parts that a node can run without.
 
 The node holds a tuple of capabilities. It calls each capability when something happens, and asks
 each for its figures and for the calls that it serves. Capabilities do not know each other: if a
@@ -41,8 +41,8 @@ MAX_KEY_SPACE_ID = (1 << 31) - 1
 
 
 class Filters:
-    """Holds the filters of a question: texts by name. Methods raise INVALID_FIELD for a value that
-    is not valid."""
+    """Holds the filters of a question about a topic: texts by name. Methods raise INVALID_FIELD for
+    a value that is not valid."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self._given = given
@@ -86,7 +86,7 @@ NO_FILTERS = Filters({})
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """Answers questions about a subject.
+    """A report of the server about itself, which operators can ask for by name.
 
     tell: computes the answer.
     filters: names of the filters that `tell` uses.
@@ -124,10 +124,11 @@ async def tell(topics: Mapping[str, Topic], name: str, given: Mapping[str, str])
 
 @dataclass(frozen=True, slots=True)
 class Lying:
-    """Locations of listed blocks in a tier.
+    """Which blocks of some lists lie in a tier.
 
-    masks: for each list, the blocks that lie in the tier.
-    is_up: whether the tier can be read.
+    name: the tier's name.
+    masks: for each list, a mask of its blocks that lie in the tier.
+    is_up: True if the tier can be read.
     bytes_per_s: rate of its last reads; 0 if no read has found a block.
     """
 
@@ -138,13 +139,15 @@ class Lying:
 
 
 class Epochs(Protocol):
-    """Flushes key spaces, in this node and in tiers that nodes share."""
+    """Flushes key spaces, in this node and in tiers that nodes share. A shared tier counts the
+    flushes of each key space; the count is its epoch."""
 
     def may_serve(self, key_space_id: int) -> bool:
-        """Returns True if all blocks in host memory are known to be newer than every flush."""
+        """Returns True if all blocks of the key space in host memory are known to be newer than
+        every flush, also of other nodes."""
 
     async def wait_to_serve(self, key_space_id: int) -> bool:
-        """Waits, for a bounded time, until that is known. Returns True if it is so."""
+        """Waits, for a bounded time, until `may_serve` returns True. Returns its last answer."""
 
     async def meet(self, key_space_id: int) -> None:
         """Asks shared tiers for the epoch of a key space that has just been registered."""
@@ -160,7 +163,7 @@ class Lookups(Protocol):
         """Returns whether a lookup must wait for a tier's answer."""
 
     async def ask(self, session: LiveSession, key_space_id: int, groups: list[HashList]) -> None:
-        """Waits until tiers have answered, for a bounded time."""
+        """Asks shared tiers for the blocks and waits, for a bounded time, for their answers."""
 
     def lies_elsewhere(
         self,
@@ -173,15 +176,15 @@ class Lookups(Protocol):
 
         ready: for each list, the blocks that are in host memory.
         tokens_per_s: prefill speed of the engine. Blocks that would arrive later than the engine
-            computes them are left out; 0 leaves out none.
+            computes them are left out; 0 leaves out no block.
         """
 
     async def find(self, key_space_id: int, groups: list[HashList]) -> list[Lying]:
-        """Asks every tier where blocks lie. For operators."""
+        """Asks every tier which of the blocks it has. For operators."""
 
 
 class BlocksBelow(Protocol):
-    """Manages blocks below host memory."""
+    """Manages the blocks in the tiers below host memory: disk and shared stores."""
 
     @property
     def epochs(self) -> Epochs: ...
@@ -223,7 +226,11 @@ class BlocksBelow(Protocol):
         ready: Sequence[BoolMask],
         elsewhere: Sequence[BoolMask],
     ) -> None:
-        """Begins to promote the blocks of a hit that host memory lacks, before the lease asks."""
+        """Begins to promote the blocks of a lookup's hit, before a lease asks for them.
+
+        ready, elsewhere: for each list, masks of the blocks that are in host memory, and of the
+            blocks that lie in a tier below.
+        """
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
         """Returns whether a lease of these blocks must wait for a tier."""
@@ -300,7 +307,8 @@ class Samples:
 
 
 class Capability:
-    """A part of a server that adds something to the node."""
+    """An optional part of a server, which the node calls at events. Every method has a default; a
+    capability overrides the methods that it needs."""
 
     # Life cycle
 
@@ -314,7 +322,7 @@ class Capability:
         """Called when the node ends, after all sessions have closed."""
 
     def save(self) -> None:
-        """Writes files for the next server. Blocks, on a clerk's thread."""
+        """Writes files for the next server. Blocks; called on a thread for files (`Clerk`)."""
 
     def release(self) -> None:
         """Closes resources outside the node. Called after the node has ended, or if it never
@@ -327,11 +335,12 @@ class Capability:
     ) -> None:
         """Called when a key space becomes known.
 
-        model_names: names by which requests of the session that brought it address the model.
+        model_names: names by which requests to the engine that brought it address the model; empty
+            if no session brought it.
         """
 
     def model_named(self, number: int, name: str) -> None:
-        """Called for each such name that another session of a known key space brings."""
+        """Called for each model name that another session of a known key space brings."""
 
     def key_space_forgotten(self, number: int) -> None:
         """Called when a key space without blocks is forgotten."""
@@ -346,7 +355,7 @@ class Capability:
         """Called when a store has ended.
 
         results: BlockResult values, an array per run.
-        contents: an item per run, or empty.
+        contents: token ids of each run, for events; empty if the engine sent none.
         """
 
     def blocks_moved(self, entries: Entries, medium: Medium, tier: str) -> None:
@@ -461,7 +470,8 @@ class Capability:
         return False
 
     def session_prompts(self, session_id: str, tenant: str) -> Sequence[tuple[str, int, Words]]:
-        """Returns the latest prompts of a session that a router has named.
+        """Returns the latest prompts of a user's session, which routers name in their hints (not a
+        session of an engine with this server).
 
         Each item: tenant, key space id, hash words. `tenant`: empty asks for all tenants.
         """

@@ -88,10 +88,10 @@ async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
 
 TICK_S, QUIET_TICK_S = 0.02, 0.32
 QUIET_LAG_S = 0.005
-"""A longer delay ends the quiet."""
+"""A delay longer than this sets the interval of the timer back to TICK_S."""
 WINDOW_S = 60.0
 HELD_S = 0.02
-"""The thread looks at the loop if it is later than this."""
+"""If the loop is later than this, the thread records which function it runs."""
 HUNG_S = 10.0
 ARM_S = 5.0
 """Interval at which faulthandler's timer is restarted. Each restart starts a thread."""

@@ -1,8 +1,9 @@
-"""The arena gets its memory after the start; stores wait for what is about to come.
+"""Growth of the arena, whose memory is allocated in the background after the start: stores wait for
+memory that comes soon.
 
-Always true: a store waits at most PATIENCE_S, and only while memory comes: then it is decided as in
-an arena that is full. Stores wait in the order of their arrival. Lookups and loads never wait. On
-the event loop only.
+Always true: a store waits at most PATIENCE_S, and only while the arena grows. After the wait it may
+evict blocks, as in an arena that is full. Stores wait in the order of their arrival. Lookups and
+loads never wait. On the event loop only.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ PATIENCE_S = 2.0
 
 
 class Growth:
-    """Tells the core of memory that has come, and has stores wait for it."""
+    """Reports new memory of the arena to the core, and makes stores wait for it."""
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core
@@ -37,8 +38,8 @@ class Growth:
         self._grown = asyncio.Event()
 
     async def await_room(self, key_space_id: int, runs: Sequence[Run]) -> bool:
-        """Waits until the blocks of a store that are not here have room without an eviction.
-        Returns whether it had to wait: other tasks ran then."""
+        """Waits, at most PATIENCE_S, until there is room without an eviction for the blocks of a
+        store that host memory lacks. Returns True if it waited: other tasks ran meanwhile."""
         must_wait = not self._has_room(key_space_id, runs)
         if must_wait:
             with contextlib.suppress(asyncio.TimeoutError):

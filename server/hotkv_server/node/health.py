@@ -5,9 +5,9 @@ pause_s)`, or `run` for work without turns. So a loop can't be left unwatched by
 
 Always true: a part that has died stays a problem. A part that stalls is a problem as long as it
 stalls. While there is a problem, the server reports that it does not serve, and systemd's watchdog
-is not notified. A broken invariant of the core is final. Its answers are not reliable, so the
-server grants and keeps nothing, and the process ends. The next server relies on the memory's
-contents, not on these books. On the event loop only.
+is not notified. A broken invariant of the core is final. The core's answers are not reliable then,
+so the server grants no lease and stores no block, and the process ends. The next server relies on
+the arena and the block table, not on this process's data. On the event loop only.
 """
 
 import asyncio
@@ -42,9 +42,10 @@ BOOKS = (
 """Modules whose assertions are invariants of the cache. An assertion elsewhere fails only its
 call."""
 BOOKS_PART, LOOK_PART = "the books", "the look at all others"
-"""Names of two parts that have no sign: the cache's books, and the check itself."""
+"""Names of two parts without a `Sign`: the cache's books, and the check itself."""
 ENTRY_NAMES = ("entry", "entries", "bad")
-"""Names of the core's variables that hold entries of the index."""
+"""Names of the core's variables that hold entry numbers of the index; `stories` looks for them in
+tracebacks."""
 
 
 def _never(now_s: float) -> float:
@@ -70,7 +71,7 @@ class Health:
     """Watches the server's parts (see the module).
 
     breach: describes the first broken invariant; empty before.
-    broken: set with it.
+    broken: event that is set together with `breach`.
     """
 
     def __init__(self) -> None:
@@ -238,8 +239,8 @@ def is_of_the_books(error: BaseException) -> bool:
 
 
 def stories(error: BaseException) -> list[str]:
-    """Returns the stories of the entries in the failing calls' variables, innermost call first; at
-    most MAX_STORIES."""
+    """Returns a line (`inspect.story`) about each entry that variables of the failing calls name,
+    innermost call first; at most MAX_STORIES."""
     index: BlockIndex | None = None
     found: dict[int, None] = {}
     for at in reversed(list(_frames(error))):

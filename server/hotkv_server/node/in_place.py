@@ -1,9 +1,9 @@
 """Leased blocks that a client reads in place, through its own mapping of the arena.
 
 Always true: a client learns the offset of a restored block only after the block's bytes have been
-compared and agree. The call that asks for it compares first, on a thread. A block that does not
-agree is condemned and is not granted. A lease is compared once at a time, however many calls ask
-for it.
+compared with its check value and agree. The call that asks for the offset compares first, on a
+thread. A block that does not agree is condemned (dropped) and is not granted. A lease is compared
+once at a time, however many calls ask for it.
 """
 
 import asyncio

@@ -1,10 +1,10 @@
-"""Names of engines and models for people, which every view shows.
+"""Names of engines and models for people: pages, commands and logs show them.
 
-Always true: a name decides nothing. An engine that brings none is shown by its id, a model that
-has none by the name in its key space. Two engines with a session are never shown by the same name.
-Memory is bounded: the names told longest ago are forgotten, and one write at most waits. The file
-beside the arena outlives the server, because the ledger shows engines that have ended. On the event
-loop; a clerk writes the file.
+Always true: names are only shown, and no decision depends on them. An engine without a name is
+shown by its id, a model without a name by the name in its key space. Two engines with a session are
+never shown by the same name. Memory is bounded: the oldest names are forgotten, and at most one
+write waits. The names are kept in a file beside the arena, because the ledger (counts of hits and
+savings) also shows engines that have ended. On the event loop; a `Clerk` thread writes the file.
 """
 
 import json
@@ -34,9 +34,9 @@ T = TypeVar("T")
 class EngineNames:
     """Names of an engine.
 
-    told: its name as it has told it; empty if it told none.
-    shown: the same, with a number if another engine was there first.
-    model: the name by which its requests address the model; empty if it told none.
+    told: name that the engine gave itself; empty without a name.
+    shown: name by which people see it: `told`, with a number if another engine has that name.
+    model: name by which requests to the engine address the model; empty if unknown.
     """
 
     told: str
@@ -45,9 +45,9 @@ class EngineNames:
 
 
 class Names:
-    """See the module.
+    """Names of the engines by engine id, and of the models by key space; see the module.
 
-    directory: where the file is kept; None keeps none.
+    directory: directory of the file; None: names are not saved.
     do: runs a call on another thread.
     """
 
@@ -71,7 +71,7 @@ class Names:
     def tell(
         self, engine_id: str, name: str, model: str, key_space: KeySpace, beside: Iterable[str]
     ) -> None:
-        """Remembers the names that a session has brought; empty ones change nothing.
+        """Remembers the names that a session has brought. An empty name keeps the earlier name.
 
         beside: ids of the engines that have a session.
         """
@@ -101,10 +101,10 @@ class Names:
         return (found.shown if found is not None else "") or engine_id
 
     def model(self, digits: str, otherwise: str, engine_id: str = "") -> str:
-        """Returns the name by which a model is shown: that of its engine, or else the one that an
-        engine of the key space told last, or else `otherwise`.
+        """Returns the name by which a model is shown: the name that this engine told, or else the
+        name that any engine of the key space told last, or else `otherwise`.
 
-        digits: of the key space, as `digits_of` returns them.
+        digits: leading digits of the key space's fingerprint, as `digits_of` returns them.
         """
         found = self._engines.get(engine_id)
         return (found.model if found is not None else "") or self._models.get(digits) or otherwise
@@ -135,7 +135,8 @@ class Names:
         self._engines, self._models = engines, models
 
     def _save(self) -> None:
-        """Has the file written. A write that waits takes the newest names with it."""
+        """Queues a write of the file. If a write waits already, that write includes the newest
+        names."""
         if self._path is None:
             return
         content: Mapping[str, Any] = {

@@ -1,8 +1,8 @@
 """The node: the core, its memory and its copy engine, driven by an event loop.
 
-Connects the parts, and owns the timer and the drain. Every method runs on the event loop. Only
-`save_use` blocks it: the copy engine's threads move bytes (`transfers`), and threads make mappings
-(`sessions`).
+Connects the parts, and owns the timer and the drain. Every method runs on the event loop, and only
+`save_use` blocks it. The copy engine's threads move bytes (`transfers`), and other threads map the
+memory of engines (`sessions`).
 """
 
 import asyncio
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 TIMER_S = 0.25
 STALLED_TIMER_S = 5.0
 DEFAULT_DRAIN_S = 10.0
-"""Equal to the setting's default."""
+"""Equal to the default of the setting `drain_timeout_s`."""
 STALLED_WORK_S = 60.0
 """Far above the duration of any work on a thread, even on a machine that swaps."""
 C = TypeVar("C", bound=Capability)

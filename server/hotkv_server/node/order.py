@@ -1,5 +1,5 @@
-"""Device order on the server's side: finds out whether an engine's device has passed a mark
-(`hotkv_proto.order`).
+"""Device order on the server's side: finds out whether an engine's device has passed a mark, a
+point in the device's work that a transfer must not precede (`hotkv_proto.order`).
 
 Always true: no stream of this server waits for a mark. A device serialises many operations of this
 process (closing memory, loading kernels) behind all of its streams. So a stream that waited for a
@@ -55,7 +55,7 @@ class MarkReader(Protocol):
 
 
 class EventMarks:
-    """Reads marks in another process's events."""
+    """Reads marks that are CUDA events of the engine's process."""
 
     kind = OrderKind.EVENTS
 
@@ -89,7 +89,7 @@ class EventMarks:
 
 
 class FileWords:
-    """Reads marks in words of a mapped file."""
+    """Reads marks that are counters in words of a mapped file."""
 
     kind = OrderKind.FLAGS
 
@@ -115,9 +115,9 @@ class FileWords:
 
 
 class DeviceWords:
-    """Reads marks in words of device memory, through a copy in host memory.
+    """Reads marks that are counters in words of device memory, through a copy in host memory.
 
-    A question that the copy can't confirm starts a new copy.
+    If the copy does not show that a mark has passed, `has_passed` starts a new copy.
     """
 
     kind = OrderKind.FLAGS
@@ -184,8 +184,9 @@ class DeviceWords:
 class SessionOrder:
     """How a session's marks are read.
 
-    marks: None for HOST.
-    message: why the server accepted less than the engine offered.
+    marks: reads the marks. None for the kind HOST: the engine sends a transfer only after its
+        device has passed the mark.
+    message: why the server accepted less than the engine offered; empty if it accepted all.
     """
 
     marks: MarkReader | None = None
@@ -222,9 +223,9 @@ class SessionOrder:
 
 
 class MarkGate:
-    """Holds a transfer until its mark has passed; asked by copy engines.
+    """Holds a transfer until its mark has passed. A copy engine calls `passed` until it is True.
 
-    on_released: called from any thread when the copy engine stops asking.
+    on_released: called from any thread when the copy engine stops calling `passed`.
     """
 
     def __init__(
@@ -287,11 +288,11 @@ def open_order(
     mappings: dict[str, FileMapping],
     regions: dict[str, Region],
 ) -> SessionOrder:
-    """Opens the best marks of a checked offer: words, else events; without either, no marks.
-    Blocks.
+    """Opens the marks that an engine has offered: counters in words of memory if possible, else
+    CUDA events. If neither can be opened, returns a `SessionOrder` without marks. Blocks.
 
-    `message` names the marks that failed. Words come first, because only the engine's queue writes
-    them: CUDA does not document the state of an event whose engine has died.
+    Its `message` names the marks that failed. Words are preferred, because only the engine's queue
+    writes them: CUDA does not document the state of an event whose engine has died.
     """
     reasons: list[str] = []
     if offer.flags_handle_id:

@@ -33,12 +33,13 @@ CLOSE_S = 5.0
 USE_PARTS = 240
 """Times of last use are written once in this many turns of the timer."""
 PART_ENTRIES = 1 << 14
-"""Least number of entries in a part, so that a small index is collected in few turns. They take a
-tenth of a millisecond."""
+"""Least number of entries in a part, so that a small index is collected in few turns. Collecting
+this many takes a tenth of a millisecond."""
 
 
 def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
-    """Returns the key spaces, which the next server needs to read the blocks."""
+    """Returns the contents of the state file: the slab size and the key spaces, which the next
+    server needs to interpret the blocks."""
     known = (
         KnownKeySpace(number, record.key_space, record.representations)
         for number, record in sorted(core.key_spaces.items())
@@ -78,7 +79,8 @@ class UseNotes:
 
 
 class Persistence:
-    """Writes key spaces and times of last use. On the event loop; a clerk writes the files."""
+    """Writes key spaces and times of last use. On the event loop; a `Clerk` thread writes the
+    files."""
 
     def __init__(self, core: CacheCore, memory: NodeMemory, clerk: Clerk) -> None:
         self._core = core

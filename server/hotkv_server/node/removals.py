@@ -30,7 +30,8 @@ NOTICE_BLOCKS = 1 << 16
 
 
 class Effects:
-    """Carries out the effects of the core's decisions.
+    """Carries out the effects of the core's decisions: sends eviction notices, informs capabilities
+    and ends a drain.
 
     sessions: returns the open sessions.
     drained: set when a draining node has no transfer left.
@@ -127,8 +128,8 @@ class Removals:
     async def would_evict(
         self, key_space_id: int, group_index: int = 0, hashes: NDArray[np.uint32] | None = None
     ) -> tuple[int, int, int]:
-        """Changes nothing. Returns what `evict`, or without hashes `evict_all`, would return now,
-        and the bytes of the blocks that would go."""
+        """Predicts `evict`, or `evict_all` if `hashes` is None, without a change. Returns how many
+        blocks would be evicted and kept, and the bytes that would become free."""
         dropped = kept = num_bytes = 0
         async for counts, _ in slices(self._core.would_evict(key_space_id, group_index, hashes)):
             for part_dropped, part_kept, part_bytes in counts:

@@ -1,9 +1,9 @@
 """Engines' reports of the requests that they have scheduled, and of the blocks that these requests
 used.
 
-A report names the prompt by its hashes, never by its tokens. The hit rule gives the blocks that a
-device hit used, so engines need not send hashes per group. A message of reports is accepted or
-refused as a whole.
+A report names the prompt by its hashes, never by its tokens. The hit rule (`hotkv_proto.groups`)
+says which blocks a hit in the engine's own cache used, so engines need not send hashes per group. A
+message of reports is accepted or refused as a whole.
 """
 
 import time
@@ -58,8 +58,8 @@ def check(report: Report, key_space: KeySpace, max_blocks: int) -> None:
 
 
 def used_blocks(report: Report, key_space: KeySpace) -> list[HashList]:
-    """Returns the blocks that the device hit needed, a list for each group; if the request has a
-    retention, all blocks of the prompt."""
+    """Returns the blocks that the request's hit in the engine's own cache needed, a list for each
+    group; if the request has a retention, all blocks of the prompt."""
     lists, needs = [], needed_blocks(key_space.groups, report.device_hit_tokens)
     for index, (group, needed) in enumerate(zip(key_space.groups, needs, strict=True)):
         step = group.block_tokens // key_space.hash_block_tokens
@@ -72,7 +72,8 @@ def used_blocks(report: Report, key_space: KeySpace) -> list[HashList]:
 
 @dataclass(frozen=True, slots=True)
 class WatchedReport:
-    """A report, for watchers. `unix_time_s`: when the request reached its engine."""
+    """A report, for clients of WatchRequests. `unix_time_s`: when the request reached its
+    engine."""
 
     key_space_id: int
     hash_bytes: int
@@ -104,7 +105,7 @@ class Reports:
     """Handles the reports of all sessions.
 
     counters: sums over all reports.
-    watched: hands the reports to watchers.
+    watched: feeds of the clients that watch reports.
     Capabilities are informed of each report in turn.
     """
 
@@ -115,7 +116,7 @@ class Reports:
         self.watched: Feeds[WatchedReport] = Feeds()
 
     async def note(self, session: LiveSession, reports: Sequence[Report]) -> None:
-        """Touches the blocks that the requests used, and pins blocks with a retention.
+        """Records a use of the blocks that the requests used, and pins blocks with a retention.
 
         Checks all reports first: if it raises, no report has an effect. Other tasks run between
         requests.

@@ -115,7 +115,7 @@ class SessionMemory:
 
 def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
     """Raises HotKVError if the layout names a device that this server does not see, or if the
-    order contradicts itself."""
+    offered marks (`order`) are not valid."""
     for index, handle in enumerate(layout.handles):
         if handle.is_cuda:
             try:
@@ -135,8 +135,8 @@ def _opened(
 ) -> Allocation:
     """Opens the device allocation of a layout's handle.
 
-    Raises DeviceError that names the handle and the needs of containers, or ValueError that names
-    the field.
+    Raises DeviceError, whose message names the handle and the settings that containers need; or
+    ValueError, whose message names the field.
     """
     try:
         return devices.open_memory(device, handle.cuda_handle, tenant)
@@ -176,7 +176,7 @@ def open_session_memory(
     """Maps all files with their page tables and opens all device allocations. Blocks.
 
     fds: descriptors by handle id; closed here, also if the call raises.
-    on_cut: see FileMapping.
+    on_cut: called if a client has truncated its file, see FileMapping.
     tenant: owner of the memory.
     Raises INVALID_LAYOUT.
     """
@@ -275,15 +275,16 @@ class LiveSession:
     maps_arena: bool = True
     maps_table: bool = True
     knows_words: bool = False
-    """Whether its link passes the descriptors of arena and table, and the places of residencies'
-    words."""
+    """`maps_arena`, `maps_table`: whether the link (the connection on the descriptor socket) passes
+    the descriptors of the arena and of the block table. `knows_words`: whether it passes the place
+    of the validity words, which readers of residencies need."""
     knows_tiers: bool = False
     """Whether the server may delay a lookup's answer until a shared tier has answered."""
     takes_batches: bool = False
-    """Whether a message of its stream may carry several."""
+    """Whether one message of its stream may carry several messages, in both directions."""
     close_link: Callable[[], None] | None = None
     heard_s: float = field(default_factory=time.monotonic)
-    """When its last message arrived."""
+    """When its last message arrived, in seconds of the monotonic clock."""
     on_end: Callable[[HotKVError], None] | None = None
     loaded_bytes: int = 0
     stored_bytes: int = 0
@@ -354,8 +355,8 @@ class LiveSession:
     def receive(self, handle_id: str, fd: int) -> None:
         """Receives a descriptor from the descriptor socket and owns it, also if it raises.
 
-        Raises DUPLICATE_ID if the handle already has a descriptor, ValueError if a fence is too
-        short, OSError if it can't be mapped.
+        Raises DUPLICATE_ID if the handle already has a descriptor, ValueError if the fence (the
+        page by which the engine revokes stores) is too short, OSError if it can't be mapped.
         """
         if handle_id in self.received_fds or (handle_id == FENCE_HANDLE and self.fence is not None):
             os.close(fd)
@@ -395,8 +396,8 @@ class LiveSession:
             job.cancel()
 
     def check_fence(self, fence_index: int) -> None:
-        """Raises INVALID_FIELD unless a store with this fence index can be revoked. 0 means that
-        the store is never revoked."""
+        """Raises INVALID_FIELD if the session's fence page has no usable word `fence_index`, by
+        which the engine could revoke a store. Accepts 0, for a store that is never revoked."""
         if not 0 <= fence_index < FENCE_WORDS:
             raise HotKVError(
                 Reason.INVALID_FIELD,

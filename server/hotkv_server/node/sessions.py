@@ -32,7 +32,7 @@ class Sessions:
     """Opens and closes sessions (see the module). Iterates over the open sessions.
 
     save_state: saves new key spaces.
-    meet: asks tiers that nodes share about a key space.
+    meet: asks shared tiers for the epoch (number of flushes) of a key space.
     run_effects: carries out the effects of the core's decisions.
     """
 
@@ -198,8 +198,10 @@ class Sessions:
         """Maps and opens a session's memory. The descriptors of its files must have arrived over
         the descriptor socket.
 
-        Returns how the session's marks are made, and, if the server accepted less than was offered,
-        the reason. Raises INVALID_LAYOUT, INVALID_FIELD, DUPLICATE_ID, UNKNOWN_HANDLE,
+        order: the marks that the engine offers, by which transfers follow its device's work.
+
+        Returns the kind of marks that the server will read, and, if it accepted less than was
+        offered, the reason. Raises INVALID_LAYOUT, INVALID_FIELD, DUPLICATE_ID, UNKNOWN_HANDLE,
         UNKNOWN_SESSION.
         """
         await self._prepare(session, layout)

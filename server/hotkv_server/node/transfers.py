@@ -67,8 +67,8 @@ class Timings:
         return f"Timings({self.lookup_s.count} lookups, {self.ends.total()} transfers)"
 
     def answered(self, times: Histogram, began_s: float, answer: Answer) -> Answer:
-        """Counts the time from `began_s` to the answer. If `answer` is a task, that is when it
-        ends. Returns `answer`."""
+        """Counts the time from `began_s` to the answer in `times`: until now, or until the task
+        `answer` ends. Returns `answer`."""
         if isinstance(answer, asyncio.Task):
             answer.add_done_callback(lambda done: times.add(time.monotonic() - began_s))
         else:
@@ -160,7 +160,7 @@ class Deadline:
 BlockIds = Sequence[NDArray[np.int64]]
 """Block ids in the engine's memory, an array per run."""
 Finish = Callable[[Outcome, int], list[NDArray[np.uint8]]]
-"""Ends a transfer in the core, given its outcome and the bytes moved. Returns results, an array a
+"""Ends a transfer in the core, given its outcome and the bytes moved. Returns results, an array per
 run."""
 
 
@@ -214,7 +214,7 @@ class TransferCall:
 class Transfer:
     """One transfer, from its plan to its answer.
 
-    finish: called exactly once, also if the plan can't be made.
+    finish: ends the transfer in the core; called exactly once, also if the plan can't be made.
     after_copy: called in a copy thread when all bytes are copied; if it raises, the transfer fails.
 
     Always true: the answer comes after the last access to the transfer's memory. A load copies only
@@ -422,8 +422,8 @@ class Transfers:
     ) -> "asyncio.Future[TransferEnd]":
         """Starts a load. The future is done after the last write to the engine's memory.
 
-        after: writes begin only after this mark has passed.
-        message_bytes: size of the request's message.
+        after: writes begin only after the engine's device has passed this mark.
+        message_bytes: size of the request's message, which counts as memory of the transfer.
         """
         groups = [run.group_index for run in runs]
         call = self._admit(session, transfer_id, groups, block_ids, timeout_s, after, message_bytes)
@@ -456,9 +456,9 @@ class Transfers:
         """Makes room for a store, then starts it. The future is done when the blocks are committed
         or refused, after the last read of the engine's memory.
 
-        contents: an item per run, for events; or empty.
-        after: nothing is read before this mark has passed.
-        message_bytes: size of the request's message.
+        contents: token ids of each run, for events; may be empty.
+        after: reads begin only after the engine's device has passed this mark.
+        message_bytes: size of the request's message, which counts as memory of the transfer.
         """
         groups = [run.group_index for run in runs]
         call = self._admit(session, transfer_id, groups, block_ids, timeout_s, after, message_bytes)

@@ -110,7 +110,8 @@ class AccessControl:
 
     `admins`: proofs of admins over TCP.
 
-    Tenants and admins may be replaced, but not from some tenants to none or back.
+    Tenants and admins may be replaced while the server runs. Whether there are tenants at all must
+    not change.
     """
 
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
@@ -158,7 +159,7 @@ class AccessControl:
             )
 
     def may_link(self, peer: Peer) -> bool:
-        """Returns whether a tenant lists the user."""
+        """Returns True if any tenant lists a proof of this peer."""
         return any(tenant.proofs.match(peer) for tenant in self.tenants.values())
 
 

@@ -1,6 +1,6 @@
 """Checks of paths before a server starts, and of descriptors that peers send.
 
-Both refuse and say what to do.
+A failed check raises an error whose message says what to do.
 """
 
 import ctypes
@@ -63,14 +63,15 @@ def check_arena_dir(path: Path, *, is_private: bool) -> None:
 
 
 def check_sockets(paths: Iterable[Path]) -> None:
-    """Raises UnsafeError if a path of a socket has another file, or a socket of another user.
-    Sockets of an earlier server by this user or root are accepted."""
+    """Raises UnsafeError if a path of a socket has another kind of file, or a socket of another
+    user. Sockets of this user or root, left by an earlier server, are accepted."""
     for path in paths:
         _check_place(path, stat.S_ISSOCK, "socket")
 
 
 def check_files(paths: Iterable[Path]) -> None:
-    """Raises UnsafeError unless files in these places are regular files of this user."""
+    """Raises UnsafeError if a path has anything but a regular file of this user or of root. Missing
+    files are accepted."""
     for path in paths:
         _check_place(path, stat.S_ISREG, "regular file")
 

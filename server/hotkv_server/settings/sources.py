@@ -22,7 +22,7 @@ CLOSE_RATIO = 0.85
 HOTKV_EVENTS."""
 PREFIX = "HOTKV_"
 OTHERS = frozenset({"HOTKV_TARGET"})
-"""Variables of the command `hotkv`."""
+"""Variables with the prefix that are not settings of the server: the command `hotkv` reads them."""
 OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT(_\d+_(TCP|UDP)\w*)?$")
 BINARY_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 

@@ -8,7 +8,8 @@ from pydantic import BaseModel, ByteSize, Field, field_validator, model_validato
 
 MIB = 1 << 20
 SLABS = 512
-"""Slabs that an arena has at least if their size is not set, down to the smallest size."""
+"""Least number of slabs in an arena if their size is not set. An arena that is too small for as
+many slabs of SMALLEST_SLAB has fewer."""
 SMALLEST_SLAB, LARGEST_SLAB = 4 * MIB, 16 * MIB
 
 

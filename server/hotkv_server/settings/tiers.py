@@ -291,7 +291,8 @@ PEER_TO_PEER = "P2PHANDSHAKE"
 
 class MooncakeSettings(BaseModel, extra="forbid"):
     """A Mooncake Store that keeps blocks for many nodes. Separate clients (`mooncake_client`)
-    provide its memory. hotkv's children provide no memory, so killing a child loses no blocks."""
+    provide its memory. hotkv's child processes provide no memory, so killing them loses no
+    blocks."""
 
     master: str = Field(description="host:port of its master.")
     metadata_server: str = Field(
@@ -320,7 +321,8 @@ class MooncakeSettings(BaseModel, extra="forbid"):
 MIB, GIB = 1 << 20, 1 << 30
 MIN_SLAB_BYTES, MAX_SLAB_BYTES = 4 * MIB, 256 * MIB
 MIN_SLABS = 512
-"""Least number of slabs, unless they already have the smallest size."""
+"""Least number of slabs of a disk tier. A tier that is too small for as many slabs of
+MIN_SLAB_BYTES has fewer."""
 
 
 class DiskSettings(BaseModel, extra="forbid"):
@@ -389,5 +391,5 @@ class TierSettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
     @property
     def capacity(self) -> int:
-        """Most blocks below: 1 per 16 KiB."""
+        """Most blocks of the disk tier: 1 per 16 KiB of its size, and at least 4096."""
         return max(1 << 12, self.disk.bytes // (16 << 10))

@@ -1,10 +1,10 @@
 """Start-up: from the settings to the objects that the daemon runs.
 
 `places` checks and locks directories, `process` prepares the process, `arena` opens the memory,
-`cache` fills the core, `access` and `listeners` let clients in. The daemon owns the order. All
-steps raise StartError if they fail.
+`cache` makes the core and restores its blocks, `access` makes the access control, `listeners` opens
+the sockets. `daemon.py` calls these steps in order. All steps raise StartError if they fail.
 """
 
 
 class StartError(Exception):
-    """The server can't start. The message says how to mend it."""
+    """Raised if the server can't start. The message says how to fix the cause."""

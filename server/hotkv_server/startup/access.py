@@ -24,14 +24,15 @@ def tenant_shares(security: SecuritySettings) -> dict[str, TenantShare]:
 
 
 def linking_users(security: SecuritySettings) -> frozenset[int]:
-    """Returns the users that may link although tenants don't list them."""
+    """Returns the ids of users that may use the descriptor socket even if no tenant lists them."""
     return frozenset({os.getuid(), 0, *security.allowed_uids})
 
 
 def proofs(
     uids: Iterable[int], gids: Iterable[int], digests: Iterable[str], names: Iterable[str]
 ) -> Proofs:
-    """Returns the proofs. `digests`: SHA-256 of tokens, hexadecimal."""
+    """Returns the proofs of a tenant or of admins. `digests`: SHA-256 of tokens, hexadecimal.
+    `names`: names in client certificates."""
     return Proofs(
         frozenset(uids), frozenset(gids), frozenset(map(bytes.fromhex, digests)), frozenset(names)
     )

@@ -1,5 +1,5 @@
-"""The capabilities of a server: each has a folder, and its lines here. Without them a server starts
-and serves as before, except for the features of the capability."""
+"""The list of a server's capabilities: optional parts, each in a folder. If a capability's lines
+are removed here, the server starts and serves without the features of that capability."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -22,24 +22,26 @@ from hotkv_server.warm_start import capability as warm_start
 
 
 class OpenedBelow(Protocol):
-    """The parts that keep blocks below host memory, during a start. Its steps: open, add to the
-    core, restore, drive."""
+    """The opened tiers below host memory. A start calls `add_books`, `take_over` and `drive`, in
+    this order."""
 
     def add_books(self, core: CacheCore) -> None:
-        """Gives the core the books of the blocks below it."""
+        """Adds the books of the blocks in these tiers to the core."""
 
     def take_over(self, core: CacheCore) -> bool:
-        """Fills the books with the blocks that an earlier server left. Returns whether the core may
-        know more key spaces now. Blocks. Raises StartError."""
+        """Fills the books with the blocks that an earlier server left in the tiers. Returns True if
+        this may have registered key spaces in the core. Blocks. Raises StartError."""
 
     def drive(self, core: CacheCore, verifier: Verifier, memory: NodeMemory) -> BlocksBelow:
-        """Returns the object that the node drives. Raises StartError."""
+        """Returns the object through which the node moves blocks between host memory and the tiers.
+        Raises StartError."""
 
     def close(self) -> None:
-        """Releases its places for another server. Called after the node has ended."""
+        """Releases the tiers' folders for another server. Called after the node has ended."""
 
     def discard(self) -> None:
-        """Drops the notes beside the blocks. Called when the arena keeps no blocks. Blocks."""
+        """Removes the records of flushes, unless a tier's own folder keeps blocks. Called when the
+        arena is removed at the end. Blocks."""
 
 
 class Attaches(Protocol):
@@ -68,7 +70,8 @@ CAPABILITIES: tuple[Attaches, ...] = (
 
 
 def attach_all(settings: Settings, node: Node) -> None:
-    """Adds them to the node, which owns them from then on. Raises StartError."""
+    """Makes all capabilities and adds them to the node, which owns them from then on. Raises
+    StartError."""
     for module in CAPABILITIES:
         node.capabilities.append(module.attach(settings, node))
 

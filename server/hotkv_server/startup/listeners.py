@@ -34,7 +34,7 @@ class Listeners:
 
     @staticmethod
     async def open(settings: Settings, node: Node) -> "Listeners":
-        """Binds all of them and starts gRPC. Raises StartError."""
+        """Binds all listeners and starts gRPC. Raises StartError."""
         access, tickets = make_access_control(settings.security), Tickets()
         endpoints = make_endpoints(settings)
         uids = linking_users(settings.security)

@@ -1,5 +1,5 @@
-"""Prepares the process: limits, malloc, signals of memory, and memory that only the start
-needed."""
+"""Prepares the process: umask, limit of descriptors, malloc, signal handlers, and release of memory
+that only the start needed."""
 
 import ctypes
 import gc
@@ -41,8 +41,8 @@ def prepare() -> None:
 
 
 def settle() -> None:
-    """Prepares the process before it is ready: shorter turns of the GIL; frees garbage and pages of
-    the start."""
+    """Prepares the process right before it is ready: shortens the turns of the GIL, and frees
+    garbage and memory pages that only the start needed."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()

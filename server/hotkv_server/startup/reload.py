@@ -1,7 +1,8 @@
 """Reads the settings again while the server runs: at SIGHUP.
 
 Always true: unusable settings change nothing. Settings that need a restart are logged and keep
-their values. A session ends if it may no longer act for its tenant, or map the table that it maps.
+their values. A session ends if it may no longer act for its tenant, or no longer map the block
+table.
 All checks come before the first change.
 """
 
@@ -61,7 +62,7 @@ class Reloader:
         self._node = node
         self._listeners = listeners
         self.drain_timeout_s = settings.drain_timeout_s
-        """Longest time that a signal lets the server drain."""
+        """Longest time of a drain that SIGTERM or SIGINT begins, in seconds."""
 
     def __repr__(self) -> str:
         return f"Reloader({len(self._running)} settings)"

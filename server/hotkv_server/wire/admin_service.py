@@ -213,8 +213,8 @@ def _loads(
 def _limiting_group(
     space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, num_tokens: int
 ) -> int:
-    """Returns the first group that lacks a block needed to hit another aligned step; -1 if the
-    whole prompt hits."""
+    """Returns the first group that lacks a block for a longer hit, by one step of the largest block
+    size; -1 if the whole prompt hits."""
     groups = space.groups
     step = max(group.block_tokens for group in groups)
     if hit + step > num_tokens:
@@ -280,11 +280,12 @@ def _watched_request(value: WatchedReport) -> admin_pb2.WatchedRequest:
 
 
 MAX_TOLD = MAX_MESSAGE_BYTES - (1 << 10)
-"""Most characters of an answer. Names are nearly always ASCII: a byte each."""
+"""Most characters of an answer of `Tell`, which must fit into a message. Names are nearly always
+ASCII, a byte per character."""
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """See admin.proto."""
+    """Implements AdminService of admin.proto: the calls of operators."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -333,7 +334,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def _named(
         self, request: admin_pb2.EvictRequest | admin_pb2.PreviewEvictRequest
     ) -> NDArray[np.uint32] | None:
-        """Returns the words of the blocks that the request names; None for all blocks. Raises
+        """Returns the hash words of the blocks that the request names; None for all blocks. Raises
         HotKVError."""
         if request.all == bool(request.hashes):
             raise HotKVError(Reason.INVALID_FIELD, "hashes and all: give exactly one of them")

@@ -12,7 +12,7 @@ from hotkv_server.wire.errors import answer
 
 
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
-    """See cache.proto."""
+    """Implements CacheService of cache.proto."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -1,5 +1,6 @@
-"""The calls that the session stream and CacheService share: message in, message out, for a
-session."""
+"""The calls that the session stream (`SessionService.Connect`) and CacheService share. Each
+function takes the session and the request's message, and returns the answer or a task or future of
+it."""
 
 import asyncio
 import os
@@ -133,9 +134,11 @@ def _of_lease(node: Node, session: LiveSession, lease_id: str, error: HotKVError
 def acquire(
     node: Node, session: LiveSession, request: cache_pb2.AcquireLeaseRequest
 ) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]":
-    """Pins ready blocks. A session that has the arena can also ask for their offsets.
+    """Pins ready blocks. A session that was given the arena can also ask for the blocks' offsets in
+    it.
 
-    Returns a task if blocks must first be promoted from a tier, or compared.
+    Returns a task if blocks must first be promoted from a tier, or compared with their check
+    values.
     """
     began_s = time.monotonic()
     if request.wants_offsets and not session.has_arena:
@@ -179,8 +182,9 @@ async def _acquire_later(
 async def unless_flushed(
     node: Node, session: LiveSession, groups: list[HashList]
 ) -> list[HashList]:
-    """Returns the lists if blocks in host memory may be granted; otherwise lists of random hashes,
-    of the same lengths, that match no block."""
+    """Returns the lists if blocks in host memory may be granted. If the blocks may be older than a
+    flush on another node, returns lists of random hashes, of the same lengths, that match no
+    block."""
     key_space_id = session.record.key_space_id
     if node.tiers is None or await node.tiers.epochs.wait_to_serve(key_space_id):
         return groups
@@ -222,7 +226,7 @@ async def _in_place_later(
 async def reserve(
     node: Node, session: LiveSession, request: cache_pb2.ReserveBlocksRequest
 ) -> cache_pb2.ReserveBlocksResponse:
-    """Reserves slots."""
+    """Reserves slots for blocks, which the client's stores under the same lease fill."""
     runs = block_runs(session, request.runs)
     ttl_s = fields.seconds("ttl_ms", request.ttl_ms)
     retention = cache.read_retention("retention", request.retention)
@@ -250,7 +254,8 @@ def release(
 def load(
     node: Node, session: LiveSession, request: cache_pb2.LoadRequest
 ) -> "asyncio.Future[TransferEnd]":
-    """Starts a load."""
+    """Starts a load: a copy of leased blocks to the engine's memory. The future is done when it has
+    ended."""
     named, block_ids = cache.read_load_runs(request.runs, session.group_index)
     positions = [LoadPositions(*one) for one in named]
     timeout_s = fields.seconds("timeout_ms", request.timeout_ms)
@@ -273,7 +278,7 @@ def load(
 async def store(
     node: Node, session: LiveSession, request: cache_pb2.StoreRequest
 ) -> "asyncio.Future[TransferEnd]":
-    """Makes room for a store, then starts it."""
+    """Makes room for a store, then starts it. Returns a future that is done when it has ended."""
     runs = block_runs(session, request.runs)
     block_ids = [fields.int32s("runs.block_ids", run.block_ids) for run in request.runs]
     timeout_s = fields.seconds("timeout_ms", request.timeout_ms)

@@ -1,10 +1,11 @@
 """The descriptor socket: issues tickets, receives engine memory, and sends read-only descriptors of
 arena and table, by SCM_RIGHTS. docs/wire.md has its protocol.
 
-SO_PEERCRED gives the peer's user, who must be an allowed user or a tenant's. A peer asks for a
-ticket, which proves its user in a session, or links a session. Always true: the server closes a
-link only after the last access to the session's memory, and the kernel closes it when this process
-dies. So the end of a link tells the client that it may reuse its memory.
+SO_PEERCRED gives the peer's user, who must be an allowed user or a tenant's. A peer sends one of
+two requests: it asks for a ticket, with which a session proves its user, or it links a session and
+sends its memory. The connection of a link stays open. Always true: the server closes a link only
+after the last access to the session's memory, and the kernel closes it when this process dies. So
+the end of a link tells the client that it may reuse its memory.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ def _resolve(future: "asyncio.Future[None]") -> None:
 class DescriptorServer:
     """Listens on `path`, and serves tickets and links until closed.
 
-    allowed_uids: users that may link even if no tenant lists them.
+    allowed_uids: ids of users that may link sessions even if no tenant lists them.
     arena_writers: users who get a writable arena, if they may map it.
     Both can be replaced; a change affects later links only.
     """

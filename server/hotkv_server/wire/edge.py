@@ -1,5 +1,6 @@
-"""Shared by a listener's services: the listener's objects, the calls as capabilities serve them,
-and the prompts that a call names.
+"""Helpers that the services of a listener (socket or port) share: `Edge` has the listener's
+objects, `calls_of` returns the calls as capabilities wrap them, and `prompt_hashes` reads the
+prompt that a call names.
 """
 
 import asyncio
@@ -24,15 +25,17 @@ from hotkv_server.wire import calls
 from hotkv_server.wire.guard.limits import Guests, Pace
 
 MAX_SELECT_STREAMS = 64
-"""Most selection streams on a listener. The bound of all calls includes them."""
+"""Most streams of SelectBlocks on a listener. The bound of all calls includes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One listener.
+    """The objects of one listener, which its services use.
 
     identify: given a call's message, which may hold a ticket, and its context, returns the peer
         with its proofs. Raises HotKVError for an invalid proof.
+    pace: delays answers to malformed messages.
+    guests: bounds the calls that may last without a session.
     """
 
     node: Node
@@ -78,7 +81,8 @@ def calls_of(node: Node) -> Calls:
 
 
 def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
-    """Returns words [n, 8], a row for each full hash block.
+    """Returns the block hashes of a prompt, words [n, 8]: a row for each full hash block (of
+    `hash_block_tokens` tokens).
 
     hashes: packed hashes; if empty, they are computed from the tokens.
     token_ids: packed int32.

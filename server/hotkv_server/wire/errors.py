@@ -43,7 +43,7 @@ CODES: dict[Reason, grpc.StatusCode] = {
     Reason.RESIDENCY_TOO_LARGE: grpc.StatusCode.FAILED_PRECONDITION,
     Reason.UNKNOWN_RESIDENCY: grpc.StatusCode.NOT_FOUND,
 }
-"""Covers every `Reason`; a test proves it."""
+"""gRPC code of each reason. A test proves that every `Reason` is listed."""
 
 ABOUT_RIGHTS = frozenset(
     {
@@ -62,7 +62,7 @@ Answer = TypeVar("Answer", bound=Message)
 
 
 class _Throttle(logging.Filter):
-    """Passes at most `lines_per_s` lines a second."""
+    """Lets at most `lines_per_s` lines of the log pass per second."""
 
     def __init__(self, lines_per_s: int) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ async def answer(node: Node, context: Any, call: Callable[[], Awaitable[Answer]]
         await abort(context, as_refusal(node, error, f"peer={context.peer()}"))
 
 
-# Streams over a feed: shared by both kinds of server stream.
+# Streams over a feed: shared by all calls that answer with a stream of the node's items.
 #
 # The first answer is empty: it says that reading has begun. A reader that is too slow misses items
 # and learns how many it missed.
@@ -151,7 +151,8 @@ async def stream(
 
     message: returns the wire message of an item; None if the client did not ask for it.
     response: makes an answer of messages and the number of lost items.
-    first: yields items that precede those of the feed, which begins before them.
+    first: yields items to send before the feed's items. The feed's reader is opened before `first`
+        is called, so no item is missed between the two.
     """
     try:
         if key_space_id:

@@ -1,9 +1,9 @@
-"""Health checking by gRPC's standard service (grpc.health.v1). A watcher that does not read blocks
-neither the server nor other watchers.
+"""Health checking by gRPC's standard service (grpc.health.v1). If a client watches the health and
+does not read the answers, the server and other watchers do not wait for it.
 
-The servicer of grpcio-health-checking holds a lock while it writes to a watcher, and needs the same
-lock to record a change. A client with a closed window would stop the server from reporting its
-health, and so from notifying its watchdog.
+That is why the servicer of grpcio-health-checking is not used: it holds a lock while it writes to a
+watcher, and needs the same lock to record a change. A client that stops reading would stop the
+server from reporting its health, and so from notifying systemd's watchdog.
 """
 
 import asyncio

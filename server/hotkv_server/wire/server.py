@@ -59,14 +59,14 @@ that may last has its own bound, which a client can't use up for other kinds. So
 room for calls that are answered at once, above all health.
 """
 WINDOW_BYTES = 64 << 10
-"""Bytes that gRPC receives of a message that no code reads."""
+"""Bytes of a message that gRPC receives while no code reads the call's stream."""
 NUM_LISTENERS = 3
 MAX_INCOMPLETE_BYTES = (
     MAX_SESSIONS + 2 * MAX_SELECT_STREAMS + MAX_GUESTS
 ) * MAX_MESSAGE_BYTES + NUM_LISTENERS * MAX_CALLS * WINDOW_BYTES
 """Most bytes of incomplete messages. From every stream that the server reads, gRPC buffers the
-bytes sent so far, up to the size that the message's head declares. A head that declares more than
-MAX_MESSAGE_BYTES ends the call. Two of the listeners have selections.
+bytes sent so far, up to the size that the prefix of the message declares. A prefix that declares
+more than MAX_MESSAGE_BYTES ends the call. Two of the listeners serve streams of SelectBlocks.
 """
 MAX_CALLS_OF_CONNECTION = 256
 HANDSHAKE_TIMEOUT_S = 10
@@ -104,6 +104,9 @@ class Endpoints:
 
     tcp_address: empty for no TCP.
     tls: None for TCP without TLS.
+    malformed_per_s: answers to malformed messages per second; more of them wait.
+    audit: admin calls to record: off, changes or all.
+    audit_file: None records them in the server's log.
     """
 
     socket: Path

@@ -52,8 +52,10 @@ log = logging.getLogger(__name__)
 # The calls of a session's stream: which function serves which message, and when it answers.
 #
 # Always true: a call with a request id is answered once. Transfers are answered when they end.
-# Leases and residencies whose blocks must be compared with their check values are answered after
-# the comparison. All other calls are answered at once.
+# Lookups and leases that must wait for a tier are answered after that, and leases and residencies
+# whose blocks must be compared with their check values after the comparison. Other calls are
+# answered before the next request of the session is served, unless a capability answers with a
+# task.
 
 
 class SessionCalls:
@@ -209,11 +211,11 @@ NOTICE_PAUSE_S = 0.02
 
 
 UNREAD_ANSWERS, UNREAD_BYTES = 256, 4 << 20
-"""A client with this many unread answers, or unread bytes, is not read from until it has read
-some."""
+"""While a client has this many unread answers, or unread bytes, the server reads no requests from
+it."""
 KEPT_BYTES, SLOW_READER_S = 64 << 10, 5.0
-"""A client that leaves more bytes than this unread, and reads none for this time, is
-disconnected."""
+"""A client is disconnected if it leaves more than KEPT_BYTES unread and reads none of them for
+SLOW_READER_S."""
 OUTBOX_BYTES = 32 << 20
 
 
@@ -222,7 +224,8 @@ class SessionOutbox:
 
     write: sends a message, and waits while the client reads too slowly.
     on_end: ends the session, given the reason.
-    takes_batches: the client takes several messages in one, after the first message.
+    takes_batches: True if the client accepts one message that carries several. The first message is
+        always sent alone.
 
     Always true: the outbox is bounded, by messages and by bytes. The session ends if the client
     lets it fill up, or leaves much unread and reads none of it for some seconds.
@@ -463,7 +466,7 @@ FIRST_MESSAGE_TIMEOUT_S = 10.0
 
 
 class SessionService(session_pb2_grpc.SessionServiceServicer):
-    """See session.proto."""
+    """Implements SessionService of session.proto."""
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge

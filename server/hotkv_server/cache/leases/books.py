@@ -1,4 +1,4 @@
-"""All books of the core, and how a use of ready blocks changes them.
+"""All books (objects with state) of the core, and how a use of ready blocks changes them.
 
 `ReadLeases`, `Loads`, `Reservations` and `Stores` each change the books for a single kind of call.
 `CacheCore` checks that the books agree.
@@ -29,10 +29,11 @@ from hotkv_server.cache.values import (
 class CacheBooks:
     """The books of a node's cache, which starts empty.
 
-    client_memory: bounds the memory of clients' books.
-    words, marks, grace: state for readers of the arena, of this server and an earlier one.
+    client_memory: bounds the memory that clients' leases, transfers and sequences use.
+    words, marks, grace: state for clients that read the arena directly, of this server and of an
+        earlier server.
 
-    `readers`: memory of those readers; None if the arena has no readers.
+    `readers`: memory that those clients read; None if there are no such clients.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class CacheBooks:
 
 
 class Uses:
-    """Answers lookups, and records uses in the books."""
+    """Answers lookups, and records uses of blocks."""
 
     def __init__(self, books: CacheBooks) -> None:
         self._books = books
@@ -127,7 +128,8 @@ class Uses:
         self._pin(self._ready(session, hash_list), until_s)
 
     def note(self, entries: Entries, retention: Retention, now_s: float) -> None:
-        """Touches ready entries, in chain order, and pins them for as long as `retention` asks."""
+        """Records a use of ready entries, in chain order, and pins them for as long as `retention`
+        asks."""
         self._books.space.touch(entries, now_s, retention)
         for one in self._books.below:
             one.offer_used(entries)

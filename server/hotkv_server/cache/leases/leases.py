@@ -29,7 +29,7 @@ from hotkv_server.integrity.check_values import Sums
 # Read and write leases: which owner holds which entries, and until when.
 #
 # Always true: every lease has an owning engine, the session that acquired it, and an expiry. A
-# lease with running copies is never settled, however late it is. An entry that a read lease pins is
+# lease with running copies does not end, however late it is. An entry that a read lease pins is
 # unpinned exactly once. An entry that a write lease reserves is published or dropped exactly once.
 # A lease records which blocks its first call named, so that its id is refused for other blocks.
 # Leases count for their `owner` by number and by `weight` in bytes, see `FairBound`.
@@ -49,7 +49,7 @@ def content_of(groups: Sequence[HashList]) -> int:
 
 @dataclass(slots=True)
 class ReadLease:
-    """Pins ready entries.
+    """A lease that pins ready entries, so that an engine can load them.
 
     groups: for each group of the call, (group index, entry number of each hash; 0 if not pinned).
     content: `content_of` the call that acquired it.
@@ -86,13 +86,13 @@ class ReadLease:
 
 @dataclass(slots=True)
 class WriteLease:
-    """Owns reserved entries until each is published or dropped. Its first call decides which blocks
-    it owns, for all ranks.
+    """A lease that owns reserved entries until each is published (made ready) or dropped. Its first
+    call decides which blocks it owns, for all ranks.
 
-    listed: mixed keys of the blocks that the first call named.
+    listed: keys of the blocks that the first call named, as `BlockIndex.mixed` returns them.
     entries: entry numbers that are still reserved.
     shards_seen: bitmask of shards whose store has ended.
-    parts: entries that copies have written, and the sums of the bytes written.
+    parts: entries that copies have written, and sums of the bytes written, for check values.
     """
 
     engine_id: str
@@ -168,8 +168,8 @@ def read_weight(num_lists: int, num_blocks: int) -> int:
 
 
 def write_weight(num_blocks: int, num_shards: int) -> int:
-    """Returns the approximate bytes of memory that a write lease on so many blocks uses at most:
-    keys and entries, and entries and sums per shard."""
+    """Returns the approximate bytes of memory that a write lease on so many blocks uses at most: a
+    key and an entry number per block, and an entry number and a sum per block and shard."""
     return LEASE_BYTES + (12 + 12 * num_shards) * num_blocks
 
 
@@ -297,7 +297,8 @@ class LeaseBook:
             )
 
     def check_room(self, owner: str, field: str, weight: int) -> None:
-        """Raises OVERLOADED unless the owner may have one more lease of this weight."""
+        """Raises OVERLOADED unless the owner may have one more lease of this weight, in bytes of
+        memory. `field`: the call's field that the error names."""
         if weight > self.memory.room(owner):
             refusal = self.memory.refusal(owner, "bytes of lists of leases")
             raise HotKVError(Reason.OVERLOADED, f"{field}: {refusal}; release some first")
@@ -365,7 +366,7 @@ class LoadTransfer:
 
 @dataclass(slots=True)
 class StoreTransfer:
-    """A store of a shard.
+    """A store of one shard (a rank's part) of some blocks.
 
     lease: None if no block was reserved.
     pins: pins the blocks that the store makes ready; None if they are not pinned.

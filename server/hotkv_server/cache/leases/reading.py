@@ -128,7 +128,8 @@ class ReadLeases:
         return pinned, total
 
     def _note_use(self, group_index: int, entries: Entries, now_s: float) -> None:
-        """Counts hits and misses of a list. Records a use of the pinned blocks."""
+        """Counts the hits and misses of a list, and records a use of its pinned blocks. `entries`:
+        0 for a miss."""
         counters, found = self._books.counters, entries[entries != 0]
         if group_index < MAX_GROUPS:
             self._books.space.touch(found, now_s)

@@ -1,9 +1,9 @@
 """Retention pins: entries that requests asked to retain, pinned until a given time.
 
-Always true: an entry has at most one hold, which lasts until the latest time requested. A held
-entry has exactly one pin from here. Held bytes never exceed the budget, nor a tenant's held bytes
-its share of the budget. An entry that does not fit is not held. A hold has no owner: it outlives
-the session that requested it.
+Always true: an entry has at most one hold, which lasts until the latest time requested. A hold is
+exactly one pin. All held bytes together never exceed the budget, and a tenant's held bytes never
+exceed its share of the budget. An entry that does not fit is not held. A hold has no owner: it
+outlives the session that requested it.
 """
 
 from collections.abc import Iterator

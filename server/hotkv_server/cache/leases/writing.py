@@ -47,16 +47,17 @@ from hotkv_server.integrity.check_values import Sums, sealed
 
 _END = object()
 NO_SPACE, RESERVED = np.uint8(BlockResult.NO_SPACE), np.uint8(BlockResult.RESERVED)
-"""As numpy's numbers: in an enum's member numpy looks for attributes that are not there."""
+"""`BlockResult` values as numpy numbers. Numpy is slower with members of an enum, in which it first
+looks for array attributes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
     """State of the blocks that the runs of a call name.
 
-    words: entry words of each run.
-    staying: ready entries that are not evicted for the call: the named entries, the blocks of named
-        representations, and the entries before them in their chains.
+    words: entry words of each run, as `BlockIndex.find` returns them.
+    staying: ready entries that must not be evicted to make room for the call: the named entries,
+        the blocks of named representations, and the entries before them in their chains.
     """
 
     words: tuple[Entries, ...]
@@ -67,11 +68,11 @@ class Named:
 class CheckedCall:
     """A call that passed its checks.
 
-    listed: mixed keys of its blocks, run after run, without representations.
-    named: state of its blocks, for a call whose lease is new; None if other calls ran since it was
-        looked up.
+    listed: keys of its blocks (`BlockIndex.mixed`), run after run, without representations.
+    named: state of its blocks. None if the call joins a lease, or if other calls ran since the
+        state was looked up.
     ttl_s: lifetime of its lease.
-    weight: weight of its lease, if `named` is set.
+    weight: bytes of memory that its new lease counts for (`write_weight`); valid if `named` is set.
     """
 
     runs: list[Run]
@@ -99,10 +100,13 @@ class Reservations:
         *,
         has_promise: bool = False,
     ) -> Parts[CheckedCall]:
-        """Makes room for a `reserve`, which must follow right after the last part. Evicts no block
-        that the runs name. A lease that exists has its room already.
+        """Makes room, in parts, for a `reserve`, which must follow right after the last part.
+        Evicts no block that the runs name. Makes no room if the lease exists: its blocks are
+        reserved already.
 
         If `reserve` would raise, raises before it evicts anything.
+
+        has_promise: True if the call's residency has reserved the room.
         """
         record = self._books.catalog.record(session.key_space_id)
         ttl_s = lifetime_s(self._books.config, ttl_s)
@@ -127,8 +131,8 @@ class Reservations:
         has_promise: bool = False,
         keep_at_s: float | None = None,
     ) -> Parts[Named | None]:
-        """Makes room for any call that adds these blocks. Returns their state; None if other calls
-        ran in between.
+        """Makes room, in parts, for any call that adds these blocks. Returns their state; None if
+        other calls ran in between.
 
         has_promise: as in `Room.make`.
         keep_at_s: as in `Room.make`.
@@ -268,7 +272,7 @@ class Reservations:
         return lease
 
     def _listed(self, key_space_id: int, runs: list[Run]) -> Keys:
-        """Returns the mixed keys of all blocks of the runs, run after run, without
+        """Returns the keys (`BlockIndex.mixed`) of all blocks of the runs, run after run, without
         representations."""
         index = self._books.space.index
         keys = [

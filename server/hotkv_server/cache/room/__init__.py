@@ -1,1 +1,2 @@
-"""Slots: the pool, its tenants and policies, and making room. Pure."""
+"""Slots of the arena: the pool, the tenants' shares of it, eviction policies, and making room.
+Pure: no clock, no I/O, no threads."""

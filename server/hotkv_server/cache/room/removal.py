@@ -134,10 +134,11 @@ class Books:
 class Removal:
     """Removes entries of a tier.
 
-    effects: notices since `take_effects`.
-    now_s: time of the last session opening or expiry of leases; 0 before the first.
-    ages_s: seconds between an evicted block's last use and its eviction. Counted only once the time
-        is known.
+    effects: eviction notices that `take_effects` has not returned yet.
+    now_s: the current time, about: the core sets it when a session opens and when leases expire.
+        0 before that.
+    ages_s: seconds between an evicted block's last use and its eviction. Not counted while `now_s`
+        is 0.
     """
 
     def __init__(self, books: Books) -> None:
@@ -192,8 +193,8 @@ class Removal:
         return len(entries)
 
     def flush(self, entries: Entries, cause: Cause = Cause.FLUSH) -> None:
-        """Removes ready blocks, with a notice. Pinned blocks keep their slots until they are
-        reaped."""
+        """Removes ready blocks, with a notice. Pinned blocks keep their slots until `reap` frees
+        them."""
         keys = self.index.mixed(entries)
         parts = self.index.parts(self.index.table.records[entries])
         self._give_notice(parts, keys, cause)
@@ -214,12 +215,13 @@ class Removal:
 
     def forsake(self, entries: Entries) -> None:
         """Detaches reserved entries that are pinned, without a notice. They keep their slots until
-        they are reaped."""
+        `reap` frees them."""
         self._books.policy.forget(entries, self.index.mixed(entries), evicted=False)
         self.index.detach(entries)
 
     def reap(self, entries: Entries) -> None:
-        """Frees the slots of the given entries that are detached and not pinned."""
+        """Frees the slots of the given entries that are detached (flushed while pinned) and not
+        pinned any more."""
         if not len(entries):
             return
         detached = (
@@ -239,7 +241,7 @@ class Removal:
         return self._removed.causes(self.index.mixed_hashes(key_space_id, group_index, hashes))
 
     def remember(self, keys: Keys, cause: Cause) -> None:
-        """Remembers why keys were removed that are not in this index."""
+        """Records why keys that are not in this index were removed; `causes` returns it."""
         self._removed.add(keys, cause)
 
     def _give_notice(self, parts: Sequence[Words], keys: Keys, cause: Cause) -> None:
@@ -266,8 +268,8 @@ block is soon stored again, beside other blocks."""
 
 
 # Which slabs to empty for a slot size: arithmetic over arrays with a value per slab. A window is as
-# many neighbouring slabs as a run of that size needs. Its cost is the cost of its dearest slab. A
-# slab that can't be emptied costs inf.
+# many neighbouring slabs as a run of that size needs. The cost of a window is the highest cost of
+# its slabs. A slab that can't be emptied costs inf; a free slab costs -inf.
 
 
 def dearest_in_windows(cost: NDArray[np.float64], length: int) -> NDArray[np.float64]:
@@ -288,8 +290,11 @@ def choose_windows(
     *,
     skips_free: bool = False,
 ) -> Parts[int]:
-    """Marks the cheapest windows in turn, the i-th while it costs less than `limits[i]`. Returns
-    how many it marked. Sets their `cost` to inf. `skips_free`: ignores windows that are free."""
+    """Marks the cheapest windows in `chosen`, one after another, until the i-th costs `limits[i]`
+    or more. Sets the `cost` of their slabs to inf. Returns how many windows it marked.
+
+    skips_free: ignores windows whose slabs are all free.
+    """
     if length == 1 and not skips_free:
         order = np.argsort(cost, kind="stable")[: len(limits)]
         is_cheap = np.append(cost[order] < limits[: len(order)], False)
@@ -314,11 +319,12 @@ def choose_windows(
 
 
 def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> NDArray[np.float64]:
-    """Returns the highest cost allowed for each further window, float64 [runs that `num_slots`
-    slots need].
+    """Returns for each window in turn the cost below which it is emptied, float64 [runs that
+    `num_slots` slots need]. Above that cost it is better to evict blocks of the receiving size.
 
-    own: heat of the size's own coldest blocks, rising. A window that spares the first i of them may
-        cost as much as the next. Inf if there are too few: any slab is better than a refusal.
+    own: heat of the coldest blocks of the receiving size, rising. If the windows before have
+        spared the first i of them, the limit is the heat of the next. The limit is inf if `own`
+        has too few blocks to make room: emptying any slab is better than a refusal.
     """
     spared = np.arange(0, num_slots, slots_per_run)
     next_own = np.append(own, np.inf)[np.minimum(spared, max(0, len(own) - 1))]
@@ -368,11 +374,12 @@ class Rebalancer:
         *,
         is_enough: Callable[[], bool] | None = None,
     ) -> Parts[None]:
-        """Empties slabs of other sizes until `num_slots` slots are free, or no slab is worth
-        emptying.
+        """Empties slabs of other sizes, in parts, until `num_slots` slots of this size are free, or
+        no slab is worth emptying.
 
+        taker: the tenant that needs the slots.
         payers: whose blocks may be evicted, tried in this order.
-        is_enough: ends the work in place of the number of free slots.
+        is_enough: if given, the work ends when this returns True, and not when the slots are free.
         """
 
         def has_free_slots() -> bool:
@@ -382,8 +389,9 @@ class Rebalancer:
         slab_bytes = self._pool.slab_bytes
         shortest = (-(-slot_bytes // slab_bytes), max(1, slab_bytes // slot_bytes))
         for paying in payers:
-            # Whole runs lose least at their ends; pins may leave only gaps that are too short. At
-            # last gaps are lengthened, because the rest of a gap may lack a slab for a slot.
+            # First for whole runs, which lose least at their ends. Then for the shortest runs,
+            # because pinned blocks may leave only short gaps. At last lengthens gaps, which may
+            # lack a slab for a slot.
             whole = self._pool.run_of(slot_bytes)
             ways = [(whole, False)] if whole == shortest else [
                 (whole, False), (shortest, False), (shortest, True)
@@ -404,7 +412,7 @@ class Rebalancer:
 
         First chooses slabs that are wholly colder than the size's own coldest blocks, then slabs
         with at most `HOT_SHARE` hotter blocks. Free slabs count as chosen unless `skips_free`.
-        `run`: the slabs and the slots of a run that is made room for.
+        `run`: number of slabs and of slots of the run to make room for.
         """
         if skips_free:
             num_slots = max(1, num_slots - self._pool.available_slots(slot_bytes))
@@ -421,9 +429,9 @@ class Rebalancer:
         return (yield from self._empty(chosen, may_go))
 
     def _may_go(self, taker: int, paying: Payers) -> Parts[MayGo]:
-        """Returns a function that tells which entries may be evicted for a tenant. If guarantees
-        limit the number, the coldest may be evicted. Valid for entries that exist at the time of
-        the call."""
+        """Returns a function that tells which entries may be evicted for the tenant `taker`. If
+        other tenants' guarantees limit their number, these are the coldest. Valid for entries that
+        exist at the time of the call."""
         books = self._books
         if not books.tenants.is_used or paying is Payers.ANYBODY:
             return self.index.evictable
@@ -472,7 +480,8 @@ class Rebalancer:
         return self._of_runs(np.maximum, cost), np.sort(own)[:num_slots]
 
     def _of_runs(self, put_together: np.ufunc, of_slabs: NDArray[Any]) -> NDArray[Any]:
-        """Returns for each slab the values of all slabs of its run, put together."""
+        """Combines the values of all slabs of a run with the ufunc `put_together`. Returns for each
+        slab the combined value of its run."""
         heads = self._pool.slab_head()
         of_runs = of_slabs.copy()
         is_later = heads != np.arange(len(heads))
@@ -480,8 +489,9 @@ class Rebalancer:
         return of_runs[heads]
 
     def _keep_floors(self, cost: NDArray[np.float64], owner: Int64s, slot_bytes: int) -> None:
-        """Sets the cost of slabs that floors reserve to inf: for each other size its dearest slabs
-        down to its floor, and as many free slabs as it is short of."""
+        """Sets the cost of slabs that other sizes are promised (`SlabFloors`) to inf: of each other
+        size its most costly slabs, as many as its floor needs, and as many free slabs as it is
+        short of."""
         floors = self._pool.floors
         for size in floors.sizes():
             if size != slot_bytes:

@@ -13,13 +13,13 @@ from hotkv_server.cache.values import Cause
 REMEMBERED_KEYS = 1 << 16
 """Removed keys that are remembered."""
 MAX_FRESH = 1 << 12
-"""Keys removed before the sorted copy is rebuilt."""
+"""Number of removals after which the next call of `causes` rebuilds the sorted copy."""
 
 CAUSE_BITS = 3
 CAUSE = np.uint64((1 << CAUSE_BITS) - 1)
 LOWER = np.uint64((REMEMBERED_KEYS << CAUSE_BITS) - 1)
-"""Bits of a key that are not compared: a sorted copy has place and cause there. Of a thousand
-million other keys two or so count as removed."""
+"""Bits of a key that are not compared, because the sorted copy stores place and cause in them. So
+about 2 of 1e9 keys that were not removed are mistaken for removed keys."""
 
 Causes = NDArray[np.uint8]
 """Values of `Cause`."""
@@ -72,15 +72,15 @@ class RemovedKeys:
 
 
 def _sorted(keys: Keys, causes: Causes) -> Keys:
-    """Packs each key's upper bits, its place and its cause into 64 bits, and sorts them: for equal
-    keys the last place comes last."""
+    """Packs the upper bits of each key, its position in `keys` and its cause into 64 bits. Returns
+    them sorted; of equal keys, the one that was removed last comes last."""
     places = np.arange(len(keys), dtype=np.uint64)
     return np.sort((keys & ~LOWER) | places << np.uint64(CAUSE_BITS) | causes)
 
 
 def _found(keys: Keys, packed: Keys) -> Causes:
-    """Returns the cause of the last place of each key [n]; `Cause.NONE` for a key that is not in
-    `packed`, which is not empty."""
+    """Returns the cause of the last removal of each key [n]; `Cause.NONE` for a key that is not in
+    `packed` (the result of `_sorted`, not empty)."""
     last = packed[np.searchsorted(packed, keys | LOWER, side="right") - 1]
     causes = np.where((last ^ keys) & ~LOWER == 0, last & CAUSE, 0)
     return causes.astype(np.uint8)

@@ -19,11 +19,13 @@ from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Int64s, TenantSh
 
 
 FLOOR_SHARE = 64
-"""The floor is 1/64 of the capacity: an owner may hold that much as long as any is free."""
+"""The floor is 1/64 of the capacity. An owner may hold up to the floor as long as units are free,
+however much other owners hold."""
 
 
 class FairBound:
-    """Counts what each owner holds."""
+    """Counts the units of a bounded resource that each owner holds. `room` returns how many more an
+    owner may acquire."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -74,8 +76,8 @@ class FairBound:
 
 
 class BoundShare(FairBound):
-    """One kind of objects among several that share a bound. Each object counts as `unit` of the
-    bound."""
+    """Bounds one of several kinds of objects that share a `FairBound`. Each object of this kind
+    uses `unit` units of the shared bound."""
 
     def __init__(self, bound: FairBound, unit: int = 1) -> None:
         super().__init__(bound.capacity // unit)
@@ -118,8 +120,9 @@ class BoundShare(FairBound):
 
 
 class Payers(enum.Enum):
-    """Whose blocks may be evicted for a tenant's new blocks. OTHERS: other tenants' above their
-    guarantees. ALL: also the tenant's own. ANYBODY: any tenant's, guarantees ignored."""
+    """Whose blocks may be evicted for a tenant's new blocks. OTHERS: blocks of other tenants, down
+    to their guarantees. ALL: also the tenant's own blocks. ANYBODY: blocks of any tenant, without
+    regard to guarantees."""
 
     OTHERS = enum.auto()
     ALL = enum.auto()
@@ -180,7 +183,8 @@ class TenantBook:
 
     def share_out(self, shares: Mapping[str, TenantShare]) -> None:
         """Replaces the shares. A tenant that is not listed has no guarantee and no bound.
-        `over_bound` returns what tenants hold above their new bounds. Raises as `check_shares`."""
+        `over_bound` then returns the tenants that exceed their new bounds. Raises as
+        `check_shares`."""
         self.check_shares(shares)
         names = [*self._names, *(name for name in shares if name not in self._names)]
         guaranteed, burst = self._checked(shares.get(name, TenantShare()) for name in names)
@@ -250,8 +254,8 @@ class TenantBook:
         return max(0, int(min(self._burst[tenant], self.capacity_bytes - others)))
 
     def kept_for_others(self, tenant: int, share: float, taken: Mapping[int, int]) -> int:
-        """Returns the bytes that the other tenants have taken (`taken`), or `share` of their
-        guarantees if that is more."""
+        """Returns a sum of bytes over the other tenants: for each, its bytes in `taken` (by
+        tenant), or `share` of its guarantee if that is more."""
         others = {*range(len(self._guaranteed)), *taken} - {tenant}
         return sum(
             max(
@@ -281,13 +285,13 @@ class TenantBook:
         return allowed
 
     def may_claim(self, taker: int, more_bytes: int) -> bool:
-        """Returns True if a tenant with `more_bytes` more stays within its guarantee. Other
-        tenants' blocks are then evicted first."""
+        """Returns True if the tenant would stay within its guarantee with `more_bytes` more. Blocks
+        of other tenants are then evicted for it first."""
         return self.is_used and bool(self.used[taker] + more_bytes <= self._guaranteed[taker])
 
     def portions(self, taker: int, slot_bytes: int, count: int) -> tuple[int, ...]:
-        """Returns the steps, each a total, in which to make room for `count` slots: first what the
-        tenant may claim, then all."""
+        """Returns the numbers of slots to make room for, step by step: first the slots within the
+        tenant's guarantee, if it has room for some, then all `count`."""
         claimed = (
             int(self._guaranteed[taker] - self.used[taker]) // slot_bytes if self.is_used else 0
         )
@@ -318,7 +322,7 @@ class TenantBook:
         assert np.all(self.used <= self._burst), "a tenant is beyond its burst bound"
 
 
-# The pin budget: what residencies, holds and leases without a load may pin together.
+# The pin budget: bytes that residencies, holds and leases without a load may pin together.
 #
 # Always true: once residencies have reserved or pinned anything, a part of the arena
 # (`STORE_SHARE`) stays free for stores, whatever the shares of the three kinds. Without
@@ -335,7 +339,7 @@ def most_pinned(capacity_bytes: int) -> int:
 
 
 class PinBudget:
-    """Pinned bytes by kind. Each kind counts its own.
+    """Pinned bytes by kind of pin. The module that makes a kind of pin updates its count.
 
     resident_bytes: reserved for residencies or pinned by them.
     held_bytes: pinned by requests' holds.

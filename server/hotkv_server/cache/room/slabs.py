@@ -88,18 +88,18 @@ class FreeSlots:
 
 
 class SlabFloors:
-    """Number of slots of each size that were promised, so that enough slabs stay available for
-    them.
+    """The number of slots of each size that were promised, for example to residencies: the floor of
+    the size. Keeps enough slabs available for them. A promise in bytes alone would be weak, because
+    a pinned slot blocks its slab for every other slot size.
 
     lent: returns the number of slabs that a size has.
     num_free: returns the number of free slabs.
 
-    A promise in bytes alone is weak: a pinned slot blocks its slab for every other slot size.
-    Always true between two calls of the core: as many slabs are free as the sizes with a floor are
-    short of. A size gets free slabs only if enough stay free for other floors. It gives slabs to
-    another size only down to its own floor. So a size has room for all promised slots, once its
-    evictable blocks are evicted. Slabs are counted as if each slot had the shortest run: such runs
-    can always be lent, wherever the free slabs lie.
+    Always true between two calls of the core: if some sizes have fewer slabs than their floors
+    need, that many slabs are free. A size gets free slabs only if enough stay free for the floors
+    of other sizes. It gives slabs to another size only down to its own floor. So a size has room
+    for all promised slots, once its evictable blocks are evicted. The slabs that a floor needs are
+    counted as if each slot had the shortest run: such runs can be lent wherever free slabs lie.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class PoolFigures:
 
     @property
     def imbalance_ratio(self) -> float:
-        """Share of lent memory that lies with the wrong slot sizes: ½ Σ |share of lent slabs -
+        """Share of lent memory that is lent to the wrong slot sizes: ½ Σ |share of lent slabs -
         share of used bytes| over slot sizes.
 
         0 if every size has slabs in proportion to its used bytes; always below 1.
@@ -215,8 +215,12 @@ class PoolFigures:
 def figures_of(
     rows: Sequence[SlabClassStats], num_backed: int, num_stranded: int, slab_bytes: int
 ) -> PoolFigures:
-    """Returns the figures of a pool whose slot sizes have these `rows`. `num_backed`,
-    `num_stranded`: in slabs."""
+    """Returns the figures of a pool.
+
+    rows: the figures of each slot size.
+    num_backed: number of slabs that have memory.
+    num_stranded: number of free slabs that the widest slot size can't use.
+    """
     used = sum(row.num_used * row.slot_bytes for row in rows)
     idle = sum((row.num_slots - row.num_used) * row.slot_bytes for row in rows)
     lent = sum(row.num_slabs for row in rows) * slab_bytes
@@ -237,15 +241,17 @@ def aligned(num_bytes: int) -> int:
 MOST_LOST = 0.01
 """Largest share of a run that its slots should leave unused."""
 LONGEST_END = 100
-"""Slabs after which the end of a run is at most MOST_LOST of it: the end is shorter than a slab or
-than a slot."""
+"""Most slabs by which a run is longer than a single slot needs. More are not necessary: a run of
+100 slabs that ends right after a slot loses less than a slab, which is MOST_LOST."""
 RUNS_PER_ARENA = (16, 32)
-"""Runs that an arena has room for at least, whatever that costs at their ends: a size must not take
-most of a small arena for its first block. And at most, unless runs are of AMPLE_RUN_BYTES or slabs
-are few: the gaps between runs of different sizes should be small beside the runs."""
+"""Least and most runs that should fit into an arena. The least holds even if shorter runs lose more
+at their ends: a size must not take most of a small arena for its first block. The most keeps the
+gaps between runs of different sizes small beside the runs. It does not apply to runs of
+AMPLE_RUN_BYTES or more, nor to arenas of less than FEW_SLABS slabs."""
 AMPLE_RUN_BYTES = 64 << 20
 FEW_SLABS = 256
-"""Below this, runs are as short as their slot size allows: a hot block keeps all of its run."""
+"""In an arena of fewer slabs, runs are as short as their slot size allows, because a single hot
+block keeps its whole run from being emptied."""
 
 
 def shortest_run(slot_bytes: int, slab_bytes: int) -> int:
@@ -273,8 +279,8 @@ def run_slabs(slot_bytes: int, slab_bytes: int, num_slabs: int) -> int:
 class _SlabClass:
     """Slots of the same size.
 
-    run_slabs, slots_per_run: of a run that is not shortened.
-    num_slabs, num_slots: in all its runs.
+    run_slabs, slots_per_run: number of slabs and of slots in a run of full length.
+    num_slabs, num_slots: number of slabs and of slots in all runs of this size.
     """
 
     __slots__ = (
@@ -317,8 +323,8 @@ class _SlabClass:
 
 
 def spread(counts: Int64s) -> tuple[Int64s, Int64s]:
-    """Returns for each of all the things counted [counts.sum()] its place in `counts` and its
-    number among those of its place."""
+    """Expands counts: for each of the `counts[i]` items at each place i, returns the place i and
+    the item's number within its place, int64 [counts.sum()]. (2, 1) gives (0, 0, 1), (0, 1, 0)."""
     places = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
     return places, nth
@@ -509,8 +515,8 @@ class SlabPool:
         """Returns the first slab of the run that a slot at each offset may belong to; -1 if this
         size has no slot there in any run.
 
-        The nearest start that fits is right: between two starts that fit lie whole slots, so a
-        longer run is the same as two.
+        If a run could start at several slabs, the nearest is returned. Whole slots lie between two
+        such starts, so one long run and two short runs have the same slots.
         """
         size = aligned(slot_bytes)
         slabs = self.slab_of(offsets)
@@ -569,8 +575,9 @@ class SlabPool:
         return self._classes[size]
 
     def _lend(self, c: _SlabClass, want_slots: int) -> None:
-        """Lends slabs for `want_slots`, or as many as are free and the floors of other sizes allow.
-        Whole runs come first, then the gaps that are too short for one."""
+        """Lends free slabs to a slot size for `want_slots` more slots; fewer if slabs run out or
+        are promised to other sizes (`SlabFloors`). Uses whole runs first, then gaps that are too
+        short for a whole run."""
         usable = self._usable(c)
         plan = np.empty((min(usable, want_slots), 3), np.int64)
         num_pieces, _ = self._plan_runs(c, usable, want_slots, plan)

@@ -38,10 +38,11 @@ more often while it grows."""
 class Room:
     """Makes room in a tier.
 
-    coming_bytes: bytes of the arena that get memory within moments, less the bytes already refused
-        for them.
-    may_keep: False for a tier below, and for host memory above it: a tier below gets only blocks
-        that had room here.
+    coming_bytes: bytes of the arena that get memory within about a second, minus the bytes of
+        requests that were refused for now, because they will fit then.
+    may_keep: False if this is a tier below host memory, or host memory with tiers below. The policy
+        then may not refuse room to new blocks, because tiers below get only blocks that were
+        stored here.
     """
 
     def __init__(self, books: Books, removal: Removal) -> None:
@@ -67,7 +68,8 @@ class Room:
         has_promise: bool = False,
         keep_at_s: float | None = None,
     ) -> Parts[None]:
-        """Makes room for `count` slots of a tenant, as far as entries may be evicted for it.
+        """Makes room for `count` slots of `size` bytes for the tenant `taker`, as far as entries
+        may be evicted for it.
 
         is_block: True if other blocks' representations may be dropped for it.
         has_promise: the room was reserved for a residency; representations may be dropped for it
@@ -93,8 +95,9 @@ class Room:
             yield from self._drop_representations(0, missing_numbers, taker)
 
     def shares(self, size: int) -> bool:
-        """Returns whether a slot size shares the room with other sizes or with representations, and
-        tells the policy, which may then refuse no block for the sake of others."""
+        """Returns True if a slot size shares the arena with other sizes or with representations.
+        Notifies the policy, which then may not refuse room to a new block in order to retain other
+        blocks."""
         shares = bool(self._books.representations.declared) or self._pool.is_shared(size)
         self._books.policy.allow_keeping(self.may_keep and not shares)
         return shares
@@ -371,8 +374,9 @@ class Space:
     def may_keep(self, slot_bytes: int) -> bool:
         """Returns True if the policy may hold blocks back and refuse room for slots of this size.
 
-        False while several slot sizes or representations share the arena, since they would pay for
-        it. False if there are tiers below, which get only blocks that had room here.
+        False while several slot sizes or representations share the arena, since entries of the
+        other sizes would be evicted instead. False if there are tiers below, which get only blocks
+        that were stored here.
         """
         has_others = self.books.representations.declared or self.pool.is_shared(aligned(slot_bytes))
         return self.room.may_keep and not has_others
@@ -383,7 +387,8 @@ class Space:
         return free >= count
 
     def needs_room(self, slot_bytes: int, count: int) -> bool:
-        """Returns False if `make_room` for so many slots would find nothing to do."""
+        """Returns False if `make_room` need not be called for so many slots: they are free, and no
+        tenants are configured."""
         if self.tenants.is_used or not self.has_room(slot_bytes, count):
             return True
         self.room.shares(aligned(slot_bytes))
@@ -432,8 +437,9 @@ class Space:
         has_promise: bool = False,
         keep_at_s: float | None = None,
     ) -> Parts[None]:
-        """Makes room for an `insert` of `count` keys, in parts; without any part if there is room
-        already or little to do. `keep_at_s`: as in `Policy.victims`, if the policy `may_keep`."""
+        """Makes room for an `insert` of `count` keys, in parts. Yields no part if there is room
+        already or if the work is short. `keep_at_s`: as in `Policy.victims`; ignored unless
+        `may_keep` returns True."""
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
             count -= self.room.coming_slots(size, count)
@@ -456,7 +462,7 @@ class Space:
         """Makes reserved entries, in chain order, ready and used.
 
         checks: their check values, uint64 [n]; all 0 if not given.
-        keys: of `BlockIndex.mixed`, if the caller has them.
+        keys: the entries' keys from `BlockIndex.mixed`; computed if not given.
         """
         keys = self.index.mixed(entries) if keys is None else keys
         self.origins[entries] = 0

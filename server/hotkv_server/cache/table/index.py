@@ -69,15 +69,15 @@ class BlockIndex:
         return int(self._salts[group_index, key_space_id % KEY_SPACE_ROWS])
 
     def find(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
-        """Returns entry words [n]: 0 for a miss, high bit set while reserved. `hashes`: words [n,
-        8]."""
+        """Returns an entry word for each hash [n]: the entry number, with the high bit set while
+        the entry is reserved; 0 for a miss. `hashes`: words [n, 8]."""
         return self.table.find(
             hashes, self._salt(key_space_id, group_index), key_space_id, group_index
         )[0]
 
     def probe(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
-        """Returns entry words [n] by tag alone, as readers of the table see them. Faster than
-        `find`, but only a hint."""
+        """Returns entry words [n] as `find` does, but compares only tags (32 bits of each key), as
+        readers of the table do. Faster than `find`, but only a hint."""
         return self.table.probe(hashes.view(np.uint64)[:, 0], self._salt(key_space_id, group_index))
 
     def insert(
@@ -119,15 +119,15 @@ class BlockIndex:
         return owners
 
     def mark_written(self, entries: Entries, mark: int) -> NDArray[np.uint32]:
-        """Adds `mark` to the shard masks of reserved entries and returns the masks. The mask is the
-        upper half of the check value."""
+        """Adds `mark` (a bit per shard) to the masks of written shards of reserved entries. Returns
+        the masks [n]. A record stores the mask in the upper half of its check value."""
         masks = np.empty(len(entries), np.uint32)
         self._kernels.mark_written(self.table.records, entries, mark, masks)
         return masks
 
     def publish(self, entries: Entries, keys: Keys, checks: NDArray[np.uint64]) -> None:
-        """Makes reserved entries ready: every reader finds them from here on. `keys`: of
-        `mixed`."""
+        """Makes reserved entries ready: every reader finds them from here on. `keys`: the entries'
+        keys, as `mixed` returns them. `checks`: their check values."""
         done = int(
             self._kernels.publish(self.table.buckets, self.table.records, keys, entries, checks)
         )
@@ -233,7 +233,8 @@ class BlockIndex:
         return ready
 
     def can_be_read(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns which entries [n] are ready or detached: their slots hold whole blocks."""
+        """Returns which entries [n] are ready or detached (flushed while pinned): their slots hold
+        whole blocks."""
         states = self._states_of(entries)
         mask: BoolMask = (states == table.STATE_READY) | (states == table.STATE_DETACHED)
         return mask
@@ -338,7 +339,7 @@ def _check_buckets(index: BlockIndex, states: NDArray[np.uint32]) -> None:
 
 
 class Chains:
-    """Links between the entries of an index."""
+    """Links from the entry of each block to the entry before it in its chain (prompt)."""
 
     def __init__(self, index: BlockIndex) -> None:
         self._index = index
@@ -356,7 +357,8 @@ class Chains:
         self, key_space_id: int, group_index: int, words: Entries, parent: Words | None
     ) -> None:
         """Links the entries of a chain, each with the entry before it. Also links entries that
-        existed before this call: the block before them may have returned under another number.
+        existed before this call: the block before them may have been evicted and stored again
+        under another entry number.
 
         words: entry words [n]; 0 for a block without an entry.
         parent: the hash [8] before the first block; None at the root.
@@ -370,9 +372,9 @@ class Chains:
     def ending_with(
         self, key_space_id: int, group_index: int, last: Words | None, most: int
     ) -> Entries:
-        """Returns the ready blocks of the chain that ends with the hash `last` [8], as far as links
-        hold: at most `most` blocks and the last. Returns no blocks if the last block is not
-        ready."""
+        """Returns the ready blocks of the chain that ends with the hash `last` [8]: at most `most`
+        blocks before it, as far as the links between entries are valid, and the last block. Empty
+        if the last block is not ready."""
         if last is None:
             return np.empty(0, np.uint32)
         end = self._index.find(key_space_id, group_index, last.reshape(1, 8))
@@ -381,8 +383,8 @@ class Chains:
         return np.append(self.ancestors(int(end[0]), most), end)
 
     def ancestors(self, entry: int, most: int) -> Entries:
-        """Returns the ready entries before this entry as far as links hold, from the farthest to
-        the nearest. At most `most`."""
+        """Returns the ready entries before this entry in its chain, as far as links are valid, from
+        the farthest to the nearest. At most `most`."""
         nearest_first = np.empty(most, np.uint32)
         count = int(self._kernels.ancestors(self._records, entry, nearest_first))
         return nearest_first[:count][::-1].copy()
@@ -409,8 +411,12 @@ def blocks_first(groups: list[int]) -> list[int]:
 
 
 class Representations:
-    """Representations in an index. `declared`: False until a kind is declared, so that a server
-    without representations skips their cost."""
+    """The representations in an index: compact forms of a block's keys, by which sparse attention
+    selects blocks.
+
+    declared: False until a kind is declared, so that a server without representations skips their
+        cost.
+    """
 
     def __init__(self, index: BlockIndex, free_slots: FreeSlots) -> None:
         self.declared = False
@@ -454,8 +460,8 @@ class Representations:
         return sizes
 
     def blocks_of(self, entries: Entries) -> Entries:
-        """Returns for each entry [n] the block whose heat counts for it: the block of a ready
-        representation, else the entry itself."""
+        """Returns for each entry [n] the block whose heat (order of eviction) counts for it: for a
+        ready representation its block, else the entry itself."""
         if not self.declared:
             return entries
         blocks = self._records[entries, table.W_REPRESENTATION]
@@ -482,7 +488,7 @@ class Representations:
         self._records[entries, table.W_REPRESENTATION] = blocks
 
     def follow(self, parts: Sequence[Words]) -> None:
-        """Removes the representations of removed blocks, given the blocks' records."""
+        """Removes the representations of blocks that were removed. `parts`: the blocks' records."""
         for rows in parts if self.declared else ():
             linked = rows[:, table.W_REPRESENTATION]
             self._remove(linked[linked != 0])

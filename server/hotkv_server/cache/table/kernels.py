@@ -4,7 +4,8 @@ through `hotkv_proto.native.require`. `tests/core/test_index.py` has a model of 
 
 Always true: the server is the table's only writer. Records and buckets have the layout of
 `hotkv_proto.table`. The record of a free entry number holds the next free number in place of the
-slot's offset. `mixed`: 64-bit keys of entries.
+slot's offset. Arguments named `mixed` are 64-bit keys of entries, as `BlockIndex.mixed` returns
+them.
 """
 
 from typing import Any
@@ -127,16 +128,18 @@ def plan_runs(
     owner: Any, head: Any, length: Any, run_slabs: Any, longest: Any, slot_bytes: Any,
     slab_bytes: Any, usable: Any, want: Any, plan: Any,
 ) -> Any:  # fmt: skip
-    """Chooses free slabs (`owner` is -1) for `want` slots, at most `usable` slabs in all: runs of
-    `run_slabs` from the start of each gap, then the rest of each gap. A rest lengthens the run
-    before it up to `longest` slabs, if that is of this size and the rest has no more slots alone.
+    """Chooses free slabs (`owner` is -1) for `want` slots, at most `usable` slabs in all.
 
-    Returns the number of pieces and of their slots. Writes the first slab of its run, the first
-    slab and the number of slabs of each piece to the front of `plan` [pieces, 3], unless it is
-    empty.
+    First takes whole runs of `run_slabs` slabs from the start of each gap (range of free slabs),
+    then the rest of each gap. A rest lengthens the run before it, up to `longest` slabs, if that
+    run has the same slot size and gains at least as many slots as the rest would have alone.
+
+    Returns the number of pieces and of their slots. Writes for each piece the first slab of its
+    run, the first slab of the piece and its number of slabs to the front of `plan` [pieces, 3],
+    unless `plan` is empty.
     """
     num_pieces, num_slots, num_slabs = 0, 0, owner.shape[0]
-    # The slab before which whole runs were taken.
+    # Whole runs were taken from the slabs before this slab.
     reached = 0
     for is_rest in range(2):
         at = 0
@@ -169,7 +172,7 @@ def plan_runs(
                     slots = gain
                 else:
                     before = old = 0
-                # Without slabs that none of the slots lies in.
+                # Leave out slabs in which no slot lies.
                 slabs = (slots + old) * slot_bytes
                 slabs = (slabs + slab_bytes - 1) // slab_bytes - before
             while slots > 0 and slabs <= min(end - first, usable) and num_slots < want:
@@ -419,8 +422,9 @@ def release(records: Any, entries: Any, free_head: Any) -> int:
 
 @numba.njit("int64(uint32[:, ::1], uint32, uint32[::1])", nogil=True, cache=True)
 def ancestors(records: Any, entry: Any, out: Any) -> int:
-    """Writes the ready entries before a block in its chain into `out`, nearest first. Stops at a
-    link that does not hold or when `out` is full. Returns how many it found."""
+    """Writes the ready entries before a block in its chain into `out`, nearest first. Stops when
+    `out` is full, or at a link to an entry that does not precede the block any more. Returns how
+    many it found."""
     count = 0
     while count < out.shape[0]:
         parent = records[entry, PARENT]

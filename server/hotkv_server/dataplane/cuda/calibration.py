@@ -1,4 +1,5 @@
-"""Calibration: the best method on this machine, as measured, by direction and page size.
+"""Calibration: measured speeds of a device's copy methods, by direction and page size. The copy
+engine chooses its method by them.
 
 A calibration is valid for a single device and driver. It is a value: `measure` makes it, and it can
 be stored as JSON.
@@ -27,9 +28,10 @@ STAGED_RUN_PAGES = 8
 """Staging is measured with arena runs of this many pages, and is chosen only for runs of at least
 this length."""
 WORTH = {Method.BATCH: 1.0, Method.MEMCPY: 1.0, Method.STAGED: 0.9, Method.KERNEL: 0.5}
-"""Weight of a method's speed, the most frugal method first. Kernels use the device's time: without
-MPS a device runs kernels of a single process at a time, so the engine's kernels wait while the
-server's kernel waits for PCIe. The kernels of staging only move bytes on the device."""
+"""Weight of a method's speed. The most frugal methods, which use least of the device's time, come
+first. Kernels use the device's time: without MPS a device runs kernels of a single process at a
+time, so the engine's kernels wait while the server's kernel waits for PCIe. The kernels of staging
+only move bytes on the device."""
 NEGLIGIBLE_RATIO = 0.03
 """A more frugal method is chosen if it is slower than the best by at most this share."""
 FORMAT = 1
@@ -68,7 +70,8 @@ class Calibration:
         return (self.uuid, self.name, self.driver) == (info.uuid, info.name, driver)
 
     def choose(self, direction: Direction, page_bytes: int, slot_run_bytes: int = 0) -> Method:
-        """Returns the most frugal of the best methods (by `WORTH`) for a page size.
+        """Returns the method to use for a page size: the first in `WORTH` whose weighted speed is
+        the best, or nearly.
 
         slot_run_bytes: length of the runs in the arena.
         """

@@ -338,9 +338,9 @@ class CudaCopyEngine:
     """Executes plans between `device` and host memory. Raises DeviceError if the device can't
     allocate its tables.
 
-    calibration: measured before on this device. Without it the engine measures in the background
-        and calls `on_calibrated` with the result, from a background thread.
-    driver: version to record in it (`calibration.driver_version`).
+    calibration: measured speeds of the copy methods, from an earlier start. None: the engine
+        measures in the background and calls `on_calibrated` with the result, from a thread.
+    driver: the driver's version to record in a new calibration (`calibration.driver_version`).
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Submits pieces to a stream: a small function for each method, and the slots that the functions
-use. All functions return at once. A slot is in use until the stream has passed an event behind the
-piece."""
+"""Submits pieces (runs to copy) to a CUDA stream: a small function for each method, and the slots
+(memory for a piece in flight) that the functions use. All functions return at once. A slot is in
+use until the stream has passed an event behind the piece."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ def batch(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> N
 
 
 def kernel(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies all runs with a kernel that accesses the bus directly."""
+    """Copies all runs with a kernel, which reads or writes host memory directly over the bus."""
     _launch(runtime, stream, slot, piece.dst, piece.src, piece.num_bytes)
 
 

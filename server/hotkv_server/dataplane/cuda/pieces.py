@@ -1,10 +1,10 @@
-"""Splits a job's plans into pieces: runs that can be submitted to a device at once.
+"""Splits a job's plans into pieces: runs (contiguous byte ranges) to submit to a device at once.
 
-Always true: no run crosses the border of an arena registration. A piece is either pinned as a whole
-or not at all, and is bounded in bytes and runs. Runs of several plans are merged and sorted by the
-arena's addresses, so a block whose layers lie in separate memories becomes one run in the arena
-again. Runs are planned window by window, small windows first: the first bytes of a large job do not
-wait for the plan of its last bytes.
+Always true: no run crosses the border between two parts of the arena that were registered with CUDA
+separately. A piece is either pinned as a whole or not at all, and is bounded in bytes and runs.
+Runs of several plans are merged and sorted by the arena's addresses, so a block whose layers lie in
+separate memories becomes one run in the arena again. Runs are planned window by window, small
+windows first: the first bytes of a large job do not wait for the plan of its last bytes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from hotkv_server.dataplane.plan import Plan
 from hotkv_server.device.runtime import Int64s
 
 Choose = Callable[[int, int], Method]
-"""(bytes of a page, bytes of a run in the arena) -> method."""
+"""Function from the bytes of a page and of a run in the arena to the copy method to use."""
 FIRST_WINDOW_RUNS = 512
 """Runs of the first window, planned in 50 us. Each further window is GROWTH times as large, up to
 MAX_PIECE_RUNS."""
@@ -40,7 +40,8 @@ class Piece:
     method: None if the host's side is not pinned.
     device, host: addresses on the device's and the host's side, int64 [runs].
     num_bytes: sizes, int64 [runs].
-    registration: number of the arena's registration that has the run, int64 [runs].
+    registration: number of the part of the arena, as registered with CUDA, that has the run, int64
+        [runs].
     """
 
     direction: Direction

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 MAX_PIECE_RUNS = 16384
-"""Most runs of a piece: limits the table that a kernel reads, and the planning before the first
-byte of a job moves."""
+"""Most runs (contiguous byte ranges) of a piece. Bounds the size of the table that a kernel reads,
+and the time of planning before the first byte of a job moves."""
 
 
 class Direction(enum.Enum):
@@ -27,8 +27,8 @@ class Method(enum.Enum):
     KERNEL = "kernel"
     """A kernel reads and writes the arena directly."""
     STAGED = "staged"
-    """A kernel gathers or scatters on the device. Between its staging buffer and the arena go
-    copies, each as long as a run of the arena."""
+    """A kernel gathers runs into a staging buffer on the device, or scatters them from it. Between
+    buffer and arena, a single copy moves each contiguous range of the arena."""
 
 
 class PinnedArena(Protocol):
@@ -55,8 +55,8 @@ class CudaCopySettings:
 
     method: None lets the calibration choose.
     piece_bytes: size of pieces; jobs take turns between pieces.
-    depth: pieces of a lane in the device's queue at a time.
-    staging_bytes: device memory for staging, for both lanes together; 0 for none.
+    depth: pieces of each direction (lane) that are in the device's queue at a time.
+    staging_bytes: device memory for staging, for both directions together; 0: no staging.
     calibration_bytes: size of the pinned memory and of the device memory for a measurement at
         start, if no calibration is given; 0 uses a rule of thumb.
     """

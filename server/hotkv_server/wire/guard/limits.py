@@ -17,14 +17,14 @@ from hotkv_proto.errors import HotKVError, Reason
 
 
 BURST_S = 2.0
-"""Burst that is answered at once, in seconds of the rate."""
+"""After a quiet time, as many answers are sent at once as the rate allows in this time."""
 MAX_WAIT_S = 1.0
-"""Longest wait for an answer. The number of calls that the server accepts at a time bounds a flood
-over many connections."""
+"""Longest wait for the answer to a malformed message. A flood over many connections is bounded by
+the number of calls that the server accepts at a time."""
 
 
 class LineBound:
-    """Passes `lines_per_s` lines a second, and counts the lines left out."""
+    """Allows at most `lines_per_s` lines of a log per second, and counts the lines left out."""
 
     def __init__(self, lines_per_s: int) -> None:
         self._lines_per_s = lines_per_s
@@ -91,7 +91,8 @@ _NEVER_S = float("inf")
 
 
 class Guests:
-    """Admits at most `most` guests at a time. Event loop only."""
+    """Admits at most `most` guests (calls that may last without a session) at a time. Event loop
+    only."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -108,8 +109,9 @@ class Guests:
 
     @contextmanager
     def stay(self, for_s: float = _NEVER_S) -> Iterator[None]:
-        """Counts the current task as a guest. Raises OVERLOADED in the task, wherever it waits, to
-        end it."""
+        """Counts the current task as a guest until the end of the `with` block. Raises OVERLOADED
+        in the block, wherever the task waits, if the task is ended: after `for_s`, or to make
+        place for a newer guest if this is the oldest."""
         task = asyncio.current_task()
         assert task is not None, "only a task can be told to go"
         if len(self._until_s) >= self._most:

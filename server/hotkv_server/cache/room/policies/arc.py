@@ -1,5 +1,5 @@
-"""ARC: two lists, of blocks used once and blocks used again. Hits among the ghosts of each list set
-the share of each.
+"""ARC: two lists, of blocks used once and of blocks used again. Ghosts are records of evicted
+blocks; hits among the ghosts of a list increase that list's share of the cache.
 
 Source: Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003. The
 paper moves one block at a time; here all blocks of a call see the shares from before the call.
@@ -22,7 +22,7 @@ class ARC:
     """The ARC policy.
 
     _list: ONCE, AGAIN, or 0 for an unknown entry; uint8 [capacity + 1].
-    _target: blocks that ONCE should hold.
+    _target: number of blocks that the list ONCE should hold.
     """
 
     def __init__(self, capacity: int) -> None:

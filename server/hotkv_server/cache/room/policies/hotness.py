@@ -1,10 +1,11 @@
 """Hotness: recency plus a bonus for frequency; a duel chooses their weights.
 
 State per entry: t, the time of its last use, and c = log2 of its uses. A use counts half as much
-after each `memory_s`. heat = ±t + H·c, so one doubling of uses is worth H seconds of recency. The
-duel chooses H and the rest of the formula (`Contender`) while serving. Entries store only t and c,
-so a new formula applies at once. Ghosts store t and c of evicted blocks, four for each block of the
-capacity.
+after each `memory_s`. heat = ±t + H·c, so one doubling of uses is worth H seconds of recency; the
+block with the lowest heat is evicted first. The duel compares settings of H (`half_life_s`) and of
+the rest of the formula (`Contender`) while serving, and applies the best. Entries store only t and
+c, so a new formula applies at once. Ghosts (records of evicted blocks) store t and c too; there are
+four for each block of the capacity.
 """
 
 import math
@@ -38,12 +39,12 @@ from hotkv_server.cache.room.policies.shared import (
 
 EPOCH_S = 60.0
 KEEP = 0.5
-"""Weight of an epoch's hits after another epoch."""
+"""Factor by which the hits of earlier epochs are multiplied at the end of each epoch."""
 MARGIN = 1.01
 """Factor by which a contender must win to replace the current winner."""
 HOLD_MARGIN = 1.04
 """Additional factor by which a contender that holds blocks back must beat the others. Its shadow
-has no prefixes, so its hits are less certain."""
+cache holds sampled keys without their prefixes, so its hits are less certain."""
 SAMPLE_SHARE = 1 / 32
 """Share of keys in the sample. Larger while the cache holds so few blocks that a shadow would have
 less than MIN_SHADOW_BLOCKS."""
@@ -54,12 +55,13 @@ REGROW = 8
 as large."""
 WAYS = 8
 KEYS_PER_BLOCK = 8
-"""Keys in the sample for each block of a shadow: the keys that shadows hold, and ghosts."""
+"""Places for sampled keys per block of a shadow cache: for the keys that shadows hold, and for keys
+that they have evicted (ghosts)."""
 
 
 LEAK = 1e-3
-"""Weight of doublings above `most_doublings`. Enough to order such blocks, and to place the heads
-of chains above their tails."""
+"""Weight of a further term, in which c is not bounded: it orders blocks above `most_doublings`, and
+places the heads of chains above their tails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +72,13 @@ class Contender:
     c is log2 of the uses; each use counts half as much after `memory_s`.
 
     half_life_s: small values order by recency, large values by frequency.
-    most_doublings: with 1, it matters only whether a block was used again. If `memory_s` is short
-        too, it matters only whether that was soon.
-    recency: with -1, frequency decides, and among equal blocks the older stay. A loop that is
-        larger than the cache needs this.
-    hold_s: a block is not evicted so soon after its use, and a new block that finds no other room
-        is not stored. Sessions whose next turn comes within that time retain their blocks, while
-        others wait.
+    most_doublings: bounds c. With 1, only whether a block was used again counts. If `memory_s` is
+        short too, only whether it was used again soon counts.
+    recency: 1 or -1. With -1, frequency decides, and of blocks with equal frequency the least
+        recently used stay, which suits a loop over more blocks than fit.
+    hold_s: a block is not evicted within this time after its use. If only such blocks could make
+        room, a new block is not stored. So conversations whose next turn comes within this time
+        retain their blocks, and blocks of other conversations are not stored.
     """
 
     half_life_s: float
@@ -100,11 +102,12 @@ CONTENDERS = (
     Contender(0.1, hold_s=20.0),
     Contender(0.1, hold_s=80.0),
 )
-"""At most sixteen. The first is in use until another wins."""
+"""Settings that the duel compares, at most 16. The first is in use until another wins."""
 
 
 class Duel:
-    """Shadow caches of all contenders over the same sample."""
+    """Compares contenders (settings of the formula). Each has a shadow cache, which holds keys
+    without bytes, over the same sample of keys."""
 
     def __init__(self, capacity: int, contenders: tuple[Contender, ...] = CONTENDERS) -> None:
         self.contenders = contenders
@@ -148,12 +151,13 @@ class Duel:
 
     @property
     def scores(self) -> NDArray[np.float64]:
-        """Hits of each contender; older epochs count less."""
+        """Hits of each contender's shadow cache up to the last epoch; older epochs count less."""
         return self._scores
 
     def observe(self, keys: Keys, now_s: float, num_resident: int) -> bool:
-        """Records a request for blocks of a chain, hit or not, while the cache held `num_resident`
-        blocks. Returns True if the winner changed."""
+        """Records a request for the blocks `keys` of a chain in all shadow caches, whether or not
+        they hit in the cache, which holds `num_resident` blocks. Returns True if the winner
+        changed."""
         if not self._too_few <= num_resident < self._too_many:
             self._resample(num_resident)
         limit = max(1, round(num_resident * self.share))
@@ -279,12 +283,13 @@ is evicted first."""
 
 
 class Hotness:
-    """See the module.
+    """The hotness policy; the module docstring has the formula.
 
-    _used: ticks since the first use, uint32 [capacity + 1]; 0 for an unknown entry.
-    _uses: c, float32 [capacity + 1].
-    _held_until: ticks, uint32 [capacity + 1]. An entry number that is used again may be held for
-        the rest of an earlier block's time, which is seconds.
+    _used: time of the last use in ticks since the first use, uint32 [capacity + 1]; 0 for an
+        unknown entry.
+    _uses: c (log2 of the uses), float32 [capacity + 1].
+    _held_until: ticks until which `hold` holds the entry, uint32 [capacity + 1]. Not reset when an
+        entry number is reused, so a new block may be held for the few seconds that are left.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -358,7 +363,8 @@ class Hotness:
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        # Blocks that would not fit beside the blocks before them say nothing about holding.
+        # Ignore blocks so deep in their chain that the whole cache could not hold the chain up to
+        # them: they say nothing about whether to hold other blocks back.
         keys = keys[: max(0, self._num_known - depth)]
         if not len(keys) or not self._holds(self._ticks(now_s)):
             return

@@ -124,8 +124,8 @@ def heat(
     "int64(uint64[::1], uint32[::1], uint64[::1], uint64[::1], uint64[::1])", nogil=True, cache=True
 )
 def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any) -> int:
-    """Resets the state of the given entries. Returns the number that had a state, with their keys
-    and states."""
+    """Resets the state of the given entries. Returns how many had a state, and writes their keys
+    and former states into `gone_keys` and `gone_states`."""
     count = 0
     for i in range(entries.shape[0]):
         state = states[entries[i]]
@@ -145,8 +145,8 @@ def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any
 def remember(
     tags: Any, values: Any, ages: Any, keys: Any, new_values: Any, next_age: Any, gone: Any
 ) -> int:
-    """Adds ghosts in order; in a full bucket each replaces the oldest. Returns how many ghosts were
-    dropped, with their values in `gone`."""
+    """Adds ghosts (evicted blocks, by key) in order; in a full bucket each replaces the oldest.
+    Returns how many ghosts were dropped, and writes their values into `gone`."""
     num_gone = 0
     for i in range(keys.shape[0]):
         _fetch(tags, values, ages, keys, i)
@@ -176,8 +176,8 @@ def remember(
     cache=True,
 )
 def take(tags: Any, values: Any, ages: Any, keys: Any, oldest: Any, found: Any, out: Any) -> None:
-    """Removes the ghosts of keys, unless older than `oldest`. Writes which keys had a ghost into
-    `found`, and its value into `out`."""
+    """Removes the ghosts (evicted blocks) of keys from the table. Ignores ghosts older than
+    `oldest`. Writes which keys had a ghost into `found`, and its value into `out`."""
     for i in range(keys.shape[0]):
         _fetch(tags, values, ages, keys, i)
         mixed = _spread(keys[i])
@@ -216,8 +216,8 @@ def _least_leaf(tree: Any) -> int:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _worth(rule: Any, count: Any, depth: Any, now_s: Any) -> Any:
-    """Returns the heat of a key that is used at `now_s`, by the formula of `Contender`. The depth
-    breaks ties, as in the index."""
+    """Returns the heat of a key that is used at `now_s`, by the formula of `Contender`. A key
+    deeper in its chain is slightly colder than the keys before it."""
     count = count - DEPTH_STEP * depth
     return rule[2] * now_s + rule[0] * (min(count, rule[1]) + LEAK * count)
 

@@ -25,7 +25,8 @@ class Policy(Protocol):
     def admit(
         self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Adds blocks that became ready. Counts as the answer to a miss of each."""
+        """Adds blocks that became ready. Counts as a use of each block: a request missed it, so it
+        was stored."""
 
     def touch(
         self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
@@ -52,8 +53,8 @@ class Policy(Protocol):
         they are used or refreshed. Skips entries that were never admitted."""
 
     def hold(self, entries: Entries, until_s: float) -> None:
-        """Marks entries as expected to be used by `until_s`: `victims` that may return fewer
-        entries than can be evicted does not return them before. May do nothing."""
+        """Marks entries as expected to be used by `until_s`. Until then, `victims` with a
+        `keep_at_s` does not return them, even if it returns too few. May do nothing."""
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         """Removes entries that were evicted to make room (`evicted`) or dropped for another reason.

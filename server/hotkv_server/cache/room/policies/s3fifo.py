@@ -1,5 +1,5 @@
-"""S3-FIFO: a small queue for new blocks, a main queue with second chances, and ghosts. A block with
-a ghost enters main directly.
+"""S3-FIFO: a small queue for new blocks, a main queue with second chances, and ghosts (records of
+blocks evicted from the small queue). A block with a ghost enters the main queue directly.
 
 Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. New blocks get a
 tenth of the room.

@@ -22,7 +22,7 @@ from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
 
 WAYS = 8
 ROOM = 2
-"""Places for each ghost."""
+"""Places in the table for each ghost that it should hold."""
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 Values = NDArray[np.uint64]
 
@@ -34,7 +34,7 @@ def spread(keys: Keys) -> Keys:
 
 
 class GhostTable:
-    """The last `num_ghosts` ghosts.
+    """The last `num_ghosts` ghosts: evicted blocks by key, each with a 64-bit value of its policy.
 
     tags: [buckets, WAYS]; 0 for an empty place.
     values: uint64 [buckets, WAYS].
@@ -93,8 +93,8 @@ class GhostTable:
         self._ages[gone] = 0
 
     def put_back(self, places: NDArray[np.int64], tags: NDArray[np.uint32]) -> None:
-        """Imports tags from the same places of another table, as the oldest ghosts. Ignores places
-        that this table does not have."""
+        """Adds ghosts of an earlier table, given their tags and places (flat indices), as the
+        oldest ghosts. Ignores places that this table does not have."""
         known = places < self.tags.size
         self.tags.reshape(-1)[places[known]] = tags[known]
         self._ages.reshape(-1)[places[known]] = 1
@@ -135,7 +135,7 @@ SWEEP_ENTRIES = 1 << 17
 
 Heat = Callable[[Entries], NDArray[np.float64]]
 Members = Callable[[int, int], Entries]
-"""Returns the entries of the queue in a range of numbers."""
+"""Returns the entries that belong to a queue in a range of entry numbers (first, stop)."""
 
 
 class Highest:
@@ -152,8 +152,9 @@ class Highest:
 
 
 class ColdQueue:
-    """A queue over the entries that `members(first, stop)` returns. `state` [capacity + 1]: changes
-    whenever an entry is used or removed."""
+    """The coldest of the entries that `members(first, stop)` returns, in order of eviction. `state`
+    [capacity + 1]: the policy's 64 bits for each entry, which change whenever the entry is used or
+    removed."""
 
     def __init__(
         self, state: NDArray[np.uint64], highest: Highest, members: Members, heat: Heat
@@ -314,8 +315,8 @@ class _Part:
 
 
 class DemotedEntries:
-    """Demoted entries with their states, in order of demotion. `state` [capacity + 1]: changes
-    whenever an entry is used or removed."""
+    """Demoted entries with their states, in order of demotion. `state` [capacity + 1]: the policy's
+    64 bits for each entry, which change whenever the entry is used or removed."""
 
     def __init__(self, state: NDArray[np.uint64]) -> None:
         self._state = state
