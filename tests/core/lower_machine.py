@@ -1,4 +1,4 @@
-"""A state machine of what lies below host memory, beside a naive model."""
+"""A state machine of the tiers below host memory, with a naive model."""
 
 import hypothesis.strategies as st
 import numpy as np

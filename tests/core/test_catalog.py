@@ -1,4 +1,5 @@
-"""Key spaces come and go: what is known, what is forgotten first, and that none in use ever is."""
+"""Key spaces come and go: which are known, which are forgotten first; a key space in use is never
+forgotten."""
 
 import ctypes
 import mmap
@@ -40,7 +41,7 @@ def opened(
 def make_room(
     core: CacheCore, key_space: KeySpace, kinds: tuple[Representation, ...] = ()
 ) -> list[int]:
-    """As the node does; the numbers that were forgotten."""
+    """Forgets key spaces as the node does. Returns their numbers."""
     gone = []
     while number := core.catalog.surplus(key_space, kinds):
         flush(core, number)
@@ -140,7 +141,7 @@ TestCatalog = CatalogMachine.TestCase
 
 
 def test_what_may_not_be_known_costs_nothing() -> None:
-    """A key space that would be refused all the same makes no room for itself."""
+    """A key space that would be refused anyway makes no room for itself."""
     world = make_world()
     for name in "uvw":
         world.core.close_session(opened(world, named(name)).number, 1.0)
@@ -166,7 +167,7 @@ def test_heavy_key_spaces_count_by_their_weight() -> None:
 
 
 def resident_bytes(array: np.ndarray) -> int:
-    """How much of an array has memory, by the page."""
+    """Returns the bytes of an array's pages that have memory."""
     page = mmap.PAGESIZE
     begin = array.ctypes.data // page * page
     length = array.ctypes.data + array.nbytes - begin

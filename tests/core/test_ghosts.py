@@ -1,4 +1,4 @@
-"""GhostTable against a dict."""
+"""`GhostTable` agrees with a dict."""
 
 from collections import Counter
 
@@ -75,7 +75,7 @@ TestGhostMachine = GhostMachine.TestCase
 
 @given(num_ghosts=st.integers(1, 64), num_before=st.integers(0, 30), num_after=st.integers(0, 30))
 def test_ages_start_anew(num_ghosts: int, num_before: int, num_after: int) -> None:
-    """When the numbers of coming run out, all ghosts go; those that come then are found as ever."""
+    """When the ages run out, all ghosts are dropped; later ghosts are found."""
     table = GhostTable(num_ghosts)
     table._next_age = (1 << 32) - 1 - num_before
     values = np.arange(1, len(POOL) + 1, dtype=np.uint64)

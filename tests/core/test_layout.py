@@ -1,4 +1,5 @@
-"""Runs of a layout, and what is refused by name (`tests/dataplane/test_layouts.py` copies)."""
+"""Runs of a layout are right, and bad layouts are refused by field (`dataplane/test_layouts.py`
+copies)."""
 
 import math
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""A tier below host memory, in the core: blocks move down and up while stores, leases, evictions
-and flushes go on, and the tier fails, lags and loses what it had, and can't encode some blocks."""
+"""A tier below host memory, in the core: blocks move down and up during stores, leases, evictions
+and flushes, while the tier fails, lags, loses blocks, and can't encode some blocks."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ def test_the_gate_is_told_what_is_before_each_block() -> None:
     down, seen = tiered.down, []
 
     class Admits:
-        """Writes what begins with an even number."""
+        """Admits chains that begin with an even number."""
 
         def admit(self, offered: Offered, now_s: float) -> BoolMask:
             first = int(np.flatnonzero(words_of(range(40))[:, 0] == offered.hashes[0, 0])[0])

@@ -1,6 +1,5 @@
-"""Files of arena, table and state: what is left of a start that is killed at any write, how full or
-busy memory is handled, and who writes which file.
-"""
+"""Files of arena, table and state survive a start that is killed at any write; full or busy memory
+is handled; each file has one writer."""
 
 import errno
 import os
@@ -39,11 +38,11 @@ TOO_MANY_SHARDS = make_key_space("of another version", SLOT_ALIGN, SLOT_ALIGN, 4
 
 
 class KilledError(BaseException):
-    """Stands for a kill: nobody catches it."""
+    """Stands for a kill: no handler catches it."""
 
 
 class Start:
-    """A server as far as its memory goes."""
+    """The memory of a server that starts."""
 
     def __init__(self, folder: Path, *, prefault: bool = False) -> None:
         self.memory = NodeMemory.open(folder, ARENA, SLAB, CAPACITY, 7, prefault=prefault)
@@ -67,13 +66,13 @@ class Start:
         return found
 
     def end(self) -> None:
-        """As a kill would: files stay as they are."""
+        """Ends as a kill would: files stay unchanged."""
         self.memory.release()
 
 
 def leave(folder: Path, *, unfit: bool) -> None:
-    """Blocks of two key spaces; `unfit`: another one comes before them, of which this version wants
-    to know nothing."""
+    """Leaves blocks of two key spaces. `unfit`: before them, a key space that this version
+    refuses."""
     start = Start(folder).take_over()
     if unfit:
         start.core.catalog._check = lambda key_space, kinds: None  # type: ignore[method-assign]

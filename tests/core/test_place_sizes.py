@@ -1,5 +1,5 @@
-"""Places below that are smaller than slots: which groups get them, what the write gate counts, and
-which records of an earlier server come back."""
+"""Places below that are smaller than slots: which groups get them, how the write gate counts them,
+and which records of an earlier server come back."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -93,7 +93,7 @@ class Node(World):
         return move
 
     def end(self, move: Move, unfit: list[int]) -> Entries:
-        """Rows `unfit` can't be encoded. Returns what is to be moved plain."""
+        """Ends a move. Rows `unfit` can't be encoded. Returns the entries to move plain."""
         is_unfit = np.isin(np.arange(len(move)), unfit)
         seals = np.full(len(move), 7, np.uint64)
         return self.down.end(move, ~is_unfit, seals, 1.0, is_unfit)
@@ -178,7 +178,7 @@ def restored(records: Words, *, knows: bool = True) -> tuple[Space, Restored]:
 
 
 def test_blocks_come_back_in_places_of_both_sizes() -> None:
-    """To a server that knows nothing of encoded blocks, the others."""
+    """A server without compression gets the plain blocks."""
     old = left()
     records = old.index.table.records
     space, report = restored(records.copy())

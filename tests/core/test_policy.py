@@ -1,5 +1,5 @@
-"""The contract of all policies, and what those share. `tests/simulate/test_replay.py` compares LRU
-with plain dicts."""
+"""The contract of all policies, and their shared parts. `tests/simulate/test_replay.py` compares
+LRU with plain dicts."""
 
 import hypothesis.strategies as st
 import numpy as np

@@ -1,5 +1,5 @@
-"""Residencies where the machine of `test_cache` does not go: representations, tenants, condemned
-blocks, spoiled tables, and pins that lie in the way."""
+"""Cases of residencies that the machine of `test_cache` does not reach: representations, tenants,
+condemned blocks, spoiled tables, and obstructing pins."""
 
 from functools import partial
 from itertools import takewhile
@@ -42,7 +42,7 @@ MEAN = Representation(0, "mean", 1, (SLOT_ALIGN,))
 
 
 class Place(World):
-    """A core of 64 slots, what readers see, and calls of residencies."""
+    """A core of 64 slots with readers' words, and calls of residencies."""
 
     def __init__(self, **config: object) -> None:
         self.memory = no_readers(CAPACITY)
@@ -73,7 +73,7 @@ class Place(World):
         self.core.check_invariants()
 
     def restarted(self) -> CacheCore:
-        """Another core over what a kill leaves."""
+        """Kills the server. Returns another core over its memory."""
         old, marks = self.core, self.memory.marks.copy()
         self.memory = ReaderMemory(self.memory.words, np.zeros(CAPACITY + 1, np.uint8))
         self.core = CacheCore(old.config, make_table(CAPACITY), LRU(CAPACITY), self.memory)

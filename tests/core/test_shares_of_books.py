@@ -1,4 +1,4 @@
-"""How much of the core's books one client may take: leases and their lists; and long work in
+"""Bounds on the core's books for a single client: leases and their lists; and long work in
 parts."""
 
 from collections.abc import Callable

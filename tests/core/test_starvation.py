@@ -29,7 +29,7 @@ WORDS = words_of(range(8192))
 
 
 class Model:
-    """An engine of one group; each `use` is a request over a chain of its blocks, told by
+    """An engine with one group. Each `use` is a request for a chain of its blocks, given by
     number."""
 
     def __init__(self, core: CacheCore, name: str, units: int) -> None:
@@ -43,7 +43,7 @@ class Model:
         return [HashList(0, np.ascontiguousarray(words))]
 
     def use(self, blocks: range, now_s: float) -> int:
-        """Looks the chain up, stores what is missing; returns how many blocks hit."""
+        """Looks the chain up and stores the missing blocks. Returns the number of hits."""
         name, hits = f"{now_s}", self.resident(blocks)
         session, hashes = self.session.number, self.hashes(blocks)
         self.core.acquire(session, f"read {name}", hashes, 1.0, now_s)
@@ -54,8 +54,8 @@ class Model:
         return hits
 
     def burst(self, blocks: range, chain: int, start_s: float) -> tuple[float, float]:
-        """Uses a working set once, a chain each second; share of it that hit, and when it was
-        through."""
+        """Uses a working set once, a chain each second. Returns the share of hits, and the end
+        time."""
         hits = 0
         for first in range(blocks.start, blocks.stop, chain):
             hits += self.use(range(first, min(first + chain, blocks.stop)), start_s)
@@ -66,7 +66,7 @@ class Model:
         return int(self.core.lookup(self.session.key_space_id, self.hashes(blocks))[0].sum())
 
     def share(self) -> float:
-        """Of the arena's bytes, those in slots of this model's size that are used."""
+        """Returns the share of the arena's bytes in used slots of this model's size."""
         rows = {row.slot_bytes: row.num_used for row in self.core.space.pool.stats()}
         return rows.get(self.units * SLOT_ALIGN, 0) * self.units / ARENA_UNITS
 
@@ -142,8 +142,8 @@ def test_a_few_hot_blocks_survive_a_flood_of_the_other_size(
 
 
 def room_beside(pinned_slabs: NDArray[np.int64], num_slabs: int, units: int) -> int:
-    """Slots of so many units that slabs without a pinned block can surely hold: those that span
-    slabs may leave gaps between them."""
+    """Returns how many slots of this size surely fit in slabs without a pinned block; slots that
+    span slabs may leave gaps."""
     free = np.ones(num_slabs, np.bool_)
     free[pinned_slabs] = False
     per_slab, span = max(1, SLAB_UNITS // units), -(-units // SLAB_UNITS)

@@ -1,4 +1,4 @@
-"""Shares of tenants: bounds hold, nobody else's blocks take a guarantee, claims are met."""
+"""Shares of tenants: bounds hold, only a tenant's own blocks use its guarantee, claims are met."""
 
 from collections import deque
 
@@ -31,7 +31,7 @@ SIZES = [SLOT_ALIGN, 2 * SLOT_ALIGN, 3 * SLOT_ALIGN, SLAB + 1]
 
 
 def make_space(policy: str = "lru", shares: dict[str, TenantShare] = SHARES) -> Space:
-    """Key space n is that of the n-th tenant."""
+    """Returns a space in which key space n belongs to the n-th tenant."""
     space = Space(make_table(100), ARENA, SLAB, POLICIES[policy](100), shares)
     for number, tenant in enumerate(TENANTS, 1):
         space.tenants.add_key_space(number, tenant)
@@ -40,7 +40,7 @@ def make_space(policy: str = "lru", shares: dict[str, TenantShare] = SHARES) -> 
 
 
 def share_out(space: Space, shares: dict[str, TenantShare]) -> None:
-    """New shares, and all parts of the work that follows."""
+    """Sets new shares, and does all parts of the resulting work."""
     space.tenants.share_out(shares)
     deque(keep_bounds(space.books, space.removal), 0)
 
@@ -77,10 +77,10 @@ class TenantMachine(RuleBasedStateMachine):
             self.space.removal.drop(entries)
 
     def guarded(self, number: int, group: int, hashes: Words, size: int) -> Entries:
-        """Inserts; nobody loses what is guaranteed for a tenant that has no claim to a single slot
-        more.
+        """Inserts blocks. Checks that other tenants keep their guaranteed blocks unless this tenant
+        has a claim to a slot.
 
-        It may come to have one where its own blocks go for its bound.
+        It may get a claim when its own blocks are evicted for its bound.
         """
         before, mine = self.used(), self.shares.get(TENANTS[number - 1], TenantShare())
         own_go = (
@@ -106,7 +106,8 @@ class TenantMachine(RuleBasedStateMachine):
         )
     )
     def share_out(self, shares: dict[str, TenantShare]) -> None:
-        """Only pinned blocks stay beyond a bound, and those that are being written."""
+        """Sets new shares. Checks that beyond a bound only pinned blocks stay, and blocks that are
+        being written."""
         before = self.used()
         share_out(self.space, shares)
         self.shares = shares
@@ -121,7 +122,7 @@ class TenantMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), number=st.integers(1, 4), size=st.sampled_from(SIZES))
     def represent(self, data: st.DataObject, number: int, size: int) -> None:
-        """Some blocks of a tenant get representations."""
+        """Gives representations to some blocks of a tenant."""
         chosen = self.some(data, number)
         chosen = chosen[self.space.representations.of(chosen) == 0]
         self.space.index.pin(chosen, 1)
@@ -130,7 +131,7 @@ class TenantMachine(RuleBasedStateMachine):
         self.space.representations.publish(entries, chosen[: len(entries)])
 
     def some(self, data: st.DataObject, number: int = 0, most: int = 6) -> Entries:
-        """Ready blocks of a key space."""
+        """Draws ready blocks of a key space."""
         blocks = self.space.index.ready_blocks(number).tolist()
         chosen = (
             data.draw(st.lists(st.sampled_from(blocks), unique=True, max_size=most))

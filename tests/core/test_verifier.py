@@ -1,5 +1,5 @@
-"""Comparing blocks with their check values: what agrees is cleared, what does not is condemned,
-what changed meanwhile is left alone."""
+"""Blocks are compared with their check values: matching blocks are cleared, others are condemned,
+and blocks that changed during the comparison are left alone."""
 
 from collections.abc import Sequence
 
@@ -24,8 +24,8 @@ KIND = Representation(0, "rot2u", 7, (SLOT_ALIGN,))
 
 
 class Arena(World):
-    """A core over memory of its own, with ten blocks of random bytes and their check values, none
-    of which has been compared. A lease `held` names them all."""
+    """A core over plain memory, with ten blocks of random bytes and their check values, not
+    compared yet. A lease `held` lists them all."""
 
     def __init__(self) -> None:
         super().__init__(NUM_SLABS, 40, unadmitted_share=1.0, check_stride=1)
@@ -59,7 +59,7 @@ class Arena(World):
         self.memory[int(self.core.space.index.offsets(self.entries([number]))[0]) + at] ^= 1
 
     def settle(self, cases: list[Case]) -> list[int]:
-        """Compares; returns the entries that were condemned."""
+        """Compares the blocks. Returns the condemned entries."""
         return list(self.verifier.settle(cases, self.verifier.judge(cases)).tolist())
 
 

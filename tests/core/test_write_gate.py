@@ -1,4 +1,4 @@
-"""What may be written below: whole chains, within a budget of bytes a day."""
+"""The write gate admits whole chains, within a budget of bytes a day."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ EARLY = EARLY_TOKENS // BLOCK_TOKENS
 def offered(
     numbers: Sequence[int], first: int = 0, *, follows: bool = False, has_gap: bool = False
 ) -> Offered:
-    """Part of one chain: blocks with these numbers, from depth `first` on."""
+    """Returns part of a chain: blocks with these numbers, from depth `first` on."""
     begins = np.arange(len(numbers)) == 0
     # Odd multipliers: distinct numbers have distinct keys and hashes.
     keys = np.array(numbers, np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
@@ -38,8 +38,8 @@ def writes_all(gate: WriteGate, part: Offered, now_s: float) -> bool:
 
 
 def busy(capacity: int = 1 << 16) -> WriteGate:
-    """A gate to which far more was offered than the budget allows, until 400 seconds, so that it
-    takes a small share."""
+    """Returns a gate that admits a small share, because far more than the budget was offered until
+    400 seconds."""
     gate = WriteGate(20_000 * BLOCK_BYTES, capacity)
     for at in range(400):
         gate.admit(offered(range((1 << 40) + 30 * at, (1 << 40) + 30 * at + 30)), float(at))

@@ -1,4 +1,4 @@
-"""Hints of a trace beside a plain reading of their definition, and what replays make of them."""
+"""Hints of a trace agree with a plain reading of their definition, and replays use them."""
 
 import math
 

@@ -53,7 +53,7 @@ def hit_rate(
 
 
 def some_long(names: tuple[str, ...]) -> list[object]:
-    """All kinds of traffic; only these take part every day."""
+    """Returns all kinds of traffic; the others run in the long tests."""
     return [
         name if name in names else pytest.param(name, marks=pytest.mark.long) for name in MAKERS
     ]

@@ -1,5 +1,5 @@
-"""Replaying through the core gives what dicts give, over one tier and over two; the bounds are
-exact on small cases, and never below a policy (of traffic see `test_policies`)."""
+"""Replaying through the core agrees with dicts, over one tier and over two; the bounds are exact on
+small cases, and never below a policy (`test_policies` has traffic)."""
 
 import hypothesis.strategies as st
 import numpy as np

@@ -1,4 +1,4 @@
-"""Reading traces: tolerated and refused lines, error texts, and the arithmetic of prefixes."""
+"""Traces are read: tolerated and refused lines, error texts, and the arithmetic of prefixes."""
 
 import gzip
 from pathlib import Path

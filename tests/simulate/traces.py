@@ -12,8 +12,8 @@ Requests = list[tuple[float, list[int]]]
 
 
 class Chains:
-    """Ids by content: `extend` gives the ids of a chain of contents behind an id, the same ones for
-    the same chain."""
+    """Ids by content: `extend` returns the ids of a chain of contents after an id; the same chain
+    has the same ids."""
 
     ROOT = -1
 

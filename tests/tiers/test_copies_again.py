@@ -1,5 +1,5 @@
-"""What a shared tier did not take is offered to it again, within bounds; so is what a restart or
-the disk brings back. What the tier has already costs no bytes."""
+"""Blocks that a shared tier did not take are offered again, within bounds; so are blocks that a
+restart or the disk brings back. Blocks that the tier already has cost no bytes."""
 
 import asyncio
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tests.tiers.nodes import BLOCKS, SharedNode, nodes, running, until
 
 
 async def earlier(store: MemoryStore, folder: Path, numbers: list[int]) -> None:
-    """A server that copies these blocks, and ends."""
+    """Runs a server that copies these blocks and ends."""
     node = SharedNode(store, 10.0, folder)
     async with running(node):
         await node.share(numbers)
@@ -73,7 +73,7 @@ async def test_nothing_is_tried_while_something_is_known_against_the_store() -> 
 async def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(
     tmp_path: Path,
 ) -> None:
-    """But for what came back damaged."""
+    """Leaves out damaged blocks."""
     store = MemoryStore(places=False)
     await earlier(store, tmp_path, BLOCKS[:2])
     node, other = SharedNode(store, 10.0, tmp_path, BLOCKS), SharedNode(store, 10.0)

@@ -1,5 +1,5 @@
-"""Events of blocks that tiers move: each medium is told of what is ready there and what was removed
-from it, in chains, and never of a block that was flushed meanwhile."""
+"""Tells subscribers about moved blocks: for each medium, which blocks are ready and which were
+removed, in chains, and never a flushed block."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ NUMBERS = {words_of([n])[0].tobytes(): n for n in range(200)}
 
 
 class Listener:
-    """A publisher that keeps what it was told."""
+    """A publisher that records its events."""
 
     published_events = lost_events = queued_bytes = 0
 
@@ -63,12 +63,12 @@ class Heard:
         self.read()
 
     def moved(self, entries: Entries, medium: Medium, tier: str) -> None:
-        """As the node: what was removed before is told of before."""
+        """Publishes earlier removals first, as the node does."""
         self.effects.run()
         self.events.blocks_moved(entries, medium, tier)
 
     def read(self) -> list[Event]:
-        """What came since the last call."""
+        """Returns the events since the last call."""
         self.effects.run()
         events, self.listener.events = self.listener.events, []
         return events

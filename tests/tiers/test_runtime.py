@@ -1,5 +1,5 @@
-"""Tiers as the daemon's event loop drives them, over a tier whose faults are chosen: whatever it
-does, nobody waits longer than is set, and no lease gets bytes that were not stored."""
+"""The daemon's event loop drives a tier with chosen faults: callers wait no longer than the setting
+allows, and leases only get stored bytes."""
 
 import asyncio
 import contextlib
@@ -46,8 +46,7 @@ async def test_others_are_told_of_what_is_evicted_for_blocks_that_come_up() -> N
 
 
 async def test_room_below_is_made_in_parts(monkeypatch: Any) -> None:
-    """With compression a disk has places of two sizes, and compares them: that looks at all it
-    has."""
+    """With compression a disk has places of two sizes; comparing them looks at all places."""
     monkeypatch.setattr(room, "EVICTED_PER_PART", 1)
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     async with made() as one:
@@ -87,7 +86,7 @@ async def test_a_lease_waits_for_its_own_blocks_only() -> None:
 
 
 async def test_a_caller_that_gives_up_while_it_waits_pins_nothing() -> None:
-    """As a unary call does that its client cancels."""
+    """A cancelled unary call does so."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.tier.faults.is_hung = True

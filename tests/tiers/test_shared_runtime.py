@@ -1,5 +1,5 @@
-"""A shared tier as the daemon's event loop drives it, between nodes: what one stores the others
-find, bit for bit; after a flush on one, none finds it; nobody waits for a store that is away."""
+"""The daemon's event loop drives a shared tier between nodes: a node finds the other's blocks bit
+for bit, finds no block of before a flush, and does not wait for a dead store."""
 
 import asyncio
 import time
@@ -73,7 +73,7 @@ async def test_a_flush_counts_though_the_store_is_away() -> None:
 async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_for(
     is_flushed: bool,
 ) -> None:
-    """It may be of before a flush: nobody can tell, as the store may have lost its epochs since."""
+    """A block may be older than a flush, as the store may have lost its epochs since."""
     made = [SharedNode(MemoryStore(places=False), 10.0)]
     made.append(SharedNode(made[0].tier._store, 10.0))
     a, b = made
@@ -95,7 +95,7 @@ async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_
 
 
 async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet() -> None:
-    """As on a node that comes with its store."""
+    """A node that starts with its store waits so."""
     store = MemoryStore(places=False)
     async with nodes(1, store=store) as (a,):
         await a.share(BLOCKS)
@@ -113,7 +113,7 @@ async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet() -> No
 
 
 async def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
-    """However many there were: one raise, and no task for each."""
+    """A single raise follows any number of flushes, and flushes leave no task each."""
     async with nodes(1) as (a,):
         a.tier.faults.problem = "gone"
         await asyncio.gather(*(a.flush() for _ in range(200)))
