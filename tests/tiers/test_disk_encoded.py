@@ -151,6 +151,12 @@ def test_faults_of_the_disk_cost_their_blocks_only(tmp_path: Path) -> None:
         assert np.array_equal(bench.slot(9), compressible(3))
 
 
+def test_writes_have_half_of_the_staging_memory(tmp_path: Path) -> None:
+    with encoding(tmp_path, staging_rooms=1) as (_, bench):
+        bench.fill([1], [1])
+        assert bench.answer(bench.blocks([1], [1]))[0].tolist() == [UNFIT]
+
+
 def test_calls_wait_for_staging_until_their_deadline_or_the_close(tmp_path: Path) -> None:
     options = {"staging_rooms": 2, "num_threads": 6, "close_wait_s": 0.5}
     with encoding(tmp_path, [1, 2, 3, 4], **options) as (made, bench):
