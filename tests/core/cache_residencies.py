@@ -220,9 +220,9 @@ class ResidencyRules(WriteRules):
                 ]
 
     def is_sure(self, residency: ModelResidency, lists: tuple[list[int], list[int]]) -> bool:
-        """Returns True if nothing can be in the way of what was promised: nobody else pins or
-        writes, the index has numbers, slots do not span slabs, and no more is stored than is
-        left."""
+        """Returns True if the promised room must be found: other engines pin and write no blocks,
+        the index has numbers, slots do not span slabs, and the store fits the rest of the
+        promise."""
         others = self.model.leases or self.model.transfers or self.model.kept
         if others or self.core.config.capacity < 60 or max(self.sizes) > SLAB:
             return False

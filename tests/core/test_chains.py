@@ -32,8 +32,8 @@ def first_missing(cache: Cache, chain: list[int]) -> int:
 def test_chains_that_grow_keep_their_heads(
     policy: str, seed: int, gaps_s: tuple[float, ...]
 ) -> None:
-    """Each call brings the blocks behind what is here, and no use of that: a prefill in parts, a
-    decode, a prefix on the device."""
+    """Stores blocks behind the present blocks without using these, as a prefill in parts, a decode,
+    or a prefix on the device does."""
     rng = np.random.default_rng(seed)
     cache = Cache(policy)
     chains: list[list[int]] = [[], [], []]
@@ -64,8 +64,8 @@ def test_a_new_tail_is_never_hotter_than_its_head(policy: str, passed_s: float, 
 
 
 def test_what_counts_as_in_use_keeps_its_frequency() -> None:
-    """A thousand tails behind one prefix within a moment are no use of it, cost it nothing, and are
-    no time to live."""
+    """Adds a thousand tails to a prefix within a moment: they do not count as uses, do not reduce
+    its heat, and are no time to live."""
     cache = Cache("hotness")
     prefix = cache.fresh(40)
     for number in range(20):

@@ -39,8 +39,7 @@ NUM_NODES = 3
 
 @dataclass
 class Store:
-    """An epoch, and blocks by the epoch under which they were written and the moment at which they
-    were stored. `copies`: of both."""
+    """An epoch, and blocks by the epoch and the moment of their store. `copies`: copies of both."""
 
     epoch: int = 0
     clock: int = 0
@@ -81,7 +80,7 @@ class Node:
 
 
 def kept(book: EpochBook) -> EpochBook:
-    """Returns the book of the next server, from what is written down."""
+    """Returns the next server's book, from the saved records."""
     records = {
         name: Record(
             one.local,

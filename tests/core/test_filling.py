@@ -268,8 +268,8 @@ def test_pinning_ends_with_the_memory_and_with_the_server(
 def test_slabs_in_which_blocks_came_back_are_brought_in(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They lie beyond what is filled if the old server brought in nothing by itself: stores may go
-    on in them at once."""
+    """They lie beyond the filled memory if the old server filled no memory; stores may use them at
+    once."""
     slab, num_slabs = COLLAPSE_BYTES // 8, 24
     monkeypatch.setattr(arena_module, "FIRST_FILL_S", 0.0)
     monkeypatch.setattr(arena_module, "FIRST_FILL_BYTES", 0)

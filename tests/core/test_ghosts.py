@@ -22,8 +22,8 @@ def never_lost(table: GhostTable) -> NDArray[np.bool_]:
 
 
 class GhostMachine(RuleBasedStateMachine):
-    """What is found was remembered last, and not too long ago; where no bucket overflows, nothing
-    young is lost."""
+    """Checks that found ghosts were remembered last and recently, and that young ghosts of buckets
+    without overflow are found."""
 
     @initialize(num_ghosts=st.sampled_from([1, 2, 5, 16, 60, 200]))
     def start(self, num_ghosts: int) -> None:
@@ -109,7 +109,7 @@ def test_lasting_ghosts_outlive_the_numbers_of_coming(
 
 
 def test_a_place_that_is_free_is_taken_before_a_ghost_is_dropped() -> None:
-    """Half of the ghosts are dropped by their tags, and their places are as good as new."""
+    """Drops half of the ghosts by their tags. Their places are reused."""
     table = GhostTable(4, is_lasting=True)
     table.remember(POOL[:WAYS], POOL[:WAYS])
     middle = int(np.sort(table.tags[0])[WAYS // 2])

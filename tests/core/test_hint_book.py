@@ -39,7 +39,7 @@ def common(one: list[int], other: list[int]) -> int:
 
 
 class SessionsMachine(RuleBasedStateMachine):
-    """Sessions beside an OrderedDict of lists."""
+    """Compares sessions with an OrderedDict of lists."""
 
     @initialize()
     def start(self) -> None:
@@ -107,7 +107,7 @@ TestSessionsMachine.settings = settings(max_examples=25, stateful_step_count=30)
 
 
 class TenantMachine(RuleBasedStateMachine):
-    """Outcomes and receipts of one tenant beside dicts and sets."""
+    """Compares outcomes and receipts of a tenant with dicts and sets."""
 
     @initialize()
     def start(self) -> None:
@@ -151,14 +151,14 @@ class TenantMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 2), more=CHAINS)
     def go_on(self, which: int, more: list[int]) -> None:
-        """The request of an action has ended: its chain is longer now."""
+        """Ends the request of an action: its chain is longer now."""
         for outcome, chain, start, seen in self.watched[which : which + 1]:
             self.watched.remove((outcome, chain, start, seen))
             self.watch(outcome, chain + more, start, seen)
 
     @rule(chain=CHAINS, like=st.integers(0, 5), first=st.integers(0, 6), stop=st.integers(0, 12))
     def hit(self, chain: list[int], like: int, first: int, stop: int) -> None:
-        """The request's prompt goes on as one that is watched did, or is another."""
+        """Reports a hit of a prompt that goes on after a watched prompt, or is another."""
         for _, watched, _, _ in self.watched[like : like + 1]:
             chain = watched + chain
         stop = min(stop, len(chain))

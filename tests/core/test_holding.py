@@ -1,5 +1,5 @@
-"""The core while its policy holds recently used blocks: which stores are refused, and which never
-are."""
+"""The core while its policy holds recently used blocks: it refuses some stores, and never refuses
+others."""
 
 from collections.abc import Iterable, Mapping
 
@@ -48,7 +48,8 @@ class Place(World):
         retention: Retention = NO_RETENTION,
         tenant: str = "",
     ) -> list[int]:
-        """Stores blocks; returns those that found room, which come before those that did not."""
+        """Stores blocks. Returns the blocks that found room. Checks that refused blocks come
+        last."""
         named, session = list(numbers), self.sessions[tenant].number
         begin_store(
             self.core, session, "s", "s", [Run(group, words_of(named))], 0, 0.0, now_s, retention

@@ -231,8 +231,7 @@ def take_coldest(
 
 @given(data=st.data(), contender=st.sampled_from(CONTENDERS))
 def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Contender) -> None:
-    """Whole chains are stored, used, evicted from the tail and brought back; ghosts may have
-    forgotten any of them."""
+    """Stores, uses, evicts and restores whole chains; ghosts may have forgotten any of them."""
     policy = make_hotness(80, contender)
     chains = [list(range(1, 41)), list(range(41, 61)), [61], [62, 63]]
     resident = dict.fromkeys(range(len(chains)), 0)
@@ -269,9 +268,8 @@ def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Co
 
 @given(data=st.data(), hold_s=st.sampled_from([0.0, 2.0, 90.0]))
 def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
-    """With `keep_at_s`, blocks that were used within the time that the winner holds, or that are
-    held until later, are no victims, unless they were demoted; all others are, and without it all
-    are."""
+    """With `keep_at_s`, blocks used within the winner's hold time, or held until later, are no
+    victims unless they were demoted. All other blocks are; without it, all blocks are."""
     policy, num_entries, now_s = make_hotness(40, Contender(0.1, hold_s=hold_s)), 40, 100.0
     used_s = {}
     for entry in range(1, num_entries + 1):
@@ -322,8 +320,8 @@ def test_the_clock_does_not_go_back_and_a_time_to_live_is_not_shortened() -> Non
 
 @pytest.mark.parametrize("start_s", [0.0, 1e9, -5.0])
 def test_clocks_that_start_anywhere(start_s: float) -> None:
-    """The order in a chain holds from the first tick to the last of two years; then frequency alone
-    decides, and nothing breaks."""
+    """Keeps the order in a chain from the first tick to the last of two years. Later, frequency
+    alone decides."""
     policy = make_hotness(20, CONTENDERS[0])
     chain = list(range(1, 11))
     policy.admit(entries_of(chain), keys_of(chain), start_s)

@@ -15,7 +15,6 @@ from hotkv_proto.keys import MAX_GROUPS, Representation
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache import core as core_module
 from hotkv_server.cache.room import removal, space
-from hotkv_server.cache.room.policies.shared import ColdQueue, Highest
 from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.values import HashList, LoadPositions, Run
 from tests.core.support import World, begin_store, reason_of, words_of
@@ -90,8 +89,8 @@ class Meddler(World):
 def test_a_flush_in_parts_leaves_nothing_of_before(
     before: list[tuple[str, int]], between: list[tuple[str, int]], num_calls: int
 ) -> None:
-    """Nothing that was stored or being stored when it was asked is found when it answers, whatever
-    comes between; others keep theirs."""
+    """Finds no block that was stored or being stored at the request, whatever runs between the
+    parts. Other key spaces keep their blocks."""
     world = Meddler(num_slabs=3)
     core = world.core
     for what, number in before:
@@ -128,7 +127,7 @@ def test_a_flush_in_parts_leaves_nothing_of_before(
 def test_whatever_comes_between_there_is_room_in_the_end(
     between: list[tuple[str, int]], group: int, count: int
 ) -> None:
-    """As long as not too much is pinned or being written: a quarter of the slots is asked for, and
+    """Holds if few blocks are pinned or being written: a quarter of the slots is requested, and
     calls between take few."""
     world = Meddler(num_slabs=NUM_SLOTS)
     for start in range(0, 90, 9):
@@ -146,30 +145,6 @@ def test_whatever_comes_between_there_is_room_in_the_end(
     (results,) = finished(reserving, meddle).results
     assert set(results.tolist()) == {BlockResult.RESERVED}
     world.core.check_invariants()
-
-
-def test_what_is_swept_is_not_refilled() -> None:
-    """Holds even if a sweep finds fewer blocks than requested."""
-    looked_at: list[tuple[int, int]] = []
-
-    def members(first: int, stop: int) -> np.ndarray:
-        looked_at.append((first, stop))
-        return np.arange(max(first, 1), stop, dtype=np.uint32)
-
-    def evictable(entries: np.ndarray) -> np.ndarray:
-        return np.isin(entries, [7, 50, 99])
-
-    highest, state = Highest(), np.arange(101, dtype=np.uint64)
-    highest.number = 100
-    queue = ColdQueue(state, highest, members, lambda entries: entries.astype(np.float64))
-    for _ in queue.sweep(10, evictable):
-        pass
-    num_looked_at = len(looked_at)
-    assert num_looked_at
-    assert queue.take(10, evictable).tolist() == [7, 50, 99]
-    assert len(looked_at) == num_looked_at
-    queue.take(10, evictable)
-    assert len(looked_at) > num_looked_at, "a take without a sweep looks for itself"
 
 
 @pytest.mark.parametrize(
@@ -197,8 +172,8 @@ def test_entries_without_memory_are_not_used() -> None:
 
 
 def test_room_for_representations_keeps_their_blocks() -> None:
-    """Of those that are there already: one whose block goes while it is kept would keep its slot
-    for ever."""
+    """Keeps present blocks: a representation whose block is evicted would keep its slot for
+    ever."""
     world = World(2)
     session = world.open(kinds=(Representation(0, "rot2u", 1, (SLOT_ALIGN,)),))
     for group in (0, MAX_GROUPS):

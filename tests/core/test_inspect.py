@@ -26,7 +26,7 @@ OUTER = [path for part in ("wire", "told") for path in sorted((SERVER / part).rg
 
 
 class Cache(World):
-    """One engine on one key space of two groups; four slabs of four slots."""
+    """An engine on a key space of two groups; four slabs of four slots."""
 
     def __init__(self) -> None:
         super().__init__(4, 60)
@@ -272,7 +272,7 @@ def test_a_map_is_what_each_entry_says(
     most_cells: int,
     backed: int,
 ) -> None:
-    """However it is cut into cells and parts."""
+    """Cuts the map into cells and parts of several sizes."""
     world = World(NUM_SLABS, 60, policy, is_backed=False)
     core = world.core
     core.space.grow(backed * SLAB, 0)

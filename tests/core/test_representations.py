@@ -56,7 +56,7 @@ class Write:
 
 
 class RepresentationMachine(RuleBasedStateMachine):
-    """Two engines on one key space, each with a version of its own, share a small arena."""
+    """Two engines on the same key space, with different versions, share a small arena."""
 
     @initialize(
         num_shards=st.integers(1, 2),
@@ -153,8 +153,8 @@ class RepresentationMachine(RuleBasedStateMachine):
 
     @rule(engine=st.integers(0, 1), blocks=NUMBERS, others=NUMBERS)
     def store(self, engine: int, blocks: list[int], others: list[int]) -> None:
-        """All ranks store blocks with representations, and some of those of others, and all goes
-        well."""
+        """Stores blocks with representations from all ranks, and representations of some other
+        blocks; all copies succeed."""
         others = [number for number in others if (0, number) in self.ready and number not in blocks]
         name = self.begin_whole(engine, blocks, blocks + others)
         for shard in range(self.num_shards):

@@ -126,7 +126,7 @@ def test_slots_count_with_what_their_slabs_lose(slot_bytes: int, cost_bytes: int
 
 
 def test_holds_and_leases_leave_room_for_stores() -> None:
-    """A sixteenth of the arena stays, whatever the three pin together."""
+    """Leaves a sixteenth of the arena unpinned, whatever the three pin together."""
     place = Place(unadmitted_share=0.25, held_share=0.25)
     session, core = place.open(), place.core
     place.store(session, range(60))
@@ -251,7 +251,7 @@ def is_granted(place: Place, session: SessionRecord, name: str) -> bool:
 
 
 def test_scattered_pins_of_one_slot_size_leave_slabs_to_another() -> None:
-    """Blocks come one by one between those of others, so that each slab of their size gets a pin
+    """Stores blocks between blocks of another engine, so that each slab of their size has a pin
     before the last representation comes."""
     place = Place()
     session = place.open(model="wide", sizes=(SLAB // 2, SLOT_ALIGN), kinds=(MEAN,))
@@ -291,7 +291,8 @@ def test_a_residency_waits_while_pins_lie_in_all_slabs() -> None:
 
 
 def test_promised_representations_take_the_room_of_others() -> None:
-    """Every slab of blocks has a pin, and every slot of their size another's representation."""
+    """Pins a block in every slab of blocks, and fills every slot of the representations' size with
+    another's."""
     place = Place()
     mine, theirs = (
         place.open(name, name, (SLAB // 2, 1), kinds=(MEAN,)) for name in ("mine", "theirs")

@@ -201,7 +201,7 @@ UNITS = st.integers(-1, 24) | st.sampled_from([0, 4, 8, 12, 16, 20])
 def test_claims_that_contradict_are_refused_and_change_nothing(
     claims: list[tuple[int, list[int]]],
 ) -> None:
-    """Whatever a damaged table says, claims end in a consistent pool or in ValueError."""
+    """Ends in a consistent pool or in ValueError, whatever a damaged table says."""
     pool = SlabPool(5 * SLAB, SLAB)
     taken: set[Slot] = set()
     for size, units in claims:
@@ -238,8 +238,8 @@ def test_sizes_that_make_no_pool_are_refused(arena_bytes: int, slab_bytes: int) 
 
 
 def test_figures_of_a_pool() -> None:
-    """Two sizes: one fills its slab, of the other one slot of two is free. Then a size that needs
-    two slabs side by side."""
+    """Allocates two sizes: the first fills its slab, half the slots of the other are free. Then
+    asks for a size that needs two adjacent slabs."""
     pool = SlabPool(8 * SLAB, SLAB)
     assert pool.figures().fragmentation_ratio == pool.figures().imbalance_ratio == 0
     pool.allocate(SLAB, 1)
@@ -276,7 +276,7 @@ def test_runs_lose_little_for_every_slot_size(slot_bytes: int, slab_bytes: int) 
 @pytest.mark.parametrize("block_tokens", [16, 64, 128])
 @pytest.mark.parametrize("gib", [2, 8, 64])
 def test_an_arena_full_of_a_models_blocks_loses_little(gib: int, block_tokens: int) -> None:
-    """At the size of slabs that the server chooses; full to the last slot that can be had."""
+    """Fills an arena with the server's slab size to the last possible slot."""
     arena = ArenaSettings(bytes=ByteSize(gib << 30))
     for name, slot_bytes in slot_sizes(block_tokens).items():
         pool = SlabPool(arena.bytes, arena.slab_size)

@@ -1,7 +1,7 @@
-"""Making room: nothing is refused before everything that may be evicted is; pinned and reserved
+"""Making room: a block is refused only after all evictable blocks are evicted; pinned and reserved
 blocks stay.
 
-While the arena grows, nothing is evicted for slots that the growth brings within moments.
+While the arena grows, blocks are not evicted for slots that the growth brings within moments.
 """
 
 from types import SimpleNamespace

@@ -1,8 +1,8 @@
-"""Two models of unequal slots on one arena: attention's small ones, and states as large as a slab
-or larger.
+"""Two models with unequal slots share an arena: attention has small slots, states have slots as
+large as a slab or larger.
 
-The model with the hotter blocks gets the memory, soon, and in both directions; slots that are
-pinned stay in place.
+The model with the hotter blocks gets the memory, soon, and in both directions; pinned slots stay in
+place.
 """
 
 import hypothesis.strategies as st
@@ -74,7 +74,7 @@ class Model:
 def two_models(
     policy: str, units: int, num_slabs: int = NUM_SLABS, old_units: int = 1
 ) -> tuple[CacheCore, Model, Model]:
-    """Returns a core, a model of attention and one of states."""
+    """Returns a core, a model of attention, and a model of states."""
     capacity = num_slabs * SLAB_UNITS
     arena_bytes = capacity * SLOT_ALIGN
     config = CoreConfig(arena_bytes, SLAB_UNITS * SLOT_ALIGN, capacity, unadmitted_share=1.0)
@@ -85,8 +85,8 @@ def two_models(
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("units", STATE_UNITS)
 def test_a_burst_of_either_kind_gets_the_memory(policy: str, units: int) -> None:
-    """The arena is full of attention; states of half its bytes come into use, then attention of
-    half its bytes again."""
+    """Fills the arena with attention, uses states of half its bytes, then attention of half its
+    bytes again."""
     core, attention, states = two_models(policy, units)
     _, now_s = attention.burst(range(ARENA_UNITS), SLAB_UNITS, 1.0)
     assert attention.share() == 1
@@ -120,8 +120,8 @@ def test_a_burst_of_either_kind_gets_the_memory(policy: str, units: int) -> None
 def test_a_few_hot_blocks_survive_a_flood_of_the_other_size(
     policy: str, units: int, few_are_states: bool
 ) -> None:
-    """A twentieth of the arena is used all the time, while blocks of the other size that nobody
-    asks for again pass through it."""
+    """Uses a twentieth of the arena all the time, while blocks of the other size pass through it
+    unused."""
     core, *models = two_models(policy, units)
     few, many = models[few_are_states], models[not few_are_states]
     hot, chain = range(max(1, ARENA_UNITS // 20 // few.units)), max(1, SLAB_UNITS // many.units)
@@ -161,8 +161,8 @@ def room_beside(pinned_slabs: NDArray[np.int64], num_slabs: int, units: int) -> 
 def test_a_burst_gets_all_that_pins_leave(
     num_slabs: int, units: int, old_units: int, pins: set[int], chain: int
 ) -> None:
-    """Any sizes, pinned blocks anywhere: a burst that fits beside the slabs with pins is resident
-    as a whole after one pass."""
+    """Draws any sizes and pinned blocks: a burst that fits into slabs without pins is resident
+    after a single pass."""
     if units == old_units or -(-units // SLAB_UNITS) > num_slabs:
         return
     core, old, new = two_models("lru", units, num_slabs, old_units)
@@ -188,8 +188,8 @@ def test_a_burst_gets_all_that_pins_leave(
 def test_a_hot_block_in_every_slab_does_not_hold_them_all(
     policy: str, units: int, hot_in: int
 ) -> None:
-    """One attention block in each slab, or in every second or third, is used all the time; the rest
-    is cold, and states come into use."""
+    """Uses an attention block in each slab, or in every second or third, all the time, while states
+    come into use."""
     core, attention, states = two_models(policy, units)
     _, now_s = attention.burst(range(ARENA_UNITS), SLAB_UNITS, 1.0)
     hot = range(0, ARENA_UNITS, SLAB_UNITS * hot_in)
@@ -208,8 +208,8 @@ def test_a_hot_block_in_every_slab_does_not_hold_them_all(
 
 @pytest.mark.parametrize("units", [3, *STATE_UNITS])
 def test_a_burst_grows_at_once_in_an_arena_of_many_slabs(units: int) -> None:
-    """Comparing sizes is rare in a large arena; a size that has just won goes on winning without
-    evicting its own meanwhile."""
+    """Sizes are compared rarely in a large arena; the last winner goes on winning without evicting
+    its own blocks."""
     _, attention, states = two_models("lru", units, 512)
     _, now_s = attention.burst(range(512 * SLAB_UNITS), 64, 1.0)
     working_set = range(256 * SLAB_UNITS // units)

@@ -46,7 +46,8 @@ def share_out(space: Space, shares: dict[str, TenantShare]) -> None:
 
 
 class TenantMachine(RuleBasedStateMachine):
-    """Four tenants with blocks of all sizes, some with representations; one has no share."""
+    """Four tenants with blocks of all sizes, some with representations; the last tenant has no
+    share."""
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
     def start(self, policy: str) -> None:
@@ -166,7 +167,7 @@ TestTenantMachine = TenantMachine.TestCase
 
 
 def fill(space: Space, number: int, count: int, size: int = SLOT_ALIGN, first: int = 0) -> int:
-    """Stores blocks one by one; how many were taken."""
+    """Stores blocks, each in a call. Returns how many were stored."""
     taken = 0
     for at in range(count):
         hashes = words_of([1000 * number + first + at])
@@ -180,8 +181,8 @@ def fill(space: Space, number: int, count: int, size: int = SLOT_ALIGN, first: i
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("size", [SLOT_ALIGN, 2 * SLOT_ALIGN])
 def test_who_comes_late_gets_its_guarantee(policy: str, size: int) -> None:
-    """Somebody fills the arena and goes on using it; a tenant with a guarantee comes, with blocks
-    of this or of another size."""
+    """Fills the arena and keeps using it; then a tenant with a guarantee comes, with blocks of this
+    or another size."""
     space = make_space(policy)
     assert fill(space, 4, 60) == 60
     for round_ in range(3):
@@ -205,8 +206,8 @@ def test_a_block_that_no_bound_allows_costs_nothing() -> None:
 
 
 def test_who_asks_for_more_than_its_guarantee_gets_its_guarantee() -> None:
-    """Every slab has a block in it that is guaranteed to another tenant, so slabs go only to
-    whoever has a claim to them."""
+    """Every slab has a block that is guaranteed to another tenant, so only a tenant with a claim
+    gets slabs."""
     space = make_space(
         "lru", {"a": TenantShare(NUM_SLABS * SLOT_ALIGN), "b": TenantShare(4 * SLAB)}
     )

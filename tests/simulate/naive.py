@@ -9,7 +9,7 @@ from tests.simulate.traces import Chains, Requests
 
 
 class NaiveLRU:
-    """One tier as an ordered dict, the coldest first."""
+    """A tier as an ordered dict, the coldest first."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -114,7 +114,8 @@ def _subsets(blocks: list[int], capacity: int) -> list[frozenset[int]]:
 def chained_requests(
     draw: st.DrawFn, max_requests: int = 40, max_blocks: int = 6, branches: int = 2
 ) -> Requests:
-    """Draws few branches and short chains, so that prefixes are shared and blocks come back."""
+    """Draws requests of few branches and short chains, so that prefixes are shared and blocks come
+    back."""
     chains = Chains()
     contents = st.lists(st.integers(0, branches), min_size=1, max_size=max_blocks)
     times_s = st.sampled_from([0.0, 1.0, 60.0, 1000.0])

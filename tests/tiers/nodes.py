@@ -1,6 +1,5 @@
 """Runs the tiers' event-loop side in this process, over tiers that tests delay or fail."""
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
@@ -29,6 +28,7 @@ from hotkv_server.tiers.drive.epochs import EpochRelay, Epochs
 from hotkv_server.tiers.drive.shared import TierShared
 from hotkv_server.tiers.drive.tiers import Tiers, moving_bytes
 from tests.core.support import evict, flush, make_key_space, make_table, words_of
+from tests.support.waiting import eventually
 from tests.tiers.support import content, store_blocks
 
 SLAB = 4 * SLOT_ALIGN
@@ -103,7 +103,7 @@ class Setup(Node):
 
     async def until_down(self, count: int) -> None:
         """Waits until this number of blocks was demoted."""
-        await until(lambda: self.lower.counters.demoted >= count, "blocks are not moved down")
+        await eventually(lambda: self.lower.counters.demoted >= count, "blocks are not moved down")
 
     async def lie_below(self, numbers: list[int]) -> None:
         """Stores blocks, waits until they are demoted, and evicts them from host memory."""
@@ -177,7 +177,7 @@ class SharedNode(Node):
         """Waits until this number of blocks lies on the disk below."""
         assert self.tiers.below is not None
         counters = self.tiers.below.lower.counters
-        await until(lambda: counters.demoted == count, "blocks are not moved down")
+        await eventually(lambda: counters.demoted == count, "blocks are not moved down")
 
     async def share(self, numbers: list[int]) -> None:
         """Stores blocks, and waits until the shared tier has them."""
@@ -186,7 +186,7 @@ class SharedNode(Node):
         await self.until_copied(before + len(numbers))
 
     async def until_copied(self, count: int) -> None:
-        await until(lambda: self.shared.out.num_copied >= count, "blocks are not copied")
+        await eventually(lambda: self.shared.out.num_copied >= count, "blocks are not copied")
 
     async def looked_up(self, numbers: list[int]) -> list[bool]:
         lists = [HashList(0, words_of(numbers))]
@@ -225,13 +225,6 @@ def lease(node: Any, lists: list[HashList], numbers: list[int], held: Any) -> li
     core.check_invariants()
     pinned: list[bool] = grant.pinned[0].tolist()
     return pinned
-
-
-async def until(holds: Any, why: str) -> None:
-    until_s = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < until_s, why
-        await asyncio.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)

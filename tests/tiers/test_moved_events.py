@@ -25,7 +25,8 @@ from hotkv_server.node.removals import Effects
 from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.testing.memory_tier import MemoryStore
 from tests.core.support import evict, flush, words_of
-from tests.tiers.nodes import BLOCKS, Setup, SharedNode, until
+from tests.support.waiting import eventually
+from tests.tiers.nodes import BLOCKS, Setup, SharedNode
 
 NUMBERS = {words_of([n])[0].tobytes(): n for n in range(200)}
 
@@ -173,7 +174,7 @@ async def test_a_flush_clears_the_disk_too_and_nothing_is_told_afterwards() -> N
         assert isinstance(cleared, KeySpaceCleared)
         assert removed(list(cleared.removed), Medium.DISK) == set(BLOCKS)
         one.tier.faults.is_hung = False
-        await until(lambda: not len(one.lower.moves), "the move does not end")
+        await eventually(lambda: not len(one.lower.moves), "the move does not end")
         assert not stored(ear.read(), Medium.CPU) and not any(await one.leased(BLOCKS))
 
 

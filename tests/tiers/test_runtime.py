@@ -14,7 +14,8 @@ from hotkv_server.node.health import Health
 from hotkv_server.tiers.drive import breaker
 from hotkv_server.tiers.drive import lookups as tier_lookups
 from tests.core.support import evict, words_of
-from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Setup, until
+from tests.support.waiting import eventually
+from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Setup
 
 
 @contextlib.asynccontextmanager
@@ -97,7 +98,7 @@ async def test_a_caller_that_gives_up_while_it_waits_pins_nothing() -> None:
         waiting.cancel()
         await asyncio.wait([waiting])
         one.tier.faults.is_hung = False
-        await until(lambda: not len(one.books.moves), "a move up never ends")
+        await eventually(lambda: not len(one.books.moves), "a move up never ends")
         assert all(await one.leased(BLOCKS))
 
 
@@ -132,7 +133,7 @@ async def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any) -> 
         # What is read at last is there for the next one.
         one.tier.faults.is_hung = False
         monkeypatch.setattr(one.tier, "stalled_s", lambda now_s: 0.0)
-        await until(lambda: all(one.core.lookup(1, lists)[0]), "the read does not end")
+        await eventually(lambda: all(one.core.lookup(1, lists)[0]), "the read does not end")
 
 
 async def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
