@@ -91,7 +91,7 @@ def test_a_user_of_few_rights_keeps_the_contract(cluster: Cluster, tmp_path: Pat
     with over(cluster, user="kv", password_file=path) as bench:
 
         def is_refused() -> str:
-            """Reads; one that the machine was too slow for says nothing."""
+            """Reads a block. Returns the problem, which a late answer does not set."""
             assert bench.read([1], [4]).tolist() == [Read.FAILED]
             return bench.tier.problem()
 
