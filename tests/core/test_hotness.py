@@ -318,6 +318,14 @@ def test_the_clock_does_not_go_back_and_a_time_to_live_is_not_shortened() -> Non
     assert policy.last_used_s(entries_of([3]))[0] == 1200.0, "a use without one shortened it"
 
 
+def test_what_asked_to_stay_goes_if_nothing_else_may() -> None:
+    """Blocks with a time to live keep others out no longer than the hold time."""
+    policy = make_hotness(4, Contender(0.1, hold_s=5.0))
+    policy.admit(entries_of([1, 2]), keys_of([1, 2]), 100.0, Retention(ttl_s=1000.0))
+    anything = np.ones(2, np.bool_)
+    assert policy.victims(0, 2, lambda numbers: anything[: len(numbers)], keep_at_s=100.0).tolist()
+
+
 @pytest.mark.parametrize("start_s", [0.0, 1e9, -5.0])
 def test_clocks_that_start_anywhere(start_s: float) -> None:
     """Keeps the order in a chain from the first tick to the last of two years. Later, frequency

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from hotkv_proto.errors import Reason
 from hotkv_proto.keys import Representation
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.values import Entries, HashList, LoadPositions, Run, SessionRecord, SlotRun
@@ -15,7 +16,7 @@ from hotkv_server.integrity.sums import add_sums
 from hotkv_server.integrity.verifier import Case, Verifier
 from hotkv_server.node import persistence
 from hotkv_server.node.persistence import UseNotes
-from tests.core.support import SLAB, World, begin_store, evict, flush, words_of
+from tests.core.support import SLAB, World, begin_store, evict, flush, reason_of, words_of
 
 NUM_SLABS, BLOCK_BYTES = 6, SLOT_ALIGN - 100
 SIZES = (BLOCK_BYTES, SLOT_ALIGN)
@@ -142,6 +143,16 @@ def test_a_block_that_is_flushed_under_a_lease_is_still_compared(arena: Arena) -
     flush(arena.core, 1)
     assert len(arena.settle(arena.verifier.unverified(slots))) == 1
     assert int(arena.core.space.index.unverified.sum()) == 1, "what agrees is cleared"
+
+
+def test_a_block_that_comes_twice_is_condemned_once(arena: Arena) -> None:
+    arena.hold()
+    for twice in ([3, 3], [3], [4, 0]):
+        assert reason_of(lambda run=twice: arena.load("t", range(5), run)) is Reason.INVALID_FIELD  # type: ignore[misc]
+    slots = [*arena.load("t", range(5)), *arena.load("u", [3])]
+    arena.spoil(3)
+    assert len(arena.settle(arena.verifier.unverified(slots))) == 1
+    arena.core.check_invariants()
 
 
 def test_what_went_with_a_condemned_block_is_not_looked_at(
