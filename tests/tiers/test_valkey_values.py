@@ -99,6 +99,11 @@ def test_the_layout_of_a_value(server: Server, bench: Bench) -> None:
     assert int.from_bytes(value[16:24], "little") == bench.seals[1]
 
 
+def test_databases_are_apart(server: Server, bench: Bench) -> None:
+    with bench_over(f"unix:{server.path}", database=5) as other:
+        assert other.read([1], [0]).tolist() == [Read.ABSENT]
+
+
 def test_deeper_blocks_expire_sooner(server: Server) -> None:
     depths = [0, 1, 2, 63, 64, 65, 1000, 1001, 30_000, 30_001]
     keys = [key(100 + depth) for depth in depths]
