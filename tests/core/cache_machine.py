@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class CacheWorld(AnyRuns):
-    """The core, the model, and what every kind of rule needs."""
+    """The core, the model, and the calls that every kind of rule needs."""
 
     @initialize(
         num_shards=st.integers(1, 2),
@@ -91,8 +91,8 @@ class CacheWorld(AnyRuns):
         self.model = CacheModel(self.core, {key: self.sizes[key[1]] for key in keys})
 
     def call(self, function: Callable[[], T], *reasons: Reason) -> T | None:
-        """Calls the core. With `reasons` it must refuse for one of them; in either case, what
-        raises has changed nothing."""
+        """Calls the core. With `reasons`, the core must refuse for one of them. Checks that a call
+        that raises has changed no state."""
         before = snapshot(self.core)
         try:
             result = function()
@@ -104,8 +104,7 @@ class CacheWorld(AnyRuns):
         return result
 
     def refusal(self, *conditions: tuple[bool, Reason]) -> tuple[Reason, ...]:
-        """Reasons for which a call must be refused; which of several comes first is not ours to
-        say."""
+        """Returns the reasons for which a call must be refused. The core may report any of them."""
         return tuple(reason for holds, reason in conditions if holds)
 
     def session(self, data: st.DataObject) -> tuple[int, str, int]:
@@ -113,7 +112,8 @@ class CacheWorld(AnyRuns):
         return number, *self.sessions[number]
 
     def may_lease(self, engine: str) -> bool:
-        """One more lease: of eight an engine has no more than are left then, or one."""
+        """Returns True if the engine may take another lease: of eight, an engine may hold as many
+        as are left afterwards, and at least one."""
         held = sum(lease.engine_id == engine for lease in self.model.leases.values())
         left = 8 - len(self.model.leases) - 1
         return left >= 0 and (held + 1 <= left or held == 0)
@@ -135,8 +135,7 @@ class CacheWorld(AnyRuns):
     @precondition(lambda self: self.sessions)
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
-        """The session's transfers are settled first, as failed ones, as the runtime does when a
-        stream breaks."""
+        """Closes a session. First its transfers end as failed, as when a stream breaks."""
         number = data.draw(st.sampled_from(sorted(self.sessions)))
         for session, transfer_id in [key for key in self.model.transfers if key[0] == number]:
             self.finish(session, transfer_id, succeeded=False)
@@ -206,7 +205,7 @@ class CacheWorld(AnyRuns):
         return BlockResult.STORED
 
     def check_loads(self) -> None:
-        """While a load runs, every slot it reads holds the right bytes of every shard."""
+        """Checks that every slot under a running load holds the right bytes of every shard."""
         for transfer in self.model.transfers.values():
             if transfer.shard_index < 0:
                 for _, _, key, offset in transfer.todo:
@@ -215,7 +214,7 @@ class CacheWorld(AnyRuns):
 
     @rule(knows_use=st.booleans())
     def restart(self, knows_use: bool) -> None:
-        """The server is killed, whatever it was doing, and another one takes over its table."""
+        """Kills the server at any moment; another server takes over its table."""
         self.core, restored = taken_over(
             self.core, self.policy, self.now_s - 1.0 if knows_use else None, self.now_s
         )

@@ -1,5 +1,5 @@
-"""A naive reference of the cache: dicts of what must hold, and an arena that remembers the writer
-of each slot.
+"""A naive reference of the cache: dicts of the required state, and an arena that remembers the
+writer of each slot.
 
 It does not predict which blocks a policy evicts; it learns that from the notices, and checks that
 each block was allowed to be evicted.
@@ -82,7 +82,7 @@ class ModelTransfer:
 
 
 class CacheModel:
-    """What must hold of a `CacheCore`; `settle` compares after each step."""
+    """The required state of a `CacheCore`; `settle` compares after each step."""
 
     def __init__(self, core: CacheCore, slot_bytes: dict[Key, int]) -> None:
         self.core = core
@@ -104,8 +104,8 @@ class CacheModel:
         }
 
     def restart(self, core: CacheCore, now_s: float) -> None:
-        """Another core has taken over: what was ready is there, and nobody holds anything but the
-        readers of residencies."""
+        """Takes over another core: ready blocks are there, and only readers of residencies still
+        hold blocks."""
         self.core = core
         self.kept = {
             **self.kept,
@@ -131,7 +131,7 @@ class CacheModel:
         return pins
 
     def resident(self) -> list[tuple[Key | None, int]]:
-        """Keys and slots of all positions of residencies."""
+        """Returns the keys and slots of all positions of residencies."""
         return [
             (key, offset)
             for residency in self.residencies.values()
@@ -140,13 +140,14 @@ class CacheModel:
         ]
 
     def pin_resident(self, residency: ModelResidency, group: int, position: int, key: Key) -> None:
-        """A residency pins a ready block, unless it has the position or no room is left."""
+        """Pins a ready block under a residency, unless the position is taken or the room is used
+        up."""
         rows = residency.rows.get(group, {})
         if residency.is_open and position not in rows and len(rows) < residency.asked.get(group, 0):
             residency.rows.setdefault(group, rows)[position] = (key, key[2], self.slot(key))
 
     def end_residencies(self, session: int) -> None:
-        """The residencies of a session have ended with it."""
+        """Ends the residencies of a session."""
         for name, residency in list(self.residencies.items()):
             if residency.session == session:
                 residency.is_open = False
@@ -198,8 +199,8 @@ class CacheModel:
             self.end_lease(lease)
 
     def flush(self, key_space_id: int, whole: int) -> int:
-        """Nothing of the key space is found any more, and nothing that is reserved will be; read
-        leases keep slots without keys."""
+        """Removes all blocks of the key space, and aborts reserved blocks. Read leases keep slots
+        without keys. Returns the number of ready blocks."""
         for lease in [
             lease for lease in self.leases.values() if lease.key_space_id == key_space_id
         ]:
@@ -226,8 +227,7 @@ class CacheModel:
     # Comparing
 
     def take_notices(self) -> set[Key]:
-        """Effects of the last call; what they name was ready and not pinned, and is ready no
-        more."""
+        """Takes the removed blocks of the last call. Checks that they were ready and not pinned."""
         named = [
             self.key_of[effect.key_space_id, effect.group_index, row.tobytes()]
             for effect in self.core.take_effects()

@@ -21,7 +21,8 @@ from tests.core.support import expire, words_of
 
 
 class ReadRules(CacheWorld):
-    """What is pinned is what was ready, up to the budget, and stays under a load."""
+    """A lease pins exactly the ready blocks, up to the budget, and their slots stay unchanged under
+    a load."""
 
     @precondition(lambda self: self.sessions)
     @rule(
@@ -107,8 +108,8 @@ class ReadRules(CacheWorld):
         asked: list[tuple[int, list[int]]],
         masks: list[list[bool]],
     ) -> None:
-        """A lease says where its pinned blocks lie, and only theirs: there are the right bytes of
-        every shard."""
+        """Checks that a lease tells the offsets of its pinned blocks only, and that the right bytes
+        of every shard are there."""
         ks = self.sessions[session][1]
         for (group, numbers), mask, found in zip(
             asked, masks, self.core.slot_offsets(session, lease_id), strict=True

@@ -1,7 +1,7 @@
-"""Rules of residencies, for the state machine of the core, and what their readers may rely on.
+"""Rules of residencies for the state machine of the core, with models of their readers.
 
-A reader is modelled as what it once learnt: its words, and which key lies in which slot. Whatever
-happens, as long as the words say that it holds, those bytes are there.
+A reader is modelled as the words that it was given, and the key in each slot that it was told. As
+long as the words say that the residency holds, those bytes must be there.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ BOUND = min(int(0.8 * NUM_SLABS * SLAB), most_pinned(NUM_SLABS * SLAB))
 
 
 def holds(arena_words: Uint64s, opened: ResidencyOpened) -> bool:
-    """Does what `hotkv_client.Arena.holds` does."""
+    """Computes the same as `hotkv_client.Arena.holds`."""
     return bool(
         arena_words[words.GENERATION] <= opened.generation
         and arena_words[opened.word_index] == opened.word_value
@@ -34,7 +34,8 @@ def holds(arena_words: Uint64s, opened: ResidencyOpened) -> bool:
 
 @dataclass
 class Reader:
-    """What one residency's reader was told. `is_done`: its engine has given it back."""
+    """The slots that a residency's reader was told. `is_done`: its engine has closed the
+    residency."""
 
     opened: ResidencyOpened
     session: int
@@ -43,7 +44,8 @@ class Reader:
 
 
 class ResidencyRules(WriteRules):
-    """Room is promised within the bound, and what is pinned stays where readers were told."""
+    """Room is promised within the bound, and pinned blocks stay in the slots that readers were
+    told."""
 
     def taken_bytes(self) -> int:
         """Returns the bytes that are promised and pinned, each slot once."""
@@ -77,7 +79,7 @@ class ResidencyRules(WriteRules):
         self.opens(session, residency_id, asked)
 
     def opens(self, session: int, residency_id: str, asked: dict[int, int]) -> None:
-        """A residency is opened or grown, or refused as it must be."""
+        """Opens or grows a residency. Checks the expected refusal."""
         engine, ks = self.sessions[session]
         existing = self.model.residencies.get((engine, residency_id))
         had = existing.asked if existing else dict.fromkeys(asked, 0)
@@ -175,7 +177,7 @@ class ResidencyRules(WriteRules):
         self.tell(engine, residency_id)
 
     def tell(self, engine: str, residency_id: str) -> None:
-        """The reader knows all of its slots now."""
+        """Tells the reader all slots of its residency."""
         residency = self.model.residencies[engine, residency_id]
         self.readers[engine, residency_id].slots = {
             offset: (residency.key_space_id, group, number)
@@ -218,9 +220,9 @@ class ResidencyRules(WriteRules):
                 ]
 
     def is_sure(self, residency: ModelResidency, lists: tuple[list[int], list[int]]) -> bool:
-        """Returns True if nothing can be in the way of what was promised: nobody else pins or
-        writes, the index has numbers, slots do not span slabs, and no more is stored than is
-        left."""
+        """Returns True if the promised room must be found: other engines pin and write no blocks,
+        the index has numbers, slots do not span slabs, and the store fits the rest of the
+        promise."""
         others = self.model.leases or self.model.transfers or self.model.kept
         if others or self.core.config.capacity < 60 or max(self.sizes) > SLAB:
             return False

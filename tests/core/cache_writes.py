@@ -29,7 +29,7 @@ from tests.core.support import begin_store, reserve, words_of
 
 
 class WriteRules(CacheWorld):
-    """What is reserved is what had to be, and no shard of a block is written twice."""
+    """Exactly the expected blocks are reserved, and no shard of a block is written twice."""
 
     def make_runs(
         self, lists: tuple[list[int], list[int]], depth: int

@@ -10,7 +10,7 @@ NUM_SLOTS = 64
 
 
 class Cache(World):
-    """One session and one group; blocks are numbers, and come in chains."""
+    """One session and one group; blocks are numbers, in chains."""
 
     def __init__(self, policy: str) -> None:
         super().__init__(NUM_SLOTS // 4, 200, policy)
@@ -22,7 +22,7 @@ class Cache(World):
         self._next_fresh = 1 << 40
 
     def fresh(self, num_blocks: int) -> list[int]:
-        """Numbers that nothing else has."""
+        """Returns unused numbers."""
         self._next_fresh += num_blocks
         return list(range(self._next_fresh - num_blocks, self._next_fresh))
 
@@ -54,7 +54,7 @@ class Cache(World):
         self.core.touch(self.session, [HashList(0, words_of(chain))], self.now_s, retention)
 
     def flood(self, num_blocks: int, until_s: float, chain_blocks: int = 10) -> None:
-        """Chains that nobody ever asks for again, evenly until then."""
+        """Stores chains that are never requested again, evenly until that time."""
         starts = range(0, num_blocks, chain_blocks)
         step_s = (until_s - self.now_s) / max(1, len(starts))
         for start in starts:

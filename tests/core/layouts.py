@@ -1,4 +1,4 @@
-"""Layouts of ranks, as one shape is dealt to them, with the bytes that a copy must move."""
+"""Layouts of ranks for a given shape, with the bytes that a copy must move."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -52,8 +52,8 @@ def view_of(memory: Bytes, order: str, shape: Shape, num_blocks: int) -> Bytes:
 
 
 def inner_axes(order: str, num_kernel: int) -> tuple[int, ...]:
-    """Axes of a page as they lie in memory, outermost first; engines share blocks only where these
-    are equal."""
+    """Returns the axes of a page as they lie in memory, outermost first. Engines share blocks only
+    if these are equal."""
     letters = order.replace("L", "").replace("B", "B" if num_kernel > 1 else "").replace("C", "")
     return tuple("LBKHNC".index("K" if letter == "B" else letter) for letter in letters)
 

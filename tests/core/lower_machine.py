@@ -1,4 +1,4 @@
-"""A state machine of what lies below host memory, beside a naive model."""
+"""A state machine of the tiers below host memory, with a naive model."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -25,7 +25,7 @@ GARBAGE: Content = (0, 0, b"", 0)
 
 
 def encoded_bytes(slot_bytes: int) -> int:
-    """Places for encoded blocks: slots of one unit win nothing, some would lose."""
+    """Returns the place size for encoded blocks: slots of a unit gain no bytes, some would lose."""
     return {1: 2, 2: 1, 3: 2}[slot_bytes // SLOT_ALIGN] * SLOT_ALIGN
 
 

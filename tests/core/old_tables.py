@@ -24,7 +24,7 @@ def empty(config: CoreConfig = CONFIG) -> CacheCore:
 
 
 def filled() -> CacheCore:
-    """Blocks of two groups, some with representations, some being written."""
+    """Returns a core with blocks of two groups: some with representations, some being written."""
     core = empty()
     session = core.open_session("e", "rank", KEY_SPACE, 0.0, (KIND,))
     groups = ((0, 8), (1, 6), (session.representations[0], 4))

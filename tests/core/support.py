@@ -81,7 +81,7 @@ RUNS_PER_ARENA = st.sampled_from([(1, 64), (1, 4), (2, 4), slabs.RUNS_PER_ARENA]
 
 
 class AnyRuns(RuleBasedStateMachine):
-    """A machine whose arena may have long runs: `start` calls `use_runs`."""
+    """A machine whose arena may have long runs. `start` must call `use_runs`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,8 +100,8 @@ def _shards(slot_bytes: int, num_shards: int) -> tuple[int, ...]:
 
 
 class World:
-    """A core of `num_slabs` slabs of four slots, and short calls of its sessions. What a session
-    stores in one call is ready when the call returns."""
+    """A core of `num_slabs` slabs of four slots, with short calls for its sessions. Blocks stored
+    in a call are ready when the call returns."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ def begin_store(
 
 
 def expire(core: CacheCore, now_s: float) -> int:
-    """Runs all parts of `CacheCore.expire`; how many leases expired."""
+    """Runs all parts of `CacheCore.expire`. Returns the number of expired leases."""
     before = core.counters.expired_leases
     for _ in core.expire(now_s):
         pass
@@ -244,19 +244,21 @@ def expire(core: CacheCore, now_s: float) -> int:
 
 
 def flush(core: CacheCore, key_space_id: int) -> int:
-    """Runs all parts of `CacheCore.flush`; how many blocks were ready."""
+    """Runs all parts of `CacheCore.flush`. Returns the number of ready blocks."""
     return sum(core.flush(key_space_id))
 
 
 def evict(core: CacheCore, key_space_id: int, group_index: int, hashes: Words) -> tuple[int, int]:
-    """Runs all parts of `CacheCore.evict`: (dropped, kept), as `would_evict` said before."""
+    """Runs all parts of `CacheCore.evict`. Returns (dropped, kept). Checks that `would_evict`
+    predicted them."""
     said = would_evict(core, key_space_id, group_index, hashes)
     counts = list(core.evict(key_space_id, group_index, hashes))
     return _as_said(core, said, sum(one for one, _ in counts), sum(kept for _, kept in counts))
 
 
 def evict_all(core: CacheCore, key_space_id: int) -> tuple[int, int]:
-    """Runs all parts of `CacheCore.evict_all`: (dropped, kept), as `would_evict` said before."""
+    """Runs all parts of `CacheCore.evict_all`. Returns (dropped, kept). Checks that `would_evict`
+    predicted them."""
     said = would_evict(core, key_space_id)
     counts = list(core.evict_all(key_space_id))
     return _as_said(core, said, sum(one for one, _ in counts), sum(kept for _, kept in counts))
@@ -268,8 +270,8 @@ Said = tuple[int, int, int]
 def would_evict(
     core: CacheCore, key_space_id: int, group_index: int = 0, hashes: Words | None = None
 ) -> Said:
-    """Runs all parts of `CacheCore.would_evict`: (dropped, kept, bytes that an evict leaves in
-    use)."""
+    """Runs all parts of `CacheCore.would_evict`. Returns (dropped, kept, bytes in use after an
+    evict)."""
     used_bytes = core.space.used_bytes()
     counts = list(core.would_evict(key_space_id, group_index, hashes))
     assert core.space.used_bytes() == used_bytes

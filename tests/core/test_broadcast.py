@@ -1,4 +1,5 @@
-"""Feeds against a plain list: in order, bounded, and every loss is told."""
+"""Feeds agree with a plain list: items stay in order, feeds are bounded, and every loss is
+reported."""
 
 import asyncio
 from contextlib import ExitStack
@@ -29,8 +30,8 @@ STEPS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7)), max_size=30)
 def test_a_reader_sees_everything_or_is_told_what_it_missed(
     steps: list[tuple[int, int]], bound: int
 ) -> None:
-    """Each step puts some items and reads at most some. What was read plus what was lost is what
-    was put, in order."""
+    """Each step puts some items and reads at most some. The read and lost items are all the put
+    items, in order."""
 
     async def run() -> None:
         feeds: Feeds[Item] = Feeds()

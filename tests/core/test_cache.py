@@ -1,6 +1,5 @@
-"""The whole core against `CacheModel`: every answer holds, pinned blocks stay, and a call that
-raises has changed nothing.
-"""
+"""The whole core agrees with `CacheModel`: every answer is right, pinned blocks stay, and a call
+that raises has changed no state."""
 
 from collections.abc import Callable
 
@@ -134,7 +133,7 @@ class CacheMachine(ReadRules, ResidencyRules):
 
 
 class ResidentMachine(CacheMachine):
-    """Only what matters to residencies, so that much of it happens."""
+    """Leaves out rules that do not concern residencies, so that more of them run."""
 
     acquire = release = begin_load = reserve = touch = nonsense = None  # type: ignore[assignment]
 

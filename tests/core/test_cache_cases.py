@@ -1,5 +1,5 @@
-"""The core where the machine of `test_cache` does not go: ids and blocks that are named twice, what
-no key space may be, what a policy learns of a flush, and how much each tenant may pin."""
+"""Cases of the core that the machine of `test_cache` does not reach: ids and blocks named twice,
+impossible key spaces, a policy's view of a flush, and the pins of each tenant."""
 
 from collections.abc import Callable
 
@@ -83,7 +83,7 @@ def test_ranks_that_join_a_write_lease_name_what_its_first_call_named_or_less() 
 
 
 def test_blocks_that_write_leases_list_are_bounded() -> None:
-    """Also present ones. A refused call evicts nothing, though the arena is full."""
+    """Present blocks count too. A refused call evicts no block, though the arena is full."""
     world, session = of_two_ranks(client_memory_bytes=3 * write_weight(4, 2))
     core = world.core
     for first in range(0, 24, 4):
@@ -107,7 +107,7 @@ def test_key_spaces_that_cannot_be_served_are_refused(size: int, num_shards: int
 
 
 def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy remembers what it should not have evicted. A flush ends retention, too."""
+    """A policy remembers wrongly evicted blocks. A flush also ends retention."""
     world = World()
     core, session = world.core, world.open()
     world.store(session, range(8))

@@ -1,4 +1,5 @@
-"""Key spaces come and go: what is known, what is forgotten first, and that none in use ever is."""
+"""Key spaces come and go: which are known, which are forgotten first; a key space in use is never
+forgotten."""
 
 import ctypes
 import mmap
@@ -40,7 +41,7 @@ def opened(
 def make_room(
     core: CacheCore, key_space: KeySpace, kinds: tuple[Representation, ...] = ()
 ) -> list[int]:
-    """As the node does; the numbers that were forgotten."""
+    """Forgets key spaces as the node does. Returns their numbers."""
     gone = []
     while number := core.catalog.surplus(key_space, kinds):
         flush(core, number)
@@ -50,8 +51,8 @@ def make_room(
 
 
 class CatalogMachine(RuleBasedStateMachine):
-    """Sessions of two tenants over more key spaces than each may have; the model knows who left
-    what when."""
+    """Opens sessions of two tenants on more key spaces than each may have. The model knows when
+    each key space was left."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +141,7 @@ TestCatalog = CatalogMachine.TestCase
 
 
 def test_what_may_not_be_known_costs_nothing() -> None:
-    """A key space that would be refused all the same makes no room for itself."""
+    """A key space that would be refused anyway makes no room for itself."""
     world = make_world()
     for name in "uvw":
         world.core.close_session(opened(world, named(name)).number, 1.0)
@@ -150,7 +151,7 @@ def test_what_may_not_be_known_costs_nothing() -> None:
 
 
 def test_heavy_key_spaces_count_by_their_weight() -> None:
-    """However few they are; kinds of representations count too."""
+    """Counts the kinds of representations too."""
     world = make_world(most=100)
     core = world.core
     light, heavy = weight_bytes(named("one")), weight_bytes(named("one"), KINDS[:4])
@@ -166,7 +167,7 @@ def test_heavy_key_spaces_count_by_their_weight() -> None:
 
 
 def resident_bytes(array: np.ndarray) -> int:
-    """How much of an array has memory, by the page."""
+    """Returns the bytes of an array's pages that have memory."""
     page = mmap.PAGESIZE
     begin = array.ctypes.data // page * page
     length = array.ctypes.data + array.nbytes - begin
@@ -177,8 +178,8 @@ def resident_bytes(array: np.ndarray) -> int:
 
 
 def test_key_spaces_that_come_and_go_leave_no_memory_and_keep_their_rows() -> None:
-    """Twice as many as there are rows, one of which stays: no other one ever has its row. Each that
-    is in use has a page of salts, which may be a huge one."""
+    """Opens twice as many key spaces as there are rows; the first stays and its row is never
+    reused. Each key space in use has a page of salts, which may be huge."""
     world = make_world(most=MAX_KEY_SPACES)
     core = world.core
     stays = opened(world, named("stays"))

@@ -1,4 +1,5 @@
-"""Leaves first, through the whole core: no block is evicted before one behind it in its chain."""
+"""Leaves go first, through the whole core: a block is evicted after all blocks behind it in its
+chain."""
 
 from collections.abc import Sequence
 
@@ -13,13 +14,13 @@ from tests.core.chained_cache import Cache
 
 
 def headless(cache: Cache, chains: Sequence[list[int]]) -> list[int]:
-    """Blocks that are here though one before them in their chain is not."""
+    """Returns the blocks that are present although an earlier block of their chain is missing."""
     tails = [chain[first_missing(cache, chain) :] for chain in chains]
     return [number for tail in tails for number in tail if number in cache.resident]
 
 
 def first_missing(cache: Cache, chain: list[int]) -> int:
-    """Position of the first block that is not here; the length where all are."""
+    """Returns the position of the first missing block; the length if all are present."""
     return next(
         (position for position, number in enumerate(chain) if number not in cache.resident),
         len(chain),
@@ -31,8 +32,8 @@ def first_missing(cache: Cache, chain: list[int]) -> int:
 def test_chains_that_grow_keep_their_heads(
     policy: str, seed: int, gaps_s: tuple[float, ...]
 ) -> None:
-    """Each call brings the blocks behind what is here, and no use of that: a prefill in parts, a
-    decode, a prefix on the device."""
+    """Stores blocks behind the present blocks without using these, as a prefill in parts, a decode,
+    or a prefix on the device does."""
     rng = np.random.default_rng(seed)
     cache = Cache(policy)
     chains: list[list[int]] = [[], [], []]
@@ -63,8 +64,8 @@ def test_a_new_tail_is_never_hotter_than_its_head(policy: str, passed_s: float, 
 
 
 def test_what_counts_as_in_use_keeps_its_frequency() -> None:
-    """A thousand tails behind one prefix within a moment are no use of it, cost it nothing, and are
-    no time to live."""
+    """Adds a thousand tails to a prefix within a moment: they do not count as uses, do not reduce
+    its heat, and are no time to live."""
     cache = Cache("hotness")
     prefix = cache.fresh(40)
     for number in range(20):
@@ -90,7 +91,7 @@ def test_a_block_listed_twice_is_counted_once(policy: str) -> None:
 
 @given(data=st.data())
 def test_a_chain_goes_back_as_far_as_its_links_hold(data: st.DataObject) -> None:
-    """Links are hints: of entries that are gone, or are others by now, none counts."""
+    """Links are hints: a link to an entry that was removed or reused does not count."""
     words = {
         table.W_PARENT: st.integers(0, 7),
         table.W_KEY_SPACE: st.integers(1, 2),

@@ -33,7 +33,7 @@ class Memory:
         self.offsets = np.arange(num_blocks, dtype=np.int64) * SLOT
 
     def evidence(self, shards: list[int], stride: int) -> Evidence:
-        """Check values as a store makes them: shard by shard."""
+        """Returns check values as a store makes them, shard by shard."""
         num_blocks, begin = len(self.offsets), 0
         sums, strides = np.zeros(num_blocks, np.uint64), np.full(num_blocks, stride)
         for shard, num_bytes in enumerate(shards):

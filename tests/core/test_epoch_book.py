@@ -1,10 +1,10 @@
-"""The book of flushes: nothing of before a flush that was answered is ever served by a node that
-reaches the store, whatever nodes and stores do meanwhile.
+"""The book of flushes: a node that reaches the store never serves a block of before an answered
+flush, whatever nodes and stores do.
 
 The machine drives books of three nodes over one naive store, whose operations take time: questions
-and raises are executed some turns after they were sent, and answered later. Nodes are stopped,
-cut off and killed, and keep their notes; the store goes away, loses its epochs, or comes back from
-an old copy, which a node that knows more reaches before it is trusted.
+and raises are executed some turns after they were sent, and answered later. Nodes are stopped, cut
+off and killed, and keep their notes; the store goes away, loses its epochs, or comes back from an
+old copy, which a node that knows more reaches before it is trusted.
 """
 
 import random
@@ -20,7 +20,6 @@ from hotkv_server.tiers.book.epochs import (
     ASK_EVERY_S,
     CONFIRMED_S,
     IDLE_EVERY_S,
-    MAX_RECORDS,
     NO_EPOCH,
     RETRY_S,
     SPARE_S,
@@ -40,8 +39,7 @@ NUM_NODES = 3
 
 @dataclass
 class Store:
-    """An epoch, and blocks by the epoch under which they were written and the moment at which they
-    were stored. `copies`: of both."""
+    """An epoch, and blocks by the epoch and the moment of their store. `copies`: copies of both."""
 
     epoch: int = 0
     clock: int = 0
@@ -67,8 +65,8 @@ class Store:
 
 @dataclass
 class Node:
-    """A book, and blocks by the moment at which each was stored. `calls`: what was sent to the
-    store, in order, each with its answer once it was executed."""
+    """A book, and blocks by the moment of their store. `calls`: the calls sent to the store, in
+    order, each with its answer once it was executed."""
 
     book: EpochBook
     blocks: set[int] = field(default_factory=set)
@@ -82,7 +80,7 @@ class Node:
 
 
 def kept(book: EpochBook) -> EpochBook:
-    """Returns the book of the next server, from what is written down."""
+    """Returns the next server's book, from the saved records."""
     records = {
         name: Record(
             one.local,
@@ -94,8 +92,8 @@ def kept(book: EpochBook) -> EpochBook:
 
 
 class Flushes(RuleBasedStateMachine):
-    """See the module. `flushed`: blocks up to this moment are of before a flush that was answered,
-    with nothing pending."""
+    """See the module. `flushed`: blocks up to this moment are older than a flush that was answered
+    without pending stores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,8 +107,8 @@ class Flushes(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 1 << 30), turns=st.integers(1, 30), haste=st.floats(0.3, 1.0))
     def run(self, seed: int, turns: int, haste: float) -> None:
-        """Time passes. What can go on does so in this turn with a chance of `haste`, and what is
-        broken is mended with one of .03."""
+        """Lets time pass. In each turn, possible steps happen with probability `haste`, and faults
+        are mended with probability 0.03."""
         dice = random.Random(seed)
         for _ in range(turns):
             self.now_s += TURN_S
@@ -124,7 +122,7 @@ class Flushes(RuleBasedStateMachine):
                     self.node_works(node, dice, haste)
 
     def store_works(self, node: Node, dice: random.Random, haste: float) -> None:
-        """Executes what a node has sent, in its order."""
+        """Executes the calls of a node in order."""
         for call in node.calls:
             if call[-1] is None and self.store.is_up and not node.is_cut:
                 if dice.random() > haste:
@@ -178,7 +176,8 @@ class Flushes(RuleBasedStateMachine):
         self.load(node)
 
     def load(self, node: Node) -> None:
-        """An engine asks for all: from host memory, and from the store under the epoch known."""
+        """Loads all blocks for an engine: from host memory, and from the store under the known
+        epoch."""
         if not node.book.is_fresh(FP, "store", self.now_s) or node.book.is_outdated(FP):
             return
         served = set(node.blocks)
@@ -209,7 +208,7 @@ class Flushes(RuleBasedStateMachine):
         haste=st.floats(0.3, 1.0),
     )
     def flush(self, number: int, waits: bool, seed: int, turns: int, haste: float) -> None:
-        """`waits`: else the caller leaves."""
+        """Requests a flush. `waits`: the caller waits for the answer."""
         node = self.nodes[number]
         if not node.is_stopped:
             self.moment += 1
@@ -229,7 +228,7 @@ class Flushes(RuleBasedStateMachine):
 
     @rule(number=numbers)
     def kill(self, number: int) -> None:
-        """The next server has its blocks and notes."""
+        """Kills a server; the next server has its blocks and notes."""
         old = self.nodes[number]
         book = kept(old.saved) if old.saved else EpochBook(("store",))
         new = self.nodes[number] = Node(book, old.blocks, saved=old.saved)
@@ -247,7 +246,7 @@ class Flushes(RuleBasedStateMachine):
     @precondition(lambda self: self.store.copies)
     @rule(data=st.data(), seed=st.integers(0, 1 << 30))
     def store_comes_back_old(self, data: st.DataObject, seed: int) -> None:
-        """Somebody who has known the latest epoch reaches it, and goes on."""
+        """Restores an old copy of the store. A node that knows the latest epoch reaches it."""
         store = self.store
         epoch, blocks = data.draw(st.sampled_from(store.copies))
         store.epoch, store.blocks = epoch, set(blocks)
@@ -274,8 +273,8 @@ class Flushes(RuleBasedStateMachine):
         self.store.blocks.clear()
 
     def teardown(self) -> None:
-        """When all is well again, each flush is answered with nothing pending, and all nodes agree
-        with the store."""
+        """Mends all faults. Checks that each flush is answered without pending stores, and that all
+        nodes agree with the store."""
         self.store.is_up = True
         for node in self.nodes:
             node.is_cut = node.is_stopped = False
@@ -298,7 +297,7 @@ TestFlushes.settings = settings(max_examples=100, stateful_step_count=40, deadli
 
 
 class Shown(EpochBook):
-    """A book of one store, and short names for what a node does with it."""
+    """A book with a single store, and short names for the calls of a node."""
 
     def __init__(self, epoch: int = 7) -> None:
         super().__init__(("store",))
@@ -306,12 +305,12 @@ class Shown(EpochBook):
         self.shows(epoch, 0.0)
 
     def shows(self, epoch: int, now_s: float, below: int = 0, blocks: tuple[str, ...] = ()) -> None:
-        """The store is asked, and answers."""
+        """Asks the store, and passes its answer to the book."""
         assert self.due("store", (), now_s) == [FP]
         self.shown("store", {FP: epoch}, below, now_s, blocks)
 
     def raises(self, now_s: float) -> int:
-        """A raise begins; returns its floor, 0 if there is none."""
+        """Begins a raise. Returns its floor; 0 if no raise is due."""
         wanted = self.begin_raise("store", now_s)
         return wanted.floor if wanted else 0
 
@@ -320,7 +319,7 @@ class Shown(EpochBook):
         self.flushed(FP, now_s)
 
     def state(self, now_s: float) -> tuple[int, bool, bool]:
-        """Epoch, and whether it is fresh and outdated."""
+        """Returns the epoch, and whether it is fresh and outdated."""
         is_fresh = self.is_fresh(FP, "store", now_s)
         return self.epoch(FP, "store"), is_fresh, self.is_outdated(FP)
 
@@ -407,9 +406,12 @@ def test_seals_change_whenever_an_epoch_is_settled_on(has_blocks: bool) -> None:
     assert book.local(FP) > before and not book.are_seals_saved
 
 
-def test_records_are_bounded_and_their_seals_do_not_come_back() -> None:
+def test_records_are_bounded_and_their_seals_do_not_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(epoch_book, "MAX_RECORDS", 30)
     book = EpochBook(())
-    names = [f"{number:06x}" for number in range(MAX_RECORDS + 10)]
+    names = [f"{number:06x}" for number in range(40)]
     for name in names:
         book.flush(name, 0.0)
         assert book.begin_flush(TELL_S) == name

@@ -1,5 +1,5 @@
-"""Memory for the arena and the table's records comes piece by piece: never more is reported than
-there is, and nothing beyond is touched when memory runs short."""
+"""Memory for the arena and the table's records is allocated piece by piece: the reported memory
+always exists, and when memory runs short, untouched memory stays untouched."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ CAPACITY = 5000
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """On tmpfs, where holes are what they are in service."""
+    """Yields a folder on tmpfs, where holes behave as in service."""
     with runtime_folder(2 * ARENA) as folder:
         yield folder
 
@@ -64,7 +64,7 @@ def pinner_of(filling: Filling, arena: FileMapping, runtime: FakeRuntime) -> Are
 
 
 def nothing(filled_bytes: int, coming_bytes: int) -> None:
-    """Is told of pieces."""
+    """Ignores progress."""
 
 
 def test_pieces_come_from_the_start_and_are_there_when_they_are_told_of(
@@ -148,7 +148,7 @@ def before_each_piece(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]
 
 
 def refuse_after(monkeypatch: pytest.MonkeyPatch, num_pieces: int) -> None:
-    """Memory for so many pieces."""
+    """Refuses memory after this number of pieces."""
     calls = iter(range(num_pieces))
 
     def act() -> None:
@@ -268,8 +268,8 @@ def test_pinning_ends_with_the_memory_and_with_the_server(
 def test_slabs_in_which_blocks_came_back_are_brought_in(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They lie beyond what is filled if the old server brought in nothing by itself: stores may go
-    on in them at once."""
+    """They lie beyond the filled memory if the old server filled no memory; stores may use them at
+    once."""
     slab, num_slabs = COLLAPSE_BYTES // 8, 24
     monkeypatch.setattr(arena_module, "FIRST_FILL_S", 0.0)
     monkeypatch.setattr(arena_module, "FIRST_FILL_BYTES", 0)
@@ -286,7 +286,7 @@ def test_slabs_in_which_blocks_came_back_are_brought_in(
 
 
 def test_memory_that_may_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the machine, and of each control group in which the process is."""
+    """Counts the memory of the machine, and of each control group of the process."""
     own = tmp_path / "own"
     for name, path in (("CGROUPS", tmp_path), ("OWN_CGROUP", own), ("MEMINFO", tmp_path / "info")):
         monkeypatch.setattr(limits, name, path)

@@ -1,4 +1,4 @@
-"""GhostTable against a dict."""
+"""`GhostTable` agrees with a dict."""
 
 from collections import Counter
 
@@ -22,8 +22,8 @@ def never_lost(table: GhostTable) -> NDArray[np.bool_]:
 
 
 class GhostMachine(RuleBasedStateMachine):
-    """What is found was remembered last, and not too long ago; where no bucket overflows, nothing
-    young is lost."""
+    """Checks that found ghosts were remembered last and recently, and that young ghosts of buckets
+    without overflow are found."""
 
     @initialize(num_ghosts=st.sampled_from([1, 2, 5, 16, 60, 200]))
     def start(self, num_ghosts: int) -> None:
@@ -75,7 +75,7 @@ TestGhostMachine = GhostMachine.TestCase
 
 @given(num_ghosts=st.integers(1, 64), num_before=st.integers(0, 30), num_after=st.integers(0, 30))
 def test_ages_start_anew(num_ghosts: int, num_before: int, num_after: int) -> None:
-    """When the numbers of coming run out, all ghosts go; those that come then are found as ever."""
+    """When the ages run out, all ghosts are dropped; later ghosts are found."""
     table = GhostTable(num_ghosts)
     table._next_age = (1 << 32) - 1 - num_before
     values = np.arange(1, len(POOL) + 1, dtype=np.uint64)
@@ -109,7 +109,7 @@ def test_lasting_ghosts_outlive_the_numbers_of_coming(
 
 
 def test_a_place_that_is_free_is_taken_before_a_ghost_is_dropped() -> None:
-    """Half of the ghosts are dropped by their tags, and their places are as good as new."""
+    """Drops half of the ghosts by their tags. Their places are reused."""
     table = GhostTable(4, is_lasting=True)
     table.remember(POOL[:WAYS], POOL[:WAYS])
     middle = int(np.sort(table.tags[0])[WAYS // 2])

@@ -35,7 +35,7 @@ HASHES = [hash_of(number) for number in range(MAX_HASHES)]
 
 
 def vllm_spec(group: GroupSpec, *, is_sharded: bool = False) -> Any:
-    """vLLM's own spec of a group."""
+    """Returns vLLM's spec of a group."""
     if group.kind is GroupKind.MAMBA:
         return interface.MambaSpec(
             block_size=group.block_tokens,
@@ -61,7 +61,7 @@ def vllm_spec(group: GroupSpec, *, is_sharded: bool = False) -> Any:
 def coordinator(
     specs: list[Any], drafts: set[int], *, decode_ranks: int = 1, prefill_ranks: int = 1
 ) -> Any:
-    """vLLM's coordinator for groups of these specs; `drafts`: which are a drafter's."""
+    """Returns vLLM's coordinator for groups of these specs. `drafts`: the groups of a drafter."""
     groups = [
         interface.KVCacheGroupSpec([f"layer.{i}"], spec, is_eagle_group=i in drafts)
         for i, spec in enumerate(specs)
@@ -87,7 +87,7 @@ def coordinator(
 def vllm_hit(
     ours: Any, groups: list[GroupSpec], ready: list[BoolMask], num_hashes: int, limit_tokens: int
 ) -> int:
-    """vLLM's hit, with the ready blocks in its pool; the pool is emptied again."""
+    """Returns vLLM's hit with the ready blocks in its pool. Empties the pool again."""
     pool, hash_tokens = ours.block_pool, ours.block_pool.hash_block_size
     blocks = iter(pool.blocks[1:])
     for index, (group, mask) in enumerate(zip(groups, ready, strict=True)):
@@ -103,8 +103,8 @@ def vllm_hit(
 
 
 def random_model(rng: np.random.Generator) -> tuple[list[GroupSpec], set[int]]:
-    """Groups as vLLM admits them, and which of them hold a drafter's layers; alike groups are a
-    drafter's together."""
+    """Returns groups that vLLM accepts, and which of them hold a drafter's layers. Equal groups
+    belong to the drafter together."""
     equal_blocks = rng.random() < 0.5
     kinds = (
         list(GroupKind)
@@ -132,7 +132,7 @@ def random_model(rng: np.random.Generator) -> tuple[list[GroupSpec], set[int]]:
 def excuse(
     groups: list[GroupSpec], drafts: set[int], num_tokens: int, ours: int, theirs: int
 ) -> str:
-    """Why the two hits may differ; empty where they may not."""
+    """Returns the reason why the two hits may differ; empty if they must be equal."""
     if ours > theirs:
         # With one group vLLM does not look at the block that ends with the prompt, though it is
         # known and would prove the hit before it.

@@ -1,4 +1,5 @@
-"""Books of hints beside naive models: sessions and what they share, outcomes, budgets, receipts."""
+"""Books of hints agree with naive models: sessions and their shared prefixes, outcomes, budgets,
+receipts."""
 
 from collections import OrderedDict
 from dataclasses import replace
@@ -22,7 +23,7 @@ CHAINS = st.lists(st.integers(0, 2), max_size=12)
 
 
 def words(chain: list[int]) -> Words:
-    """Hashes of a chain: each tells apart all that comes before it, as a real one does."""
+    """Returns the hashes of a chain. As in a real chain, each depends on all earlier blocks."""
     found, seed = [], 1
     for number in chain:
         seed = hash((seed, number)) & 0x7FFF_FFFF
@@ -38,7 +39,7 @@ def common(one: list[int], other: list[int]) -> int:
 
 
 class SessionsMachine(RuleBasedStateMachine):
-    """Sessions beside an OrderedDict of lists."""
+    """Compares sessions with an OrderedDict of lists."""
 
     @initialize()
     def start(self) -> None:
@@ -106,7 +107,7 @@ TestSessionsMachine.settings = settings(max_examples=25, stateful_step_count=30)
 
 
 class TenantMachine(RuleBasedStateMachine):
-    """Outcomes and receipts of one tenant beside dicts and sets."""
+    """Compares outcomes and receipts of a tenant with dicts and sets."""
 
     @initialize()
     def start(self) -> None:
@@ -150,14 +151,14 @@ class TenantMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 2), more=CHAINS)
     def go_on(self, which: int, more: list[int]) -> None:
-        """The request of an action has ended: its chain is longer now."""
+        """Ends the request of an action: its chain is longer now."""
         for outcome, chain, start, seen in self.watched[which : which + 1]:
             self.watched.remove((outcome, chain, start, seen))
             self.watch(outcome, chain + more, start, seen)
 
     @rule(chain=CHAINS, like=st.integers(0, 5), first=st.integers(0, 6), stop=st.integers(0, 12))
     def hit(self, chain: list[int], like: int, first: int, stop: int) -> None:
-        """The request's prompt goes on as one that is watched did, or is another."""
+        """Reports a hit of a prompt that goes on after a watched prompt, or is another."""
         for _, watched, _, _ in self.watched[like : like + 1]:
             chain = watched + chain
         stop = min(stop, len(chain))
@@ -213,7 +214,7 @@ def names(book: HintBook) -> list[str]:
 
 
 def use(book: HintBook, name: str, now_s: float) -> TenantHints:
-    """A session of a tenant with twenty blocks."""
+    """Uses a session of a tenant, with twenty blocks."""
     tenant = book.tenant(name, now_s)
     tenant.sessions.use("s", 1, words([0] * 20), now_s)
     return tenant

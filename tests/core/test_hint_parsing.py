@@ -1,4 +1,4 @@
-"""Envelopes of routers: what is read of them, and that nothing in them breaks the reader."""
+"""Envelopes of routers are read right, and no envelope breaks the reader."""
 
 import json
 from typing import Any
@@ -190,7 +190,7 @@ FIELDS = ["target", "session_id", "token_range", "priority", "ttl_s", "deadline_
 
 
 def maps(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Anything, or a map that has some of these fields."""
+    """Draws anything, or a map that has some of these fields."""
     return VALUES | st.fixed_dictionaries({}, optional=fields)
 
 

@@ -1,4 +1,4 @@
-"""Histograms, and what the core counts in one: how long ago evicted blocks were used."""
+"""Histograms count right, and the core counts the ages of evicted blocks."""
 
 import math
 

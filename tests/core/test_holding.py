@@ -1,5 +1,5 @@
-"""The core while its policy holds blocks that were just used: which stores are refused, and which
-never are."""
+"""The core while its policy holds recently used blocks: it refuses some stores, and never refuses
+others."""
 
 from collections.abc import Iterable, Mapping
 
@@ -48,7 +48,8 @@ class Place(World):
         retention: Retention = NO_RETENTION,
         tenant: str = "",
     ) -> list[int]:
-        """Stores blocks; returns those that found room, which come before those that did not."""
+        """Stores blocks. Returns the blocks that found room. Checks that refused blocks come
+        last."""
         named, session = list(numbers), self.sessions[tenant].number
         begin_store(
             self.core, session, "s", "s", [Run(group, words_of(named))], 0, 0.0, now_s, retention
@@ -84,7 +85,7 @@ def test_refused_blocks_are_remembered_and_those_to_keep_are_not_refused() -> No
 
 
 def test_a_guarantee_is_a_claim_on_what_others_hold() -> None:
-    """Beyond it a tenant waits as all do."""
+    """Beyond its guarantee, a tenant waits."""
     place = Place({"late": 12, "early": 8})
     assert len(place.stored(range(24), 0.0, tenant="early")) == 24
     late = list(range(100, 116))

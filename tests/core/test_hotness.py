@@ -1,4 +1,4 @@
-"""Hotness against its definition: what entries remember of their uses, and the resulting order."""
+"""Hotness agrees with its definition: the uses that entries remember, and the resulting order."""
 
 import math
 from collections import OrderedDict
@@ -31,7 +31,7 @@ PASSED_TICKS = st.sampled_from([0, 1, 7, 64, 64 * 90, 64 * 4000])
 
 
 def make_hotness(capacity: int, contender: Contender) -> Hotness:
-    """One whose duel is settled."""
+    """Returns a policy whose duel is settled."""
     policy = Hotness(capacity)
     policy.duel = Duel(capacity, (contender,))
     return policy
@@ -46,8 +46,8 @@ def keys_of(numbers: list[int]) -> Keys:
 
 
 class DefinitionMachine(RuleBasedStateMachine):
-    """Blocks of one chain each: c is log2 of the sum of all uses, each halved after each memory,
-    whatever left and came back between."""
+    """Each block is a chain by itself: c is log2 of the sum of all uses, each halved after each
+    memory, even if the block left and came back."""
 
     @initialize(contender=st.sampled_from(CONTENDERS))
     def start(self, contender: Contender) -> None:
@@ -146,7 +146,7 @@ TestDefinitionMachine = DefinitionMachine.TestCase
 
 
 class NaiveHotness:
-    """t and c of each entry in float64, and all entries compared for each victim."""
+    """Computes t and c of each entry in float64, and compares all entries for each victim."""
 
     def __init__(self, contender: Contender) -> None:
         self.contender = contender
@@ -178,7 +178,7 @@ class NaiveHotness:
 
 @pytest.fixture
 def exact_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A queue that looks at all entries for every victim and remembers none."""
+    """Makes a queue look at all entries for every victim."""
     monkeypatch.setattr(shared, "MIN_QUEUED", 0)
     monkeypatch.setattr(shared, "SHARE", 1 << 40)
 
@@ -215,7 +215,8 @@ def test_victims_are_the_naive_coldest(contender: Contender, seed: int) -> None:
 def take_coldest(
     policy: Hotness, naive: NaiveHotness, evictable: list[int], count: int
 ) -> list[int]:
-    """Victims among the evictable; the naive ones but for what float32 can't tell apart."""
+    """Returns victims among the evictable. Checks that they are the naive victims, within the
+    precision of float32."""
     victims: list[int] = policy.victims(
         4096, count, lambda numbers: np.isin(numbers, evictable)
     ).tolist()
@@ -230,8 +231,7 @@ def take_coldest(
 
 @given(data=st.data(), contender=st.sampled_from(CONTENDERS))
 def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Contender) -> None:
-    """Whole chains are stored, used, evicted from the tail and brought back; ghosts may have
-    forgotten any of them."""
+    """Stores, uses, evicts and restores whole chains; ghosts may have forgotten any of them."""
     policy = make_hotness(80, contender)
     chains = [list(range(1, 41)), list(range(41, 61)), [61], [62, 63]]
     resident = dict.fromkeys(range(len(chains)), 0)
@@ -268,9 +268,8 @@ def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Co
 
 @given(data=st.data(), hold_s=st.sampled_from([0.0, 2.0, 90.0]))
 def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
-    """With `keep_at_s`, blocks that were used within the time that the winner holds, or that are
-    held until later, are no victims, unless they were demoted; all others are, and without it all
-    are."""
+    """With `keep_at_s`, blocks used within the winner's hold time, or held until later, are no
+    victims unless they were demoted. All other blocks are; without it, all blocks are."""
     policy, num_entries, now_s = make_hotness(40, Contender(0.1, hold_s=hold_s)), 40, 100.0
     used_s = {}
     for entry in range(1, num_entries + 1):
@@ -320,7 +319,7 @@ def test_the_clock_does_not_go_back_and_a_time_to_live_is_not_shortened() -> Non
 
 
 def test_what_asked_to_stay_goes_if_nothing_else_may() -> None:
-    """Requests that ask for a time to live can't keep others out for longer than that of turns."""
+    """Blocks with a time to live keep others out no longer than the hold time."""
     policy = make_hotness(4, Contender(0.1, hold_s=5.0))
     policy.admit(entries_of([1, 2]), keys_of([1, 2]), 100.0, Retention(ttl_s=1000.0))
     anything = np.ones(2, np.bool_)
@@ -329,8 +328,8 @@ def test_what_asked_to_stay_goes_if_nothing_else_may() -> None:
 
 @pytest.mark.parametrize("start_s", [0.0, 1e9, -5.0])
 def test_clocks_that_start_anywhere(start_s: float) -> None:
-    """The order in a chain holds from the first tick to the last of two years; then frequency alone
-    decides, and nothing breaks."""
+    """Keeps the order in a chain from the first tick to the last of two years. Later, frequency
+    alone decides."""
     policy = make_hotness(20, CONTENDERS[0])
     chain = list(range(1, 11))
     policy.admit(entries_of(chain), keys_of(chain), start_s)

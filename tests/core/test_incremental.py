@@ -1,5 +1,5 @@
-"""Long work in parts: whatever is called between two parts, the books agree after each, and the
-promise of the work holds at its end."""
+"""Long work runs in parts: whatever is called between two parts, the books agree after each, and
+the promise of the work holds at its end."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -90,8 +90,8 @@ class Meddler(World):
 def test_a_flush_in_parts_leaves_nothing_of_before(
     before: list[tuple[str, int]], between: list[tuple[str, int]], num_calls: int
 ) -> None:
-    """Nothing that was stored or being stored when it was asked is found when it answers, whatever
-    comes between; others keep theirs."""
+    """Finds no block that was stored or being stored at the request, whatever runs between the
+    parts. Other key spaces keep their blocks."""
     world = Meddler(num_slabs=3)
     core = world.core
     for what, number in before:
@@ -128,7 +128,7 @@ def test_a_flush_in_parts_leaves_nothing_of_before(
 def test_whatever_comes_between_there_is_room_in_the_end(
     between: list[tuple[str, int]], group: int, count: int
 ) -> None:
-    """As long as not too much is pinned or being written: a quarter of the slots is asked for, and
+    """Holds if few blocks are pinned or being written: a quarter of the slots is requested, and
     calls between take few."""
     world = Meddler(num_slabs=NUM_SLOTS)
     for start in range(0, 90, 9):
@@ -149,7 +149,7 @@ def test_whatever_comes_between_there_is_room_in_the_end(
 
 
 def test_what_is_swept_is_not_refilled() -> None:
-    """Also where a sweep finds less than is asked for: nothing more is there."""
+    """Holds even if a sweep finds fewer blocks than requested."""
     looked_at: list[tuple[int, int]] = []
 
     def members(first: int, stop: int) -> np.ndarray:
@@ -197,8 +197,8 @@ def test_entries_without_memory_are_not_used() -> None:
 
 
 def test_room_for_representations_keeps_their_blocks() -> None:
-    """Of those that are there already: one whose block goes while it is kept would keep its slot
-    for ever."""
+    """Keeps present blocks: a representation whose block is evicted would keep its slot for
+    ever."""
     world = World(2)
     session = world.open(kinds=(Representation(0, "rot2u", 1, (SLOT_ALIGN,)),))
     for group in (0, MAX_GROUPS):
@@ -211,8 +211,8 @@ def test_room_for_representations_keeps_their_blocks() -> None:
 
 
 def reserving_in_parts(between: Callable[[Meddler], object]) -> list[int]:
-    """Results of a call for blocks 100 to 111 in a full cache; `between` comes after its first
-    part."""
+    """Returns the results of a call for blocks 100 to 111 in a full cache. `between` runs after its
+    first part."""
     world = Meddler()
     for number in range(0, NUM_SLOTS, 2):
         world.call("store", number)

@@ -1,5 +1,5 @@
-"""The block index against a dict, word for word; clients without kernels find in the table what
-others do."""
+"""The block index agrees with a dict, word for word; clients without kernels find the same entries
+in the table."""
 
 import copy
 from contextlib import suppress
@@ -36,7 +36,7 @@ Key = tuple[int, int, bytes]
 
 @dataclass
 class Entry:
-    """What the naive model knows of an entry."""
+    """The naive model of an entry."""
 
     number: int
     offset: int
@@ -52,8 +52,8 @@ class Entry:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Every change goes to an index and to a dict. `plain` reads the same table without kernels, as
-    a client does that has none."""
+    """Applies every change to an index and to a dict. `plain` reads the same table without kernels,
+    as a client without numba does."""
 
     @initialize(
         hash_bytes=st.sampled_from([8, 16, 20, 32]),
@@ -73,7 +73,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.pins = [0] * (capacity + 1)
 
     def keys(self, data: st.DataObject, max_size: int = 12) -> tuple[int, int, list[bytes]]:
-        """Some hashes of one group, crowded into few buckets and tags."""
+        """Draws hashes of one group, crowded into few buckets and tags."""
         key_space_id, group = data.draw(st.sampled_from(GROUPS))
         salt = SALTS[key_space_id][group]
         home, tag, tail = st.integers(0, self.num_buckets - 1), st.integers(0, 9), st.integers(0, 2)
@@ -106,7 +106,28 @@ class IndexMachine(RuleBasedStateMachine):
         lease=st.integers(1, 1 << 32),
     )
     def insert(self, data: st.DataObject, depth: int, offset: int, lease: int) -> None:
-        key_space_id, group, hashes = self.keys(data)
+        self.put(*self.keys(data), depth, offset, lease)
+
+    @rule(home=st.integers(0, 11), tail=st.integers(0, 2), count=st.integers(8, 10))
+    def crowd(self, home: int, tail: int, count: int) -> None:
+        """Inserts more blocks of a home than a bucket holds."""
+        home %= self.num_buckets
+        hashes = [
+            crafted_hash(home, self.num_buckets, tag, tail, SALTS[2][0], self.hash_bytes)
+            for tag in range(count)
+        ]
+        self.put(2, 0, hashes, 0, 0, 1)
+
+    def put(
+        self,
+        key_space_id: int,
+        group: int,
+        hashes: list[bytes],
+        depth: int,
+        offset: int,
+        lease: int,
+    ) -> None:
+        """Inserts the hashes that are not there yet."""
         fresh = [h for h in hashes if (key_space_id, group, h) not in self.model]
         offsets = (offset + np.arange(len(fresh), dtype=np.int64)) * SLOT_ALIGN
         depths = depth + np.arange(len(fresh), dtype=np.int64)
@@ -189,8 +210,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def find(self, data: st.DataObject) -> None:
-        """Known and unknown keys, through kernel and reference on the same table, with records; and
-        probes by tag."""
+        """Looks up known and unknown keys through kernel and reference on the same table, with
+        records, and probes by tag."""
         key_space_id, group, hashes = self.keys(data, max_size=30)
         words, salt, packed = self.pack(hashes), SALTS[key_space_id][group], b"".join(hashes)
         found = [self.model.get((key_space_id, group, h)) for h in hashes]
@@ -216,6 +237,12 @@ class IndexMachine(RuleBasedStateMachine):
                 assert probed == (entry.word if entry else 0)
         ready = self.index.table.ready(packed, self.hash_bytes, salt)
         assert ready.tolist() == [0 < word < int(RESERVED_FLAG) for word in probes[0].tolist()]
+        # A writer that died inside a change leaves an odd sequence number: its bucket is a miss.
+        self.index.table.buckets[:, table.SEQ] += 1
+        for view in (self.index.table, self.plain):
+            assert not view.find(words, salt, key_space_id, group)[0].any()
+            assert not view.probe(hash_prefixes(packed, self.hash_bytes), salt).any()
+        self.index.table.buckets[:, table.SEQ] -= 1
 
     def tag(self, key_space_id: int, group: int, block_hash: bytes) -> int:
         return int(table.mix(self.pack([block_hash]), SALTS[key_space_id][group])[0]) & 0xFFFF_FFFF
@@ -234,8 +261,21 @@ class IndexMachine(RuleBasedStateMachine):
         if entry.ready:
             assert int(record[table.W_CHECK]) | int(record[table.W_CHECK + 1]) << 32 == entry.check
 
+    def passed_by(self) -> list[int]:
+        """Returns for each bucket how many keys lie behind it that it was too full for."""
+        rows = self.index.table.buckets[:, table.ENTRIES :].tolist()
+        passed = [0] * self.num_buckets
+        for (key_space_id, group, block_hash), entry in self.model.items():
+            mixed = int(table.mix(self.pack([block_hash]), SALTS[key_space_id][group])[0])
+            bucket = (mixed >> 32) * self.num_buckets >> 32
+            while entry.word not in rows[bucket]:
+                passed[bucket] += 1
+                bucket = (bucket + 1) % self.num_buckets
+        return passed
+
     @invariant()
     def agrees(self) -> None:
+        """The index and the dict have the same entries, and readers notice every change."""
         index = self.index
         index.check_invariants()
         buckets, before = index.table.buckets, self.buckets
@@ -243,6 +283,7 @@ class IndexMachine(RuleBasedStateMachine):
         has_changed = (buckets != before)[:, others].any(axis=1)
         assert (buckets != before)[has_changed, table.SEQ].all(), "a reader would not look again"
         self.buckets = buckets.copy()
+        assert buckets[:, table.OVERFLOW].tolist() == self.passed_by()
         assert index.num_entries == len(self.model)
         assert index.pins.tolist() == self.pins
         for key_space_id, group in GROUPS:
@@ -253,8 +294,11 @@ class IndexMachine(RuleBasedStateMachine):
             }
             assert set(index.ready_blocks(key_space_id).tolist()) == ready
             mine = [key for key in self.model if key[:2] == (key_space_id, group)]
-            found = index.find(key_space_id, group, self.pack([key[2] for key in mine]))
-            assert found.tolist() == [self.model[key].word for key in mine]
+            hashes, salt = [key[2] for key in mine], SALTS[key_space_id][group]
+            words, expected = self.pack(hashes), [self.model[key].word for key in mine]
+            assert index.find(key_space_id, group, words).tolist() == expected
+            assert self.plain.find(words, salt, key_space_id, group)[0].tolist() == expected
+            assert self.plain.probe(hash_prefixes(b"".join(hashes), self.hash_bytes), salt).all()
 
 
 TestIndexMachine = IndexMachine.TestCase
@@ -269,59 +313,6 @@ def test_a_block_may_be_pinned_more_often_than_any_small_counter_holds() -> None
     assert index.pins[1] == 0
     with pytest.raises(AssertionError):
         index.pin(many[:1], -1)
-
-
-class Crowd:
-    """An index of four buckets with ready blocks of crafted hashes; `how` it is read."""
-
-    def __init__(self, how: str, homes_and_tags: list[tuple[int, int]]) -> None:
-        self.index = BlockIndex(make_table(12, num_buckets=4))
-        if how == "reference":
-            self.index.table._kernels = None
-        self.index.add_key_space(2, SALTS[2])
-        hashes = [crafted_hash(home, 4, tag, 1, SALTS[2][0], 16) for home, tag in homes_and_tags]
-        packed, places = b"".join(hashes), np.arange(len(hashes))
-        self.words, self.prefixes = hash_words(packed, 16), hash_prefixes(packed, 16)
-        self.entries = self.index.insert(
-            2, 0, self.words, places * SLOT_ALIGN, SLOT_ALIGN, places, 1
-        )
-        none = np.zeros(len(hashes), np.uint64)
-        self.index.publish(self.entries, self.index.mixed(self.entries), none)
-
-    def found(self) -> list[int]:
-        """By keys and by tags."""
-        found: list[int] = self.index.find(2, 0, self.words).tolist()
-        assert self.index.table.probe(self.prefixes, SALTS[2][0]).tolist() == found
-        return found
-
-
-@pytest.mark.parametrize("how", ["kernel", "reference"])
-def test_what_a_locked_bucket_holds_is_not_believed(how: str) -> None:
-    """A writer that died inside a change leaves an odd sequence number: its bucket is a miss,
-    others go on."""
-    crowd = Crowd(how, [(home, home) for home in range(4)])
-    entries = crowd.entries.tolist()
-    crowd.index.table.buckets[1, table.SEQ] += 1
-    assert crowd.found() == [entries[0], 0, *entries[2:]]
-    crowd.index.table.buckets[1, table.SEQ] += 1
-    assert crowd.found() == entries
-
-
-@pytest.mark.parametrize("home", range(4))
-@pytest.mark.parametrize("how", ["kernel", "reference"])
-def test_what_went_past_a_full_bucket_is_counted_until_it_goes(how: str, home: int) -> None:
-    """Of ten blocks of one home three are in the next bucket, which a search visits as long as it
-    has one of them. The bucket after the last is the first."""
-    crowd = Crowd(how, [(home, tag) for tag in range(10)])
-    index, entries = crowd.index, crowd.entries
-    assert np.count_nonzero(index.table.buckets[(home + 1) % 4, table.ENTRIES :]) == 3
-    for gone, left in (([], 3), ([0, 1], 3), ([7], 2), ([9, 8], 0), ([2, 3, 4, 5, 6], 0)):
-        index.remove(entries[gone], index.mixed(entries[gone]))
-        entries[gone] = 0
-        passed_by = np.roll(index.table.buckets[:, table.OVERFLOW], -home).tolist()
-        assert passed_by == [left, 0, 0, 0]
-        assert crowd.found() == entries.tolist()
-    index.check_invariants()
 
 
 @given(
@@ -355,8 +346,8 @@ def test_headers_that_are_none_are_refused(data: st.DataObject, noise: bytes) ->
 
 
 def test_kernels_have_the_constants_of_the_table() -> None:
-    """A kernel compiles its constants in, so it has its own; numba would not see those of another
-    file change."""
+    """Kernels compile constants in, and numba ignores changes in other files, so kernels have
+    copies."""
     kernels = native.require("hotkv_proto.kernels")
     both = {name for name in vars(kernels) if name.isupper() and hasattr(table, name)}
     assert {"MAX_PROBE_BUCKETS", "WAYS"} <= both
@@ -368,7 +359,7 @@ FEW_WORDS = st.lists(st.sampled_from([0, 1]), min_size=8, max_size=8)
 
 @given(data=st.data(), words=st.lists(FEW_WORDS, max_size=8))
 def test_rows_of_hashes_are_those_of_lists(data: st.DataObject, words: list[list[int]]) -> None:
-    """Also of hashes that differ only behind their first eight bytes."""
+    """Covers hashes that differ only after their first eight bytes."""
     hashes = np.array(words, np.uint32).reshape(-1, 8)
     expected = [at for at, row in enumerate(words) if row not in words[:at]]
     assert first_occurrences(hashes).tolist() == expected

@@ -1,5 +1,5 @@
-"""Answers of `cache.inspect`: they agree with the books, they are copies, and outer parts ask in no
-other way; the map of the arena says what a walk over each entry and each slab says."""
+"""Answers of `cache.inspect` agree with the books and are copies, and outer parts use only them;
+the map of the arena agrees with a walk over each entry and each slab."""
 
 import ast
 import math
@@ -26,7 +26,7 @@ OUTER = [path for part in ("wire", "told") for path in sorted((SERVER / part).rg
 
 
 class Cache(World):
-    """One engine on one key space of two groups; four slabs of four slots."""
+    """An engine on a key space of two groups; four slabs of four slots."""
 
     def __init__(self) -> None:
         super().__init__(4, 60)
@@ -191,8 +191,8 @@ def test_a_story_is_told_of_any_number() -> None:
 
 
 def reaches(source: str) -> Iterator[str]:
-    """Expressions that reach into the core: `x.core.y` with y no part of its public face, or
-    `x.core` under a name of its own, by which that could be done."""
+    """Yields expressions that reach into the core: `x.core.y` where y is not public, or `x.core`
+    under another name."""
     face = {name for name in vars(CacheCore) if not name.startswith("_")}
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -220,7 +220,7 @@ END_S = 1000.0
 
 
 class NaiveMap:
-    """Entry by entry, slab by slab."""
+    """Walks entry by entry and slab by slab."""
 
     def __init__(self, core: CacheCore, slabs_per_cell: int) -> None:
         num_cells = math.ceil(core.space.pool.num_slabs / slabs_per_cell)
@@ -272,7 +272,7 @@ def test_a_map_is_what_each_entry_says(
     most_cells: int,
     backed: int,
 ) -> None:
-    """However it is cut into cells and parts."""
+    """Cuts the map into cells and parts of several sizes."""
     world = World(NUM_SLABS, 60, policy, is_backed=False)
     core = world.core
     core.space.grow(backed * SLAB, 0)

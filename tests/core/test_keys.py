@@ -1,4 +1,4 @@
-"""Fingerprints, packed hashes, and vLLM's block hashes computed again."""
+"""Fingerprints, packed hashes, and vLLM's block hashes are computed right."""
 
 import itertools
 from dataclasses import fields, replace
@@ -152,7 +152,7 @@ def test_token_hashes_are_those_of_vllm(
 
 
 def test_token_hashes_start_where_vllm_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seed that vLLM resolves from the environment is the one a key space carries."""
+    """Uses the seed that vLLM resolves from the environment."""
     utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
     hashing = pytest.importorskip("vllm.utils.hashing")
     for name in ("NONE_HASH", "_NONE_HASH_SEED"):

@@ -1,4 +1,5 @@
-"""Runs of a layout, and what is refused by name (`tests/dataplane/test_layouts.py` copies)."""
+"""Runs of a layout are right, and bad layouts are refused by field (`dataplane/test_layouts.py`
+copies)."""
 
 import math
 from dataclasses import replace
@@ -124,7 +125,7 @@ def test_any_numbers_are_accepted_or_refused_and_what_is_accepted_stays_inside(
     of_layout: dict[str, int],
     of_handle: dict[str, int],
 ) -> None:
-    """From a good layout, some fields replaced by anything that the wire can carry."""
+    """Replaces fields of a good layout by any numbers that the wire can carry."""
     tensor = replace(TENSOR, **of_tensor)
     if data.draw(st.booleans()):
         dims = data.draw(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=10))
@@ -152,8 +153,8 @@ def test_any_numbers_are_accepted_or_refused_and_what_is_accepted_stays_inside(
 def test_a_block_is_as_many_runs_as_its_layout_has_breaks(
     order: str, runs_per_block: int, split: bool
 ) -> None:
-    """Three layers and four heads; told as one tensor or as one for each layer. Contiguous over the
-    layers means one run a block."""
+    """Describes three layers and four heads as a single tensor, or as a tensor for each layer. If
+    layers are contiguous, a block is a single run."""
     shape = Shape(3, 1, 4, 5, 8)
     rank = make_rank(order, "packed", [shape], 6)
     group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (shape.all_bytes,))
@@ -167,7 +168,7 @@ def test_a_block_is_as_many_runs_as_its_layout_has_breaks(
 
 
 def test_neighbours_in_the_first_block_only_are_no_run() -> None:
-    """Two tensors that adjoin in block 0 and are blocks apart after it."""
+    """Has two tensors that adjoin in block 0 and lie blocks apart after it."""
     tensors = (PageTensor(0, "m", 0, 32, 16, 0), PageTensor(0, "m", 16, 64, 16, 16))
     layout = Layout(0, 2, (MemoryHandle("m", 96),), tensors)
     group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (32,))

@@ -1,5 +1,5 @@
-"""A tier below host memory, in the core: blocks move down and up while stores, leases, evictions
-and flushes go on, and the tier fails, lags and loses what it had, and can't encode some blocks."""
+"""A tier below host memory, in the core: blocks move down and up during stores, leases, evictions
+and flushes, while the tier fails, lags, loses blocks, and can't encode some blocks."""
 
 from typing import Any
 
@@ -63,13 +63,13 @@ def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:
 
 
 def test_the_gate_is_told_what_is_before_each_block() -> None:
-    """A part that goes on after one that is below, or goes there first; one that follows a gap; one
-    whose beginning is gone."""
+    """Offers a part after a block that is or goes below, a part after a gap, and a part whose
+    beginning was evicted."""
     tiered = Tiered()
     down, seen = tiered.down, []
 
     class Admits:
-        """Writes what begins with an even number."""
+        """Admits chains that begin with an even number."""
 
         def admit(self, offered: Offered, now_s: float) -> BoolMask:
             first = int(np.flatnonzero(words_of(range(40))[:, 0] == offered.hashes[0, 0])[0])
@@ -106,7 +106,7 @@ def test_the_gate_is_told_what_is_before_each_block() -> None:
 
 
 def test_numbers_of_leases_and_moves_never_meet() -> None:
-    """Both begin again at the end of their half, and leave out those in use."""
+    """Both wrap around within their half, and skip numbers in use."""
     tiered = Tiered()
     core, moves = tiered.core, tiered.lower.moves
     core.acquire(tiered.session.number, "first", [HashList(0, words_of([1]))], 10.0, 0.0)
@@ -135,7 +135,7 @@ def test_a_key_space_is_known_as_long_as_it_has_a_block_below() -> None:
 
 
 def test_why_a_block_is_in_no_tier_any_more() -> None:
-    """Flushed where it was only below, or demoted by a hint to the tier and flushed there."""
+    """Flushes a block that was only below, and a block that a hint demoted to the tier."""
     tiered = Tiered()
     core, down = tiered.core, tiered.down
     tiered.add([1, 2, 3])

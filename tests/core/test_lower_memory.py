@@ -1,5 +1,5 @@
-"""The records of a disk tier: slabs stay as large as they were, so that all blocks of an earlier
-server are where it has put them."""
+"""The records of a disk tier: slabs keep their size, so all blocks of an earlier server stay in
+their places."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ def opened(
 
 
 def left(folder: Path) -> None:
-    """What a server leaves that had slabs of 4 MiB."""
+    """Leaves the files of a server with slabs of 4 MiB."""
     with opened(folder, 64, 4) as made:
         made.start(1, ServerState(made.slab_bytes))
 

@@ -1,6 +1,5 @@
-"""Files of arena, table and state: what is left of a start that is killed at any write, how full or
-busy memory is handled, and who writes which file.
-"""
+"""Files of arena, table and state survive a start that is killed at any write; full or busy memory
+is handled; each file has one writer."""
 
 import errno
 import os
@@ -39,11 +38,11 @@ TOO_MANY_SHARDS = make_key_space("of another version", SLOT_ALIGN, SLOT_ALIGN, 4
 
 
 class KilledError(BaseException):
-    """Stands for a kill: nobody catches it."""
+    """Stands for a kill: no handler catches it."""
 
 
 class Start:
-    """A server as far as its memory goes."""
+    """The memory of a server that starts."""
 
     def __init__(self, folder: Path, *, prefault: bool = False) -> None:
         self.memory = NodeMemory.open(folder, ARENA, SLAB, CAPACITY, 7, prefault=prefault)
@@ -67,13 +66,13 @@ class Start:
         return found
 
     def end(self) -> None:
-        """As a kill would: files stay as they are."""
+        """Ends as a kill would: files stay unchanged."""
         self.memory.release()
 
 
 def leave(folder: Path, *, unfit: bool) -> None:
-    """Blocks of two key spaces; `unfit`: another one comes before them, of which this version wants
-    to know nothing."""
+    """Leaves blocks of two key spaces. `unfit`: before them, a key space that this version
+    refuses."""
     start = Start(folder).take_over()
     if unfit:
         start.core.catalog._check = lambda key_space, kinds: None  # type: ignore[method-assign]
@@ -94,8 +93,7 @@ OWNERS = {"write_state": arena_module, "adopt": NodeMemory, "replace": Path, "un
 def test_starts_that_are_killed_never_take_a_block_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, when: str, *, unfit: bool
 ) -> None:
-    """Also where key spaces get other numbers, because this version can't serve one that the old
-    one served."""
+    """Covers key spaces that get other numbers, because this version refuses an old key space."""
     leave(tmp_path, unfit=unfit)
     whole: Callable[..., object] = getattr(OWNERS[name], name)
 
@@ -170,7 +168,7 @@ def test_a_start_that_is_short_of_something_keeps_the_cache(
 def test_bringing_memory_in_writes_none_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies go on meanwhile: a byte that is read and written back would undo one."""
+    """Copies go on at the same time: reading a byte and writing it back would undo a copy."""
     mapping = FileMapping.create(tmp_path / "arena", 2 * HUGE_PAGE_BYTES, 0o600)
     view = mapping.array()
     view[:] = np.arange(len(view), dtype=np.uint64).astype(np.uint8)
@@ -187,8 +185,8 @@ def test_bringing_memory_in_writes_none_of_it(
 
 
 def test_the_table_is_of_huge_pages_as_the_arena_is(tmp_path: Path) -> None:
-    """As far as the kernel has them where these files lie. A lookup in a large table in small pages
-    took a third longer."""
+    """Holds as far as the kernel has huge pages here. Lookups in a large table in small pages took
+    a third longer."""
     memory = NodeMemory.open(tmp_path, ARENA, SLAB, 1 << 16, 7)
     probe = FileMapping.create(tmp_path / "probe", memory.table_file.num_bytes, 0o600)
     probe.make_huge(0, 10.0)

@@ -1,4 +1,4 @@
-"""NUMA placement from what /sys says, against made-up machines."""
+"""NUMA placement follows /sys, on made-up machines."""
 
 import ctypes
 import mmap

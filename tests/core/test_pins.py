@@ -1,4 +1,4 @@
-"""Retention pins against a dict of the requests."""
+"""Retention pins agree with a dict of the requests."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -19,8 +19,8 @@ PLACES = st.lists(st.integers(0, NUM_ENTRIES - 1), max_size=14)
 
 
 class HoldsMachine(RuleBasedStateMachine):
-    """Held until the latest time that anybody asked for, in the order asked as far as the budget
-    goes, with one pin each."""
+    """Entries are held until the latest requested time, in the requested order as far as the budget
+    goes, with a single pin each."""
 
     @initialize(
         budget_bytes=st.sampled_from([0, SLOT_ALIGN, 10 * SLOT_ALIGN + 7, 1 << 40]),
@@ -52,8 +52,8 @@ class HoldsMachine(RuleBasedStateMachine):
 
     @rule(places=PLACES, ttl_s=st.sampled_from([0.5, 3.0, 20.0, 86_400.0]))
     def hold(self, places: list[int], ttl_s: float) -> None:
-        """An entry may be listed twice. The first new one that does not fit ends it: a chain is
-        kept from its head on."""
+        """Holds entries, which may be listed twice. The first new entry that does not fit ends it:
+        a chain is kept from its head on."""
         until_s, num_held, full = self.now_s + ttl_s, 0, False
         for entry in dict.fromkeys(self.entries(places).tolist()):
             if entry in self.until_s:
@@ -70,7 +70,7 @@ class HoldsMachine(RuleBasedStateMachine):
 
     @rule(passed_s=st.sampled_from([0.0, 0.5, 3.0, 19.0, 1e5]))
     def expire(self, passed_s: float) -> None:
-        """At its very end a hold is over."""
+        """Lets time pass. A hold is over at its very end."""
         self.now_s += passed_s
         for _ in self.holds.expire(self.now_s):
             pass

@@ -1,5 +1,5 @@
-"""Places below that are smaller than slots: which groups get them, what the write gate counts, and
-which records of an earlier server come back."""
+"""Places below that are smaller than slots: which groups get them, how the write gate counts them,
+and which records of an earlier server come back."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -65,7 +65,7 @@ def test_a_group_of_which_hardly_any_block_fits_is_left_alone_for_a_while() -> N
 
 
 def test_what_was_tried_long_ago_is_forgotten() -> None:
-    """A group that has always been encoded is judged within some thousand blocks."""
+    """Judges a group that was always encoded within some thousand blocks."""
     sizes, num_blocks = sizes_of(), 0
     for _ in range(1000):
         sizes.tried(1, 0, 1000, 1000)
@@ -93,7 +93,7 @@ class Node(World):
         return move
 
     def end(self, move: Move, unfit: list[int]) -> Entries:
-        """Rows `unfit` can't be encoded. Returns what is to be moved plain."""
+        """Ends a move. Rows `unfit` can't be encoded. Returns the entries to move plain."""
         is_unfit = np.isin(np.arange(len(move)), unfit)
         seals = np.full(len(move), 7, np.uint64)
         return self.down.end(move, ~is_unfit, seals, 1.0, is_unfit)
@@ -158,7 +158,7 @@ def test_key_spaces_that_are_forgotten_leave_nothing() -> None:
 
 
 def left() -> Space:
-    """Returns a tier with blocks of both sizes in one group, and of another group."""
+    """Returns a tier with blocks of both sizes in a group, and of another group."""
     node = Node()
     node.write(0, [1, 2, 3, 4], [0, 2])
     node.write(1, [1, 2], [])
@@ -178,7 +178,7 @@ def restored(records: Words, *, knows: bool = True) -> tuple[Space, Restored]:
 
 
 def test_blocks_come_back_in_places_of_both_sizes() -> None:
-    """To a server that knows nothing of encoded blocks, the others."""
+    """A server without compression gets the plain blocks."""
     old = left()
     records = old.index.table.records
     space, report = restored(records.copy())
@@ -198,7 +198,7 @@ def test_blocks_come_back_in_places_of_both_sizes() -> None:
     "was, size", [(SMALL, 0), (SMALL, 1), (SMALL, 4), (SMALL, 5), (SMALL, 1 << 20), (PLAIN, 2)]
 )
 def test_records_of_any_other_size_are_dropped(was: int, size: int) -> None:
-    """Also of places in which a block would win nothing."""
+    """Covers places that would save no bytes."""
     records = left().index.table.records.copy()
     at = np.flatnonzero(records[:, table.W_SIZE] == was // SLOT_ALIGN)[0]
     records[at, table.W_SIZE] = size
@@ -217,7 +217,7 @@ def test_a_damaged_table_gives_a_consistent_tier(data: st.DataObject) -> None:
 
 
 def test_one_block_in_two_places_comes_back_once() -> None:
-    """Of two records of a block, one encoded and one not, either is right."""
+    """Accepts either of a block's two records, encoded or not."""
     records = left().index.table.records.copy()
     small, large = (
         np.flatnonzero(records[:, table.W_SIZE] == size // SLOT_ALIGN)[0] for size in (SMALL, LARGE)

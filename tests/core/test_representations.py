@@ -1,5 +1,5 @@
-"""Representations live with blocks: a machine over the whole core, with a naive model beside it,
-and how they are numbered and counted."""
+"""Representations live with blocks: a machine over the whole core with a naive model, and their
+numbers and counts."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,7 +56,7 @@ class Write:
 
 
 class RepresentationMachine(RuleBasedStateMachine):
-    """Two engines on one key space, each with a version of its own, share a small arena."""
+    """Two engines on the same key space, with different versions, share a small arena."""
 
     @initialize(
         num_shards=st.integers(1, 2),
@@ -120,8 +120,8 @@ class RepresentationMachine(RuleBasedStateMachine):
         return self.ready | {(kind, number) for number, kind in self.kept.items()}
 
     def settle(self, *, makes_room: bool = False) -> None:
-        """Takes what the core tells of the last call, and compares. Alone, representations go only
-        when room is made."""
+        """Takes the notices of the last call, and compares. Representations go without their block
+        only when room is made."""
         rows = {words_of([number])[0].tobytes(): number for number in range(NUM_HASHES)}
         for notice in self.core.take_effects():
             assert notice.group_index == 0, "a notice names a representation"
@@ -148,13 +148,13 @@ class RepresentationMachine(RuleBasedStateMachine):
     def begin_store(
         self, engine: int, blocks: list[int], others: list[int], shard: int, front: bool
     ) -> None:
-        """Blocks and representations, of the same or others, in either order."""
+        """Stores blocks and representations, of the same or other blocks, in either order."""
         self.begin_whole(engine, blocks, others, shard % self.num_shards, front=front)
 
     @rule(engine=st.integers(0, 1), blocks=NUMBERS, others=NUMBERS)
     def store(self, engine: int, blocks: list[int], others: list[int]) -> None:
-        """All ranks store blocks with representations, and some of those of others, and all goes
-        well."""
+        """Stores blocks with representations from all ranks, and representations of some other
+        blocks; all copies succeed."""
         others = [number for number in others if (0, number) in self.ready and number not in blocks]
         name = self.begin_whole(engine, blocks, blocks + others)
         for shard in range(self.num_shards):
@@ -184,7 +184,7 @@ class RepresentationMachine(RuleBasedStateMachine):
         return name
 
     def joinable(self) -> list[tuple[str, int]]:
-        """Writes that lack a shard, and which."""
+        """Returns the writes that lack a shard, and which shard."""
         return [
             (name, shard)
             for name, write in sorted(self.writes.items())
@@ -195,7 +195,7 @@ class RepresentationMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.joinable())
     @rule(data=st.data())
     def join_store(self, data: st.DataObject) -> None:
-        """The other rank stores its shard of the same blocks."""
+        """Stores the other rank's shard of the same blocks."""
         name, shard = data.draw(st.sampled_from(self.joinable()))
         self.begin(name, self.writes[name], shard, set())
 
@@ -261,7 +261,7 @@ class RepresentationMachine(RuleBasedStateMachine):
         self.settle()
 
     def settle_write(self, name: str, write: Write) -> None:
-        """What was aborted goes when no copy is in flight, and the lease with the last shard."""
+        """Removes aborted blocks once no copy is in flight, and the lease with the last shard."""
         if not write.copies:
             masks = write.masks.items()
             write.masks = {key: mask for key, mask in masks if key not in write.aborted}
@@ -292,7 +292,8 @@ class RepresentationMachine(RuleBasedStateMachine):
 
     @rule(engine=st.integers(0, 1), blocks=SOME, others=NUMBERS)
     def acquire(self, engine: int, blocks: list[int], others: list[int]) -> None:
-        """What is there and of the engine's version is pinned, counted and loaded."""
+        """Leases, counts and loads the present blocks, and the representations of the engine's
+        version."""
         self.names += 1
         name, session = f"r{self.names}", self.sessions[engine]
         lists, held = self.lists(engine, blocks, others), []
@@ -326,7 +327,7 @@ class RepresentationMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reads or self.writes)
     @rule(really=RARELY)
     def expire(self, really: bool) -> None:
-        """All leases without copies end."""
+        """Ends all leases without copies."""
         if not really:
             return
         self.now_s += 20.0
@@ -364,7 +365,7 @@ class RepresentationMachine(RuleBasedStateMachine):
 
     @rule(really=RARELY)
     def restart(self, really: bool) -> None:
-        """The server is killed, whatever it was doing, and another one takes over its table."""
+        """Kills the server at any moment; another server takes over its table."""
         if not really:
             return
         self.world.core, restored = taken_over(self.core, self.policy, None, self.now_s)
@@ -377,8 +378,7 @@ class RepresentationMachine(RuleBasedStateMachine):
 
     @invariant()
     def bytes_are_right(self) -> None:
-        """What can be found, and what is pinned though it can't, holds the bytes that were stored
-        for it."""
+        """Checks the bytes of all blocks that can be found or are pinned."""
         if hasattr(self, "ready"):
             places = [(key, self.offset(key)) for key in self.all_ready()]
             places += [item for _, held in self.reads.values() for item in held]

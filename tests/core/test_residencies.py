@@ -1,5 +1,5 @@
-"""Residencies where the machine of `test_cache` does not go: representations, tenants, condemned
-blocks, spoiled tables, and pins that lie in the way."""
+"""Cases of residencies that the machine of `test_cache` does not reach: representations, tenants,
+condemned blocks, spoiled tables, and obstructing pins."""
 
 from functools import partial
 from itertools import takewhile
@@ -42,7 +42,7 @@ MEAN = Representation(0, "mean", 1, (SLOT_ALIGN,))
 
 
 class Place(World):
-    """A core of 64 slots, what readers see, and calls of residencies."""
+    """A core of 64 slots with readers' words, and calls of residencies."""
 
     def __init__(self, **config: object) -> None:
         self.memory = no_readers(CAPACITY)
@@ -73,7 +73,7 @@ class Place(World):
         self.core.check_invariants()
 
     def restarted(self) -> CacheCore:
-        """Another core over what a kill leaves."""
+        """Kills the server. Returns another core over its memory."""
         old, marks = self.core, self.memory.marks.copy()
         self.memory = ReaderMemory(self.memory.words, np.zeros(CAPACITY + 1, np.uint8))
         self.core = CacheCore(old.config, make_table(CAPACITY), LRU(CAPACITY), self.memory)
@@ -126,7 +126,7 @@ def test_slots_count_with_what_their_slabs_lose(slot_bytes: int, cost_bytes: int
 
 
 def test_holds_and_leases_leave_room_for_stores() -> None:
-    """A sixteenth of the arena stays, whatever the three pin together."""
+    """Leaves a sixteenth of the arena unpinned, whatever the three pin together."""
     place = Place(unadmitted_share=0.25, held_share=0.25)
     session, core = place.open(), place.core
     place.store(session, range(60))
@@ -251,7 +251,7 @@ def is_granted(place: Place, session: SessionRecord, name: str) -> bool:
 
 
 def test_scattered_pins_of_one_slot_size_leave_slabs_to_another() -> None:
-    """Blocks come one by one between those of others, so that each slab of their size gets a pin
+    """Stores blocks between blocks of another engine, so that each slab of their size has a pin
     before the last representation comes."""
     place = Place()
     session = place.open(model="wide", sizes=(SLAB // 2, SLOT_ALIGN), kinds=(MEAN,))
@@ -291,7 +291,8 @@ def test_a_residency_waits_while_pins_lie_in_all_slabs() -> None:
 
 
 def test_promised_representations_take_the_room_of_others() -> None:
-    """Every slab of blocks has a pin, and every slot of their size another's representation."""
+    """Pins a block in every slab of blocks, and fills every slot of the representations' size with
+    another's."""
     place = Place()
     mine, theirs = (
         place.open(name, name, (SLAB // 2, 1), kinds=(MEAN,)) for name in ("mine", "theirs")

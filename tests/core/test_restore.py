@@ -1,5 +1,5 @@
-"""Taking over an old table: whatever its records say, the new books are consistent; sums of shards
-make one check value."""
+"""A server takes over an old table: whatever its records say, the new books are consistent; sums of
+shards make one check value."""
 
 from dataclasses import replace
 from typing import Any
@@ -45,8 +45,8 @@ def test_what_tenants_hold_is_counted_after_a_start() -> None:
 
 
 class Counted(np.ndarray):
-    """Records, and what is computed from them, that count the elements that numpy's functions go
-    through."""
+    """Records, and arrays computed from them, that count the elements passed to numpy's
+    functions."""
 
     num_elements = 0
 
@@ -63,8 +63,8 @@ def plain(one: Any) -> Any:
 
 
 def test_a_restart_costs_as_much_in_many_key_spaces_as_in_one() -> None:
-    """Elements looked at, since time says little on a busy machine; each block is found under its
-    own key space."""
+    """Counts elements, since time is no measure on a busy machine. Checks that each block is found
+    in its key space."""
     num_blocks, found = 4000, {}
     config = CoreConfig(num_blocks * SLOT_ALIGN, SLAB, num_blocks + 8, check_stride=64)
     for num_spaces in (1, 500):
@@ -120,7 +120,7 @@ def test_what_was_ready_comes_back_unverified_with_its_check_value() -> None:
 
 
 def test_a_link_beyond_the_table_is_no_link() -> None:
-    """A representation names a record that is not there, and the last record names the
+    """Has a representation that names a missing record, and makes the last record name the
     representation."""
     records = filled().space.index.table.records.copy()
     kind = int(np.flatnonzero(records[:, table.W_REPRESENTATION])[-1])

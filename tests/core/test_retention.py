@@ -1,4 +1,4 @@
-"""Retention, through the whole core: pins, times to live, and chains whose tails come later."""
+"""Retention through the whole core: pins and times to live."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -97,7 +97,7 @@ def test_beyond_the_budget_nothing_is_held_and_nothing_breaks(
 def test_what_has_time_to_live_outlives_a_flood(
     policy: str, num_kept: int, ttl_s: float, flood: int
 ) -> None:
-    """And counts as used when that time ends: it goes with what came then."""
+    """Counts as used when its time ends, and goes with blocks that came then."""
     cache = Cache(policy)
     chain = list(range(num_kept))
     cache.add(chain, retention=Retention(ttl_s=ttl_s))
@@ -116,7 +116,7 @@ def test_what_has_time_to_live_outlives_a_flood(
     seed=st.integers(0, 1 << 32),
 )
 def test_hints_never_cost_room(policy: str, priority: int, ttl_s: float, seed: int) -> None:
-    """Whatever all requests ask for, short of pins, every store finds room."""
+    """Every store finds room, whatever requests ask for, except pins."""
     rng = np.random.default_rng(seed)
     cache = Cache(policy)
     for _ in range(40):
@@ -128,29 +128,12 @@ def test_hints_never_cost_room(policy: str, priority: int, ttl_s: float, seed: i
     cache.check()
 
 
-@given(
-    pieces=st.lists(st.integers(1, 9), min_size=2, max_size=6),
-    gaps_s=st.lists(st.sampled_from([1.1, 30.0, 4000.0]), min_size=6, max_size=6),
-)
-def test_a_chain_that_grew_goes_from_its_tail(pieces: list[int], gaps_s: list[float]) -> None:
-    """However long before its tail the head was used."""
-    cache = Cache("lru")
-    chain: list[int] = []
-    for length, gap_s in zip(pieces, gaps_s, strict=False):
-        cache.advance(cache.now_s + gap_s)
-        chain += cache.fresh(length)
-        assert cache.add(chain, len(chain) - length) == [BlockResult.STORED] * length
-    cache.flood(NUM_SLOTS, cache.now_s + 100.0, 1)
-    assert cache.evicted == chain[::-1]
-    cache.check()
-
-
 @pytest.mark.parametrize("policy", ["hotness", pytest.param("lru", marks=LONG)])
 @given(passed_s=st.sampled_from([1.5, 60.0, 1e5]), length=st.integers(1, 40))
 def test_what_comes_before_a_new_block_counts_as_in_use(
     policy: str, passed_s: float, length: int
 ) -> None:
-    """As far as the chain is here: where a block is missing, it ends."""
+    """Goes back along the chain until a block is missing."""
     cache = Cache(policy)
     chain, other = cache.fresh(length), cache.fresh(3)
     cache.add(chain)
@@ -168,7 +151,7 @@ def test_what_comes_before_a_new_block_counts_as_in_use(
 
 @pytest.mark.parametrize("late_s", [0.0, 50.0, 100.0])
 def test_a_hint_that_is_carried_out_late_keeps_blocks_no_longer(late_s: float) -> None:
-    """It is a use when it is carried out, and its time to live began when it came."""
+    """Counts as a use when it is carried out; its time to live began when it came."""
     cache = Cache("hotness")
     chain, other = cache.fresh(3), cache.fresh(3)
     cache.now_s = 1000.0 + late_s

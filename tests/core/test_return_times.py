@@ -1,4 +1,4 @@
-"""Return times of sessions: what a pause is, and how long blocks are held for it."""
+"""Return times of sessions: which pauses count, and how long blocks are held for them."""
 
 import hypothesis.strategies as st
 import pytest
@@ -18,7 +18,7 @@ from hotkv_server.hints.book.returns import (
 def paused(
     times: ReturnTimes, session: SessionGaps, gap_s: float, count: int, now_s: float
 ) -> float:
-    """The session pauses so often for so long; returns the hold after its last request."""
+    """Pauses the session `count` times for `gap_s`. Returns the hold after its last request."""
     session.idle_since_s = None
     hold_s = 0.0
     for turn in range(count + 1):

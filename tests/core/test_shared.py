@@ -1,5 +1,5 @@
-"""A tier that places by itself, in the core, beside one below: blocks are copied out and come in
-while all that `test_lower` does goes on, and the store forgets what it likes."""
+"""A tier that places by itself, in the core, next to a tier below: blocks are copied out and
+fetched during all steps of `test_lower`, while the store forgets at will."""
 
 import contextlib
 from typing import Any
@@ -18,7 +18,7 @@ from tests.core.support import words_of
 
 
 class SharedMachine(LowerMachine):
-    """`remote`: what the store has, with the number of flushes in the key, as epochs are."""
+    """`remote`: the content of the store, with the number of flushes in the key, as epochs are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class SharedMachine(LowerMachine):
     def share_and_fetch(
         self, space: int, group: int, numbers: list[int], data: st.DataObject
     ) -> None:
-        """What another node has stored comes in."""
+        """Fetches blocks that another node has stored."""
         self.remote |= {self.content(space, group, number) for number in numbers}
         self.begin_in(space, group, numbers)
 
@@ -126,7 +126,7 @@ class SharedMachine(LowerMachine):
 
     @rule(keep=st.booleans())
     def forget(self, keep: bool) -> None:
-        """The store evicts by itself."""
+        """Lets the store evict by itself."""
         self.remote = {content for at, content in enumerate(sorted(self.remote)) if keep and at % 2}
 
     def teardown(self) -> None:

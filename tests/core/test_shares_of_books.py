@@ -1,4 +1,4 @@
-"""How much of the core's books one client may take: leases and their lists; and long work in
+"""Bounds on the core's books for a single client: leases and their lists; and long work in
 parts."""
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def make_world(**config: object) -> World:
 
 
 def most(call: Callable[[int], object]) -> int:
-    """Returns how many calls are granted until one is refused as too much."""
+    """Returns how many calls are granted before a refusal."""
     for done in count():
         try:
             call(done)
@@ -70,8 +70,8 @@ def test_nobody_lists_all_blocks_that_leases_may_list() -> None:
 def test_leases_that_end_in_parts_end_once(
     leases: list[tuple[int, int, bool]], meddle: list[int], closing: bool
 ) -> None:
-    """Whether late or of a session that closes; others end meanwhile, and one is in use by a
-    copy."""
+    """Ends late leases, or the leases of a closing session, while other leases end; a copy uses one
+    of them."""
     world = make_world()
     core, mine, other = world.core, world.open(), world.open().number
     world.store(mine, range(10))

@@ -1,5 +1,5 @@
-"""Slots are never shared or without memory, runs go back at once and lose little at their ends, a
-pool rebuilt from its slots has the same slots."""
+"""Slots are never shared or without memory, runs are freed at once and lose little at their ends,
+and a pool rebuilt from its slots has the same slots."""
 
 import math
 from collections import Counter
@@ -34,7 +34,7 @@ class NaivePool:
         self.used: set[Slot] = set()
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """First slab, length and slot size of each run."""
+        """Returns the first slab, length and slot size of each run."""
         owners = self.pool.slab_owner().tolist()
         heads = Counter(
             head
@@ -44,8 +44,8 @@ class NaivePool:
         return [(head, length, owners[head]) for head, length in heads.items()]
 
     def check_slots(self) -> None:
-        """Each used slot lies in a run of its size, side by side with the others; each run has
-        one."""
+        """Checks that each used slot lies at its place in a run of its size, and that each run has
+        a used slot."""
         in_use: Counter[int] = Counter()
         for head, length, size in self.runs():
             slots = {(head * SLAB + at * size, size) for at in range(length * SLAB // size)}
@@ -55,12 +55,13 @@ class NaivePool:
         assert in_use == Counter(size for _, size in self.used)
 
     def free_slots(self, size: int) -> int:
-        """Slots of this size in its runs that are not used."""
+        """Returns the number of unused slots in runs of this size."""
         num_slots = sum(length * SLAB // of for _, length, of in self.runs() if of == size)
         return num_slots - sum(of == size for _, of in self.used)
 
     def room(self, size: int) -> int:
-        """Slots of this size that may still be taken: those, whole runs, and the rests of gaps."""
+        """Returns the number of slots of this size that can be allocated: free slots, whole runs,
+        and the rests of gaps."""
         length, lengths = run_slabs(size, SLAB, self.pool.num_slabs), self.lengths(size)
         longest = -(-size // SLAB) + slabs.LONGEST_END
         room = self.free_slots(size)
@@ -73,11 +74,11 @@ class NaivePool:
         return room
 
     def lengths(self, size: int) -> dict[int, int]:
-        """Length of each run of this size, by the slab after it."""
+        """Returns the length of each run of this size, by the slab after it."""
         return {head + length: length for head, length, of in self.runs() if of == size}
 
     def gaps(self) -> list[tuple[int, int]]:
-        """First slab and length of the rows of free slabs."""
+        """Returns the first slab and length of each row of free slabs."""
         lent = {head + at for head, length, _ in self.runs() for at in range(length)}
         free = sorted(self.backed - lent)
         starts = [slab for slab in free if slab - 1 not in free]
@@ -85,7 +86,7 @@ class NaivePool:
         return [(start, end - start) for start, end in zip(starts, ends, strict=True)]
 
     def figures(self, sizes: set[int]) -> tuple[int, int, int, int]:
-        """Lent, idle, tail and stranded bytes; `sizes` are those ever asked for."""
+        """Returns the lent, idle, tail and stranded bytes. `sizes`: all sizes ever requested."""
         lent = sum(length for _, length, _ in self.runs()) * SLAB
         idle = sum(self.free_slots(size) * size for size in sizes)
         tail = lent - idle - sum(size for _, size in self.used)
@@ -175,7 +176,7 @@ class SlabMachine(AnyRuns):
 
 
 def check_apart(slots: set[Slot], arena_bytes: int) -> None:
-    """Slots lie in the arena, and none on another."""
+    """Checks that slots lie in the arena and do not overlap."""
     ordered = sorted(slots)
     assert all(offset % SLOT_ALIGN == 0 for offset, _ in ordered)
     ends = [0, *(offset + size for offset, size in ordered)]
@@ -200,7 +201,7 @@ UNITS = st.integers(-1, 24) | st.sampled_from([0, 4, 8, 12, 16, 20])
 def test_claims_that_contradict_are_refused_and_change_nothing(
     claims: list[tuple[int, list[int]]],
 ) -> None:
-    """Whatever a damaged table says, claims end in a consistent pool or in ValueError."""
+    """Ends in a consistent pool or in ValueError, whatever a damaged table says."""
     pool = SlabPool(5 * SLAB, SLAB)
     taken: set[Slot] = set()
     for size, units in claims:
@@ -237,8 +238,8 @@ def test_sizes_that_make_no_pool_are_refused(arena_bytes: int, slab_bytes: int) 
 
 
 def test_figures_of_a_pool() -> None:
-    """Two sizes: one fills its slab, of the other one slot of two is free. Then a size that needs
-    two slabs side by side."""
+    """Allocates two sizes: the first fills its slab, half the slots of the other are free. Then
+    asks for a size that needs two adjacent slabs."""
     pool = SlabPool(8 * SLAB, SLAB)
     assert pool.figures().fragmentation_ratio == pool.figures().imbalance_ratio == 0
     pool.allocate(SLAB, 1)
@@ -275,7 +276,7 @@ def test_runs_lose_little_for_every_slot_size(slot_bytes: int, slab_bytes: int) 
 @pytest.mark.parametrize("block_tokens", [16, 64, 128])
 @pytest.mark.parametrize("gib", [2, 8, 64])
 def test_an_arena_full_of_a_models_blocks_loses_little(gib: int, block_tokens: int) -> None:
-    """At the size of slabs that the server chooses; full to the last slot that can be had."""
+    """Fills an arena with the server's slab size to the last possible slot."""
     arena = ArenaSettings(bytes=ByteSize(gib << 30))
     for name, slot_bytes in slot_sizes(block_tokens).items():
         pool = SlabPool(arena.bytes, arena.slab_size)

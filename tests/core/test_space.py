@@ -1,7 +1,7 @@
-"""Making room: nothing is refused before everything that may be evicted is; pinned and reserved
+"""Making room: a block is refused only after all evictable blocks are evicted; pinned and reserved
 blocks stay.
 
-While the arena grows, nothing is evicted for slots that the growth brings within moments.
+While the arena grows, blocks are not evicted for slots that the growth brings within moments.
 """
 
 from types import SimpleNamespace
@@ -61,7 +61,8 @@ class SpaceMachine(AnyRuns):
         self.pinned: set[int] = set()
 
     def notices(self) -> set[int]:
-        """Entries that went in the last call; their notices name as many blocks."""
+        """Returns the entries that the last call evicted. Checks that their notices name the same
+        number of blocks."""
         space = self.space
         states = space.index.states()
         gone = {entry for entry in self.ready if states[entry] == 0}
@@ -111,7 +112,8 @@ class SpaceMachine(AnyRuns):
             self.publish(entries)
 
     def awaited(self, size: int, count: int) -> int:
-        """Of `count` slots, those that find no memory now, and some in the arena's growth."""
+        """Returns how many of `count` slots have no memory now, but will get it as the arena
+        grows."""
         missing = count - self.space.pool.available_slots(size)
         return max(0, min(missing, self.coming_bytes // aligned(size)))
 

@@ -1,8 +1,8 @@
-"""Two models of unequal slots on one arena: attention's small ones, and states as large as a slab
-or larger.
+"""Two models with unequal slots share an arena: attention has small slots, states have slots as
+large as a slab or larger.
 
-The model with the hotter blocks gets the memory, soon, and in both directions; slots that are
-pinned stay in place.
+The model with the hotter blocks gets the memory, soon, and in both directions; pinned slots stay in
+place.
 """
 
 import hypothesis.strategies as st
@@ -29,7 +29,7 @@ WORDS = words_of(range(8192))
 
 
 class Model:
-    """An engine of one group; each `use` is a request over a chain of its blocks, told by
+    """An engine with one group. Each `use` is a request for a chain of its blocks, given by
     number."""
 
     def __init__(self, core: CacheCore, name: str, units: int) -> None:
@@ -43,7 +43,7 @@ class Model:
         return [HashList(0, np.ascontiguousarray(words))]
 
     def use(self, blocks: range, now_s: float) -> int:
-        """Looks the chain up, stores what is missing; returns how many blocks hit."""
+        """Looks the chain up and stores the missing blocks. Returns the number of hits."""
         name, hits = f"{now_s}", self.resident(blocks)
         session, hashes = self.session.number, self.hashes(blocks)
         self.core.acquire(session, f"read {name}", hashes, 1.0, now_s)
@@ -54,8 +54,8 @@ class Model:
         return hits
 
     def burst(self, blocks: range, chain: int, start_s: float) -> tuple[float, float]:
-        """Uses a working set once, a chain each second; share of it that hit, and when it was
-        through."""
+        """Uses a working set once, a chain each second. Returns the share of hits, and the end
+        time."""
         hits = 0
         for first in range(blocks.start, blocks.stop, chain):
             hits += self.use(range(first, min(first + chain, blocks.stop)), start_s)
@@ -66,7 +66,7 @@ class Model:
         return int(self.core.lookup(self.session.key_space_id, self.hashes(blocks))[0].sum())
 
     def share(self) -> float:
-        """Of the arena's bytes, those in slots of this model's size that are used."""
+        """Returns the share of the arena's bytes in used slots of this model's size."""
         rows = {row.slot_bytes: row.num_used for row in self.core.space.pool.stats()}
         return rows.get(self.units * SLOT_ALIGN, 0) * self.units / ARENA_UNITS
 
@@ -74,7 +74,7 @@ class Model:
 def two_models(
     policy: str, units: int, num_slabs: int = NUM_SLABS, old_units: int = 1
 ) -> tuple[CacheCore, Model, Model]:
-    """Returns a core, a model of attention and one of states."""
+    """Returns a core, a model of attention, and a model of states."""
     capacity = num_slabs * SLAB_UNITS
     arena_bytes = capacity * SLOT_ALIGN
     config = CoreConfig(arena_bytes, SLAB_UNITS * SLOT_ALIGN, capacity, unadmitted_share=1.0)
@@ -85,8 +85,8 @@ def two_models(
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("units", STATE_UNITS)
 def test_a_burst_of_either_kind_gets_the_memory(policy: str, units: int) -> None:
-    """The arena is full of attention; states of half its bytes come into use, then attention of
-    half its bytes again."""
+    """Fills the arena with attention, uses states of half its bytes, then attention of half its
+    bytes again."""
     core, attention, states = two_models(policy, units)
     _, now_s = attention.burst(range(ARENA_UNITS), SLAB_UNITS, 1.0)
     assert attention.share() == 1
@@ -120,8 +120,8 @@ def test_a_burst_of_either_kind_gets_the_memory(policy: str, units: int) -> None
 def test_a_few_hot_blocks_survive_a_flood_of_the_other_size(
     policy: str, units: int, few_are_states: bool
 ) -> None:
-    """A twentieth of the arena is used all the time, while blocks of the other size that nobody
-    asks for again pass through it."""
+    """Uses a twentieth of the arena all the time, while blocks of the other size pass through it
+    unused."""
     core, *models = two_models(policy, units)
     few, many = models[few_are_states], models[not few_are_states]
     hot, chain = range(max(1, ARENA_UNITS // 20 // few.units)), max(1, SLAB_UNITS // many.units)
@@ -142,8 +142,8 @@ def test_a_few_hot_blocks_survive_a_flood_of_the_other_size(
 
 
 def room_beside(pinned_slabs: NDArray[np.int64], num_slabs: int, units: int) -> int:
-    """Slots of so many units that slabs without a pinned block can surely hold: those that span
-    slabs may leave gaps between them."""
+    """Returns how many slots of this size surely fit in slabs without a pinned block; slots that
+    span slabs may leave gaps."""
     free = np.ones(num_slabs, np.bool_)
     free[pinned_slabs] = False
     per_slab, span = max(1, SLAB_UNITS // units), -(-units // SLAB_UNITS)
@@ -161,8 +161,8 @@ def room_beside(pinned_slabs: NDArray[np.int64], num_slabs: int, units: int) -> 
 def test_a_burst_gets_all_that_pins_leave(
     num_slabs: int, units: int, old_units: int, pins: set[int], chain: int
 ) -> None:
-    """Any sizes, pinned blocks anywhere: a burst that fits beside the slabs with pins is resident
-    as a whole after one pass."""
+    """Draws any sizes and pinned blocks: a burst that fits into slabs without pins is resident
+    after a single pass."""
     if units == old_units or -(-units // SLAB_UNITS) > num_slabs:
         return
     core, old, new = two_models("lru", units, num_slabs, old_units)
@@ -188,8 +188,8 @@ def test_a_burst_gets_all_that_pins_leave(
 def test_a_hot_block_in_every_slab_does_not_hold_them_all(
     policy: str, units: int, hot_in: int
 ) -> None:
-    """One attention block in each slab, or in every second or third, is used all the time; the rest
-    is cold, and states come into use."""
+    """Uses an attention block in each slab, or in every second or third, all the time, while states
+    come into use."""
     core, attention, states = two_models(policy, units)
     _, now_s = attention.burst(range(ARENA_UNITS), SLAB_UNITS, 1.0)
     hot = range(0, ARENA_UNITS, SLAB_UNITS * hot_in)
@@ -208,8 +208,8 @@ def test_a_hot_block_in_every_slab_does_not_hold_them_all(
 
 @pytest.mark.parametrize("units", [3, *STATE_UNITS])
 def test_a_burst_grows_at_once_in_an_arena_of_many_slabs(units: int) -> None:
-    """Comparing sizes is rare in a large arena; a size that has just won goes on winning without
-    evicting its own meanwhile."""
+    """Sizes are compared rarely in a large arena; the last winner goes on winning without evicting
+    its own blocks."""
     _, attention, states = two_models("lru", units, 512)
     _, now_s = attention.burst(range(512 * SLAB_UNITS), 64, 1.0)
     working_set = range(256 * SLAB_UNITS // units)

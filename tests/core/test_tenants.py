@@ -1,4 +1,4 @@
-"""Shares of tenants: bounds hold, nobody else's blocks take a guarantee, claims are met."""
+"""Shares of tenants: bounds hold, only a tenant's own blocks use its guarantee, claims are met."""
 
 from collections import deque
 
@@ -31,7 +31,7 @@ SIZES = [SLOT_ALIGN, 2 * SLOT_ALIGN, 3 * SLOT_ALIGN, SLAB + 1]
 
 
 def make_space(policy: str = "lru", shares: dict[str, TenantShare] = SHARES) -> Space:
-    """Key space n is that of the n-th tenant."""
+    """Returns a space in which key space n belongs to the n-th tenant."""
     space = Space(make_table(100), ARENA, SLAB, POLICIES[policy](100), shares)
     for number, tenant in enumerate(TENANTS, 1):
         space.tenants.add_key_space(number, tenant)
@@ -40,13 +40,14 @@ def make_space(policy: str = "lru", shares: dict[str, TenantShare] = SHARES) -> 
 
 
 def share_out(space: Space, shares: dict[str, TenantShare]) -> None:
-    """New shares, and all parts of the work that follows."""
+    """Sets new shares, and does all parts of the resulting work."""
     space.tenants.share_out(shares)
     deque(keep_bounds(space.books, space.removal), 0)
 
 
 class TenantMachine(RuleBasedStateMachine):
-    """Four tenants with blocks of all sizes, some with representations; one has no share."""
+    """Four tenants with blocks of all sizes, some with representations; the last tenant has no
+    share."""
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
     def start(self, policy: str) -> None:
@@ -77,10 +78,10 @@ class TenantMachine(RuleBasedStateMachine):
             self.space.removal.drop(entries)
 
     def guarded(self, number: int, group: int, hashes: Words, size: int) -> Entries:
-        """Inserts; nobody loses what is guaranteed for a tenant that has no claim to a single slot
-        more.
+        """Inserts blocks. Checks that other tenants keep their guaranteed blocks unless this tenant
+        has a claim to a slot.
 
-        It may come to have one where its own blocks go for its bound.
+        It may get a claim when its own blocks are evicted for its bound.
         """
         before, mine = self.used(), self.shares.get(TENANTS[number - 1], TenantShare())
         own_go = (
@@ -106,7 +107,8 @@ class TenantMachine(RuleBasedStateMachine):
         )
     )
     def share_out(self, shares: dict[str, TenantShare]) -> None:
-        """Only pinned blocks stay beyond a bound, and those that are being written."""
+        """Sets new shares. Checks that beyond a bound only pinned blocks stay, and blocks that are
+        being written."""
         before = self.used()
         share_out(self.space, shares)
         self.shares = shares
@@ -121,7 +123,7 @@ class TenantMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), number=st.integers(1, 4), size=st.sampled_from(SIZES))
     def represent(self, data: st.DataObject, number: int, size: int) -> None:
-        """Some blocks of a tenant get representations."""
+        """Gives representations to some blocks of a tenant."""
         chosen = self.some(data, number)
         chosen = chosen[self.space.representations.of(chosen) == 0]
         self.space.index.pin(chosen, 1)
@@ -130,7 +132,7 @@ class TenantMachine(RuleBasedStateMachine):
         self.space.representations.publish(entries, chosen[: len(entries)])
 
     def some(self, data: st.DataObject, number: int = 0, most: int = 6) -> Entries:
-        """Ready blocks of a key space."""
+        """Draws ready blocks of a key space."""
         blocks = self.space.index.ready_blocks(number).tolist()
         chosen = (
             data.draw(st.lists(st.sampled_from(blocks), unique=True, max_size=most))
@@ -165,7 +167,7 @@ TestTenantMachine = TenantMachine.TestCase
 
 
 def fill(space: Space, number: int, count: int, size: int = SLOT_ALIGN, first: int = 0) -> int:
-    """Stores blocks one by one; how many were taken."""
+    """Stores blocks, each in a call. Returns how many were stored."""
     taken = 0
     for at in range(count):
         hashes = words_of([1000 * number + first + at])
@@ -179,8 +181,8 @@ def fill(space: Space, number: int, count: int, size: int = SLOT_ALIGN, first: i
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("size", [SLOT_ALIGN, 2 * SLOT_ALIGN])
 def test_who_comes_late_gets_its_guarantee(policy: str, size: int) -> None:
-    """Somebody fills the arena and goes on using it; a tenant with a guarantee comes, with blocks
-    of this or of another size."""
+    """Fills the arena and keeps using it; then a tenant with a guarantee comes, with blocks of this
+    or another size."""
     space = make_space(policy)
     assert fill(space, 4, 60) == 60
     for round_ in range(3):
@@ -204,8 +206,8 @@ def test_a_block_that_no_bound_allows_costs_nothing() -> None:
 
 
 def test_who_asks_for_more_than_its_guarantee_gets_its_guarantee() -> None:
-    """Every slab has a block in it that is guaranteed to another tenant, so slabs go only to
-    whoever has a claim to them."""
+    """Every slab has a block that is guaranteed to another tenant, so only a tenant with a claim
+    gets slabs."""
     space = make_space(
         "lru", {"a": TenantShare(NUM_SLABS * SLOT_ALIGN), "b": TenantShare(4 * SLAB)}
     )

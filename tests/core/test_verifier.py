@@ -1,5 +1,5 @@
-"""Comparing blocks with their check values: what agrees is cleared, what does not is condemned,
-what changed meanwhile is left alone."""
+"""Blocks are compared with their check values: matching blocks are cleared, others are condemned,
+and blocks that changed during the comparison are left alone."""
 
 from collections.abc import Sequence
 
@@ -24,8 +24,8 @@ KIND = Representation(0, "rot2u", 7, (SLOT_ALIGN,))
 
 
 class Arena(World):
-    """A core over memory of its own, with ten blocks of random bytes and their check values, none
-    of which has been compared. A lease `held` names them all."""
+    """A core over plain memory, with ten blocks of random bytes and their check values, not
+    compared yet. A lease `held` lists them all."""
 
     def __init__(self) -> None:
         super().__init__(NUM_SLABS, 40, unadmitted_share=1.0, check_stride=1)
@@ -59,7 +59,7 @@ class Arena(World):
         self.memory[int(self.core.space.index.offsets(self.entries([number]))[0]) + at] ^= 1
 
     def settle(self, cases: list[Case]) -> list[int]:
-        """Compares; returns the entries that were condemned."""
+        """Compares the blocks. Returns the condemned entries."""
         return list(self.verifier.settle(cases, self.verifier.judge(cases)).tolist())
 
 
@@ -73,7 +73,7 @@ def all_but(*gone: int) -> list[int]:
 
 
 def test_what_agrees_is_cleared_and_what_does_not_is_condemned(arena: Arena) -> None:
-    """Bytes behind the end of a block do not matter."""
+    """Ignores bytes behind the end of a block."""
     arena.spoil(3)
     arena.spoil(0, SLOT_ALIGN - 50)
     assert arena.verifier.verify_for(10.0) == 0
@@ -84,7 +84,7 @@ def test_what_agrees_is_cleared_and_what_does_not_is_condemned(arena: Arena) -> 
 
 
 def test_a_block_that_went_while_it_was_read_is_no_proof(arena: Arena) -> None:
-    """Its slot has another block by then, so that the bytes did not agree says nothing."""
+    """Another block has its slot by then, so the mismatch proves no damage."""
     cases = arena.verifier.cases(arena.entries(range(10)))
     arena.spoil(4)
     evict(arena.core, 1, 0, words_of([3, 4]))
@@ -105,8 +105,8 @@ def test_a_condemned_block_that_is_pinned_keeps_its_slot(arena: Arena) -> None:
 
 
 def test_a_block_that_was_condemned_under_a_lease_fails_each_load(arena: Arena) -> None:
-    """Two ranks load under one lease, both compared before either is settled; a third begins when
-    the block is condemned already."""
+    """Loads for two ranks under a lease, both compared before either is settled; a third load
+    begins after the block was condemned."""
     arena.hold()
     arena.spoil(3)
     slots = [arena.load(f"t{at}", range(10)) for at in range(3)]
@@ -121,7 +121,7 @@ def test_a_block_that_was_condemned_under_a_lease_fails_each_load(arena: Arena) 
 
 
 def test_what_the_scrubber_condemns_is_not_loaded_under_a_lease(arena: Arena) -> None:
-    """Also where it was compared before, and where the load is on its way."""
+    """Holds also if the block was compared before, and if the load is running."""
     arena.verifier.verify_for(10.0)
     arena.hold()
     slots = arena.load("t", range(5))
@@ -158,8 +158,8 @@ def test_a_block_that_comes_twice_is_condemned_once(arena: Arena) -> None:
 def test_what_went_with_a_condemned_block_is_not_looked_at(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its record says nothing any more: the number is free, and in the place of its slot stands the
-    next free number."""
+    """Ignores its record: the number is free, and the next free number stands in place of its
+    slot."""
     session = arena.open(sizes=SIZES, kinds=(KIND,), now_s=2.0)
     arena.fill(session, range(10), session.representations[0], SLOT_ALIGN)
     for number in range(10):
@@ -181,7 +181,7 @@ def test_what_went_with_a_condemned_block_is_not_looked_at(
 def test_a_pass_of_the_scrubber_sees_every_block_once(
     arena: Arena, monkeypatch: pytest.MonkeyPatch, scanned: int, batch_bytes: int
 ) -> None:
-    """However little it looks at in one go, so that millions of entries hold up nobody."""
+    """Looks at few entries at a time, so millions of entries delay no caller."""
     monkeypatch.setattr(verifier, "SCANNED_ENTRIES", scanned)
     monkeypatch.setattr(verifier, "BATCH_BYTES", batch_bytes)
     arena.verifier._next_entry = 4
@@ -196,7 +196,7 @@ def test_a_pass_of_the_scrubber_sees_every_block_once(
 def test_a_pass_of_the_scrubber_does_not_follow_the_stores(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is stored during a pass is compared in the next."""
+    """Compares blocks stored during a pass in the next pass."""
     monkeypatch.setattr(verifier, "SCANNED_ENTRIES", 6)
     first = arena.verifier.next_batch()
     arena.fill(arena.session, range(10, 14))
@@ -215,7 +215,7 @@ def test_a_pass_of_the_scrubber_does_not_follow_the_stores(
 def test_times_of_last_use_are_taken_in_parts(
     arena: Arena, monkeypatch: pytest.MonkeyPatch, num_parts: int, part_entries: int
 ) -> None:
-    """What comes while they are taken is not known yet; what goes is no ready block."""
+    """Leaves out blocks that come or go during the parts."""
     monkeypatch.setattr(persistence, "PART_ENTRIES", part_entries)
     notes = UseNotes(arena.core)
     taken = [notes.take(num_parts) for _ in range(num_parts)]

@@ -1,4 +1,4 @@
-"""What may be written below: whole chains, within a budget of bytes a day."""
+"""The write gate admits whole chains, within a budget of bytes a day."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ EARLY = EARLY_TOKENS // BLOCK_TOKENS
 def offered(
     numbers: Sequence[int], first: int = 0, *, follows: bool = False, has_gap: bool = False
 ) -> Offered:
-    """Part of one chain: blocks with these numbers, from depth `first` on."""
+    """Returns part of a chain: blocks with these numbers, from depth `first` on."""
     begins = np.arange(len(numbers)) == 0
     # Odd multipliers: distinct numbers have distinct keys and hashes.
     keys = np.array(numbers, np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
@@ -31,15 +31,15 @@ def offered(
 
 
 def writes_all(gate: WriteGate, part: Offered, now_s: float) -> bool:
-    """Returns False if nothing of a part is written; else all must be."""
+    """Returns False if the part is not written. Checks that otherwise all of it is."""
     admitted = gate.admit(part, now_s)
     assert admitted.all() or not admitted.any(), "half a chain was written"
     return bool(admitted.all())
 
 
 def busy(capacity: int = 1 << 16) -> WriteGate:
-    """A gate to which far more was offered than the budget allows, until 400 seconds, so that it
-    takes a small share."""
+    """Returns a gate that admits a small share, because far more than the budget was offered until
+    400 seconds."""
     gate = WriteGate(20_000 * BLOCK_BYTES, capacity)
     for at in range(400):
         gate.admit(offered(range((1 << 40) + 30 * at, (1 << 40) + 30 * at + 30)), float(at))
@@ -69,7 +69,7 @@ def test_without_a_budget_all_is_written_and_with_none_left_nothing(
 def test_a_day_has_no_more_than_the_budget_and_one_chain(
     budget: int, offers: list[tuple[float, int, int, int, bool, bool, bool]]
 ) -> None:
-    """However often the server starts anew, with a clock of its own."""
+    """Holds however often the server starts anew, with another clock."""
     gate, now_s, began_s = WriteGate(budget * BLOCK_BYTES, 16), 0.0, 0.0
     written: deque[tuple[float, int]] = deque()
     for passed_s, number, count, depth, follows, has_gap, starts_anew in offers:
@@ -91,7 +91,7 @@ def test_a_day_has_no_more_than_the_budget_and_one_chain(
 
 
 def test_what_seems_to_be_written_later_counts_from_now_on() -> None:
-    """A clock that was set back, and one that was set forward by more than a day."""
+    """Covers a clock that was set back, and a clock that was set forward by more than a day."""
     gate = WriteGate(10 * BLOCK_BYTES, 16)
     gate.recall([(2 * DAY_S, BLOCK_BYTES), (-7 * DAY_S, 4 * BLOCK_BYTES)], 50.0)
     assert gate.left_bytes(50.0 + DAY_S) == 6 * BLOCK_BYTES
@@ -128,14 +128,14 @@ def test_a_block_is_written_only_after_the_one_before_it() -> None:
 
 
 def test_chains_that_part_late_go_together() -> None:
-    """What comes after the early block has no say."""
+    """Later blocks do not change the decision of the early block."""
     head = list(range(EARLY))
     taken = {writes_all(busy(), offered([*head, 1000 + tail]), 400.0) for tail in range(20)}
     assert len(taken) == 1
 
 
 def test_a_steady_load_spends_most_of_the_budget() -> None:
-    """Five times as much as the budget is offered, for three days."""
+    """Offers five times the budget for three days."""
     budget, gate = 2000, WriteGate(2000 * BLOCK_BYTES, 1 << 12)
     written = np.zeros(3 * 24)
     for at in range(3 * 1000):

@@ -39,7 +39,7 @@ class Arena:
         self.address = map_pages(self.num_bytes)
 
     def grow(self) -> None:
-        """Pins one more piece."""
+        """Pins another piece."""
         if self.pinned_bytes < self.num_bytes:
             size = min(self.piece_bytes, self.num_bytes - self.pinned_bytes)
             self.runtime.register(self.address + self.pinned_bytes, size)
@@ -126,7 +126,8 @@ def on_devices(
 def cuda_rig(
     settings: CudaCopySettings = SMALL, *, seed: int = 0, num_pinned: int = 4
 ) -> Callable[[], contextlib.AbstractContextManager[Rig]]:
-    """Rigs with two memories on a device, and so many pieces of the arena pinned."""
+    """Returns a function that makes rigs with two memories on a device, and `num_pinned` pieces of
+    the arena pinned."""
 
     @contextlib.contextmanager
     def make() -> Iterator[Rig]:
@@ -168,7 +169,7 @@ def mixed_rig() -> Iterator[Rig]:
 
 @dataclass
 class SwitchedGate:
-    """A gate that passes, or raises, when it is told to; counts what is asked of it."""
+    """A gate that passes or raises on command, and counts questions."""
 
     is_open: bool = False
     error: Exception | None = None

@@ -1,4 +1,4 @@
-"""A calibration as a value, and as measured on a made-up device."""
+"""A calibration is a value, and can be measured on a made-up device."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every copy engine keeps to one contract."""
+"""Every copy engine keeps the same contract."""
 
 import dataclasses
 from collections.abc import Callable

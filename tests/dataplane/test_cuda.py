@@ -1,4 +1,4 @@
-"""`CudaCopyEngine` over a device whose every step the test decides, and at its limits."""
+"""`CudaCopyEngine` at its limits, over a device whose every step the test decides."""
 
 import dataclasses
 import threading
@@ -27,7 +27,7 @@ def has_passed(event: Event) -> bool:
 
 
 class Bench:
-    """One engine on a device that goes on only with `run`."""
+    """An engine on a device that advances only with `run`."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class Bench:
         return whole_plan(Region(self.arena.address, num_bytes, "the arena"), self.memory)
 
     def until(self, reached: Callable[[], bool], *, running: bool = False) -> None:
-        """Until it is so; with `running` the device goes on meanwhile, a step whenever the engine's
-        threads have nothing to do."""
+        """Waits for a condition. `running`: the device advances a step whenever the engine's
+        threads are idle."""
         until_s = time.monotonic() + 60
         while not reached():
             assert time.monotonic() < until_s

@@ -1,4 +1,4 @@
-"""A fair queue serves owners in turn, however many items each has put in."""
+"""A fair queue serves owners in turn, however many items each has added."""
 
 import threading
 from collections import defaultdict, deque
@@ -11,7 +11,7 @@ from hotkv_server.dataplane.host import FairQueue
 
 
 class Machine(RuleBasedStateMachine):
-    """Beside it a list for each owner, and whose turn it was how often while others waited."""
+    """Models a list for each owner, and how often other owners were served while it waited."""
 
     def __init__(self) -> None:
         super().__init__()

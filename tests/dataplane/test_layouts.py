@@ -46,7 +46,8 @@ class Bench:
         *,
         to_engine: bool,
     ) -> None:
-        """With a method as if the memories lay on the device: copies them there and back."""
+        """Copies blocks. With a method, copies the memories to the device and back, as if they lay
+        there."""
         regions = {
             name: Region(memory.ctypes.data, memory.nbytes, name)
             if method is None

@@ -1,8 +1,8 @@
 """Random jobs, gates, cancels, failures, pinning and lost devices, on two devices and the host,
 agree with plain arrays.
 
-Each job has bytes of its own on both sides, so the bytes that it must have moved are known whatever
-runs beside it.
+Jobs use different bytes on both sides, so the bytes that each must have moved are known whatever
+runs at the same time.
 """
 
 from dataclasses import dataclass
@@ -153,7 +153,7 @@ class CopyMachine(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """All jobs end, and bytes are as they must be."""
+        """Waits for all jobs. Checks all bytes."""
         for running in self.running.values():
             if running.gate is not None:
                 running.gate.is_open = True

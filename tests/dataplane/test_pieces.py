@@ -24,7 +24,7 @@ class Pinned:
 
 @st.composite
 def host_runs(draw: st.DrawFn, space: int = ARENA_BYTES) -> tuple[list[int], list[int]]:
-    """Disjoint runs, in no order, many of them adjoining."""
+    """Draws disjoint runs, unordered, many of them adjoining."""
     page = draw(st.sampled_from([1, 7, 512, 4096, 65536]))
     numbers = draw(st.lists(st.integers(0, min(space // page, 48) - 1), unique=True, max_size=40))
     sizes = draw(

@@ -18,8 +18,8 @@ MIB = 1 << 20
 def plan_of(
     num_blocks: int, runs: int, run_bytes: int, *, to_engine: bool = True, gap_bytes: int = 1
 ) -> BlockCopies:
-    """Neighbouring blocks of a page of so many runs, and slots without gaps. `gap_bytes`: between
-    runs in the engine's memory."""
+    """Returns a plan for neighbouring blocks of a page of `runs` runs, and slots without gaps.
+    `gap_bytes`: between runs in the engine's memory."""
     page_bytes, stride = runs * run_bytes, run_bytes + gap_bytes
     group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (page_bytes,))
     tensor = PageTensor(0, "kv", 0, runs * stride, run_bytes, 0, ((runs, stride),))
@@ -37,7 +37,7 @@ def plan_of(
 
 
 def test_a_plan_is_as_large_as_its_blocks_and_not_as_its_runs() -> None:
-    """100 blocks of 65,536 runs of a byte took 212 MB, on the event loop."""
+    """A plan of 100 blocks of 65,536 runs of a byte took 212 MB, on the event loop."""
     plan_of(1, 1 << 16, 1)
     tracemalloc.start()
     try:

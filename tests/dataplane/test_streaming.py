@@ -46,7 +46,7 @@ class Memories:
         )
 
     def check(self, runs: list[tuple[int, int, int]]) -> None:
-        """These runs have been copied, and nothing else was touched."""
+        """Checks that these runs were copied and all other bytes are unchanged."""
         expected = np.full(len(self.dst), GUARD, np.uint8)
         for to, at, size in runs:
             expected[to : to + size] = self.src[at : at + size]
@@ -178,5 +178,5 @@ def test_blocks_are_copied_as_their_recipe_says(
 
 
 def columns(recipe: Recipe) -> tuple[np.ndarray[Any, np.dtype[np.int64]], ...]:
-    """What a recipe says of each run."""
+    """Returns the columns of a recipe."""
     return recipe.bases, recipe.strides, recipe.slot_offsets, recipe.num_bytes

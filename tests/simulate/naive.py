@@ -9,20 +9,20 @@ from tests.simulate.traces import Chains, Requests
 
 
 class NaiveLRU:
-    """One tier as an ordered dict, the coldest first."""
+    """A tier as an ordered dict, the coldest first."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.blocks: dict[int, None] = {}
 
     def use(self, ids: Sequence[int]) -> None:
-        """Tail to head, so that the head is the last used."""
+        """Uses blocks from tail to head, so the head is used last."""
         for block in reversed(ids):
             self.blocks.pop(block, None)
             self.blocks[block] = None
 
     def store(self, ids: Sequence[int]) -> list[int]:
-        """Uses what is present, brings in as much of the rest as fits beside it; returns what went,
+        """Uses present blocks, and brings in as many others as fit. Returns the evicted blocks,
         coldest first."""
         present = [block for block in ids if block in self.blocks]
         fresh = [block for block in ids if block not in self.blocks][: self.capacity - len(present)]
@@ -40,7 +40,7 @@ def distinct(ids: Sequence[int]) -> list[int]:
 
 
 def prefix_length(ids: Sequence[int], held: object) -> int:
-    """Accesses before the first to a block that is not held."""
+    """Returns the number of accesses before the first to a missing block."""
     for position, block in enumerate(ids):
         if block not in held:  # type: ignore[operator]
             return position
@@ -56,7 +56,8 @@ def lru_hits(requests: Requests, capacity: int) -> int:
 
 
 def two_tier_hits(requests: Requests, capacity: int, second_capacity: int) -> tuple[int, int, int]:
-    """Hits over both tiers, those of the second, and blocks written to it: all that is stored."""
+    """Returns the hits over both tiers, the hits of the second tier, and the blocks written to it:
+    all stored blocks."""
     first, second = NaiveLRU(capacity), NaiveLRU(second_capacity)
     hits = lower_hits = writes = 0
     for _, listed in sorted(requests, key=lambda request: request[0]):
@@ -113,7 +114,8 @@ def _subsets(blocks: list[int], capacity: int) -> list[frozenset[int]]:
 def chained_requests(
     draw: st.DrawFn, max_requests: int = 40, max_blocks: int = 6, branches: int = 2
 ) -> Requests:
-    """Draws few branches and short chains, so that prefixes are shared and blocks come back."""
+    """Draws requests of few branches and short chains, so that prefixes are shared and blocks come
+    back."""
     chains = Chains()
     contents = st.lists(st.integers(0, branches), min_size=1, max_size=max_blocks)
     times_s = st.sampled_from([0.0, 1.0, 60.0, 1000.0])
@@ -127,8 +129,8 @@ def chained_requests(
 
 @st.composite
 def any_requests(draw: st.DrawFn) -> Requests:
-    """Requests that break the rules of the format: repeated ids, ids without a chain, times in any
-    order, no blocks at all."""
+    """Draws requests that break the rules of the format: repeated ids, ids without a chain, times
+    in any order, empty requests."""
     ids = st.lists(
         st.one_of(st.integers(0, 12), st.sampled_from([-1, (1 << 64) - 1, -(1 << 63)])), max_size=9
     )

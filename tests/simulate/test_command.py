@@ -1,4 +1,4 @@
-"""`hotkv-server simulate` as people and programs call it."""
+"""People and programs call `hotkv-server simulate`."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ def simulate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def results(*arguments: str | Path) -> list[dict[str, Any]]:
-    """Rows of a run that went well; standard output holds nothing else."""
+    """Returns the rows of a successful run. Checks that standard output holds only them."""
     done = simulate(*arguments, "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""Hints of a trace beside a plain reading of their definition, and what replays make of them."""
+"""Hints of a trace agree with a plain reading of their definition, and replays use them."""
 
 import math
 
@@ -31,7 +31,7 @@ def test_pauses_end_with_the_next_request_that_has_all_blocks(requests: Requests
 
 
 def test_what_others_used_is_not_told() -> None:
-    """Two sessions share two blocks; the first one's second turn is its last."""
+    """Two sessions share two blocks; the second turn of the first is its last."""
     first, second = [1, 2, 3, 4], [1, 2, 5, 8]
     begin = [(0.0, first), (1.0, second)]
     turns = [(10.0, [*first, 6]), (1.0 + LONG_PAUSE_S, [*second, 7])]
@@ -42,7 +42,7 @@ def test_what_others_used_is_not_told() -> None:
 
 
 def test_a_replay_gives_up_what_has_ended() -> None:
-    """A session that has ended makes room for one that goes on, though it was used later."""
+    """Evicts an ended session before a session that goes on, though it was used later."""
     going_on, ended, other = ([*range(first, first + 10)] for first in (0, 100, 200))
     trace = make_trace("t", [*enumerate([going_on, ended, other, [*going_on, 10]])])
     assert replay(trace, 20, LRU).prefix.tolist() == [0, 0, 0, 0]

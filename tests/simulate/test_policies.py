@@ -53,7 +53,7 @@ def hit_rate(
 
 
 def some_long(names: tuple[str, ...]) -> list[object]:
-    """All kinds of traffic; only these take part every day."""
+    """Returns all kinds of traffic; the others run in the long tests."""
     return [
         name if name in names else pytest.param(name, marks=pytest.mark.long) for name in MAKERS
     ]
@@ -68,7 +68,7 @@ def test_hotness_is_never_far_behind(maker: str, percent: float) -> None:
 
 
 def test_hotness_does_not_collapse_on_loops() -> None:
-    """LRU and ARC hit next to nothing here: each block goes just before it is asked for again."""
+    """LRU and ARC hit few blocks here: each block is evicted just before its next use."""
     best, found = (
         hit_rate("loops", policy, 10.0, 2 * NUM_REQUESTS) for policy in ("clairvoyant", "hotness")
     )
@@ -85,7 +85,7 @@ def test_holding_blocks_costs_at_most_a_point(maker: str, percent: float) -> Non
 @pytest.mark.parametrize("percent", [2.0, pytest.param(5.0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("maker", REGULAR)
 def test_regular_turns_close_a_quarter_of_the_gap(maker: str, percent: float) -> None:
-    """From LRU to the clairvoyant, and more than hotness closes that never holds blocks."""
+    """Measures the gap from LRU to the clairvoyant. Hotness that never holds blocks closes less."""
     least, most = (hit_rate(maker, policy, percent) for policy in ("lru", "clairvoyant"))
     reached = hit_rate(maker, "hotness", percent)
     assert reached >= least + (most - least) / 4

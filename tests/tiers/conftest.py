@@ -1,4 +1,4 @@
-"""Stores that tests of a file or of a worker share: they take long to start."""
+"""Stores that the tests of a file or of a worker share, because they start slowly."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[s3_support.Server]":
-    """A SeaweedFS server; skips the test if there is none."""
+    """Yields a SeaweedFS server. Skips the test if it is not installed."""
     pytest.importorskip("obstore", reason="obstore speaks S3")
     from tests.tiers.s3_support import running
 
@@ -25,7 +25,7 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[s3_support.
 
 @pytest.fixture
 def s3_proxy(s3_server: "s3_support.Server") -> "Iterator[FaultProxy]":
-    """In front of that server."""
+    """Yields a proxy in front of that server."""
     from tests.tiers.s3_support import proxied
 
     with proxied(s3_server) as (one, _):
@@ -44,14 +44,14 @@ def valkey_of_file(
 
 @pytest.fixture
 def server(valkey_of_file: "valkey_support.Server") -> "valkey_support.Server":
-    """An empty Valkey server; skips the test if there is none."""
+    """Returns an empty Valkey server. Skips the test if it is not installed."""
     valkey_of_file.client.flushall()
     return valkey_of_file
 
 
 @pytest.fixture
 def proxy(server: "valkey_support.Server") -> "Iterator[FaultProxy]":
-    """In front of that server."""
+    """Yields a proxy in front of that server."""
     from hotkv_server.testing.fault_proxy import FaultProxy
 
     one = FaultProxy(server.path)
@@ -61,7 +61,7 @@ def proxy(server: "valkey_support.Server") -> "Iterator[FaultProxy]":
 
 @pytest.fixture(params=["valkey", "s3"])
 def store(request: pytest.FixtureRequest) -> "Store":
-    """A real store behind a proxy."""
+    """Returns a real store behind a proxy."""
     from hotkv_server.testing.flush_contract import NAME
     from tests.tiers.support import Store
 

@@ -1,6 +1,6 @@
-"""Disk tiers for tests: arenas, folders on file systems of several kinds, and rigs of the contract.
+"""Disk tiers for tests: arenas, folders on several kinds of file systems, and rigs of the contract.
 
-Anything here takes effect in a temporary folder only, and is gone with it.
+Everything takes effect in a temporary folder only, and is removed with it.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ SHM = Path("/dev/shm")
 
 
 def memory(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeros at an address that is a multiple of a page."""
+    """Returns zeros at an address that is a multiple of a page."""
     return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
 
 
@@ -40,7 +40,7 @@ def region(of: NDArray[np.uint8]) -> Region:
 
 @contextlib.contextmanager
 def shm_folder() -> Iterator[Path]:
-    """A folder on the tmpfs of shared memory."""
+    """Yields a folder on the tmpfs of shared memory."""
     folder = Path(tempfile.mkdtemp(prefix="hotkv-disk-", dir=SHM))
     try:
         yield folder
@@ -50,15 +50,15 @@ def shm_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def small_tmpfs(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """A tmpfs of this size, mounted below the folder; skips the test if that is not allowed."""
+    """Mounts a tmpfs of this size below the folder. Skips the test if mounting is not allowed."""
     with _mounted(folder, ["-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs"]) as at:
         yield at
 
 
 @contextlib.contextmanager
 def small_ext4(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """An ext4 file system of this size on a loop device, mounted below the folder; skips the test
-    if that is not allowed."""
+    """Mounts an ext4 file system of this size, on a loop device, below the folder. Skips the test
+    if mounting is not allowed."""
     image = folder / "image"
     with open(image, "wb") as file:
         file.truncate(num_bytes)
@@ -94,9 +94,9 @@ def flip(path: Path, at: int, mask: int = 1) -> None:
 
 
 class Disk:
-    """A disk tier whose disk is faulty, over an arena of `arena_bytes` and a file of as many.
+    """A disk tier over a faulty disk, with an arena of `arena_bytes` and a file of the same size.
 
-    `stages`: what makes its staging memory.
+    `stages`: makes its staging memory.
     """
 
     def __init__(self, folder: Path, *, direct: bool = True,
@@ -109,7 +109,7 @@ class Disk:
         self.tier = DiskTier(arena, self.file, io=self.io, staged=self.staged, **options)
 
     def rig(self, **options: Any) -> Rig:
-        """Itself as the contract wants it. `options`: of `Rig`."""
+        """Returns the rig of the contract. `options`: of `Rig`."""
         return Rig(self.tier, region(self.memory), self._damage, self._breaks, **options)
 
     def _damage(self, key: bytes, place: int) -> None:
@@ -122,7 +122,7 @@ class Disk:
         self.io.heal()
 
     def stored(self, numbers: list[int], **options: Any) -> Bench:
-        """Returns a bench with these blocks on disk, and nowhere else. `options`: of `Rig`."""
+        """Returns a bench whose blocks are on the disk only. `options`: of `Rig`."""
         bench = Bench(self.rig(**options))
         bench.fill(numbers, numbers)
         assert (bench.write(numbers, numbers) == Write.STORED).all()
@@ -133,7 +133,7 @@ class Disk:
 
 @contextlib.contextmanager
 def disk(folder: Path, **options: Any) -> Iterator[Disk]:
-    """A `Disk`; what hangs at the end is let go."""
+    """Yields a `Disk`. Releases hanging calls at the end."""
     made = Disk(folder, **options)
     try:
         yield made

@@ -1,4 +1,4 @@
-"""Values that compress, and values that do not."""
+"""Blocks that compress, and blocks that do not."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -20,7 +20,8 @@ ODD = np.array(
 
 
 def keys_and_values(num_bytes: int, seed: int, odd_share: float = 0.0) -> Any:
-    """Returns a block as models make them, of which a share are odd values and random bits."""
+    """Returns a block with values like those of models. `odd_share`: the share of odd values and
+    random bits."""
     rng = np.random.default_rng(seed)
     floats = rng.normal(size=num_bytes // 2).astype(np.float32) * np.float32(2.0 ** (seed % 40))
     values = (floats.view(np.uint32) >> 16).astype(np.uint16)

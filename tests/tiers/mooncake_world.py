@@ -1,7 +1,7 @@
-"""`python -m tests.tiers.mooncake_world CHECK`: runs a check against a real Mooncake Store, in a
-network namespace of its own (`unshare -n`), since Mooncake's ports listen on all interfaces.
+"""`python -m tests.tiers.mooncake_world CHECK`: runs a check against a real Mooncake Store. Needs
+its own network namespace (`unshare -n`), since Mooncake's ports listen on all interfaces.
 
-A master, and an owner that gives memory, are child processes; both end with this one.
+The master, and the owner of the store's memory, are child processes; both end with this process.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def end_with_parent() -> None:
 
 
 class World:
-    """The processes, and a client of its own that looks at values and changes them."""
+    """Runs the processes. `client`: an independent client, which reads and changes values."""
 
     def __init__(self, owned_bytes: int = OWNED_BYTES, num_owners: int = 1) -> None:
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
@@ -120,7 +120,7 @@ def set_up(hostname: str, owned_bytes: int) -> Any:
 
 @contextlib.contextmanager
 def rig(world: World, *, is_first: bool = True, **options: Any) -> Iterator[Rig]:
-    """A node; the store is empty if it is the first."""
+    """Yields a node. `is_first`: empties the store."""
     if is_first:
         world.client.remove_all(True)
     on_epoch = options.pop("on_epoch", lambda fingerprint, epoch: None)
@@ -143,7 +143,7 @@ def check_contract() -> None:
 
 
 def check_compressed() -> None:
-    """A tier that encodes keeps the contract: the children map its staging memory."""
+    """Checks that a tier that encodes keeps the contract: its children map the staging memory."""
     world = World()
     settings = MooncakeSettings(master=MASTER, local_hostname="127.0.0.1")
 
@@ -159,7 +159,7 @@ def check_compressed() -> None:
 
 
 def check_values() -> None:
-    """Values of other sizes, versions and keys are refused."""
+    """Checks that values of other sizes, versions and keys are refused."""
     world = World()
     with rig(world) as one:
         bench = Bench(one)
@@ -177,7 +177,7 @@ def check_values() -> None:
 
 
 def check_flushes() -> None:
-    """But for races: of two nodes that flush at the same time one may have to retry."""
+    """Checks flushes, without races: when two nodes flush simultaneously, one may have to retry."""
     world = World()
 
     @contextlib.contextmanager
@@ -199,8 +199,9 @@ def check_flushes() -> None:
 
 
 def check_full() -> None:
-    """A store with less memory than two nodes write says so, and what it says is STORED is there.
-    It keeps the epoch meanwhile, and a flush in it counts on both nodes or has failed."""
+    """Checks that a store too small for the writes of two nodes answers FULL, and that each block
+    answered with STORED is found. The store keeps the epoch, and a flush in it counts on both nodes
+    or has failed."""
     for num_mib in (16, 32):
         world = World(num_mib << 20)
         with rig(world) as first, rig(world, is_first=False) as second:
@@ -238,7 +239,8 @@ def _fill(benches: Sequence[Bench], num_mib: int) -> None:
 
 
 def check_faults() -> None:
-    """A master or an owner that hangs or dies costs hits: calls end in time, slots stay."""
+    """Checks that a master or an owner that hangs or dies costs hits: calls end in time, and slots
+    stay unchanged."""
     world = World()
     with rig(world, timeout_s=0.5, connect_timeout_s=30.0) as one:
         bench = Bench(one)
@@ -259,16 +261,19 @@ def check_faults() -> None:
             os.kill(pid, signal.SIGSEGV)
         wait_for(lambda: bench.read([1], [6]).tolist() == [Read.FOUND])
         assert not set(children) & set(children_of_this())
+    with rig(world, is_first=False, timeout_s=0.5, connect_timeout_s=4.0) as one:
+        bench = Bench(one)
+        wait_for(lambda: bench.read([1], [6]).tolist() == [Read.FOUND])
         world.master.kill()
         assert bench.read([1], [7]).tolist() == [Read.FAILED]
-        # A child that is lost says nothing of the master; the next one does.
-        wait_for(lambda: bench.read([1], [7]).tolist() == [Read.FAILED] and one.tier.problem())
+        # A child that is lost says nothing of the master; the next child can't start.
+        wait_for(one.tier.problem)
         assert "mooncake at" in one.tier.problem()
         assert bench.write([2], [1]).tolist() == [Write.FAILED]
 
 
 def check_daemons() -> None:
-    """Two daemons share the store."""
+    """Checks that two daemons share the store."""
     World()
     with node() as a, node() as b:
         check_sharing(a.start_sharing(*Kills.FLAGS), b.start_sharing(*Kills.FLAGS))
@@ -276,7 +281,7 @@ def check_daemons() -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """A process of the world. `node`: whose server it is."""
+    """A process of the world. `node`: the node if the process is its server."""
 
     name: str
     pid: Callable[[], int]
@@ -287,7 +292,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Chain:
-    """Blocks that were stored, and their bytes [layer, block, byte]."""
+    """Stored blocks, and their bytes [layer, block, byte]."""
 
     blocks: list[bytes]
     content: np.ndarray
@@ -358,7 +363,7 @@ class Kills:
             self.check_gone(self._dice.sample(self._gone, min(2, len(self._gone))), self._nodes)
 
     def _faults(self) -> Iterator[tuple[Callable[[Part], None], Part]]:
-        """Yields each kind of fault in turn; by and by each of them with each part."""
+        """Yields each kind of fault in turn; over time, each kind with each part."""
         kinds = [
             *(self.kill, self.kill_child, self.stop),
             *(self.flush_then_kill, self.flush_while_stopped, self.flush_while_dead),
@@ -401,7 +406,7 @@ class Kills:
             self.load(self._dice.choice(self.running(without)), chain)
 
     def load(self, node: SharingNode, chain: Chain) -> int:
-        """Returns how many blocks the node has loaded. Raises AssertionError if bytes are wrong."""
+        """Loads blocks. Returns their number. Raises AssertionError if bytes are wrong."""
         engine = node.engine
         assert engine is not None and engine.session.wait_connected(60)
         engine.kv[:] = 0
@@ -429,7 +434,7 @@ class Kills:
                 raise
 
     def _say_why(self) -> None:
-        """Prints what the nodes know of the store, and the ends of their logs."""
+        """Prints the nodes' states of the store, and the ends of their logs."""
         print(f"epoch: {self.epoch()!r}", flush=True)
         for one in self._nodes:
             assert one.server is not None
@@ -484,7 +489,7 @@ class Kills:
         return check
 
     def epoch(self) -> bytes:
-        """Returns what the store has as epoch; nothing if it can't be read."""
+        """Returns the epoch in the store; empty if it can't be read."""
         return bytes(self._world.client.get(epoch_key(self._fingerprint)))
 
     def check_gone(self, chains: Sequence[Chain], nodes: Sequence[SharingNode]) -> None:
@@ -541,7 +546,7 @@ def _pid(node: SharingNode) -> int:
 
 @contextlib.contextmanager
 def stopped(part: Part) -> Iterator[None]:
-    """The part does nothing meanwhile."""
+    """Stops the part until the context ends."""
     pid = part.pid()
     stop(pid)
     try:
@@ -551,12 +556,12 @@ def stopped(part: Part) -> Iterator[None]:
 
 
 def check_kills(seed: int = 1, num_faults: int = 6) -> None:
-    """Each part is killed and stopped, alone."""
+    """Checks that killing or stopping any single part costs hits only."""
     _kill(World(num_owners=2), seed, num_faults, 0)
 
 
 def check_squeezed(seed: int = 1, num_faults: int = 2) -> None:
-    """The same in a store with less memory than is written."""
+    """Checks the same with a store that is smaller than the writes."""
     _kill(World(SMALL_BYTES, num_owners=2), seed, num_faults, 30)
 
 
@@ -568,7 +573,7 @@ def _kill(world: World, seed: int, num_faults: int, num_filled: int) -> None:
 
 
 def check_orphans() -> None:
-    """A child ends with its daemon, however that ends."""
+    """Checks that a child ends with its daemon, however the daemon ends."""
     world = World()
     command = [sys.executable, "-m", "tests.tiers.mooncake_world", "orphan"]
     daemon = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -589,7 +594,7 @@ def leave_an_orphan() -> None:
 
 
 def children_of_this() -> list[int]:
-    """Pids of the tier's children."""
+    """Returns the process ids of this process's Mooncake children."""
     return children_of(os.getpid())
 
 

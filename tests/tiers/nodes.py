@@ -1,6 +1,5 @@
-"""The runtime of tiers in this process, with tiers that tests hold back or fail."""
+"""Runs the tiers' event-loop side in this process, over tiers that tests delay or fail."""
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
@@ -29,6 +28,7 @@ from hotkv_server.tiers.drive.epochs import EpochRelay, Epochs
 from hotkv_server.tiers.drive.shared import TierShared
 from hotkv_server.tiers.drive.tiers import Tiers, moving_bytes
 from tests.core.support import evict, flush, make_key_space, make_table, words_of
+from tests.support.waiting import eventually
 from tests.tiers.support import content, store_blocks
 
 SLAB = 4 * SLOT_ALIGN
@@ -38,7 +38,7 @@ BLOCKS = list(range(6))
 
 
 class Node:
-    """A core over memory of its own. `has_disk`: it has places for a tier below."""
+    """A core with plain memory. `has_disk`: it has places for a tier below."""
 
     def __init__(self, has_disk: bool) -> None:
         places = Space(make_table(200), 256 * SLOT_ALIGN, SLAB, LRU(200)) if has_disk else None
@@ -63,7 +63,7 @@ class Node:
         return 0
 
     def put(self, numbers: list[int]) -> None:
-        """Stores blocks, each with bytes of its own."""
+        """Stores blocks with different bytes."""
         self.num_calls += 1
         name = f"store {self.num_calls}"
         store_blocks(self.core, self.arena, self.number, name, numbers)
@@ -75,7 +75,7 @@ class Node:
         self.memory[int(index.offsets(entries)[0]) + 7] ^= 1
 
     def check_end(self) -> None:
-        """After the tiers are closed, nothing is under way."""
+        """Checks that the closed tiers have finished all moves."""
         self.core.check_invariants()
         assert not len(self.books.moves)
         assert not self.core.space.index.pins.any()
@@ -97,22 +97,22 @@ class Setup(Node):
         self.open()
 
     def tell(self) -> None:
-        """Notes what others are told of."""
+        """Records the removals that subscribers would receive."""
         for notice in self.core.take_effects():
             self.removed += [words.tobytes() for words in notice.hashes]
 
     async def until_down(self, count: int) -> None:
-        """Waits until so many blocks lie below."""
-        await until(lambda: self.lower.counters.demoted >= count, "blocks are not moved down")
+        """Waits until this number of blocks was demoted."""
+        await eventually(lambda: self.lower.counters.demoted >= count, "blocks are not moved down")
 
     async def lie_below(self, numbers: list[int]) -> None:
-        """Blocks are below, and not in host memory."""
+        """Stores blocks, waits until they are demoted, and evicts them from host memory."""
         self.put(numbers)
         await self.until_down(len(numbers))
         evict(self.core, 1, 0, words_of(numbers))
 
     def lies_elsewhere(self, numbers: list[int], tokens_per_s: float = 0.0) -> list[bool]:
-        """What a lookup is told of tiers."""
+        """Returns which blocks a lookup finds in tiers."""
         lists = [HashList(0, words_of(numbers))]
         ready = self.core.lookup(1, lists)
         (found,) = self.tiers.lookups.lies_elsewhere(1, lists, ready, tokens_per_s)
@@ -120,14 +120,17 @@ class Setup(Node):
         return told
 
     async def leased(self, numbers: list[int]) -> list[bool]:
-        """Brings blocks up and leases them, as the rpc does; checks the bytes of what is pinned."""
+        """Promotes blocks and leases them, as the RPC does; checks the bytes of pinned blocks."""
         lists = [HashList(0, words_of(numbers))]
         return lease(self, lists, numbers, await self.tiers.bring_up(self.session, lists))
 
 
 class SharedNode(Node):
-    """A node with a tier that it shares. `folder`: where notes outlive it. `left`: the blocks of an
-    earlier server, None if there was none. `disk`: of a tier below."""
+    """A node with a shared tier.
+
+    `folder`: keeps its notes over restarts. `left`: the blocks of an earlier server; None if there
+    was no earlier server. `disk`: the store of a tier below.
+    """
 
     def __init__(
         self,
@@ -158,23 +161,23 @@ class SharedNode(Node):
             self.open()
 
     async def start(self) -> None:
-        """Begins to move blocks; a session is opened."""
+        """Opens a session, and starts to move blocks."""
         self.tiers.start(Health(), self.core.take_effects, self.flushed_here)
         await self.epochs.meet(1)
 
     async def flush(self) -> tuple[str, ...]:
-        """As an engine asks for it; the tiers that are pending."""
+        """Flushes as an engine requests it. Returns the pending tiers."""
         return (await self.epochs.flush(1)).pending_tiers
 
     def epoch(self) -> int:
-        """That under which blocks lie in the store, 0 for none."""
+        """Returns the epoch of its blocks in the store, 0 if unknown."""
         return self.epochs.get("shared", 1)
 
     async def until_down(self, count: int) -> None:
-        """Waits until so many blocks lie on the disk below."""
+        """Waits until this number of blocks lies on the disk below."""
         assert self.tiers.below is not None
         counters = self.tiers.below.lower.counters
-        await until(lambda: counters.demoted == count, "blocks are not moved down")
+        await eventually(lambda: counters.demoted == count, "blocks are not moved down")
 
     async def share(self, numbers: list[int]) -> None:
         """Stores blocks, and waits until the shared tier has them."""
@@ -183,7 +186,7 @@ class SharedNode(Node):
         await self.until_copied(before + len(numbers))
 
     async def until_copied(self, count: int) -> None:
-        await until(lambda: self.shared.out.num_copied >= count, "blocks are not copied")
+        await eventually(lambda: self.shared.out.num_copied >= count, "blocks are not copied")
 
     async def looked_up(self, numbers: list[int]) -> list[bool]:
         lists = [HashList(0, words_of(numbers))]
@@ -195,7 +198,7 @@ class SharedNode(Node):
         return found
 
     async def leased(self, numbers: list[int]) -> list[bool]:
-        """Brings blocks in and leases them, as the rpc does; checks the bytes of what is pinned."""
+        """Fetches blocks and leases them, as the RPC does; checks the bytes of pinned blocks."""
         lists = [HashList(0, words_of(numbers))]
         held = None
         if self.tiers.has_some(self.session, lists) or not self.epochs.may_serve(1):
@@ -206,8 +209,8 @@ class SharedNode(Node):
 
 
 def lease(node: Any, lists: list[HashList], numbers: list[int], held: Any) -> list[bool]:
-    """Leases blocks of a node, compares the bytes of those that are pinned, and releases them.
-    Returns which were pinned. `held`: what was brought up for the lease, None for nothing."""
+    """Leases blocks of a node, compares the bytes of the pinned blocks, and releases them. Returns
+    which blocks were pinned. `held`: pins of the promoted blocks, or None."""
     node.num_calls += 1
     core, name = node.core, f"lease {node.num_calls}"
     grant = core.acquire(node.number, name, lists, 10.0, time.monotonic())
@@ -222,13 +225,6 @@ def lease(node: Any, lists: list[HashList], numbers: list[int], held: Any) -> li
     core.check_invariants()
     pinned: list[bool] = grant.pinned[0].tolist()
     return pinned
-
-
-async def until(holds: Any, why: str) -> None:
-    until_s = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < until_s, why
-        await asyncio.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)
@@ -251,7 +247,7 @@ async def nodes(
 
 @contextlib.asynccontextmanager
 async def running(*made: SharedNode) -> AsyncIterator[None]:
-    """The nodes move blocks meanwhile."""
+    """Starts the nodes, and closes their tiers when the context ends."""
     for one in made:
         await one.start()
     try:

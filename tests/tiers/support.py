@@ -1,4 +1,4 @@
-"""Blocks of tests in a core over plain memory, and faults of stores."""
+"""Stores blocks of tests in a core over plain memory, and makes faults of stores."""
 
 import contextlib
 import ssl
@@ -26,7 +26,8 @@ from tests.support.waiting import wait_for
 
 @contextlib.contextmanager
 def broken(proxy: FaultProxy) -> Iterator[None]:
-    """All connections end, and new ones at their first request."""
+    """Breaks all connections, and new connections at their first request, until the context
+    ends."""
 
     def refuse(piece: bytes) -> Iterator[bytes]:
         raise ConnectionAbortedError
@@ -44,7 +45,7 @@ def broken(proxy: FaultProxy) -> Iterator[None]:
 def tls_proxy(
     target: Any, authority: Authority, *, asks_for_certificate: bool = False
 ) -> Iterator[FaultProxy]:
-    """A proxy that speaks TLS in front of a server that does not."""
+    """Yields a proxy that speaks TLS, in front of a server without TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*authority.issue("store"))
     if asks_for_certificate:
@@ -58,8 +59,8 @@ def tls_proxy(
 
 
 def quickest_s(call: Callable[[], object], times: int) -> float:
-    """Seconds that the quickest of so many calls took: a busy machine slows some of them, a wait in
-    the call slows all."""
+    """Returns the seconds of the quickest of these calls: a busy machine slows some calls, a wait
+    in the call slows all."""
     took = []
     for _ in range(times):
         began_s = time.monotonic()
@@ -89,8 +90,8 @@ class Store:
 
 
 class Gate:
-    """Holds requests over HTTP that have this in their first line, until `opened` is set. `is_full`
-    is set once one waits."""
+    """Delays HTTP requests with this method and path part until `opened` is set. `is_full` is set
+    when a request waits."""
 
     def __init__(self, method: bytes, part: str) -> None:
         self.is_full, self.opened = threading.Event(), threading.Event()
@@ -105,7 +106,7 @@ class Gate:
 
 
 class Asked:
-    """Calls of a bench's tier that are under way. `codes`: of those that have ended, by name."""
+    """Calls of a bench's tier that run. `codes`: results of finished calls, by name."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
@@ -141,7 +142,7 @@ def content(number: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
 def store_blocks(
     core: CacheCore, arena: Region, session: int, name: str, blocks: list[int]
 ) -> None:
-    """Stores blocks of group 0 as a session does in one call, each with bytes of its own."""
+    """Stores blocks of group 0, with different bytes, in one call of a session."""
     now_s, memory = time.monotonic(), arena.array()
     runs = [Run(0, words_of(blocks))]
     (slots,) = begin_store(core, session, name, name, runs, 0, 0.0, now_s)

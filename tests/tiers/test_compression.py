@@ -1,5 +1,5 @@
-"""Compression gives every block back bit for bit, in the form that is written down, and refuses all
-else without leaving its memory."""
+"""Compression returns every block bit for bit, in the documented form, and refuses all other forms
+without leaving its memory."""
 
 import ctypes
 import mmap
@@ -98,8 +98,8 @@ def test_odd_sizes_are_refused(num_bytes: int) -> None:
 
 
 class Guarded:
-    """Arrays each of which ends where the next page can't be touched: what reads or writes beyond
-    ends the process. Before it lie bytes that must stay."""
+    """Arrays that end before an inaccessible page: an access beyond an array ends the process. The
+    bytes before each array must stay unchanged."""
 
     def __init__(self) -> None:
         self._mappings: list[mmap.mmap] = []

@@ -1,4 +1,4 @@
-"""Staging memory is never given twice, and comes back whole."""
+"""Staging memory is allocated once at a time, and completely freed."""
 
 import mmap
 
@@ -6,52 +6,18 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from numpy.typing import NDArray
 
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.tiers.compression.staged import Extents, Staged, open_staging
+from hotkv_server.tiers.compression.staged import Staged, open_staging
 
 UNITS = 24
 
 
-class ExtentsMachine(RuleBasedStateMachine):
-    """Beside a map of who has which unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extents = Extents(UNITS)
-        self.owners = np.zeros(UNITS, np.int64)
-        self.taken: dict[int, tuple[int, int]] = {}
-        self.num_taken = 0
-
-    @rule(size=st.integers(1, UNITS))
-    def take(self, size: int) -> None:
-        begin = self.extents.take(size)
-        runs = [at for at in range(UNITS - size + 1) if not self.owners[at : at + size].any()]
-        assert begin == (runs[0] if runs else None)
-        if begin is not None:
-            self.num_taken += 1
-            self.owners[begin : begin + size] = self.num_taken
-            self.taken[self.num_taken] = begin, size
-
-    @precondition(lambda self: self.taken)
-    @rule(data=st.data())
-    def give(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(sorted(self.taken)))
-        self.extents.give(*self.taken.pop(number))
-        self.owners[self.owners == number] = 0
-
-    @invariant()
-    def agrees(self) -> None:
-        self.extents.check_invariants()
-        assert self.extents.free_bytes == (self.owners == 0).sum()
-
-
-TestExtents = ExtentsMachine.TestCase
-
-
 class StagedMachine(RuleBasedStateMachine):
-    """Parts beside a list of them: none overlaps another, and writes leave half to reads."""
+    """Compares allocated parts with a list: parts never overlap, free memory is found, and writes
+    leave half of the memory to reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,8 +33,11 @@ class StagedMachine(RuleBasedStateMachine):
         writing = sum(size for _, size, writes in self.parts if writes)
         if is_write and writing + size > max(self.staged.num_bytes // 2, size):
             assert place is None, "a write took what is for reads"
-        elif not self.parts:
-            assert (place is not None) == (units <= UNITS), "nobody gets his turn"
+        else:
+            has_run = units <= UNITS and any(
+                not self.used()[at : at + units].any() for at in range(UNITS - units + 1)
+            )
+            assert (place is not None) == has_run, "free memory is refused, or used memory given"
         if place is not None:
             self.parts.append((place, size, is_write))
 
@@ -86,12 +55,16 @@ class StagedMachine(RuleBasedStateMachine):
         most = self.staged.num_bytes // (2 if is_write else 1)
         assert all(sizes[part].sum() <= most or len(sizes[part]) == 1 for part in parts)
 
-    @invariant()
-    def agrees(self) -> None:
+    def used(self) -> NDArray[np.int64]:
+        """Returns the number of parts that have each unit."""
         used = np.zeros(UNITS, np.int64)
         for place, size, _ in self.parts:
             used[place // SLOT_ALIGN : (place + size) // SLOT_ALIGN] += 1
-        assert used.max() <= 1
+        return used
+
+    @invariant()
+    def agrees(self) -> None:
+        assert self.used().max() <= 1
         if not self.parts:
             self.staged.check_invariants()
 

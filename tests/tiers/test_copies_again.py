@@ -1,5 +1,5 @@
-"""What a shared tier did not take is offered to it again, within bounds; so is what a restart or
-the disk brings back. What the tier has already costs no bytes."""
+"""Blocks that a shared tier did not take are offered again, within bounds; so are blocks that a
+restart or the disk brings back. Blocks that the tier already has cost no bytes."""
 
 import asyncio
 from dataclasses import replace
@@ -12,11 +12,12 @@ from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.book.copies import MAX_TRIES
 from hotkv_server.tiers.drive import copies as tier_copies
 from tests.core.support import evict, words_of
-from tests.tiers.nodes import BLOCKS, SharedNode, nodes, running, until
+from tests.support.waiting import eventually
+from tests.tiers.nodes import BLOCKS, SharedNode, nodes, running
 
 
 async def earlier(store: MemoryStore, folder: Path, numbers: list[int]) -> None:
-    """A server that copies these blocks, and ends."""
+    """Runs a server that copies these blocks and ends."""
     node = SharedNode(store, 10.0, folder)
     async with running(node):
         await node.share(numbers)
@@ -45,7 +46,7 @@ async def test_tries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         # Probes answer, and writes fail.
         a.tier.faults.fails_writes = True
         a.put(BLOCKS)
-        await until(lambda: a.shared.out.num_refused == 6, "they are not given up")
+        await eventually(lambda: a.shared.out.num_refused == 6, "they are not given up")
         assert a.tier.figures().failed_blocks == 6 * (1 + MAX_TRIES)
         await asyncio.sleep(0.3)
         assert a.tier.figures().failed_blocks == 6 * (1 + MAX_TRIES)
@@ -56,7 +57,7 @@ async def test_nothing_is_tried_while_something_is_known_against_the_store() -> 
     async with nodes() as (a, b):
         a.tier.faults.fails = lambda key: True
         a.put(BLOCKS)
-        await until(lambda: a.tier.figures().failed_blocks == 6, "nothing was tried")
+        await eventually(lambda: a.tier.figures().failed_blocks == 6, "nothing was tried")
         a.tier.faults.problem = "gone"
         a.put([20])
         await asyncio.sleep(0.5)
@@ -73,7 +74,7 @@ async def test_nothing_is_tried_while_something_is_known_against_the_store() -> 
 async def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(
     tmp_path: Path,
 ) -> None:
-    """But for what came back damaged."""
+    """Leaves out damaged blocks."""
     store = MemoryStore(places=False)
     await earlier(store, tmp_path, BLOCKS[:2])
     node, other = SharedNode(store, 10.0, tmp_path, BLOCKS), SharedNode(store, 10.0)
@@ -98,7 +99,7 @@ async def test_what_may_be_of_before_a_flush_is_not_offered(tmp_path: Path, is_n
             store.epochs[name] += 1
     before, node = dict(store.content), SharedNode(store, 10.0, tmp_path, BLOCKS)
     async with running(node):
-        await until(node.epoch, "no epoch")
+        await eventually(node.epoch, "no epoch")
         await asyncio.sleep(0.3)
         assert store.content == before and node.num_flushed_here == 1
         # What is stored anew is.
@@ -137,6 +138,6 @@ async def test_a_restart_does_not_flood_the_store(
         # What is stored meanwhile does not wait behind it.
         node.put([40])
         new = words_of([40])[0].tobytes()
-        await until(lambda: any(key.endswith(new) for key in store.content), "not copied")
+        await eventually(lambda: any(key.endswith(new) for key in store.content), "not copied")
         assert node.shared.out.num_copied < 6
         await node.until_copied(7)

@@ -1,4 +1,5 @@
-"""The queue of the disk tier: a block goes to one thread, a call ends once, reads go first."""
+"""The queue of the disk tier gives each block to one thread, ends each call once, and prefers
+reads."""
 
 import time
 from collections import deque
@@ -7,7 +8,8 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.tiers.disk.calls import (
@@ -31,8 +33,7 @@ def call(num_blocks: int, block_bytes: int = MIN_PIECE_BYTES, *, is_write: bool 
 
 
 def call_queue(num_threads: int, **options: Any) -> CallQueue:
-    """Returns a queue of one thread's tests: `take` raises AssertionError where it would wait for
-    ever."""
+    """Returns a queue for one thread. `take` raises AssertionError instead of waiting."""
 
     def wait(timeout: float | None = None) -> bool:
         raise AssertionError("nothing to take")
@@ -49,12 +50,14 @@ def take(queue: CallQueue) -> DiskPiece:
 
 
 class Machine(RuleBasedStateMachine):
-    """Beside the queue: what was added, which blocks came in pieces, and what has ended."""
+    """Models the added calls, the blocks given out in pieces, and the ended calls."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        # Writes are never overdue, so that the order is one that can be told.
-        self.queue = call_queue(NUM_THREADS, patience_s=1e9)
+    @initialize(num_threads=st.sampled_from([1, 2, 4, 5]))
+    def start(self, num_threads: int) -> None:
+        # Writes are never overdue, so the order is known.
+        self.queue = call_queue(num_threads, patience_s=1e9)
+        # Writes leave a thread to reads, unless there is only one.
+        self.most_writing = max(1, num_threads * 3 // 4)
         self.waiting: dict[bool, deque[DiskCall]] = {False: deque(), True: deque()}
         self.next_block: dict[DiskCall, int] = {}
         self.open: list[DiskPiece] = []
@@ -81,7 +84,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def take(self) -> None:
-        may_write = self.waiting[True] and self.num_writing < NUM_THREADS * 3 // 4
+        may_write = self.waiting[True] and self.num_writing < self.most_writing
         if not (self.is_closed or self.waiting[False] or may_write):
             with pytest.raises(AssertionError, match="nothing to take"):
                 self.queue.take()
@@ -141,9 +144,11 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def ends(self) -> None:
+        """No call ends twice."""
         assert len(set(self.ended)) == len(self.ended)
 
     def teardown(self) -> None:
+        """Every call has ended once all pieces are done and the queue is closed."""
         while self.open:
             piece = self.open.pop()
             if self.queue.done(piece):
@@ -153,6 +158,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=60)
 
 
 def test_pieces_share_a_call_among_threads_and_are_bounded() -> None:
@@ -178,17 +184,3 @@ def test_writes_that_have_waited_long_get_a_turn_before_reads() -> None:
     patient.add(call(1, is_write=True))
     patient.add(read := call(100))
     assert take(patient).call is read
-
-
-@pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_writes_never_have_all_threads_unless_there_is_one(num_threads: int) -> None:
-    queue = call_queue(num_threads)
-    queue.add(call(100, MAX_PIECE_BYTES, is_write=True))
-    pieces = [take(queue) for _ in range(max(1, num_threads * 3 // 4))]
-    with pytest.raises(AssertionError, match="nothing to take"):
-        queue.take()
-    queue.add(read := call(1))
-    assert take(queue).call is read
-    for piece in pieces:
-        queue.done(piece)
-    assert take(queue).call.is_write

@@ -1,5 +1,5 @@
-"""The disk tier with encoded blocks: the same contract, fewer bytes in the file, every changed byte
-of them seen, and memory for encoding that is bounded whatever the disk does."""
+"""The disk tier with encoded blocks keeps the same contract with fewer bytes in the file, and its
+memory for encoding is bounded, whatever the disk does."""
 
 import contextlib
 import errno
@@ -36,8 +36,9 @@ def encoding(
     content: Callable[[int], Any] = mixed,
     **options: Any,
 ) -> Iterator[tuple[Disk, Bench]]:
-    """A disk over slots that can be encoded, with staging memory for so many of them, and a bench.
-    `numbers`: blocks on the disk, and nowhere else. All staging memory is free at the end."""
+    """Yields a disk whose slots can be encoded, with staging memory for `staging_rooms` encoded
+    blocks, and a bench. `numbers`: blocks that are on the disk only. Checks that all staging memory
+    is free at the end."""
 
     def stages(arena: Region) -> Staged:
         return Staged(arena, staging_rooms * ROOM_BYTES)
@@ -55,7 +56,7 @@ def encoding(
 
 
 def on_disk(made: Disk, number: int, num_bytes: int = SLOT_BYTES) -> bytes:
-    """What lies at the place of a block."""
+    """Returns the bytes at the place of a block."""
     with open(made.file.path, "rb") as file:
         file.seek(number * SLOT_BYTES)
         return file.read(num_bytes)
@@ -126,27 +127,8 @@ def test_the_last_place_ends_with_the_file(tmp_path: Path) -> None:
         assert bench.write([4], [4]).tolist() == [FAILED]
 
 
-def test_every_changed_byte_of_an_encoded_block_is_seen(tmp_path: Path) -> None:
-    """Also those that decide no byte of the block: rests of planes, of the list and of the room."""
-    copies = list(range(1, 33))
-    options = {"content": lambda number: compressible(7), "direct": False}
-    with shm_folder() as folder, encoding(folder, copies, **options) as (made, bench):
-        slabs, rng = np.memmap(made.file.path, np.uint8, "r+"), np.random.default_rng(5)
-        num_seen = 0
-        for begin in range(0, ROOM_BYTES, len(copies)):
-            some = copies[: min(len(copies), ROOM_BYTES - begin)]
-            at = np.array([number * SLOT_BYTES + begin + i for i, number in enumerate(some)])
-            masks = rng.integers(1, 256, len(some)).astype(np.uint8)
-            slabs[at] ^= masks
-            assert (bench.read(some, some) == Read.CORRUPT).all(), begin
-            slabs[at] ^= masks
-            num_seen += len(some)
-        assert num_seen == ROOM_BYTES
-        bench.check_read(copies, copies)
-
-
 def test_a_sealed_form_that_is_none_is_corrupt(tmp_path: Path) -> None:
-    """What was written as another block's bytes under the key of an encoded one, with its seal."""
+    """Writes the bytes of another block under the key of an encoded block, with a valid seal."""
     with encoding(tmp_path, content=noise) as (_, bench):
         place, size = np.array([SLOT_BYTES]), np.array([ROOM_BYTES], np.int64)
         bench.fill([1], [1])
@@ -169,26 +151,7 @@ def test_faults_of_the_disk_cost_their_blocks_only(tmp_path: Path) -> None:
         assert np.array_equal(bench.slot(9), compressible(3))
 
 
-def test_writes_that_hang_leave_staging_to_reads(tmp_path: Path) -> None:
-    options = {"content": compressible, "staging_rooms": 4, "num_threads": 8}
-    with encoding(tmp_path, [1, 2], **options) as (made, bench):
-        bench.fill(range(10, 20), range(10, 20))
-        made.io.writes[EVERYWHERE] = Fault(hangs=True)
-        asked = Asked(bench)
-        for number in range(10, 20):
-            asked.write(number, [number])
-        made.io.wait_hung(2)
-        for _ in range(20):
-            bench.check_read([1, 2], [5, 6])
-        # Half of the memory, though six of the threads may write.
-        assert made.io.num_hung == 2 and not asked.codes
-        made.io.heal()
-        for number in range(10, 20):
-            assert asked.wait(number) == [STORED]
-
-
-def test_one_room_of_staging_is_too_little_for_writes(tmp_path: Path) -> None:
-    """They may have half of it."""
+def test_writes_have_half_of_the_staging_memory(tmp_path: Path) -> None:
     with encoding(tmp_path, staging_rooms=1) as (_, bench):
         bench.fill([1], [1])
         assert bench.answer(bench.blocks([1], [1]))[0].tolist() == [UNFIT]
@@ -219,17 +182,6 @@ def test_calls_wait_for_staging_until_their_deadline_or_the_close(tmp_path: Path
         assert asked.wait("1") == asked.wait("2") == [Read.FOUND]
         assert np.array_equal(bench.slot(21), compressible(1))
         wait_for(lambda: made.staged._memory is None, "the staging memory was not given back")
-
-
-def test_memory_is_taken_only_when_it_is_needed(tmp_path: Path) -> None:
-    with encoding(tmp_path) as (made, bench):
-        bench.stored_bytes[1] = SLOT_BYTES
-        bench.fill([1], [1])
-        bench.write([1], [1])
-        bench.check_read([1], [5])
-        assert "not needed yet" in repr(made.tier)
-        made.tier.prepare_encoding()
-        assert "bytes free" in repr(made.tier)
 
 
 def test_without_memory_encoded_blocks_are_failed_and_plain_ones_are_not(

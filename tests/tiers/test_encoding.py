@@ -1,5 +1,5 @@
-"""A connection that encodes keeps the contract over any other: it stores less, gives nothing back
-that it was not given, and touches no memory that is another's."""
+"""A connection that encodes keeps the contract over any other connection: it stores less, returns
+only stored blocks, and touches only its own memory."""
 
 import contextlib
 import threading
@@ -38,7 +38,8 @@ from tests.tiers.support import Asked
 
 
 class Store:
-    """What all connections of a test share. `before`: called with the name of each call."""
+    """The state that all connections of a test share. `before`: called with the name of each
+    call."""
 
     def __init__(self) -> None:
         self.content: dict[bytes, tuple[bytes, int]] = {}
@@ -127,7 +128,7 @@ class StoreClient:
 
 
 class Over:
-    """A tier that encodes over a store in memory, and a bench."""
+    """A tier that encodes over a store in memory, with a bench."""
 
     def __init__(self, rig: Rig, store: Store) -> None:
         self.store, self.tier, self.bench = store, rig.tier, Bench(rig)
@@ -165,9 +166,9 @@ def over(connections: int = 3, **options: Any) -> Iterator[Over]:
 @pytest.mark.parametrize(
     "options",
     [
-        *({"content": content} for content in (compressible, noise, mixed)),
-        {"staging_slots": 1, "connections": 1},
-        {"staging_slots": 2, "connections": 3},
+        {"content": noise},
+        {"content": mixed, "staging_slots": 1, "connections": 1},
+        {"content": mixed, "staging_slots": 2, "connections": 3},
     ],
 )
 def test_contract_over_memory(options: dict[str, Any]) -> None:
@@ -285,7 +286,7 @@ def test_blocks_that_fit_nowhere_are_failed_and_the_others_not() -> None:
 
 
 def test_reads_wait_for_staging_until_their_deadline() -> None:
-    """Writes that hang hold half of it: a read goes on; reads that hang hold the rest."""
+    """Hanging writes hold half of the memory, and a read goes on; hanging reads hold the rest."""
     goes_on, hanging = threading.Event(), list[str]()
 
     def hang(name: str) -> None:
@@ -367,7 +368,8 @@ def test_epochs_and_depths_reach_the_store() -> None:
 
 
 def test_a_probe_asks_for_both_forms() -> None:
-    """What is found in one of them is there; what failed in one of them is not known."""
+    """A block that is found in either form is found; if either form failed, the block is
+    unknown."""
 
     class Inner:
         def probe(

@@ -1,4 +1,5 @@
-"""What a server knows of flushes outlives it; what files disagree on is not vouched for."""
+"""A server's notes on flushes survive restarts; epochs on which files disagree are not vouched
+for."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""An epoch's number says when it was made, and is above all that are known to whoever makes it."""
+"""An epoch's number tells its time, and is above all numbers known to its maker."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,5 +1,5 @@
-"""A flush that one node has answered counts on every other, whenever it happens during a call: over
-a real Valkey and a real S3 server."""
+"""A flush that a node has answered counts on every other node, whenever it happens during a call:
+over a real Valkey and a real S3 server."""
 
 import threading
 import time
@@ -29,7 +29,8 @@ def test_flushes_keep_their_contract(store: Store) -> None:
 @pytest.mark.parametrize("ask", [read, probe])
 @pytest.mark.parametrize("at", range(5))
 def test_no_old_block_after_a_flush_was_answered(store: Store, at: int, ask: Ask) -> None:
-    """So many requests of node B's call reach the store before the flush; the others after it."""
+    """The first `at` requests of node B's call reach the store before the flush, the others after
+    it."""
     told, done = [], list[list[int]]()
     options = {"connections": 1, "on_epoch": lambda *flush: told.append(flush)}
     with store.direct() as node_a, store.bench(**options) as node_b:
@@ -63,7 +64,7 @@ def test_no_old_block_after_a_flush_was_answered(store: Store, at: int, ask: Ask
 def test_a_call_that_loses_its_epoch_finds_nothing(
     store: Store, ask: Ask, reply_bytes: int, more: int
 ) -> None:
-    """All blocks, or answers to a probe, have come whole; the answer with the epoch never does."""
+    """All blocks, or answers to a probe, arrive; the answer with the epoch does not."""
 
     def lost(piece: bytes) -> Iterator[bytes]:
         if b"/epochs/1/" in piece[:500]:

@@ -1,6 +1,6 @@
-"""The tier in Mooncake Store keeps the contract over a real store, and refuses what it did not
-write, and two daemons share a real store while their parts are killed. Skipped without the
-libraries of Mooncake's client (`make programs`) or the right to make a network namespace."""
+"""The tier in Mooncake Store keeps the contract over a real store and refuses foreign values. Two
+daemons share a real store while their parts are killed. Skipped without the libraries of Mooncake's
+client (`make programs`) or the right to make a network namespace."""
 
 import os
 import shutil

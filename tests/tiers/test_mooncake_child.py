@@ -1,5 +1,5 @@
-"""What the child answers to all that a Mooncake Store can say, over one that is made up; a real one
-is in `test_mooncake.py`."""
+"""The child answers correctly to all codes of a Mooncake Store, over a fake store;
+`test_mooncake.py` has a real store."""
 
 import ctypes
 import mmap
@@ -25,8 +25,8 @@ RPC_FAIL, OTHER = -900, -1
 
 
 class Store:
-    """Values by name. `codes`: answers by the name of a method, in place of the right ones.
-    `said`: methods that were called."""
+    """Values by name. `codes`: wrong answers, by the name of a method. `said`: the called
+    methods."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -201,7 +201,7 @@ def test_an_epoch_whose_memory_is_gone_is_not_taken_for_none(made: Made) -> None
 
 
 def test_a_flush_that_leaves_no_trace_has_failed(made: Made) -> None:
-    """Without room for an epoch, the removal of the one before tells other nodes."""
+    """If the store has no room for an epoch, removing the previous epoch tells other nodes."""
     made.ask("epochs", fingerprints=["f"])
     made.store.codes["put_one"] = FULL_CODE
     assert made.ask("raise", fingerprint="f", floor=0)["epoch"] == NO_EPOCH

@@ -1,5 +1,5 @@
-"""Lines between a tier and its Mooncake child: bounded, in time, and one at a time; a child that is
-no child is lost."""
+"""Lines between a tier and its Mooncake child are bounded and in time; a process that is no child
+is lost."""
 
 import socket
 import time

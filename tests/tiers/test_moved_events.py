@@ -1,5 +1,5 @@
-"""Events of blocks that tiers move: each medium is told of what is ready there and what was removed
-from it, in chains, and never of a block that was flushed meanwhile."""
+"""Tells subscribers about moved blocks: for each medium, which blocks are ready and which were
+removed, in chains, and never a flushed block."""
 
 import asyncio
 import contextlib
@@ -25,13 +25,14 @@ from hotkv_server.node.removals import Effects
 from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.testing.memory_tier import MemoryStore
 from tests.core.support import evict, flush, words_of
-from tests.tiers.nodes import BLOCKS, Setup, SharedNode, until
+from tests.support.waiting import eventually
+from tests.tiers.nodes import BLOCKS, Setup, SharedNode
 
 NUMBERS = {words_of([n])[0].tobytes(): n for n in range(200)}
 
 
 class Listener:
-    """A publisher that keeps what it was told."""
+    """A publisher that records its events."""
 
     published_events = lost_events = queued_bytes = 0
 
@@ -63,12 +64,12 @@ class Heard:
         self.read()
 
     def moved(self, entries: Entries, medium: Medium, tier: str) -> None:
-        """As the node: what was removed before is told of before."""
+        """Publishes earlier removals first, as the node does."""
         self.effects.run()
         self.events.blocks_moved(entries, medium, tier)
 
     def read(self) -> list[Event]:
-        """What came since the last call."""
+        """Returns the events since the last call."""
         self.effects.run()
         events, self.listener.events = self.listener.events, []
         return events
@@ -173,7 +174,7 @@ async def test_a_flush_clears_the_disk_too_and_nothing_is_told_afterwards() -> N
         assert isinstance(cleared, KeySpaceCleared)
         assert removed(list(cleared.removed), Medium.DISK) == set(BLOCKS)
         one.tier.faults.is_hung = False
-        await until(lambda: not len(one.lower.moves), "the move does not end")
+        await eventually(lambda: not len(one.lower.moves), "the move does not end")
         assert not stored(ear.read(), Medium.CPU) and not any(await one.leased(BLOCKS))
 
 

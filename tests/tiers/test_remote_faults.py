@@ -1,4 +1,4 @@
-"""A store that is dead, hung, slow or out of its mind costs hits, never bytes: each fault over a
+"""A store that is dead, hung, slow or answers garbage costs hits, never bytes: each fault over a
 real Valkey and a real S3 server, through a proxy."""
 
 import gc
@@ -33,20 +33,20 @@ HASTY = {"timeout_s": 0.5, "connect_timeout_s": 0.5}
 
 @pytest.fixture
 def bench(store: Store) -> Iterator[Bench]:
-    """One connection."""
+    """Yields a bench with one connection."""
     with store.bench(connections=1) as one:
         yield stored(one)
 
 
 @pytest.fixture
 def hasty(store: Store) -> Iterator[Bench]:
-    """One connection, which gives up soon."""
+    """Yields a bench with one connection and short timeouts."""
     with store.bench(connections=1, **HASTY) as one:
         yield stored(one)
 
 
 def stored(bench: Bench) -> Bench:
-    """Returns the bench, with NUMBERS in the store and connections that are open."""
+    """Stores NUMBERS, and returns the bench with open connections."""
     bench.fill(NUMBERS, [0, 1, 2])
     wait_for(lambda: Write.FAILED not in bench.write(NUMBERS, [0, 1, 2]), "nothing is stored")
     found = [Read.FOUND] * 3

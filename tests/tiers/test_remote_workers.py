@@ -1,4 +1,4 @@
-"""What the threads of a remote tier do with late answers, and with connections that take long."""
+"""Threads of a remote tier handle late answers, and connections that open slowly."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ class Client:
 
 
 class World:
-    """Workers whose connections are made when `opens` is set, and what they have done."""
+    """Workers that connect once `opens` is set. Records their connections and ended calls."""
 
     def __init__(self, connections: int, *, connects_first: bool = False) -> None:
         self.opens = threading.Event()
@@ -59,7 +59,7 @@ class World:
 
 
 def waits_until(limits: list[float], answers: threading.Event) -> Callable[[Client, float], None]:
-    """Returns a part that waits for an answer up to its time limit, which it notes."""
+    """Returns a part that records its time limit and waits for an answer up to it."""
 
     def do(client: Client, until_s: float) -> None:
         limits.append(until_s - time.monotonic())

@@ -1,5 +1,5 @@
-"""Tiers as the daemon's event loop drives them, over a tier whose faults are chosen: whatever it
-does, nobody waits longer than is set, and no lease gets bytes that were not stored."""
+"""The daemon's event loop drives a tier with chosen faults: callers wait no longer than the setting
+allows, and leases only get stored bytes."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,8 @@ from hotkv_server.node.health import Health
 from hotkv_server.tiers.drive import breaker
 from hotkv_server.tiers.drive import lookups as tier_lookups
 from tests.core.support import evict, words_of
-from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Setup, until
+from tests.support.waiting import eventually
+from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Setup
 
 
 @contextlib.asynccontextmanager
@@ -46,8 +47,7 @@ async def test_others_are_told_of_what_is_evicted_for_blocks_that_come_up() -> N
 
 
 async def test_room_below_is_made_in_parts(monkeypatch: Any) -> None:
-    """With compression a disk has places of two sizes, and compares them: that looks at all it
-    has."""
+    """With compression a disk has places of two sizes; comparing them looks at all places."""
     monkeypatch.setattr(room, "EVICTED_PER_PART", 1)
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     async with made() as one:
@@ -87,7 +87,7 @@ async def test_a_lease_waits_for_its_own_blocks_only() -> None:
 
 
 async def test_a_caller_that_gives_up_while_it_waits_pins_nothing() -> None:
-    """As a unary call does that its client cancels."""
+    """A cancelled unary call does so."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.tier.faults.is_hung = True
@@ -98,7 +98,7 @@ async def test_a_caller_that_gives_up_while_it_waits_pins_nothing() -> None:
         waiting.cancel()
         await asyncio.wait([waiting])
         one.tier.faults.is_hung = False
-        await until(lambda: not len(one.books.moves), "a move up never ends")
+        await eventually(lambda: not len(one.books.moves), "a move up never ends")
         assert all(await one.leased(BLOCKS))
 
 
@@ -133,7 +133,7 @@ async def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any) -> 
         # What is read at last is there for the next one.
         one.tier.faults.is_hung = False
         monkeypatch.setattr(one.tier, "stalled_s", lambda now_s: 0.0)
-        await until(lambda: all(one.core.lookup(1, lists)[0]), "the read does not end")
+        await eventually(lambda: all(one.core.lookup(1, lists)[0]), "the read does not end")
 
 
 async def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:

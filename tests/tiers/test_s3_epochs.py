@@ -52,15 +52,8 @@ def test_a_flush_that_is_late_does_nothing(s3_server: Server, prefix: str, node_
             assert raised[0] > max(first, *flushed) and epoch(node_a) == raised[0]
 
 
-def test_a_dead_store_is_named(s3_server: Server) -> None:
-    with tier_over(s3_server, new_prefix(), endpoint="http://127.0.0.1:1") as (tier, _):
-        assert epoch(tier) is None
-        wait_for(tier.problem, "no problem is known")
-        assert tier.problem().endswith("refuses connections: Connection refused")
-
-
 class Objects:
-    """A store that has room for nothing, or does not know conditions."""
+    """A store that is full, or ignores a condition."""
 
     def __init__(self, *, is_full: bool = False, ignores: str = "") -> None:
         self.objects: dict[str, bytes] = {}

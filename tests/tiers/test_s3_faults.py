@@ -1,5 +1,5 @@
-"""Faults that only a bucket has, beside those of `test_remote_faults`: what it answers to writes, a
-first look that hangs, threads that writes leave for reads."""
+"""Faults that only a bucket has: its answers to writes, reads that are given up, and threads that
+writes leave to reads. `test_remote_faults` has the others."""
 
 import asyncio
 import threading
@@ -30,7 +30,7 @@ def proxy(s3_proxy: FaultProxy) -> FaultProxy:
 
 @pytest.fixture
 def bench(s3_server: Server, proxy: FaultProxy) -> Iterator[Bench]:
-    """With blocks 3, 6, 9, of one key space, in the store."""
+    """Yields a bench with blocks 3, 6, 9, of one key space, in the store."""
     endpoint = f"http://127.0.0.1:{proxy.port}"
     with bench_over(s3_server, new_prefix(), endpoint=endpoint, **QUIET) as one:
         one.fill([3, 6, 9], [0, 1, 2])

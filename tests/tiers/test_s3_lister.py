@@ -1,4 +1,4 @@
-"""What a node asks a bucket for to learn of packs, and what it answers meanwhile."""
+"""A node learns of packs with few requests to the bucket, and answers at once after the first."""
 
 import threading
 import time
@@ -24,8 +24,11 @@ def key(number: int) -> bytes:
 
 
 class Listed:
-    """A bucket of packs of one block each. `looks`: names that each look got. `fronts`: packs whose
-    lists were read, in their order. `error`: raised by looks. `turns`: lists wait for one each."""
+    """A bucket of packs with a single block each.
+
+    `looks`: number of names that each look got. `fronts`: packs whose lists were read, in order.
+    `error`: raised by looks. `turns`: each read of lists acquires it.
+    """
 
     PAGE = 4
 
@@ -37,7 +40,7 @@ class Listed:
         self.turns = threading.Semaphore(FREE)
 
     def add(self, number: int, now_us: int) -> str:
-        """Puts a pack with this block there."""
+        """Adds a pack with this block."""
         name = new_name(now_us, "node", number, 1)
         pack, body = packed(SPACE, name, [key(number)], [memoryview(b"x")])
         self.objects[pack.path] = bytes(body)
@@ -132,8 +135,8 @@ def test_a_clock_that_was_ahead_hides_no_packs_once_it_is_right(
     monkeypatch: pytest.MonkeyPatch,
     wrong_at_start: bool,
 ) -> None:
-    """A node without a battery starts with any time; a step of NTP's corrects it. Other nodes wrote
-    packs all the while."""
+    """A node without a battery starts with a random time, until NTP corrects it. Other nodes write
+    packs before and after."""
     ahead_s = 0.0
     clock = SimpleNamespace(time=lambda: time.time() + ahead_s, monotonic=time.monotonic)
     monkeypatch.setattr(lister_module, "time", clock)

@@ -1,5 +1,5 @@
-"""Two nodes over one bucket agree with a dict, whatever they do: what is found is right, and what a
-node knows of it finds."""
+"""Two nodes over one bucket agree with a dict: found blocks are right, and a node finds the blocks
+that it knows."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""A pack tells its blocks and no others; the index of packs agrees with a naive one."""
+"""A pack yields exactly its blocks; the index of packs agrees with a naive index."""
 
 from itertools import pairwise
 
@@ -41,7 +41,8 @@ def pack_of(
 
 
 def blocks_in(pack: Pack | None, body: bytes, keys: list[bytes]) -> dict[bytes, bytes]:
-    """What a reader takes from an object whose list has told `pack`."""
+    """Returns the blocks that a reader finds in an object, if the object's list is that of
+    `pack`."""
     if pack is None:
         return {}
     index, found = PackIndex(1 << 10), {}

@@ -1,5 +1,5 @@
-"""What one node writes others read, at few requests; what is damaged or gone in the bucket is a
-miss."""
+"""Nodes read each other's blocks, at few requests; damaged or removed blocks in the bucket are
+misses."""
 
 import time
 from collections import Counter
@@ -49,7 +49,7 @@ def test_a_node_reads_what_another_wrote(s3_server: Server) -> None:
 
 
 def test_odd_keys_and_the_seals_of_others(s3_server: Server) -> None:
-    """A key that is given twice is stored once, and a key of another form by nobody."""
+    """A key that is given twice is stored once; a key of another form is refused."""
     with bench_over(s3_server, new_prefix()) as bench:
         bench.fill([1, 2, 1, 3], range(4))
         blocks = blocks_of([key(1), key(2), key(1), b"elsewhere"], 0, {})
@@ -61,7 +61,7 @@ def test_odd_keys_and_the_seals_of_others(s3_server: Server) -> None:
 
 
 class Requests:
-    """Counts requests through a proxy by their method and the folder that they are for."""
+    """Counts requests through a proxy, by method and folder."""
 
     def __init__(self, proxy: FaultProxy) -> None:
         self.counts: Counter[str] = Counter()
@@ -76,7 +76,7 @@ class Requests:
         yield piece
 
     def taken(self) -> dict[str, int]:
-        """Since the last time."""
+        """Returns the counts since the last call."""
         counts, self.counts = dict(self.counts), Counter()
         return counts
 
@@ -129,7 +129,7 @@ def test_a_damaged_block_is_corrupt_once_on_each_node(s3_server: Server) -> None
 
 
 def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:
-    """Also if it goes while a node looks at it."""
+    """It may go while a node lists it."""
     prefix = new_prefix()
     with bench_over(s3_server, prefix) as node_a, proxied(s3_server) as (proxy, over_it):
         assert write(node_a, [1, 2]) == [Write.STORED] * 2

@@ -1,4 +1,4 @@
-"""What is known against a store is said in words, without a secret; settings say what to do."""
+"""Problems of a store are reported without secrets, with the setting to change."""
 
 import logging
 import subprocess

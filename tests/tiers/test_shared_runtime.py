@@ -1,5 +1,5 @@
-"""A shared tier as the daemon's event loop drives it, between nodes: what one stores the others
-find, bit for bit; after a flush on one, none finds it; nobody waits for a store that is away."""
+"""The daemon's event loop drives a shared tier between nodes: a node finds the other's blocks bit
+for bit, finds no block of before a flush, and does not wait for a dead store."""
 
 import asyncio
 import time
@@ -14,7 +14,8 @@ from hotkv_server.tiers.drive import breaker
 from hotkv_server.tiers.drive import copies as tier_copies
 from hotkv_server.tiers.drive import shared as tier_shared
 from tests.core.support import evict, words_of
-from tests.tiers.nodes import BLOCKS, SharedNode, nodes, until
+from tests.support.waiting import eventually
+from tests.tiers.nodes import BLOCKS, SharedNode, nodes
 
 
 async def test_one_node_stores_and_another_finds() -> None:
@@ -63,9 +64,9 @@ async def test_a_flush_counts_though_the_store_is_away() -> None:
         assert not any(b"/0/" in key and key.endswith(words_of([20])[0].tobytes())
                        for key in a.tier._store.content if isinstance(key, bytes))  # fmt: skip
         a.tier.faults.problem = ""
-        await until(a.epoch, "the flush was forgotten")
+        await eventually(a.epoch, "the flush was forgotten")
         assert not any(await a.leased(BLOCKS))
-        await until(lambda: b.epoch() == a.epoch(), "the flush was not heard of")
+        await eventually(lambda: b.epoch() == a.epoch(), "the flush was not heard of")
         assert not any(await b.leased(BLOCKS))
 
 
@@ -73,7 +74,7 @@ async def test_a_flush_counts_though_the_store_is_away() -> None:
 async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_for(
     is_flushed: bool,
 ) -> None:
-    """It may be of before a flush: nobody can tell, as the store may have lost its epochs since."""
+    """A block may be older than a flush, as the store may have lost its epochs since."""
     made = [SharedNode(MemoryStore(places=False), 10.0)]
     made.append(SharedNode(made[0].tier._store, 10.0))
     a, b = made
@@ -86,7 +87,7 @@ async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_
         await b.flush()
     assert all(await a.leased(BLOCKS))
     a.tier.faults.problem = ""
-    await until(a.epoch, "the epoch is not learned")
+    await eventually(a.epoch, "the epoch is not learned")
     assert not any(await a.leased(BLOCKS))
     await a.share([30])
     assert await b.leased([*BLOCKS, 30]) == [False] * 6 + [True]
@@ -95,7 +96,7 @@ async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_
 
 
 async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet() -> None:
-    """As on a node that comes with its store."""
+    """A node that starts with its store waits so."""
     store = MemoryStore(places=False)
     async with nodes(1, store=store) as (a,):
         await a.share(BLOCKS)
@@ -113,7 +114,7 @@ async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet() -> No
 
 
 async def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
-    """However many there were: one raise, and no task for each."""
+    """A single raise follows any number of flushes, and flushes leave no task each."""
     async with nodes(1) as (a,):
         a.tier.faults.problem = "gone"
         await asyncio.gather(*(a.flush() for _ in range(200)))
@@ -126,7 +127,7 @@ async def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
 
         a.tier.raise_epoch = counted  # type: ignore[method-assign]
         a.tier.faults.problem = ""
-        await until(a.epoch, "the flushes were forgotten")
+        await eventually(a.epoch, "the flushes were forgotten")
         assert len(raises) == 1
 
 
@@ -138,10 +139,10 @@ async def test_the_disk_serves_only_what_the_store_has_confirmed() -> None:
     evict(node.core, 1, 0, words_of(BLOCKS[:3]))
     node.tier._store.content.clear()
     node.tier.faults.problem = "gone"
-    await until(lambda: not node.epochs.are_all_confirmed(1), "it stays confirmed")
+    await eventually(lambda: not node.epochs.are_all_confirmed(1), "it stays confirmed")
     assert await node.leased(BLOCKS) == [False] * 3 + [True] * 3
     node.tier.faults.problem = ""
-    await until(lambda: node.epochs.are_all_confirmed(1), "it is not asked")
+    await eventually(lambda: node.epochs.are_all_confirmed(1), "it is not asked")
     assert all(await node.leased(BLOCKS))
     await node.tiers.close()
 
@@ -161,7 +162,7 @@ async def test_a_dead_store_is_a_miss_at_once_and_comes_back(
         assert not any(await b.leased(BLOCKS)) and await b.leased([30]) == [True]
         assert time.monotonic() - began_s < 5.0
         b.tier.faults.problem = ""
-        await until(lambda: b.shared.breaker.lets_pass, "it is not tried again")
+        await eventually(lambda: b.shared.breaker.lets_pass, "it is not tried again")
         assert all(await b.leased(BLOCKS))
 
 
@@ -177,7 +178,7 @@ async def test_a_hung_store_costs_a_bounded_wait() -> None:
         assert await b.leased([40]) == [True]
         b.tier.faults.is_hung = False
         # What is read at last is there for the next one.
-        await until(lambda: b.shared.num_fetched == 6, "the read did not end")
+        await eventually(lambda: b.shared.num_fetched == 6, "the read did not end")
         assert all(await b.leased(BLOCKS))
 
 
@@ -241,7 +242,7 @@ async def test_what_was_found_long_ago_is_asked_for_again(monkeypatch: pytest.Mo
     async with nodes(lookup_wait_s=0.05) as (a, b):
         await a.share(BLOCKS)
         for _ in range(3):
-            await until(b.epoch, "no epoch")
+            await eventually(b.epoch, "no epoch")
             assert await b.looked_up(BLOCKS) == [True] * 6
             await asyncio.sleep(0.2)
         assert await b.looked_up(BLOCKS) == [True] * 6
@@ -260,10 +261,10 @@ async def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
     monkeypatch.setattr(tier_copies, "agreeing", late)
     async with nodes() as (a, b):
         a.put(BLOCKS)
-        await until(lambda: len(a.books.moves) == 1, "nothing is copied")
+        await eventually(lambda: len(a.books.moves) == 1, "nothing is copied")
         flushing = asyncio.create_task(a.flush())
-        await until(lambda: a.num_flushed_here, "it is not flushed")
+        await eventually(lambda: a.num_flushed_here, "it is not flushed")
         compared.set()
-        await until(lambda: not len(a.books.moves), "the copy did not end")
+        await eventually(lambda: not len(a.books.moves), "the copy did not end")
         assert not await flushing
         assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))

@@ -1,4 +1,5 @@
-"""The slab file: its own user's, one process's, allocated as a whole, and honest about its size."""
+"""The slab file belongs to its user and one process, is allocated as a whole, and reports its true
+size."""
 
 import errno
 import fcntl

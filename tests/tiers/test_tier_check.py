@@ -1,5 +1,5 @@
-"""`hotkv-server tiers check`: says of each tier whether it works, in a table or a sentence, and
-leaves everything as it was."""
+"""`hotkv-server tiers check` reports for each tier whether it works, in a table or a sentence, and
+leaves every store unchanged."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Which tiers a lookup answers from, beside a naive choice block by block."""
+"""A lookup chooses the same tiers as a naive choice block by block."""
 
 from itertools import takewhile
 from typing import Any
@@ -31,7 +31,7 @@ def mask(flags: list[bool] | str) -> "np.ndarray[Any, np.dtype[np.bool_]]":
 
 
 def naive(ready: list[bool], offers: list[Any], tokens_per_s: float) -> list[bool]:
-    """Returns the same for one group of full attention, with sets of block numbers."""
+    """Returns the choice for a single group of full attention, with sets of block numbers."""
     here = {at for at, flag in enumerate(ready) if flag}
     lies = [{at for at, flag in enumerate(flags) if flag} for flags, _, _ in offers]
     taken = [True] * len(offers)

@@ -1,4 +1,4 @@
-"""Figures of reads."""
+"""Figures of reads are those of the last reads."""
 
 import pytest
 

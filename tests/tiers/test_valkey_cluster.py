@@ -1,5 +1,5 @@
-"""The tier in a cluster of Valkey servers keeps the contract; a flush counts whichever servers have
-blocks and epoch; a server that is away costs hits."""
+"""The tier in a cluster of Valkey servers keeps the contract; a flush counts wherever blocks and
+epoch lie; a dead server costs hits."""
 
 import contextlib
 import ssl
@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -24,14 +23,13 @@ from hotkv_server.testing.flush_contract import (
     read,
     write,
 )
-from hotkv_server.testing.tier_contract import Bench, Codes, Rig, check_tier, content, key
+from hotkv_server.testing.tier_contract import Bench, Codes, Rig, check_tier, key
 from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
 from hotkv_server.tiers.valkey import epochs
 from hotkv_server.tiers.valkey.cluster import ClusterPipe, slot_of
 from tests.server.certificates import Authority
 from tests.support.waiting import wait_for
 from tests.tiers.cluster_support import Cluster, running
-from tests.tiers.support import quickest_s
 from tests.tiers.valkey_support import bench_over, tier_over
 
 PASSWORD = "correct-horse-battery"
@@ -93,7 +91,7 @@ def test_a_user_of_few_rights_keeps_the_contract(cluster: Cluster, tmp_path: Pat
     with over(cluster, user="kv", password_file=path) as bench:
 
         def is_refused() -> str:
-            """Reads; one that the machine was too slow for says nothing."""
+            """Reads a block. Returns the problem, which a late answer does not set."""
             assert bench.read([1], [4]).tolist() == [Read.FAILED]
             return bench.tier.problem()
 
@@ -104,17 +102,6 @@ def test_a_user_of_few_rights_keeps_the_contract(cluster: Cluster, tmp_path: Pat
     with over(cluster, user="kv", password_file=path) as bench:
         wait_for(bench.tier.problem, "no problem is known")
         assert "+cluster|slots" in bench.tier.problem()
-
-
-def test_blocks_of_a_key_space_lie_on_all_servers(cluster: Cluster) -> None:
-    numbers = list(range(48))
-    with over(cluster) as bench:
-        bench.fill(numbers, numbers)
-        assert (bench.write(numbers, numbers) == Write.STORED).all()
-        assert all(one.client.dbsize() > 5 for one in cluster.nodes)
-        # A seed is enough to find all.
-        with bench_over(cluster.address.split(",")[1], cluster=True) as other:
-            other.check_read(numbers, numbers)
 
 
 def test_flushes_keep_their_contract(cluster: Cluster) -> None:
@@ -152,7 +139,7 @@ def test_a_flush_counts_that_is_answered_after_the_blocks_have_come(
 
 
 def test_no_epoch_begins_at_one(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the key is gone when a flush raises it: such an epoch would come again."""
+    """If the key is gone when a flush raises it, such an epoch would be used twice."""
     with over(cluster) as bench, monkeypatch.context() as patched:
         patched.setattr(epochs, "begin", lambda fingerprint, now_us: epochs.get(fingerprint))
         raised = flush(bench.tier)  # type: ignore[arg-type]
@@ -178,58 +165,6 @@ def test_a_full_cluster_says_so_and_a_flush_counts(cluster: Cluster) -> None:
                 one.client.config_set("maxmemory", "0")
         again = epoch(bench.tier)  # type: ignore[arg-type]
         assert again and again > now
-
-
-@pytest.mark.long
-def test_a_server_killed_in_mid_read_costs_hits_only(cluster: Cluster) -> None:
-    numbers = list(range(64))
-    with over(cluster, connections=2, timeout_s=1.0) as bench:
-        bench.fill(numbers, numbers)
-        assert (bench.write(numbers, numbers) == Write.STORED).all()
-        ended: list[Codes] = []
-        blocks = bench.blocks(numbers, numbers)
-        bench.arena[:] = 0
-        victim = cluster.owner(key(1))
-        for _ in range(40):
-            bench.tier.read(blocks, time.monotonic() + 5, ended.append)
-        victim.kill()
-        try:
-            wait_for(lambda: len(ended) == 40, "a read did not end")
-            assert {Read.FOUND, Read.FAILED} >= {int(code) for one in ended for code in one}
-            bench.arena[:] = 0
-            codes_after = bench.read(numbers, numbers)
-            assert (codes_after == Read.FAILED).any(), "the server was not missed"
-            for number in np.flatnonzero(codes_after == Read.FOUND).tolist():
-                assert np.array_equal(bench.slot(number), content(number))
-            # What ended late touches no slot.
-            bench.arena[:] = 0xEE
-            time.sleep(1.5)
-            assert (bench.arena == 0xEE).all()
-
-            def is_known_away() -> bool:
-                bench.read([1], [1])
-                return "a server is away" in bench.tier.problem()
-
-            wait_for(is_known_away, "no problem is known")
-            # Once the others know, too, nobody waits for it.
-            time.sleep(2.5)
-            codes: list[int] = []
-            assert quickest_s(lambda: codes.extend(bench.read([1], [1]).tolist()), 50) < 0.3
-            assert codes == [Read.FAILED] * 50
-        finally:
-            victim.start()
-        wait_for(cluster.is_well, "the cluster does not form again")
-        lost = [number for number in numbers if cluster.owner(key(number)) is victim]
-        kept = [number for number in numbers if number not in lost]
-
-        def serves() -> bool:
-            return bool((bench.read(kept, kept) == Read.FOUND).all())
-
-        wait_for(serves, "it did not come back")
-        assert lost and (bench.read(lost, lost) == Read.ABSENT).all()
-        bench.fill(lost, lost)
-        assert (bench.write(lost, lost) == Write.STORED).all()
-        bench.check_read(numbers, numbers)
 
 
 def test_slots_that_move_cost_no_block(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hotkv_server.testing.flush_contract import (
     read,
     write,
 )
-from hotkv_server.tiers.protocol import NO_EPOCH, Read, begun
+from hotkv_server.tiers.protocol import Read, begun
 from hotkv_server.tiers.remote.calls import PART_KEYS
 from hotkv_server.tiers.remote.client import LostError
 from hotkv_server.tiers.valkey.epochs import (
@@ -67,22 +67,6 @@ def test_a_flush_between_two_parts_refuses_the_whole_call(
         assert done == [[Read.ABSENT] * len(keys)]
 
 
-def test_a_flush_of_a_full_server_counts(server: Server, node_a: ValkeyTier) -> None:
-    now = epoch(node_a)
-    keys = keys_of(now, 2)
-    with bench_over(f"unix:{server.path}") as bench:
-        write(bench, keys)
-        server.client.config_set("maxmemory", "1")
-        try:
-            assert flush(node_a) == NO_EPOCH
-            assert epoch(node_a) == NO_EPOCH
-            assert read(bench.tier, keys, {NAME: now}) == [Read.ABSENT] * 2
-            assert not node_a.problem()
-        finally:
-            server.client.config_set("maxmemory", "0")
-        assert epoch(node_a) > now
-
-
 @pytest.mark.parametrize("reply", [0, -1, b"", b"x", b"9" * 20, ErrorReply(b"WRONGTYPE no"), []])
 def test_a_reply_that_is_no_epoch_is_lost(reply: Reply) -> None:
     with pytest.raises(LostError):
@@ -119,7 +103,7 @@ def test_control_calls_overtake_reads(proxy: FaultProxy, node_a: ValkeyTier) -> 
 
 
 def info(run_id: bytes, now_s: float, up_s: int) -> bytes:
-    """What a server says of itself."""
+    """Returns a server's reply to INFO."""
     lines = (b"run_id:%b", b"server_time_usec:%d", b"uptime_in_seconds:%d")
     return b"\r\n".join((b"# Server", *lines)) % (run_id, int(now_s * 1e6), up_s)
 

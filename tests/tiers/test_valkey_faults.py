@@ -1,32 +1,21 @@
-"""Faults that only a Valkey has, beside those of `test_remote_faults`: one that is stopped, killed
-or restarted costs hits, never bytes."""
+"""Faults that only a Valkey server has; `test_remote_faults` has the others."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from hotkv_server.testing.fault_proxy import FaultProxy, nothing
 from hotkv_server.testing.tier_contract import Bench
 from hotkv_server.tiers.protocol import Read, Write
 from tests.support.waiting import wait_for
-from tests.tiers.valkey_support import Server, bench_over, running
+from tests.tiers.valkey_support import Server, bench_over
 
 
 def stored(bench: Bench) -> Bench:
-    """Returns the bench, with blocks 1, 2, 3 in the store and connections that are open."""
+    """Stores blocks 1, 2, 3, and returns the bench with open connections."""
     bench.fill([1, 2, 3], [0, 1, 2])
     assert (bench.write([1, 2, 3], [0, 1, 2]) == Write.STORED).all()
     bench.check_read([1, 2, 3], [4, 5, 6])
     bench.arena[:] = 0
     return bench
-
-
-def test_a_server_that_is_away_at_the_start_is_known_without_a_call(tmp_path: Path) -> None:
-    with bench_over(f"unix:{tmp_path}/v.sock") as bench:
-        wait_for(bench.tier.problem, "no problem is known")
-        assert "can't be reached: No such file" in bench.tier.problem()
-        with running(tmp_path):
-            wait_for(lambda: not bench.tier.problem(), "the problem stays")
-            stored(bench)
 
 
 def test_what_is_left_over_on_a_connection_ends_it(proxy: FaultProxy) -> None:

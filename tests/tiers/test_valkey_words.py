@@ -1,4 +1,4 @@
-"""What is known against a server is said in words, without a secret; settings say what to do."""
+"""Problems of a server are reported without secrets, with the setting to change."""
 
 import contextlib
 import logging
@@ -28,8 +28,8 @@ ABSENT = b":0\r\n"
 
 @contextlib.contextmanager
 def scripted(*script: bytes, **options: object) -> Iterator[Bench]:
-    """Yields a bench over a server that answers each command with the next reply of its script, on
-    each connection anew."""
+    """Yields a bench over a server that answers each command with the next reply of its script.
+    Each connection begins the script anew."""
 
     def answer(client: socket.socket) -> None:
         replies = list(script)

@@ -1,4 +1,4 @@
-"""A real Valkey server for tests, tiers over it, and rigs for the contract."""
+"""Starts a real Valkey server for tests, and makes tiers over it and rigs for the contract."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ _kept: list[np.ndarray] = []
 
 
 class Server:
-    """A server in `folder`, on a Unix socket and a port; `client` is an independent client."""
+    """A server in `folder`, on a Unix socket and a port. `client`: an independent client."""
 
     def __init__(self, folder: Path, password: str = "", **config: object) -> None:
         self._password = password
@@ -38,7 +38,7 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        """Starts it, again or for the first time."""
+        """Starts the server, again or for the first time."""
         self._server.start()
         self.port = self._server.port
         # One connection: it stays logged in when the password comes.
@@ -50,12 +50,12 @@ class Server:
         self.pid = int(self.client.info("server")["process_id"])
 
     def kill(self) -> None:
-        """As kill -9."""
+        """Kills the server with SIGKILL."""
         self._server.terminate()
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """The server is stopped meanwhile, as SIGSTOP does."""
+        """Stops the server with SIGSTOP until the context ends."""
         stop(self.pid)
         try:
             yield
@@ -63,7 +63,7 @@ class Server:
             os.kill(self.pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the server."""
         if self._server.is_running() or self._server._process is not None:
             self._server.terminate()
 
@@ -74,7 +74,7 @@ class Server:
 
     @contextlib.contextmanager
     def killed(self) -> Iterator[None]:
-        """The server is killed, and runs again afterwards, empty."""
+        """Kills the server; starts it again, empty, when the context ends."""
         self.kill()
         try:
             yield
@@ -84,7 +84,7 @@ class Server:
 
 @contextlib.contextmanager
 def running(folder: Path, password: str = "", **config: object) -> Iterator[Server]:
-    """A server; skips the test if it can't start."""
+    """Yields a server. Skips the test if it can't start."""
     folder.mkdir(exist_ok=True)
     try:
         server = Server(folder, password, **config)
@@ -101,7 +101,7 @@ def running(folder: Path, password: str = "", **config: object) -> Iterator[Serv
 
 @contextlib.contextmanager
 def tier_over(address: str, **options: object) -> Iterator[tuple[ValkeyTier, Region]]:
-    """(tier, its arena) with these settings."""
+    """Yields a tier with these settings, and its arena."""
     arena = arena_of(ARENA_BYTES)
     on_epoch = options.pop("on_epoch", lambda fingerprint, epoch: None)
     tier = ValkeyTier(arena, ValkeySettings(address=address, **options), on_epoch=on_epoch)
@@ -113,13 +113,13 @@ def tier_over(address: str, **options: object) -> Iterator[tuple[ValkeyTier, Reg
 
 @contextlib.contextmanager
 def bench_over(address: str, **options: object) -> Iterator[Bench]:
-    """A bench of a tier with these settings."""
+    """Yields a bench of a tier with these settings."""
     with tier_over(address, **options) as (tier, arena):
         yield Bench(Rig(tier, arena))
 
 
 def arena_of(num_bytes: int) -> Region:
-    """Memory that lives as long as the tests."""
+    """Returns memory that lives as long as the tests."""
     memory = np.zeros(num_bytes, np.uint8)
     _kept.append(memory)
     return Region(memory.ctypes.data, num_bytes, "arena")
@@ -128,7 +128,7 @@ def arena_of(num_bytes: int) -> Region:
 def rig_maker(
     server: Server, address: Callable[[], str], **options: object
 ) -> Callable[[], "contextlib.AbstractContextManager[Rig]"]:
-    """Makes rigs over the server, each empty at first."""
+    """Returns a function that makes rigs over the server, each empty at first."""
 
     @contextlib.contextmanager
     def make() -> Iterator[Rig]:
