@@ -335,6 +335,16 @@ def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
     assert not engine.requests and not engine.count("failed_residencies")
 
 
+def test_a_lost_request_is_not_held() -> None:
+    """vLLM preempts it when it comes to it."""
+    engine = ResidentEngine("host", most_blocks=60)
+    first, second = (engine.arrive(400, 200, family) for family in "ab")
+    engine.requests[second].num_in_flight_tokens = 1
+    engine.run(200)
+    engine.books._residents[first].is_lost = True
+    assert engine.books.held(engine.now_s) == [second]
+
+
 def test_a_request_that_has_waited_long_for_room_comes_before_later_ones() -> None:
     engine = ResidentEngine("host", most_blocks=48)
     running, first = (engine.arrive(400, 300, family) for family in "ab")

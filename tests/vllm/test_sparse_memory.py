@@ -255,6 +255,40 @@ TestSparseMemory = SparseMemoryMachine.TestCase
 TestSparseMemory.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
+def test_a_sequence_ends_with_the_last_selections_of_its_request() -> None:
+    side = Side()
+    side.arrive("a", 7, 20)
+    assert side.step() == ()
+    side.step("a")
+    assert len(side.known()) == 1
+    side.end("a")
+    assert side.step() == ("a",) and len(side.known()) == 1
+    side.memory.reported(SparseReport({"a": np.array([1], np.int32)}, {}, frozenset({"a"})))
+    ((positions, counters),) = side.reports()
+    assert [at.tolist() for at in positions.values()] == [[1]]
+    assert counters == {}
+    assert not side.known()
+    side.arrive("b", 7, 30)
+    side.arrive("short", 7, 14)
+    side.arrive("one", 7, 30, max_tokens=1)
+    assert side.step() == () and len(side.known()) == 1
+    # One that has not decoded ends at once.
+    side.end("b")
+    assert side.step() == () and not side.known()
+
+
+def test_last_selections_that_never_come_do_not_keep_a_sequence() -> None:
+    side = Side()
+    side.arrive("a", 1, 20)
+    side.step()
+    side.step("a")
+    side.end("a")
+    assert side.step() == ("a",) and len(side.known()) == 1
+    side.now_s += memory_module.ENDING_S
+    side.step()
+    assert not side.known() and side.step() == ()
+
+
 def test_a_refused_sequence_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     side = Side()
 
