@@ -420,3 +420,17 @@ def test_what_was_asked_of_a_residency_that_was_given_up_means_nothing() -> None
     engine.server.settle()
     engine.run(2)
     assert engine.count("lost_residencies") == 1
+
+
+@pytest.mark.parametrize(("residency", "num_lost"), [("host", 1), ("auto", 0)])
+def test_an_empty_server_costs_only_what_is_not_on_the_device(
+    residency: str, num_lost: int
+) -> None:
+    engine = ResidentEngine(residency)
+    engine.arrive(400, 300)
+    engine.run(20)
+    engine.die(empty=True)
+    engine.run(1)
+    engine.server.come_back()
+    engine.run(5)
+    assert engine.count("lost_residencies") == len(engine.preempted) == num_lost
