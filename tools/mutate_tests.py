@@ -62,7 +62,7 @@ REQUESTS = (
 RANK = f"tests/vllm/test_worker_stores.py tests/vllm/test_worker_loads.py {ENGINE}"
 """The same of the worker side."""
 RESIDENTS = (
-    "tests/vllm/test_residencies_books.py tests/vllm/test_resident_manager.py "
+    "tests/vllm/test_residents.py tests/vllm/test_resident_manager.py "
     "tests/vllm/test_resident_hits.py tests/vllm/test_residency.py "
     "tests/vllm/test_residency_faults.py"
 )

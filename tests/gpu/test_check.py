@@ -11,63 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu.engine import Shape
 from bench.gpu.figures import Figure, read
 from demo.processes import ROOT, SHM
 from hotkv_server.settings import tomllib
 
 SCRIPT = ROOT / "bench/gpu/check.sh"
-EXPECTED = {
-    "first": {
-        "first: store, runs of 64 KiB, of plain copy": 0.9,
-        "first: load, runs of 64 KiB, of plain copy": 0.9,
-        "first: both at once, runs of 64 KiB, of the sum of plain": 0.8,
-        "first: store, runs of 16 KiB, of plain copy": 0.7,
-        "first: load, runs of 16 KiB, of plain copy": 0.7,
-        "first: both at once, runs of 16 KiB, of the sum of plain": None,
-        "first: submission to first byte, 16 blocks, us": 300,
-        "first: matrix products lose while loads run": 0.03,
-    },
-    "arena": {
-        "arena: read-only mappings can be registered (1: yes)": None,
-        "arena: pageable memory can be read (1: yes)": None,
-        "arena: pulls of 8 KiB, registered read-only, of plain copy": 0.6,
-        "arena: pulls of 8 KiB, pageable, of plain copy": None,
-        "arena: pulls of 8 KiB, registered writable, of plain copy": None,
-    },
-    "sparse": {
-        "sparse: score rot2u, of device copy": 0.4,
-        "sparse: score rot2u, us": None,
-        "sparse: choose rot2u, us": None,
-        "sparse: build, of prefill": 0.03,
-        "sparse: device copy, GB/s": None,
-        "sparse: selection step of 128k tokens, us a layer": 100,
-    },
-    "decode": {
-        "decode: tokens as with all on the device": 1.0,
-        "decode: tokens as dense, budget covers the context": 0.95,
-        "prefill 128k: whole prompt, dense, s": None,
-        "prefill 128k: residency adds, of dense": 0.55,
-        "decode 128k, batch 1: dense, tokens/s": None,
-        "decode 128k, batch 1: residency, tokens/s": None,
-        "decode 128k, batch 1: residency's memory, of 3 whole contexts": 1.0,
-        "decode 128k, batch 3: dense, tokens/s": None,
-        "decode 128k, batch 3: residency, tokens/s": None,
-        "decode 128k, batch 3: residency's memory, of 3 whole contexts": 1.0,
-        "decode 128k, batch 8: residency, tokens/s": None,
-        "decode 128k, batch 8: residency's memory, of 3 whole contexts": 1.0,
-        "decode 128k: residency over dense, equal memory": 1.66,
-    },
-    "million": {
-        "1M, 14B: first token of a prefix hit, s": None,
-        "1M, 14B: per token, ms": None,
-        "1M, 14B: pages pulled a token": None,
-        "1M, 14B: first token of a whole prefill (computed), s": None,
-        "1M, 14B: residency adds, of dense prefill": 0.55,
-    },
-}
-"""Figures and targets, by benchmark; of the others only that they are there."""
-OTHERS = {"transfer", "latency", "residency", "methods"}
 ORDER = [
     "tests semantics",
     "tests server",
@@ -84,20 +32,6 @@ ORDER = [
     "bench residency",
     "bench methods",
 ]
-
-
-@pytest.mark.parametrize(
-    ("figure", "met"),
-    [
-        (Figure("a", 0.9, 0.9), True),
-        (Figure("a", 0.89, 0.9), False),
-        (Figure("a", 300, 300, True), True),
-        (Figure("a", 301, 300, True), False),
-        (Figure("a", 5), None),
-    ],
-)
-def test_targets(figure: Figure, met: bool | None) -> None:
-    assert figure.met is met
 
 
 def test_the_table_has_all_that_came_to_an_end(tmp_path: Path) -> None:
@@ -127,18 +61,6 @@ def test_the_table_has_all_that_came_to_an_end(tmp_path: Path) -> None:
         and len(summary["sparse"]) == 2
         and summary["methods"] == []
     )
-
-
-@pytest.mark.parametrize("layout", ["BLHNC", "LBHNC", "LKBNHC", "LHBNC"])
-def test_shapes_use_every_byte_once(layout: str) -> None:
-    shape = Shape(64, 3, 5, layout)
-    seen = []
-    for tensor in shape.tensors():
-        for block in range(shape.num_blocks):
-            for offset in tensor.run_offsets().tolist():
-                at = tensor.base_offset_bytes + block * tensor.block_stride_bytes + offset
-                seen += range(at, at + tensor.run_bytes)
-    assert sorted(seen) == list(range(shape.num_bytes))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +139,7 @@ def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
 @pytest.mark.timeout(1100)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="kernels run on the CPU where g++ is")
 def test_the_whole_check_runs_over_a_made_up_device(tmp_path: Path) -> None:
-    """Every part comes to its end, in order, with every figure and its target."""
+    """Every part comes to its end, in order, with figures."""
     done = subprocess.run(
         ["bash", str(SCRIPT), "--made-up", "--out", str(tmp_path)],
         capture_output=True, text=True, timeout=1090,
@@ -230,9 +152,7 @@ def test_the_whole_check_runs_over_a_made_up_device(tmp_path: Path) -> None:
     assert [" ".join(one) for one in begun] == [one for one in ORDER if one not in needs_gpu]
     assert "NOT ENDED" not in done.stdout and "CRASHED" not in done.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert set(summary) == set(EXPECTED) | OTHERS
-    for name, expected in EXPECTED.items():
-        assert {one["name"]: one["target"] for one in summary[name]} == expected
-    assert all(summary[name] for name in OTHERS)
+    assert set(summary) == {name.split()[1] for name in ORDER if name.startswith("bench")}
+    assert all(summary.values())
     equal = [one for one in summary["decode"] if one["name"].startswith("decode: tokens")]
     assert [one["met"] for one in equal] == [True, True]

@@ -27,6 +27,7 @@ from hotkv_client.types import ResidencyOpened
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.cuda.arena import PAGEABLE_ACCESS
 from hotkv_sparse.cuda.hotsets import ATTENDED
+from hotkv_sparse.selection import exact_log_mass
 from hotkv_vllm.compat.residency import ResidentSpec
 from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
 from hotkv_vllm.residency import cuda_setup
@@ -452,11 +453,18 @@ class Engine:
         np.testing.assert_allclose(output.numpy(), expected, rtol=2e-4, atol=2e-5)
 
     def check_scores(self, layer: int, row: int, one: Request, query: np.ndarray) -> None:
-        """Blocks are judged by their own keys: scores follow the exact log masses."""
+        """Checks that scores follow the exact log masses of the blocks' keys, and that the mass of
+        the blocks that are always kept is exact."""
         work = self.worker._work
-        first, last = work.plan[row, :2].tolist()
+        first, last, *_, context = work.plan[row, :6].tolist()
         if last - first < 8:
             return
+        at = np.arange(context) // BLOCK_TOKENS
+        always = one.kv[layer][0, :context][(at < first) | (at >= last)]
+        log_mass = exact_log_mass(query, always, SIZE**-0.5)
+        np.testing.assert_allclose(
+            work.always_log_mass[row].numpy(), log_mass, rtol=1e-4, atol=1e-3
+        )
         tokens = slice(first * BLOCK_TOKENS, last * BLOCK_TOKENS)
         keys = np.repeat(one.kv[layer][0, tokens], QUERIES // HEADS, axis=1)
         exact_scores = np.einsum("qd,tqd->qt", query, keys) * SIZE**-0.5

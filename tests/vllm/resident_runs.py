@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.processes import EngineProcess, Engines
+from tests.support.waiting import wait_for
+from tests.vllm.processes import Daemon, EngineProcess, Engines
+from tests.vllm.runs import NOISE, difference
 from tests.vllm.tiny import VOCAB, write_model
 
 Start = Callable[..., EngineProcess]
@@ -24,6 +26,21 @@ CHUNK = 128
 POOL_BLOCKS = 64
 """2,048 tokens on the device."""
 CONTEXT = 8192
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    """Returns True if two engines answered alike. Chunks of a prompt may begin elsewhere, so sums
+    are rounded in another order."""
+    return bool(found["tokens"] == expected["tokens"]) and difference(found, expected) < NOISE
+
+
+def until_stored(daemon: Daemon, num_blocks: int) -> None:
+    """Waits until the server has stored that many blocks."""
+
+    def are_stored() -> bool:
+        return bool(daemon.admin("info")["counters"]["stored_blocks_total"] >= num_blocks)
+
+    wait_for(are_stored, "the blocks of a prompt")
 
 
 def prompts(seed: int, *lengths: int) -> list[list[int]]:

@@ -3,8 +3,7 @@
 `sparse`: whether it is on, its layers, sequences that are tracked, requests that were preempted.
 `rewrite_always`: rows are rewritten also where nothing is left out. `break_after` (calls): the
 selection raises from then on. `pool`: built blocks of each layer, and how many of them hold another
-representation than their page gives. `come_alone`: blocks are loaded without representations from
-then on. `in_flight`: stores that were begun and not reported. `lose` (steps): bytes in host memory
+representation than their page gives. `lose` (steps): bytes in host memory
 are lost after these numbers of steps. `move` (every): from then on, every so many steps, moves all
 running requests off the device that can be moved, whether or not it lacks room. `pace` (seconds):
 how long a step takes at least, from then on. `compare_rows`: from then on, compares which requests
@@ -99,19 +98,6 @@ def pool(_: Any) -> dict[str, Any]:
             # A product of matrices rounds as its shape has it, and a code may be the next one.
             wrong += int(((fresh != source.pool[rows]).mean(axis=(1, 2)) > 0.01).sum())
     return {"built": list(built.values()), "wrong": wrong}
-
-
-def come_alone(llm: Any) -> dict[str, Any]:
-    from hotkv_vllm.scheduler.groups import RepresentationPlanner
-
-    finder = _scheduler_side(llm).cache.finder
-    finder.representations = RepresentationPlanner(len(finder.groups.specs))
-    return {}
-
-
-def in_flight(llm: Any) -> dict[str, Any]:
-    cache = _scheduler_side(llm).cache
-    return {"stores": 0 if cache is None else len(cache.planner.in_flight)}
 
 
 def pace(_: Any, seconds: float) -> dict[str, Any]:
@@ -294,8 +280,6 @@ engine_driver.OPERATIONS |= {
     "rewrite_always": rewrite_always,
     "break_after": break_after,
     "pool": pool,
-    "come_alone": come_alone,
-    "in_flight": in_flight,
     "pace": pace,
 }
 

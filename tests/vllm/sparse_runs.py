@@ -22,7 +22,6 @@ SMALL = {
     "max_correction_blocks": 2,
 }
 LENGTHS = (600, 300, 1200, 31, 257, 901)
-NOISE = 1e-4
 
 
 def prompts(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:

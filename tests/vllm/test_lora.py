@@ -104,26 +104,3 @@ def test_an_adapter_that_was_rewritten_in_place_is_another_adapter_in_the_next_e
     assert after["cached"] == [0] and difference(before, after) > 100 * TOLERANCE
     own = ask(three.one, prompt(4), write_adapter(three.folder / "copy", 5))
     assert own["cached"] == [0] and difference(own, after) < TOLERANCE
-
-
-@pytest.mark.long
-def test_an_adapter_that_is_rewritten_while_an_engine_runs_is_left_out_there(three: Three) -> None:
-    path = write_adapter(three.folder / "live", 6)
-    old = ask(three.one, prompt(6), path)
-    ask(three.one, prompt(7), write_adapter(three.folder / "evicts", 7))
-    write_adapter(path, 8)
-    stored = settled(three.one)["stored_blocks"]
-    live = ask(three.one, prompt(8), path)
-    assert settled(three.one)["stored_blocks"] == stored
-    assert (
-        f"requests of LoRA adapter 'live' ({path}) do not use the shared cache in this engine"
-        in three.one.log()
-    )
-    new = ask(three.other, prompt(8), path)
-    assert new["cached"] == [0] and difference(new, live) < TOLERANCE
-    fresh = ask(three.other, prompt(6), path)
-    assert fresh["cached"] == [0] and difference(fresh, old) > 100 * TOLERANCE
-    # Others go on.
-    other = write_adapter(three.folder / "other", 9)
-    ask(three.other, prompt(9), other)
-    assert ask(three.one, prompt(9), other)["cached"] == [HIT]

@@ -7,9 +7,18 @@ from typing import Any
 import pytest
 
 from tests.vllm.processes import Daemon, EngineProcess
-from tests.vllm.resident_runs import AUTO, EXACT, POOL_BLOCKS, SPARSE, Start, prompts, start
-from tests.vllm.runs import difference
-from tests.vllm.test_residency_faults import totals, until_stored
+from tests.vllm.resident_runs import (
+    AUTO,
+    EXACT,
+    POOL_BLOCKS,
+    SPARSE,
+    Start,
+    prompts,
+    same,
+    start,
+    until_stored,
+)
+from tests.vllm.sparse_runs import totals
 
 __all__ = ["start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -19,11 +28,6 @@ POOL = POOL_BLOCKS + 41
 EXACT_AUTO = EXACT | {"residency": "auto"}
 TROUBLES = {"failed_residencies", "lost_residencies", "hook_errors", "failed_loads"}
 SCHEDULING = pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
-
-
-def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
-    """Chunks of a prompt may begin elsewhere, so sums are rounded in another order."""
-    return bool(found["tokens"] == expected["tokens"]) and difference(found, expected) < 1e-4
 
 
 def grown(one: EngineProcess, before: dict[str, float], *names: str) -> list[float]:
@@ -140,42 +144,3 @@ def test_a_server_is_killed_while_requests_are_whole(
     counted = totals(one)
     print(counted)
     assert counted["moved_residencies"] >= 1 and not TROUBLES & counted.keys()
-
-
-@pytest.mark.long
-def test_one_that_outgrows_the_device_without_a_server_ends_with_an_error(
-    start: Start, daemon: Daemon
-) -> None:
-    one = start(
-        AUTO,
-        target=daemon.start().target,
-        num_gpu_blocks_override=POOL,
-        connector_settings={"residency_timeout_s": 2.0},
-    )
-    one.ask("wait", connected=True, timeout_s=60.0)
-    daemon.kill()
-    found = one.ask("generate", prompts=prompts(8, 3000), max_tokens=500)
-    assert found["ended"] == ["error"] and 300 <= len(found["tokens"][0]) < 350
-    assert one.ask("generate", prompts=prompts(9, 2000), max_tokens=20)["ended"] == ["length"]
-    assert "hook_errors" not in totals(one)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("why", ["away", "full"])
-def test_without_room_in_host_memory_the_engine_does_what_vllm_does(
-    start: Start, daemon: Daemon, why: str
-) -> None:
-    """Requests that fill the pool together: the last is preempted and computed again."""
-    dense = start(None)
-    daemon.flags = ["--residency.share", "0.001"]
-    target = daemon.start().target if why == "full" else None
-    one = start(EXACT_AUTO, target=target, num_gpu_blocks_override=POOL)
-    if target:
-        one.ask("wait", connected=True, timeout_s=60.0)
-    batch = prompts(10, 1500, 1490)
-    expected = dense.ask("generate", prompts=batch, max_tokens=300)
-    assert same(one.ask("generate", prompts=batch, max_tokens=300), expected)
-    counted = totals(one)
-    print(counted)
-    assert one.ask("sparse")["preemptions"] >= 1 and "moved_residencies" not in counted
-    assert not TROUBLES & counted.keys()

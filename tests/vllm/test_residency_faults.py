@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.processes import Daemon, EngineProcess
+from tests.vllm.processes import Daemon
 from tests.vllm.resident_runs import (
     EXACT,
     EXACT_POOL,
@@ -15,9 +15,11 @@ from tests.vllm.resident_runs import (
     SPARSE,
     Start,
     prompts,
+    same,
     start,
+    until_stored,
 )
-from tests.vllm.runs import difference
+from tests.vllm.sparse_runs import totals
 
 __all__ = ["start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -27,13 +29,6 @@ SCHEDULING = pytest.mark.parametrize(
     "is_async",
     [pytest.param(True, id="async"), pytest.param(False, id="sync", marks=pytest.mark.campaign)],
 )
-
-
-def totals(engine: EngineProcess) -> dict[str, float]:
-    """Returns the connector's counters, up to and with the last request."""
-    engine.ask("generate", prompts=[[7, 8, 9]], max_tokens=2)
-    found: dict[str, float] = engine.ask("stats")["totals"]
-    return found
 
 
 def begun(start: Start, daemon: Daemon, batch: list[list[int]], pace_s: float, **more: Any) -> Any:
@@ -46,15 +41,6 @@ def begun(start: Start, daemon: Daemon, batch: list[list[int]], pace_s: float, *
     one.ask("pace", seconds=pace_s)
     one.begin("generate", prompts=batch, max_tokens=60)
     return one, expected
-
-
-def until_stored(daemon: Daemon, num_blocks: int) -> None:
-    until_s = time.monotonic() + 60
-    while time.monotonic() < until_s:
-        if daemon.admin("info")["counters"]["stored_blocks_total"] >= num_blocks:
-            return
-        time.sleep(0.02)
-    raise AssertionError("nothing was stored")
 
 
 @pytest.mark.long
@@ -72,10 +58,7 @@ def test_a_server_is_killed_and_comes_back(
     daemon.kill()
     time.sleep(0.5)
     daemon.start()
-    found = one.answer()
-    assert found["tokens"] == expected["tokens"]
-    # Bytes that were lost are computed anew, and sums rounded in another order.
-    assert difference(found, expected) < 1e-4
+    assert same(one.answer(), expected)
     assert "hook_errors" not in totals(one)
 
 
@@ -112,7 +95,7 @@ def test_bytes_are_lost_again_and_again(start: Start, daemon: Daemon, is_async: 
     one.ask("pace", seconds=0.03)
     one.ask("lose", steps=[8, 9, 24, 12, 1, 1])
     found = one.ask("generate", prompts=batch, max_tokens=50)
-    assert found["tokens"] == expected["tokens"] and difference(found, expected) < 1e-4
+    assert same(found, expected)
     counted = totals(one)
     assert counted["lost_residencies"] >= 2 and "hook_errors" not in counted
 
@@ -135,7 +118,7 @@ def test_requests_are_preempted_and_resume(start: Start, daemon: Daemon, is_asyn
     expected = dense.ask("generate", prompts=batch, max_tokens=150)
     one.ask("rewrite_always")
     found = one.ask("generate", prompts=batch, max_tokens=150)
-    assert found["tokens"] == expected["tokens"] and difference(found, expected) < 1e-4
+    assert same(found, expected)
     counted = totals(one)
     assert one.ask("sparse")["preemptions"] > 0
     assert counted["resident_pulled_pages"] > 0 and "hook_errors" not in counted

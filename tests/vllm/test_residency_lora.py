@@ -10,7 +10,7 @@ import pytest
 
 from tests.vllm.adapters import LORA, adapter, write_adapter
 from tests.vllm.processes import Daemon, EngineProcess, Engines
-from tests.vllm.resident_runs import CHUNK, POOL_BLOCKS, RESIDENT, SPARSE, prompts
+from tests.vllm.resident_runs import CHUNK, POOL_BLOCKS, RESIDENT, SPARSE, prompts, same
 from tests.vllm.runs import difference
 from tests.vllm.tiny import write_model
 
@@ -68,11 +68,6 @@ def ask(engine: EngineProcess, tokens: list[int], path: Path) -> dict[str, Any]:
         "generate", prompts=[tokens], max_tokens=12, adapter=adapter(path)
     )
     return answer
-
-
-def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
-    """Chunks of a prompt may begin elsewhere, so sums are rounded in another order."""
-    return bool(found["tokens"] == expected["tokens"]) and difference(found, expected) < 1e-4
 
 
 def test_a_context_of_an_adapter_lives_in_host_memory_and_is_hit(two: Two) -> None:

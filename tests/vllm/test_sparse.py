@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.runs import difference
+from tests.vllm.processes import Daemon
+from tests.vllm.runs import NOISE, difference, settled
 from tests.vllm.sparse_runs import (
     COVERING,
     HALF,
-    NOISE,
     SMALL,
     Start,
     check_counters,
@@ -166,6 +166,44 @@ def test_no_corrections_and_a_context_that_reaches_the_threshold_while_decoding(
     check_counters(counted, 0)
     # Contexts of 512 to 549 tokens.
     assert counted["sparse_selects"] == 3 * 38
+
+
+# ------------------------------------------------------------------------------------------- shared
+
+
+@pytest.mark.long
+def test_a_hit_brings_representations_and_nothing_is_built_again(
+    start: Start, daemon: Daemon
+) -> None:
+    """The second engine loads them with the blocks, and selects what the first one does. Another
+    version of representations shares blocks alone."""
+    target = daemon.start().target
+    batch, num_hit = (
+        prompts(4, (700, 1100)),
+        sum((length - 1) // BLOCK_TOKENS for length in (700, 1100)),
+    )
+    first, second, other = (
+        start(sparse, target=target) for sparse in (SMALL, SMALL, SMALL | {"scorer": "quest"})
+    )
+    for engine in (first, second, other):
+        engine.ask("wait", connected=True, timeout_s=60.0)
+    first.ask("generate", prompts=batch, max_tokens=40)
+    settled(first)
+    first.ask("reset")
+    expected, found, apart = (
+        engine.ask("generate", prompts=batch, max_tokens=40) for engine in (first, second, other)
+    )
+    assert found["cached"] == expected["cached"] == apart["cached"] == [672, 1088]
+    assert found["tokens"] == expected["tokens"] and difference(found, expected) < NOISE
+    counted = totals(second)
+    # Of three sparse layers, the blocks behind the hits are built.
+    assert counted["sparse_loaded_blocks"] == 3 * num_hit
+    assert counted["sparse_built_blocks"] == 3 * (
+        739 // BLOCK_TOKENS + 1139 // BLOCK_TOKENS - num_hit
+    )
+    assert "sparse_loaded_blocks" not in totals(other)
+    assert all(engine.ask("pool")["wrong"] == 0 for engine in (first, second, other))
+    assert not {"failed_loads", "hook_errors", "sparse_faults"} & counted.keys()
 
 
 # -------------------------------------------------------------------------------------------- fails

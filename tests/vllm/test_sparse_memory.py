@@ -154,13 +154,25 @@ class SparseMemoryMachine(RuleBasedStateMachine):
     def report(self) -> None:
         """The workers' report of a step: every name that was asked for is answered."""
         live = [name for name in self.side.requests if name in self.decoded]
+        ended = frozenset(self.named)
+        memory, stream = self.side.memory, self.side.streams.number
+        known = [memory._followed[name] for name in live if name in memory._followed]
+        last = [memory._ending[name] for name in ended if name in memory._ending]
+        ids, last_ids = (
+            {sequence_id for one in ones if one.stream == stream for sequence_id in one.ids}
+            for ones in (known, last)
+        )
+        num_reports = len(self.side.reports())
         self.side.memory.reported(
             SparseReport(
-                dict.fromkeys(live, np.array([0, 2], np.int32)),
+                dict.fromkeys((*live, *ended), np.array([0, 2], np.int32)),
                 {1: {"selects": 1.0}},
-                frozenset(self.named),
+                ended,
             )
         )
+        if self.steady:
+            (positions, _), *_ = self.side.reports()[num_reports:]
+            assert positions.keys() == ids | last_ids and not last_ids & self.side.known().keys()
         self.named.clear()
         self.selects += 1
         self.steady = False
@@ -175,7 +187,20 @@ class SparseMemoryMachine(RuleBasedStateMachine):
 
     @rule()
     def wait(self) -> None:
+        """Last selections that never come do not keep a sequence."""
         self.side.now_s += memory_module.ENDING_S
+        self.named += self.side.step()
+        assert not self.side.memory._ending
+        self.steady = False
+
+    @rule(steps=st.integers(1, 200))
+    def hang(self, steps: int) -> None:
+        """The server answers nothing while a request decodes."""
+        self.server.hold = set(SEQUENCE_CALLS)
+        able = [name for name, one in self.side.requests.items() if one.num_tokens >= MIN_TOKENS]
+        for _ in range(steps):
+            self.named += self.side.step(*able[:1])
+            self.decoded.update(able[:1])
         self.steady = False
 
     @rule(empty=st.booleans())
@@ -252,6 +277,18 @@ def test_a_sequence_ends_with_the_last_selections_of_its_request() -> None:
     assert side.step() == () and not side.known()
 
 
+def test_last_selections_that_never_come_do_not_keep_a_sequence() -> None:
+    side = Side()
+    side.arrive("a", 1, 20)
+    side.step()
+    side.step("a")
+    side.end("a")
+    assert side.step() == ("a",) and len(side.known()) == 1
+    side.now_s += memory_module.ENDING_S
+    side.step()
+    assert not side.known() and side.step() == ()
+
+
 def test_a_refused_sequence_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     side = Side()
 
@@ -272,28 +309,6 @@ def test_a_refused_sequence_is_not_asked_for_again(monkeypatch: pytest.MonkeyPat
     assert side.memory._ending == {}
 
 
-def test_a_server_that_hangs_is_told_no_more_and_then_everything() -> None:
-    side = Side()
-    side.server.hold = set(SEQUENCE_CALLS)
-    side.arrive("a", 1, 20)
-    for number in range(3000):
-        side.step("a")
-        side.memory.reported(SparseReport({"a": np.array([0], np.int32)}, {1: {"selects": 1.0}}))
-        if number % 10 == 0:
-            side.arrive(f"r{number}", 2, 20)
-            side.step()
-            side.end(f"r{number}")
-    assert len(side.server.held) <= 2 * memory_module.MAX_UNANSWERED and len(side.reports()) < 500
-    side.server.hold.clear()
-    side.server.settle()
-    side.step("a")
-    side.memory.reported(SparseReport())
-    assert [len(hashes) for hashes in side.known().values()] == [
-        (side.requests["a"].num_tokens - 1) // BLOCK
-    ]
-    assert sum(counters.get(1, {}).get("selects", 0) for _, counters in side.reports()) == 3000
-
-
 def test_too_many_requests_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, "MAX_FOLLOWED", 40)
     side = Side()
@@ -309,18 +324,6 @@ def test_too_many_requests_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
     side.memory.reported(SparseReport(ended=frozenset({"r2"})))
     side.step("r90")
     assert len(side.known()) == 40 and "r90" in side.memory._followed
-
-
-def test_last_selections_that_never_come_do_not_keep_a_sequence() -> None:
-    side = Side()
-    side.arrive("a", 1, 20)
-    side.step()
-    side.step("a")
-    side.end("a")
-    assert side.step() == ("a",) and len(side.known()) == 1
-    side.now_s += memory_module.ENDING_S
-    side.step()
-    assert not side.known() and side.step() == ()
 
 
 @pytest.mark.parametrize("second_tokens", [BLOCK, 2 * BLOCK])

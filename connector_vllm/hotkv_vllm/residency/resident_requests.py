@@ -384,7 +384,7 @@ class ResidentRequests:
         one.computed = max(
             one.computed, one.state.request.num_computed_tokens // self._block_tokens
         )
-        is_waiting = one.opened is None or one.computed > one.kept
+        is_waiting = not calls.is_open(one) or one.computed > one.kept
         if one.is_held:
             # It waits for room, not for its stores: the last ones go with its next step.
             is_waiting = not calls.is_served(one)

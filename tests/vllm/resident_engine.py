@@ -1,0 +1,507 @@
+"""The scheduler side of a resident engine without layers: vLLM's real pool and block manager, the
+connector's real books, a double of the server, and a scheduler that plans as vLLM's does.
+
+Each block has a content: that of its prefix if it is exact, and otherwise one of its own. Workers
+are a model: they know what steps told them, and read the blocks that left the device at once.
+"""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from hotkv_client.testing import FakeServer
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_sparse import SparseConfig
+from hotkv_vllm.compat.residency import DevicePool, ResidentManager, ResidentSpec
+from hotkv_vllm.residency.calls import ResidencyCalls
+from hotkv_vllm.residency.resident_requests import ResidentRequests
+from hotkv_vllm.residency.step import ResidentStep
+from hotkv_vllm.scheduler.request import RequestState
+from hotkv_vllm.sparse.sequences import StreamCount
+from tests.vllm.parts import TOKENS, Parts, block_hash, request
+
+CHUNK = 2 * TOKENS
+LONGEST = 47 * TOKENS
+POOL = 60
+"""Blocks, with vLLM's null block: more than the longest context needs as a whole."""
+STEP_S = 0.1
+TIMEOUT_S = 5.0
+WELL_S = 2.0
+"""Time after which nothing that the server did before may end a request."""
+MAX_RUNNING = 4
+
+
+CONFIG = {
+    residency: SparseConfig(
+        sparse_topk=96,
+        min_context_tokens=5 * TOKENS,
+        dense_layers=(),
+        sink_tokens=TOKENS,
+        recent_tokens=TOKENS,
+        residency=residency,
+    )
+    for residency in ("host", "auto")
+}
+
+
+def spec_of(residency: str) -> ResidentSpec:
+    """Returns the spec of the engine's layers."""
+    plain = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    vllm_config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=CHUNK), max_in_flight_tokens=CHUNK
+    )
+    return ResidentSpec.of(plain, CONFIG[residency], vllm_config)
+
+
+class Adapters:
+    """Stands for the engine's adapters. `are_known`: requests of an adapter have shared names."""
+
+    def __init__(self) -> None:
+        self.are_known = False
+
+    def keys(self, one: Any) -> list[bytes]:
+        if one.lora_request is None:
+            return list(one.block_hashes)
+        return [b"keyed" + name[:27] for name in one.block_hashes] if self.are_known else []
+
+
+class Waiting(list[Any]):
+    """vLLM's queue."""
+
+    def peek_request(self) -> Any:
+        return self[0]
+
+
+class Store(NamedTuple):
+    """A store in flight: what its blocks are named, and what they hold. `incarnation`: another one
+    after a preemption, a new start of the request, and whenever the device is distrusted."""
+
+    request_id: str
+    store_id: int
+    incarnation: tuple[str, int, int]
+    names: list[bytes]
+    contents: list[bytes]
+
+
+class Workers:
+    """What the workers know, by request: the offsets of its blocks, and its pin."""
+
+    def __init__(self) -> None:
+        self.offsets: dict[str, list[int]] = {}
+        self.pins: dict[str, Any] = {}
+
+    def hear(self, step: ResidentStep) -> None:
+        """Takes a step's message. Blocks come in order. They begin again at the first one if the
+        server has lost those of a request that is on the device as a whole."""
+        for name in step.ended:
+            self.offsets.pop(name, None)
+            self.pins.pop(name, None)
+        for row in step.rows:
+            known = self.offsets.setdefault(row.request_id, [])
+            for place in row.kept:
+                assert place.first in (0, len(known))
+                known[place.first :] = place.offsets.tolist()
+            if row.pin is not None:
+                self.pins[row.request_id] = row.pin
+            if row.num_freed > 0:
+                assert row.may_outgrow and len(known) >= row.num_freed
+                assert row.request_id in self.pins
+
+
+class ResidentEngine:
+    """An engine of `residency`, "host" or "auto".
+
+    well_since_s: time since which the server has answered and stored at once.
+    excused: requests that may end with an error whatever the server does.
+    contents: by block name, what was stored under it.
+    """
+
+    def __init__(self, residency: str = "auto", most_blocks: int | None = None) -> None:
+        self.adapters = Adapters()
+        self.parts = Parts(adapters=self.adapters)
+        self.server: FakeServer = self.parts.server
+        self.server.residencies.most_blocks = most_blocks
+        self._slots: dict[bytes, int] = {}
+        self._new_slot = self.server.residencies._slot
+        self.server.residencies._slot = self._slot  # type: ignore[method-assign]
+        self._extend = self.server.residencies.extend
+        self.server.residencies.extend = self._pin  # type: ignore[method-assign]
+        self._close = self.parts.session.close_residency
+        self.parts.session.close_residency = self._close_residency  # type: ignore[method-assign]
+        self.pool = BlockPool(POOL, False, TOKENS)
+        self.spec = spec_of(residency)
+        self.manager = ResidentManager(
+            self.spec,
+            block_pool=self.pool,
+            enable_caching=False,
+            kv_cache_group_id=0,
+            scheduler_block_size=TOKENS,
+        )
+        group = SimpleNamespace(kv_cache_spec=self.spec)
+        self.device = DevicePool(
+            SimpleNamespace(model_config=SimpleNamespace(max_model_len=LONGEST)),
+            SimpleNamespace(kv_cache_groups=[group], num_blocks=POOL),
+        )
+        self.running: list[Any] = []
+        self.waiting = Waiting()
+        self.requests: dict[str, Any] = {}
+        self.failed: set[str] = set()
+        self.scheduler = SimpleNamespace(
+            running=self.running,
+            waiting=self.waiting,
+            kv_holding_waiting=Waiting(),
+            requests=self.requests,
+            max_num_running_reqs=MAX_RUNNING,
+            max_num_scheduled_tokens=CHUNK,
+            current_step=0,
+            encoder_cache_mismatch_reqs=self.failed,
+        )
+        self.device._manager, self.device._scheduler = self.manager, self.scheduler
+        streams = StreamCount(lambda state, why: None)
+        object.__setattr__(self.parts.session.config, "on_state", streams)
+        self.books = ResidentRequests(
+            ResidencyCalls(self.parts.session, streams, self.parts.stats),
+            self.parts.groups,
+            self.parts.exactness,
+            self.device,
+            self.parts.stats,
+            TIMEOUT_S,
+        )
+        self.parts.exactness.exact_tokens = (  # type: ignore[method-assign]
+            lambda name: self.requests[name].exact_blocks * TOKENS
+        )
+        self.manager.stored_tokens = self.books.kept_tokens
+        self.manager.has_room = self.books.has_room
+        self.manager.step_starts = self._step_starts
+        self.workers = Workers()
+        self.states: dict[str, RequestState] = {}
+        self.stores: list[Store] = []
+        self.contents: dict[bytes, bytes] = {}
+        self.numbers = itertools.count()
+        self.now_s = self.well_since_s = 100.0
+        self.excused: set[str] = set()
+        self.asks_too_much = False
+        self.num_distrusts = 0
+        self.preempted: list[str] = []
+
+    def _slot(self, shards: Any) -> int:
+        """Returns the slot of a block's bytes: the same one as long as the server has them."""
+        return self._slots.setdefault(shards[0], self._new_slot(shards))
+
+    def _pin(self, name: Any, group: int, first: int, hashes: Any, blocks: Any) -> Any:
+        """Pins blocks. Notes if there are more than the residency has room for."""
+        residency = self.server.residencies.open.get(name)
+        self.asks_too_much |= residency is not None and first + len(hashes) > residency.asked[group]
+        return self._extend(name, group, first, hashes, blocks)
+
+    def _close_residency(self, residency_id: str) -> None:
+        """Closes a residency after the calls that were sent before, as a stream does."""
+        self.server.settle("open_residency")
+        self._close(residency_id)
+
+    def count(self, name: str) -> float:
+        return self.parts.count(name)
+
+    # ------------------------------------------------------------------------------------- requests
+
+    def arrive(
+        self,
+        prompt: int,
+        answer: int,
+        family: str = "a",
+        exact_blocks: int = LONGEST,
+        is_announced: bool = True,
+        has_adapter: bool = False,
+    ) -> str:
+        """Adds a request. Requests of one family have a prefix in common. Blocks from
+        `exact_blocks` on are inexact. The books know only of a request that is announced."""
+        name = f"r{next(self.numbers)}"
+        one = request(name, min(prompt, LONGEST - 1))
+        one.goal = min(LONGEST, prompt + answer)
+        one.max_tokens = answer
+        one.lora_request = "an adapter" if has_adapter else None
+        one.family, one.exact_blocks, one.begun, one.distrusted_from = (
+            family,
+            exact_blocks,
+            0,
+            LONGEST,
+        )
+        one.num_output_placeholders = one.num_in_flight_tokens = 0
+        one.next_decode_eligible_step = 0
+        self._hash(one)
+        self.requests[name] = one
+        self.waiting.append(one)
+        self.states[name] = self.parts.state(one)
+        if is_announced:
+            self.books.arrived(self.states[name], self.now_s)
+        return name
+
+    def _hash(self, one: Any) -> None:
+        count = one.num_tokens // TOKENS
+        one.block_hashes = [block_hash(one.family, number) for number in range(count)]
+
+    def content(self, one: Any, block: int) -> bytes:
+        """Returns what a block of the request holds. Inexact blocks are others after each
+        preemption."""
+        if block < min(one.exact_blocks, one.distrusted_from):
+            of_base = block_hash(one.family, block)
+            return of_base if one.lora_request is None else b"keyed" + of_base[:27]
+        return f"{one.request_id}/{one.begun}/{block}".encode().ljust(32)
+
+    def end(self, name: str) -> None:
+        one = self.requests.pop(name)
+        if one in self.running:
+            self.running.remove(one)
+            self.manager.free(name)
+        else:
+            self.waiting.remove(one)
+        self.books.ended(name)
+        del self.states[name]
+
+    # ---------------------------------------------------------------------------------------- steps
+
+    def _step_starts(self) -> None:
+        held = self.books.held(self.now_s)
+        is_well = self.now_s - self.well_since_s > WELL_S
+        residencies = self.server.residencies
+        if is_well and residencies.most_blocks is None and residencies.can_grow:
+            assert self.excused.issuperset(held), "it asks for room ahead"
+        self.device.leave_out(held)
+        demand = self.device.demand(self.books.has_room)
+        before = set(self.manager.moved)
+        self.books.make_room()
+        if self.manager.moved - before:
+            assert demand is not None and demand.is_short
+
+    def step(self) -> None:
+        """Plans a step, and ends it."""
+        self.now_s += STEP_S
+        self.scheduler.current_step += 1
+        self.manager.new_step_starts()
+        planned, preempted = self._plan()
+        for one, new in planned.values():
+            if not self.device.holds_whole(one) and not self.device.stays_whole(one):
+                room = self.server.residencies.open.get(("engine", self._residency(one)))
+                assert room is None or room.asked[0] * TOKENS >= one.num_computed_tokens + new
+        tables: dict[str, Any] = {
+            name: ([block.block_id for block in self.manager.req_to_blocks[name]],)
+            for name in planned
+        }
+        output = SimpleNamespace(
+            preempted_req_ids=preempted,
+            num_scheduled_tokens={name: new for name, (_, new) in planned.items()},
+            kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
+        )
+        rows: Any = SimpleNamespace(request=self.requests.get)
+        step = self.books.step(output, rows, self.now_s)
+        assert not self.asks_too_much
+        self.workers.hear(step)
+        self._read(step)
+        for name in step.lost:
+            assert self.device.has_blocks(name), "no worker reads for a request that waits"
+            assert not self.device.stays_whole(self.requests[name]), "the device has it all"
+        for one, new in planned.values():
+            one.num_computed_tokens += new
+            if one.num_computed_tokens == one.num_tokens:
+                one.num_tokens += 1
+                self._hash(one)
+            if one.num_tokens > one.goal:
+                self.end(one.request_id)
+        self.lose([name for name in step.lost if name in self.requests])
+        for name in self.failed & self.requests.keys():
+            is_well = self.now_s - self.well_since_s > WELL_S
+            assert name in self.excused or not is_well, f"{name} fails, and the server is well"
+            self.end(name)
+        self.failed.clear()
+
+    def _residency(self, one: Any) -> str:
+        return self.books.residency_of(one.request_id)
+
+    def _read(self, step: ResidentStep) -> None:
+        """Workers read every block that left the device, but those of lost requests."""
+        memory = self.server.residencies.arena.memory
+        for row in step.rows:
+            one, known = self.requests[row.request_id], self.workers.offsets[row.request_id]
+            for block in range(self.spec.sink_blocks, row.num_freed):
+                found = memory[known[block] : known[block] + 32].tobytes()
+                assert found == self.content(one, block), (one.request_id, block)
+
+    def _plan(self) -> tuple[dict[str, tuple[Any, int]], set[str]]:
+        """Returns the requests of a step with their new tokens, and those that are preempted."""
+        budget, planned, preempted = CHUNK, dict[str, tuple[Any, int]](), set[str]()
+        for one in list(self.running):
+            if one.next_decode_eligible_step > self.scheduler.current_step:
+                continue
+            new = min(one.num_tokens - one.num_computed_tokens, budget)
+            while new and one in self.running:
+                if self._allocate(one, new):
+                    planned[one.request_id] = one, new
+                    budget -= new
+                    break
+                if self.books.is_freeing(self.now_s):
+                    return planned, preempted
+                last = self.running[-1]
+                preempted.add(last.request_id)
+                planned.pop(last.request_id, None)
+                self._preempt(last)
+        if not preempted:
+            self._admit(budget, planned)
+        return planned, preempted
+
+    def _preempt(self, last: Any) -> None:
+        for one in self.running:
+            resident = self.books._residents.get(one.request_id)
+            if resident is not None and self.books._may_move(resident):
+                kept = self.books.kept_tokens(one.request_id)
+                relief = self.device.relief(one.request_id, kept)
+                is_lost = bool(self.manager.lost)
+                assert is_lost or relief is None or relief.freed <= 0, "it could have been moved"
+        self.preempted.append(last.request_id)
+        self.running.remove(last)
+        self.manager.free(last.request_id)
+        last.num_computed_tokens = 0
+        last.begun += 1
+        last.distrusted_from = LONGEST
+        self.waiting.insert(0, last)
+
+    def _admit(self, budget: int, planned: dict[str, tuple[Any, int]]) -> None:
+        for one in list(self.waiting):
+            if not budget or len(self.running) == MAX_RUNNING:
+                return
+            if not self.books.is_admitted(self.states[one.request_id], self.now_s):
+                continue
+            hit = self._hit(one)
+            if hit is None:
+                continue
+            new = min(one.num_tokens - hit, budget)
+            if not self._allocate(one, new, hit, is_first=True):
+                return
+            self.waiting.remove(one)
+            self.running.append(one)
+            one.num_computed_tokens = hit
+            planned[one.request_id] = one, new
+            budget -= new
+
+    def _hit(self, one: Any) -> int | None:
+        """Returns the tokens of a hit in the server; None if the request has to wait."""
+        names = self.parts.groups.hashes(one, 0)
+        most = min((one.num_tokens - 1) // TOKENS, one.exact_blocks, len(names))
+        count = 0
+        while count < most and self.has(bytes(names[count])):
+            count += 1
+        if not count or not self.server.up:
+            return 0
+        keeps = self.books.keeps_hit(one, count * TOKENS, self.now_s)
+        return None if keeps is None else count * TOKENS * keeps
+
+    def has(self, name: bytes) -> bool:
+        return (self.parts.space, 0, name) in self.server.blocks
+
+    def _allocate(self, one: Any, new: int, external: int = 0, is_first: bool = False) -> bool:
+        """As `KVCacheManager.allocate_slots` of a request without a hit of its own."""
+        manager, done, name = self.manager, one.num_computed_tokens, one.request_id
+        total, free = done + external, self.pool.get_num_free_blocks
+        if is_first:
+            full = manager.get_num_blocks_to_allocate(
+                name, one.num_tokens, [], total, 0, one.num_tokens, apply_admission_cap=True
+            )
+            if full > free():
+                return False
+        manager.remove_skipped_blocks(name, total, one.num_tokens)
+        count = manager.get_num_blocks_to_allocate(name, total + new, [], total, done, total + new)
+        if count > free():
+            return False
+        before = free()
+        if external:
+            manager.num_cached_block[name] = 0
+            manager.allocate_external_computed_blocks(name, done, external)
+        manager.allocate_new_blocks(name, total + new, total + new)
+        manager.num_cached_block[name] = 0
+        assert before - free() <= count
+        return True
+
+    # ------------------------------------------------------------------------------- host memory
+
+    def begin_store(self, name: str) -> None:
+        """Has the workers store what is computed of a request and was not considered yet."""
+        state, one = self.states[name], self.requests[name]
+        first, until = state.store.stored_blocks[0], one.num_computed_tokens // TOKENS
+        if not self.books.is_resident(name) or first >= until or name in self.manager.lost:
+            return
+        names = [bytes(block) for block in self.books.names(state, until)[first:until]]
+        contents = [self.content(one, block) for block in range(first, until)]
+        shared = [bytes(block) for block in self.parts.groups.hashes(one, 0)]
+        for block, stored in zip(range(first, until), names, strict=True):
+            is_exact = block < min(one.exact_blocks, one.distrusted_from)
+            assert is_exact or stored not in shared, "others would find what is not exact"
+        resident = self.books._residents[name]
+        incarnation = resident.residency_id, one.begun, self.num_distrusts
+        for other in self.stores:
+            if other.incarnation == incarnation and resident.waited_s <= TIMEOUT_S / 2:
+                assert not set(other.names) & set(names), "stored twice at a time"
+        number = next(self.numbers)
+        job: Any = SimpleNamespace(
+            store_id=number, runs=(SimpleNamespace(depth=first),), representations=()
+        )
+        state.store.stored_blocks[0] = until
+        self.books.stores(name, job)
+        self.stores.append(Store(name, number, incarnation, names, contents))
+
+    def end_stores(self, are_taken: bool = True) -> None:
+        """Ends all stores. The server has their blocks if it runs and takes them."""
+        stores, self.stores = self.stores, []
+        for store in stores:
+            for block, content in zip(store.names, store.contents, strict=True):
+                assert self.contents.setdefault(block, content) == content, "a name of two contents"
+                if are_taken and self.server.up:
+                    self.server.blocks[self.parts.space, 0, block] = {0: content}
+            ended: Any = SimpleNamespace(request_id=store.request_id, store_id=store.store_id)
+            self.books.stored(ended)
+
+    def run(self, steps: int, *, stores: bool = True) -> None:
+        """Runs steps. With `stores`, the server takes all blocks at once."""
+        for _ in range(steps):
+            self.step()
+            if stores:
+                for one in self.running:
+                    self.begin_store(one.request_id)
+                self.end_stores()
+            if not stores or not self.server.up or self.server.hold:
+                self.well_since_s = self.now_s
+
+    def distrust(self) -> None:
+        """Makes what is on the device inexact, but for blocks that the server has."""
+        for name in self.requests:
+            if self.books.is_resident(name) and self.device.has_blocks(name):
+                kept = self.books.kept_tokens(name) // TOKENS
+                self.requests[name].distrusted_from = min(self.requests[name].distrusted_from, kept)
+        self.num_distrusts += 1
+        self.books.distrust()
+
+    def lose(self, names: list[str]) -> None:
+        """Has the workers report that bytes of these requests are lost."""
+        for name in names:
+            self.device.lose(name)
+        self.books.lost(names)
+
+    def die(self, *, empty: bool) -> None:
+        self.server.die(empty=empty)
+        if empty:
+            self._slots.clear()
+            self.contents.clear()
+
+    def refuse(self, name: str) -> None:
+        """Has the server refuse room for a request for good."""
+        self.excused.add(name)
+        plain = self.server.residencies.add
+
+        def add(residency: tuple[str, str], asked: dict[int, int]) -> Any:
+            if residency[1].endswith(f"-{name}"):
+                raise HotKVError(Reason.RESIDENCY_TOO_LARGE, "told to refuse")
+            return plain(residency, asked)
+
+        self.server.residencies.add = add  # type: ignore[method-assign]

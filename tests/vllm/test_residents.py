@@ -1,0 +1,436 @@
+"""Requests that live in host memory, with vLLM's real pool and a double of the server: no block
+leaves the device that workers can't read, no room is taken twice, and every request ends."""
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hotkv_client.types import ResidentBlocks
+from hotkv_vllm.residency import resident_requests
+from hotkv_vllm.residency.calls import ASK_AGAIN_S, TURN_S
+from hotkv_vllm.residency.moves import Demand, Relief, to_move
+from hotkv_vllm.residency.resident_requests import MAX_LOSSES
+from tests.vllm.parts import TOKENS
+from tests.vllm.resident_engine import LONGEST, POOL, STEP_S, TIMEOUT_S, ResidentEngine
+
+CALLS = ["open_residency", "extend_residency"]
+QUANTUM_BLOCKS = 4
+"""Small, so that contexts of the machine outgrow their room several times."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_quantum() -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resident_requests, "QUANTUM_TOKENS", QUANTUM_BLOCKS * TOKENS)
+        yield
+
+
+# ------------------------------------------------------------------------------------- the decision
+
+RELIEFS = st.dictionaries(
+    st.sampled_from("abcdef"),
+    st.builds(Relief, st.integers(-20, 40), st.integers(0, 40)),
+    max_size=6,
+)
+DEMANDS = st.builds(
+    Demand,
+    st.integers(0, 60),
+    st.integers(0, 40),
+    st.integers(0, 20),
+    st.none() | st.integers(0, 60),
+)
+
+
+@given(DEMANDS, RELIEFS)
+def test_no_more_is_moved_than_is_needed(demand: Demand, reliefs: dict[str, Relief]) -> None:
+    chosen = to_move(demand, reliefs)
+    assert len(set(chosen)) == len(chosen) and (demand.is_short or not chosen)
+    free, spare = demand.free, demand.free - demand.promised
+    for name in chosen:
+        lacks = free < demand.running or (demand.first is not None and spare < demand.first)
+        assert lacks, "it was enough before"
+        had = free
+        free, spare = free + reliefs[name].freed, spare + reliefs[name].total
+        assert free >= min(had, demand.running)
+    left = [relief for name, relief in reliefs.items() if name not in chosen]
+    if free < demand.running:
+        assert all(relief.freed <= 0 for relief in left), "the running requests come first"
+        return
+    if demand.first is not None and spare < demand.first:
+        able = [one for one in left if one.total > 0 and free + one.freed >= demand.running]
+        most = spare + sum(max(0, one.total) for one in left)
+        assert not able or most < demand.first
+
+
+def test_the_one_that_gives_most_goes_first_and_of_equals_the_first() -> None:
+    reliefs = {"a": Relief(3), "b": Relief(9, 1), "c": Relief(9, 5)}
+    assert to_move(Demand(0, 0, 4, None), reliefs) == ["b"]
+    assert to_move(Demand(0, 0, 0, 4), reliefs) == ["c"]
+    assert to_move(Demand(0, 0, 20, None), reliefs) == ["b", "c", "a"]
+    assert to_move(Demand(5, 0, 4, 40), reliefs) == [], "the first could not begin even then"
+
+
+# -------------------------------------------------------------------------------------- the machine
+
+
+ASKED = st.tuples(
+    st.integers(1, 6) | st.integers(LONGEST // 3, LONGEST - 20),
+    st.integers(1, 300),
+    st.sampled_from("ab"),
+    st.sampled_from([LONGEST, LONGEST, 0, 7]),
+    st.sampled_from([True, True, False]),
+    st.sampled_from([False, False, True]),
+)
+"""Arguments of `ResidentEngine.arrive`."""
+
+
+class Residents(RuleBasedStateMachine):
+    """Requests of all lengths come, run and are aborted, while the server stores late, has little
+    room, hangs, dies, and comes back with or without its blocks."""
+
+    @initialize(
+        residency=st.sampled_from(["host", "auto"]),
+        most_blocks=st.sampled_from([None, 48, 70, 100]),
+        can_grow=st.booleans(),
+        returns=st.sampled_from([True, True, False]),
+        asked=st.lists(ASKED, min_size=2, max_size=5),
+    )
+    def begin(
+        self,
+        residency: str,
+        most_blocks: int | None,
+        can_grow: bool,
+        returns: bool,
+        asked: list[tuple[int, int, str, int, bool, bool]],
+    ) -> None:
+        self.engine = ResidentEngine(residency, most_blocks)
+        self.engine.server.residencies.can_grow = can_grow
+        self.returns = returns
+        self.were_moved: set[str] = set()
+        for one in asked:
+            self.engine.arrive(*one)
+
+    @property
+    def resident(self) -> list[str]:
+        """Returns the running requests that the server holds blocks of."""
+        return [
+            one.request_id
+            for one in self.engine.running
+            if self.engine.books.is_resident(one.request_id)
+        ]
+
+    @precondition(lambda self: len(self.engine.requests) < 8)
+    @rule(asked=ASKED)
+    def arrives(self, asked: tuple[int, int, str, int, bool, bool]) -> None:
+        self.engine.arrive(*asked)
+
+    @rule(steps=st.integers(1, 60))
+    def steps(self, steps: int) -> None:
+        self.engine.run(steps)
+
+    @rule(steps=st.integers(1, 12))
+    def steps_while_nothing_is_stored(self, steps: int) -> None:
+        self.engine.run(steps, stores=False)
+
+    @precondition(lambda self: self.resident)
+    @rule(data=st.data())
+    def is_stored(self, data: st.DataObject) -> None:
+        self.engine.begin_store(data.draw(st.sampled_from(self.resident)))
+
+    @rule(are_taken=st.booleans())
+    def stores_end(self, are_taken: bool) -> None:
+        self.engine.end_stores(are_taken)
+
+    @precondition(lambda self: self.engine.requests)
+    @rule(data=st.data())
+    def is_aborted(self, data: st.DataObject) -> None:
+        self.engine.end(data.draw(st.sampled_from(sorted(self.engine.requests))))
+
+    @precondition(lambda self: self.resident)
+    @rule(data=st.data())
+    def loses_bytes(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.resident))
+        self.engine.excused.add(name)
+        self.engine.lose([name])
+
+    @rule()
+    def adapters_become_known_or_unknown(self) -> None:
+        self.engine.adapters.are_known = not self.engine.adapters.are_known
+
+    @rule()
+    def distrusts_the_device(self) -> None:
+        self.engine.distrust()
+
+    @precondition(lambda self: self.engine.requests and not self.engine.excused)
+    @rule(data=st.data())
+    def server_refuses(self, data: st.DataObject) -> None:
+        self.engine.refuse(data.draw(st.sampled_from(sorted(self.engine.requests))))
+
+    @rule(kinds=st.sets(st.sampled_from(CALLS)))
+    def server_hangs(self, kinds: set[str]) -> None:
+        self.engine.server.hold = kinds
+        self.engine.server.settle()
+
+    @rule(empty=st.booleans())
+    def server_dies(self, empty: bool) -> None:
+        if self.engine.server.up:
+            self.engine.die(empty=empty)
+
+    @precondition(lambda self: not self.engine.server.up)
+    @rule()
+    def server_comes_back(self) -> None:
+        self.engine.server.come_back()
+
+    @precondition(lambda self: self.engine.server.residencies.open)
+    @rule(data=st.data())
+    def server_closes_a_residency(self, data: st.DataObject) -> None:
+        """Others may have its room by the time at which it is opened again."""
+        residencies = self.engine.server.residencies.open
+        engine_id, residency_id = data.draw(st.sampled_from(sorted(residencies)))
+        del residencies[engine_id, residency_id]
+        self.engine.excused.add(residency_id.rpartition("-")[2])
+
+    @invariant()
+    def what_left_the_device_is_known_to_be_stored_and_whole_requests_lack_nothing(self) -> None:
+        manager, spec = self.engine.manager, self.engine.spec
+        for one in self.engine.running:
+            name, blocks = one.request_id, manager.req_to_blocks[one.request_id]
+            away = [place for place, block in enumerate(blocks) if block.is_null]
+            window = one.num_computed_tokens - spec.recent_tokens
+            assert all((place + 1) * TOKENS <= window for place in away)
+            if spec.begins_whole and name not in manager.moved:
+                assert not away and name not in manager.hot
+            elif away:
+                assert len(manager.hot[name]) == spec.hot_blocks
+                assert away == list(range(spec.sink_blocks, manager.freed_blocks[name]))
+
+    @invariant()
+    def what_was_moved_stays_moved_to_its_end(self) -> None:
+        alive = self.engine.requests.keys()
+        assert self.were_moved & alive <= self.engine.manager.moved <= alive
+        self.were_moved = set(self.engine.manager.moved)
+
+    @invariant()
+    def no_block_has_two_owners_or_none(self) -> None:
+        manager = self.engine.manager
+        held = [
+            block.block_id
+            for blocks in (*manager.req_to_blocks.values(), *manager.hot.values())
+            for block in blocks
+            if not block.is_null
+        ]
+        assert len(held) == len(set(held))
+        assert len(held) + self.engine.pool.get_num_free_blocks() == POOL - 1
+
+    @invariant()
+    def the_server_has_no_residency_of_a_request_that_has_ended(self) -> None:
+        server, books = self.engine.server, self.engine.books
+        if server.up and not server.held:
+            known = {books.residency_of(name) for name in self.engine.requests}
+            known |= {one.residency_id for one in books._residents.values()}
+            assert {name for _, name in server.residencies.open} <= known
+
+    def teardown(self) -> None:
+        """All requests end: with a server that is well, and with one that never comes back."""
+        if not hasattr(self, "engine"):
+            return
+        engine = self.engine
+        engine.server.hold = set()
+        engine.server.settle()
+        if self.returns and not engine.server.up:
+            engine.server.come_back()
+        if not self.returns and engine.server.up:
+            engine.die(empty=False)
+        for _ in range(400):
+            if not engine.requests:
+                break
+            engine.run(10)
+        assert not engine.requests, (engine.running, engine.waiting)
+        assert not engine.manager.moved and not engine.manager._begins_moved
+        assert not engine.manager.lost and not engine.books._residents
+        assert engine.pool.get_num_free_blocks() == POOL - 1
+        assert not self.returns or not engine.server.residencies.open
+
+
+TestResidents = Residents.TestCase
+TestResidents.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+# ---------------------------------------------------------------------------- requests and the pool
+
+
+def test_a_request_that_fits_stays_whole_and_one_that_outgrows_the_pool_moves_once() -> None:
+    engine = ResidentEngine()
+    engine.arrive(600, 50)
+    engine.run(75)
+    assert not engine.manager.moved and not engine.requests
+    engine = ResidentEngine()
+    for family in "ab":
+        engine.arrive(450, 200, family)
+    engine.run(130)
+    assert engine.count("moved_residencies") == 1 and not engine.preempted
+    engine.run(300)
+    assert not engine.requests and not engine.preempted
+    assert engine.count("moved_residencies") <= 2
+
+
+def test_a_hit_begins_as_a_whole_if_there_is_room_and_else_as_if_moved() -> None:
+    engine = ResidentEngine()
+    engine.arrive(500, 1)
+    engine.run(20)
+    first, second = engine.arrive(500, 60), engine.arrive(600, 60)
+    engine.run(3)
+    first_blocks, blocks = (engine.manager.req_to_blocks[name] for name in (first, second))
+    assert not any(block.is_null for block in first_blocks) and engine.manager.moved == {second}
+    assert sum(block.is_null for block in blocks) > 20
+
+
+def test_without_a_server_requests_are_preempted_as_in_vllm_and_end() -> None:
+    engine = ResidentEngine()
+    engine.die(empty=True)
+    for family in "abc":
+        engine.arrive(400, 150, family)
+    engine.run(1500)
+    assert not engine.requests and engine.preempted
+    assert not {"moved_residencies", "failed_residencies"} & engine.parts.stats.data.keys()
+
+
+def test_what_waits_begins_once_a_running_request_has_moved() -> None:
+    """It needs fewer blocks than the running one gives."""
+    engine = ResidentEngine()
+    first = engine.arrive(700, 30)
+    engine.run(25)
+    assert engine.manager.moved == set()
+    engine.arrive(500, 10, "b")
+    engine.run(1)
+    assert engine.manager.moved >= {first} and len(engine.running) == 2
+
+
+# -------------------------------------------------------------------------- requests and the server
+
+
+def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
+    """Two requests fill the server together; the first goes on, and then the other one."""
+    engine = ResidentEngine("host", most_blocks=60)
+    first, second = (engine.arrive(400, 200, family) for family in "ab")
+    # A step of the last one still reads the arena.
+    engine.requests[second].num_in_flight_tokens = 1
+    engine.run(200)
+    assert engine.books.held(engine.now_s) == [first, second]
+    assert not engine.count("parked_residencies")
+    engine.requests[second].num_in_flight_tokens = 0
+    while not engine.count("parked_residencies"):
+        engine.run(1)
+        assert engine.now_s < 200.0
+    assert {one.request_id for one in engine.running} <= {first}
+    later = engine.arrive(400, 20, "c")
+    while not engine.device.has_blocks(second):
+        engine.run(1)
+        assert not engine.device.has_blocks(later)
+    engine.run(400)
+    assert not engine.requests and not engine.count("failed_residencies")
+
+
+def test_a_lost_request_is_not_held() -> None:
+    """vLLM preempts it when it comes to it."""
+    engine = ResidentEngine("host", most_blocks=60)
+    first, second = (engine.arrive(400, 200, family) for family in "ab")
+    engine.requests[second].num_in_flight_tokens = 1
+    engine.run(200)
+    engine.books._residents[first].is_lost = True
+    assert engine.books.held(engine.now_s) == [second]
+
+
+def test_a_request_that_has_waited_long_for_room_comes_before_later_ones() -> None:
+    engine = ResidentEngine("host", most_blocks=48)
+    running, first = (engine.arrive(400, 300, family) for family in "ab")
+    engine.run(int(TURN_S / STEP_S) + 2)
+    later = engine.arrive(120, 9, "c")
+    while running in engine.requests:
+        engine.run(1)
+        assert later not in {one.request_id for one in engine.running}
+    engine.run(int(4 * ASK_AGAIN_S / STEP_S))
+    assert engine.running[0].request_id == first
+
+
+@pytest.mark.parametrize("passed_s", [STEP_S, 60.0])
+def test_blocks_that_the_server_does_not_take_end_the_request(passed_s: float) -> None:
+    """A slow step counts for a second only."""
+    engine = ResidentEngine("host")
+    name = engine.arrive(400, 300)
+    engine.excused.add(name)
+    engine.run(1, stores=False)
+    num_steps = 0
+    while name in engine.requests:
+        engine.now_s += passed_s - STEP_S
+        engine.run(1, stores=False)
+        num_steps += 1
+    assert num_steps >= TIMEOUT_S / min(passed_s, 1.0) - 1
+    assert engine.count("failed_residencies") == 1
+
+
+def test_bytes_that_are_lost_over_and_over_end_the_request() -> None:
+    """Unless a token comes between two losses."""
+    engine = ResidentEngine("host")
+    name = engine.arrive(400, 300)
+    engine.excused.add(name)
+    for _ in range(2 * MAX_LOSSES):
+        engine.run(12)
+        engine.lose([name])
+    assert name in engine.requests
+    for _ in range(MAX_LOSSES):
+        engine.run(1)
+        engine.lose([name])
+    engine.run(2)
+    assert not engine.requests and engine.count("failed_residencies") == 1
+
+
+@pytest.mark.parametrize("length", [2, 7])
+def test_an_answer_about_other_blocks_than_were_asked_for_keeps_none(length: int) -> None:
+    """A block that counts as kept leaves the device."""
+    engine = ResidentEngine("host")
+    name = engine.arrive(400, 300)
+    places = np.arange(length, dtype=np.int64)
+    answer: Future[ResidentBlocks] = Future()
+    answer.set_result(ResidentBlocks(places, places))
+    engine.parts.session.extend_residency = lambda *_: answer  # type: ignore[method-assign]
+    for _ in range(3):
+        engine.run(4, stores=False)
+        engine.begin_store(name)
+        engine.end_stores()
+    assert engine.requests[name].num_computed_tokens > 8 * TOKENS
+    assert engine.books.kept_tokens(name) == 0
+
+
+def test_what_was_asked_of_a_residency_that_was_given_up_means_nothing() -> None:
+    engine = ResidentEngine("host")
+    name = engine.arrive(400, 300)
+    engine.run(20)
+    engine.die(empty=True)
+    engine.run(1)
+    engine.server.hold = {"extend_residency"}
+    engine.server.come_back()
+    engine.run(2)
+    engine.lose([name])
+    engine.server.hold = set()
+    engine.server.settle()
+    engine.run(2)
+    assert engine.count("lost_residencies") == 1
+
+
+@pytest.mark.parametrize(("residency", "num_lost"), [("host", 1), ("auto", 0)])
+def test_an_empty_server_costs_only_what_is_not_on_the_device(
+    residency: str, num_lost: int
+) -> None:
+    engine = ResidentEngine(residency)
+    engine.arrive(400, 300)
+    engine.run(20)
+    engine.die(empty=True)
+    engine.run(1)
+    engine.server.come_back()
+    engine.run(5)
+    assert engine.count("lost_residencies") == len(engine.preempted) == num_lost
