@@ -18,7 +18,7 @@ def has_done(findings: Findings, has_disk: bool) -> bool:
 @pytest.mark.parametrize(
     ("roomy", "has_disk"),
     [
-        pytest.param(True, False, id="roomy", marks=pytest.mark.long),
+        pytest.param(True, False, id="roomy", marks=pytest.mark.campaign),
         pytest.param(False, False, id="tight", marks=pytest.mark.campaign),
         pytest.param(False, True, id="disk", marks=pytest.mark.long),
     ],

@@ -96,7 +96,7 @@ def explained(server: HttpServer, daemon: Daemon) -> int:
     "is_forked",
     [
         pytest.param(True, id="forked"),
-        pytest.param(False, id="as users do", marks=pytest.mark.long),
+        pytest.param(False, id="as users do", marks=pytest.mark.campaign),
     ],
 )
 def test_a_killed_server_finds_again_what_it_stored(

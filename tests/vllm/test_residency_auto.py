@@ -27,7 +27,10 @@ POOL = POOL_BLOCKS + 41
 """Blocks: 3,328 tokens. A request that has moved holds 41 of them, with asynchronous scheduling."""
 EXACT_AUTO = EXACT | {"residency": "auto"}
 TROUBLES = {"failed_residencies", "lost_residencies", "hook_errors", "failed_loads"}
-SCHEDULING = pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+SCHEDULING = pytest.mark.parametrize(
+    "is_async",
+    [pytest.param(True, id="async"), pytest.param(False, id="sync", marks=pytest.mark.campaign)],
+)
 
 
 def grown(one: EngineProcess, before: dict[str, float], *names: str) -> list[float]:

@@ -38,7 +38,7 @@ CALLED_BY_VLLM = {"ResidentManager", "ResidentSpec"}
     ("is_async", "later", "every", "moves"),
     [
         pytest.param(True, True, 4, 0, id="async-later"),
-        pytest.param(False, False, 2, 0, id="sync-first"),
+        pytest.param(False, False, 4, 0, id="sync-first"),
         pytest.param(True, True, 4, 5, id="async-later-moves"),
     ],
 )
