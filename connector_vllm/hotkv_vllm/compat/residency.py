@@ -368,8 +368,9 @@ class ResidentManager(FullAttentionManager):
         processed_computed_tokens: int,
         num_prompt_tokens: int | None = None,
     ) -> None:
-        """Frees the blocks that the server has pinned, as far as they are behind the recent window
-        of completed steps. vLLM calls it before it allocates for the request."""
+        """Frees the device blocks whose copies the server has pinned and whose tokens are older
+        than the recent window. The window ends at the last token of the completed steps. vLLM calls
+        this method before it allocates blocks for the request."""
         if request_id in self.hot:
             self._free(request_id, processed_computed_tokens)
 
@@ -381,8 +382,9 @@ class ResidentManager(FullAttentionManager):
             self.freed_blocks[request_id] = blocks.stop
 
     def _freeable(self, request_id: str, processed_tokens: int, stored_tokens: int) -> range:
-        """Returns the blocks behind those that were freed, up to the recent window, of which the
-        server has `stored_tokens`."""
+        """Returns the positions of the blocks that can be freed now. They follow the blocks freed
+        earlier, end before the recent window, and lie within the `stored_tokens` leading tokens
+        that the server has pinned."""
         first = max(self.spec.sink_blocks, self.freed_blocks.get(request_id, 0))
         kept = min(processed_tokens - self.spec.recent_tokens, stored_tokens)
         return range(first, min(kept // self.block_size, len(self.req_to_blocks[request_id])))

@@ -139,13 +139,14 @@ JOINING_PATIENCE_S = 5.0
 
 
 class Joining:
-    """The start of a connector whose handshakes come with a step's report, because vLLM has not
-    forwarded them (MultiConnector).
+    """Delays the first requests until all ranks have sent their handshakes. Used if vLLM does not
+    forward the ranks' handshakes (MultiConnector); they then arrive with the worker report of a
+    step.
 
-    Until all ranks have sent their handshakes, the scheduler side does not store or load, so it
-    need not revoke. Requests that arrive earlier are kept and answered "ask again". The next step
-    is therefore empty, and brings the reports within milliseconds. A rank that never answers delays
-    the first requests once, by at most `JOINING_PATIENCE_S`.
+    Until all handshakes have arrived, the scheduler side neither loads nor stores, so there are no
+    stores to revoke. It answers "ask again" for requests, so vLLM runs a step without them, and
+    that step returns the reports within milliseconds. A rank that never answers delays the first
+    requests once, by at most `JOINING_PATIENCE_S`.
     """
 
     def __init__(self, num_ranks: int) -> None:

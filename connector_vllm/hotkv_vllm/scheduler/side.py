@@ -181,8 +181,9 @@ class HotKVScheduler:
         Returns False only if a connected server did not flush. Blocks `hotkv.reset_timeout_s` at
         most.
 
-        A pause or a sleep does not empty the shared cache. Blocks computed before it are then
-        stored only if their store has begun, because vLLM may discard the KV memory.
+        vLLM also calls this method when the engine pauses or sleeps. Then the shared cache stays.
+        Of the blocks that were computed before the pause, only blocks whose store has begun are
+        stored, because vLLM may discard the KV memory.
         """
         cache = self.sharing.cache
         if cache is None:
