@@ -161,7 +161,7 @@ class _Shaped:
 def totals(
     config: SparseConfig, representation_tokens: int, vllm_config: Any, kv_cache_config: Any
 ) -> Totals:
-    """Returns the memory of a rank, which `install` allocates beside the pool."""
+    """Computes the memory of a rank: vLLM's pool, and all that `install` allocates beside it."""
     spec = residency.resident_spec(kv_cache_config)
     assert spec is not None, "not a resident engine"
     num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)

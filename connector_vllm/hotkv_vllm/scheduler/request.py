@@ -48,12 +48,13 @@ class HitState:
     computed_tokens: length of the hit in vLLM's own prefix cache when the lease was acquired.
     leased: positions of the leased blocks, per group. The lease omits the positions `left_out` of
         the first group.
-    ready: masks of the leased blocks that the server has pinned, per group.
+    ready: per group, which blocks of the hit are pinned, from the group's first block on. The
+        blocks in `left_out` count as pinned.
     represented: by group, which leased blocks have a pinned representation too.
     hint: masks of the blocks that were ready when the request arrived, per group; None if not
         known.
     unproved_loads: number of started loads whose completion has not been reported.
-    asked: durations of the server calls for this hit.
+    asked: the measured times of the server calls for this hit.
     miss: reason why the last answer to vLLM was not a longer hit.
     """
 

@@ -1,11 +1,11 @@
 """The connector's scheduler side: answers vLLM's scheduler and plans each step's loads and stores.
 
 Holds the parts that live as long as the engine:
-- `sharing`: whether there is a cache, and its key space.
-- `requests`: the state of each request.
-- `steps`: the work of the workers.
-- `events`: the shared cache's blocks, told as this engine's.
-- `residents`: requests that outgrow the device.
+- `sharing` decides whether there is a cache, and its key space.
+- `requests` holds the state of each request.
+- `steps` plans the work of the workers.
+- `events` publishes the shared cache's blocks as this engine's.
+- `residents` manages requests that outgrow the device.
 
 Runs in the scheduler's thread. After the start only two calls block: a reset, and a hit for as long
 as `hits.Patience` allows. Without a cache every hook returns after one test.
