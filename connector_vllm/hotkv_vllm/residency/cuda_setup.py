@@ -203,7 +203,8 @@ def _workspace(
     sizes: tuple[int, int, int],
     device: Device,
 ) -> Workspace:
-    """Returns the workspace. `sizes`: KV heads, tokens of a block, and channels of a head."""
+    """Allocates the kernels' workspace (tables and scratch memory). `sizes`: KV heads, tokens of a
+    block, and channels of a head."""
     heads, block_tokens, head_size = sizes
     scheduler = vllm_config.scheduler_config
     num_rows = max(
