@@ -1,4 +1,4 @@
-"""The edge between vLLM and the connector: no exception of hotkv passes it.
+"""Guards the calls from vLLM into the connector (hooks): no exception of hotkv reaches vLLM.
 
 Each hook names a fallback. If the hook raises, vLLM gets the fallback's answer; `FALLBACKS` says
 why that is safe.
@@ -203,7 +203,8 @@ def hook(
     """Decorates a hook: records its time and stops its exceptions before they reach vLLM. The
     decorated method's object must have an attribute `edge`, a HookEdge.
 
-    of: whose hook it is, if not the connector's own; part of its name.
+    of: the part that has the hook, if it is not the connector itself (such as `tier`); becomes a
+        prefix of the hook's name.
     otherwise: the fallback, called with the object and the hook's arguments if the hook raises.
     last: the answer if the fallback raises too.
     is_part: the method is part of another hook. It is not timed, and the hook goes on if it raises.

@@ -1,8 +1,8 @@
-"""The seam between connector and client: the session as the connector uses it, and the function
-that opens it.
+"""The part of hotkv's client that the connector uses: the session's interface, and the function
+that opens a session.
 
-Nothing here blocks. A change of a session's state is logged once, never per request. A session that
-is missing is a warning, and the line that there is a session again takes it back.
+No function here blocks. A change of a session's state is logged once, never per request. The loss
+of a session is logged as a warning; when there is a session again, this is logged too.
 """
 
 import logging
@@ -164,7 +164,7 @@ def open_session(
 
 
 def say_on(session: CacheSession, target: str) -> None:
-    """Logs that hotkv is on, and how much of the key space is there."""
+    """Logs that hotkv is on, and how many blocks of the key space the server has."""
     logger.info(
         "hotkv on: %s of this model's KV are here (%s)", human_bytes(session.stored_bytes), target
     )

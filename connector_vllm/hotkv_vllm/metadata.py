@@ -121,7 +121,8 @@ class StoreReport:
 
 
 STILL_CONNECTING = "not connected yet"
-"""Why a rank has no session before its first try has ended."""
+"""The reason that a rank reports for having no session, until its first try to connect has
+ended."""
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ OUTSIDE_STEPS = frozenset(
         "shutdown",
     }
 )
-"""Hooks that run while no request waits."""
+"""Hooks that vLLM calls at start and shutdown, while no request waits."""
 
 
 class HotKVStats(KVConnectorStats):

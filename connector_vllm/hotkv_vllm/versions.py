@@ -1,8 +1,8 @@
-"""Which versions of vLLM hotkv works with: those that it is tested with, and every other whose
-sources still have all that hotkv uses of them (`compat.uses`).
+"""Decides whether hotkv works with the installed version of vLLM. It works with the tested
+versions, and with every version whose sources still have the API that hotkv uses (`compat.uses`).
 
 With any other version hotkv is off and the engine runs without it: hooks whose meaning has changed
-could serve wrong KV, and an engine that does not start is worse than one without a cache.
+could serve wrong KV, and an engine that does not start is worse than an engine without a cache.
 `hotkv.allow_untested_vllm` turns hotkv on nevertheless.
 """
 
@@ -22,10 +22,11 @@ logger = logging.getLogger("vllm.hotkv")
 
 
 def why_off(door: str, allow_untested: bool) -> str:
-    """Returns why a door is off with this version of vLLM; empty if it is on.
+    """Returns why a door (one of hotkv's two connectors) is off with this version of vLLM; empty if
+    it is on.
 
-    An untested version is on with `allow_untested`, or if all uses of its API check out, which the
-    log then says.
+    With an untested version it is on with `allow_untested`, or if vLLM still has the whole API that
+    the door uses; this is then logged.
     """
     if allow_untested:
         return ""
@@ -38,7 +39,7 @@ def why_off(door: str, allow_untested: bool) -> str:
 
 
 def why_not_imported(error: ImportError, door: str = OWN) -> str:
-    """Returns what to tell an engine whose vLLM lacks a name that a door imports."""
+    """Returns the reason to log if vLLM lacks a name that a door imports."""
     return f"hotkv works with vLLM {uses.span(door)}, and this is {VERSION}: {error}"
 
 
@@ -49,5 +50,5 @@ def _say_once(text: str) -> None:
 
 @functools.cache
 def _answer(door: str, version: str) -> uses.Answer:
-    """Compares once in a process."""
+    """Returns `uses.answer`, which is computed once per process."""
     return uses.answer(door, version)

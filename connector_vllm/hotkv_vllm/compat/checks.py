@@ -1,4 +1,4 @@
-"""Questions of hotkv about an engine, and the few settings of it that hotkv changes.
+"""Answers hotkv's questions about an engine, and sets the few settings of vLLM that hotkv changes.
 
 Reads `ParallelConfig` (context-parallel sizes, `nnodes_within_dp`, `distributed_executor_backend`),
 `KVCacheConfig.needs_kv_cache_zeroing`, `VllmConfig.use_v2_model_runner`,
@@ -187,11 +187,11 @@ def name_connector(name: str, module: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """The place of a rank's shard in a slot.
+    """The place of a rank's shard (its part of a block) in a slot.
 
-    rank: counts the engine's ranks.
-    is_writer: True for the first of the ranks that hold the same KV; only it writes.
-    stage: counts the stages of the engine's pipeline.
+    rank: index of the rank in the engine.
+    is_writer: True for the first of the ranks that hold the same KV; only this rank stores it.
+    stage: index of the rank's pipeline stage.
     """
 
     rank: int

@@ -1,11 +1,11 @@
-"""What vLLM's sources define: names of modules, members and bases of classes, parameters, annotated
-types.
+"""Reads from vLLM's source files which names they define: modules, members and bases of classes,
+parameters, annotated types.
 
-Found on syntax trees: nothing is imported or run. What can't be told (names of other packages,
-values without an annotation) is None, and nobody checks it. A file is cut at its top-level
-statements, and only those are parsed that may define a name which is asked for: a comparison at an
-engine's start reads some forty files of vLLM's. A statement that can't be parsed alone makes the
-whole file be parsed.
+It reads syntax trees, and imports or runs no code of vLLM. If a definition or type can't be
+determined (names of other packages, values without an annotation), the result is None, and hotkv
+does not check that name. An engine's start compares about forty files of vLLM. To be fast, a file
+is cut at its top-level statements, and only statements that may define the requested name are
+parsed. If a statement can't be parsed alone, the whole file is parsed.
 """
 
 import ast
@@ -18,14 +18,14 @@ from typing import Protocol
 
 
 class Readable(Protocol):
-    """One version's sources. A path begins with `vllm/`."""
+    """The source files of one version of vLLM. Paths begin with `vllm/`."""
 
     def read(self, path: str) -> str | None:
         """Returns a file's text; None if there is no such file."""
 
 
 class Files:
-    """Sources in a folder that has `vllm`."""
+    """Source files below a folder that contains the folder `vllm`."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -68,14 +68,15 @@ class Found:
 
 @dataclass(frozen=True)
 class Instance:
-    """The type of a value: an instance of a class of vLLM's."""
+    """The type of a value that is an instance of `cls`, a class of vLLM."""
 
     cls: Found
 
 
 @dataclass(frozen=True)
 class Items:
-    """The type of a value that is iterated; `mapped` is that of a mapping's values."""
+    """The type of a collection or mapping. `item` is the type of its items or keys, `mapped` the
+    type of a mapping's values (None for a collection)."""
 
     item: "Type"
     mapped: "Type" = None
@@ -83,14 +84,15 @@ class Items:
 
 @dataclass(frozen=True)
 class Row:
-    """The type of a tuple of fixed length."""
+    """The type of a tuple of fixed length, with the type of each item."""
 
     items: tuple["Type", ...]
 
 
 @dataclass(frozen=True)
 class Scope:
-    """A class or module itself, whose names are read. `name`: the full name it was found by."""
+    """The type of an expression that is itself a class or module, whose attributes are read.
+    `name`: the full name by which it was found."""
 
     found: Found
     name: str
@@ -112,7 +114,8 @@ def told(kind: Type) -> str:
 
 
 def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a body, also those in its branches; TYPE_CHECKING counts as true."""
+    """Yields the statements of a body, and of its `if` and `try` branches. TYPE_CHECKING counts as
+    true."""
     for node in body:
         yield node
         if isinstance(node, ast.Match):
@@ -130,16 +133,17 @@ def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 STARTS = re.compile(r"^(?!(?:else|elif|except|finally)\b)[A-Za-z_@]", re.MULTILINE)
-"""Begins a top-level statement, or a line of a text that stands at the margin."""
+"""Matches the begin of a top-level statement. Also matches a line of a multi-line string that is
+not indented."""
 HEADER = re.compile(r"(?:async\s+)?(?:class|def)\s+(\w+)")
 
 
 METHOD = re.compile(r"^    (?:async )?def ", re.MULTILINE)
 COLON = re.compile(r":[ \t]*(?:#.*)?$", re.MULTILINE)
-"""Ends a method's parameters: in its first line, or after the bracket that closes them."""
+"""Matches the colon at the end of a method's signature."""
 CLOSING = re.compile(r"^    \)", re.MULTILINE)
 NEXT = re.compile(r"^ {0,4}[^\s)#]", re.MULTILINE)
-"""Begins whatever follows a method."""
+"""Matches the begin of the statement after a method."""
 
 
 def without_bodies(text: str) -> str:
@@ -163,7 +167,7 @@ def without_bodies(text: str) -> str:
 
 
 class Module:
-    """One file, parsed as far as it is asked for. Raises SyntaxError if it can't be."""
+    """One source file, parsed only as far as needed. Raises SyntaxError if it can't be parsed."""
 
     node = ast.Module([], [])
     """Stands for a module in `Found`."""
@@ -232,10 +236,10 @@ class Module:
 
 
 class Names:
-    """Definitions in one version's sources. Raises SyntaxError if a file can't be parsed.
+    """Finds definitions in one version's sources. Raises SyntaxError if a file can't be parsed.
 
-    is_whole: parse files as a whole. Without it a definition may be overlooked, if a file is not
-    laid out as a formatter does it.
+    is_whole: True to parse whole files. Otherwise only parts are parsed, which is faster but may
+        overlook a definition in a file that is not formatted as a code formatter does it.
     """
 
     def __init__(self, source: Readable, *, is_whole: bool) -> None:
@@ -271,8 +275,9 @@ class Names:
     def lookup(
         self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()
     ) -> Found | None:
-        """Returns a name in a module's scope, followed to where it is defined; None for those of
-        other packages. `seen`: names on the way."""
+        """Returns the definition of a name in a module's scope, also if the name is imported from
+        another module. None for names of other packages. `seen`: names passed on the way, which
+        stops loops."""
         if seen:
             return self._lookup(module, name, seen)
         if (module, name) not in self._found:
@@ -377,8 +382,8 @@ class Names:
         return None
 
     def constructor(self, cls: Found) -> ast.arguments | None:
-        """Parameters of a class's constructor, a dataclass's fields included; None if they can't be
-        told."""
+        """Returns the parameters of a class's constructor, including a dataclass's fields; None if
+        they can't be determined."""
         init = self.member(cls, "__init__")
         if init is not None and isinstance(init.node, FunctionDef):
             return init.node.args
@@ -405,7 +410,7 @@ class Names:
         )
 
     def abstract(self, cls: Found) -> list[str]:
-        """Returns the methods that a class asks its subclasses for."""
+        """Returns the methods that subclasses of a class must define."""
         found: dict[str, bool] = {}
         for one in self.bases(cls):
             for name, node in body_members(one.node).items():
@@ -481,7 +486,8 @@ class Names:
 
 
 def own_members(cls: ast.AST) -> dict[str, ast.AST]:
-    """Members that a class's own body defines; attributes that its methods set too."""
+    """Returns the members that a class's own body defines, and the attributes that its methods
+    set."""
     assert isinstance(cls, ast.ClassDef)
     return set_members(cls) | body_members(cls)
 
@@ -553,7 +559,7 @@ class Call:
 
     positional: names of the parameters that get positional arguments.
     keywords: names of those passed by name, in order.
-    is_open: it also passes `*` or `**`, whose length nobody knows.
+    is_open: True if it also passes `*` or `**` arguments, whose number is not known.
     """
 
     positional: tuple[str, ...]

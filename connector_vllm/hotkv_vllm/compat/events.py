@@ -1,4 +1,4 @@
-"""Events of the shared cache as vLLM's classes.
+"""Converts events of the shared cache to vLLM's event classes.
 
 Media are named as the server names them when it publishes itself: host memory is CPU; a tier is
 STORAGE, with the locality LOCAL for the server's disk and REMOTE for a store that nodes share.

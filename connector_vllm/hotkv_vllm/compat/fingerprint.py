@@ -128,7 +128,8 @@ HARMLESS: Mapping[str, frozenset[str]] = {
         "specialize_active_lora fully_sharded_loras"
     ),
 }
-"""By name of a config class (or a base of it): fields that do not change KV."""
+"""By name of a config class of vLLM (or of a base of it): the fields that do not change the bytes
+of KV."""
 
 HARMLESS_ENVIRONMENT = _names("""
     # Build and packaging.

@@ -1,5 +1,5 @@
-"""vLLM's KV cache groups as hotkv's: their kinds, block sizes and windows, and which belong to a
-drafter.
+"""Translates vLLM's KV cache groups into hotkv's: their kinds, block sizes and windows, and which
+of them belong to a drafter.
 
 Reads `KVCacheConfig.kv_cache_groups` and each group's `kv_cache_spec`, `prefix_cacheable_group_ids`
 and `cache_hit_alignment_tokens`, the context-parallel sizes of `parallel_config`, and

@@ -35,7 +35,8 @@ STRIDE_BYTES = 1 << 20
 CHUNK_BYTES = 8 << 20
 MAX_HEADER_BYTES = 256 << 20
 MAX_SLICES = 4096
-"""A stacked tensor with more slices is sampled like a tensor without slices."""
+"""Largest number of slices of a stacked tensor (such as all experts of a layer) that are sampled
+separately. A tensor with more slices is sampled like a tensor without slices."""
 MAX_LINKS = 40
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".ckpt")
 SIDE_FILES = (

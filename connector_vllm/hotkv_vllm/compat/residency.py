@@ -1,5 +1,6 @@
-"""vLLM's side of residency: a KV cache spec whose old blocks live in host memory, the manager of
-its blocks, and the number of blocks that a request holds on the device.
+"""Residency (old blocks of long contexts only in the server's memory) as vLLM's classes: a KV cache
+spec for such layers, the manager of their blocks, and the number of blocks that a request holds on
+the device.
 
 A request holds its first blocks (sinks), the recent window together with tokens in flight, and hot
 slots. A hot slot is a block of vLLM's pool that belongs to no position and has contents of its own
@@ -7,7 +8,7 @@ in each layer. All other complete blocks return to the pool once `ResidentManage
 says that the server has pinned them; the block table then has the null block in their place.
 
 With `residency = "auto"` a request holds all its blocks and no hot slots until it is moved
-(`ResidentManager.moved`). From then on it is as above, to its end.
+(`ResidentManager.moved`). From then on to its end it holds blocks as described above.
 
 Always true:
 - No block is freed before the server has pinned its bytes.
@@ -41,8 +42,8 @@ from hotkv_vllm.residency.moves import Demand, Relief
 
 
 SPARE_SLOTS = 8
-"""Hot slots beyond the capacity of a hot set. Blocks arrive here before the next step adopts them.
-"""
+"""Number of hot slots beyond the capacity of a hot set. They receive blocks that are copied ahead,
+and that the next step adds to the hot set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +134,8 @@ class ResidentManager(FullAttentionManager):
     `freed_blocks`: by request, the end of the freed blocks, which begin behind the sinks.
     `hot`: the hot slots by request.
     `moved`: with `begins_whole`, requests that are no longer on the device as a whole.
-    `awaited`: with `begins_whole`, the fewest blocks of each request that waited for its turn when
-        the step began.
+    `awaited`: with `begins_whole`, for each request that waited for admission when the step began,
+        the fewest blocks with which it can begin.
     """
 
     def __init__(self, kv_cache_spec: ResidentSpec, **more: Any) -> None:
@@ -164,7 +165,7 @@ class ResidentManager(FullAttentionManager):
         return tuple([] for _ in kv_cache_group_ids), 0
 
     def new_step_starts(self) -> None:
-        """Notifies the scheduler side, before vLLM plans a step."""
+        """Notifies the scheduler side that vLLM is about to plan a step. vLLM calls this method."""
         super().new_step_starts()
         self.step_starts()
 
@@ -184,7 +185,8 @@ class ResidentManager(FullAttentionManager):
         return self._most_blocks(request_id, num_tokens) > self.spec.whole_blocks
 
     def _most_blocks(self, request_id: str, num_tokens: int) -> int:
-        """Returns the blocks of a request of `num_tokens`, or with which it was admitted."""
+        """Returns the number of blocks of a request of `num_tokens`, or of the longer length with
+        which it was admitted."""
         return _blocks(max(num_tokens, self._longest.get(request_id, 0)), self.block_size)
 
     def _is_moved(self, request_id: str) -> bool:
@@ -193,7 +195,7 @@ class ResidentManager(FullAttentionManager):
     # -------------------------------------------------------------------------------- allocation
 
     def needs(self, request_id: str, num_tokens: int) -> int:
-        """Returns the blocks that a running request lacks to have `num_tokens`."""
+        """Returns how many more blocks a running request must allocate to have `num_tokens`."""
         held = len(self.req_to_blocks.get(request_id, ()))
         lacks = max(0, _blocks(num_tokens, self.block_size) - held)
         return lacks + self._missing_hot(request_id, num_tokens)
@@ -242,9 +244,9 @@ class ResidentManager(FullAttentionManager):
         return needed + self._missing_hot(request_id, num_tokens)
 
     def _decide(self, request_id: str, num_tokens: int, is_hit: bool) -> None:
-        """Decides whether a request that has no blocks begins as if it had been moved: if it does
-        not fit (`room_for`), and the server has room for it. It is decided anew until the request
-        has blocks."""
+        """Decides whether a request without blocks begins as if it had been moved. It does if its
+        blocks do not fit (`room_for`) and the server has room for them. The decision is made anew
+        until the request has blocks."""
         self._begins_moved.discard(request_id)
         free = self.block_pool.get_num_free_blocks()
         needed = self._most_blocks(request_id, num_tokens)
@@ -257,9 +259,10 @@ class ResidentManager(FullAttentionManager):
             self._begins_moved.add(request_id)
 
     def room_for(self, request_id: str, is_hit: bool) -> int:
-        """Returns the free blocks that a request without blocks may take as a whole: those that no
-        prompt under way needs. A hit leaves room to the requests that wait too: if it were moved
-        for their sake, it would have been loaded in vain."""
+        """Returns how many free blocks a request without blocks may use to begin on the device as a
+        whole. Blocks that admitted prompts still need do not count. For a hit, blocks that other
+        waiting requests need do not count either: if the hit were moved to make room for them, its
+        load would have been in vain."""
         room = self.block_pool.get_num_free_blocks() - self.promised_blocks
         if is_hit:
             room -= sum(
@@ -270,8 +273,9 @@ class ResidentManager(FullAttentionManager):
         return room
 
     def _gap(self, request_id: str, computed_tokens: int, num_held: int) -> tuple[int, int]:
-        """Returns the blocks [first, last) of a hit that are neither allocated nor loaded: those
-        between the sinks and the recent window that the server has pinned for the request."""
+        """Returns the positions [first, last) of a hit's blocks that are neither allocated nor
+        loaded. These blocks lie between the sinks and the recent window, and the server has pinned
+        them for the request."""
         first = max(self.spec.sink_blocks, num_held)
         kept = min(computed_tokens - self.spec.recent_tokens, self.stored_tokens(request_id))
         if not self._outgrows(request_id, computed_tokens):
@@ -331,7 +335,7 @@ class ResidentManager(FullAttentionManager):
 
     @property
     def promised_blocks(self) -> int:
-        """Returns the blocks that the admitted requests still need for their prompts."""
+        """Returns how many more blocks the admitted requests need for their prompts."""
         return sum(self._promised(name, self._is_moved(name)) for name in self.req_to_blocks)
 
     def _promised(self, request_id: str, is_moved: bool) -> int:
@@ -341,7 +345,7 @@ class ResidentManager(FullAttentionManager):
         return max(0, needed - len(self.req_to_blocks[request_id]))
 
     def relief(self, request_id: str, processed_tokens: int, stored_tokens: int) -> Relief:
-        """Returns what it gives to move a request."""
+        """Returns how many blocks the pool gains if the request is moved."""
         blocks = self._freeable(request_id, processed_tokens, stored_tokens)
         return Relief(
             len(blocks) - self.spec.hot_blocks,
@@ -349,7 +353,8 @@ class ResidentManager(FullAttentionManager):
         )
 
     def move(self, request_id: str, processed_tokens: int) -> None:
-        """Frees the blocks of a request that the server has pinned, and gives it hot slots."""
+        """Moves a request off the device: frees the blocks that the server has pinned, and
+        allocates its hot slots."""
         self.moved.add(request_id)
         self._free(request_id, processed_tokens)
         self._take_hot(request_id, self.spec.hot_blocks)
@@ -368,8 +373,9 @@ class ResidentManager(FullAttentionManager):
         processed_computed_tokens: int,
         num_prompt_tokens: int | None = None,
     ) -> None:
-        """Frees the blocks that the server has pinned, as far as they are behind the recent window
-        of completed steps. vLLM calls it before it allocates for the request."""
+        """Frees the device blocks whose copies the server has pinned and whose tokens are older
+        than the recent window. The window ends at the last token of the completed steps. vLLM calls
+        this method before it allocates blocks for the request."""
         if request_id in self.hot:
             self._free(request_id, processed_computed_tokens)
 
@@ -381,8 +387,9 @@ class ResidentManager(FullAttentionManager):
             self.freed_blocks[request_id] = blocks.stop
 
     def _freeable(self, request_id: str, processed_tokens: int, stored_tokens: int) -> range:
-        """Returns the blocks behind those that were freed, up to the recent window, of which the
-        server has `stored_tokens`."""
+        """Returns the positions of the blocks that can be freed now. They follow the blocks freed
+        earlier, end before the recent window, and lie within the `stored_tokens` leading tokens
+        that the server has pinned."""
         first = max(self.spec.sink_blocks, self.freed_blocks.get(request_id, 0))
         kept = min(processed_tokens - self.spec.recent_tokens, stored_tokens)
         return range(first, min(kept // self.block_size, len(self.req_to_blocks[request_id])))
@@ -548,16 +555,18 @@ class DevicePool:
         return spec is None or -(-self.longest(request) // spec.block_size) <= spec.whole_blocks
 
     def left_out(self, hit_tokens: int) -> range:
-        """Returns the blocks of a hit that need not come to the device if the server pins them all
-        for the request. Agrees with `ResidentManager._gap`. With `begins_whole` it is decided
-        only when the request gets its blocks, so all blocks are leased."""
+        """Returns the positions of a hit's blocks that need not be loaded if the server pins them
+        all for the request. Agrees with `ResidentManager._gap`. Empty in an engine without
+        residency, and with `begins_whole`: there it is decided only when the request gets its
+        blocks, so all blocks are leased."""
         spec = self.spec
         return range(0) if spec is None or spec.begins_whole else spec.gap(hit_tokens)
 
     # ------------------------------------------------------------------- requests that may be whole
 
     def stays_whole(self, request: Any) -> bool:
-        """Returns True if the request was not moved, and the pool is large enough for it."""
+        """Returns True if the request was not moved, and the whole pool is large enough for all its
+        blocks."""
         spec = self.spec
         if spec is None or not spec.begins_whole or self._is_moved(request.request_id):
             return False
@@ -575,8 +584,8 @@ class DevicePool:
         return -(-int(request.num_tokens) // spec.block_size) <= room
 
     def demand(self, has_room: Callable[[str], bool]) -> Demand | None:
-        """Returns what the coming step asks of the pool; None if it is surely large enough, or if
-        no request can be moved."""
+        """Returns how many blocks the coming step needs; None if the pool is surely large enough,
+        or if no request can be moved."""
         spec, manager, scheduler = self.spec, self._manager, self._scheduler
         if spec is None or not spec.begins_whole or manager is None or scheduler is None:
             return None
@@ -603,8 +612,8 @@ class DevicePool:
         return Demand(free, manager.promised_blocks, running, first)
 
     def _first_needs(self, has_room: Callable[[str], bool]) -> int | None:
-        """Returns the fewest blocks with which vLLM admits the request that waits first; None if
-        none waits, or no more may run."""
+        """Returns the fewest blocks with which vLLM admits the first waiting request. Returns None
+        if no request waits, or if vLLM may not run more requests."""
         spec, scheduler = self.spec, self._scheduler
         assert spec is not None
         if len(scheduler.running) >= scheduler.max_num_running_reqs:
@@ -625,7 +634,8 @@ class DevicePool:
         return [request.request_id for request in self._scheduler.running]
 
     def relief(self, request_id: str, stored_tokens: int) -> Relief | None:
-        """Returns what it gives to move a request; None if it has no blocks or was moved."""
+        """Returns how many blocks the pool gains if the request is moved; None if it has no blocks
+        or was moved already."""
         manager = self._manager
         if manager is None or not self.has_blocks(request_id) or self._is_moved(request_id):
             return None
@@ -658,8 +668,8 @@ class DevicePool:
         return request is not None and bool(request.num_in_flight_tokens)
 
     def num_freed(self, request_id: str) -> int:
-        """Returns the end of the request's freed blocks, which begin behind the sinks; 0 if none
-        was freed."""
+        """Returns the position at which the request's freed blocks end; they begin after the sinks.
+        0 if no block was freed."""
         return 0 if self._manager is None else self._manager.freed_blocks.get(request_id, 0)
 
     def has_away(self, request_id: str) -> bool:

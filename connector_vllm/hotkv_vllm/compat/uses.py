@@ -1,13 +1,14 @@
-"""Whether a vLLM that hotkv was not tested with still has what hotkv uses of it.
+"""Checks whether an untested version of vLLM still has the API that hotkv uses.
 
-`uses.json` lists those uses, by door: what the connector needs of vLLM's modules, classes, members,
-calls and hooks, and every KV cache spec class and attention backend that somebody has looked at.
-`make fix` generates it from the sources of the tested versions (`tools/vllm_list.py`). Here it is
-compared with the sources of another vLLM: of the installed one when an engine starts, which takes
-less than .2 s, or of a release (the nightly comparison).
+`uses.json` lists this API for each door (one of hotkv's two connectors): the modules, classes,
+members, calls and hooks of vLLM that the door uses, and every KV cache spec class and attention
+backend that an author has reviewed. `make fix` generates the list from the sources of the tested
+versions (`tools/vllm_list.py`). This module compares the list with the sources of another version:
+with the installed vLLM when an engine starts, which takes less than 0.2 s, or with a release (the
+nightly comparison).
 
-Always true: vLLM is not imported, only its source files are read, and only those that the list
-leads to. What differs is named. Nothing is kept on disk.
+Always true: vLLM is not imported. Only the source files that the list refers to are read. Each
+difference is named in the result. No result is kept on disk.
 
 `python -m hotkv_vllm.compat.uses VERSION` prints the answers for the installed vLLM as JSON; `hotkv
 doctor` runs it.
@@ -50,23 +51,25 @@ TESTED: Mapping[str, tuple[Line, Line]] = {
     OWN: ((0, 32), (0, 33)),
     OFFLOADING: ((0, 32), (0, 33)),
 }
-"""First and last release line, both included; a line's patch releases belong to it."""
+"""By door: the first and the last tested release line (major, minor), both included. A line
+includes its patch releases."""
 
 LEFT_OUT: Mapping[str, Mapping[Line, str]] = {
     OWN: {(0, 31): "no CacheHitSource; KVCacheConfig lacks hash_block_size"},
     OFFLOADING: {(0, 31): "KVCacheConfig lacks hash_block_size"},
 }
-"""Older lines that `make check` compares too, and why a door can't work with them."""
+"""By door: older release lines that `make check` compares too, each with the reason why the door
+can't work with it."""
 
 
 def span(door: str) -> str:
-    """Returns the tested lines as text."""
+    """Returns the tested release lines of a door as text, such as `0.32 to 0.33`."""
     first, last = TESTED[door]
     return f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
 
 
 def is_tested(door: str, version: str) -> bool:
-    """Returns whether a version's release line is tested."""
+    """Returns True if a version's release line is tested with this door."""
     release = re.match(r"(\d+)\.(\d+)", version)
     first, last = TESTED[door]
     return release is not None and first <= (int(release[1]), int(release[2])) <= last
@@ -84,14 +87,15 @@ ENUMS = ("AttentionBackendEnum", "MambaAttentionBackendEnum")
 
 @dataclass
 class Form:
-    """What one use relies on.
+    """The properties of one name of vLLM on which hotkv relies. A property is empty if hotkv does
+    not rely on it.
 
     kind: `class`, `function`, `module`, `value`, `method`, `classmethod`, `staticmethod`.
-    gives: type of the value, or of what a call returns, if the next use builds on it.
-    calls: the ways it is called (`Call` as text).
-    signature: of a hook that hotkv overrides.
-    abstract: the methods that a class which hotkv subclasses asks for.
-    callers: methods of the same class that call this one, if hotkv tells callers apart.
+    gives: type of the value, or of a call's result, if another use depends on it.
+    calls: the forms in which hotkv calls it (`Call` as text).
+    signature: parameters of a hook that hotkv overrides.
+    abstract: for a class that hotkv subclasses, the methods that subclasses must define.
+    callers: methods of the same class that call this method, if hotkv distinguishes callers.
     """
 
     kind: str
@@ -106,7 +110,7 @@ class Form:
         return cls(**{**entry, "calls": set(entry.get("calls", ()))})
 
     def entry(self) -> dict[str, Any]:
-        """Returns the form as JSON has it, without empty parts."""
+        """Returns the form as a JSON object, without empty parts."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         values["calls"] = sorted(self.calls)
         return {name: value for name, value in values.items() if value}
@@ -114,8 +118,8 @@ class Form:
 
 @dataclass(frozen=True)
 class Uses:
-    """The list. A use has a form for each version that the list was made from, None if it is not
-    there in one; forms that are equal are listed once."""
+    """The contents of `uses.json`. For each use the list has the forms that it has in the versions
+    `made_from`. None stands for a version without the name. Equal forms are listed once."""
 
     made_from: tuple[str, ...]
     specs: frozenset[str]
@@ -143,7 +147,7 @@ class Uses:
 
 
 def form_of(names: Names, found: Found, *, is_member: bool) -> Form:
-    """Returns kind and type of a definition."""
+    """Returns a form with the kind and type of a definition."""
     node = found.node
     if isinstance(node, FunctionDef):
         kind = kind_of(node) if is_member else "function"
@@ -181,16 +185,17 @@ def backends(names: Names, enum: str) -> set[str]:
 
 
 def differences(source: Readable, door: str, uses: Uses) -> list[str]:
-    """Returns a line for each use of a door that does not check out in a version's sources, and for
-    each spec class and backend that is unknown. Raises SyntaxError."""
+    """Returns a line for each use of a door that fits none of its forms in a version's sources, and
+    for each spec class and backend that the list does not know. Raises SyntaxError."""
     names = Names(source, is_whole=False)
     found = {**changed_uses(source, names, door, uses), **unknown_kinds(names, uses)}
     return list(found)
 
 
 def changed_uses(source: Readable, names: Names, door: str, uses: Uses) -> dict[str, None]:
-    """Returns a line for each use that does not check out, in order. `names`: of the sources, and
-    quick; a use that does not check out by them is looked at again with whole files."""
+    """Returns a line for each use that fits none of its forms, in order. `names`: the definitions
+    in the sources, from files parsed in part; a use that does not fit is checked again with files
+    parsed as a whole."""
     whole = Names(source, is_whole=True)
     found: dict[str, None] = {}
     for module, entries in uses.doors[door].items():
@@ -214,14 +219,14 @@ def unknown_kinds(names: Names, uses: Uses) -> dict[str, None]:
 
 
 def _differs(names: Names, module: str, name: str, forms: Sequence[Form | None]) -> str:
-    """Returns how a use differs from each of its forms, by the last of them; empty if it checks
-    out."""
+    """Returns an empty text if a use fits one of its forms. Otherwise says how it differs from the
+    last form."""
     problems = [_differs_from(names, module, name, form) for form in forms]
     return next(one for one in reversed(problems) if one) if all(problems) else ""
 
 
 def _differs_from(names: Names, module: str, name: str, form: Form | None) -> str:
-    """Returns how a use differs from this form; empty if it checks out."""
+    """Returns how a use differs from this form; empty if it fits."""
     first, _, member = name.partition(".")
     found = names.find(f"{module}.{first}")
     if form is None:
@@ -253,7 +258,8 @@ def _differs_from(names: Names, module: str, name: str, form: Form | None) -> st
 
 
 def _refuses(names: Names, name: str, found: Found, form: Form) -> str:
-    """Returns why a class or function does not take a call of the list; empty if it does."""
+    """Returns why a class or function does not accept a call of the list; empty if it accepts all
+    of them."""
     if not form.calls:
         return ""
     if isinstance(found.node, FunctionDef):
@@ -274,11 +280,11 @@ def _refuses(names: Names, name: str, found: Found, form: Form) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """Whether a door works with a version.
+    """Says whether a door (one of the two connectors) works with a version of vLLM.
 
-    changed: what differs; None if the version is tested, and nothing was compared.
-    num_uses: how many uses were compared.
-    took_s: how long the comparison took.
+    changed: a line per difference; None if the version is tested, so that no comparison was made.
+    num_uses: number of compared uses.
+    took_s: duration of the comparison, seconds.
     """
 
     door: str
@@ -316,8 +322,8 @@ def installed() -> Readable | None:
 
 
 def answer(door: str, version: str, source: Readable | None = None) -> Answer:
-    """Returns whether a door works with a version; compares only versions that are not tested.
-    `source`: its sources, or the installed ones."""
+    """Returns whether a door works with a version. Compares sources only if the version is not
+    tested. `source`: the version's sources; None for the installed vLLM."""
     if is_tested(door, version):
         return Answer(door, version)
     started_s = perf_counter()
@@ -343,7 +349,7 @@ def answer(door: str, version: str, source: Readable | None = None) -> Answer:
 
 
 def main(version: str) -> None:
-    """Runs the command."""
+    """Prints the answers of all doors for the installed vLLM, as JSON."""
     doors = Uses.read(LIST.read_text(encoding="utf-8")).doors
     answers = [answer(door, version) for door in DOORS if door in doors]
     last = TESTED[OWN][1]

@@ -1,1 +1,1 @@
-"""Decides when a hit is worth its time."""
+"""Decides whether a hit is loaded or computed, by which of the two is faster."""

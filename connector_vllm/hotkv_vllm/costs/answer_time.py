@@ -1,6 +1,7 @@
-"""Measures how long the server takes for an answer, even if the engine looks at it late.
+"""Measures how long the server takes to answer a call.
 
-An engine looks between its steps, which may take longer than the answer. Any thread.
+The engine reads an answer only between its steps, possibly long after it has arrived. So the time
+is taken when the answer arrives. Any thread.
 """
 
 import time

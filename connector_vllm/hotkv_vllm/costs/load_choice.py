@@ -4,10 +4,10 @@ The engine measures the server's time for answers and loads, and its own time fo
 server's time counts: an engine that is busy would wait between two steps in any case.
 
 Always true: a load has a time limit, the time to compute its hit, as soon as that is known. While
-loads lose against prefill, TRIED_SHARE of the prefill time of such hits is spent on trials of
-loading. A trial that exceeds its time limit makes a debt, and no trial begins until the debt is
-paid. The debt is bounded by the usual time of trials, because one stall says little about the next
-trial, and it fades with time.
+loads are slower than prefill, trials of loading may take TRIED_SHARE of the prefill time of such
+hits. A trial that exceeds its time limit adds the excess to a debt, and no trial begins until the
+time that further hits allow for trials has paid it. The debt is bounded by the usual time of
+trials, because one stall says little about the next trial, and it decreases with time.
 
 A trial loads a few tokens of its hit, since a load that has begun can't always be ended at once. If
 it ends in time, the next trial loads twice as many tokens. From both the engine learns the fixed
@@ -137,8 +137,8 @@ class LoadChoice:
         return answer
 
     def _may_ask(self, state: RequestState, computed_tokens: int) -> bool:
-        """Returns True if the request may ask for its hit, whose length is not known yet. False
-        once the hit has lost, or its time is up."""
+        """Returns True if the request may ask for its hit, whose length is not known yet. Returns
+        False once the hit is to be computed instead, or its time limit has passed."""
         choice = state.choice
         if choice is None:
             stop_tokens = state.request.num_tokens - 1
@@ -219,7 +219,7 @@ class LoadChoice:
         return min(timeout_s, max(choice.budget_s - choice.ask_s, LEAST_LOAD_S))
 
     def told(self, states: Mapping[str, RequestState], load_seconds: Mapping[str, float]) -> None:
-        """Takes in the ranks' reports of load times.
+        """Processes the ranks' reports of load times.
 
         load_seconds: the server's time for the load, by request; negative if the time limit was
             reached.

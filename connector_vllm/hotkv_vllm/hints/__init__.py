@@ -1,1 +1,1 @@
-"""Hints of requests to the cache."""
+"""Reads the hints about retention and sessions that requests give to the cache."""

@@ -66,7 +66,8 @@ class AdapterWatch:
 
     @property
     def is_trusted(self) -> bool:
-        """Returns True if the scheduler's plans rest on the bytes that this worker holds."""
+        """Returns True if the adapters' bytes that this worker holds are those with which the
+        scheduler has made its plans."""
         return not self._unacknowledged
 
     def before_step(self, work: AdapterWork) -> None:

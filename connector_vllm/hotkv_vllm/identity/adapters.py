@@ -31,8 +31,8 @@ MAX_ADAPTERS = 4096
 UNKNOWN = ""
 """A rank's answer if it can't name the bytes that it holds."""
 LATER = "later"
-"""A rank's answer if it has read as many adapters ahead as it may. It answers again, unasked, as
-soon as it can."""
+"""A rank's answer if it has already read the allowed number of adapters ahead of vLLM. It sends
+another answer, without another question, as soon as it can."""
 
 AdapterName = tuple[str, str]
 """An adapter's name and path. vLLM's block hashes identify an adapter by these."""
@@ -134,7 +134,7 @@ class _Adapter:
 
 @dataclass(slots=True)
 class _Keys:
-    """Keys of a request's blocks, and vLLM's hash of the last block."""
+    """Keys of a request's blocks, computed so far, and vLLM's hash of the last of these blocks."""
 
     keys: list[bytes] = field(default_factory=list)
     last: bytes = b""

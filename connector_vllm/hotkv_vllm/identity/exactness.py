@@ -1,8 +1,8 @@
-"""Tracks the inexact KV on the device: KV that differs from the KV its key promises, and so must
-not be stored.
+"""Tracks the inexact KV on the device. Inexact KV differs from the KV that its key stands for, and
+so must not be stored.
 
-Inexact is KV of steps that decoded sparsely, KV computed from it, and KV of weights that the engine
-no longer has.
+KV is inexact if it was computed in a step that decoded sparsely, from other inexact KV, or with
+weights that the engine no longer has.
 
 Always true: a token is exact only if it and every token before it was computed exactly. A block
 loses its mark only when vLLM reallocates the block, or copies an exact block into it. A request

@@ -87,7 +87,8 @@ class Rekeying:
         self.identity = original
         """Identity of the weights that the present key space stands for."""
         self.were_written = False
-        """True if a rank has said so since the last check that was settled."""
+        """True if a rank has reported a write to its weights since the last check that was
+        settled."""
 
     def __repr__(self) -> str:
         return (

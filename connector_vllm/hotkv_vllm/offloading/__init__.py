@@ -1,4 +1,4 @@
-"""The second door: hotkv behind vLLM's own KV offloading.
+"""The second door (of hotkv's two connectors): hotkv as a tier below vLLM's own KV offloading.
 
 vLLM copies blocks between the device and its CPU tier, the *primary tier*: a file in shared memory.
 hotkv-server maps that file and copies rows between it and the arena. A row holds one chunk of one

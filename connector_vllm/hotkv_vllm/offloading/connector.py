@@ -1,10 +1,11 @@
 """`HotKVOffloadingConnector`: vLLM's OffloadingConnector with hotkv below its CPU tier.
 
-It completes the settings, so that the connector's name and `cpu_bytes_to_use` are enough, and tells
-hotkv's tier what only a connector sees. Everything else is vLLM's. Exceptions of vLLM's own code
-pass; those of hotkv are kept from vLLM (`hooks`).
+It completes the settings, so that users need to set only the connector's name and
+`cpu_bytes_to_use`. It passes information to hotkv's tier that vLLM gives to connectors but not to
+tiers. All other behaviour is vLLM's. Exceptions of vLLM's own code pass; exceptions of hotkv do not
+reach vLLM (`hooks`).
 
-If hotkv is off with this version of vLLM, the tier is left out, and vLLM's offloading runs alone.
+If hotkv is off with this version of vLLM, no tier is added, and vLLM's offloading runs alone.
 """
 
 from collections.abc import Collection, Mapping
@@ -197,9 +198,10 @@ def why_off(extra: Mapping[str, Any]) -> str:
 
 
 def complete(extra: dict[str, Any]) -> ConnectorConfig | None:
-    """Adds what the user left out of `kv_connector_extra_config`: vLLM's tiering, hotkv's tier with
-    the settings `hotkv.…`, and answers beside prompts. May be called again. Returns the settings;
-    None if hotkv is off with this version of vLLM.
+    """Completes `kv_connector_extra_config` where the user has set no value: vLLM's tiering,
+    hotkv's tier with the settings `hotkv.…`, and the offloading of answers as well as prompts.
+    Repeated calls have no further effect. Returns the settings; None if hotkv is off with this
+    version of vLLM.
 
     Raises ConfigError for a setting that is wrong, or that this door can't serve.
     """

@@ -1,8 +1,9 @@
 """The key space of rows of vLLM's primary tier.
 
-vLLM's `OffloadKey` names tokens and a KV cache group, and nothing of the model. So the key space
-states all else that decides the bytes of a row: the factors of hotkv's own connector
-(`compat.key_space`), and the place of each part in a row.
+vLLM's `OffloadKey` identifies tokens and a KV cache group, but not the model. So the key space
+covers everything else that decides the bytes of a row (a chunk of one group with the shards of all
+ranks): the factors of hotkv's own connector (`compat.key_space`), and the place of each part in a
+row.
 
 With vLLM's canonical layout (`canonical_layout` in the connector's settings) rows have the same
 bytes for all tensor-parallel sizes. The key space then leaves the size out, so engines of
@@ -100,7 +101,7 @@ def stated_key_space(config: Any, row_bytes: int, settings: ConnectorConfig) -> 
 
 
 def _row_factors(config: Any) -> tuple[str, ...]:
-    """Returns what decides where bytes lie in a row."""
+    """Returns the settings that decide where bytes lie in a row."""
     parallel = config.parallel
     if is_portable(config):
         shape = "any"

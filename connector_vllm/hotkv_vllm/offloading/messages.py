@@ -22,7 +22,7 @@ from hotkv_vllm.identity.rekeying import WeightsOrder, WeightsReport
 
 @dataclass(slots=True)
 class PageFormat(KVConnectorHandshakeMetadata):
-    """What a rank found when vLLM registered its KV caches.
+    """A rank's findings when vLLM registered its KV caches.
 
     text: how the rank packs K and V inside a page; empty if hotkv has to be off.
     why_off: why hotkv has to be off; empty if it may be on.
@@ -41,7 +41,8 @@ class DoorMetadata(OffloadingConnectorMetadata):
 
     weights: the order to check weights that may have changed.
     wants_formats: True while the scheduler does not know the ranks' page formats.
-    timed_step: a number that the ranks report with this step's output; 0 for none.
+    timed_step: number that the ranks report with this step's output, by which the scheduler times
+        it; 0 if the step is not timed.
     """
 
     weights: WeightsOrder | None = None
@@ -55,17 +56,17 @@ class DoorMetadata(OffloadingConnectorMetadata):
         wants_formats: bool,
         timed_step: int,
     ) -> "DoorMetadata":
-        """Returns vLLM's orders with hotkv's."""
+        """Returns vLLM's orders with hotkv's orders added."""
         hotkv = {"weights": weights, "wants_formats": wants_formats, "timed_step": timed_step}
         return DoorMetadata(**_values(theirs) | hotkv)
 
 
 @dataclass
 class DoorReport(OffloadingWorkerMetadata):
-    """What the ranks report with a step: vLLM's own report, and hotkv's.
+    """The ranks' report about a step: vLLM's own report, and hotkv's.
 
-    weights, formats: by rank.
-    timed_step: the step's number; 0 for none.
+    weights, formats: by rank, the report about its weights and its page format.
+    timed_step: the number in the step's orders; 0 if the step is not timed.
     """
 
     weights: dict[int, WeightsReport] = field(default_factory=dict)
@@ -85,7 +86,7 @@ class DoorReport(OffloadingWorkerMetadata):
         return joined.beside(theirs)
 
     def beside(self, theirs: KVConnectorWorkerMetadata | None) -> "DoorReport":
-        """Returns this report with vLLM's own values."""
+        """Returns this report with the values of vLLM's own report added."""
         ours = {"weights": self.weights, "formats": self.formats, "timed_step": self.timed_step}
         return DoorReport(**({} if theirs is None else _values(theirs)) | ours)
 

@@ -1,4 +1,4 @@
-"""Finds the file behind vLLM's primary tier.
+"""Finds the file behind vLLM's primary tier (the CPU memory of its offloading).
 
 vLLM gives its tiers a memoryview. Nothing else of vLLM's is read here: the kernel says which file
 is mapped at the view's address, and which descriptor of this process belongs to that file. So a

@@ -1,9 +1,11 @@
-"""How much of a prompt may be promoted into vLLM's primary tier. Pure: no clock, no threads.
+"""Limits how much of a prompt may be promoted (copied from the server into vLLM's primary tier, its
+CPU memory). Pure: no clock, no threads.
 
-vLLM answers a request only when none of its lookups is deferred, and a promotion that it has begun
-defers it. Nothing is pinned between a lookup and the load to the device. So a promotion may evict
-rows that the same request needs, which are then looked up and promoted again. Without a bound such
-a request would wait for ever, and so would a prompt that is larger than the primary tier.
+vLLM admits a request only when the answers to all its lookups are final. A promotion that has begun
+makes an answer wait. Rows of the primary tier are not pinned between a lookup and the load to the
+device. So a promotion may evict rows that the same request needs, which are then looked up and
+promoted again. Without a limit such a request would wait for ever, and so would a prompt that is
+larger than the primary tier.
 
 Always true:
 - A request gets at most `MAX_WAVES` promotions. After the first one, only blocks within its reach
@@ -20,7 +22,8 @@ MAX_WAVES = 3
 SHARE_ALONE = 0.9
 """Largest share of the rows that promotions take while one request promotes."""
 SHARE_TOGETHER = 0.5
-"""The same while several requests promote, so that the next one need not wait for all of them."""
+"""Largest share of the rows that promotions take while several requests promote, so that the next
+request need not wait for all of them."""
 
 Key = bytes
 """vLLM's `OffloadKey`: the hash of a chunk's last block, and four bytes that number the group."""
@@ -69,7 +72,8 @@ class Promotions:
 
 
 class Room:
-    """The rows that promotions take: those offered in this step, and those under way."""
+    """Counts the rows that promotions take: rows offered in this step, and rows of promotions under
+    way."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -102,7 +106,8 @@ class Room:
         return True
 
     def begin(self, request_id: str, num_rows: int) -> None:
-        """Notes a promotion. vLLM submits all offers of a step at its end."""
+        """Notes that a promotion of `num_rows` rows begins. vLLM submits all offers of a step at
+        the step's end."""
         self._under_way[request_id] = self._under_way.get(request_id, 0) + num_rows
 
     def end(self, request_id: str, num_rows: int) -> None:

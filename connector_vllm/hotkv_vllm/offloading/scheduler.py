@@ -1,4 +1,5 @@
-"""The scheduler's side of the offloading connector: the work for which a tier lacks information.
+"""The scheduler's side of the offloading connector. It does the work for which vLLM gives a tier
+too little information.
 
 Opens the tier's session under the engine's whole key space, follows the weights and the resets of
 the caches, and reports requests to the server.
@@ -84,8 +85,8 @@ class DoorScheduler:
         return f"DoorScheduler({self._tier}, {self._weights}{clean})"
 
     def _makes_wait(self) -> bool:
-        """Returns True while the ranks are about to answer about their weights. False without a
-        server: there is nothing to wait for."""
+        """Returns True while the ranks are about to report their weights, so that lookups should
+        wait. Returns False without a server, because lookups then miss in any case."""
         if self._space is None:
             return False
         # Begins a check that is due, also without a server.
@@ -189,7 +190,7 @@ class DoorScheduler:
 
     @property
     def order(self) -> WeightsOrder | None:
-        """The order to the ranks in this step."""
+        """Returns the order to the ranks about weights in this step; None without an order."""
         return self._weights.order() if self._space is not None else None
 
     def _hold(self, *_: Any, **__: Any) -> int:
@@ -201,7 +202,7 @@ class DoorScheduler:
     @hook(_hold, of="door", last=0)
     def begin_step(self, scheduler_output: Any) -> int:
         """Advances the work that spans steps. Returns a number that the ranks report with the
-        step's output, so that the speed of prefill can be measured; 0 for none."""
+        step's output, so that the speed of prefill can be measured; 0 if the step is not timed."""
         if self._space is None or self._reports is None or self._reset is None:
             return 0
         now_s, num_tokens = time.monotonic(), scheduler_output.total_num_scheduled_tokens
@@ -259,8 +260,8 @@ class DoorScheduler:
 
     @hook(_hold, of="door")
     def update(self, report: DoorReport, finished_loads: Collection[str]) -> None:
-        """Takes in what the ranks report with a step. Runs before vLLM's offloading stores what the
-        step has computed."""
+        """Processes the ranks' report of a step. Must run before vLLM's offloading stores the
+        blocks that the step has computed."""
         now_s = time.monotonic()
         if self.wants_formats:
             self.connect(list(report.formats.values()))

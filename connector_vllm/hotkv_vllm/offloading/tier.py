@@ -65,8 +65,8 @@ PROBE_AGAIN_S = 0.25
 ROOM_PATIENCE_S = 2.0
 """How long a request waits until other promotions make room in the primary tier."""
 HELD_STEPS = 3
-"""Steps after a reset without promotions. The workers may still copy into rows that the reset has
-freed; vLLM 0.33 holds promotions for the same reason."""
+"""Number of steps after a reset in which no promotion begins. The workers may still copy into rows
+that the reset has freed; vLLM 0.33 holds promotions for the same reason."""
 OWED_S = 600.0
 """How long after a failed store requests offer all their chunks again. vLLM offers a chunk to its
 tiers only once, so otherwise the server would never get chunks stored while it was away."""
@@ -74,16 +74,19 @@ tiers only once, so otherwise the server would never get chunks stored while it 
 
 @dataclass(slots=True)
 class RequestInTier:
-    """What the tier knows of a request.
+    """The tier's state for a request.
 
-    request: vLLM's `Request`; None if the tier was not told.
-    is_excluded: its hashes do not cover all that decides its KV.
+    request: vLLM's `Request`; None if the connector has not passed it to the tier.
+    is_excluded: True if its hashes do not cover all that decides its KV, so that it does not use
+        the cache.
     ready: by key, whether the server has the chunk, as of `probed_s`.
-    answer: the server's answer about chunks that the block table does not show; None before it was
-        asked.
-    asked_keys: the keys of that question, by group; empty once the answer was taken in.
-    answer_until_s, room_until_s: how long the request waits for the answer, and for room.
-    miss: why the last lookup missed.
+    answer: future of the server's answer about chunks that the block table does not show; None
+        before the server was asked.
+    asked_keys: by group, the keys about which the server was asked; empty once the answer was
+        processed.
+    answer_until_s, room_until_s: time until which the request waits for the answer, and time until
+        which it waits for room in the primary tier.
+    miss: reason why the last lookup missed.
     """
 
     promotions: Promotions = field(default_factory=Promotions)
@@ -101,13 +104,13 @@ class RequestInTier:
 
 
 class HotKVTier(SecondaryTierManager):
-    """The calls of vLLM's `TieringOffloadingManager`.
+    """Implements the tier interface that vLLM's `TieringOffloadingManager` calls.
 
     settings: the connector's settings, `hotkv.target` and so on (`config.ConnectorConfig`). Raises
         ConfigError if one is wrong, or can't be served behind vLLM's offloading.
 
-    may_load, may_store: what the engine's role allows.
-    may_repeat: whether chunks that are on the device already may be stored.
+    may_load, may_store: True if the engine's role allows loads, and stores.
+    may_repeat: True if chunks that are on the device already may be stored.
     model_names: names by which requests address the model.
     is_held: True while nothing may be looked up or stored.
     makes_wait: returns True while lookups are to be asked again.
@@ -165,7 +168,7 @@ class HotKVTier(SecondaryTierManager):
 
     @property
     def transfers(self) -> Transfers | None:
-        """Returns the jobs over the session; None while hotkv is off."""
+        """Returns the loads and stores over the session; None while hotkv is off."""
         return self._transfers
 
     def _open_stated(self) -> None:
@@ -333,8 +336,8 @@ class HotKVTier(SecondaryTierManager):
     def _is_ready(
         self, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> bool | None:
-        """Returns whether the server has the chunk, as a hint; None if the answer is to come. All
-        chunks of the request are looked up at once: one by one takes ten times as long."""
+        """Returns whether the server has the chunk, as a hint; None while the answer is not known.
+        Looks up all chunks of the request at once: single lookups take ten times as long."""
         assert self._session is not None
         now_s, wave = time.monotonic(), known.promotions.waves
         is_old = known.probed_wave != wave or now_s > known.probed_s + PROBE_AGAIN_S
@@ -368,7 +371,7 @@ class HotKVTier(SecondaryTierManager):
         known.answer_until_s = time.monotonic() + self.settings.lookup_timeout_s
 
     def _is_answered(self, key: OffloadKey, known: RequestInTier, now_s: float) -> bool | None:
-        """Returns whether the server's answer has the chunk; None while the answer is to come."""
+        """Returns whether the server's answer contains the chunk; None while there is no answer."""
         known.miss = Miss.ABSENT
         answer = known.answer
         if answer is None:

@@ -4,8 +4,8 @@ Always true:
 - Each job ends once. When it has ended, the server does not touch its rows any more.
 - A load whose lease is not answered in time ends without having begun.
 - A store that is not answered in time is revoked, by a word in shared memory that needs no answer.
-- A load that the server has begun ends only with the server's answer or death: nobody else knows
-  when it stops writing.
+- A load that the server has begun ends only with the server's answer or death, because only these
+  prove that the server has stopped writing.
 
 The scheduler's thread begins jobs and takes their ends. Answers come in the client's threads, which
 only send the load of a granted lease and add to `_ended`.
@@ -68,8 +68,8 @@ class Ended:
     """The end of a job.
 
     job: vLLM's `TransferJob`.
-    loaded: of a load, the keys whose rows are filled.
-    is_complete: everything was moved, or need not be moved.
+    loaded: for a load, the keys whose rows are filled.
+    is_complete: True if every chunk was copied, or needed no copy.
     """
 
     job: Any
@@ -78,7 +78,7 @@ class Ended:
 
 
 class Transfers:
-    """The jobs over one session.
+    """Runs the loads and stores (vLLM's jobs) over one session.
 
     is_hung: True while the server has left a call unanswered for too long.
     is_held: True while nothing may be stored, because a reset is under way.
@@ -104,7 +104,7 @@ class Transfers:
 
     @property
     def in_flight(self) -> int:
-        """Number of stores under way."""
+        """Returns the number of stores under way."""
         return self._num_stores
 
     @property
@@ -206,8 +206,8 @@ class Transfers:
     # ----------------------------------------------------------------------------------------- ends
 
     def take_ended(self) -> list[Ended]:
-        """Returns the jobs that have ended since the last call. Gives up what waits for too
-        long."""
+        """Returns the jobs that have ended since the last call. First gives up leases and stores
+        whose answer is late."""
         self._check_patience()
         with self._settled:
             ended, self._ended = self._ended, []
@@ -268,7 +268,7 @@ class Transfers:
 
 
 class _Once:
-    """Tells the first of several threads that it is the first."""
+    """Returns True to the first of several threads that call it, and False to the others."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

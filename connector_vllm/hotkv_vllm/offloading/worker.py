@@ -17,9 +17,9 @@ from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
 
 
 class DoorWorker:
-    """One rank's side.
+    """The worker's side of one rank.
 
-    is_child: vLLM forwards no handshake, because the connector is in a MultiConnector.
+    is_child: True if the connector is in a MultiConnector, so that vLLM forwards no handshake.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class DoorWorker:
 
     @hook(lambda *_: DoorReport(), of="door")
     def report(self, meta: DoorMetadata | None) -> DoorReport:
-        """Returns what the rank reports with the step: on its weights, and its page format if the
+        """Returns the rank's report with the step: about its weights, and its page format if the
         scheduler asks for it."""
         said = None if self._weights is None else self._weights.take_report()
         report = DoorReport(weights={} if said is None else {self._rank: said})

@@ -1,1 +1,2 @@
-"""Contexts whose old blocks are in host memory: the scheduler's half and the worker's half."""
+"""Residency: long contexts whose old blocks are only in the server's memory. Has parts for the
+scheduler side and for the worker side."""

@@ -1,9 +1,9 @@
-"""The calls of resident requests to the server: to reserve room for their blocks, and to pin stored
-blocks.
+"""Sends the server calls of resident requests (their old blocks are only in the server): the calls
+that reserve room for their blocks, and the calls that pin stored blocks.
 
 Always true: a request has at most one call of each kind in flight. After the server was away, the
-calls are repeated. Blocks that the server does not pin at their old place are lost. No request is
-admitted while a running request lacks room.
+calls are repeated. Blocks that the server no longer pins at their old offset are lost. No request
+is admitted while a running request lacks room in the server.
 """
 
 from collections import deque
@@ -23,14 +23,16 @@ logger = link.logger
 ASK_AGAIN_S = 0.1
 """Time after which a refused reservation is retried."""
 GROW_AGAIN_S = 1.0
-"""The same for more room of a request that still has some."""
+"""Time after which a refused call for more room is retried, for a request that still has some
+room."""
 TURN_S = 2.0
 """Once a request has waited this long for room, reservations that were refused later are not
 retried."""
 OF_THE_SESSION = (Reason.UNKNOWN_SESSION, Reason.DUPLICATE_ID)
-"""Refusals that concern only the present session."""
+"""Reasons of refusals that hold only for the present session; after a reconnect the call is
+repeated."""
 CLOSED = -1
-"""Stands for a stream without the residency."""
+"""Stands in place of a stream's number while no stream has the residency open."""
 
 
 class ResidencyCalls:
@@ -57,7 +59,7 @@ class ResidencyCalls:
         return one.opened is not None and one.stream == self._streams.number
 
     def is_served(self, one: Resident) -> bool:
-        """Returns True if that server can be reached too."""
+        """Returns True if the residency is open and its server can be reached."""
         return self.is_connected and self.is_open(one)
 
     @property
@@ -66,14 +68,14 @@ class ResidencyCalls:
         return self._session.grows_residencies
 
     def open(self, one: Resident, now_s: float) -> None:
-        """Asks for room, if it is the request's turn. Reservations from before the server was away
-        are always asked for: their bytes wait to be pinned again."""
+        """Asks the server to reserve room, if it is the request's turn. A request that had room
+        before the server was away always asks, because its blocks must be pinned again."""
         if one.opened is None and not self._has_turn(one, now_s):
             return
         self._ask_room(one, one.room if one.opened is not None and self.can_grow else one.wanted)
 
     def _has_turn(self, one: Resident, now_s: float) -> bool:
-        """Returns True if no other request must have room first."""
+        """Returns True if no other request must get room before this one."""
         turn_s = self._refused.get(one.request_id, now_s)
         return not self.has_cramped and not any(
             since_s < min(turn_s, now_s - TURN_S) for since_s in self._refused.values()
@@ -91,13 +93,13 @@ class ResidencyCalls:
         self._refused.pop(one.request_id, None)
 
     def wait(self, one: Resident) -> None:
-        """Lets a request that has given its room up wait as if it had been refused when it
-        arrived."""
+        """Makes a request that has released its room wait for room again, like a request that was
+        refused when it arrived."""
         self._refused[one.request_id] = one.arrived_s
 
     def renew(self, one: Resident, now_s: float) -> None:
-        """Handles the answer to a reservation. Retries a refused reservation, asks for the room
-        that an open residency wants beyond its own, and asks again after the server was away."""
+        """Handles the answer to a reservation. Retries a refused reservation, asks for more room if
+        an open residency needs it, and asks again after the server was away."""
         if one.opening is not None and one.opening.done():
             opening, one.opening = one.opening, None
             error: Any = "cancelled" if opening.cancelled() else opening.exception()
@@ -160,15 +162,15 @@ class ResidencyCalls:
         self._compared.append((request_id, opened, is_same))
 
     def take_compared(self) -> list[tuple[str, ResidencyOpened, bool]]:
-        """Returns the answers of a server that came back: the request, the pin under which to read
-        its bytes, and whether the pinned blocks are at their old place."""
+        """Returns the answers of a server that came back, each once: the request's id, the pin
+        under which to read its bytes, and whether the pinned blocks are at their old offsets."""
         return [self._compared.popleft() for _ in range(len(self._compared))]
 
     # ----------------------------------------------------------------------------------------- pins
 
     def ask(self, one: Resident, until: int) -> None:
-        """Asks the server to pin the blocks before `until` that are not pinned yet, as far as it
-        has room for them. They must have names."""
+        """Asks the server to pin the request's blocks before position `until` that are not pinned
+        yet, as far as its reserved room reaches. These blocks must have names (hashes)."""
         blocks = range(one.kept, min(until, len(one.names), one.room))
         if one.asked is None and one.opened is not None and self._session.connected and blocks:
             hashes = one.names[blocks.start : blocks.stop]
@@ -176,7 +178,7 @@ class ResidencyCalls:
             one.asked = answer, blocks
 
     def take_answer(self, one: Resident, now_s: float) -> None:
-        """Notes where blocks are, if the server has answered."""
+        """Notes at which offsets the server has pinned blocks, if it has answered `ask`."""
         if one.asked is None or not one.asked[0].done():
             return
         (answer, blocks), one.asked = one.asked, None

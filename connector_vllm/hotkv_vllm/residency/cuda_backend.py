@@ -3,10 +3,11 @@
 GPU.**
 
 All other engines get vLLM's own classes. Decode is captured in full CUDA graphs: each layer
-launches the kernels of `CudaWorker.layer_step`, then vLLM's kernel over the table and lengths that
-these leave in device memory. Prefill and mixed batches run piecewise, with attention in Python:
-each row whose old blocks are in host memory attends in a staging area, by a call of its own. If
-anything in hotkv raises, requests with blocks in host memory are computed anew.
+launches the kernels of `CudaWorker.layer_step`, which write a block table and lengths to device
+memory, and then vLLM's kernel over them. Prefill and mixed batches run piecewise, with attention in
+Python: each row whose old blocks are only in host memory attends to a copy of its context in a
+staging area, by a separate call. If anything in hotkv raises, vLLM computes the requests with
+blocks only in host memory anew.
 
 Source: `vllm/v1/attention/backends/flash_attn.py` of vLLM 0.32.
 """
@@ -71,8 +72,8 @@ class HotFlashBackend(FlashAttentionBackend):
 
 @dataclass
 class HotFlashMetadata(FlashAttentionMetadata):
-    """vLLM's metadata, with the worker that has planned the batch. `worker` is None if no worker
-    has."""
+    """vLLM's metadata, with the worker that has planned the batch. `worker` is None for a batch
+    that vLLM's own attention serves alone."""
 
     worker: CudaWorker | None = None
 
@@ -192,8 +193,8 @@ def _batch(built: FlashAttentionMetadata, common: CommonAttentionMetadata) -> Ho
 
 
 def _over(worker: CudaWorker, metadata: FlashAttentionMetadata) -> FlashAttentionMetadata:
-    """Returns the metadata over the worker's table and lengths, which are views of the same memory
-    in each step."""
+    """Returns the metadata with the worker's block table and lengths in place of vLLM's. They are
+    views of the same memory in each step."""
     table, lengths = worker.table, worker.lengths
     assert isinstance(table, torch.Tensor) and isinstance(lengths, torch.Tensor)
     num_rows = len(metadata.seq_lens)
@@ -206,7 +207,8 @@ def _part(
     given: tuple[torch.Tensor, ...],
     metadata: FlashAttentionMetadata,
 ) -> tuple[tuple[torch.Tensor, ...], FlashAttentionMetadata]:
-    """Returns the tokens and the metadata of a run's rows."""
+    """Returns the slices of the tensors `given` for a run's tokens, and the metadata for the run's
+    rows alone."""
     starts = worker.starts
     begin, end = int(starts[run.first]), int(starts[run.last])
     rows = slice(run.first, run.last)

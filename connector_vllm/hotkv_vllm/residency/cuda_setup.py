@@ -161,7 +161,7 @@ class _Shaped:
 def totals(
     config: SparseConfig, representation_tokens: int, vllm_config: Any, kv_cache_config: Any
 ) -> Totals:
-    """Returns the memory of a rank, which `install` allocates beside the pool."""
+    """Computes the memory of a rank: vLLM's pool, and all that `install` allocates beside it."""
     spec = residency.resident_spec(kv_cache_config)
     assert spec is not None, "not a resident engine"
     num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
@@ -203,7 +203,8 @@ def _workspace(
     sizes: tuple[int, int, int],
     device: Device,
 ) -> Workspace:
-    """Returns the workspace. `sizes`: KV heads, tokens of a block, and channels of a head."""
+    """Allocates the kernels' workspace (tables and scratch memory). `sizes`: KV heads, tokens of a
+    block, and channels of a head."""
     heads, block_tokens, head_size = sizes
     scheduler = vllm_config.scheduler_config
     num_rows = max(

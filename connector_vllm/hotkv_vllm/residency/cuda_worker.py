@@ -1,21 +1,24 @@
-"""Residency on CUDA. What a step's rows attend to is chosen on the device, by kernels that the host
-launches or that a CUDA graph replays.
+"""Residency on CUDA: old blocks of long contexts are only in the server's arena, which the device
+can read. Kernels choose the blocks that each row of a step attends to. The host launches these
+kernels, or a CUDA graph replays them.
 
-    begin_resident(step, rows)   the scheduler's data; the connector calls it
-    begin_batch(batch)           the step's batch; vLLM's metadata builder calls it
-    layer_step(…)                each layer, before its attention; captured in a graph of decode
+    begin_resident(step, rows)   receives the scheduler's data; the connector calls it
+    begin_batch(batch)           receives the step's batch; vLLM's metadata builder calls it
+    layer_step(…)                runs before each layer's attention; captured in graphs of decode
 
-**Nothing of this has run on a GPU.** Always true:
+**This module has never run on a GPU.** Always true:
 
 - A step that a graph replays needs no Python.
-- The rows that the scheduler has named (`rows`) attend sparsely, all other rows to the whole
-  context. If blocks of it are in host memory, the context is copied layer by layer into a staging
-  area. A graph can't do that, so the scheduler names such rows in steps that may be replayed.
-- Bytes from the arena count only if the server still pinned them after the step's last kernel
-  (`take_lost`, which waits for the device).
-- A request's state and representation rows belong to one request at a time.
-- A block counts as away only after its address was written. If that can't be ensured for a request,
-  the request is lost and takes no part in a step.
+- The rows that the scheduler has named (`rows`) attend sparsely. All other rows attend to their
+  whole context. If blocks of such a context are only in host memory, the whole context is copied
+  layer by layer into a staging area. A CUDA graph can't make this copy. So if a graph may replay
+  the step, the scheduler names every row that has blocks only in host memory.
+- Bytes read from the arena are valid only if the server still pinned them after the step's last
+  kernel. `take_lost` waits for the device.
+- Each state index and each representation row is assigned to at most one request at a time.
+- The worker treats a block as held only in host memory after it has written the block's arena
+  address to device memory. If it does not know the address of such a block, it marks the request as
+  lost. A lost request takes no part in a step, and vLLM computes it anew.
 
 One thread.
 """
@@ -59,12 +62,18 @@ class DeviceArena:
 
 @dataclass(slots=True, eq=False)
 class CudaSequence:
-    """One request.
+    """One request whose blocks may leave the device. Positions are those of blocks in its context.
 
-    rows: int32, representation rows, by position.
-    addresses: int64, by position; 0 if not known.
-    num_built: leading blocks whose representations are built once the planned step has run.
-    is_sparse: whether the scheduler has decided that it attends sparsely in the present step.
+    state: index of the request's entries in the device's arrays.
+    first_block: block id of its first block, by which it is reported as lost.
+    num_freed: position before which only the sinks are on the device.
+    num_built: number of leading blocks whose representations are built once the planned step has
+        run.
+    is_sparse: True if the scheduler has decided that it attends sparsely in the present step.
+    rows: int32, by position, the row of the block's representation.
+    addresses: int64, by position, the address at which the device reads the block in the arena; 0
+        if not known.
+    pin: the server's pin under which the addresses are read; None before it is known.
     """
 
     request_id: str
@@ -89,8 +98,8 @@ class CudaSequence:
 
 
 class CudaSequences:
-    """The requests: their states, representation rows, hot slots and addresses, in device memory.
-    Owns states and rows. One thread.
+    """Manages the requests' data in device memory: states, representation rows, hot slots and arena
+    addresses. Allocates states and rows. One thread.
 
     slot_bytes: bytes of a block in the arena.
     """
@@ -118,7 +127,7 @@ class CudaSequences:
         return iter(list(self._sequences.values()))
 
     def of_state(self, state: int) -> CudaSequence | None:
-        """Returns the request that has the state."""
+        """Returns the request that has this state index; None if it is free."""
         return self._by_state.get(state)
 
     def of(self, request_id: str) -> CudaSequence | None:
@@ -132,7 +141,7 @@ class CudaSequences:
         return sequence is None or sequence.is_lost
 
     def is_away(self, sequence: CudaSequence) -> bool:
-        """Returns True if some of its blocks are in host memory only."""
+        """Returns True if some of the request's blocks are in host memory only."""
         return sequence.num_freed > self._residents.num_sinks
 
     # ------------------------------------------------------------------------------------ lifetime
@@ -172,7 +181,7 @@ class CudaSequences:
         return sequence
 
     def lose(self, sequence: CudaSequence, why: str) -> None:
-        """Marks the request as lost: it is computed anew."""
+        """Marks the request as lost, so that vLLM computes it anew. Logs `why` once."""
         if not sequence.is_lost:
             logger.warning("hotkv: request %s is computed anew: %s", sequence.request_id, why)
         sequence.is_lost = True
@@ -267,7 +276,8 @@ class CudaSequences:
 
 @dataclass(frozen=True, slots=True)
 class CudaLayer:
-    """A layer. `pages`: its tensor [P, H, T, 2 * D]."""
+    """A layer. `pages`: its KV cache [P, H, T, 2 * D]: pages, KV heads, tokens of a block, channels
+    of key and value."""
 
     name: str
     index: int
@@ -292,7 +302,7 @@ class AttentionRun:
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """The batch as the host knows it.
+    """A step's batch: vLLM's arrays on the device, and the parts that the host needs.
 
     starts: int32 [R + 1], first query of each row.
     last_tokens: int64 [R] on the device, each row's last token. None if all rows have at most one
@@ -305,7 +315,7 @@ class HostBatch:
 
     @staticmethod
     def of(device: EngineBatch, starts: I32, device_starts: torch.Tensor) -> "HostBatch":
-        """device_starts: `starts` on the device."""
+        """Makes the batch. `device_starts` holds the values of `starts` on the device."""
         if int(np.diff(starts).max(initial=0)) <= 1:
             return HostBatch(device, starts, None)
         return HostBatch(device, starts, (device_starts[1:] - 1).clamp_min(0).long())
@@ -368,7 +378,7 @@ class CudaWorker:
         return found
 
     def _close_arenas(self) -> None:
-        """Unregisters the arenas of servers that are gone, once no request reads them."""
+        """Unregisters the arenas of earlier servers, once no request reads them."""
         if len(self._arenas) < 2 or (arena := self.arena_of()) is None:
             return
         used = {arena.file_id, *(one.file_id for own in self.sequences for one in own.arenas)}
@@ -438,8 +448,8 @@ class CudaWorker:
         sequence.num_built = sequence.context_tokens // tokens
 
     def _runs(self, batch: HostBatch) -> tuple[AttentionRun, ...]:
-        """Splits the batch's rows into calls of attention. Only in steps that stage, reads back
-        which request each row belongs to, which waits for the device."""
+        """Splits the batch's rows into calls of attention. If a row needs the staging area, reads
+        back which request each row belongs to, which waits for the device."""
         num_rows = batch.device.num_rows
         away = [one for one in self._step if not one.is_sparse and self.sequences.is_away(one)]
         if not any(not one.is_lost for one in away):
@@ -461,8 +471,8 @@ class CudaWorker:
         return tuple(runs)
 
     def layer_step(self, layer: CudaLayer, query: torch.Tensor) -> None:
-        """Builds representations of blocks that the step has completed, and advances the hot sets.
-        Then `table` and `lengths` are this layer's.
+        """Builds representations of blocks that the step has completed, and updates the hot sets.
+        Afterwards `table` and `lengths` say what this layer attends to.
 
         query: [tokens, Q, D], after RoPE. The step's keys must be in the pages already.
         """
@@ -495,8 +505,8 @@ class CudaWorker:
         return self._residents.lengths
 
     def stage(self, layer: CudaLayer, run: AttentionRun) -> None:
-        """Copies the pages of the run's row into the staging area, and writes their numbers into
-        `staged_table`."""
+        """Copies the pages of the run's row into the staging area, and writes their page numbers
+        there into `staged_table`."""
         self._residents.stage(
             run.first,
             run.staged_blocks,

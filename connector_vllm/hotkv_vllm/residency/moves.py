@@ -1,11 +1,13 @@
-"""Decides which requests leave the device as a whole (`residency = "auto"`).
+"""Decides which requests to move off the device (`residency = "auto"`). A moved request has its
+whole context in the server. Only its sinks, its recent window and its hot slots stay on the device.
 
 Always true:
-- A request is moved only if the coming step, or the request that waits first, lacks blocks.
-- The one that gives most is moved first; of equals, the one that came first.
+- A request is moved only if the coming step, or the first waiting request, lacks blocks.
+- The request whose move yields the most blocks is moved first; of equals, the request that came
+  first.
 - Moving never leaves the running requests with fewer blocks than they need.
 
-Pure: what is moved depends on the arguments alone. All counts are blocks of the device's pool.
+Pure: the decision depends on the arguments alone. All counts are blocks of the device's pool.
 """
 
 from collections.abc import Mapping
@@ -14,12 +16,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a step asks of the pool.
+    """The blocks that a step needs from the pool.
 
     free: blocks that no request holds.
     promised: blocks that admitted requests still need for their prompts.
-    running: the most that the running requests take in the step.
-    first: blocks without which the request that waits first is not admitted; None if none waits.
+    running: the most blocks that the running requests allocate in the step.
+    first: blocks that vLLM needs to admit the first waiting request; None if no request waits.
     """
 
     free: int
@@ -36,10 +38,10 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Relief:
-    """What it gives to move a request.
+    """The blocks that the pool gains if a request is moved.
 
-    freed: blocks that it frees, less the hot slots that it takes; may be negative.
-    unpromised: blocks that it no longer needs for its prompt.
+    freed: blocks that the move frees, less the hot slots that it allocates; may be negative.
+    unpromised: blocks that the request no longer needs for its prompt.
     """
 
     freed: int
@@ -47,7 +49,7 @@ class Relief:
 
     @property
     def total(self) -> int:
-        """Returns by how much the blocks grow that are neither held nor promised."""
+        """Returns how many more blocks are neither held nor promised after the move."""
         return self.freed + self.unpromised
 
 

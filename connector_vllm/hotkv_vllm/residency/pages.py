@@ -39,7 +39,7 @@ AREAS = 2
 """Staging areas."""
 MAX_THREADS = 4
 BYTES_PER_THREAD = 1 << 20
-"""Fewer bytes are not worth another thread."""
+"""A copy uses one more thread for every so many bytes, up to the number of threads."""
 
 
 # ---------------------------------------------------------------------------------- where pages lie
@@ -49,8 +49,9 @@ BYTES_PER_THREAD = 1 << 20
 class SlotPlaces:
     """Offsets of a rank's bytes in slots.
 
-    pages: by layer index, bytes from a block's slot to the layer's page.
-    representations: by layer index and format, bytes from the representation's slot.
+    pages: by layer index, bytes from the start of a block's slot to the layer's page.
+    representations: by layer index and format, bytes from the start of a representation's slot to
+        the layer's representation in that format.
     """
 
     pages: dict[int, int] = field(default_factory=dict)
@@ -141,7 +142,8 @@ class PageCopier:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """A copy of a layer's pages, for these slots, into one of the areas."""
+    """A copy that runs ahead of attention: a layer's pages, from these slots, into one of the
+    staging areas."""
 
     layer_idx: int
     slots: I64
@@ -305,7 +307,8 @@ class ResidentPages:
         return slots
 
     def away(self, layer: SparseLayer, sequence: ResidentSequence, positions: Positions) -> I64:
-        """Returns the addresses of the layer's pages in these slots. Raises LostBytesError."""
+        """Returns the addresses of the layer's pages in the server's slots of these blocks. Raises
+        LostBytesError."""
         addresses: I64 = self.slots(sequence, positions) + self._places.pages[layer.index]
         return addresses
 

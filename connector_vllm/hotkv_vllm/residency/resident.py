@@ -1,8 +1,8 @@
-"""A resident request on the scheduler side: its blocks in the server, their names, and what the
-workers know about them.
+"""The scheduler side's state of a resident request (its old blocks are only in the server): its
+blocks in the server, their names (hashes), and which of them the workers know.
 
 Always true:
-- `places` say where the first `kept` blocks are, in order and without gaps.
+- `places` say where the server holds the first `kept` blocks, in order and without gaps.
 - A block retains its name as long as the server holds the block.
 """
 
@@ -32,27 +32,28 @@ class Resident:
     """A request. `most_blocks` is the most blocks that it may ever have.
 
     Blocks:
-    computed: most complete blocks that it has ever had.
-    kept: leading blocks that the server has confirmed to hold.
-    places: where these blocks are, in order.
-    told: number of `places` that the workers know.
-    asked: the call that asks for more blocks, and these blocks.
-    asks_again: True after a call for the blocks of a hit.
-    storing: by store in flight, its first block.
-    names: names of its blocks, as far as they were needed.
-    private_from: blocks from here on have private names, which are hashed with `salt`, a secret of
-        this engine.
+    computed: the largest number of complete blocks that the request has ever had.
+    kept: number of leading blocks that the server has confirmed to hold.
+    places: where the server holds these blocks, in order.
+    told: number of `places` that were sent to the workers.
+    asked: the call in flight that asks the server to pin more blocks, and these blocks.
+    asks_again: True after a call that asked for the blocks of a hit.
+    storing: by store in flight, the position of its first block.
+    names: hashes under which the server stores its blocks, as far as they were needed.
+    private_from: position from which blocks have private names, which are hashed with `salt`, a
+        secret of this engine.
 
     Reservation:
-    wanted: blocks that it should have room for now.
-    room: blocks that the server has reserved room for; 0 before.
-    asked_room, asked_stream: of the call under way, the blocks and the stream.
-    is_held: True if it is left out of steps: its next block would have no room.
-    opened: the reservation; None before.
+    wanted: number of blocks for which it should have room now.
+    room: number of blocks for which the server has reserved room; 0 before the reservation.
+    asked_room, asked_stream: of the reservation call in flight, the number of blocks and the
+        stream.
+    is_held: True if the request is left out of steps because its next block would have no room.
+    opened: the server's answer to the reservation; None before.
     pin: the pin under which workers may read the kept blocks. It differs from `opened` while it is
         not known whether a server that came back holds the blocks where they were.
-    refusal: why the server will never reserve room.
-    waited_s: for how long, up to `seen_s`, the server has not accepted any of its blocks.
+    refusal: reason why the server will never reserve room; empty otherwise.
+    waited_s: seconds, up to `seen_s`, in which the server has not accepted any of its blocks.
     """
 
     state: RequestState
@@ -97,7 +98,7 @@ class Resident:
 
     @property
     def offsets(self) -> Int64s:
-        """Returns where the kept blocks are, int64 [kept]."""
+        """Returns the arena offsets of the kept blocks, int64 [kept]."""
         nothing = np.empty(0, np.int64)
         return np.concatenate([nothing, *(place.offsets for place in self.places)])
 
@@ -127,8 +128,9 @@ class Resident:
         return self.names
 
     def keep(self, first: int, found: ResidentBlocks, file_id: FileId) -> int:
-        """Notes where blocks from `first` on are, up to the first block that the server lacks.
-        Returns how many. Blocks from the missing block on are stored anew."""
+        """Notes where the server holds the blocks from position `first` on, up to the first block
+        that it lacks. Returns the number of noted blocks. Blocks from the missing block on are
+        stored anew."""
         missing = np.flatnonzero(found.offsets < 0)
         count = int(missing[0]) if len(missing) else len(found.offsets)
         if count:
@@ -154,7 +156,8 @@ class Resident:
         context_tokens: int,
         new_tokens: int,
     ) -> ResidentRow:
-        """Returns the request's row of a step, with all that the workers do not know yet."""
+        """Returns the request's row of a step, including everything that was not sent to the
+        workers yet."""
         row = ResidentRow(
             self.request_id,
             written_block,
@@ -204,8 +207,8 @@ class ResidentRows:
         return f"ResidentRows({len(self._residents)} requests)"
 
     def fresh_hot_blocks(self, request_ids: Iterable[str]) -> list[int]:
-        """Returns hot slots of these requests that the workers do not know yet: they are about to
-        be written."""
+        """Returns the hot slots of these requests that the workers do not know yet. The coming step
+        may write them for the first time."""
         fresh: list[int] = []
         for request_id in request_ids:
             one = self._residents.get(request_id)

@@ -1,11 +1,13 @@
-"""Requests whose old blocks the server holds for the engine. Room is reserved when they arrive and
-as they grow, blocks are pinned as they are stored, and pinned blocks may be freed to vLLM's pool.
+"""Manages resident requests, whose old blocks only the server holds. The server reserves room when
+such a request arrives and as it grows, and pins its blocks when they are stored. vLLM may then free
+the pinned blocks to its pool.
 
 Always true:
 - A request that may outgrow the device is not admitted before the server has reserved room for all
   blocks that it has. With `residency = "auto"` this holds from the moment in which it is moved.
-- A running request whose next block has no room is held: vLLM leaves it out of steps. If all are
-  held for `PARK_S`, the last one is parked: it gives its room up and waits, as if preempted.
+- A running request whose next block has no room in the server is held: vLLM leaves it out of steps.
+  If all running requests are held for `PARK_S`, the last of them is parked: it releases its room
+  and waits, as if preempted.
 - A block counts as kept (`kept_tokens`) only after the server has said where it is. Workers learn
   this with the step in which the block may be freed.
 - Every request has names for all its blocks. Blocks whose KV is not exact, and blocks of requests
@@ -36,9 +38,11 @@ from hotkv_vllm.sparse.rows import RowNames
 from hotkv_vllm.stats import HotKVStats
 
 SLOW_STEP_S = 1.0
-"""Longest time that a single step counts towards `hotkv.residency_timeout_s`."""
+"""Upper limit on the time that a single step adds to a request's wait, which
+`hotkv.residency_timeout_s` limits."""
 QUANTUM_TOKENS = 512
-"""Room to reserve beyond the tokens of a request; more is asked for at half of it."""
+"""Tokens of room that are reserved beyond a request's present tokens. When half of them are used,
+more room is asked for."""
 PARK_S = 1.0
 MAX_LOSSES = 8
 """A request whose bytes are lost this often without a new token in between ends with an error."""
@@ -164,14 +168,15 @@ class ResidentRequests:
     # ----------------------------------------------------------------------------------------- room
 
     def _needed(self, one: Resident) -> int:
-        """Returns the blocks that the request has, with the block of its next token."""
+        """Returns the number of blocks that the request has, including the block of its next
+        token."""
         request = one.state.request
         tokens = max(request.num_tokens, request.num_computed_tokens + 1)
         return min(one.most_blocks, -(-tokens // self._block_tokens))
 
     def _reserve(self, one: Resident) -> None:
-        """Sets how much room the request wants: all that it may need, if the server can't reserve
-        more later."""
+        """Sets how much room the request asks for. If the server can't add room later, this is all
+        that the request may ever need."""
         needed = self._needed(one)
         quantum = -(-QUANTUM_TOKENS // self._block_tokens)
         if not self._reservations.can_grow:
@@ -235,8 +240,9 @@ class ResidentRequests:
             self._stats.add("moved_residencies")
 
     def _park(self, now_s: float) -> str | None:
-        """Parks the last request that has room, if all that run are held since `PARK_S`. Returns
-        it. Its blocks stay in the arena as a hit, until others need their place."""
+        """Parks the last request that has room, if all running requests have been held for
+        `PARK_S`. Returns its id. Its blocks stay in the arena, where it can hit them later, until
+        the server evicts them."""
         running = [one for name, one in self._residents.items() if self._pool.has_blocks(name)]
         last = next((one for one in reversed(self._residents.values()) if one.opened), None)
         is_stuck = bool(running) and all(one.is_held for one in running)
@@ -326,7 +332,8 @@ class ResidentRequests:
         )
 
     def _would_free(self, one: Resident) -> bool:
-        """Returns True if the request frees blocks when the server has more of it."""
+        """Returns True if the request will free device blocks once the server has pinned more of
+        its blocks."""
         if not self._pool.stays_whole(one.state.request):
             return True
         relief = self._pool.relief(one.request_id, one.state.request.num_tokens)

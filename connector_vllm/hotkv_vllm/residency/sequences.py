@@ -26,7 +26,7 @@ U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 FIRST_ROWS = 1024
 MORE_ROWS = 64
-"""The most rows that a request takes ahead of its blocks."""
+"""Upper limit on the representation rows that a request allocates before it has the blocks."""
 NOT_KEPT = -1
 _FIRST_BLOCKS = 64
 logger = link.logger
@@ -38,7 +38,7 @@ STEPS_IN_FLIGHT = 2
 
 
 def num_rows_for(num_taken: int) -> int:
-    """Returns how many rows are allocated when requests need this many."""
+    """Returns how many rows `KeptRows` allocates when requests need `num_taken` of them."""
     num_rows = FIRST_ROWS
     while num_rows < num_taken:
         num_rows *= 2
@@ -115,15 +115,16 @@ class KeptRows:
 
 @dataclass(slots=True, eq=False)
 class ResidentSequence:
-    """A request.
+    """A request. Positions are those of blocks in its context.
 
-    addresses: int64, by position, address of the block's slot in this process; -1 if the server is
-        not known to hold it.
-    representations: int64, by position, likewise.
-    rows: int32, by position, rows of `KeptRows`.
-    num_kept: by layer, leading blocks whose representation is in its row.
-    num_freed: the blocks from the sinks up to here are not on the device.
-    content: by layer index, the position that each of `hot_blocks` holds.
+    addresses: int64, by position, the address of the block's arena slot in this process; -1 if the
+        server is not known to hold the block.
+    representations: int64, by position, the address of the slot with the block's representation; -1
+        if the server is not known to hold it.
+    rows: int32, by position, the row of `KeptRows` for the block's representation.
+    num_kept: by layer, the number of leading blocks whose representation is in its row.
+    num_freed: position up to which the blocks behind the sinks are not on the device.
+    content: by layer index, the position of the block that each of `hot_blocks` holds.
     pin: the pin under which the addresses are read.
     arenas: the arenas that the addresses are in.
     has_read: True if bytes were read from an arena in this step.
@@ -252,15 +253,15 @@ class ResidentSequences:
     # ----------------------------------------------------------------------------------------- loss
 
     def lose(self, sequence: ResidentSequence, why: str) -> None:
-        """Marks the request as lost and reports it with this step, whatever its rows attend to.
-        Reports it only once: later its blocks may belong to other requests."""
+        """Marks the request as lost and reports it with this step, even if the step did not read
+        its lost bytes. Reports it only once: later its blocks may belong to other requests."""
         if not sequence.is_lost:
             logger.warning("hotkv: request %s is computed anew: %s", sequence.request_id, why)
             sequence.is_lost = True
             self._lost.add(sequence.first_block)
 
     def lose_named(self, request_ids: Iterable[str]) -> None:
-        """Marks requests as lost whose bytes the server has not pinned again."""
+        """Marks these requests as lost, because the server has not pinned their blocks again."""
         for request_id in request_ids:
             if request_id in self._sequences:
                 self.lose(self._sequences[request_id], "the server has lost its blocks")
@@ -272,8 +273,9 @@ class ResidentSequences:
                 self.lose(sequence, why)
 
     def lose_unnamed(self, first_block: int, has_gaps: bool) -> None:
-        """Marks the request of a row as lost that the scheduler has not named. Its first block
-        identifies it. `has_gaps`: some of its blocks are not on the device."""
+        """Handles a row that the scheduler has not named: marks the request with this first block
+        as lost, if it has freed blocks. `has_gaps`: some blocks of the row are not on the device.
+        Then the block is reported as lost even if no request is known for it."""
         for sequence in self._sequences.values():
             if sequence.num_freed and sequence.first_block == first_block:
                 self.lose(sequence, "the step's plan does not name it")

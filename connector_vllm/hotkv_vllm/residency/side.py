@@ -1,7 +1,8 @@
-"""Answers vLLM's pool of a resident engine: which tokens need not stay on the device, which
-requests may begin or go on, and which have lost their bytes.
+"""Answers the questions of vLLM's block manager in an engine with residency (old blocks only in the
+server's memory): which tokens need not stay on the device, which requests may begin or go on, and
+which have lost blocks.
 
-Works in every engine. In an engine that is not resident no request has freed blocks or loses bytes.
+Also works in an engine without residency. There a request never frees or loses blocks early.
 """
 
 import time
@@ -39,7 +40,8 @@ class ResidentSide:
 
     @hook(lambda *_: False, last=False, is_part=True)
     def _has_room(self, request_id: str) -> bool:
-        """Returns True if a request that outgrows the device may begin."""
+        """Returns True if the server has room for the request, so that it may begin even if it
+        outgrows the device."""
         return self._residencies is not None and self._residencies.has_room(request_id)
 
     @hook(lambda *_: None, is_part=True)

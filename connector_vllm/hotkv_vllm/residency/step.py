@@ -1,7 +1,8 @@
 """The scheduler side's messages to the workers about resident requests, one per step.
 
-A worker's block tables still have the ids of blocks that the scheduler has freed. So each step says
-how far each request's blocks were freed, and where the server holds them.
+A resident request's old blocks are only in the server's arena. A worker's block tables still have
+the ids of blocks that the scheduler has freed. So each step says up to which position a request's
+blocks were freed, and at which offsets of the arena the server holds them.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +18,8 @@ class KeptBlocks:
     """Where the server holds a request's blocks, from block `first` on.
 
     offsets: int64 [n], bytes from the start of the arena `file_id` to the blocks' slots.
-    representations: int64 [n], likewise for representations; -1 if the server lacks it.
+    representations: int64 [n], bytes from the start of the arena to the slots of the blocks'
+        representations; -1 if the server lacks a representation.
     """
 
     first: int
@@ -37,10 +39,10 @@ class KeptBlocks:
 class ResidentRow:
     """A request of the step.
 
-    written_block: the block that the step writes last, which identifies the row.
-    first_block: the first block of the context.
+    written_block: id of the block that the step writes last, by which workers find the row.
+    first_block: id of the context's first block, by which workers report the request as lost.
     may_outgrow: True if the server has reserved room for the request, so its blocks may be freed.
-    num_freed: the blocks from the sinks up to this position are not on the device.
+    num_freed: position up to which the blocks behind the sinks are not on the device.
     hot_blocks: the request's hot slots, blocks of vLLM's pool. Sent when they change.
     kept: blocks that the server has pinned. Sent once.
     pin: the pin under which their bytes are read. Sent when it changes.

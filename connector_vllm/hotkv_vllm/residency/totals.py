@@ -1,8 +1,8 @@
-"""Counts the memory that a rank of a resident engine takes, before the engine allocates it.
+"""Computes the memory that a rank of an engine with residency needs, before it is allocated.
 
-Always true: the sum covers the pool and all that hotkv allocates beside it, for one request of the
-longest context. An engine whose rank can't have it does not start. The server's arena is not among
-it.
+Always true: the sum covers vLLM's KV pool and all memory that hotkv allocates beside it, for one
+request of the longest context. If a rank has less free memory, the engine does not start. The sum
+does not include the server's arena.
 """
 
 from dataclasses import dataclass, fields
@@ -24,10 +24,11 @@ class Totals:
     """Bytes on one rank, by purpose.
 
     pool: vLLM's KV cache, hot slots included.
-    representations: of the pool's blocks; on CUDA of `hotkv.representation_tokens`.
-    rows: representations of the longest context; on CUDA they are among `representations`.
-    staging: pages of one layer of the longest context; two areas in a CPU engine.
-    tables: on CUDA, tables of blocks, hot sets and scratch memory of the kernels.
+    representations: representations of the pool's blocks; on CUDA, of as many tokens as
+        `hotkv.representation_tokens` sets.
+    rows: representations of the longest context; 0 on CUDA, where `representations` includes them.
+    staging: pages of one layer for the longest context; in a CPU engine two such areas.
+    tables: on CUDA, block tables, hot sets and scratch memory of the kernels; 0 on CPUs.
     """
 
     pool: int

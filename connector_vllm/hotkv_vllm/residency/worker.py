@@ -1,15 +1,15 @@
 """Decides which blocks each row attends to if old blocks of a context are in host memory only.
 
-Rows that the scheduler has named choose a hot set, as in `worker.SparseWorker`. Chosen blocks that
-are not on the device are copied from the mapped arena into the request's hot slots. These are
-blocks of vLLM's pool, so a single call of vLLM's attention serves the whole batch. A context that
-fits in the hot slots is copied there once, without a choice. Other rows that attend to everything
-(rows without a name, and rows whose selection raised) use a staging area of one layer, into which
-the whole context is copied.
+For each row that the scheduler has named, the worker chooses a hot set of blocks, as in
+`sparse.worker.SparseWorker`. Chosen blocks that are not on the device are copied from the server's
+mapped arena into the request's hot slots. Hot slots are blocks of vLLM's pool, so a single call of
+vLLM's attention serves the whole batch. A context that fits in the hot slots is copied there once,
+without a choice. Rows without a name, and rows whose selection raised, attend to everything: their
+whole context is copied into a staging area, layer by layer.
 
-Always true: attention reads no freed block; a page copied from the arena counts only if the server
-still pinned it afterwards (`take_lost`). Otherwise the request is reported as lost, its token is
-dropped, and it is computed anew.
+Always true: attention reads no freed block. A page copied from the arena is valid only if the
+server still pinned it after the copy (`take_lost`). Otherwise the request is reported as lost: vLLM
+drops its token and computes it anew.
 """
 
 import time
@@ -48,7 +48,8 @@ class BatchRow:
     """A row of the batch.
 
     blocks: int32, its block table; entries of freed blocks are meaningless.
-    whole_table: the same with the hot slots that hold these blocks; None before a layer needs it.
+    whole_table: int32, its block table with the hot slots that hold the freed blocks, for a context
+        that fits in the hot slots; None before a layer needs it.
     """
 
     row: int
@@ -106,8 +107,8 @@ class ResidentWorker(SparseWorker):
         self.residents.lose_named(step.lost)
 
     def start_over(self) -> None:
-        """Handles a step whose rows are not known: requests that need bytes of the arena are
-        lost."""
+        """Handles a step whose rows are not known. Marks requests as lost that need bytes of the
+        arena."""
         self.residents.lose_all_away("a step's plan was lost")
         self.residents.begin_step(())
         super().start_over()
@@ -116,8 +117,8 @@ class ResidentWorker(SparseWorker):
         return {**super().take_counters(), **self._pages.take_counters()}
 
     def gave_up(self, layer_name: str) -> None:
-        """Handles a layer's step that was left to vLLM's own attention: requests with blocks in
-        host memory only are lost."""
+        """Handles a layer's step that was left to vLLM's own attention. Marks requests as lost that
+        have blocks in host memory only."""
         super().gave_up(layer_name)
         for sequence in self.residents.of_step.values():
             if sequence.num_freed > self._num_sinks:
@@ -209,8 +210,8 @@ class ResidentWorker(SparseWorker):
     def _keep_away(
         self, layer: SparseLayer, sequence: ResidentSequence, positions: Positions
     ) -> None:
-        """Does the same for blocks that only the server has: copies their representations from the
-        server, or builds them from the keys."""
+        """Fills the request's rows for blocks that only the server has. Copies their
+        representations from the server, or builds them from the keys."""
         sources = self._kept.sources(layer.index)
         has_own = sequence.representations[positions] >= 0
         there, missing = positions[has_own], positions[~has_own]
@@ -239,14 +240,15 @@ class ResidentWorker(SparseWorker):
     # ------------------------------------------------------------------------------------ rewriting
 
     def _attends_to_all(self, row: SparseRow) -> bool:
-        """Returns True if there is nothing to choose: the hot slots hold the row's context."""
+        """Returns True if the hot slots hold the row's whole context, so that no choice is
+        needed."""
         return row.attends_to_all
 
     def _chosen(
         self, layer: SparseLayer, plan: ResidentPlan, query_of: Callable[[int], F32]
     ) -> dict[int, I32]:
-        """Returns by row the positions of the blocks to attend to. Leaves out rows that attend to
-        everything and have no use for hot slots, and rows whose selection raised."""
+        """Returns by row the positions of the blocks to attend to. Omits rows that attend to
+        everything and do not use hot slots, and rows whose selection raised."""
         chosen: dict[int, I32] = {}
         is_resting = self.is_off or self._faults.rests(layer.name, self._num_steps)
         if is_resting or not self.representations.is_calibrated(layer.index):
@@ -312,8 +314,9 @@ class ResidentWorker(SparseWorker):
         return table
 
     def _whole_table(self, layer: SparseLayer, one: BatchRow, positions_C: I32) -> I32:
-        """Returns the block table of a decode row whose hot slots hold its context: one table for
-        all layers of a step. The blocks take the slots in their order."""
+        """Returns the block table of a decode row whose hot slots hold its whole context. All
+        layers of a step share this table: in each layer, hot slot i holds the i-th block that is
+        not on the device."""
         sequence, away = one.sequence, slice(self._num_sinks, one.sequence.num_freed)
         held, slots = positions_C[away], positions_C[: away.stop - away.start]
         content = sequence.hot_content(layer.index)[: len(held)]

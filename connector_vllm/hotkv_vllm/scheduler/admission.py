@@ -30,7 +30,8 @@ class Admission:
     """Follows the requests of the engine.
 
     rows: decides which rows attend sparsely; None without sparse decode.
-    lost_track: True while it is not known which blocks the next step reallocates.
+    lost_track: True if a hook has raised, so that it is not known which blocks the next step
+        reallocates.
     """
 
     def __init__(self, engine: Engine, sharing: Sharing, edge: HookEdge) -> None:
@@ -362,8 +363,8 @@ class WrittenBlocks:
         self._matched_tokens[request_id] = num_tokens
 
     def allocated(self, request: Any, blocks: Any) -> None:
-        """Adds the request's new blocks: the blocks behind its own prefix hit, or behind a load
-        that has ended."""
+        """Adds the request's new blocks: the blocks after its hit in vLLM's own prefix cache, or
+        after the blocks of a load that has ended."""
         valid_tokens = max(
             request.num_computed_tokens, self._matched_tokens.pop(request.request_id, 0)
         )

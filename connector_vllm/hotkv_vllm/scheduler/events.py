@@ -1,12 +1,14 @@
-"""The shared cache's blocks as events of this engine, for routers that know engines only.
+"""Publishes the shared cache's blocks as KV events of this engine, for routers that know only
+engines.
 
-The server tells the session which blocks of its key space it has (`Session.read_events`). vLLM
-publishes what `take` returns beside the engine's own events, at the engine's endpoint and with its
-numbers. It asks once a step, so an idle engine tells nothing. The server is asked every READ_S.
+The session reads from the server which blocks of its key space are stored (`Session.read_events`).
+vLLM publishes the events that `take` returns together with the engine's own events, at the engine's
+endpoint and with its sequence numbers. vLLM asks once a step, so an idle engine publishes no
+events. The server is asked every READ_S.
 
-Always true: a block is told once for each medium, and taken back when it goes, when the key space
-changes, or when there is no server for some seconds. The engine's own blocks are never cleared.
-Scheduler thread only; never waits for the server.
+Always true: a block is published as stored once for each medium. It is published as removed when
+the server removes it, when the key space changes, or when there is no server for some seconds. No
+event clears the engine's own blocks. Scheduler thread only; never waits for the server.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,16 +23,17 @@ from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.link import CacheSession, logger
 
 ABSENCE_PATIENCE_S = 5.0
-"""How long blocks stay told without a server: a restart is shorter, and keeps them."""
+"""How long blocks stay published without a server. A restart of the server is shorter, and keeps
+its blocks."""
 READ_S = 0.05
-"""Pause between two questions to the server: a question costs it more than an event."""
+"""Seconds between two reads of the server's events. A read costs the server more than an event."""
 
 Place = tuple[int, str, str]
-"""Group, medium and tier."""
+"""Where a block is published to be: the index of its group, the medium, the name of the tier."""
 
 
 class SharedEvents:
-    """What this engine has told of the shared cache."""
+    """Tracks which blocks of the shared cache this engine has published."""
 
     def __init__(self) -> None:
         self._session: CacheSession | None = None

@@ -1,6 +1,9 @@
-"""The groups of a key space as the scheduler side uses them: the names of blocks and the hit that a
-set of ready blocks makes (`CachedGroups`), and the representations that travel with blocks
-(`RepresentationPlanner`)."""
+"""The KV cache groups of a key space, as the scheduler side uses them.
+
+`CachedGroups` computes the names of blocks (the hashes that identify them in the server) and the
+length of a hit from the set of ready blocks. `RepresentationPlanner` plans which representations
+(compact forms of keys, for sparse decode) are stored and loaded together with blocks.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,11 +28,12 @@ class CachedGroups:
     Always true:
     - A hit ends at a multiple of the alignment and does not cover the last token.
     - A request that may not be shared has no shared names. So it gets no hit, and other requests
-      can't find its stores. Its adapter is unknown, or vLLM's hashes don't cover its media.
+      can't find its stores. A request may not be shared if its adapter is unknown, or if vLLM's
+      hashes don't cover its media.
 
-    draft_groups: indices of groups in which a hit requires the hash of a further block.
-    counts_media: True if vLLM's hashes name media by a counter. Requests with media then have no
-        shared names.
+    draft_groups: indices of groups in which a hit requires one further ready block after its end.
+    counts_media: True if vLLM's hashes identify media by a counter, not by content. Requests with
+        media then have no shared names.
     """
 
     def __init__(
@@ -89,10 +93,10 @@ class CachedGroups:
     def named(
         self, request: Any, blocks: Sequence[range], left_out: range = range(0)
     ) -> list[GroupHashes]:
-        """Returns the names of the request's blocks for a call to the server.
+        """Returns, per group, the hashes that identify the request's blocks in the server.
 
-        blocks: a range of blocks per group.
-        left_out: blocks of the first group to leave out.
+        blocks: range of block positions, per group.
+        left_out: range of block positions in the first group whose hashes are omitted.
         """
         named = [
             GroupHashes(index, self.hashes(request, index)[part.start : part.stop])
@@ -107,12 +111,13 @@ class CachedGroups:
         return named
 
     def num_blocks(self, index: int, limit_tokens: int) -> int:
-        """Returns how many blocks of a group matter to hits of up to `limit_tokens`."""
+        """Returns how many leading blocks of a group decide about hits of up to `limit_tokens`."""
         return limit_tokens // self.specs[index].block_tokens + (index in self.draft_groups)
 
     def longest_hit(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> int:
-        """Returns the length of the longest hit over the masks, in tokens. Blocks in the engine's
-        own cache count as ready."""
+        """Returns the length of the longest hit in tokens, given which blocks are ready in the
+        server. The blocks of the first `computed_tokens`, which the engine holds, count as
+        ready."""
         known = []
         for spec, mask in zip(self.specs, masks, strict=True):
             mask = mask.copy()
@@ -123,7 +128,7 @@ class CachedGroups:
         )
 
     def is_whole(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> bool:
-        """Returns True if no masks could make a longer hit than these masks do."""
+        """Returns True if the hit is as long as it would be with all blocks ready."""
         all_of = tuple(
             np.ones(self.num_blocks(index, limit_tokens), np.bool_)
             for index in range(len(self.specs))
@@ -146,9 +151,10 @@ class RepresentationPlanner:
     """Plans the representations of a request's blocks: which to lease, which to load, which the
     server lacks.
 
-    Representations travel with blocks and nothing waits for them. A hit is as long without them,
-    and the worker builds those that did not arrive. In a session the first kind has the index that
-    follows the last group. Groups without a kind are ignored.
+    Representations are stored and loaded together with their blocks. They are optional: a hit is as
+    long without them, and the worker builds the missing ones from the keys. In calls to the server
+    a kind of representation is addressed by a group index: `kinds[i]` has the index
+    `num_groups + i`. A group for which no kind is declared has no representations.
 
     kinds: the kinds that the session declares, at most one per group.
     """
@@ -162,7 +168,8 @@ class RepresentationPlanner:
         return f"Represented(groups {sorted(self._of_group)})"
 
     def asked(self, groups: Sequence[GroupHashes]) -> list[GroupHashes]:
-        """Returns the representations of the same blocks, for a lease over `groups`."""
+        """Returns the entries by which a lease over the blocks in `groups` also asks for their
+        representations."""
         return [
             GroupHashes(self._of_group[g.group_index], g.hashes)
             for g in groups
@@ -203,7 +210,7 @@ class RepresentationPlanner:
         return np.ones(len(hashes), np.bool_) if ready is None else ~ready
 
     def of_run(self, run: BlockRun) -> BlockRun:
-        """Returns the run of the representations of `run`'s blocks."""
+        """Returns a run that stores the representations of the blocks in `run`."""
         return replace(
             run, group_index=self._of_group[run.group_index], token_ids=(), extra_keys=()
         )

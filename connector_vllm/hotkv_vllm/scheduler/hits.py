@@ -1,5 +1,6 @@
-"""Finds the hit of a request: hint, lease, grant. Scheduler thread only; waits for answers no
-longer than `Patience` allows.
+"""Finds the hit of a request in the server. First a hint says which blocks are ready, then a lease
+asks the server to pin them, and the grant says which blocks it has pinned. Scheduler thread only;
+waits for answers no longer than `Patience` allows.
 
     IDLE -> ASKED (lookup call, only if no block table is mapped) -> LEASING -> GRANTED -> LOADING
     -> IDLE
@@ -12,8 +13,8 @@ Always true:
 - Keys of a failed load are not offered again until the server answers for them or has a new epoch.
 - Representations never change the length of a hit.
 
-`HitFinder` does this. It uses the parts above it: `HiddenKeys`, `TableProbe`, arithmetic over the
-blocks of a hit, and `Patience`.
+`HitFinder` is the entry point. It uses the parts above it: `HiddenKeys` (keys whose load failed),
+`TableProbe` (the hint), arithmetic over the blocks of a hit, and `Patience` (short waits).
 """
 
 import itertools
@@ -197,7 +198,7 @@ def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
 def pinned_masks(groups: CachedGroups, hit: HitState, pinned: Sequence[BoolMask]) -> Masks:
     """Returns which blocks a lease has pinned, per group.
 
-    Left-out blocks count as pinned; the resident parts provide them.
+    Blocks in `hit.left_out` are not leased and count as pinned: the request's residency pins them.
 
     pinned: the grant's answer for the leased blocks.
     """
@@ -247,7 +248,7 @@ def load_runs(
 ANSWER_PATIENCE_S = 0.002
 """Longest wait per step. With asynchronous scheduling the workers compute during the wait."""
 MOST_PASSED_BY = 63
-"""After a wait in vain, at most this many answers are not waited for."""
+"""Upper limit on the number of answers for which `Patience` does not wait after a wait in vain."""
 
 
 def _is_there_in(answer: "Future[Any]", seconds: float) -> bool:
@@ -260,7 +261,7 @@ class Patience:
 
     The server usually answers before a step ends, but vLLM asks the connector again only in its
     next step. Always true: all waits of one step together last at most ANSWER_PATIENCE_S; after
-    waits in vain fewer waits are tried. An engine that has nothing else to do may `rest` besides.
+    waits in vain fewer waits are tried. An engine that has nothing else to do may also `rest`.
     Scheduler thread only.
 
     clock: returns the time in seconds.
@@ -288,8 +289,8 @@ class Patience:
 
     def rest(self, seconds: float, answer: "Future[Any] | None") -> None:
         """Blocks for some time, or until the answer comes, but only once a step. For an engine that
-        has nothing else to do: vLLM would ask again at once, and take the processor from those who
-        bring the blocks."""
+        has nothing else to do: vLLM would ask again at once, and take processor time from the
+        threads that load the blocks."""
         if self._has_rested:
             return
         self._has_rested = True
@@ -342,7 +343,8 @@ class HitFinder:
         failed_loads: FailedLoads | None = None,
     ) -> None:
         """left_out: returns the blocks of a hit that are neither leased nor loaded.
-        failed_loads: the engine's, which outlives a key space; None creates a new one.
+        failed_loads: requests whose load failed. The engine's object outlives a key space; None
+            creates a new object.
         """
         self._left_out = left_out
         self.groups = groups
@@ -362,8 +364,8 @@ class HitFinder:
         return f"HitFinder({self.groups}, {self.hidden}, {self.failed_loads})"
 
     def arrive(self, state: RequestState, now_s: float) -> None:
-        """Looks up a new request in the table, as a hint. Asks the server instead if no table is
-        mapped, or if a lower tier may have more blocks."""
+        """Looks up a new request in the block table, as a hint. Asks the server instead if no table
+        is mapped, or if a lower tier may have more blocks."""
         if not self._session.connected:
             return
         self.hidden.set_epoch(self._session.epoch)
@@ -493,7 +495,7 @@ class HitFinder:
         self.give_back(state)
 
     def give_back(self, state: RequestState) -> None:
-        """Ends the request's call and releases its lease."""
+        """Stops waiting for the request's call, and releases its lease."""
         hit = state.hit
         answer, lease_id = hit.answer, hit.lease_id
         hit.phase = Phase.IDLE

@@ -1,12 +1,12 @@
-"""Loads as vLLM's scheduler has to see them: which are under way, how they end, and how much of the
-device they may occupy. Scheduler thread only.
+"""Tracks loads on the scheduler side: which are under way, how they end, and how much of the device
+they may occupy. Scheduler thread only.
 
-Five classes, each with its own rule:
-- `LoadOrders`: orders to the workers about loads.
-- `Quarantine`: blocks that a hung server may still write.
-- `FailedLoads`: requests that vLLM treats badly after a failure.
-- `LoadRoom`: how many loads fit.
-- `OtherLoads`: loads of connectors beside this one.
+Five classes, each with a rule:
+- `LoadOrders` collects the orders to the workers about loads.
+- `Quarantine` keeps blocks that a hung server may still write out of vLLM's pool.
+- `FailedLoads` prevents stalls of vLLM's scheduler after a failed load.
+- `LoadRoom` limits how many loads hold device blocks at once.
+- `OtherLoads` tracks loads of connectors beside this one, because they decide what may be stored.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -259,8 +259,8 @@ class FailedLoads:
 
 @dataclass(slots=True)
 class Holder:
-    """Blocks of an admitted request: the number that it holds, and the most that it will hold until
-    its prompt is computed."""
+    """The blocks of an admitted request: the number that it holds now, and the largest number that
+    it will hold until its prompt is computed."""
 
     held: int
     need: int
@@ -385,7 +385,7 @@ class OtherLoads:
         self._distrusted: set[str] = set()
         self._last_step = 0
         self.held: set[str] = set()
-        """Requests that run and of which nothing may be stored."""
+        """Requests that run, but whose blocks must not be stored."""
 
     def __repr__(self) -> str:
         return (

@@ -19,8 +19,8 @@ from hotkv_vllm.scheduler.request import Phase, RequestState, Wait
 from hotkv_vllm.stats import HotKVStats
 
 ASK_S = 0.005
-"""Shortest pause between two questions to the server. A server that is slow to answer is asked less
-often: a question is open for half of the wait at most."""
+"""Shortest pause between two lookups at the server. A server that is slow to answer is asked less
+often: a lookup is in flight for at most half of the wait."""
 REMOTE_PREFILL = "do_remote_prefill"
 """The field of vLLM's `kv_transfer_params` with which a router says whether another engine computes
 the prompt."""
@@ -31,7 +31,7 @@ connector can't begin with the blocks of another."""
 
 
 class PrefillWait:
-    """Decides whether a request goes on to wait.
+    """Decides whether a request waits, or goes on waiting, for blocks of another engine.
 
     decodes_only: True for an engine with `kv_role="kv_consumer"`: its requests wait unless
         `do_remote_prefill` is false. Requests of other engines wait if it is true. A request whose

@@ -2,7 +2,8 @@
 
 `HitState` belongs to `hits.HitFinder`, `StoreState` to `stores.StorePlanner`, `UseState` to
 `reports.UseReports`, `HitChoice` to `load_choice.LoadChoice`, `Wait` to `prefill_wait.PrefillWait`.
-Only the owner writes a part's fields. The exception is a reset, which voids the first three.
+Only the owner writes the fields of its part. The exception is a reset of the cache, which voids
+`HitState`, `StoreState` and `UseState`.
 """
 
 import enum
@@ -20,15 +21,16 @@ from hotkv_vllm.tracing.requests import RequestTrace
 Masks = tuple[BoolMask, ...]
 """By group: which blocks are ready."""
 Answer = tuple[int | None, bool]
-"""The answer to vLLM: how many tokens beyond its own hit can be loaded, and whether the request has
-to wait for the load."""
+"""The answer to vLLM about a request: how many tokens can be loaded beyond the hit in vLLM's own
+prefix cache (None: not known yet), and whether the request waits while they are loaded."""
 NO_HIT: Answer = (0, False)
 ASK_AGAIN: Answer = (None, False)
 """The hit is not known yet, and the request waits."""
 
 
 class Phase(enum.Enum):
-    """How far the search for a request's hit has come."""
+    """The progress of a request's hit: from the question which blocks are ready (ASKED) over the
+    lease (LEASING, then GRANTED) to the load (LOADING)."""
 
     IDLE = "idle"
     ASKED = "asked"
@@ -41,15 +43,19 @@ class Phase(enum.Enum):
 class HitState:
     """The state of a request's hit.
 
-    answer: answer of the call that the phase waits for, until `deadline_s`.
-    computed_tokens: local hit for which the lease was acquired.
-    leased: leased blocks per group. The blocks `left_out` of the first group are not leased.
-    ready: by group, the blocks of the hit that are pinned.
-    represented: by group, the leased blocks whose representation is leased too.
-    hint: by group, blocks that were ready when the request arrived; None if not known.
-    unproved_loads: loads begun whose end is not known.
-    asked: the calls to the server for this hit.
-    miss: why the last answer was not a longer hit.
+    answer: future of the server call that the current `phase` waits for, at most until
+        `deadline_s`.
+    computed_tokens: length of the hit in vLLM's own prefix cache when the lease was acquired.
+    leased: positions of the leased blocks, per group. The lease omits the positions `left_out` of
+        the first group.
+    ready: per group, which blocks of the hit are pinned, from the group's first block on. The
+        blocks in `left_out` count as pinned.
+    represented: by group, which leased blocks have a pinned representation too.
+    hint: masks of the blocks that were ready when the request arrived, per group; None if not
+        known.
+    unproved_loads: number of started loads whose completion has not been reported.
+    asked: the measured times of the server calls for this hit.
+    miss: reason why the last answer to vLLM was not a longer hit.
     """
 
     phase: Phase = Phase.IDLE
@@ -96,15 +102,16 @@ class StoreState:
 
 @dataclass(slots=True)
 class UseState:
-    """The figures to report once about a request and its loads.
+    """The figures about a request and its loads that are reported to the server once.
 
-    device_hit_tokens: hit in the engine's own cache, as of the last call.
-    external_tokens: tokens to come from hotkv, as of the last admission.
-    refusal: why hotkv was not asked; None if it was.
-    waits_since_s: time since which the request waits for an answer; 0 if it does not wait.
-    waited_s: how long the request waited before.
-    load_began_s: time at which its last load began.
-    report_id: number of the report; 0 before it.
+    device_hit_tokens: tokens found in vLLM's own prefix cache when vLLM last asked for a hit.
+    external_tokens: tokens to load from hotkv, as of the request's last admission.
+    refusal: reason why the server was not asked for a hit; None if it was asked.
+    waits_since_s: time at which the present wait for an answer began; 0 if the request does not
+        wait.
+    waited_s: length of the earlier waits, seconds.
+    load_began_s: time at which the request's last load began.
+    report_id: number of the report about the request; 0 before it is made.
     """
 
     device_hit_tokens: int = 0
@@ -130,8 +137,9 @@ class Verdict(enum.Enum):
 class HitChoice:
     """Whether to load a hit, from the first question about it until its load has ended.
 
-    budget_s: time limit for the server's answers and the load; 0 if this choice sets no limit.
-    num_tokens: tokens of the hit.
+    budget_s: time limit for the server's answers and the load together; 0 if this choice sets no
+        limit.
+    num_tokens: tokens of the hit that the load would bring.
     prefill_s: predicted time to compute these tokens.
     ask_s: time that the server used for its answers, up to the lease.
     load_s: time that the server used for the load of `num_tokens`; 0 if not known.
@@ -151,9 +159,10 @@ class HitChoice:
 class Wait:
     """The wait of a request for blocks that another engine computes.
 
-    until_s: the time at which computing would have ended.
-    answer: the open question, asked at `asked_s`; None without one.
-    next_s: the time of the next question.
+    until_s: time at which this engine would have computed the blocks itself, had it not waited.
+    answer: future of the call that asks whether the blocks are ready, made at `asked_s`; None if
+        no call is open.
+    next_s: time at which the server is asked next.
     """
 
     until_s: float = 0.0

@@ -31,7 +31,7 @@ class Stores(Protocol):
 
 
 class CacheReset:
-    """The reset that is under way, if any. Scheduler thread only."""
+    """Carries out a reset over several steps. Scheduler thread only."""
 
     def __init__(self, session: CacheSession, stores: Stores) -> None:
         self._session = session

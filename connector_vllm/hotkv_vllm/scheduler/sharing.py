@@ -1,8 +1,8 @@
 """Decides whether this engine shares KV now, and over which key space.
 
 Always true:
-- There is a `cache` only while the ranks of the engine agree on a key space. It stands for the
-  engine's weights as far as the ranks have reported them.
+- There is a `cache` only while the ranks of the engine agree on a key space. The key space belongs
+  to the weights that the ranks last reported.
 - Hits and stores are off while a rank has no session, while the weights may have changed, or
   while a reset is under way.
 
@@ -65,10 +65,10 @@ class WorkerLinks:
     neither load nor store. Workers report when their state changes, and in each step that asks for
     it. Steps ask while a worker is absent. Registering a worker's memory takes seconds, and an idle
     engine has no steps. So a warning comes with a report, of a worker that has reported absence for
-    a while to the same connection of the scheduler. It is taken back when the worker reports a
-    session.
+    a while to the same connection of the scheduler. Another log line cancels the warning when the
+    worker reports a session.
 
-    are_complete: whether every worker has a session, as far as it has reported.
+    are_complete: True if every worker has a session, as far as it has reported.
     """
 
     def __init__(self) -> None:
@@ -83,8 +83,8 @@ class WorkerLinks:
         return f"WorkerLinks(absent: {self._absent})"
 
     def will_say(self, stream: int) -> bool:
-        """Returns True if an absent worker has not reported in this connection of the scheduler: it
-        may have a session again."""
+        """Returns True if a worker without a session has not reported since the scheduler's present
+        connection began. It may have a session by now."""
         return any(self._news.get(rank, NO_NEWS)[0] != stream for rank in self._absent)
 
     def told(self, links: Mapping[int, str], now_s: float, stream: int) -> None:
@@ -139,13 +139,14 @@ JOINING_PATIENCE_S = 5.0
 
 
 class Joining:
-    """The start of a connector whose handshakes come with a step's report, because vLLM has not
-    forwarded them (MultiConnector).
+    """Delays the first requests until all ranks have sent their handshakes. Used if vLLM does not
+    forward the ranks' handshakes (MultiConnector); they then arrive with the worker report of a
+    step.
 
-    Until all ranks have sent their handshakes, the scheduler side does not store or load, so it
-    need not revoke. Requests that arrive earlier are kept and answered "ask again". The next step
-    is therefore empty, and brings the reports within milliseconds. A rank that never answers delays
-    the first requests once, by at most `JOINING_PATIENCE_S`.
+    Until all handshakes have arrived, the scheduler side neither loads nor stores, so there are no
+    stores to revoke. It answers "ask again" for requests, so vLLM runs a step without them, and
+    that step returns the reports within milliseconds. A rank that never answers delays the first
+    requests once, by at most `JOINING_PATIENCE_S`.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -200,7 +201,8 @@ class Agreement:
 
     kinds: the kinds of representation.
     sparse_layers: (layer, vLLM's group) of each sparse layer.
-    revocations: the ranks' fences; None if workers revoke their stores.
+    revocations: the ranks' fences (shared pages in which the scheduler revokes stores); None if
+        workers revoke their stores.
     """
 
     space: KeySpace
@@ -212,7 +214,8 @@ class Agreement:
 def agree(
     handshakes: Sequence[HotKVHandshake], vllm_config: Any, kv_cache_config: Any
 ) -> Agreement:
-    """Returns the agreement of the ranks' handshakes. Maps the ranks' fences if stores need words.
+    """Returns the agreement of the ranks' handshakes. Maps the ranks' fence pages if the scheduler
+    must be able to revoke stores.
 
     An engine shares KV only if every rank has reported, all ranks are on the scheduler's machine,
     and they have the same key space. Raises Unsupported otherwise, with the reason for the engine's
@@ -275,9 +278,9 @@ class Engine:
     """The parts that live as long as the engine, across key spaces.
 
     counts_media: True if block hashes do not cover the content of images and other media.
-    pool: the device's blocks.
-    learnt_prefill: the prefill speed that hits are weighed against. None if every hit is to be
-        loaded, as with contexts in host memory.
+    pool: the device's blocks, as residency sees them.
+    learnt_prefill: measured prefill speed, with which a hit's load time is compared. None if every
+        hit is to be loaded, as with contexts in host memory.
     failed_loads: requests whose load failed.
     traces: None without tracing.
     """
@@ -310,7 +313,8 @@ class Assembly:
     again for another key space.
 
     cache_groups: the groups, as vLLM numbers them.
-    state_log, streams: log the state of the session; count its connections.
+    state_log: logs changes of the session's state.
+    streams: counts the session's connections.
     memory: the sequences of sparse decode; None without sparse decode.
     residencies: the resident requests; None if whole contexts stay on the device.
     """
@@ -578,14 +582,16 @@ class Sharing:
     # ---------------------------------------------------------------------------------------- steps
 
     def say_on(self) -> None:
-        """Logs once that hotkv is on, as soon as all sessions are there; again after a loss."""
+        """Logs once that hotkv is on, as soon as all sessions are open. Logs it again after a
+        session was lost."""
         is_on = self.is_connected and self.links.are_complete
         if is_on and not self._has_said_on and self.cache is not None:
             link.say_on(self.cache.session, self._engine.config.target)
         self._has_said_on = is_on
 
     def is_other(self, identity: str) -> bool:
-        """Returns True if `adopt` would begin another key space."""
+        """Returns True if weights with this identity need another key space, which `adopt` would
+        begin."""
         return self.cache is not None and identity != self.weights.identity
 
     def adopt(self, identity: str) -> None:

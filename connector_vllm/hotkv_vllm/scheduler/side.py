@@ -1,11 +1,11 @@
 """The connector's scheduler side: answers vLLM's scheduler and plans each step's loads and stores.
 
 Holds the parts that live as long as the engine:
-- `sharing`: whether there is a cache, and its key space.
-- `requests`: the state of each request.
-- `steps`: the work of the workers.
-- `events`: the shared cache's blocks, told as this engine's.
-- `residents`: requests that outgrow the device.
+- `sharing` decides whether there is a cache, and its key space.
+- `requests` holds the state of each request.
+- `steps` plans the work of the workers.
+- `events` publishes the shared cache's blocks as this engine's.
+- `residents` manages requests that outgrow the device.
 
 Runs in the scheduler's thread. After the start only two calls block: a reset, and a hit for as long
 as `hits.Patience` allows. Without a cache every hook returns after one test.
@@ -181,8 +181,9 @@ class HotKVScheduler:
         Returns False only if a connected server did not flush. Blocks `hotkv.reset_timeout_s` at
         most.
 
-        A pause or a sleep does not empty the shared cache. Blocks computed before it are then
-        stored only if their store has begun, because vLLM may discard the KV memory.
+        vLLM also calls this method when the engine pauses or sleeps. Then the shared cache stays.
+        Of the blocks that were computed before the pause, only blocks whose store has begun are
+        stored, because vLLM may discard the KV memory.
         """
         cache = self.sharing.cache
         if cache is None:

@@ -101,7 +101,8 @@ class StepPlanner:
         return meta
 
     def _before_stores(self, cache: Assembly, scheduler_output: Any) -> None:
-        """Advances the work that spans steps: weights, links, reports, a reset."""
+        """Advances the work that spans steps: a check of the weights, the workers' sessions,
+        reports, a reset."""
         sharing, now_s = self._sharing, time.monotonic()
         identity = sharing.weights.step(scheduler_output.total_num_scheduled_tokens > 0, now_s)
         if identity is not None and not cache.planner.in_flight:

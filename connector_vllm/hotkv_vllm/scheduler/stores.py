@@ -47,9 +47,9 @@ class StorableBlocks:
     has a pattern of one period.
 
     alignment_tokens: alignment of hits, a multiple of the group's block size.
-    state_interval_tokens: recurrent states only. States at multiples of it, rounded up to whole
-        alignments, are stored; 0 stores all.
-    is_draft: True if a hit also needs the hash of the block behind it
+    state_interval_tokens: for recurrent states only. States at multiples of this number, rounded up
+        to whole alignments, are stored; 0 stores all states.
+    is_draft: True if a hit also needs the hash of the block after it
         (`hotkv_proto.groups.longest_hit`).
     """
 
@@ -122,13 +122,13 @@ STORE_BLOCKS = 1 << 13
 """Most blocks of one store. The server accepts at most 2^16 in a call, and a shorter store makes
 its blocks visible sooner."""
 Handoff = tuple[int, int, int]
-"""A state at a block boundary that vLLM names itself (Mamba "align" mode): vLLM's group, block,
-boundary in tokens."""
+"""A recurrent state that vLLM itself hands over for storing (Mamba "align" mode): vLLM's group,
+block id, and the boundary, in tokens, at which the state holds."""
 Tables = Callable[[str], "tuple[Sequence[int], ...] | None"]
 """Returns a request's block ids per vLLM group, as of this step; None if vLLM does not know the
 request."""
 Handoffs = Mapping[str, Sequence[Handoff]]
-"""By request: states that vLLM names itself."""
+"""By request: the states that vLLM hands over."""
 
 
 class MissingBlocks:
@@ -272,7 +272,8 @@ class MissingBlocks:
     def _run(
         self, state: RequestState, index: int, hashes: Sequence[bytes], first: int, ids: Int32s
     ) -> BlockRun:
-        """Returns a chain of neighbours that begins with the group's block `first`."""
+        """Returns the run to store for a chain of neighbours that begins with the group's block
+        `first`."""
         stop, tokens = first + len(ids), self._groups.specs[index].block_tokens
         parent = hashes[first - 1] if first else b""
         if not self._session.wants_token_ids:
@@ -310,8 +311,8 @@ class Tails:
     Always true: a tail ends before its first block that is about to be written, because no lookup
     finds blocks behind a gap. A tail of several runs is dropped as a whole. Scheduler thread only.
 
-    waiting: the tails.
-    blocks: their blocks.
+    waiting: the tails that wait.
+    blocks: ids of all blocks in waiting tails.
     """
 
     def __init__(self) -> None:
@@ -370,15 +371,16 @@ def _before(tail: tuple[BlockRun, ...], written: Collection[int]) -> tuple[Block
 # ----------------------------------------------------------------------------- the stores of a step
 
 ANSWER_BLOCKS = 8
-"""A request that decodes stores so many blocks at a time, and the rest at its end: each store costs
-the server the same, however short it is. The prompt's blocks do not wait."""
+"""Number of blocks that a decoding request stores at a time; it stores the rest at its end. Fewer,
+longer stores cost the server less. The prompt's blocks do not wait."""
 
 Whose = tuple[Retention, str, RequestTrace | None]
 """Properties that the blocks of a store share: retention, resident request (or empty), trace."""
 
 
 class StorePlanner:
-    """Plans stores and fences. Owns the `StoreState` of requests."""
+    """Plans each step's stores, and the revocation of stores whose blocks the step writes. Owns the
+    `StoreState` of requests."""
 
     def __init__(
         self,
@@ -420,9 +422,10 @@ class StorePlanner:
         )
         self.tails = Tails()
         self.is_held = False
-        """True: no new store begins, and every step waits for the stores in flight."""
+        """True while no new store may begin and every step must wait for the stores in flight."""
         self.is_rekeying = False
-        """The same, while it is not known which key space stands for the engine's weights."""
+        """True while stores are held as with `is_held`, because it is not known which key space
+        belongs to the engine's weights."""
 
     def __repr__(self) -> str:
         return f"StorePlanner({self.in_flight}, {self.tails})"
@@ -530,8 +533,8 @@ class StorePlanner:
             settle(store, self._stats, self._finder.hidden)
 
     def plan_broke(self) -> None:
-        """Handles a lost plan: drops the tails and the stores that no worker has received, and
-        revokes the words of all other stores."""
+        """Handles a step whose planning raised: drops the tails and the stores that no worker has
+        received, and revokes all other stores by their words."""
         self.tails.forget()
         self.in_flight.plan_broke()
 

@@ -1,5 +1,5 @@
-"""Stores that ranks are working on: how each can be revoked (`StoreFence`), which blocks they read
-(`StoresInFlight`), and how they ended (`settle`). Scheduler thread only."""
+"""Tracks the stores that ranks are working on. `StoreFence` revokes stores, `StoresInFlight` knows
+which blocks they read, and `settle` counts their results. Scheduler thread only."""
 
 import itertools
 import time
@@ -33,11 +33,11 @@ class StoreFence:
     - Each step lists the stores that read blocks which it reallocates. Each worker ends those
       stores before the step goes on (`worker.rank_stores`). This is always done.
     - If the runner writes blocks before it notifies connectors (`checks.writes_before_it_tells`),
-      the list would come too late. The ranks then share a page with the scheduler, in which each
-      store has a word. The scheduler sets the word before any worker gets the step. The server
-      reads the word between copy and commit.
+      the list would come too late. Each rank then shares a memory page (fence) with the scheduler,
+      in which each store has a word. The scheduler sets the word before any worker gets the step.
+      The server reads the word after its copy and commits the store only if the word is not set.
 
-    Without `revocations`, only workers revoke stores.
+    `revocations` are the ranks' pages. Without them, only workers revoke stores.
     """
 
     def __init__(self, revocations: Revocations | None = None) -> None:
@@ -47,8 +47,8 @@ class StoreFence:
         return f"StoreFence({self.revocations or 'workers take back'})"
 
     def take(self) -> int | None:
-        """Returns a word for a new store; 0 if the store needs no word. Returns None if all words
-        are in use: the store could not be revoked and must not be sent."""
+        """Allocates a word for a new store and returns its index; 0 if stores need no word. Returns
+        None if all words are in use. Then the store could not be revoked and must not be sent."""
         if self.revocations is None:
             return 0
         return self.revocations.take() or None
@@ -85,10 +85,10 @@ forgotten."""
 class StoreInFlight:
     """A store that ranks are working on.
 
-    read: all blocks that it reads.
+    read: ids of all blocks that it reads.
     ranks_left: number of ranks that have not reported its end.
-    results: the ranks' results, `BlockResult` bytes.
-    fence_index: the word that revokes it; 0 without a word.
+    results: the ranks' results: an array of `BlockResult` bytes per rank.
+    fence_index: index of the word that revokes it in the fence page; 0 without a word.
     planned_s: time of the plan, monotonic clock.
     request_id: the resident request that it belongs to, or empty.
     span: None if it is not traced.
@@ -265,8 +265,8 @@ class StoresInFlight:
         return tuple(sorted(self.stores))
 
     def plan_broke(self) -> None:
-        """Handles a lost plan: removes stores that no worker has received, and revokes the words of
-        all others."""
+        """Handles a step whose planning raised: removes stores that no worker has received, and
+        revokes all other stores by their words."""
         sent = {store_id: s for store_id, s in self.stores.items() if store_id <= self._last_sent}
         unsent = [store for store_id, store in self.stores.items() if store_id not in sent]
         self.stores = sent

@@ -2,7 +2,8 @@
 query.
 
 vLLM calls `backend` for every layer. There `worker` decides which blocks each row of the batch
-attends to. It uses `sequence` (hot sets of a sequence) and `pool` (representations of the engine's
-blocks). `rows` names each row's request to the worker, from the scheduler. `offloading` offers the
-same parts under the names of vLLM's RFC #37263. The arithmetic is in `hotkv_sparse`.
+attends to. It uses `sequence` (hot sets of a sequence) and `pool` (representations: compact forms
+of the blocks' keys, by which blocks are scored). `rows` decides in the scheduler which rows attend
+sparsely, and tells the worker the request of each. `offloading` offers the same parts under the
+names of vLLM's RFC #37263. The arithmetic is in `hotkv_sparse`.
 """

@@ -1,9 +1,9 @@
 """vLLM's CPU attention with sparse decode: `CPU_ATTN` of its backend registry if `hotkv.sparse` is
 configured.
 
-The only module of this package that knows vLLM's attention classes. Fails open: if anything in
-hotkv raises, the layer attends to everything in that step. Until the connector attaches a
-`SparseWorker`, and for layers it leaves out, this is vLLM's own attention. Source:
+The only module of this package that knows vLLM's attention classes. If anything in hotkv raises,
+the layer attends to everything in that step. The backend does exactly what vLLM's own does until
+the connector attaches a `SparseWorker`, and in layers to which it attaches none. Source:
 `vllm/v1/attention/backends/cpu_attn.py` of vLLM 0.32.
 """
 
@@ -118,7 +118,8 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         key: torch.Tensor,
         metadata: CPUAttentionMetadata,
     ) -> None:
-        """Shows the step's keys and queries to a layer that is not calibrated."""
+        """Passes the step's keys and queries to the calibration of a layer that is not calibrated
+        yet."""
         batch = _batch(metadata)
         num_tokens = int(batch.starts[-1])
         keys, queries = (
@@ -135,8 +136,8 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         query: torch.Tensor,
         metadata: CPUAttentionMetadata,
     ) -> tuple[CPUAttentionMetadata, torch.Tensor | None] | None:
-        """Returns the metadata to use in place of vLLM's, and pages in place of the layer's; None:
-        vLLM's own."""
+        """Returns the metadata to use in place of vLLM's, and the pages to use in place of the
+        layer's. None stands for vLLM's metadata or the layer's pages."""
         if (
             not isinstance(metadata.causal, bool)
             or not metadata.causal
@@ -203,9 +204,9 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
 
 @dataclass(slots=True)
 class _Made:
-    """Metadata over the arrays of a rewrite.
+    """vLLM's metadata over the block tables and lengths of a rewrite.
 
-    key: the state for which its schedule was made.
+    key: the state for which vLLM's schedule (plan of work) in it was made.
     """
 
     metadata: CPUAttentionMetadata

@@ -60,7 +60,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """How long a row's context is, and how it is chosen from."""
+    """The length of a row's context, and the limits of the choice among its blocks."""
 
     config: SparseConfig
     num_tokens: int
@@ -71,9 +71,10 @@ class Context:
 class SparseRow:
     """A row that may be sparse; its query is token `token` of the batch.
 
-    where, budget_blocks: candidates of its context, and the most blocks of a selection.
-    always_blocks: int32, the blocks that are always attended, whose first `always_tokens` tokens
-        exist.
+    where, budget_blocks: the context's blocks that can be chosen (candidates), and the most blocks
+        of a selection.
+    always_blocks: int32, the blocks that are always attended (sinks, recent window, partial block).
+        Of all their tokens the first `always_tokens` exist; the last block may be partial.
     attends_to_all: True if the hot set would hold the whole context.
     """
 
@@ -134,10 +135,11 @@ class Rewrite:
 class StepPlan:
     """A plan that all layers of a group share in a step.
 
-    key: the metadata object that it was made from.
-    complete: complete blocks of the contexts that need representations.
-    lacking: layers that lack representations of these, after so many `num_forgets`.
-    written: the block tables that `rewrite` has in place of the batch's, by row.
+    key: vLLM's metadata object from which the plan was made.
+    complete: complete blocks of the contexts, which need representations.
+    lacking: layers that lack representations of these blocks, with the pool's `num_forgets` at
+        which this was found.
+    written: by row, the block tables that `rewrite` has in place of the batch's.
     """
 
     key: object
@@ -150,7 +152,8 @@ class StepPlan:
     written: Mapping[int, I32] = field(default_factory=dict)
 
     def rewritten_with(self, tables: Mapping[int, I32], block_tokens: int) -> Rewrite:
-        """Returns the rewrite with these block tables by row, and the batch's in all other rows.
+        """Returns the rewrite with these block tables by row. All other rows keep the batch's
+        tables.
 
         A table that is the same object as in the layer before is not written again.
         """

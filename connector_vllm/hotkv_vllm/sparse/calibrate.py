@@ -35,7 +35,7 @@ from hotkv_sparse.centre_file import write_centres
 F32 = npt.NDArray[np.float32]
 DEFAULT_TOKENS = 8192
 QUERY_EVERY_TOKENS = 256
-"""One query of this many tokens is recorded. The queries serve to measure biases."""
+"""One query is recorded for every so many tokens. The queries serve to measure biases."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Recorder:
     queries: list[torch.Tensor] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     moments: AxesEstimate = field(init=False)
-    """Of all contexts together."""
+    """The moments of keys and queries over all recorded contexts."""
 
     def __post_init__(self) -> None:
         self.moments = AxesEstimate(self.kv_heads, self.head_size)

@@ -35,7 +35,8 @@ _STEP = tuple(
 
 
 class LayerCounters:
-    """Counters of the layers `indices`, by the names of `hotkv_proto.reports.SPARSE_COUNTERS`."""
+    """Counters of the layers with these `indices`. Their names are those of
+    `hotkv_proto.reports.SPARSE_COUNTERS`."""
 
     def __init__(self, indices: Iterable[int]) -> None:
         self._rows = {index: [0.0] * len(SPARSE_COUNTERS) for index in indices}
@@ -99,10 +100,10 @@ class LayerCounters:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """Quality of a selection that attended n blocks.
+    """Quality of a selection of n blocks, measured with exact attention.
 
-    recall: share of the n heaviest blocks, by exact attention, that was attended.
-    mass: exact share of the attention mass that was attended.
+    recall: share of the n blocks with the most attention mass that were selected.
+    mass: share of the attention mass that lies in the selected blocks.
     """
 
     recall: float

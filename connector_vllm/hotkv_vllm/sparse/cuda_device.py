@@ -15,7 +15,7 @@ from hotkv_sparse.cuda.device import Argument, Array, CupyDevice, Host
 
 
 class TorchDevice(CupyDevice):
-    """`device`: torch's name of it, with its number."""
+    """A CUDA device. `device` is torch's name with the index, such as `cuda:0`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

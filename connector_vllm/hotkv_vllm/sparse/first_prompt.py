@@ -22,26 +22,33 @@ from hotkv_vllm.sparse.batch import Batch, SparseLayer
 
 F32 = npt.NDArray[np.float32]
 Calibrated = Callable[[int, F32, Axes], None]
-"""Takes a layer's index, its centre float32 [H, D] and its axes."""
+"""Function that receives a calibrated layer: its index, its centre float32 [H, D], its axes."""
 ENOUGH_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Turning:
-    """How positions turn keys: `frequencies` float64 [F], radians a token, channel i with i + F.
-    `context_tokens`: the longest context."""
+    """How a model's RoPE rotates keys by their position.
+
+    frequencies: float64 [F], radians per token, by which the channels i and i + F rotate together.
+    context_tokens: the longest context.
+    """
 
     frequencies: npt.NDArray[np.float64]
     context_tokens: int
 
 
 NO_TURNING = Turning(np.empty(0), 1)
-"""Keys are the same at all positions."""
+"""For models without RoPE, whose keys do not depend on the position."""
 
 
 class FirstPrompt:
-    """Measures the layers in `waiting` until each has seen enough. `shapes`: (H, D) by layer
-    index; `turning`: the model's RoPE."""
+    """Records the layers in `waiting` until each has seen enough tokens, and calibrates it then.
+
+    shapes: (H, D) by layer index.
+    turning: the model's RoPE.
+    then: called with each layer's result.
+    """
 
     def __init__(
         self, shapes: Mapping[int, tuple[int, int]], turning: Turning, then: Calibrated

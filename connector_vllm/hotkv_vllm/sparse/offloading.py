@@ -264,8 +264,8 @@ class ArrayPages:
 
 @dataclass(slots=True)
 class _Staged:
-    """A block on its way to the server: its place in the staging memory, and the layers that are
-    there."""
+    """A block that waits for its store to the server: its index in the staging memory, and the
+    layers whose page is already there."""
 
     place: int
     layers: set[int] = field(default_factory=set)
@@ -276,9 +276,9 @@ class ResidencyPages:
     stored once all layers have provided their page of it. After that it is read only while the
     server pins it.
 
-    memory: uint8 [L, S, page bytes], the engine's memory that `session` has registered. Blocks wait
-        here for their store. A server's slot has the pages of a block's layers in this order.
-    layers: indices of layers, in that order.
+    memory: uint8 [L, S, page bytes], staging memory that `session` has registered. Blocks wait here
+        for their store. A slot of the server has a block's pages in the same order of layers.
+    layers: the layers' indices, in this order.
     """
 
     def __init__(
@@ -380,7 +380,8 @@ class ResidencyPages:
             self._send([block for _, block in run])
 
     def _send(self, blocks: list[int]) -> None:
-        """Stores neighbours into their residency, and takes in where the server pins them."""
+        """Stores blocks that are neighbours in a sequence into its residency, and notes where the
+        server pins them."""
         sequence_id, first, _ = self._names[blocks[0]]
         names = [self._names[block][2] for block in blocks]
         places = np.array([self._staged[block].place for block in blocks], np.int32)
@@ -407,10 +408,11 @@ class ResidencyPages:
 
 @dataclass(frozen=True, slots=True)
 class SwapSpec:
-    """Copies for a sequence and layer: host block `blocks[i]`, at `positions[i]` of the context,
-    and hot slot `slots[i]`; int32 arrays.
+    """The copies between host memory and hot slots for a sequence in a layer. Copy i is between the
+    host block `blocks[i]`, at position `positions[i]` of the context, and the hot slot `slots[i]`
+    (int32 arrays).
 
-    The copies go to the slots if `is_load`, else to host memory.
+    is_load: True for copies to the hot slots, False for copies to host memory.
     """
 
     sequence_id: str
@@ -502,7 +504,7 @@ class SparseOffloadingHandler:
     def begin(self, sequence_id: str) -> None:
         """Begins a sequence whose complete blocks are all in host memory.
 
-        OVERLOADED if all regions are taken."""
+        Raises OVERLOADED if all regions are in use."""
         if not self._regions:
             raise HotKVError(
                 Reason.OVERLOADED,
@@ -630,7 +632,7 @@ class SparseOffloadingHandler:
     # --------------------------------------------------------------------------------------- copies
 
     def transfer_async(self, job_id: int, spec: SwapSpec) -> None:
-        """Begins the copies; INVALID_FIELD for an id that is in use."""
+        """Begins the copies in the handler's thread. Raises INVALID_FIELD if the id is in use."""
         if job_id in self._jobs:
             raise HotKVError(
                 Reason.INVALID_FIELD, f"job_id {job_id} is in use; wait for it, or choose another"

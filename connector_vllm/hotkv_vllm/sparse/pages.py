@@ -24,8 +24,8 @@ _LANES = 16
 
 
 class KeyPages:
-    """`pages` [B, H, T, 2 * D]: of each head first the keys, packed as `packing` says, then the
-    values."""
+    """Reads the pages of a layer. `pages` [B, H, T, 2 * D] has for each head first the keys, in the
+    arrangement `packing`, then the values."""
 
     def __init__(self, pages: torch.Tensor, packing: KeyPacking) -> None:
         self._pages = pages
@@ -76,8 +76,8 @@ class KeyPages:
     def always(
         self, query_QD: F32, blocks: I32, num_tokens: int, scale: float, sink_logits: F32 | None
     ) -> Always:
-        """Returns the first `num_tokens` tokens of `blocks` int32 for a decode step, and learned
-        sinks float32 [Q], if any."""
+        """Describes the always-attended tokens to the compiled decode step: the first `num_tokens`
+        tokens of `blocks` int32, and the layer's learned sinks float32 [Q], if any."""
         log_mass = sink_logits
         if log_mass is None:
             if len(self._nothing) != len(query_QD):

@@ -5,9 +5,9 @@ Always true:
   written, `forget` must be called. `update` builds missing representations from the pages;
   `mark_built` says that another writer has provided them. So the source of the keys does not
   matter: prefill, decode, a local prefix hit, or a load.
-- A row is written only while it is not marked. A mark is cleared only when the block's page is
-  written anew. A step that does so waits for the stores that read the block, so a row never changes
-  under a store.
+- A row (a block's representation) is written only while its block is not marked built. A mark is
+  cleared only when the block's page is written anew. A step that writes a page waits for the stores
+  that read the block, so a row never changes while a store reads it.
 
 Shapes: B blocks, T tokens of a block, H KV heads, D channels, N bytes of a block and head.
 """
@@ -35,15 +35,21 @@ KeysOf = Callable[[I32], F32]
 """Unpacked keys float32 [B, T, H, D] of the blocks int32 [B]."""
 
 BUILD_BLOCKS = 64
-"""Blocks built at a time: bounds the memory of unpacked keys."""
+"""Number of blocks whose representations are built at a time, which bounds the memory of unpacked
+keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Shape and formats of a layer's representations; `formats` are their names.
+    """Shape and formats of a layer's representations.
 
-    `mu` float32 [H, D]: the centre of token formats (None: 0); `biases`: theirs with it, by name,
-    where measured. `axes`: of the formats that need them; None until they are calibrated.
+    formats: names of the formats in which each block is represented.
+    mu: float32 [H, D], the mean key of each head (the centre), which the token formats subtract
+        from keys before they code them. None means zero.
+    biases: by format name, by how much the format overestimates a block's log mass with this
+        centre. A format that is not listed has its default bias.
+    axes: the principal axes of keys that some formats (`mix2`) need; None until the engine has
+        calibrated them.
     """
 
     num_blocks: int
@@ -65,7 +71,8 @@ class LayerShape:
         return bytes_per_block(name, self.block_tokens, self.kv_heads, self.head_size)
 
     def centre_of(self, name: str) -> F32 | None:
-        """Returns the centre in a format; None for summaries."""
+        """Returns `mu` for a format that codes each token; None for a format that summarizes
+        blocks, which uses no centre."""
         return self.mu if token_scorer(name) else None
 
 
@@ -81,8 +88,8 @@ class PoolRows:
 
 
 class BlockReprManager:
-    """Owns the representations of all sparse layers. One thread. Memory is allocated as blocks are
-    built.
+    """Owns the representations of all sparse layers, in one pool. One thread. Memory is allocated
+    as blocks are built.
 
     fd: the pool as a file that another process can map, open as long as this object lives; None
         without such a file.
@@ -132,8 +139,8 @@ class BlockReprManager:
         return layer_idx not in self._uncalibrated
 
     def calibrate(self, layer_idx: int, mu: F32, axes: Axes) -> None:
-        """Gives a layer its centre and axes; representations that were made without them are
-        forgotten."""
+        """Sets a layer's centre and axes, and forgets the representations that were built without
+        them."""
         shape = replace(self._layers[layer_idx], mu=mu, biases={}, axes=axes)
         self._layers[layer_idx] = shape
         self._uncalibrated.discard(layer_idx)
@@ -143,7 +150,8 @@ class BlockReprManager:
         self._built[layer_idx][:] = False
 
     def built(self, layer_idx: int) -> npt.NDArray[np.bool_]:
-        """Returns the marks of a layer's blocks, bool by block id; a copy."""
+        """Returns which of a layer's blocks are marked built, bool by block id. The array is a
+        copy."""
         return self._built[layer_idx].copy()
 
     def forget(self, blocks: I32, layers: Sequence[int] | None = None) -> None:
@@ -156,7 +164,7 @@ class BlockReprManager:
             self._built[index][blocks] = False
 
     def forget_all(self) -> None:
-        """Clears all marks: it is not known which pages change."""
+        """Clears all marks. Call it if it is not known which pages change."""
         self.num_forgets += 1
         self._marks[:] = False
 

@@ -91,8 +91,8 @@ class SparseRank:
 
     @property
     def lacks_residency(self) -> bool:
-        """Returns True if contexts were to be resident, but no layer is. Then no block may be freed
-        early."""
+        """Returns True if the configuration asks for residency, but no layer supports it. Then the
+        scheduler must not free blocks early."""
         return self._is_resident and self.worker is None and self.cuda is None
 
     def _install_cuda(self, config: SparseConfig, kv_caches: Mapping[str, Any]) -> None:
@@ -209,8 +209,9 @@ class SparseRank:
         runs: tuple[BlockRun, ...],
         group_of: Callable[[int], int],
     ) -> tuple[BlockRun, ...] | None:
-        """Builds the representations of these runs, for a store. Returns the runs; None if they
-        can't be built, and their blocks are stored without. `group_of`: vLLM's group of a run."""
+        """Builds the representations of these runs, for a store. Returns the runs. Returns None if
+        they can't be built; their blocks are then stored without representations. `group_of`:
+        returns vLLM's group of a run."""
         try:
             for run in runs:
                 shared.build(group_of(run.group_index), run.block_ids)

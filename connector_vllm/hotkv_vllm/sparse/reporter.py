@@ -65,7 +65,7 @@ class SparseReporter:
         return f"SparseReporter({len(self._report.ended)} ended)"
 
     def before_step(self, last_reports_of: Sequence[str]) -> None:
-        """Takes in the ended requests whose last selections the scheduler awaits.
+        """Notes the ended requests whose last selections the scheduler awaits.
 
         Call it before the worker's own `begin_step`, which drops ended requests."""
         if last_reports_of:

@@ -37,9 +37,9 @@ class ResidentOnly:
     """Limits the decision on CUDA, where only requests that outgrow the device (`outgrows`) have
     kernels that attend sparsely.
 
-    replays_decode: steps in which every row has one token may be replayed from CUDA graphs. A graph
-        can't stage contexts, so a row with blocks in host memory only (`has_away`) must then attend
-        sparsely, whatever its token is.
+    replays_decode: True if steps in which every row has one token may be replayed from CUDA graphs.
+        A graph can't copy a context to a staging area. So in such a step a row with blocks in host
+        memory only (`has_away`) must attend sparsely, even if it is still in its prompt.
     """
 
     outgrows: Callable[[str], bool]
@@ -57,7 +57,7 @@ class RowNames:
         limits: ResidentOnly | None = None,
     ) -> None:
         """groups: (vLLM's group, its block tokens) of each full attention group.
-        limits: None in a CPU engine, where any row can attend sparsely or not.
+        limits: None in a CPU engine, where every row can attend either way.
         """
         self._min_tokens = config.min_context_tokens
         self._groups = tuple(groups)
@@ -130,8 +130,8 @@ _NAMES_OF: "WeakValueDictionary[str, RowNames]" = WeakValueDictionary()
 
 
 def announce(engine_id: str, names: RowNames) -> None:
-    """Makes it known to other connectors of this engine, beside hotkv in vLLM's MultiConnector,
-    that it decodes sparsely."""
+    """Registers that this engine decodes sparsely, so that hotkv's code in other connectors of the
+    engine (in vLLM's MultiConnector) can ask for its sparse rows."""
     _NAMES_OF[engine_id] = names
 
 

@@ -4,9 +4,9 @@ Always true: sinks, recent window and the partial block are attended. After the 
 `max_correction_blocks` other blocks join the hot set within a step. Further wanted blocks join in
 the next step, through spare slots.
 
-The first step fills the hot set, twice the budget, with the best blocks: prefill has just had all
-of them on the device. If all blocks of a context stay in the engine, as here, every complete block
-counts as a block in host memory.
+The first step fills the whole hot set, which is twice the budget, with the best blocks. It may,
+because prefill has just had all blocks on the device. In an engine without residency all blocks
+stay in the engine's memory; there every complete block is treated like a block in host memory.
 """
 
 from collections.abc import Mapping
@@ -27,14 +27,15 @@ NO_BLOCKS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """A step of a layer: attend to `blocks` int32, ascending positions in the context.
+    """The result of a layer's step. The caller must attend to `blocks`: int32, ascending positions
+    in the context.
 
-    Counts of blocks:
-    num_seeded: joined in the first step.
-    num_corrected: joined with the fresh query.
-    num_prefetched: joined from the step before.
-    num_wanted: selected, without the blocks that are always attended.
-    num_hits: the wanted blocks that were resident before.
+    Numbers of blocks:
+    num_seeded: blocks that the first step added to the hot set.
+    num_corrected: blocks that this step's query selected and that were added to the hot set now.
+    num_prefetched: blocks that the previous step selected and that were added to the hot set now.
+    num_wanted: blocks that this step's query selected, without the blocks that are always attended.
+    num_hits: the wanted blocks that were in the hot set before this step.
     """
 
     blocks: I32
@@ -175,7 +176,8 @@ class LayerSequence:
         return hot
 
     def _adopt(self, hot: HotSet) -> int:
-        """Adds the blocks to the map that the step before left to prefetch."""
+        """Adds the blocks to the hot set that the previous step selected but could not add within
+        its limit. Returns their number."""
         if not len(self._arriving):
             return 0
         hot.finish_prefetch(self._arriving, True)
@@ -184,7 +186,7 @@ class LayerSequence:
 
 
 def holds_all(config: SparseConfig, where: Span, budget_blocks: int) -> bool:
-    """Returns True if a hot set holds the whole context, so that there is nothing to choose."""
+    """Returns True if a hot set can hold the whole context, so that no choice is needed."""
     keeps_all = config.adaptive_p is None and config.cache_policy != "none"
     sets = USUAL_SETS if keeps_all else 1
     return sets * max(budget_blocks, where.num_always) >= where.count

@@ -24,7 +24,7 @@ from hotkv_vllm.sparse.reporter import SparseReport
 from hotkv_vllm.sparse.rows import SparseRows
 
 MAX_FOLLOWED = 1024
-"""Requests with sequences; the server takes 4096 sequences of a session."""
+"""Most requests with sequences at a time. The server accepts 4096 sequences per session."""
 MAX_CREATED_PER_STEP = 16
 MAX_UNANSWERED = 64
 ENDING_S = 5.0
@@ -62,11 +62,13 @@ class SparseGroup:
 class _Followed:
     """A request.
 
-    ids: its sequences, one per group, in stream `stream`; empty before they were created.
-    num_sent: blocks that the server knows, per group. The next block is complete at `next_tokens`.
-    answers: answers that were not read yet.
-    has_decoded: its first sparse step has been planned.
-    end_by_s: when it ends without the last selections, once the request has ended.
+    ids: ids of its sequences, one per group, created in stream `stream`; empty before.
+    num_sent: number of blocks that were sent to the server, per group. The next block is complete
+        at `next_tokens`.
+    answers: futures of the calls whose answers were not read yet.
+    has_decoded: True once its first sparse step has been planned.
+    end_by_s: after the request's end, the time at which its sequences are deleted even if its last
+        selections have not arrived.
     """
 
     request: Any
@@ -120,14 +122,14 @@ class SparseSequences:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any) -> None:
-        """Takes in a request whose KV others may use. It is followed if it can decode with a long
+        """Begins to report a request whose KV may be shared, if it can decode with a long
         context."""
         is_new = request.request_id not in self._followed
         if is_new and request.num_tokens + 1 >= self._min_tokens and request.max_tokens > 1:
             self._follow(request)
 
     def ended(self, request_id: str, now_s: float) -> None:
-        """Takes in that a request has ended or was aborted."""
+        """Notes that a request has ended or was aborted."""
         self._to_create.pop(request_id, None)
         self._awaited.pop(request_id, None)
         one = self._followed.pop(request_id, None)
@@ -255,7 +257,8 @@ class SparseSequences:
         )
 
     def _notice_refusals(self) -> None:
-        """Lets requests whose sequences were refused go without, until there is another stream."""
+        """Stops reporting requests whose sequences the server refused, until the next
+        connection."""
         for request_id in list(self._awaited):
             one = self._followed[request_id]
             if not all(answer.done() for answer in one.answers):

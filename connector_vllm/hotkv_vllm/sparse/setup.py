@@ -134,8 +134,8 @@ def _sparse_layer(
 def centre_of(
     layer: int, names: tuple[str, ...], first_head: int, heads: int, centres: Centres | None
 ) -> tuple[npt.NDArray[np.float32] | None, dict[str, float]]:
-    """Returns a rank's heads of a layer's centre, and the biases that are measured with it; None
-    and no biases if the layer has no centre."""
+    """Returns the part of a layer's centre (the mean key of each head) for a rank's heads, and the
+    biases that were measured with it. Returns None and no biases if the layer has no centre."""
     mu_HD = centres.mu(layer) if centres is not None else None
     if centres is None or mu_HD is None:
         return None, {}

@@ -1,10 +1,10 @@
 """Describes a rank's representations to the server: their kinds, and the place of their bytes.
 
-There is one kind for each KV cache group that has sparse layers. A slot holds, per rank, all sparse
-layers of the group in the model's order, and of each layer its formats in the order of the
-configuration. The kind's version covers everything that gives the bytes their meaning. So engines
-with different scorers, dense layers, centres or axes never share representations. Engines that
-calibrate themselves never share any.
+There is one kind of representation for each KV cache group that has sparse layers. A server's slot
+holds, per rank, all sparse layers of the group in the model's order, and for each layer its formats
+in the order of the configuration. The kind's version is a hash of everything that gives the bytes
+their meaning. So engines with different scorers, dense layers, centres or axes never share
+representations. Engines that calibrate themselves from their first prompt share no representations.
 """
 
 import hashlib
@@ -30,7 +30,8 @@ HANDLE = "representations"
 class SharedPool:
     """The pool of a rank.
 
-    kinds: one per group, in the order of the groups. `tensors` names them by that order, from 0 on.
+    kinds: one per group with sparse layers, in the order of the groups. `tensors` refers to a kind
+        by its index in this order.
     """
 
     kinds: tuple[Representation, ...]

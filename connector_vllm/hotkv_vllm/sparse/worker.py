@@ -8,8 +8,8 @@ Always true:
 - If hot set and context are the same, the row is unchanged: a budget that covers the context is
   exact.
 
-Dense are: rows without a name, layers that were not attached, layers whose representations are not
-calibrated yet, layers that keep failing.
+Attention is dense in rows without a name, in layers that were not attached, in layers whose
+representations are not calibrated yet, and for a while in layers that keep failing.
 
 Shapes: R rows, C blocks of a context, Q query heads, H KV heads, D channels, T tokens of a block.
 """
@@ -80,7 +80,8 @@ class LayerFaults:
             self._troubles.pop(layer_name, None)
 
     def broke(self, layer_name: str, step: int) -> None:
-        """Takes in a fault of the layer. Called while its exception is handled."""
+        """Counts a fault of the layer, and turns it off if it has failed too often in a row. Called
+        while the exception is handled."""
         trouble = self._troubles.setdefault(layer_name, _Trouble())
         trouble.in_a_row += 1
         if self._is_new(layer_name, "fault"):
@@ -285,8 +286,8 @@ class SparseWorker:
 
     @staticmethod
     def _leaves_out(row: SparseRow, blocks: I32) -> bool:
-        """Returns whether a row that attends to `blocks` leaves any of its context out; else it
-        stays as it is."""
+        """Returns True if `blocks` are not the row's whole context, so that the row's block table
+        must be rewritten."""
         return len(blocks) < len(row.blocks_C)
 
     def _update(self, index: int, blocks: list[I32]) -> None:
@@ -331,7 +332,8 @@ class SparseWorker:
         return self._request_of.get(written_block) if num_queries == 1 else None
 
     def _attends_to_all(self, row: SparseRow) -> bool:
-        """Returns True if there is nothing to choose: the budget covers the row's context."""
+        """Returns True if the budget covers the row's whole context, so that no choice is
+        needed."""
         return row.budget_blocks >= len(row.blocks_C)
 
     def _select(self, layer: SparseLayer, row: SparseRow, query_of: Callable[[int], F32]) -> I32:
@@ -361,7 +363,8 @@ class SparseWorker:
         own: LayerSequence,
         selected: npt.NDArray[np.bool_],
     ) -> Attended:
-        """Makes a step of a sequence and layer. Sets `selected`, bool by position."""
+        """Selects for a sequence in a layer and updates its hot set. Sets `selected` (bool by
+        position) for the selected blocks."""
         sources, about = self._sources(layer), (row.always_blocks, row.always_tokens, layer.scale)
         scorer = self._scorer(layer, sources, query_QD.shape)
         if scorer is not None:

@@ -1,1 +1,1 @@
-"""Doubles for tests and benchmarks without a GPU. No engine that serves uses them."""
+"""Replacements for device code, for tests and benchmarks without a GPU. Not for production."""

@@ -1,4 +1,4 @@
-"""Stands in for the device copy, so that vLLM's offloading runs in CPU engines.
+"""Replaces the copy between device and host memory, so that vLLM's offloading runs in CPU engines.
 
 `HostTieringSpec` is vLLM's TieringOffloadingSpec. Only the copy between the engine's KV and the
 primary tier is replaced; hotkv's compiled memcpy does it here. Name the class in

@@ -1,1 +1,1 @@
-"""Spans of an engine's requests, if traces are asked for."""
+"""Makes trace spans of an engine's requests, if tracing is configured."""

@@ -98,7 +98,7 @@ class RequestTrace:
         self._root.end()
 
     def left(self) -> None:
-        """Ends the spans of a request that goes on without hotkv."""
+        """Ends the spans of a request that continues without hotkv."""
         if self._loading is not None:
             self._loading.end("CANCELLED")
         self._root.end("LEFT")
@@ -115,8 +115,8 @@ class RequestTraces:
         return f"RequestTraces({self._traces})"
 
     def begin(self, request: Any) -> RequestTrace | None:
-        """Begins the trace of a request that its client traces, or of a sampled share of those
-        without a context; None for others."""
+        """Begins the trace of a request if its client traces it. Of the requests without a trace
+        context a sampled share is traced. Returns None for a request that is not traced."""
         headers: Mapping[str, str] = request.trace_headers or {}
         root = self._traces.begin("hotkv.request", headers.get(TRACEPARENT, ""))
         return None if root is None else RequestTrace(root)

@@ -1,4 +1,6 @@
-"""Marks in the queue of the engine's device that transfers wait for (`hotkv_proto.order`).
+"""Makes marks in the queue of the engine's device. A transfer begins only after the device has
+passed its mark (`hotkv_proto.order`). A mark is an interprocess CUDA event, or a value that the
+device writes to a word in its memory.
 
 Always true:
 
@@ -11,9 +13,9 @@ Always true:
 If the device or the server supports neither events nor words, or if all are in use, a mark serves
 this process alone: the worker sends the transfer when the mark has passed.
 
-Words are written by a kernel of torch (`fill_`), not by cuStreamWriteValue32. Both come after
-everything before them on the stream, and the server reads the word before it copies. The kernel
-needs no binding to the driver, and takes a few microseconds on the device.
+Words are written by a kernel of torch (`fill_`), not by cuStreamWriteValue32. Both run after all
+earlier work on the stream, and the server reads the word before it copies. The kernel needs no
+binding to the driver, and takes a few microseconds on the device.
 """
 
 from collections import deque
@@ -79,8 +81,8 @@ class Mark:
 
     event: None if all queued work is already done.
     after: how the server can test that the device has passed the mark; None if only this process
-        can.
-    uses: number of transfers that wait for it, plus the maker's own use.
+        can test it.
+    uses: number of transfers that wait for it, plus 1 while its maker holds it.
     """
 
     event: MarkEvent | None = None
@@ -89,20 +91,20 @@ class Mark:
     has_passed: bool = False
 
     def passed(self) -> bool:
-        """Returns True if the device has passed it. Does not wait."""
+        """Returns True if the device has passed the mark. Does not wait."""
         if not self.has_passed:
             self.has_passed = self.event is None or self.event.query()
         return self.has_passed
 
     def lets_send(self) -> bool:
-        """Returns True if a transfer that waits for it may be sent."""
+        """Returns True if a transfer that waits for the mark may be sent now."""
         return self.after is not None or self.passed()
 
 
 class Marks:
     """Makes marks and reuses their events. On a CPU (`device` None) all marks have passed.
 
-    order: the kinds of order that are offered to the server.
+    order: the kinds of marks (events, words) that are offered to the server.
     """
 
     def __init__(self, device: MarkedDevice | None = None, wanted: str = "auto") -> None:
@@ -153,9 +155,11 @@ class Marks:
         return ExportedMemory(layout, {**memory.fds, **self._words.fds})
 
     def make(self, kind: OrderKind) -> Mark:
-        """Returns a mark at the end of the current stream, with one use, the caller's.
+        """Returns a mark at the end of the current stream. The caller holds one use of it, and must
+        end it with `done`.
 
-        kind: the session's. If no event or word is free, the mark serves this process alone.
+        kind: the kind of mark that the session uses. If no event or word is free, only this process
+            can test the mark.
         """
         if self._device is None:
             return Mark()

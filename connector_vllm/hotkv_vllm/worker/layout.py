@@ -142,9 +142,9 @@ class LayerPages:
 class EngineMemoryMap:
     """The result of `describe`.
 
-    tensors: of all groups, in slot order.
-    shard_bytes: bytes of a block, per group.
-    storages: by handle id.
+    tensors: the tensors of all groups, in the order of their pages in a slot.
+    shard_bytes: bytes of this rank's part (shard) of a block, per group.
+    storages: torch's storages by handle id.
     """
 
     tensors: list[PageTensor] = field(default_factory=list)
@@ -408,7 +408,7 @@ def unpacked_keys(pages: torch.Tensor, blocks: torch.Tensor, packing: KeyPacking
 class OwnMemory:
     """A rank's description of its own memory.
 
-    note: the part for the other ranks.
+    note: the part that is sent to the other ranks.
     memory: None if it can't be exported; the note says why.
     """
 

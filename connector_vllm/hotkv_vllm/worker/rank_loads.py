@@ -66,7 +66,7 @@ class ActiveLoad:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A load that is over. `num_bytes` is None if it failed."""
+    """A load that is over. `num_bytes` is the number of loaded bytes; None if the load failed."""
 
     load: ActiveLoad
     num_bytes: int | None

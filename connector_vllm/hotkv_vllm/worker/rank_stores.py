@@ -87,7 +87,8 @@ class RankStores:
         self._reports.update({job.store_id: StoreReport([b""]) for job in jobs})
 
     def leave_to_others(self, jobs: Iterable[StoreJob]) -> None:
-        """Reports stores as written: this rank holds a copy, and another rank writes it."""
+        """Reports stores as written without writing: another rank holds the same bytes and writes
+        them."""
         self._reports.update({job.store_id: nothing_to_write(job) for job in jobs})
 
     def send_waiting(self) -> None:

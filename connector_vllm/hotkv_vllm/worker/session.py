@@ -44,8 +44,8 @@ logger = link.logger
 class RankSession:
     """Owns a rank's memory, session and transfers.
 
-    shared: the sparse worker whose representations travel with blocks; None if no representations
-        do.
+    shared: the sparse worker whose representations are stored and loaded with blocks; None if no
+        representations are.
     adapters: the watch over this rank's adapters.
     """
 
@@ -358,8 +358,8 @@ class RankSession:
         return self.marks.make(self.session.order_kind)
 
     def link_report(self, is_asked: bool) -> dict[int, str]:
-        """Returns whether this rank has a session, if that has changed or the scheduler has
-        asked."""
+        """Returns by rank why it has no session (empty if it has one). Holds this rank's entry if
+        that has changed or the scheduler has asked, and is empty otherwise."""
         if self._session_config is None or (
             self.is_connected == self._logged_link and not is_asked
         ):

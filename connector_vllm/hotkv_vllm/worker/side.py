@@ -143,7 +143,9 @@ class HotKVWorker:
     # ---------------------------------------------------------------------------------------- steps
 
     def before_step(self, meta: HotKVMetadata) -> None:
-        """Prepares for the step's first write of blocks."""
+        """Prepares for the step, before it writes blocks. Ends or revokes the stores that read
+        these blocks, forgets their representations, and carries out the orders about adapters and
+        weights."""
         if meta.lost_track:
             self.distrust()
         self.rank.adapters.before_step(meta.adapters)
