@@ -19,7 +19,8 @@ from hotkv_server.node.session import LiveSession
 from hotkv_server.residency.book.residencies import Residencies
 
 Extended = tuple[Int64s, Int64s]
-"""Offsets in the arena of the blocks' slots, and of the slots of their representations."""
+"""Offsets in the arena of the blocks' slots, and of their representations' slots; -1
+without a representation."""
 
 
 class ResidencyDesk:
