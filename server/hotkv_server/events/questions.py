@@ -71,9 +71,11 @@ class PromptIndex:
     def find(
         self, fingerprint: bytes, group_index: int, hashes: Sequence[int]
     ) -> tuple[Words, BoolMask]:
-        """Returns the engine's hashes of a prompt's blocks, words [n, 8], and which are known [n].
+        """Translates the router's hashes of a prompt's blocks into the engine's block hashes.
 
-        hashes: 64-bit hashes of the prompt's blocks, from its first block on.
+        hashes: the router's 64-bit hash of each block, from the prompt's first block on.
+        Returns the engine's 32-byte hashes as uint32 [n, 8], zeros for a block that was not found,
+        and a mask [n] of the blocks that were found.
         """
         with self._lock:
             self._update()

@@ -23,15 +23,18 @@ from hotkv_server.node.removals import Effects
 END_DELAY_S = 1.0
 """Delay of actions at the end of a request: its last blocks are stored by then."""
 MAX_WAITING_BYTES = 32 << 20
-"""Most bytes of chains of ended requests that wait for this delay, over all tenants. Above it,
-their actions are rejected."""
+"""Most bytes of chains (block hashes) of ended requests that wait for END_DELAY_S, over all
+tenants. Above it, their actions are rejected."""
 GIVING_UP = (ActionType.DEMOTE, ActionType.RELEASE)
 BYTES_OF_ENDED = 8 << 10
-"""Approximate bytes of such a request in addition to its chain."""
+"""Approximate bytes of an ended request that waits, in addition to its chain."""
 
 
 class HintDesk:
-    """See the module. `num_actions`: actions since the start, by their first status."""
+    """Receives hints and records their outcomes (see the module).
+
+    `num_actions`: actions since the start, by their first status.
+    """
 
     def __init__(self, core: CacheCore, below: BlocksBelow | None, effects: Effects) -> None:
         self._core = core

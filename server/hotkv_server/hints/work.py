@@ -40,8 +40,11 @@ Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A chain of hash blocks, words [n, 8], in a key space. The action applies to the hash blocks
-    [start, stop) of it."""
+    """A prompt to which an action applies, as the hashes of its blocks.
+
+    `hashes`: uint32 [n, 8], a hash for each `hash_block_tokens` tokens, from the first token on.
+    `start`, `stop`: the action applies to `hashes[start:stop]`.
+    """
 
     key_space_id: int
     hashes: Words
@@ -51,10 +54,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where hints come from.
+    """The tenant, and the request if there is one, that sent hints.
 
-    hashes: of the request; None without a request.
-    session_id: of the request; empty without a request.
+    hashes: the hashes of the request's blocks; None without a request.
+    session_id: the router's session that the request names; empty without a request.
     noted: the retention with which the request's use was recorded already.
     is_running: True if the request has not ended.
     """

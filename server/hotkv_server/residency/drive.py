@@ -19,13 +19,14 @@ from hotkv_server.node.session import LiveSession
 from hotkv_server.residency.book.residencies import Residencies
 
 Extended = tuple[Int64s, Int64s]
-"""Slot offsets of blocks and of their representations."""
+"""Offsets in the arena of the blocks' slots, and of their representations' slots; -1
+without a representation."""
 
 
 class ResidencyDesk:
     """Opens, extends and closes residencies (see the module).
 
-    tell: called when blocks have been evicted or condemned.
+    tell: called when blocks have been evicted, or condemned because their bytes are damaged.
     """
 
     def __init__(self, core: CacheCore, verifier: Verifier, tell: Callable[[], None]) -> None:

@@ -50,8 +50,8 @@ class Rig:
     `damage`: changes stored bytes of a block, given its key and place; None if that is impossible.
     `breaks`: makes the store unusable while its context is open; None if that is impossible.
     `content`: the bytes of a block, given its number.
-    `encoded_bytes`: maps the size of a slot to the size of an encoded block's place, for a tier in
-        which the core chooses places.
+    `encoded_bytes`: function from a block's size to the bytes reserved in the tier for the encoded
+        block. Used only for a tier whose storage places the cache core chooses.
     """
 
     tier: Tier

@@ -22,7 +22,7 @@ class Place:
     """The resources with which a tier is opened.
 
     `arena`: memory that blocks are read from and written to.
-    `fd`: the file of the arena, for tiers that map it in child processes.
+    `fd`: file descriptor of the arena's file, for tiers that map it in child processes.
     `relay`: receives the flushes that other servers recorded in the tier.
     `staged`: memory for encoded blocks; None if the tier does not compress.
     """
@@ -77,7 +77,7 @@ TIERS: dict[str, TierKind] = {
     "valkey": _valkey,
     "s3": _s3,
 }
-"""By the tier's name in `TierSettings`, in the order in which lookups ask them."""
+"""The kinds by the tier's name in `TierSettings`. A lookup asks the tiers in this order."""
 
 
 def shared_tiers(settings: Settings) -> Iterator[tuple[str, Callable[[Place], SharedTier]]]:

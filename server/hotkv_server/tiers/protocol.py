@@ -31,15 +31,17 @@ NO_EPOCHS: Epochs = MappingProxyType({})
 
 # ------------------------------------------------------------------------------------------- Epochs
 
-# Epochs of key spaces as numbers: an epoch tells when it began or was raised.
+# Epochs of key spaces as numbers. The number encodes the time at which the epoch began.
 #
-# Always true: of two epochs of a key space in a store, the later is greater. An epoch is the wall
-# clock's time, but above all epochs known to the node that makes it. So an epoch that a store has
-# lost does not return, neither after a restart nor from an old copy of its data.
+# Always true: of two epochs of a key space in a store, the later is greater. An epoch is computed
+# from the wall clock, and is greater than all epochs known to the node that makes it. So an epoch
+# that a store has lost does not return, neither after a restart nor from an old copy of its data.
 
 RAISES = 1 << 16
-"""The distance between an epoch and the next that may begin, unless both begin within TICK_US."""
+"""Epochs that `begun` returns for different ticks of the clock differ by at least this number. The
+numbers between them are for `raised`."""
 TICK_US = 64
+"""Length of such a tick, in microseconds of the wall clock."""
 
 
 def begun(now_us: int) -> int:
@@ -85,15 +87,15 @@ class Blocks:
     `keys`: the block's key, the same on all nodes that share a tier; at most MAX_KEY_BYTES. It ends
         with the block's hash, so it may contain any bytes.
     `slots`: offsets in the arena, multiples of SLOT_ALIGN.
-    `num_bytes`: sizes there, multiples of SLOT_ALIGN.
+    `num_bytes`: sizes of the blocks in the arena, multiples of SLOT_ALIGN.
     `places`: offsets in the tier's space, in multiples of SLOT_ALIGN; empty if the tier places
         blocks itself.
-    `stored_bytes`: sizes of the places. A block with fewer of them than `num_bytes` is stored
-        encoded. Empty: the same as `num_bytes`.
+    `stored_bytes`: sizes of the blocks' places in the tier. A block whose place is smaller than its
+        `num_bytes` is stored encoded (compressed). Empty: the same as `num_bytes`.
     `seals`: returned by the write of each block; empty for a tier that places blocks itself and
         keeps the seals with its values.
-    `depths`: number of blocks before each in its sequence, for a tier that evicts by itself; empty:
-        all 0.
+    `depths`: for each block, the number of blocks before it in its sequence. For a tier that evicts
+        by itself. Empty: all 0.
     `epochs`: the epochs in the keys, for a `SharedTier`. If the store has another epoch after the
         read, all blocks are ABSENT. Empty: not checked.
     """

@@ -76,14 +76,14 @@ class ResidencyBound:
         return sum(count * self.cost(size) for size, count in slots.items())
 
     def promise(self, tenant: int, slots: Mapping[int, int], sign: int = 1) -> None:
-        """Counts slots by size as promised to a tenant. `sign` -1 takes them back off the count."""
+        """Counts slots by size as promised to a tenant. `sign` -1 subtracts them again."""
         more = sign * self.costs(slots)
         self.promised_bytes += more
         self._change(tenant, more, slots, sign)
 
     def pin(self, tenant: int, sizes: Int64s, sign: int = 1) -> None:
-        """Counts slots of these sizes [n] as pinned for a tenant. `sign` -1 takes them back off the
-        count."""
+        """Counts slots of these sizes [n] as pinned for a tenant. `sign` -1 subtracts them
+        again."""
         slots = slots_of(sizes)
         more = sign * self.costs(slots)
         self.pinned_bytes += more

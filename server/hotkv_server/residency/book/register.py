@@ -158,8 +158,12 @@ class Residency:
         return dict(slots)
 
     def growth(self, num_blocks: Mapping[int, int]) -> dict[int, int]:
-        """Returns the slots, by size, that it lacks to have room for these blocks by group; empty
-        if it has the room. Raises DUPLICATE_ID if it has other groups, or more of a group."""
+        """Returns the additional slots, by size, that the residency needs for `num_blocks`.
+
+        num_blocks: all blocks that the residency shall have room for, by group.
+        The result is empty if the residency has that room. Raises DUPLICATE_ID if the residency
+        was opened for other groups, or for more blocks of a group.
+        """
         if num_blocks.keys() != self.asked.keys() or any(
             count < self.asked[group] for group, count in num_blocks.items()
         ):

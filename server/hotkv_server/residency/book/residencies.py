@@ -73,9 +73,10 @@ class Residencies:
         """Reserves room for a residency, with representations of the session's declared kinds.
 
         num_blocks: blocks to reserve, by group.
-        For an open residency the call reserves what it lacks of `num_blocks`; with fewer blocks in
-        a group it raises DUPLICATE_ID. Raises NO_ROOM_FOR_RESIDENCY, RESIDENCY_TOO_LARGE and
-        others. A refusal is recorded for operators and changes nothing else.
+        If the residency is already open, the call reserves only the additional blocks. It raises
+        DUPLICATE_ID if `num_blocks` has other groups, or fewer blocks in a group, than the call
+        before. Raises NO_ROOM_FOR_RESIDENCY, RESIDENCY_TOO_LARGE and others. A refusal is recorded
+        for operators and changes no other state.
         """
         session = self._sessions.record(session_number)
         record = self._catalog.record(session.key_space_id)
@@ -110,7 +111,10 @@ class Residencies:
         growth: Mapping[int, int],
         now_s: float,
     ) -> None:
-        """Reserves these slots more, counted by size, for an open residency of now `num_blocks`."""
+        """Reserves additional slots for an open residency.
+
+        num_blocks: all its blocks after the call, by group. growth: additional slots, by slot size.
+        """
         with self._noting_refusal(residency, growth, now_s):
             self.bound.check_ever(
                 residency.tenant, self.bound.costs(residency.slots_of(num_blocks))

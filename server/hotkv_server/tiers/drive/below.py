@@ -1,5 +1,8 @@
-"""Moves blocks down to the tier in which the core chooses places soon after they are stored, and up
-when a lease asks for them. Runs on the event loop; the tier answers on its threads."""
+"""Copies blocks to and from the tier whose storage places the core chooses (the disk tier).
+
+It copies a block down soon after the block was stored, and back up when a lease asks for it. Runs
+on the event loop; the tier answers on its threads.
+"""
 
 import asyncio
 import time

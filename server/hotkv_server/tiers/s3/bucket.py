@@ -1,8 +1,9 @@
 """Requests to a bucket, each with a time limit.
 
-Always true: a request ends at `until_s`, of time.monotonic. Later data is dropped: obstore receives
-it in private memory, which callers see only after the request has succeeded. A request is not tried
-again. Errors are StoreErrors.
+Always true: a request ends at `until_s`, a time of time.monotonic, at the latest. Data that arrives
+later is discarded. It can't reach the caller's memory, because obstore receives data into its own
+buffers, and callers see these only after the request has succeeded. A request is not retried.
+Errors are StoreErrors.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ from hotkv_server.tiers.remote.client import LostError
 
 T = TypeVar("T")
 REQUESTS_AT_ONCE = 8
-"""Most requests at a time of a call that reads ranges."""
+"""Most requests that a call which reads ranges has in flight at a time."""
 CLOSE_S = 1.0
 """Longest wait for cancelled requests."""
 GAP_BYTES = 128 << 10
