@@ -21,9 +21,10 @@ if not shutil.which("unshare") or subprocess.run(["unshare", "-n", "true"]).retu
     pytest.skip("network namespaces are not allowed", allow_module_level=True)
 
 
-LONG = ("kills", "squeezed")
+FAULTS = ("kills", "squeezed")
+LONG = (*FAULTS, "compressed", "full")
 MANY = [
-    pytest.param(one, ("2", "30"), marks=pytest.mark.campaign, id=f"many {one}") for one in LONG
+    pytest.param(one, ("2", "30"), marks=pytest.mark.campaign, id=f"many {one}") for one in FAULTS
 ]
 """As many faults as there are: each kind with each part."""
 
