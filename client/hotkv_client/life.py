@@ -56,9 +56,10 @@ class SessionLife:
             return self._changed.wait_for(lambda: self.state is LinkState.CONNECTED, timeout_s)
 
     def close(self) -> None:
-        """Ends the connection and the thread, and closes the session's own fence.
+        """Ends the connection and the thread. Then closes the fence, the page through which stores
+        are revoked, unless another process shares it.
 
-        Blocks until the server has settled the session, for at most 5 seconds.
+        Blocks until the thread has ended, for at most 5 seconds.
         """
         self._closed.set()
         with self._changed:

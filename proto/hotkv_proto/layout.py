@@ -99,13 +99,13 @@ class CopyRuns:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All runs of a block in a handle, in slot order. Runs that are neighbours on both sides
-    are joined, also across tensors.
+    """The runs (contiguous bytes) of a block in the memory of one handle, in the order of the slot.
+    Runs that are adjacent in the engine's memory and in the slot are merged, also across tensors.
 
-    bases: engine offsets in block 0.
-    strides: bytes to the next block.
-    slot_offsets: offsets in the slot.
-    num_bytes: lengths of the runs.
+    bases: offset of each run in the handle's memory, for block 0.
+    strides: bytes from a block's run to the same run of the next block.
+    slot_offsets: offset of each run in the slot.
+    num_bytes: length of each run.
     """
 
     handle_id: str

@@ -65,8 +65,9 @@ class Axes:
 
     into: float32 [H, D, D]; y = (k - mu) @ into[h] are a key's channels, the coded channels first.
     rms: float32 [H, R], usual size of the channels of each run.
-    weights: float32 [H, D, C]; q @ weights[h] is the worth of half a step of each code. q · (k -
-        mu) is about sigma times the sum of that times (2 c - offset).
+    weights: float32 [H, D, C]; w = q @ weights[h] is the change of a score if one coded channel
+        changes by half a step of its quantization. A key with codes c [C] and scale sigma has the
+        score q · (k - mu) ≈ sigma * sum(w * (2 * c - offsets)).
     """
 
     into: F32

@@ -102,13 +102,11 @@ class Always:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A step. Attend to `map`.
+    """Result of a layer's decode step. The caller attends to all blocks of `map`.
 
     ahead: int32, slots of blocks to prefetch before the next step.
-
-    Counts of candidates:
-    num_loaded: joined with the fresh query.
-    num_adopted: joined from the step before.
+    num_loaded: candidates that this step's query added to `map`.
+    num_adopted: candidates that the step before has prefetched, and this step added to `map`.
     num_selected, num_resident: as in `hotset.Step`.
     """
 

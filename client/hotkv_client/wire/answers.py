@@ -203,7 +203,9 @@ class LinkSizes:
     """Sizes of the files whose descriptors a link provides, in bytes; 0 if this session may not map
     one.
 
-    num_words: number of words. They start at `words_offset_bytes` in the arena's file.
+    num_words: number of 64-bit words, by which a reader of the arena sees that blocks were pinned
+        while it read them (`hotkv_proto.words`). They start at `words_offset_bytes` of the arena's
+        file.
     """
 
     arena_bytes: int
