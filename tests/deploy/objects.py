@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.plugin import CONNECTORS
 from tests.support.programs import program
 from tools import chart, helm
 
@@ -23,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 EXAMPLES = chart.CHART / "examples"
 VERSIONS = ("1.28", "1.31", "1.34")
+HOST_NAMESPACES = {"pid", "ipc", "hostPID", "hostIPC"}
 BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 
@@ -136,3 +139,14 @@ def merged(into: Any, patch: Any) -> Any:
             )
         return list(found.values())
     return patch
+
+
+def check_connector(arguments: list[str], shm_bytes: int) -> None:
+    """Checks the connector's settings in an engine's arguments. The primary tier fits into the
+    container's shared memory."""
+    config = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    assert config["kv_connector"] in dict(CONNECTORS)
+    assert "kv_connector_module_path" not in config
+    extra = config["kv_connector_extra_config"]
+    assert ConnectorConfig.from_extra_config(extra).target == "unix:/run/hotkv/grpc.sock"
+    assert extra["cpu_bytes_to_use"] < shm_bytes

@@ -7,24 +7,11 @@ from typing import Any
 
 import pytest
 
-from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.plugin import CONNECTORS
 from tests.deploy import objects
 from tests.deploy.dockerfile import ROOT
+from tests.deploy.objects import HOST_NAMESPACES, check_connector
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (extra dev)")
-
-HOST_NAMESPACES = {"pid", "ipc", "hostPID", "hostIPC"}
-
-
-def check_connector(arguments: list[str], shm_bytes: int) -> None:
-    """Checks the connector's settings. The primary tier fits into the container's shared memory."""
-    config = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
-    assert config["kv_connector"] in dict(CONNECTORS)
-    assert "kv_connector_module_path" not in config
-    extra = config["kv_connector_extra_config"]
-    assert ConnectorConfig.from_extra_config(extra).target == "unix:/run/hotkv/grpc.sock"
-    assert extra["cpu_bytes_to_use"] < shm_bytes
 
 
 def test_compose_gives_gpus_to_the_engine_only() -> None:

@@ -13,8 +13,7 @@ import pytest
 
 import hotkv_proto
 from tests.deploy import objects
-from tests.deploy.objects import VERSIONS
-from tests.deploy.test_offloading import HOST_NAMESPACES, check_connector
+from tests.deploy.objects import HOST_NAMESPACES, VERSIONS, check_connector
 
 FOLDER = objects.KUBERNETES / "stacks"
 MANIFEST = objects.of_manifest()
