@@ -60,6 +60,14 @@ def cached(answer: dict[str, Any]) -> int:
     return int((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
 
 
+def counted(server: HttpServer, name: str, value: int) -> dict[str, float]:
+    """Returns vLLM's metrics once a counter has this value. An answer may come before it."""
+    wait_for(lambda: server.metrics()[name] >= value, name)
+    found = server.metrics()
+    assert found[name] == value
+    return found
+
+
 def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns a streamed completion as if it had not been streamed."""
     choices = [event["choices"][0] for event in events if event["choices"]]
@@ -112,8 +120,7 @@ def test_a_killed_server_finds_again_what_it_stored(
     streamed = joined(first.stream(COMPLETIONS, prompt=OTHER, **ASK))
     chat = first.post(CHATS, **CHAT)
     assert cached(cold) == cached(streamed) == cached(chat) == 0
-    found = first.metrics()
-    assert found["vllm:hotkv_miss_requests_total"] == 3
+    found = counted(first, "vllm:hotkv_miss_requests_total", 3)
     assert found["vllm:hotkv_hit_requests_total"] == 0
     queries = "vllm:external_prefix_cache_queries_total"
     assert found["vllm:external_prefix_cache_hits_total"] == 0 < found[queries]
@@ -129,7 +136,7 @@ def test_a_killed_server_finds_again_what_it_stored(
     warm = server.post(COMPLETIONS, prompt=PROMPT, **ASK)
     assert cached(warm) == usable(PROMPT) and warm["usage"]["prompt_tokens"] == len(PROMPT)
     assert_same(warm, cold)
-    after = server.metrics()
+    after = counted(server, "vllm:hotkv_loads_total", 1)
     growth = {name: after[name] - before.get(name, 0.0) for name in after}
     hits = {
         growth["vllm:hotkv_hit_tokens_total"],
