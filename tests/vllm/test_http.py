@@ -54,6 +54,7 @@ def serve(daemon: Daemon, tmp_path: Path) -> Iterator[Any]:
     yield start
     for one in made:
         one.stop()
+        print(one.log()[-4000:])
 
 
 def cached(answer: dict[str, Any]) -> int:
