@@ -39,6 +39,7 @@ class SessionLife:
         self.connection: Connection | None = None
         self.opened = _answers.NOT_OPENED
         self.state = LinkState.ABSENT
+        self._is_opening = False
         self._changed = threading.Condition()
         self._awaited: grpc.Future[None] | None = None
         self._closed = threading.Event()
@@ -54,6 +55,13 @@ class SessionLife:
         """Blocks until the session is connected or the time is up. Returns whether it connected."""
         with self._changed:
             return self._changed.wait_for(lambda: self.state is LinkState.CONNECTED, timeout_s)
+
+    def wait_opened(self, timeout_s: float) -> bool:
+        """Blocks while a server that has answered opens the session, at most `timeout_s`. Returns
+        whether the session is connected."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_opening, timeout_s)
+            return self.state is LinkState.CONNECTED
 
     def close(self) -> None:
         """Ends the connection and the thread. Then closes the fence, the page through which stores
@@ -109,12 +117,15 @@ class SessionLife:
                     f"no server answers at {config.target}, or it and this client do not accept "
                     "each other's TLS certificates"
                 )
+            with self._changed:
+                self._is_opening = True
             ticket, why_no_ticket = self._ticket()
             connection.open(ticket)
             with self._changed:
                 self.connection = connection
                 self.opened = connection.opened
             self._set_state(LinkState.CONNECTED, f"connected to {config.target}")
+            self._end_opening()
             if self._closed.is_set():
                 connection.outbox.put(None)
             connection.serve(self._notice)
@@ -173,7 +184,13 @@ class SessionLife:
                 self.connection = None
             if self.state in (LinkState.CONNECTED, LinkState.DRAINING):
                 self.state = LinkState.ABSENT
+        self._end_opening()
         connection.end()
+
+    def _end_opening(self) -> None:
+        with self._changed:
+            self._is_opening = False
+            self._changed.notify_all()
 
     def _set_state(self, state: LinkState, reason: str) -> None:
         with self._changed:

@@ -84,6 +84,11 @@ class Session:
         """Blocks until the session is connected or the time is up. Returns whether it connected."""
         return self._life.wait_connected(timeout_s)
 
+    def wait_opened(self, timeout_s: float) -> bool:
+        """Blocks while a server that has answered opens the session, at most `timeout_s`. Returns
+        whether the session is connected."""
+        return self._life.wait_opened(timeout_s)
+
     def close(self) -> None:
         """Ends the session and closes the session's own fence.
 

@@ -60,8 +60,8 @@ class ConnectorConfig:
         events and flags, and the server picks; `events` (interprocess events; containers
         need hostIPC); `flags` (words in device memory); `host` (the worker waits itself).
     reset_timeout_s: how long vLLM's reset of external caches waits for the server to empty its own.
-    startup_wait_s: how long the engine's start waits for the server, so that the first request can
-        hit.
+    startup_wait_s: how long the engine's start waits for the server to answer, so that the first
+        request can hit. A server that has answered gets up to 10 s to map the engine's memory.
     max_inflight_store_mib: bytes of blocks being stored. Stores beyond that wait, and are dropped
         when their request ends.
     max_load_retries: failed loads after which a request is not offered hits again.

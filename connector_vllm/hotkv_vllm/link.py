@@ -1,8 +1,9 @@
 """The part of hotkv's client that the connector uses: the session's interface, and the function
 that opens a session.
 
-No function here blocks. A change of a session's state is logged once, never per request. The loss
-of a session is logged as a warning; when there is a session again, this is logged too.
+No function here blocks but `await_server`. A change of a session's state is logged once, never per
+request. The loss of a session is logged as a warning; when there is a session again, this is logged
+too.
 """
 
 import logging
@@ -48,6 +49,9 @@ logger = logging.getLogger("vllm.hotkv")
 
 BoolMask = NDArray[np.bool_]
 
+OPENING_S = 10.0
+"""How long an engine's start waits for a server that has answered to open its session."""
+
 
 class CacheSession(Protocol):
     """The part of `hotkv_client.Session` that the connector uses. That class documents the
@@ -73,6 +77,7 @@ class CacheSession(Protocol):
     def order_message(self) -> str: ...
     def start(self) -> None: ...
     def wait_connected(self, timeout_s: float) -> bool: ...
+    def wait_opened(self, timeout_s: float) -> bool: ...
     def probe(self, group_index: int, hashes: Sequence[bytes]) -> BoolMask | None: ...
     def lookup(
         self, groups: Sequence[GroupHashes], traceparent: str | None = None
@@ -161,6 +166,17 @@ def open_session(
     session: CacheSession = Session(config, memory)
     session.start()
     return session
+
+
+def await_server(session: CacheSession, wait_s: float, opening_s: float = 0.0) -> bool:
+    """Blocks until the session is connected, so that the next request can hit. Returns whether it
+    connected.
+
+    wait_s: how long to wait for a server to answer; 0 to wait for nothing.
+    opening_s: how much longer to wait if a server has answered and is opening the session. It maps
+        the engine's memory, which takes seconds.
+    """
+    return session.wait_connected(wait_s) or (wait_s > 0 and session.wait_opened(opening_s))
 
 
 def say_on(session: CacheSession, target: str) -> None:

@@ -48,6 +48,7 @@ SHORTEST_WAY = (
     *("--kv-transfer-config.kv_role", "kv_both"),
 )
 WAIT_S = 90.0
+MAX_ASKS = 5
 wait = functools.partial(wait_for, within_s=WAIT_S)
 
 
@@ -219,21 +220,22 @@ def shortest_way(service: Service, model: Path, folder: Path) -> None:
     ask = {"prompt": prompts.token_ids(model, 99, PROMPT_TOKENS), "temperature": 0}
     try:
         server.ready()
-        answers = []
+        answers, hits = [], [0]
         before = service.num_blocks()
-        for _ in range(2):
+        # On a loaded machine a lookup may take longer than the connector waits for it.
+        while not hits[-1] and len(answers) < MAX_ASKS:
             answers.append(server.post("/v1/completions", max_tokens=ANSWER_TOKENS, **ask))
+            details = answers[-1]["usage"]["prompt_tokens_details"] or {}
+            hits.append(int(details.get("cached_tokens") or 0))
             wait(lambda: service.num_blocks() > before, "the prompt is stored")
             wait(lambda: server.post("/reset_prefix_cache")["success"], "vLLM's cache is emptied")
     finally:
         server.stop()
-    details = [answer["usage"]["prompt_tokens_details"] or {} for answer in answers]
-    first, second = (one.get("cached_tokens") for one in details)
-    assert not first, "a new prompt hit"
-    assert second, "the prompt did not hit"
+    assert not hits[1], "a new prompt hit"
+    assert hits[-1], "the prompt did not hit"
     texts = {answer["choices"][0]["text"] for answer in answers}
     assert len(texts) == 1, f"the answers differ: {texts}"
-    say("shortest way", f"{' '.join(SHORTEST_WAY[1:])}: {second} of {PROMPT_TOKENS} tokens hit")
+    say("shortest way", f"{' '.join(SHORTEST_WAY[1:])}: {hits[-1]} of {PROMPT_TOKENS} tokens hit")
 
 
 def look(service: Service) -> None:

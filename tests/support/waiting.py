@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 LONGEST_PAUSE_S = 0.05
 
 

@@ -287,7 +287,12 @@ def stats(llm: Any) -> dict[str, Any]:
     totals = dict(side.totals.data)
     for name, value in side.stats.data.items():
         totals[name] = totals.get(name, 0) + value
-    return {"totals": totals, "shares": side.sharing.may_offer and side.sharing.is_connected}
+    planner = None if side.cache is None else side.cache.planner
+    return {
+        "totals": totals,
+        "shares": side.sharing.may_offer and side.sharing.is_connected,
+        "stores": 0 if planner is None else len(planner.in_flight) + len(planner.tails.waiting),
+    }
 
 
 def wait(llm: Any, connected: bool, timeout_s: float) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Daemon:
         assert self.process is not None
         return self.process.pid
 
-    def start(self, timeout_s: float = 60.0) -> "Daemon":
+    def start(self, timeout_s: float = 180.0) -> "Daemon":
         arguments = ["--runtime-dir", str(self.folder), "--arena.dir", str(self._arena_folder)]
         arguments += ["--arena.bytes", self._arena, "--http.port", "0", *self.flags]
         self.process = start_server(*arguments)
@@ -112,7 +112,7 @@ class EngineProcess:
         settings = engine_args(model, **arguments)
         if target is not None:
             # Test machines are slow and shared; how long a lookup may take is not what is tested.
-            ours = {"lookup_timeout_s": 3.0, **(connector or {})}
+            ours = {"lookup_timeout_s": 30.0, **(connector or {})}
             settings["kv_transfer_config"] = transfer_config(target=target, **ours)
         self.log_path = log
         self._log = log.open("wb")

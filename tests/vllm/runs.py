@@ -1,10 +1,10 @@
 """Helpers for engines that generate: prompts, and the expected answers and counters."""
 
 import random
-import time
 from pathlib import Path
 from typing import Any
 
+from tests.support.waiting import wait_for
 from tests.vllm.processes import EngineProcess
 from tests.vllm.tiny import BLOCK_TOKENS, VOCAB
 
@@ -51,11 +51,16 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def settled(engine: EngineProcess) -> dict[str, float]:
-    """Runs steps that report the stores of earlier requests. Returns the counters."""
-    for _ in range(3):
+    """Runs steps until all stores of earlier requests have been reported. Returns the counters."""
+    stats: dict[str, Any] = {}
+
+    def is_reported() -> bool:
         engine.ask("generate", prompts=[[7, 8, 9]], max_tokens=2)
-        time.sleep(0.1)
-    totals: dict[str, float] = engine.ask("stats")["totals"]
+        stats.update(engine.ask("stats"))
+        return not stats["stores"]
+
+    wait_for(is_reported, "the reports of all stores")
+    totals: dict[str, float] = stats["totals"]
     return totals
 
 

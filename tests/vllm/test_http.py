@@ -22,6 +22,9 @@ from tests.vllm.tokenizer import write_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
+PATIENT = {"startup_wait_s": 60.0, "lookup_timeout_s": 30.0, "load": "always"}
+"""Settings for slow, shared machines. A tiny model computes a prompt as fast as any server loads
+it."""
 PROMPT, OTHER = prompts(21, (700, 333))
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 GREEDY = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -37,11 +40,18 @@ CHAT = {
 
 @pytest.fixture
 def serve(daemon: Daemon, tmp_path: Path) -> Iterator[Any]:
-    """Starts vLLM's HTTP server; stops it at the end. The first start names connector and server
-    as README does; the next starts name both by arguments with dots, without JSON."""
+    """Starts vLLM's HTTP server with the commands of README and patience; stops it at the end. The
+    first start has JSON, and the server's address in a variable; the next starts have only
+    arguments with dots."""
     model = write_weights(write_tokenizer(write_model(tmp_path / "model")))
     first, next_ones = readme_commands(model)
-    next_ones += ["--kv-transfer-config.kv_connector_extra_config.hotkv.target", daemon.target]
+    place = first.index("--kv-transfer-config") + 1
+    first[place] = json.dumps(
+        json.loads(first[place]) | {"kv_connector_extra_config": {"hotkv": PATIENT}}
+    )
+    for name, value in ({"target": daemon.target} | PATIENT).items():
+        prefix = "--kv-transfer-config.kv_connector_extra_config.hotkv"
+        next_ones += [f"{prefix}.{name}", str(value)]
     made: list[HttpServer] = []
 
     def start(is_forked: bool = True) -> HttpServer:

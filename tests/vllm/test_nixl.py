@@ -18,7 +18,7 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 def beside_nixl(
     engines: Engines, model: Path, target: str, *, ours_first: bool = True
 ) -> EngineProcess:
-    ours = transfer_config(target=target, lookup_timeout_s=3.0, weights_identity="random")
+    ours = transfer_config(target=target, lookup_timeout_s=30.0, weights_identity="random")
     several: dict[str, Any] = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
     children = [ours, NIXL] if ours_first else [NIXL, ours]
     several["kv_connector_extra_config"] = {"connectors": children}

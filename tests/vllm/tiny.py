@@ -192,7 +192,7 @@ def transfer_config(**extra: Any) -> dict[str, Any]:
     `hotkv.target`). Every hit is taken, because a tiny model computes a prompt as fast as any
     server loads it."""
     socket = str(extra.get("target", "")).removeprefix("unix:")
-    waits = {"startup_wait_s": 20.0} if socket and Path(socket).exists() else {}
+    waits = {"startup_wait_s": 60.0} if socket and Path(socket).exists() else {}
     extra = {"load": "always", **waits, **extra}
     return {
         "kv_connector": "HotKVConnector",

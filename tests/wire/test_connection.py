@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -346,6 +346,27 @@ def answered_again(session: Session) -> Any:
         if future.exception(60) is None:
             return future.result(0)
     raise AssertionError("no call is answered any more")
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_start_waits_for_a_server_that_is_opening_the_session(target: str, opens: bool) -> None:
+    """It does not wait for a server that has not answered yet, or that opens nothing."""
+    asked, goes_on = threading.Event(), threading.Event()
+
+    def slow(packed: bytes) -> list[bytes]:
+        asked.set()
+        assert goes_on.wait(60)
+        return [opened().SerializeToString() if opens else b"\xff" * 40]
+
+    session = session_to(target)
+    assert not session.wait_opened(60)
+    with OddServer(target, slow), ThreadPoolExecutor(1) as pool:
+        session.start()
+        assert asked.wait(60) and not session.wait_connected(0) and not session.wait_opened(0)
+        waits = pool.submit(session.wait_opened, 60)
+        goes_on.set()
+        assert waits.result(60) == opens
+    session.close()
 
 
 def test_listeners_that_raise_do_not_end_a_session(target: str) -> None:

@@ -118,6 +118,9 @@ class FakeSession:
     def wait_connected(self, timeout_s: float) -> bool:
         return self.connected
 
+    def wait_opened(self, timeout_s: float) -> bool:
+        return self.connected
+
     @property
     def connected(self) -> bool:
         return self.server.up and not self.closed and not self._refused

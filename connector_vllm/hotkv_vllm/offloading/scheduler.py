@@ -29,7 +29,7 @@ from hotkv_vllm.costs.prefill_speed import LEAST_STEP_TOKENS, PrefillSpeed
 from hotkv_vllm.hints.requests import HintReader
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.identity.rekeying import RECONNECT_S, Rekeying, WeightsOrder
-from hotkv_vllm.link import logger
+from hotkv_vllm.link import OPENING_S, logger
 from hotkv_vllm.offloading.key_space import full_key_space
 from hotkv_vllm.offloading.messages import DoorReport, PageFormat
 from hotkv_vllm.offloading.tier import HotKVTier
@@ -119,7 +119,7 @@ class DoorScheduler:
             return
         in_doubt = any(one.weights_in_doubt for one in formats)
         self._weights = Rekeying(self._num_ranks, space.weights_identity, in_doubt)
-        self._open(space, self._config.startup_wait_s)
+        self._open(space, self._config.startup_wait_s, OPENING_S)
         if self._counts_media:
             logger.warning(
                 "hotkv: requests with images or other media do not use the shared cache: vLLM "
@@ -127,9 +127,9 @@ class DoorScheduler:
                 "off; turn one of them on"
             )
 
-    def _open(self, space: KeySpace, wait_s: float) -> None:
+    def _open(self, space: KeySpace, wait_s: float, opening_s: float = 0.0) -> None:
         self._space, self._reports, self._reset = space, None, None
-        session = self._tier.open(space, wait_s)
+        session = self._tier.open(space, wait_s, opening_s)
         if session is None or self._tier.transfers is None:
             self._space = None
             return

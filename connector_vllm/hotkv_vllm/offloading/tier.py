@@ -186,11 +186,12 @@ class HotKVTier(SecondaryTierManager):
         self.open(
             stated_key_space(self.config, self.row_bytes, self.settings),
             self.settings.startup_wait_s,
+            link.OPENING_S,
         )
 
-    def open(self, space: KeySpace, wait_s: float) -> CacheSession | None:
-        """Opens the session for a key space, in place of the session before. Waits up to `wait_s`
-        for the server. Returns None if hotkv is off; the log says why.
+    def open(self, space: KeySpace, wait_s: float, opening_s: float = 0.0) -> CacheSession | None:
+        """Opens the session for a key space, in place of the session before, and waits for the
+        server (`link.await_server`). Returns None if hotkv is off; the log says why.
 
         No job may be under way.
         """
@@ -227,7 +228,7 @@ class HotKVTier(SecondaryTierManager):
             {HANDLE: region.fd},
         )
         self._transfers = Transfers(self._session, self.settings)
-        if self._session.wait_connected(wait_s):
+        if link.await_server(self._session, wait_s, opening_s):
             # Touches the mapped table once, so that the first request need not.
             for group in range(len(space.groups)):
                 self._session.probe(group, [bytes(space.hash_bytes)])

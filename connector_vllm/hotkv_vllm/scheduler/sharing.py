@@ -554,11 +554,11 @@ class Sharing:
         else:
             in_doubt = any(h.weights_in_doubt for h in handshakes)
             self.weights = Rekeying(self._num_ranks, identity, in_doubt)
-        self._start(agreement, self._engine.config.startup_wait_s)
+        self._start(agreement, self._engine.config.startup_wait_s, link.OPENING_S)
 
-    def _start(self, agreement: Agreement, wait_s: float) -> None:
-        """Makes the parts that work over this key space, and waits up to `wait_s` for the
-        server."""
+    def _start(self, agreement: Agreement, wait_s: float, opening_s: float = 0.0) -> None:
+        """Makes the parts that work over this key space, and waits for the server
+        (`link.await_server`)."""
         # Before the first request: numba takes a second to load, and some kernels must be compiled.
         native.load("hotkv_proto.kernels")
         cache = assemble(self._engine, agreement)
@@ -570,7 +570,7 @@ class Sharing:
                 "names media by a counter where mm_processor_cache_gb is 0 and prefix caching is "
                 "off; turn one of them on"
             )
-        if not cache.session.wait_connected(wait_s):
+        if not link.await_server(cache.session, wait_s, opening_s):
             cache.state_log.waited(wait_s)
         else:
             self.links.check_start()

@@ -197,8 +197,8 @@ class RankSession:
             weights_in_doubt=self.weights is not None and self.weights.held,
         )
         # A step that came before the server knows this memory would lose its stores.
-        if self.session is not None and not self.session.wait_connected(
-            self._config.startup_wait_s
+        if self.session is not None and not link.await_server(
+            self.session, self._config.startup_wait_s, link.OPENING_S
         ):
             self._logged_link = False
             self.handshake = replace(self.handshake, absent=self._why_absent())
