@@ -1,6 +1,6 @@
 """Copies blocks of host memory to a tier that places them itself.
 
-Blocks that were stored here are copied first, in order. Behind them wait, in lanes, blocks that the
+Blocks that were stored here are copied first, in order. Further queues (lanes) hold blocks that the
 tier may already have, and blocks that it failed to store. Always true: a block stays pinned in host
 memory until the tier has stopped reading it. A failed copy is tried again at most MAX_TRIES times,
 and only while the block is in host memory.
@@ -16,7 +16,7 @@ from hotkv_server.tiers.book.waiting import WaitingBlocks
 
 STORED, OLD = 0, 1
 """Lanes of blocks that were stored here, and of blocks that came from a disk or an earlier server.
-Behind them is a lane for each number of failures."""
+Lane OLD + k holds blocks of which k copies have failed."""
 MAX_TRIES = 4
 
 
@@ -89,7 +89,8 @@ class Copies:
         """Ends a move after the tier has stopped reading its slots. Returns the number of blocks
         that are given up.
 
-        `has_failed` [n]: whether to try the block again; None: all succeeded.
+        `has_failed` [n]: True where the copy failed; such a block is queued again while it is ready
+            and has tries left. None: all copies succeeded.
         """
         index, lane = self._host.index, max(self._under_way.pop(move.number), OLD) + 1
         num_given_up = 0

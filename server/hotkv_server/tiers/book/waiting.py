@@ -15,7 +15,7 @@ class WaitingBlocks:
     Blocks that are evicted leave the queue. If more wait than the index has entries, the oldest are
     forgotten.
 
-    `num_bytes`: bytes of their slots.
+    `num_bytes`: total size of the waiting blocks' slots in host memory.
     `takes_unverified`: also returns blocks that have not been verified since a restart.
     """
 

@@ -126,7 +126,8 @@ class TierBelow:
     async def _begin(
         self, entries: Entries, tell: Callable[[], None], *, is_plain: bool = False
     ) -> list[Move]:
-        """Makes room, and begins to move down the blocks that are still ready then."""
+        """Makes room in the lower tier. Then begins to move down those of `entries` that are still
+        ready and have not been replaced meanwhile."""
         index, down = self._core.space.index, self.lower.down
         generations = index.table.records[entries, table.W_GENERATION]
         async for _ in slices(down.make_room(entries, is_plain=is_plain)):

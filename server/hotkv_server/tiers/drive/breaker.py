@@ -21,7 +21,11 @@ StalledS = Callable[[float], float]
 
 
 class Breaker:
-    """The breaker of a tier; see the module. `stalls`: for its calls that move no blocks."""
+    """The breaker of a tier; see the module.
+
+    `stalls`: functions that take the time and return for how many seconds a call of the tier that
+        moves no blocks (such as writing the disk's records) has lasted; 0 without such a call.
+    """
 
     def __init__(self, tier: Tier, *stalls: StalledS) -> None:
         self._tier = tier

@@ -59,7 +59,8 @@ class TierCopies:
 
     `moving_bytes`: most bytes on their way.
     `num_copied`: blocks that the tier has now, because it was given them or had them already.
-    `num_refused`: blocks that the tier did not store after all tries.
+    `num_refused`: blocks that the tier did not take and that are not tried again: it was full, all
+        tries failed, a flush removed them, or their bytes disagreed with their check values.
     """
 
     def __init__(

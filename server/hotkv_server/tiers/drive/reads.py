@@ -138,7 +138,7 @@ class TierReads:
     """Figures of a tier. A read is a call for the blocks of some leases.
 
     `asked_blocks`: blocks that lookups asked for and that faster tiers lacked.
-    `hit_blocks`: those that the tier had.
+    `hit_blocks`: asked blocks that the tier had.
     `left_blocks`: blocks that were there but not loaded, because the engine computes them sooner.
     `times_s`: histogram of all reads.
     `last_s`: when the last read ended.

@@ -28,7 +28,7 @@ answers; its slots end with the process."""
 class TierTasks:
     """Tasks under way. An exception in a task goes to the loop's exception handler at once.
 
-    `is_closing`: True once they shall end.
+    `is_closing`: True once all tasks must end.
     `health`: watches the tasks that loop.
     """
 
@@ -78,13 +78,13 @@ def future() -> "asyncio.Future[Any]":
 
 
 async def elsewhere(call: Callable[..., T], *arguments: object) -> T:
-    """Calls it on a thread of the shared pool. Use `aside` for calls that may hang."""
+    """Runs `call` on a thread of the shared pool. Use `aside` for calls that may hang."""
     return await asyncio.get_running_loop().run_in_executor(None, call, *arguments)
 
 
 async def aside(call: Callable[[], object]) -> None:
-    """Calls it on a new daemon thread, so that a hanging call delays neither other work nor the end
-    of the process. `call` must not raise."""
+    """Runs `call` on a new daemon thread, so that a hanging call delays neither other work nor the
+    end of the process. `call` must not raise."""
     ended: asyncio.Future[tuple[()]] = future()
     end = on_loop(ended)
 
@@ -160,7 +160,7 @@ def tier_keys(prefix: bytes, groups: list[int], hashes: Words) -> list[bytes]:
 def blocks_of(
     core: CacheCore, entries: Entries, prefix: bytes, epochs: Epochs = NO_EPOCHS
 ) -> Blocks:
-    """Returns blocks of host memory in the form that a tier wants which places blocks itself."""
+    """Returns the blocks of `entries` in the form for a tier that chooses places itself."""
     index = core.space.index
     _, groups, hashes = index.keys(entries)
     return Blocks(
