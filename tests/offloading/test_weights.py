@@ -62,7 +62,7 @@ class Tier:
         self.makes_wait = lambda: False
         self.told: dict[str, bool] = {}
 
-    def open(self, space, _):
+    def open(self, space, *_):
         self.space, self.session = space, Session()
         self.transfers = SimpleNamespace(is_idle=True, in_flight=0, is_held=False)
         return self.session
