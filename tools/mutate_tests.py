@@ -289,6 +289,10 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/tiers/disk/": DISK,
     "server/hotkv_server/tiers/s3/": S3,
     "server/hotkv_server/tiers/valkey/": f"tests/tiers/test_resp.py {VALKEY}",
+    "server/hotkv_server/tiers/mooncake/": (
+        "tests/tiers/test_mooncake_words.py tests/tiers/test_mooncake_child.py "
+        "tests/tiers/test_mooncake.py"
+    ),
     "server/hotkv_server/tiers/remote/": (
         f"tests/tiers/test_resp.py {VALKEY} {S3} tests/tiers/test_encoding.py"
     ),
