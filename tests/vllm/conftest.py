@@ -120,7 +120,11 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from hotkv_vllm import link
 
     said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    monkeypatch.setattr(link.logger, "handlers", [handler])
+
+    def noted(record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            said.append(record.getMessage())
+
+    # No handler: the first engine of a process configures logging, which removes handlers.
+    monkeypatch.setattr(link.logger, "callHandlers", noted)
     return said
