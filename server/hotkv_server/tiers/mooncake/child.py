@@ -254,7 +254,7 @@ def _set_up(line: Line, arena: mmap.mmap) -> Child | None:
 
 def main() -> int:
     """Answers requests until the server is gone or the master does not answer. In the second case
-    the server starts another child when it needs a client. Never returns."""
+    the server starts another child when it needs a client. Ends the process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     socket_fd, arena_fd, num_bytes = map(int, sys.argv[1:])
     line = Line(socket.socket(fileno=socket_fd))

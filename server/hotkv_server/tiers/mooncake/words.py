@@ -29,8 +29,8 @@ def epoch_key(fingerprint: str) -> str:
 class Line:
     """One end of the socket pair. One thread at a time.
 
-    Methods raise TimeoutError at the time limit, EOFError or another OSError if the other end is
-    gone, and EOFError or ValueError if it sends anything but a message.
+    Methods raise TimeoutError at the time limit, EOFError or OSError if the other end is gone, and
+    EOFError or ValueError if it sends anything but a message.
     """
 
     def __init__(self, sock: socket.socket) -> None:
