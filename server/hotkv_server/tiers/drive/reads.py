@@ -1,7 +1,8 @@
-"""Figures of a tier: how many blocks lookups asked it for, and how long its reads took.
+"""Counts how many blocks lookups asked a tier for and how long its reads took, and decides from
+that which tiers a lookup uses.
 
-Always true: memory is fixed. Quantiles and the rate cover the last RECENT reads, sums cover all. On
-the event loop only.
+Always true: memory is fixed. Quantiles and the rate cover the last RECENT reads, sums cover all
+reads. On the event loop only.
 """
 
 import time
@@ -17,9 +18,10 @@ from hotkv_server.cache.values import BoolMask
 
 RECENT = 1024
 COSTED = 16
-"""Number of recent reads from which costs are fitted: few, so that they follow the load."""
+"""Number of recent reads from which the costs of a read are fitted. It is small, so that the costs
+follow the load."""
 READ_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
-"""Upper bounds of the histogram's buckets."""
+"""Upper bounds of the buckets in the histogram of read times."""
 
 TRIED_S = 5.0
 """A tier that was too slow is used again this long after its last read, to measure its speed."""
