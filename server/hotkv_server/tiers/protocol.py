@@ -233,8 +233,8 @@ class Tier(Protocol):
         """Stores the bytes of the blocks' slots. The bytes must not change until `on_done`."""
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Starts to remove blocks if that is cheap for the store, and returns at once. Not for
-        tiers whose places the core chooses."""
+        """Starts to remove blocks if that is cheap for the store, and does not wait for it. Tiers
+        whose places the core chooses ignore this call."""
 
     def problem(self) -> str:
         """Returns why the tier is unusable; empty if no problem is known."""

@@ -22,7 +22,7 @@ class TierState:
     `used_bytes`, `capacity_bytes`: 0 if the tier does not report them.
     `reads`: counts and times of lookups and reads.
     `moved`: the tier's own counts of blocks and bytes.
-    `is_up`: True if the tier works, as far as is known; lookups skip it otherwise.
+    `is_up`: False if the tier is known to be broken or hangs, so that lookups skip it.
     `problem`: why lookups skip the tier; empty if they don't.
     `lost_blocks`: number of blocks that the tier returned damaged, since the start.
     `waiting_blocks`: number of blocks that wait to be written.

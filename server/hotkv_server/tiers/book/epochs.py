@@ -42,7 +42,8 @@ SPARE_S = 0.5
 RETRY_S = 0.5
 """Time between two tries to raise an epoch."""
 MAX_RECORDS = 1 << 13
-"""Above this number, records of key spaces without blocks here are forgotten."""
+"""If there are more records, the book forgets those of idle key spaces that this node no longer
+knows."""
 NO_EPOCH = 0
 """Stands for "no epoch": the store has none for the key space. Blocks are then neither read nor
 written."""

@@ -8,8 +8,8 @@ the rest of the budget.
 
 Always true:
 - in any 24 hours the gate admits at most the budget and one batch of one chain, plus the bytes by
-  which blocks exceeded their estimate (`add`). Writes of earlier servers count as far as they were
-  noted (`written`, `recall`);
+  which blocks exceeded their estimate (`add`). Writes of earlier servers count if they were noted
+  (`written`, `recall`);
 - a block is refused the first time that it is offered if the block before it in its sequence is in
   host memory but not on the disk.
 
@@ -208,7 +208,7 @@ class _Day:
         self.total += num_bytes
 
     def recall(self, slots: list[tuple[float, int]]) -> None:
-        """Adds these slots."""
+        """Adds slots, as pairs of their begin and their bytes, to those counted already."""
         self.slots = deque(sorted([*self.slots, *slots]))
         self.total += sum(num_bytes for _, num_bytes in slots)
 

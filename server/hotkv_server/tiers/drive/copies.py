@@ -49,7 +49,7 @@ OLD_BYTES_PER_S = 64 << 20
 """Limit on the mean rate at which old blocks are written, because many nodes may start at the same
 time."""
 MIN_OLD_BYTES = 8 << 20
-"""Least size of a batch of old blocks, if so many bytes may be copied at a time."""
+"""Least size of a batch of old blocks, unless `moving_bytes` is less."""
 AGAIN_S = 1.0
 """Wait after a copy that failed. It doubles with each further failure."""
 WALKED_ENTRIES = 1 << 16

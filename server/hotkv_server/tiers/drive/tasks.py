@@ -26,10 +26,11 @@ answers; slots that it uses stay reserved until the process ends."""
 
 
 class TierTasks:
-    """Tasks under way. An exception in a task goes to the loop's exception handler at once.
+    """Runs the background tasks of all tiers. An exception in a task is passed to the event loop's
+    exception handler at once.
 
     `is_closing`: True once all tasks must end.
-    `health`: watches the tasks that loop.
+    `health`: watches the tasks that loop (`turns`).
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class TierTasks:
         return f"TierTasks({len(self._tasks)})"
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Runs `work` in the background."""
+        """Starts `work` as a task and returns the task."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)

@@ -6,10 +6,10 @@ The first request waits until the newest packs are known. A later request is ans
 packs, and the listing runs after it.
 
 Names sort newest first, so a listing usually reads one page of names. It skips packs whose names
-are from earlier than OVERLAP_S before the last listing. So a pack is missed until the next start if
-it appears more than OVERLAP_S after the time in its name, for example because its node's clock is
-behind. If this node's clock jumps by more than JUMP_S, the key space is listed again from the
-beginning.
+are from earlier than OVERLAP_S before the last listing. So a pack may be missed until the next
+start if it appears more than OVERLAP_S after the time in its name, for example because its node's
+clock is behind. If this node's clock jumps by more than JUMP_S, the key space is listed again from
+the beginning.
 
 Memory is bounded: the lister remembers at most MAX_SPACES key spaces, reads at most MAX_PACKS names
 in a listing, and keeps the seen names of the last OVERLAP_S.
