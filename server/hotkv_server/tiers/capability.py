@@ -1,5 +1,8 @@
-"""Makes the tiers a capability of the node: their calls and figures. Tiers open before the node
-does; calls reach them through `node.capability`."""
+"""Registers the tiers as a capability of the node, which reports their figures.
+
+The tiers open before the node does, so the node has them already (`Node.tiers`) and calls them
+through the protocols in `node.capability`.
+"""
 
 from collections.abc import Iterable, Mapping
 
@@ -15,13 +18,15 @@ __all__ = ["TiersCapability", "attach", "check", "open_below"]
 
 
 def attach(settings: Settings, node: Node) -> "TiersCapability":
-    """Returns the figures of this node's tiers."""
+    """Returns the capability that reports the figures of this node's tiers."""
     assert node.tiers is None or isinstance(node.tiers, Tiers), "tiers of another kind"
     return TiersCapability(node.tiers)
 
 
 class TiersCapability(Capability):
-    """See the folder's README. `tiers`: None for a node without any; then all figures are 0."""
+    """Reports the tiers' states, counters, gauges and read times to the node; see the folder's
+    README. `tiers`: None for a node without tiers; then it reports no tier, and all figures are
+    0."""
 
     def __init__(self, tiers: Tiers | None) -> None:
         self._tiers = tiers

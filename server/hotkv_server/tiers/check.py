@@ -1,9 +1,10 @@
-"""`hotkv-server tiers check`: tries each tier of the settings. A server may be running beside it.
+"""The command `hotkv-server tiers check`: writes and reads blocks in each tier of the settings. A
+server that uses the same tiers may run at the same time.
 
-Always true: the check leaves other data alone. On a disk it writes a slab file in a new folder
-inside the tier's folder, and removes it. In a store it writes keys under a random fingerprint, and
-removes them. If the store fails in between, or can't remove single blocks, the keys stay until they
-expire. The check reports this if the store still answers.
+Always true: the check does not change other data. On a disk it writes a slab file in a new folder
+inside the tier's folder, and removes the folder. In a store it writes keys under a random
+fingerprint, and removes them. If the store fails before that, or can't remove single blocks, the
+keys stay until they expire. The check reports such keys if the store still answers.
 """
 
 import argparse
@@ -37,17 +38,18 @@ from hotkv_server.tiers.protocol import NO_EPOCH, Blocks, Read, SharedTier, Tier
 USAGE_ERROR = 2
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = ((64 * KIB, 32), (MIB, 8))
-"""Bytes of a block, and the number of blocks that are written."""
+"""Pairs of a block's size in bytes, and the number of blocks of this size to write."""
 NUM_BYTES = sum(size * count for size, count in SIZES)
 ANSWER_S = 15.0
 """Longest wait for an answer. A slower tier is of no use to a request."""
 REMOVE_S = 5.0
+"""Longest wait until the keys of the check are removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Times for blocks of the same size, moved one at a time. Each time is the median over the
-    blocks."""
+    """Times to write and read blocks of the same size, one block at a time. Each time is the median
+    over the blocks."""
 
     tier: str
     block_bytes: int
@@ -116,8 +118,8 @@ def _checks(settings: Settings) -> list[tuple[str, Callable[[], Checked]]]:
 
 
 def check_disk(path: Path, disk: DiskSettings) -> Checked:
-    """Tries the disk with a new folder inside `path`. Makes `path` first if it is missing, and
-    removes it then. Raises StartError or OSError."""
+    """Checks the disk in a new folder inside `path`. Creates `path` if it is missing, and then
+    removes it at the end. Raises StartError or OSError."""
     from hotkv_server.tiers.disk.slab_file import SLABS_FILE, SlabFile
     from hotkv_server.tiers.disk.tier import DiskTier
 
@@ -151,7 +153,8 @@ def _look_for_room(path: Path, slabs: Path, num_bytes: int) -> None:
 
 
 def check_shared(tier: SharedTier, arena: Region) -> Checked:
-    """Tries a shared tier under a random fingerprint, and closes it. Raises StartError."""
+    """Checks a shared tier, with keys under a random fingerprint, and closes it. Raises
+    StartError."""
     fingerprint = secrets.token_hex(32)
     try:
         until_s = time.monotonic() + ANSWER_S
@@ -174,8 +177,8 @@ def check_shared(tier: SharedTier, arena: Region) -> Checked:
 
 
 def _remove(tier: SharedTier, prefix: bytes, fingerprint: str) -> str:
-    """Removes the blocks and the epoch. Returns a description of the data that stays. Raises
-    StartError if the tier does not answer."""
+    """Removes the blocks and the epoch of the check. Returns a description of the keys that stay;
+    empty if all are removed. Raises StartError if the tier does not answer."""
     keys = [key for size, count in SIZES for key in _keys(prefix, size, count)]
     everything = [*keys, b"hotkv/1/%s/epoch" % fingerprint.encode()]
     until_s = time.monotonic() + REMOVE_S
@@ -196,7 +199,7 @@ def _remove(tier: SharedTier, prefix: bytes, fingerprint: str) -> str:
 
 def _arena() -> tuple[Region, int]:
     """Returns an arena with room for all blocks twice (written and read back), and its file
-    descriptor. It stays mapped for good, because a tier that hangs may still write to it."""
+    descriptor. The arena is never unmapped, because a tier that hangs may still write to it."""
     descriptor = os.memfd_create("hotkv-check")
     os.ftruncate(descriptor, 2 * NUM_BYTES)
     memory = mmap.mmap(descriptor, 2 * NUM_BYTES)
@@ -214,7 +217,8 @@ def _keys(prefix: bytes, size: int, count: int) -> list[bytes]:
 
 
 def _try(tier: Tier, arena: Region, prefix: bytes, epochs: dict[str, int]) -> Iterator[Timing]:
-    """Writes, reads and compares blocks of each size. Raises StartError."""
+    """Writes blocks of each size, reads them back and compares their bytes. Yields the times of
+    each size. Raises StartError if the tier fails or returns other bytes."""
     memory, offset = arena.array(), 0
     for size, count in SIZES:
         slots = offset + size * np.arange(count)
@@ -268,8 +272,8 @@ def _kib(num_bytes: int) -> str:
 
 
 def _answer(tier: Tier, call: Callable[[Callable[..., None]], None]) -> tuple[Any, ...]:
-    """Makes a call of the tier and returns the answer. Raises StartError if no answer comes in
-    time."""
+    """Makes a call of the tier, waits for its `on_done` and returns the arguments of `on_done`.
+    Raises StartError if that takes longer than ANSWER_S + 1 seconds."""
     answers: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     call(lambda *answer: answers.put(answer))
     try:

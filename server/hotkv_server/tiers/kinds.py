@@ -23,8 +23,8 @@ class Place:
 
     `arena`: memory that blocks are read from and written to.
     `fd`: file descriptor of the arena's file, for tiers that map it in child processes.
-    `relay`: receives the flushes that other servers recorded in the tier.
-    `staged`: memory for encoded blocks; None if the tier does not compress.
+    `relay`: receives the epochs that the tier finds changed, because other servers flushed.
+    `staged`: staging memory for encoded (compressed) blocks; None if the tier does not compress.
     """
 
     arena: Region
@@ -77,7 +77,7 @@ TIERS: dict[str, TierKind] = {
     "valkey": _valkey,
     "s3": _s3,
 }
-"""The kinds by the tier's name in `TierSettings`. A lookup asks the tiers in this order."""
+"""Maps a tier's name in `TierSettings` to its kind. A lookup asks the tiers in this order."""
 
 
 def shared_tiers(settings: Settings) -> Iterator[tuple[str, Callable[[Place], SharedTier]]]:

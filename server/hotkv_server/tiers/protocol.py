@@ -4,7 +4,8 @@ Always true for every tier:
 
 - a call never blocks and never raises;
 - its `on_done` is called exactly once, from any thread, after the tier has stopped using the
-  call's slots. This also holds for calls that are queued when the tier is closed;
+  call's slots (places in the arena). This also holds for calls that are queued when the tier is
+  closed;
 - a block is FOUND only if its slot holds, bit for bit, the bytes written under its key;
 - a block is STORED only if a read that follows at once would find it.
 """
@@ -31,28 +32,30 @@ NO_EPOCHS: Epochs = MappingProxyType({})
 
 # ------------------------------------------------------------------------------------------- Epochs
 
-# Epochs of key spaces as numbers. The number encodes the time at which the epoch began.
+# An epoch is a number that a shared store keeps for each key space, and that each flush of the key
+# space raises. It encodes the time at which the epoch began.
 #
 # Always true: of two epochs of a key space in a store, the later is greater. An epoch is computed
-# from the wall clock, and is greater than all epochs known to the node that makes it. So an epoch
-# that a store has lost does not return, neither after a restart nor from an old copy of its data.
+# from the wall clock, and is greater than all epochs known to the node that makes it. So if a store
+# loses its epoch, in a restart or by returning to an old copy of its data, no later epoch repeats
+# the lost number.
 
 RAISES = 1 << 16
-"""Epochs that `begun` returns for different ticks of the clock differ by at least this number. The
-numbers between them are for `raised`."""
+"""Least difference between epochs that `begun` returns for different ticks of the clock. `raised`
+uses the numbers between two ticks."""
 TICK_US = 64
-"""Length of such a tick, in microseconds of the wall clock."""
+"""Length of a tick of the clock in `begun`, in microseconds."""
 
 
 def begun(now_us: int) -> int:
-    """Returns the epoch that begins at a time in microseconds of the wall clock. It has 19 digits
-    and is less than 2^63."""
+    """Returns the epoch that begins at `now_us`, in microseconds of the wall clock. It has 19
+    digits and is less than 2^63."""
     return now_us // TICK_US * RAISES
 
 
 def raised(now_us: int, *known: int) -> int:
-    """Returns the epoch to raise to at a time in microseconds of the wall clock: above all `known`
-    epochs."""
+    """Returns the next epoch for a flush at `now_us`, in microseconds of the wall clock. It is
+    greater than all `known` epochs."""
     return max([begun(now_us), *(epoch + 1 for epoch in known)])
 
 
@@ -70,34 +73,35 @@ class Read(enum.IntEnum):
 
 
 class Write(enum.IntEnum):
-    """The result of writing a block."""
+    """The result of writing a block. PRESENT: the store already had a value under the key, and
+    keeps it. FULL: the store has no room."""
 
     STORED = 1
     PRESENT = 2
     FULL = 3
     FAILED = 4
     UNFIT = 5
-    """Its encoded form is larger than its `stored_bytes`. The tier wrote nothing."""
+    """The block's encoded form is larger than its `stored_bytes`. The tier wrote nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of a call, a row each.
+    """The n blocks of a call. Row i of each field belongs to block i; `epochs` is for the call.
 
-    `keys`: the block's key, the same on all nodes that share a tier; at most MAX_KEY_BYTES. It ends
-        with the block's hash, so it may contain any bytes.
-    `slots`: offsets in the arena, multiples of SLOT_ALIGN.
+    `keys`: the key of each block, the same on all nodes that share a tier; at most MAX_KEY_BYTES
+        long. It ends with the block's hash, so it may contain any bytes.
+    `slots`: byte offsets of the blocks in the arena, multiples of SLOT_ALIGN.
     `num_bytes`: sizes of the blocks in the arena, multiples of SLOT_ALIGN.
-    `places`: offsets in the tier's space, in multiples of SLOT_ALIGN; empty if the tier places
-        blocks itself.
-    `stored_bytes`: sizes of the blocks' places in the tier. A block whose place is smaller than its
-        `num_bytes` is stored encoded (compressed). Empty: the same as `num_bytes`.
-    `seals`: returned by the write of each block; empty for a tier that places blocks itself and
-        keeps the seals with its values.
-    `depths`: for each block, the number of blocks before it in its sequence. For a tier that evicts
-        by itself. Empty: all 0.
-    `epochs`: the epochs in the keys, for a `SharedTier`. If the store has another epoch after the
-        read, all blocks are ABSENT. Empty: not checked.
+    `places`: byte offsets of the blocks in the tier's space, multiples of SLOT_ALIGN. Empty if the
+        tier chooses the places itself.
+    `seals`: check values that the writes of the blocks returned; a read compares them. Empty for a
+        tier that chooses places itself, because it stores each seal with the block.
+    `depths`: for each block, the number of blocks before it in its sequence. A tier that evicts by
+        itself may use them. Empty: all 0.
+    `epochs`: the epochs that are part of the keys, for a `SharedTier`. If the store has another
+        epoch after a read, all blocks are ABSENT. Empty: not checked.
+    `stored_bytes`: bytes reserved for each block at its place in the tier. A block is stored
+        encoded (compressed) if this is less than its `num_bytes`. Empty: the same as `num_bytes`.
     """
 
     keys: Sequence[bytes]
@@ -131,16 +135,19 @@ OnRead = Callable[[Codes], None]
 OnWrite = Callable[[Codes, Seals], None]
 """Receives `Write` values, uint8 [n], and the seals of the STORED blocks, uint64 [n]."""
 OnProbe = Callable[[Codes], None]
-"""Receives `Read` values, uint8 [n]: FOUND, ABSENT or FAILED. Only a hint."""
+"""Receives `Read` values, uint8 [n]: FOUND, ABSENT or FAILED. They are only a hint: the store may
+lose or get a block at any time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Epochs that a store has. NO_EPOCH for a key space without an epoch, if the store has no room
-    to begin a new epoch.
+    """A store's answer to the question for epochs.
 
-    `restored_below`: a lower epoch may date from before a flush, because the store has just
-        restarted from a copy of its data. 0: no such restart, or the store can't tell.
+    `epochs`: the epoch of each key space. NO_EPOCH if the store has none and has no room to begin
+        a new epoch.
+    `restored_below`: set if the store has just restarted, perhaps from an old copy of its data. An
+        epoch below this number may then date from before a flush. 0: no such restart, or the store
+        can't tell.
     """
 
     epochs: Epochs
@@ -155,13 +162,15 @@ OnEpoch = Callable[[int | None], None]
 
 @dataclass(frozen=True, slots=True)
 class TierFacts:
-    """Constant facts about a tier, for the runtime.
+    """Constant facts about a tier, for its callers.
 
-    `places`: whether the core chooses the places of blocks and evicts them; else the tier does.
-    `capacity_bytes`: 0 if unknown.
-    `is_shared`: whether other nodes write to the tier too.
-    `batch_bytes`: the best size of a call.
-    `linger_s`: longest wait for more blocks before a smaller write.
+    `name`: the tier's name in metrics and messages, such as "valkey".
+    `places`: True if the cache core chooses the place of each block in the tier and evicts blocks;
+        False if the tier does both.
+    `capacity_bytes`: size of the store; 0 if unknown.
+    `is_shared`: True if other nodes read and write the same store.
+    `batch_bytes`: bytes of blocks with which a call is most efficient.
+    `linger_s`: longest time to wait for more blocks before a write of less than `batch_bytes`.
     """
 
     name: str
@@ -175,10 +184,10 @@ class TierFacts:
 
 @dataclass(frozen=True, slots=True)
 class TierFigures:
-    """Sums since the start. Bytes are counted in places if the core chooses them, in slots
-    otherwise.
+    """Counts of blocks and bytes since the tier's start. A block counts with its bytes in the tier
+    if the core chooses places, and with its bytes in the arena otherwise.
 
-    `queued_bytes`: slot bytes of calls that have not ended.
+    `queued_bytes`: bytes in the arena of the blocks whose calls have not ended. It falls again.
     """
 
     read_blocks: int = 0
@@ -212,47 +221,48 @@ class Tier(Protocol):
     def probe(self, keys: Sequence[bytes], deadline_s: float, on_done: OnProbe) -> None:
         """Asks which blocks the tier has. Only for tiers that place blocks themselves.
 
-        `deadline_s`, of time.monotonic: later answers are ignored, so the tier may skip the
-        question.
+        `deadline_s`: a time of time.monotonic. After it the caller ignores the answer, so the tier
+        may report FAILED without asking its store.
         """
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
         """Reads blocks into their slots. A block whose read has not begun at the deadline is
-        FAILED."""
+        FAILED. `deadline_s`: a time of time.monotonic."""
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
-        """Stores the bytes of slots. They must not change until `on_done`."""
+        """Stores the bytes of the blocks' slots. The bytes must not change until `on_done`."""
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Removes blocks if that is cheap, and returns at once. Not for tiers whose places the core
-        chooses."""
+        """Starts to remove blocks if that is cheap for the store, and does not wait for it. Tiers
+        whose places the core chooses ignore this call."""
 
     def problem(self) -> str:
         """Returns why the tier is unusable; empty if no problem is known."""
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns how long the current call has waited for the store; 0 without a call."""
+        """Returns for how many seconds the call under way has waited for the store; 0 if no call
+        waits. `now_s`: a time of time.monotonic."""
 
     def is_alive(self) -> bool:
-        """Returns whether all threads of the tier are running. True until it is closed."""
+        """Returns False if a thread of the tier has died. True once the tier is closed."""
 
     def memory(self) -> TierMemory:
-        """Returns the memory that it uses beside slots of the arena."""
+        """Returns the memory that the tier uses in addition to slots of the arena."""
 
     def figures(self) -> TierFigures:
-        """Returns sums since the start."""
+        """Returns the tier's counts since its start."""
 
     def close(self) -> None:
-        """Ends all calls and frees memory and connections. Waits for current calls as long as the
-        store answers."""
+        """Ends all calls and frees memory and connections. Blocks until the calls under way have
+        ended, at most for the tier's time limits."""
 
 
 class SharedTier(Tier, Protocol):
     """A tier that also keeps the epochs of key spaces, so that a flush holds on all nodes.
 
-    Once `raise_epoch` is answered, a later read on any node no longer finds blocks of an earlier
-    epoch, if it names the epochs of its keys. Calls of `epochs` and `raise_epoch` are executed and
-    answered in the order in which they were made.
+    A read whose `Blocks.epochs` is set finds no block of an epoch that a `raise_epoch` has ended,
+    on any node, if it begins after the answer to `raise_epoch`. Calls of `epochs` and `raise_epoch`
+    are executed and answered in the order in which they were made.
     """
 
     def probe(
@@ -262,16 +272,18 @@ class SharedTier(Tier, Protocol):
         on_done: OnProbe,
         epochs: Epochs = NO_EPOCHS,
     ) -> None:
-        """Does the same as `Tier.probe`. `epochs`: see `Blocks`."""
+        """Does the same as `Tier.probe`. `epochs`: the epochs that are part of the keys, as in
+        `Blocks`."""
 
     def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
-        """Asks for the epochs of key spaces, and begins an epoch for each that has none. Overtakes
-        reads and writes."""
+        """Asks for the epochs of key spaces, and begins an epoch for each that has none. Does not
+        wait behind queued reads and writes."""
 
     def raise_epoch(self, fingerprint: str, floor: int, on_done: OnEpoch) -> None:
-        """Ends the epoch of a key space and reports the next, which is also above `floor`.
-        Overtakes reads and writes.
+        """Ends the epoch of a key space and reports the next epoch, which is also above `floor`.
+        Does not wait behind queued reads and writes.
 
-        NO_EPOCH: the store has no room for a new epoch; the old epoch has ended all the same. None:
-        the raise may have happened or not; ask again.
+        It reports NO_EPOCH if the store has no room for a new epoch; the old epoch has ended all
+        the same. It reports None if the store did not answer: the epoch may have been raised or
+        not, so call again.
         """

@@ -1,8 +1,9 @@
-"""Seals: 64 bits computed from a block's key and bytes, which tiers below host memory compare on
-reads.
+"""Seals: check values of blocks in tiers. A seal is computed at the write and compared at each
+read.
 
-A seal is XXH3 over all bytes with a seed from the key, so the bytes of another block don't match.
-All bytes count, because a disk loses whole sectors. It does not protect against an adversary.
+A seal is the 64-bit XXH3 of all bytes of a block as they are stored, with a seed computed from the
+block's key, so the bytes of another block don't match. It covers all bytes, because a disk loses
+whole sectors. It does not protect against an adversary.
 """
 
 from collections.abc import Sequence
@@ -32,8 +33,9 @@ def seal(key: bytes, content: "bytes | memoryview") -> int:
 
 
 def secrets(keys: Sequence[bytes]) -> Seals:
-    """Returns XXH3's secrets, uint64 [n, 24], for the seeds that the keys give."""
+    """Returns for each key the secret that XXH3 derives from the key's seed, uint64 [n, 24]. The
+    seed is the XXH3 of the key."""
     seeds = np.array([xxhash.xxh3_64_intdigest(key) for key in keys], np.uint64)
-    # Even words plus the seed, odd words minus the seed: in arithmetic modulo 2**64.
+    # XXH3 adds the seed to even words and subtracts it from odd words, modulo 2**64.
     signs = np.where(np.arange(len(SECRET)) % 2 == 0, 1, -1).astype(np.int64).view(np.uint64)
     return SECRET + signs * seeds[:, None]

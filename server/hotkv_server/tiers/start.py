@@ -45,15 +45,19 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ANSWER_S = 60.0
-"""Longest wait for the disk at the start. Allocating its space may take as long again."""
+"""Longest wait for the disk at the start, without the time in which its space is allocated."""
 SLOWEST_BYTES_PER_S = 50 << 20
+"""The wait for the disk is longer by the time in which this speed allocates its space."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowerPart:
-    """The disk tier of a server: its records, the space that the core fills, and its slab file.
+    """The disk tier of a server.
 
-    Close `memory` after the tier; another server can then use the folder.
+    `memory`: the records of its blocks, and the lock of its folder. Close it after `tier`; then
+        another server can use the folder.
+    `space`: the slots of the slab file, which the core gives to blocks.
+    `tier`: moves blocks to and from the slab file.
     """
 
     memory: LowerMemory
@@ -65,8 +69,8 @@ def check_tiers(settings: Settings) -> None:
     """Raises StartError if a server with these settings can't start its tiers.
 
     The reasons: the disk tier's folder is unusable or has no room; the modules of a tier are not
-    installed; another user could have written the notes of flushes. Asks no store, because a store
-    that is away comes back by itself.
+    installed; another user could have written the notes of flushes. Does not connect to stores,
+    because a server also starts while a store is away.
     """
     try:
         check_files([settings.arena_dir / EPOCHS_FILE])
@@ -87,8 +91,8 @@ def check_tiers(settings: Settings) -> None:
 def _answered(path: Path, wait_s: float, call: Callable[[], T]) -> T:
     """Runs `call`, which uses the disk's folder, on a thread and returns its result.
 
-    Raises StartError if the disk does not answer in time, and whatever `call` raises. A server
-    can't start without its disk: it could not record flushes there.
+    Raises StartError if the disk does not answer within `wait_s`, and any error of `call`. A server
+    can't start without its disk, because it could not record flushes there.
     """
     try:
         return Clerk("disk-start").do(call).result(wait_s)
@@ -113,8 +117,8 @@ def _check_disk(path: Path, num_bytes: int) -> None:
 
 
 def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart | None:
-    """Opens the disk tier; None if the settings have no disk. Blocks while its space is allocated.
-    Raises StartError.
+    """Opens the disk tier; returns None if the settings have no disk. Blocks while disk space is
+    allocated. Raises StartError.
 
     `reset`: drops the blocks that an earlier server left.
     """
@@ -148,9 +152,10 @@ def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart |
 
 
 class OpenedTiers:
-    """The tiers of a server during its start. Its steps: open, add to the core, restore, drive.
+    """The tiers of a server during its start. The server calls `add_books`, `take_over` and `drive`
+    in this order.
 
-    `lower`: None without a disk.
+    `lower`: the disk tier; None without a disk.
     """
 
     def __init__(self, settings: Settings, arena: Region, lower: LowerPart | None) -> None:
@@ -165,13 +170,14 @@ class OpenedTiers:
         return f"OpenedTiers({self._lower!r})"
 
     def add_books(self, core: CacheCore) -> None:
-        """Gives the core the books of its tiers."""
+        """Adds the books of the tiers (their state) to the core."""
         space = None if self._lower is None else self._lower.space
         TierBooks(core, space, self._settings.tiers.write_bytes_per_day, self._encoded_bytes)
 
     def take_over(self, core: CacheCore) -> bool:
-        """Fills the disk's space from its records, encoded blocks included. Returns whether the
-        core may know more key spaces now. Blocks. Raises StartError."""
+        """Restores the blocks that an earlier server left on the disk, encoded blocks included, and
+        starts to write the disk's records. Returns True if there is a disk; the core may then know
+        more key spaces than before. Blocks. Raises StartError."""
         if self._lower is None:
             return False
         memory, began_s = self._lower.memory, time.monotonic()
@@ -188,8 +194,8 @@ class OpenedTiers:
         return True
 
     def drive(self, core: CacheCore, verifier: Verifier, memory: NodeMemory) -> Tiers:
-        """Returns the object that drives all tiers, for a core that is already restored. Connects
-        to no store yet: a store that is away comes back by itself. Raises StartError."""
+        """Opens the shared tiers, and returns the object that drives all tiers. The core must be
+        restored already. Does not wait for stores, so a store may be away. Raises StartError."""
         shared: list[tuple[SharedTier, EpochRelay]] = []
         for name, open_at in shared_tiers(self._settings):
             relay = EpochRelay()
@@ -208,8 +214,8 @@ class OpenedTiers:
         return Tiers(core, self._arena, wait_s, epochs, below, driven)
 
     def _open_notes(self, core: CacheCore, memory: NodeMemory) -> EpochNotes:
-        """Returns the notes of flushes that an earlier server kept beside its blocks. The core has
-        those blocks already."""
+        """Opens the notes of flushes that an earlier server kept in the folders of its blocks (the
+        arena's and the disk's). The core must have restored these blocks."""
         folders = [NotesFolder(memory.directory, bool(core.space.used_bytes()))]
         if (lower := self._lower) is not None:
             folders.append(NotesFolder(lower.memory.folder, bool(lower.space.used_bytes())))
@@ -221,15 +227,16 @@ class OpenedTiers:
             self._lower.memory.close()
 
     def discard(self) -> None:
-        """Discards the notes of flushes, unless the disk keeps blocks. Called when the arena keeps
-        no blocks. Blocks."""
+        """Discards the notes of flushes, unless there is a disk, which keeps blocks. Called if the
+        server leaves no blocks in the arena. Blocks."""
         if self._lower is None and self._epochs is not None:
             self._epochs.discard()
 
 
 def open_tiers(settings: Settings, arena: Region, *, reset: bool) -> OpenedTiers | None:
-    """Opens the tiers of the settings; None if they have no tier. Blocks while the disk's space is
-    allocated. Raises StartError.
+    """Opens the disk tier of the settings, and returns it with the settings of the shared tiers,
+    which `OpenedTiers.drive` opens. Returns None if the settings have no tier. Blocks while disk
+    space is allocated. Raises StartError.
 
     `reset`: drops the blocks that an earlier server left on the disk.
     """
@@ -240,7 +247,8 @@ def open_tiers(settings: Settings, arena: Region, *, reset: bool) -> OpenedTiers
 
 
 def _recall_budget(books: TierBooks, memory: LowerMemory, now_s: float) -> None:
-    """Counts the disk writes of the last 24 hours in the write gate's budget."""
+    """Reads how much an earlier server wrote to the disk and when, so that it counts in the daily
+    budget of disk writes. If the note is unusable, logs this and begins with the full budget."""
     assert books.lower is not None, "a tier without places"
     try:
         wall_s, written = time.time(), memory.read_written()
@@ -250,7 +258,8 @@ def _recall_budget(books: TierBooks, memory: LowerMemory, now_s: float) -> None:
 
 
 def _restore(core: CacheCore, part: LowerPart, began_s: float) -> int:
-    """Fills the space from the records. Returns the number of encoded blocks."""
+    """Restores the disk's blocks from the records of an earlier server. Returns the number of
+    encoded blocks among them."""
     memory = part.memory
     if memory.old is None or memory.state is None:
         return 0

@@ -1,5 +1,5 @@
-"""Figures of the tiers below host memory, for metrics and the admin service. All are 0 without
-tiers."""
+"""Computes figures of the tiers below host memory, for metrics and the admin service. All figures
+are 0 if there are no tiers."""
 
 import time
 from dataclasses import dataclass
@@ -18,13 +18,16 @@ from hotkv_server.tiers.protocol import TierFigures, TierMemory
 class TierState:
     """The present state of a tier below host memory.
 
+    `is_shared`: True for a store that other nodes use too, False for the disk.
     `used_bytes`, `capacity_bytes`: 0 if the tier does not report them.
-    `is_up`: whether no problem is known.
-    `problem`: describes the problem, if the tier can.
-    `lost_blocks`: blocks that the tier returned damaged.
-    `waiting_blocks`: blocks that wait to be written.
-    `budget_bytes`: most bytes to write in 24 hours, 0 for no limit.
-    `left_bytes`: the rest of the budget.
+    `reads`: counts and times of lookups and reads.
+    `moved`: the tier's own counts of blocks and bytes.
+    `is_up`: False if the tier is known to be broken or hangs, so that lookups skip it.
+    `problem`: why lookups skip the tier; empty if they don't.
+    `lost_blocks`: number of blocks that the tier returned damaged, since the start.
+    `waiting_blocks`: number of blocks that wait to be written.
+    `budget_bytes`: most bytes to write in 24 hours; 0: no limit.
+    `left_bytes`: the rest of this budget now; 0 without a limit.
     """
 
     name: str
@@ -108,15 +111,16 @@ def _shared(one: TierShared) -> TierState:
 
 
 def budget(below: TierBelow | None) -> tuple[int, int]:
-    """Returns the bytes that may be written to the disk in 24 hours, and how many are left. Zeros
-    without a limit."""
+    """Returns the most bytes that may be written to the disk in 24 hours, and how many of them are
+    left now. Returns (0, 0) if there is no limit or no disk."""
     if below is None or not (budget_bytes := below.lower.down.gate.budget_bytes):
         return 0, 0
     return budget_bytes, int(below.lower.down.gate.left_bytes(time.monotonic()))
 
 
 def counters(tiers: Tiers | None) -> dict[str, float]:
-    """Returns the counters of the disk tier by metric name, without the `hotkv_` prefix."""
+    """Returns the counters of all tiers by metric name, without the `hotkv_` prefix. Names begin
+    with `tier_` for the disk and with `shared_` for shared tiers."""
     below = tiers.below if tiers is not None else None
     figures = TierFigures() if below is None else below.tier.figures()
     moves = MoveCounters() if below is None else below.lower.counters
@@ -137,7 +141,7 @@ def counters(tiers: Tiers | None) -> dict[str, float]:
 
 
 def shared_counters(tiers: Tiers | None) -> dict[str, float]:
-    """Returns the summed counters of all shared tiers, by metric name."""
+    """Returns the counters of the shared tiers by metric name, each summed over the tiers."""
     shared = tiers.shared if tiers is not None else ()
     figures = [one.tier.figures() for one in shared]
     return {
@@ -155,7 +159,7 @@ def shared_counters(tiers: Tiers | None) -> dict[str, float]:
 
 
 def gauges(tiers: Tiers | None) -> dict[str, float]:
-    """Returns gauges by metric name, without the `hotkv_` prefix."""
+    """Returns the gauges of all tiers by metric name, without the `hotkv_` prefix."""
     below = tiers.below if tiers is not None else None
     shared = tiers.shared if tiers is not None else ()
     space = None if below is None else below.lower.space
@@ -184,7 +188,7 @@ def gauges(tiers: Tiers | None) -> dict[str, float]:
 
 
 def _memory_below(below: TierBelow | None) -> TierMemory:
-    """Returns the memory of the disk tier and its records."""
+    """Returns the memory of the disk tier's staging memory and records; zeros without a disk."""
     if below is None:
         return TierMemory(0, 0)
     memory = below.tier.memory()

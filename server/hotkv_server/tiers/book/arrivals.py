@@ -1,5 +1,5 @@
-"""Blocks that come into host memory from a tier: reserves their slots and keeps them pinned for the
-callers that wait.
+"""Records blocks that are moved up from a tier into host memory: reserves their slots, and keeps
+the blocks pinned for the callers that wait.
 
 Always true: a block becomes ready in host memory only after the tier has filled its slot with the
 stored bytes. It then stays pinned until `let_go`, so that the callers can lease it.
@@ -28,8 +28,8 @@ class Arrivals:
         return f"Arrivals({self._moves!r})"
 
     def absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns the positions of blocks that are neither ready nor reserved in host memory, an
-        array per list. Empty for lists of representations."""
+        """Returns for each list the positions of the blocks that are neither ready nor reserved in
+        host memory. Empty for lists of representations, which tiers don't have."""
         found = []
         for one in groups:
             if one.group_index >= MAX_GROUPS:
@@ -46,12 +46,11 @@ class Arrivals:
         positions: list[Int64s],
         slot_bytes: Callable[[int], int],
     ) -> Move | None:
-        """Begins to move up the blocks at these positions of each list, as many as find a slot;
-        None if no block does. For tiers that place blocks themselves.
+        """Begins to move up blocks from a shared tier, as many as there are free slots. Returns
+        None if no block gets a slot. The caller must have made room, as for a store.
 
-        `slot_bytes`: returns the size of a group's slots.
-
-        Room is made before, as for a store.
+        `positions`: for each list, the positions of the blocks to move.
+        `slot_bytes`: function from a group to the size of its slots.
         """
         if not self._moves.may_begin(key_space_id):
             return None
@@ -78,8 +77,14 @@ class Arrivals:
         depths: Int64s,
         number: int,
     ) -> Entries:
-        """Reserves slots of the same size for a move and links them to the blocks of their list.
-        Returns the entries, in order, as many as found room."""
+        """Reserves slots for blocks of a list, and links their entries to the entries of the blocks
+        before them. Returns the new entries, in order; fewer than `positions` if there is no more
+        room.
+
+        `size`: bytes of each slot.
+        `depths`: for each position, the number of blocks before it in its sequence.
+        `number`: number of the move.
+        """
         index, group = self._host.index, listed.group_index
         words = index.find(key_space_id, group, listed.hashes)
         staying = words[table.is_ready(words)]
@@ -94,11 +99,12 @@ class Arrivals:
         return taken
 
     def end(self, move: Move, is_found: BoolMask, checks: Keys | None, now_s: float) -> Entries:
-        """Ends a move up after the tier has stopped writing its slots. Returns the entries that are
-        ready now; they stay pinned until `let_go`.
+        """Ends a move up after the tier has stopped writing to its slots. Makes the found blocks
+        ready, and returns their entries, which stay pinned until `let_go`.
 
-        `is_found` [n]: whether the slot holds the block.
-        `checks` uint64 [n]: check values of the blocks that were found; None: no check values.
+        `is_found` [n]: True if the slot now has the block's bytes.
+        `checks` uint64 [n]: check values of the blocks that were found; None if the server computes
+            no check values.
         """
         if len(move.forsaken):
             forsaken, move.forsaken = move.forsaken, move.forsaken[:0]
@@ -121,7 +127,8 @@ class Arrivals:
         move.forsaken, move.entries = joined([move.forsaken, move.entries]), move.entries[:0]
 
     def let_go(self, move: Move) -> None:
-        """Unpins the blocks of a move up that has ended: its callers are done with them."""
+        """Unpins the blocks of a move up that has ended. To be called when no caller waits for the
+        move any more."""
         self._moves.remove(move)
         self._host.index.pin(move.kept, -1)
         self._host.removal.reap(move.kept)
@@ -135,7 +142,7 @@ class Arrivals:
         return coming
 
     def numbers(self, key_space_id: int, groups: list[HashList]) -> set[int]:
-        """Returns the numbers of the moves that bring up a block of these lists."""
+        """Returns the numbers of the moves that are moving up a block of these lists."""
         found: set[int] = set()
         for one in groups:
             words = self._host.index.find(key_space_id, one.group_index, one.hashes)

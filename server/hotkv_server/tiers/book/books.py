@@ -1,4 +1,5 @@
-"""The books of all tiers of a node. They are a `Below` of the core."""
+"""The books of all tiers of a node: which blocks are on the disk, and which moves are under way.
+They implement `cache.seams.Below`, through which the core calls the tiers."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -16,10 +17,12 @@ from hotkv_server.tiers.book.place_sizes import EncodedBytes
 
 
 class TierBooks:
-    """Records the blocks below host memory and the moves under way.
+    """Records the blocks on the disk and the moves under way; implements `Below`. The constructor
+    registers the books in the core.
 
-    `lower`: the tier in whose `space` the core chooses places; None without a disk.
-    `copies`: a `Copies` for each tier that places blocks itself.
+    `space`: the places on the disk; None without a disk.
+    `lower`: the books of the disk; None without a disk.
+    `copies`: a `Copies` for each shared tier.
 
     The other arguments are those of `LowerTier`.
     """

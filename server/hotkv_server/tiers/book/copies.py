@@ -1,9 +1,9 @@
-"""Copies blocks of host memory to a tier that places them itself.
+"""Decides which blocks of host memory are copied to a shared tier.
 
-Blocks that were stored here are copied first, in order. Further queues (lanes) hold blocks that the
-tier may already have, and blocks that it failed to store. Always true: a block stays pinned in host
-memory until the tier has stopped reading it. A failed copy is tried again at most MAX_TRIES times,
-and only while the block is in host memory.
+Blocks that engines stored on this node are copied first, in order. Further queues (lanes) have
+blocks that the tier may already have, and blocks that it failed to store. Always true: a block
+stays pinned in host memory until the tier has stopped reading it. A failed copy is tried again at
+most MAX_TRIES times, and only while the block is in host memory.
 """
 
 from collections.abc import Callable
@@ -15,15 +15,15 @@ from hotkv_server.tiers.book.moves import Move, Moves
 from hotkv_server.tiers.book.waiting import WaitingBlocks
 
 STORED, OLD = 0, 1
-"""Lanes of blocks that were stored here, and of blocks that came from a disk or an earlier server.
-Lane OLD + k holds blocks of which k copies have failed."""
+"""Numbers of lanes. STORED has the blocks that engines stored on this node. OLD has blocks that
+came from the disk or an earlier server. Lane OLD + k has blocks whose copy has failed k times."""
 MAX_TRIES = 4
 
 
 class Copies:
-    """Begins and ends the copies for a tier.
+    """Queues blocks, and begins and ends their copies to a tier.
 
-    `on_stored`: called when blocks that were stored here begin to wait.
+    `on_stored`: called after `add_stored` has queued blocks.
     """
 
     def __init__(self, moves: Moves) -> None:
@@ -32,7 +32,8 @@ class Copies:
         self._host = moves.host
         self._host.room.may_keep = False
         index = moves.host.index
-        # Blocks that were not compared since a restart are compared before they are copied.
+        # These lanes accept blocks whose check values were not compared since a restart, because
+        # they are compared before each copy.
         old = [WaitingBlocks(index, takes_unverified=True) for _ in range(1 + MAX_TRIES)]
         self.lanes = (WaitingBlocks(index), *old)
         self._under_way: dict[int, int] = {}
@@ -46,23 +47,25 @@ class Copies:
         return sum(map(len, self.lanes))
 
     def add_stored(self, entries: Entries) -> None:
-        """Queues blocks that were stored here. The blocks of a chain come in its order."""
+        """Queues blocks that engines stored on this node. Blocks of a sequence must be in its
+        order."""
         self.lanes[STORED].add(entries)
         self.on_stored()
 
     def add_old(self, entries: Entries) -> None:
-        """Queues ready blocks that came into host memory from another source than this tier."""
+        """Queues ready blocks that came into host memory from another source than an engine or this
+        tier."""
         self.lanes[OLD].add(entries)
 
     def lane_to_do(self) -> int | None:
-        """Returns the lane behind STORED with waiting blocks that have failed most often; None if
-        all these lanes are empty."""
+        """Returns the lane, other than STORED, that has waiting blocks with the most failed copies;
+        None if all lanes but STORED are empty."""
         lanes = range(len(self.lanes) - 1, STORED, -1)
         return next((at for at in lanes if len(self.lanes[at])), None)
 
     def take(self, num_bytes: int, lane: int = STORED) -> Entries:
-        """Removes and returns the next blocks of a lane, about `num_bytes` of slots, without
-        duplicates."""
+        """Removes the next blocks from a lane and returns them without duplicates. Their slots have
+        about `num_bytes` in total."""
         waiting, parts = self.lanes[lane], [np.empty(0, np.uint32)]
         while len(waiting) and num_bytes > 0:
             parts.append(waiting.take(num_bytes))
@@ -87,10 +90,10 @@ class Copies:
 
     def end(self, move: Move, has_failed: BoolMask | None = None) -> int:
         """Ends a move after the tier has stopped reading its slots. Returns the number of blocks
-        that are given up.
+        that are given up, because all their tries have failed.
 
-        `has_failed` [n]: True where the copy failed; such a block is queued again while it is ready
-            and has tries left. None: all copies succeeded.
+        `has_failed` [n]: True if the block's copy failed. Such a block is queued again if it is
+            still ready and has tries left. None: all copies succeeded.
         """
         index, lane = self._host.index, max(self._under_way.pop(move.number), OLD) + 1
         num_given_up = 0

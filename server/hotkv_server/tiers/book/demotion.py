@@ -1,11 +1,12 @@
-"""Moves blocks of host memory down to a tier, in the order in which they were stored.
+"""Begins and ends moves of blocks from host memory down to the disk, in the order in which they
+were stored. ("Below" means on the disk.)
 
 Blocks are written soon after they are stored, and not when they are evicted, so a store that needs
-room never waits for a tier. A block that was not written then is offered again at each use. A block
-whose encoded form does not fit its place is moved again, to a place as large as its slot. Always
-true:
+room never waits for the disk. If a block was not written then, it is offered again at each use. If
+the encoded form of a block does not fit its place, the block is moved again, to a place as large as
+its slot. Always true:
 
-- a block is ready below only after the tier has said that it is stored;
+- a block is ready on the disk only after the tier has reported that it is stored;
 - it stays pinned in host memory until the tier has stopped reading it;
 - a place is not reused while the tier writes to it.
 """
@@ -23,16 +24,17 @@ from hotkv_server.tiers.book.waiting import WaitingBlocks
 from hotkv_server.tiers.book.write_gate import Offered, WriteGate
 
 MAX_LOOKED = 1 << 14
-"""Most waiting blocks that one call of `take` looks at. Most blocks that wait after a use are below
-already."""
+"""Most waiting blocks that one call of `take` checks. The limit is needed because most blocks that
+wait after a use are on the disk already."""
 
 
 class Demotion:
     """Begins and ends moves down.
 
-    `gate`: admits the blocks.
-    `sizes`: chooses the sizes of their places.
-    `waiting`: blocks that were stored or used and may not be below.
+    `below`: the blocks on the disk and their places.
+    `gate`: decides which blocks are written, so that the disk's write budget lasts.
+    `sizes`: chooses the sizes of blocks' places.
+    `waiting`: blocks that were stored or used, and may not be on the disk yet.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Demotion:
         return f"Demotion({self.waiting!r}, {self.gate!r}, {self._moves!r})"
 
     def add_key_space(self, record: KeySpaceRecord) -> None:
-        """Declares the tokens and bytes of a block in each group of a key space."""
+        """Registers a key space: the tokens and bytes of a block in each of its groups."""
         self._sizes.add_key_space(record)
         for group, spec in enumerate(record.key_space.groups):
             self._block_tokens[record.number, group] = spec.block_tokens
@@ -68,8 +70,9 @@ class Demotion:
             del self._block_tokens[record.number, group]
 
     def take(self, num_bytes: int, now_s: float) -> Entries:
-        """Removes and returns waiting blocks that are not below and that the gate admits: about
-        `num_bytes` of slots, without duplicates. Looks at MAX_LOOKED blocks at most."""
+        """Removes blocks from `waiting`, and returns those that are not on the disk and that the
+        gate admits, without duplicates. Stops when their slots have about `num_bytes` in total, or
+        when it has checked about MAX_LOOKED blocks."""
         taken, num_looked = np.empty(0, np.uint32), 0
         while len(self.waiting) and num_bytes > 0 and num_looked < MAX_LOOKED:
             some = self.waiting.take(num_bytes)
@@ -83,7 +86,8 @@ class Demotion:
         return taken
 
     def _offered(self, entries: Entries, taken: Entries) -> Offered:
-        """Describes blocks for the gate. `taken`: blocks that will be below before them."""
+        """Returns the description of blocks for the gate. `taken`: blocks that were admitted
+        before, and count as being on the disk."""
         index = self._host.index
         key_spaces, groups, hashes = index.keys(entries)
         records = index.table.records
@@ -107,7 +111,8 @@ class Demotion:
         )
 
     def lacks(self, entries: Entries) -> BoolMask:
-        """Returns a mask [n] of the ready blocks that are neither below nor being moved down."""
+        """Returns a mask [n] of the blocks that are neither on the disk nor being moved there.
+        `entries`: n ready blocks of host memory."""
         missing = np.zeros(len(entries), np.bool_)
         for key_space_id, group, at in by_group(self._host, entries):
             hashes = self._host.index.keys(entries[at])[2]
@@ -115,24 +120,24 @@ class Demotion:
         return missing
 
     def make_room(self, entries: Entries, *, is_plain: bool = False) -> Parts[None]:
-        """Makes room below for a move of these blocks, in parts; yields no part if there is room
-        already. `begin` follows directly after the last part, with the blocks that are still
-        ready."""
+        """Makes room on the disk for a move of these blocks, as a generator that yields after each
+        part of the work; it yields nothing if there is room already. The caller must call `begin`
+        directly after the last part, with the blocks that are still ready."""
         wanted: dict[int, tuple[int, int]] = {}
         for key_space_id, group, at in by_group(self._host, entries[self.lacks(entries)]):
             size = self._size(key_space_id, group, is_plain=is_plain)
             if self._below.pool.capacity_slots(size):
                 count = wanted.get(size, (0, 0))[1] + len(at)
-                # Tenants have no shares below, so the owner of the blocks does not matter.
+                # Tenants have no shares of the disk, so it does not matter whose blocks they are.
                 wanted[size] = key_space_id, count
         for size, (key_space_id, count) in wanted.items():
             yield from self._below.make_room(key_space_id, 0, size, count)
 
     def begin(self, entries: Entries, *, is_plain: bool = False) -> list[Move]:
-        """Begins to move ready blocks that are not below, as many as find a place. Returns a move
-        for each key space. Call `make_room` before.
+        """Begins to move ready blocks to the disk, as many as there are places for; skips blocks
+        that are there already. Returns a move for each key space. Call `make_room` before.
 
-        `is_plain`: gives them places as large as their slots.
+        `is_plain`: True gives the blocks places as large as their slots, so they are not encoded.
         """
         moves = []
         entries = entries[self.lacks(entries)]
@@ -157,7 +162,8 @@ class Demotion:
     def _place_bytes(
         self, key_space_id: int, group: int, num_blocks: int, *, is_plain: bool
     ) -> int:
-        """Returns the size of the places for so many blocks of a group."""
+        """Returns the size of the places for the next `num_blocks` of a group. Counts them if the
+        group is not encoded at present."""
         size = self._size(key_space_id, group, is_plain=is_plain)
         if size == self._sizes.slot_bytes(key_space_id, group) and not is_plain:
             self._sizes.kept_plain(key_space_id, group, num_blocks)
@@ -170,8 +176,8 @@ class Demotion:
     def _reserve_places(
         self, key_space_id: int, group: int, entries: Entries, size: int, number: int
     ) -> tuple[Entries, Entries]:
-        """Reserves places for blocks of a group. Returns the blocks that found a place, and the
-        places."""
+        """Reserves places of `size` bytes for blocks of a group, in the order of their depth.
+        Returns the blocks that got a place, and the places' entries in the disk's books."""
         if not self._below.pool.capacity_slots(size):
             return entries[:0], entries[:0]
         depths = self._host.index.table.records[entries, table.W_DEPTH].astype(np.int64)
@@ -183,7 +189,8 @@ class Demotion:
         return entries, taken
 
     def _parents(self, key_space_id: int, group: int, entries: Entries) -> Entries:
-        """Returns the place of each block's predecessor; 0 if the predecessor is not below."""
+        """Returns for each block the entry, in the disk's books, of the block before it in its
+        sequence; 0 if that block is not on the disk."""
         parents = self._host.index.table.records[entries, table.W_PARENT]
         parents = np.where(parents <= self._host.index.capacity, parents, 0).astype(np.uint32)
         found = self._below.index.find(key_space_id, group, self._host.index.keys(parents)[2])
@@ -202,8 +209,9 @@ class Demotion:
         caller must move again, to places as large as their slots; the gate has admitted them
         already.
 
-        `is_stored` [n]: whether the tier has stored the block. `seals` uint64 [n]: their seals.
-        `is_unfit` [n]: whether the encoded form did not fit its place; None: all fitted.
+        `is_stored` [n]: True if the tier has stored the block.
+        `seals` uint64 [n]: seals (check values) of the stored blocks.
+        `is_unfit` [n]: True if the block's encoded form did not fit its place; None: all fitted.
         """
         self._moves.remove(move)
         good = is_stored & ~move.is_void
@@ -225,7 +233,8 @@ class Demotion:
         return move.entries[again]
 
     def _learn(self, move: Move, is_encoded: BoolMask, is_unfit: BoolMask) -> None:
-        """Counts the blocks of each group that could be encoded. All places are still reserved."""
+        """Counts, for each group, the blocks whose encoded form fitted, and those whose form did
+        not fit. All places must still be reserved."""
         for key_space_id, group, at in by_group(self._below, move.places):
             num_fitted, num_unfit = int(is_encoded[at].sum()), int(is_unfit[at].sum())
             self._sizes.tried(key_space_id, group, num_fitted, num_fitted + num_unfit)

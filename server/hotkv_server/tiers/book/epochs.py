@@ -1,21 +1,23 @@
-"""Flushes of key spaces, and the epochs under which their blocks lie in stores that nodes share.
+"""Decides how flushes of key spaces reach all nodes. Each shared store keeps an epoch per key
+space: a number that every flush raises.
 
-There is one record per key space fingerprint. It holds, for each store, the epoch of all blocks on
-this node. The book has no clock: its caller reports which epochs the stores show and which flushes
-have run here. It decides for which key spaces to ask, raise the epoch, flush, and save the record.
-Always true:
+The book has a record for each key space, named by its fingerprint. The record has, for each store,
+the epoch of all the key space's blocks on this node. The book has no clock: its caller reports
+which epochs the stores show and which flushes have run on this node. The book decides for which key
+spaces the caller must ask a store for the epoch, raise the epoch, or flush this node, and when to
+save the book. Always true:
 
-- Blocks here are *vouched for* under an epoch only after a flush here that began after a store had
-  shown the epoch. So no blocks from before a flush on another node are left when the epoch is
-  settled.
+- The blocks on this node count as blocks of an epoch (they are *vouched for*) only after a flush on
+  this node that began after the store had shown the epoch, or if the node had no blocks then. So
+  none of them is older than the flush on another node that began the epoch.
 - The epoch of a record never falls. A store that shows a lower epoch has lost a flush; the node
   raises the store's epoch above all epochs known here.
 - Blocks are served only if their epoch was *confirmed* in the last CONFIRMED_S: the store was asked
   and showed the epoch of the record. The caller of a flush is answered only after a raise is older
   than that. By then every other node has either asked the store again or stopped serving the
   blocks that need its confirmation.
-- A flush here stays in the record until the store has raised its epoch. One raise of a key space is
-  under way at a time, and covers all flushes before it.
+- A flush that was requested on this node stays in the record until each store has raised its epoch.
+  At most one raise of a key space is under way in a store; it covers all flushes before it.
 """
 
 import heapq
@@ -25,23 +27,26 @@ from dataclasses import dataclass, field
 CONFIRMED_S = 1.5
 """Time for which an answer of a store is valid."""
 ASK_EVERY_S = 0.4
-"""Time between two questions for a key space in use."""
+"""Time between two questions to a store for the epoch of a key space in use."""
 USED_S = 10.0
 """Time after the last request for its blocks in which a key space counts as in use."""
 IDLE_EVERY_S = 30.0
-"""Time between two questions for a key space that is not in use."""
+"""Time between two questions to a store for the epoch of a key space that is not in use."""
 MAX_IDLE = 64
 """Most idle key spaces in one question."""
 TELL_S = 1.0
-"""Longest wait of a flush for a store. After that the store's epoch is raised later."""
+"""Longest wait of a flush until a store has raised its epoch. If it takes longer, the flush ends,
+and the epoch is raised later."""
 SPARE_S = 0.5
 """Longest wait of a flush, beyond CONFIRMED_S, until the store confirms the raise."""
 RETRY_S = 0.5
 """Time between two tries to raise an epoch."""
 MAX_RECORDS = 1 << 13
-"""Above this number, records of key spaces without blocks here are forgotten."""
+"""If there are more records, the book forgets those of idle key spaces that this node no longer
+knows."""
 NO_EPOCH = 0
-"""The epoch of a key space without an epoch in a store. Blocks never pass with it."""
+"""Stands for "no epoch": the store has none for the key space. Blocks are then neither read nor
+written."""
 NEVER_S = float("-inf")
 
 
@@ -49,21 +54,24 @@ NEVER_S = float("-inf")
 class EpochStanding:
     """The state of a key space in a store.
 
-    Saved:
-    `epoch`: the highest epoch ever known.
-    `is_vouched`: whether all blocks here are of this epoch.
-    `is_untold`: whether the store must still raise its epoch because of a flush here.
+    Saved in the file of the book:
+    `epoch`: the highest epoch of the store that this node has known.
+    `is_vouched`: True if all blocks on this node are of this epoch.
+    `is_untold`: True if the store must still raise its epoch for a flush of this node.
 
     Only in this process:
-    `target`: the epoch to settle on when the flush number `target_at`, or a later flush, has ended
-        here.
-    `is_none`: the store has no epoch and no room for one, and all blocks here are newer than the
-        loss.
-    `asked_s`: when the last question was sent.
-    `confirmed_s`: when the last question was sent whose answer matched the settled epoch.
+    `target`: the epoch that becomes `epoch` when flush number `target_at` of this node, or a later
+        flush, has ended; None if no such flush is needed.
+    `is_none`: True if the store has no epoch and no room for one, and all blocks on this node are
+        newer than the loss of the epoch.
+    `asked_s`: when the last question for the epoch was sent.
+    `confirmed_s`: when the last question was sent whose answer confirmed the settled epoch.
+    `is_raising`: True while a raise is under way.
+    `has_failed`: True if the last raise failed.
     `raise_s`: when the last raise was sent, or the earliest time for the next.
-    `raise_for`: number of flushes that the last raise covers.
-    `told`: number of flushes that the store's epoch covers; `told_s`: when it answered.
+    `raise_for`: number of requested flushes that the last raise covers.
+    `told`: number of requested flushes that the store's epoch covers.
+    `told_s`: when the store answered the raise for them.
     """
 
     epoch: int = NO_EPOCH
@@ -83,8 +91,8 @@ class EpochStanding:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the epoch is settled: no flush or raise is pending, so the store's answers can
-        confirm it."""
+        """True if neither a flush of this node nor a raise is pending, so that the store's answers
+        can confirm the epoch."""
         return self.target is None and not self.is_untold and (self.is_vouched or self.is_none)
 
 
@@ -92,13 +100,15 @@ class EpochStanding:
 class Record:
     """The record of a key space.
 
-    `local`: number of the flush under which its blocks are sealed on this node's disk; written
-        down.
-    `asked`: number of flushes that were requested.
-    `need`, `begun`, `ended`: numbers of the last flush here that is needed, has begun, has ended.
-    `ended_s`: when the last flush ended.
-    `saved_at`: the revision of the book that includes the last flush.
-    `asked_at_s`: when the last flush was requested.
+    `local`: the number that the seals (check values) of its blocks on this node's disk include.
+        Each flush changes it, so older blocks don't match. Saved in the file of the book.
+    `stores`: the state in each store, by the store's name. Partly saved.
+    `asked`: number of flushes that callers have requested.
+    `need`, `begun`, `ended`: flushes of this node are numbered; these are the numbers of the last
+        flush that is needed, that has begun, and that has ended.
+    `ended_s`: when the last flush of this node ended.
+    `saved_at`: the revision of the book that includes the last flush of this node.
+    `asked_at_s`: when a caller last requested a flush.
     `used_s`: when blocks were last requested.
     """
 
@@ -115,14 +125,18 @@ class Record:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a flush here, or a raise in a store, is still to be done."""
+        """True if a flush of this node, or a raise in a store, is still to be done."""
         return self.ended < self.need or any(one.is_untold for one in self.stores.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A requested flush: its key space, its number, the flush here that serves it, and the time of
-    the request."""
+    """A flush that a caller has requested.
+
+    `number`: number of the request, as counted by `Record.asked`.
+    `need`: number of the flush of this node that serves it, as in `Record.need`.
+    `asked_s`: time of the request.
+    """
 
     fingerprint: str
     number: int
@@ -132,7 +146,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Raise:
-    """Asks for a raise of a key space's epoch in a store to above `floor`."""
+    """A request to raise a key space's epoch in a store to a number above `floor`."""
 
     fingerprint: str
     floor: int
@@ -144,8 +158,8 @@ class EpochBook:
     `stores`: names of the stores.
     `base`: seal number (`Record.local`) of key spaces without a record.
     `last`: the highest seal number that was ever used.
-
-    `revision` grows with each change of the state that is saved.
+    `revision`: grows with each change of the state that is saved.
+    `saved`: the revision that the caller has saved last.
     """
 
     def __init__(
@@ -180,15 +194,15 @@ class EpochBook:
         return self._record(fingerprint).stores[store]
 
     def local(self, fingerprint: str) -> int:
-        """Returns the number of the flush under which a key space's blocks are sealed on the
-        disk."""
+        """Returns the number that the seals of the key space's blocks on the disk include."""
         record = self.records.get(fingerprint)
         return self.base if record is None else record.local
 
     # Flushes
 
     def flush(self, fingerprint: str, now_s: float) -> Ticket:
-        """Requests a flush: afterwards, older blocks are found neither here nor on other nodes."""
+        """Requests a flush, which removes the key space's blocks on this node and makes them
+        unfindable for other nodes. Returns the ticket for `pending` and `is_saved`."""
         record = self._record(fingerprint)
         record.asked += 1
         record.need += 1
@@ -202,10 +216,11 @@ class EpochBook:
         return Ticket(fingerprint, record.asked, record.need, now_s)
 
     def begin_flush(self, now_s: float) -> str:
-        """Returns a key space to flush here now, and counts the flush as begun; empty if no flush
-        is due.
+        """Returns a key space to flush on this node now, and counts the flush as begun. Returns ""
+        if no flush is due.
 
-        A flush first waits for stores that must raise their epoch, so that it covers the new epoch.
+        A flush first waits up to TELL_S for stores that must raise their epoch, so that it begins
+        after the new epoch is known, and no second flush is needed.
         """
         for fingerprint in self._active:
             record = self.records[fingerprint]
@@ -221,15 +236,15 @@ class EpochBook:
         return ""
 
     def _seal_anew(self, record: Record) -> None:
-        """Gives the key space a new seal number for the disk. Blocks written before don't match it,
-        even if a power loss brings them back."""
+        """Gives the key space a new seal number for the disk. Blocks that were written before don't
+        match it, even if a power loss restores their records."""
         self.last += 1
         record.local = self.last
         self.revision += 1
         self._sealed_at = self.revision
 
     def flushed(self, fingerprint: str, now_s: float) -> None:
-        """Ends the flush here: no block from before its begin is left."""
+        """Notes that the flush of this node has ended: no block from before its begin is left."""
         record = self._record(fingerprint)
         record.ended, record.ended_s = record.begun, now_s
         for standing in self._mine(record):
@@ -243,15 +258,17 @@ class EpochBook:
         record.saved_at = self.revision
 
     def broke(self, fingerprint: str) -> None:
-        """Notes that the flush here failed and must begin again."""
+        """Notes that the flush of this node has failed and must begin again."""
         record = self._record(fingerprint)
         record.begun = record.ended
 
     def pending(self, ticket: Ticket, now_s: float) -> list[str] | None:
-        """Returns the stores that have not raised their epoch in time; None while the caller of the
-        flush must wait. Their epochs are raised later.
+        """Returns None while the caller of the flush must wait. Then returns the names of the
+        stores that have not raised their epoch, or not confirmed the raise, in time; their epochs
+        are raised later.
 
-        Empty: no node that reaches the stores serves blocks from before the flush."""
+        If the list is empty, no node that reaches the stores serves blocks from before the
+        flush."""
         record = self._record(ticket.fingerprint)
         if record.ended < ticket.need:
             return None
@@ -272,20 +289,21 @@ class EpochBook:
         return pending
 
     def is_saved(self, ticket: Ticket) -> bool:
-        """Returns whether the flush is written down."""
+        """Returns True if the book's file includes the flush."""
         return self.saved >= self._record(ticket.fingerprint).saved_at
 
     @property
     def are_seals_saved(self) -> bool:
-        """Whether all seal numbers of the disk are written down. Without them the next server could
-        not read the blocks."""
+        """True if the book's file includes all seal numbers of the disk. Without them the next
+        server could not read the blocks."""
         return self.saved >= self._sealed_at
 
     # Questions and raises
 
     def due(self, store: str, idle: Iterable[str], now_s: float) -> list[str]:
-        """Returns the key spaces to ask the store for now, and counts them as asked: those in use,
-        and the `idle` key spaces with the oldest answers."""
+        """Returns the key spaces for whose epochs the caller must ask the store now, and counts
+        them as asked. These are key spaces in use, and those of the `idle` key spaces that were
+        asked for longest ago, if enough time has passed."""
 
         def asked_s(fingerprint: str) -> float:
             return self.standing(fingerprint, store).asked_s
@@ -312,10 +330,12 @@ class EpochBook:
         sent_s: float,
         has_blocks: Collection[str],
     ) -> None:
-        """Takes in a store's answer to a question that was sent at `sent_s`.
+        """Processes a store's answer to a question for epochs that was sent at `sent_s`.
 
-        `restored_below`: see `Shown`.
-        `has_blocks`: key spaces that have blocks here.
+        `epochs`: the epoch of each key space; NO_EPOCH if the store has none and no room for one.
+        `restored_below`: epochs below this number are not trusted, because the store has just
+            restarted; see `tiers.protocol.Shown`.
+        `has_blocks`: key spaces that have blocks on this node.
         """
         for fingerprint, epoch in epochs.items():
             record = self._record(fingerprint)
@@ -345,7 +365,7 @@ class EpochBook:
                 self._aim(fingerprint, standing, epoch)
 
     def _aim(self, fingerprint: str, standing: EpochStanding, epoch: int) -> None:
-        """Asks for a flush of the key space here; the epoch is settled when it ends."""
+        """Makes a flush of the key space on this node needed. When it ends, `epoch` is settled."""
         record = self.records[fingerprint]
         self._active[fingerprint] = None
         record.need += 1
@@ -365,14 +385,15 @@ class EpochBook:
         return None
 
     def raised(self, store: str, fingerprint: str, epoch: int | None, now_s: float) -> None:
-        """Takes in the store's new epoch; None if the raise failed or was not answered."""
+        """Processes the store's answer to a raise: the new epoch; None if the raise failed or was
+        not answered."""
         record = self._record(fingerprint)
         standing = record.stores[store]
         standing.is_raising = False
         if epoch is None:
             standing.has_failed, standing.raise_s = True, now_s + RETRY_S
             return
-        # A later flush is told by another raise.
+        # A flush that was requested after the raise began needs another raise.
         standing.is_untold = standing.raise_for < record.asked
         standing.told, standing.told_s = standing.raise_for, now_s
         standing.has_failed = False
@@ -381,7 +402,7 @@ class EpochBook:
     # Permission to serve
 
     def use(self, fingerprint: str, now_s: float) -> None:
-        """Notes that blocks of the key space are requested."""
+        """Notes that blocks of the key space were requested, so the key space is in use."""
         self._record(fingerprint).used_s = now_s
         self._active[fingerprint] = None
 
@@ -391,32 +412,35 @@ class EpochBook:
         return standing.epoch if standing.is_settled and standing.is_vouched else NO_EPOCH
 
     def doubt(self, fingerprint: str, now_s: float) -> None:
-        """Drops earlier confirmations, because a read has met another epoch than ours."""
+        """Drops the stores' confirmations of the key space's epoch, because a read has seen another
+        epoch than this node expected. The stores are then asked at once."""
         self.use(fingerprint, now_s)
         for standing in self._mine(self._record(fingerprint)):
             standing.confirmed_s = standing.asked_s = NEVER_S
 
     def is_fresh(self, fingerprint: str, store: str, now_s: float) -> bool:
-        """Returns whether the store has confirmed the epoch in the last CONFIRMED_S."""
+        """Returns True if the epoch is settled and the store has confirmed it in the last
+        CONFIRMED_S."""
         return self._is_fresh(self.standing(fingerprint, store), now_s)
 
     def is_outdated(self, fingerprint: str) -> bool:
-        """Returns whether blocks here may be older than a flush that a store has shown."""
+        """Returns True if blocks on this node may be older than a flush that a store has shown."""
         return any(one.target is not None for one in self._mine(self._record(fingerprint)))
 
     def _is_fresh(self, standing: EpochStanding, now_s: float) -> bool:
         return standing.is_settled and now_s < standing.confirmed_s + CONFIRMED_S
 
     def _mine(self, record: Record) -> list[EpochStanding]:
-        """Returns the states in the present stores. A record may also have stores of earlier
-        settings."""
+        """Returns the record's states in the stores of this server. A record may also have stores
+        of earlier settings."""
         return [record.stores[name] for name in self.stores]
 
     # Housekeeping
 
     def rest(self, known: Collection[str], now_s: float) -> None:
-        """Marks key spaces as idle that are no longer in use. Above MAX_RECORDS, also forgets
-        finished records of key spaces that are not `known` here."""
+        """Marks key spaces that are no longer in use as idle. If there are more than MAX_RECORDS
+        records, also forgets those of key spaces that are idle and not in `known`, the key spaces
+        of this node."""
         for fingerprint in list(self._active):
             record = self.records[fingerprint]
             if now_s >= record.used_s + USED_S and not record.is_waiting:

@@ -1,13 +1,13 @@
-"""A tier below host memory in which the core chooses places: records the blocks there and the moves
-down and up.
+"""Records which blocks are on the disk, and the moves between host memory ("up") and the disk
+("down", "below"). The disk tier only moves bytes; the core chooses the place of each block.
 
-Owns a space with places for slots; `place_sizes` chooses their sizes. Always true:
+Owns the `Space` of these places; `place_sizes` chooses their sizes. Always true:
 
 - a place is not reused while a move reads or writes it;
 - a block that is flushed while it moves does not become ready anywhere;
-- if the tier loses a block, only its copy there is lost.
+- if the disk loses a block, its copy in host memory stays.
 
-Representations stay in host memory.
+Representations (summaries of blocks for sparse attention) stay in host memory.
 """
 
 from collections.abc import Iterator
@@ -26,12 +26,13 @@ from hotkv_server.tiers.book.write_gate import WriteGate
 
 
 class LowerTier:
-    """The books of a tier; see the module.
+    """The books of the disk tier; see the module.
 
-    `space`: the places below.
-    `down` and `up`: begin and end `moves`.
-    `write_bytes_per_day`: see `WriteGate`.
-    `encoded_bytes`: see `PlaceSizes`.
+    `space`: the blocks on the disk and their places.
+    `down`, `up`: begin and end moves to the disk and from it.
+    `write_bytes_per_day`: most bytes to write to the disk in 24 hours; None: no limit.
+    `encoded_bytes`: function from the slot size to the bytes reserved for an encoded block; None:
+        blocks are not encoded.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class LowerTier:
         return f"LowerTier({self.space!r}, {self.moves!r})"
 
     def add_key_space(self, record: KeySpaceRecord) -> None:
-        """Declares a key space to the space below."""
+        """Registers a key space, so that its blocks can be moved to the disk."""
         number, key_space = record.number, record.key_space
         self.down.add_key_space(record)
         self.space.tenants.add_key_space(number, key_space.tenant)
@@ -64,22 +65,24 @@ class LowerTier:
         )
 
     def forget_key_space(self, record: KeySpaceRecord) -> None:
-        """Forgets a key space that has no blocks below."""
+        """Forgets a key space. It must have no blocks on the disk and no moves."""
         self.down.forget_key_space(record)
 
     def has_blocks(self, key_space_id: int) -> bool:
-        """Returns whether a block of the key space lies below or moves."""
+        """Returns True if a block of the key space is on the disk, or in a move to or from any
+        tier."""
         return bool(self.space.tenants.bytes_of(key_space_id)) or any(
             move.key_space_id == key_space_id for move in self.moves
         )
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
-        """Removes the blocks of a key space below, `portion` entries at a time, and yields the
-        number removed each time. Its moves must be stopped."""
+        """Removes a key space's blocks from the disk. Searches `portion` entries at a time, and
+        yields the number of blocks that were removed in each portion. New moves of the key space
+        must be stopped (`Moves.stopped`)."""
         assert not self.moves.may_begin(key_space_id), "flushed while blocks may move"
         for first in range(0, self.space.index.num_numbers, portion):
             ready = self.space.index.ready_blocks(key_space_id, first, first + portion)
-            # Host memory's index is asked why a block is missing.
+            # Note the cause in host memory's books, which are asked why a block is missing.
             self.moves.host.removal.remember(self.space.index.mixed(ready), Cause.FLUSH)
             self.space.removal.flush(ready)
             yield len(ready)

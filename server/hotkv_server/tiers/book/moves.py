@@ -1,6 +1,7 @@
-"""Moves under way between host memory and tiers.
+"""Records the moves of blocks that are under way between host memory and tiers.
 
-Always true: a block is in at most one move. If it is flushed during the move, its row is void.
+Always true: a block is in at most one move up. It may be copied to several tiers at the same time.
+If a block is flushed during its move, the move marks it as void, and it does not become ready.
 """
 
 from collections import Counter
@@ -17,14 +18,16 @@ from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Entries, Int64s
 
 @dataclass(slots=True)
 class Move:
-    """Blocks of a key space on their way, a row each.
+    """A move of n blocks of a key space.
 
-    `entries`: in host memory.
-    `places`: in the space below; empty for a tier that places blocks itself. `is_void` [n]: whether
-        the block was flushed during the move.
-    `kept`: entries that came up and are pinned.
-    `forsaken`: entries that were given up because the tier hangs. The tier keeps their slots until
-        it answers.
+    `is_up`: True for a move from a tier to host memory, False for a move or copy to a tier.
+    `entries`: the blocks' entries in host memory.
+    `places`: the blocks' entries in the disk's books; empty for a shared tier.
+    `is_void`: mask [n] of the blocks that were flushed during the move.
+    `kept`: entries of blocks that have arrived in host memory, and stay pinned for the callers that
+        wait.
+    `forsaken`: entries of blocks that were given up because the tier hangs. Their slots stay
+        reserved until the tier answers.
     """
 
     number: int
@@ -42,11 +45,13 @@ class Move:
 
 @dataclass(slots=True)
 class MoveCounters:
-    """Numbers of blocks since the start.
+    """Numbers of blocks since the start, for the disk.
 
-    `encoded`: moved down in encoded form.
-    `refused`: found no place below.
-    `lost`: not returned whole by the tier.
+    `demoted`: blocks moved down.
+    `encoded`: how many of these in encoded form.
+    `promoted`: blocks moved up.
+    `refused`: blocks that were not moved down, because there was no place for them.
+    `lost`: blocks that the disk returned damaged, or no longer had.
     """
 
     demoted: int = 0
@@ -90,11 +95,11 @@ class Moves:
         return move
 
     def remove(self, move: Move) -> None:
-        """Forgets a move."""
+        """Removes a move that has ended."""
         del self._under_way[move.number]
 
     def may_begin(self, key_space_id: int) -> bool:
-        """Returns whether blocks of this key space may move."""
+        """Returns True if moves of this key space may begin now, because no `stopped` is open."""
         return not self._stopped[key_space_id]
 
     @contextmanager
@@ -140,12 +145,13 @@ def _after(number: int) -> int:
 
 
 def joined(parts: list[Entries]) -> Entries:
-    """Returns the entries of all parts, in order."""
+    """Concatenates the arrays; returns an empty array if there are none."""
     return np.concatenate(parts) if parts else np.empty(0, np.uint32)
 
 
 def by_group(space: Space, entries: Entries) -> Iterator[tuple[int, int, Int64s]]:
-    """Splits blocks by key space and group. Yields both, and the positions of their blocks."""
+    """Splits blocks by key space and KV cache group. Yields for each pair the key space, the group,
+    and the positions of its blocks in `entries`."""
     if not len(entries):
         return
     key_spaces, groups, _ = space.index.keys(entries)

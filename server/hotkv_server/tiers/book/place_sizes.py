@@ -1,9 +1,10 @@
-"""Chooses the sizes of places in a tier below: as large as the slot, or smaller for encoded blocks.
+"""Chooses the sizes of blocks' places on the disk: as large as the slot in host memory, or smaller
+for blocks that are stored encoded (compressed).
 
-The tier encodes a block whose place is smaller than its slot. Whether the encoded form fits is only
-known when the block is written. Always true: the size of a place tells whether its block is
-encoded. Groups whose blocks hardly ever fit get places as large as their slots, and are tried again
-later.
+The disk tier encodes a block if its place is smaller than its slot. Whether the encoded form fits
+the place is only known when the block is written. Always true: a block is encoded exactly if its
+place is smaller than its slot. If few blocks of a KV cache group fit, the group's next blocks get
+places as large as their slots; encoding is tried again later.
 """
 
 from collections.abc import Callable
@@ -14,13 +15,13 @@ from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.values import KeySpaceRecord
 
 MIN_TRIED = 64
-"""Number of blocks of a group to try before it is judged."""
+"""Number of blocks of a group that are tried before the group can count as not fitting."""
 MAX_TRIED = 4096
-"""At twice this number the counts are halved, so that old tries weigh less."""
+"""At twice this number of tried blocks the counts are halved, so that old tries weigh less."""
 HARDLY = 8
-"""A group is no longer encoded if fewer than 1 of so many of its blocks fits."""
+"""A group's blocks are no longer encoded if fewer than 1 in 8 of the tried blocks fit."""
 RETRY_BLOCKS = 1 << 15
-"""Such a group is tried again after so many plain blocks."""
+"""Encoding such a group is tried again after this number of its blocks was written plain."""
 EncodedBytes = Callable[[int], int]
 """Maps the size of a slot to the size of the place for its encoded block, a multiple of SLOT_ALIGN.
 Encoding is useless if that is not smaller than the slot."""
@@ -28,8 +29,13 @@ Encoding is useless if that is not smaller than the slot."""
 
 @dataclass(slots=True)
 class _Group:
-    """A group of a key space. `plain_blocks`: blocks that were written plain since it was
-    judged."""
+    """A KV cache group of a key space.
+
+    `slot_bytes`: size of its slots in host memory.
+    `encoded_bytes`: size of the place for an encoded block.
+    `tried_blocks`, `fitted_blocks`: recent blocks whose encoding was tried, and that fitted.
+    `plain_blocks`: blocks that were written plain since the group is no longer encoded.
+    """
 
     slot_bytes: int
     encoded_bytes: int
@@ -39,14 +45,15 @@ class _Group:
 
     @property
     def is_encoded(self) -> bool:
-        """Whether to encode its next blocks."""
+        """True if the group's next blocks are to be encoded."""
         is_judged = self.tried_blocks >= MIN_TRIED
         hardly = is_judged and self.fitted_blocks * HARDLY < self.tried_blocks
         return self.encoded_bytes < self.slot_bytes and not hardly
 
 
 class PlaceSizes:
-    """Chooses sizes of places; see the module. `encoded_bytes`: None: blocks are never encoded."""
+    """Chooses sizes of places; see the module. `encoded_bytes`: None if blocks are never
+    encoded."""
 
     def __init__(self, encoded_bytes: EncodedBytes | None = None) -> None:
         self._encoded_bytes = encoded_bytes
@@ -57,7 +64,7 @@ class PlaceSizes:
         return f"PlaceSizes({num_encoded} of {len(self._groups)} groups are encoded)"
 
     def add_key_space(self, record: KeySpaceRecord) -> None:
-        """Declares the groups of a key space."""
+        """Registers the groups of a key space."""
         for number, spec in enumerate(record.key_space.groups[:MAX_GROUPS]):
             size = aligned(spec.slot_bytes)
             encoded = size if self._encoded_bytes is None else self._encoded_bytes(size)
@@ -78,7 +85,8 @@ class PlaceSizes:
         return known.encoded_bytes if known.is_encoded else known.slot_bytes
 
     def tried(self, key_space_id: int, group: int, num_fitted: int, num_blocks: int) -> None:
-        """Counts blocks of a group that the tier tried to encode, and those that fitted."""
+        """Counts `num_blocks` of a group that the tier tried to encode, of which `num_fitted`
+        fitted their places."""
         known = self._groups[key_space_id, group]
         known.tried_blocks += num_blocks
         known.fitted_blocks += num_fitted

@@ -1,4 +1,4 @@
-"""Moves up from the tier in which the core chooses places."""
+"""Begins and ends moves of blocks from the disk up into host memory."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from hotkv_server.tiers.book.place_sizes import PlaceSizes
 
 
 class Promotion:
-    """Begins and ends moves up from the space `below`."""
+    """Begins and ends moves up. `below`: the blocks on the disk and their places."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class Promotion:
         return f"Promotion({self._moves!r})"
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns the positions of blocks that are ready below and neither ready nor reserved in
-        host memory, an array per list."""
+        """Returns for each list the positions of the blocks that are ready on the disk, and neither
+        ready nor reserved in host memory."""
         absent = self._arrivals.absent(key_space_id, groups)
         return [
             at[self.find(key_space_id, one, at) != 0] if len(at) else at
@@ -43,8 +43,9 @@ class Promotion:
         ]
 
     def find(self, key_space_id: int, listed: HashList, positions: Int64s | None = None) -> Entries:
-        """Returns the places of blocks that are ready below, 0 for other blocks. `positions`: looks
-        at these of the list only. Representations have no places."""
+        """Returns for each block its entry in the disk's books; 0 if it is not ready on the disk.
+        All 0 for representations, which are never on the disk. `positions`: positions in the list
+        to look up; None: all."""
         hashes = listed.hashes if positions is None else rows(listed.hashes, positions)
         if listed.group_index >= MAX_GROUPS:
             return np.zeros(len(hashes), np.uint32)
@@ -52,12 +53,13 @@ class Promotion:
         return np.where(table.is_ready(words), words, 0).astype(np.uint32)
 
     def begin(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Begins to move blocks that are ready below into host memory, as many as there are free
-        slots. Returns None if no block moves. The caller has made room, as for a store.
+        """Begins to move blocks that are ready on the disk into host memory, as many as there are
+        free slots. Returns None if no block moves. The caller must have made room, as for a store.
 
-        `groups`: lists in chain order; may include blocks that are in host memory already.
+        `groups`: for each KV cache group, block hashes in the order of the sequence; may include
+        blocks that are in host memory already.
 
-        Slots have the size of their group, even if the places below are smaller.
+        Slots have the size of their group, even if the places on the disk are smaller.
         """
         if not self._moves.may_begin(key_space_id):
             return None
@@ -88,8 +90,8 @@ class Promotion:
         checks: Keys | None,
         now_s: float,
     ) -> None:
-        """Ends a move, as `Arrivals.end` does. `is_lost` [n]: whether the place no longer holds the
-        block."""
+        """Ends a move, as `Arrivals.end` does. Removes lost blocks from the disk's books. `is_lost`
+        [n]: True if the block's place on the disk no longer has the block."""
         places, is_void = move.places, move.is_void
         self._counters.promoted += len(self._arrivals.end(move, is_found, checks, now_s))
         self._below.index.pin(places, -1)

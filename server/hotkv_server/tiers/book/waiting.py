@@ -1,4 +1,5 @@
-"""Blocks of host memory that wait to be copied to a tier, in the order of their stores or uses."""
+"""A queue of blocks of host memory that wait to be copied to a tier, in the order in which they
+were stored or used."""
 
 from collections import deque
 
@@ -12,11 +13,12 @@ from hotkv_server.cache.values import Entries, Int64s
 class WaitingBlocks:
     """A queue of blocks; see the module.
 
-    Blocks that are evicted leave the queue. If more wait than the index has entries, the oldest are
-    forgotten.
+    `take` skips blocks that were evicted meanwhile. If more blocks wait than the index can have
+    entries, the queue drops the oldest.
 
     `num_bytes`: total size of the waiting blocks' slots in host memory.
-    `takes_unverified`: also returns blocks that have not been verified since a restart.
+    `takes_unverified`: True if `take` also returns blocks whose check values were not compared
+        since a restart.
     """
 
     def __init__(self, index: BlockIndex, *, takes_unverified: bool = False) -> None:
@@ -34,7 +36,7 @@ class WaitingBlocks:
         return self._num_entries
 
     def add(self, entries: Entries) -> None:
-        """Queues ready blocks. The blocks of a chain come in its order."""
+        """Queues ready blocks. Blocks of a sequence must be in its order."""
         if not len(entries):
             return
         generations = self._index.table.records[entries, table.W_GENERATION]
@@ -48,8 +50,10 @@ class WaitingBlocks:
             self.num_bytes -= int(sizes.sum())
 
     def take(self, num_bytes: int) -> Entries:
-        """Removes the next blocks that were added together, about `num_bytes` of slots. Returns
-        those that are still in host memory and verified (or may be unverified)."""
+        """Removes the next blocks of the queue, whose slots have about `num_bytes` in total; at
+        least one, and only blocks of the same `add`. Returns those that are still in host memory;
+        without `takes_unverified`, only those that are also verified. The queue must not be
+        empty."""
         entries, generations, sizes = self._parts[0]
         count = max(1, int(np.searchsorted(np.cumsum(sizes), num_bytes, side="right")))
         if count < len(entries):

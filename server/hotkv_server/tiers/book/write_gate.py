@@ -1,16 +1,17 @@
-"""Decides which blocks are written to a tier below, under a budget of bytes per day.
+"""Decides which blocks are written to the disk tier, under a budget of bytes per day.
 
-Disks wear, and most blocks are never requested again. The gate admits whole chains, because a chain
-is useful up to its first gap. The hash of an early block decides, so all chains with that block get
-the same answer. A refused block is admitted the second time that it is offered. The share of
-admitted chains follows from the offered bytes and the rest of the budget.
+Disks wear, and most blocks are never requested again. The gate admits whole chains (the blocks of a
+sequence), because a chain is useful only up to its first missing block. The hash of an early block
+decides, so all chains with that block get the same answer. A refused block is admitted the second
+time that it is offered. The share of admitted chains is computed from the rate of offered bytes and
+the rest of the budget.
 
 Always true:
 - in any 24 hours the gate admits at most the budget and one batch of one chain, plus the bytes by
-  which blocks exceeded their estimate (`add`). Writes of earlier servers count as far as they were
-  noted (`written`, `recall`);
-- a block whose predecessor is in host memory and not below is refused the first time that it is
-  offered.
+  which blocks exceeded their estimate (`add`). Writes of earlier servers count if they were noted
+  (`written`, `recall`);
+- a block is refused the first time that it is offered if the block before it in its sequence is in
+  host memory but not on the disk.
 
 Source of the rule: measurements in docs/tiers.md ("What is written"). Admission by second touch
 alone loses up to .4 of the hits there.
@@ -37,26 +38,26 @@ SPENDING_S = 6 * 3600.0
 DEMAND_S = 600.0
 """Time constant for the rates of offered bytes."""
 EARLY_TOKENS = 8192
-"""The last block that ends up to here decides for its chain. Chains that part later get the same
-answer."""
+"""The last block of a chain that ends within its first 8192 tokens decides for the chain. So chains
+that differ only after it get the same answer."""
 MAX_REMEMBERED = 1 << 22
 """Most refused blocks to remember, at 4 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Blocks that are offered to the gate, a row each. The blocks of a chain follow each other.
+    """The n blocks that are offered to the gate. The blocks of a chain follow each other.
 
-    `keys` uint64 [n]: keys of the index, mixed with the group.
-    `hashes` [n, 8]: words of the block hashes.
-    `num_bytes` [n]: sizes of their places.
-    `ends_tokens` [n]: tokens of the chain up to the end of the block.
-    `begins` [n]: whether the row is the first of its part of a chain.
+    `keys` uint64 [n]: keys of the blocks in the index, which include the group.
+    `hashes` uint32 [n, 8]: the block hashes.
+    `num_bytes` [n]: sizes of the blocks' places on the disk.
+    `ends_tokens` [n]: number of tokens of the chain up to the end of the block.
+    `begins` [n]: True if the row does not continue the chain of the row before.
 
-    Only for rows with `begins`:
+    Valid only in rows with `begins`:
 
-    `follows` [n]: whether the predecessor is below.
-    `has_gap` [n]: whether the predecessor is known and not below.
+    `follows` [n]: True if the block before it in its chain is on the disk.
+    `has_gap` [n]: True if the block before it in its chain is known and not on the disk.
     """
 
     keys: Keys
@@ -83,8 +84,8 @@ class WriteGate:
         self.set_budget(bytes_per_day)
 
     def set_budget(self, bytes_per_day: int | None) -> None:
-        """Sets the budget. The writes of the last 24 hours still count. Refused blocks are
-        forgotten."""
+        """Sets the budget; None for no limit. The writes of the last 24 hours count in it. The gate
+        forgets which blocks it has refused."""
         self._budget = math.inf if bytes_per_day is None else bytes_per_day
         size = 1 if bytes_per_day is None else self._num_remembered
         self._refused = np.zeros(size, np.uint32)
@@ -98,13 +99,13 @@ class WriteGate:
         return 0 if math.isinf(self._budget) else int(self._budget)
 
     def left_bytes(self, now_s: float) -> float:
-        """Returns the unspent bytes of the budget in the last 24 hours; infinite without a
-        budget."""
+        """Returns the bytes of the budget that were not spent in the last 24 hours; infinite
+        without a budget."""
         self._written.forget(now_s)
         return max(0.0, self._budget - self._written.total)
 
     def add(self, num_bytes: int, now_s: float) -> None:
-        """Counts the bytes by which blocks exceeded their admitted size."""
+        """Counts bytes that were written beyond the size with which `admit` counted the blocks."""
         self._written.add(num_bytes, now_s)
 
     def written(self, now_s: float) -> list[tuple[float, int]]:
@@ -120,7 +121,7 @@ class WriteGate:
         self._written.forget(now_s)
 
     def share(self, now_s: float) -> float:
-        """Returns the share of new chains that is admitted now."""
+        """Returns the share of new chains that is admitted now, 0 to 1."""
         if math.isinf(self._budget):
             return 1.0
         wanted = self._wanted_per_s(now_s) - self._sure.per_s(now_s)
@@ -150,8 +151,11 @@ class WriteGate:
         return admitted
 
     def _num_taken(self, offered: Offered, rows: slice, is_again: BoolMask, now_s: float) -> int:
-        """Returns how many blocks to take of a part of a chain, from its first on: those that come
-        again, or all."""
+        """Returns how many blocks of a part of a chain to admit, from the first on: either all, or
+        only the first blocks that are offered for the second time.
+
+        `rows`: the part's rows in `offered`. `is_again`: mask of the blocks offered again.
+        """
         ends, sizes = offered.ends_tokens[rows], offered.num_bytes[rows]
         num_rows, num_again = len(ends), 0
         if self._sure.per_s(now_s) <= self._wanted_per_s(now_s):
@@ -179,13 +183,18 @@ class WriteGate:
         self._refused[at] = tags
 
     def _tags(self, keys: Keys) -> tuple[Keys, NDArray[np.uint32]]:
-        """Returns where keys are remembered, and the tags to remember them by (never 0)."""
+        """Returns for each key its index in the table of refused blocks, and the tag that stands
+        for it there (never 0)."""
         places: Keys = keys & np.uint64(len(self._refused) - 1)
         return places, (keys >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
 
 
 class _Day:
-    """Counts the bytes of the last 24 hours, in slots. A slot begins with its first bytes."""
+    """Counts the bytes written in the last 24 hours, in slots of SLOT_S seconds. A slot begins at
+    its first write.
+
+    `slots`: pairs of the begin of a slot and its bytes.
+    """
 
     def __init__(self) -> None:
         self.slots: deque[tuple[float, int]] = deque()
@@ -199,18 +208,18 @@ class _Day:
         self.total += num_bytes
 
     def recall(self, slots: list[tuple[float, int]]) -> None:
-        """Adds these slots."""
+        """Adds slots, as pairs of their begin and their bytes, to those counted already."""
         self.slots = deque(sorted([*self.slots, *slots]))
         self.total += sum(num_bytes for _, num_bytes in slots)
 
     def forget(self, now_s: float) -> None:
-        """Drops slots whose last bytes may be a day old."""
+        """Drops slots whose writes are all older than a day."""
         while self.slots and self.slots[0][0] + SLOT_S + DAY_S <= now_s:
             self.total -= self.slots.popleft()[1]
 
 
 class _Rate:
-    """A rate of bytes with the time constant DEMAND_S."""
+    """An exponentially weighted rate of bytes, with the time constant DEMAND_S."""
 
     def __init__(self) -> None:
         self._sum = self._begun_s = self._last_s = 0.0
@@ -230,5 +239,5 @@ class _Rate:
 
 
 def _uniform(words: Words) -> float:
-    """Returns a number in [0, 1) computed from a hash [8]."""
+    """Returns a number in [0, 1) computed from a block hash, uint32 [8]."""
     return float(int(words[0]) | int(words[1]) << 32) / 2.0**64

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that encode and decode blocks, without the GIL. Load by
-`hotkv_proto.native.require`. `form` defines the bytes that they make;
+"""Numba kernels that encode and decode blocks, without the GIL. Load them with
+`hotkv_proto.native.require`. `form` defines the encoded bytes and what a room is;
 `tests/oracles/compression.py` has the same functions in numpy.
 
-Always true: the kernels touch only the block and its room, whatever bytes the room has. Numba's
-cache does not notice changes of `form`: change this file too.
+Always true: the kernels touch only the block and its room, even if the room has arbitrary bytes.
+Numba's cache does not notice changes of `form`. So whoever changes `form` must change this file
+too.
 """
 
 from typing import Any
@@ -53,8 +54,9 @@ def _store(builder: Any, vector: Any, address: Any) -> None:
 
 
 def _entries(builder: Any, low: Any, high: Any) -> list[Any]:
-    """Returns a table's 16 exponents, each in all lanes. Made of two words, which stay in
-    registers: a table in memory would be loaded for every group."""
+    """Returns 16 vectors, one for each exponent of the table, with the exponent in all lanes. `low`
+    and `high`, the table's 16 bytes, stay in registers; a table in memory would be loaded for each
+    group."""
     int32 = ir.IntType(32)
     nothing = ir.Constant(_BYTES, ir.Undefined)
     first = ir.Constant(ir.VectorType(int32, LANES), [0] * LANES)
@@ -68,8 +70,8 @@ def _entries(builder: Any, low: Any, high: Any) -> list[Any]:
 
 
 def _emit_encode(builder: Any, source: Any, rests: Any, entries: list[Any]) -> tuple[Any, Any]:
-    """Encodes a vector of values at `source`. Returns their indices, and a mask of the values
-    without an index."""
+    """Encodes a vector of values at `source`; writes their signs and mantissas to `rests`. Returns
+    their indices into the table, and a mask of the values whose exponent is not in the table."""
     values = _load(builder, source, _WORDS)
     exponents = builder.trunc(builder.lshr(values, _all(_WORDS, 7)), _BYTES)
     signs = builder.trunc(builder.lshr(values, _all(_WORDS, 8)), _BYTES)
@@ -91,8 +93,9 @@ def _emit_encode(builder: Any, source: Any, rests: Any, entries: list[Any]) -> t
 def _encode_group(
     typingctx: Any, source: Any, rests: Any, indices: Any, low: Any, high: Any
 ) -> Any:
-    """Encodes GROUP_VALUES values from and to these addresses. `low`, `high`: the table. Returns
-    two words with a bit for each value that is an escape."""
+    """Encodes GROUP_VALUES values at the address `source` to the addresses `rests` and `indices`.
+    `low`, `high`: the table's 16 bytes. Returns two words with a bit for each value that is an
+    escape."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, rests, place, low, high = args
@@ -112,7 +115,7 @@ def _encode_group(
 
 
 def _emit_decode(builder: Any, indices: Any, rests: Any, target: Any, entries: list[Any]) -> None:
-    """Decodes a vector of values to `target`."""
+    """Decodes a vector of values, from its indices and the rests at an address, to `target`."""
     left = entries
     for bit in range(4):
         is_set = builder.icmp_unsigned(
@@ -133,7 +136,8 @@ def _emit_decode(builder: Any, indices: Any, rests: Any, target: Any, entries: l
 def _decode_group(
     typingctx: Any, rests: Any, indices: Any, target: Any, low: Any, high: Any
 ) -> Any:
-    """Decodes GROUP_VALUES values from and to these addresses. `low`, `high`: the table."""
+    """Decodes GROUP_VALUES values from the addresses `rests` and `indices` to `target`. `low`,
+    `high`: the table's 16 bytes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rests, place, target, low, high = args
@@ -164,7 +168,8 @@ def _first_bit(typingctx: Any, word: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True)
 def _choose(values: Any, begin: Any, end: Any, counts: Any, table: Any) -> None:
-    """Fills the table with the most common exponents of the values begin..end."""
+    """Fills `table` with the most common exponents of a sample of the values begin..end. `counts`:
+    working memory, [256]."""
     counts[:] = 0
     for at in range(begin, end, SAMPLE_STEP):
         counts[(values[at] >> 7) & 255] += 1
@@ -180,7 +185,7 @@ def _choose(values: Any, begin: Any, end: Any, counts: Any, table: Any) -> None:
             if counts[exponent] > most:
                 best, most = exponent, counts[exponent]
         if not most:
-            # The lowest exponents that are not in the table.
+            # Fewer than 16 exponents occur: fill up with the lowest that are not in the table.
             while counts[unused] < 0:
                 unused += 1
             best = unused
@@ -190,7 +195,7 @@ def _choose(values: Any, begin: Any, end: Any, counts: Any, table: Any) -> None:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _word(room: Any, at: Any) -> Any:
-    """Returns 8 bytes of the room as a little-endian word."""
+    """Returns the 8 bytes at offset `at` of the room as a little-endian word."""
     found = _U64(0)
     for i in range(8):
         found |= _U64(room[at + i]) << _U64(8 * i)
@@ -205,7 +210,8 @@ def _set_number(room: Any, at: Any, number: Any, num_bytes: Any) -> None:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _count(room: Any, at: Any) -> Any:
-    """Returns the number of escapes of a tile. A damaged room may give a negative number."""
+    """Returns the number of escapes of a tile: the int32 at offset `at`. It may be negative if the
+    room is damaged."""
     found = _word(room, at - 4) >> _U64(32)
     return np.int64(found) - (np.int64(1) << 32 if found >> _U64(31) else 0)
 
@@ -221,7 +227,8 @@ def _rests_at(num_values: Any) -> Any:
 def _encode(
     values: Any, first: Any, num_values: Any, rooms: Any, place: Any, room: Any, counts: Any
 ) -> Any:
-    """Encodes a block. Returns the bytes of the encoded form; 0 if it does not fit."""
+    """Encodes a block. Returns the size of the encoded form in bytes; 0 if it does not fit the
+    room."""
     num_tiles = (num_values + TILE_VALUES - 1) // TILE_VALUES
     rests = _rests_at(num_values)
     indices, escapes = rests + num_values, rests + num_values + num_values // 2
@@ -266,7 +273,7 @@ def _encode(
 
 @numba.njit(nogil=True, cache=True)
 def _decode(rooms: Any, place: Any, room: Any, values: Any, first: Any, num_values: Any) -> Any:
-    """Decodes a block. Returns 1; 0 if the room does not hold the encoded form of so many
+    """Decodes a block. Returns 1; 0 if the room does not hold the encoded form of `num_values`
     values."""
     num_tiles = (num_values + TILE_VALUES - 1) // TILE_VALUES
     rests = _rests_at(num_values)
@@ -309,12 +316,15 @@ def _decode(rooms: Any, place: Any, room: Any, values: Any, first: Any, num_valu
 def encode_many(
     blocks: Any, begins: Any, sizes: Any, rooms: Any, places: Any, room_sizes: Any, results: Any
 ) -> None:
-    """Encodes the `sizes[i]` bytes at `begins[i]` of `blocks` (uint8) to the room of
-    `room_sizes[i]` bytes at `places[i]` of `rooms` (uint8); columns int64 [n].
+    """Encodes n blocks. Block i is the `sizes[i]` bytes at offset `begins[i]` of `blocks`. Its room
+    is the `room_sizes[i]` bytes at offset `places[i]` of `rooms`.
 
-    Results int64 [n]: bytes of the encoded form, zeros behind it up to the end of its room; 0 if it
-    does not fit its room, its size is no multiple of GROUP_BYTES, or its begin is odd: then the
-    room's bytes are undefined. `blocks` is at an even address; all rows lie in the arrays.
+    `blocks`, `rooms`: uint8. All other arguments: int64 [n]. `blocks` must begin at an even
+    address, and all blocks and rooms must lie in their arrays.
+
+    Sets `results[i]` to the size of the encoded form in bytes, and fills the rest of the room with
+    zeros. Sets it to 0 if the form does not fit the room, if the block's size is not a multiple of
+    GROUP_BYTES, or if its offset is odd; the room's bytes are then undefined.
     """
     values, counts = blocks.view(np.uint16), np.empty(256, np.int64)
     for i in range(sizes.shape[0]):
@@ -335,11 +345,11 @@ def encode_many(
 def decode_many(
     rooms: Any, places: Any, room_sizes: Any, blocks: Any, begins: Any, sizes: Any, results: Any
 ) -> None:
-    """Decodes rooms that `encode_many` made, with the same arguments. Whatever bytes the room has,
-    it reads only the room and writes only the block.
+    """Decodes n blocks from rooms that `encode_many` filled. The arguments are as there, in another
+    order. Reads only the rooms and writes only the blocks, even if a room has arbitrary bytes.
 
-    Results int64 [n]: 1, or 0 if the room does not hold the encoded form of a block of this size.
-    Then the block's bytes are undefined.
+    Sets `results[i]` to 1; to 0 if the room does not hold the encoded form of a block of
+    `sizes[i]` bytes. The block's bytes are then undefined.
     """
     values = blocks.view(np.uint16)
     for i in range(sizes.shape[0]):

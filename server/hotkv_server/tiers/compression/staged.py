@@ -1,9 +1,10 @@
-"""The staging memory of a tier that encodes: it holds encoded forms between the arena and the
-store.
+"""The staging memory of a tier that encodes (compresses) blocks: it holds encoded forms between the
+arena and the store. A caller allocates a part of it for the blocks of a request.
 
-Always true: a part belongs to its caller alone until it is freed. Writes use at most half of the
-memory, or one block, so hanging writes leave room for reads. The memory is allocated at the first
-use, or by `open`. A disk that neither encodes nor holds encoded blocks allocates no staging memory.
+Always true: an allocated part is used by its caller alone until it is freed. Writes use at most
+half of the memory, or the memory of one block if that is more, so writes that hang leave room for
+reads. The memory is allocated at the first use, or by `open`. A disk tier that neither encodes nor
+holds encoded blocks allocates no staging memory.
 """
 
 import bisect
@@ -23,15 +24,16 @@ from hotkv_server.tiers.protocol import Codes, Int64s
 
 # ---------------------------------------------------------------------------------------- The codec
 
-# Encodes and decodes blocks between two memories, by kernels without the GIL.
+# Encodes blocks from a memory to another and back, with kernels that release the GIL.
 
 
 class Codec:
-    """Encodes and decodes between two memories. Loads kernels, which takes seconds the first time.
-    Thread-safe for blocks and rooms that do not overlap.
+    """Encodes blocks from the memory `blocks` to the memory `rooms`, and decodes them back. Loads
+    kernels, which takes seconds the first time. Thread-safe if the blocks and rooms of different
+    calls do not overlap.
 
-    `blocks`: all bytes of the memory of blocks, uint8.
-    `rooms`: all bytes of the memory of encoded forms, uint8.
+    `blocks`: the memory with blocks, uint8 [bytes].
+    `rooms`: the memory with encoded forms, uint8 [bytes].
     """
 
     def __init__(self, blocks: Codes, rooms: Codes) -> None:
@@ -42,8 +44,12 @@ class Codec:
         return f"Codec({len(self._blocks)} bytes of blocks, {len(self._rooms)} of rooms)"
 
     def encode(self, begins: Int64s, sizes: Int64s, places: Int64s, room_sizes: Int64s) -> Int64s:
-        """Encodes blocks. Returns the bytes of each encoded form, int64 [n]; 0 for blocks that do
-        not fit their rooms. See `kernels.encode_many`."""
+        """Encodes n blocks. Returns the size of each encoded form in bytes, int64 [n]; 0 for a
+        block that was not encoded, for example because its form does not fit its room.
+
+        `begins`, `sizes`: the blocks' offsets and sizes in `blocks`, in bytes.
+        `places`, `room_sizes`: the rooms' offsets and sizes in `rooms`, in bytes.
+        """
         results = np.empty(len(sizes), np.int64)
         self._kernels.encode_many(
             self._blocks, begins, sizes, self._rooms, places, room_sizes, results
@@ -51,8 +57,8 @@ class Codec:
         return results
 
     def decode(self, begins: Int64s, sizes: Int64s, places: Int64s, room_sizes: Int64s) -> Int64s:
-        """Decodes blocks. Returns int64 [n]: 1 for each block that was decoded, else 0. See
-        `kernels.decode_many`."""
+        """Decodes n blocks, with the same arguments as `encode`. Returns int64 [n]: 1 for each
+        block that was decoded; 0 if its room does not hold an encoded form of its size."""
         results = np.empty(len(sizes), np.int64)
         self._kernels.decode_many(
             self._rooms, places, room_sizes, self._blocks, begins, sizes, results
@@ -64,7 +70,8 @@ class Codec:
 
 
 class Staged:
-    """Allocates parts of the staging memory; see the module. Thread-safe."""
+    """Allocates parts of the staging memory, and encodes and decodes in them; see the module.
+    Thread-safe."""
 
     def __init__(self, arena: Region, num_bytes: int = STAGING_BYTES) -> None:
         self.num_bytes = num_bytes
@@ -86,8 +93,8 @@ class Staged:
         return 0 if self._memory is None else self.num_bytes
 
     def open(self) -> None:
-        """Allocates the memory and loads kernels, if that has not been done. Blocks, the first time
-        for seconds. Raises OSError if memory is short."""
+        """Allocates the memory and loads kernels, if that has not been done. May block for seconds.
+        Raises OSError if memory is short."""
         with self._changed:
             if self._memory is not None or self._is_closed:
                 return
@@ -96,8 +103,8 @@ class Staged:
             self._memory = memory
 
     def parts(self, rooms: Int64s, *, is_write: bool) -> Iterator[slice]:
-        """Splits blocks of these sizes into parts that fit. A block that does not fit is a part by
-        itself."""
+        """Splits blocks into slices that `fits` accepts. `rooms`: the bytes of staging memory that
+        each block needs. A block that does not fit is a slice by itself."""
         begin = total_bytes = 0
         for at, room in enumerate(rooms.tolist()):
             if at > begin and not self.fits(total_bytes + room, is_write=is_write):
@@ -108,14 +115,16 @@ class Staged:
             yield slice(begin, len(rooms))
 
     def fits(self, num_bytes: int, *, is_write: bool) -> bool:
-        """Returns whether a part of this size can be allocated beside other parts."""
+        """Returns True if a part of `num_bytes` is within the share of the memory that reads or
+        writes may use. Other parts may still occupy the memory."""
         return num_bytes <= (self.num_bytes // 2 if is_write else self.num_bytes)
 
     def take(self, num_bytes: int, until_s: float, *, is_write: bool) -> int | None:
-        """Allocates a part and returns its offset. Blocks until there is room.
+        """Allocates a part and returns its byte offset. Blocks until there is room.
 
-        Returns None if the part is too large, if there was no room until `until_s` (of
-        time.monotonic), or once this is closed.
+        Returns None if the part is larger than the memory, if there was no room until `until_s` (a
+        time of time.monotonic), or after `stop`. Raises OSError if the memory can't be allocated at
+        its first use.
         """
         if num_bytes > self.num_bytes:
             return None
@@ -136,7 +145,7 @@ class Staged:
             return None
 
     def give(self, place: int, num_bytes: int, *, is_write: bool) -> None:
-        """Frees a part."""
+        """Frees a part. The arguments must be those of its `take`."""
         with self._changed:
             self._extents.give(place, num_bytes)
             self._writing_bytes -= num_bytes if is_write else 0
@@ -149,12 +158,14 @@ class Staged:
         return self._memory
 
     def encode(self, slots: Int64s, sizes: Int64s, at: Int64s, rooms: Int64s) -> Int64s:
-        """Encodes slots of the arena to places of the memory, as `Codec` does."""
+        """Encodes blocks from slots of the arena to offsets `at` in the memory; arguments and
+        result as in `Codec.encode`."""
         assert self._codec is not None, "staging memory that was not taken"
         return self._codec.encode(slots, sizes, at, rooms)
 
     def decode(self, slots: Int64s, sizes: Int64s, at: Int64s, rooms: Int64s) -> Int64s:
-        """Decodes places of the memory to slots of the arena, as `Codec` does."""
+        """Decodes blocks from offsets `at` in the memory to slots of the arena; arguments and
+        result as in `Codec.decode`."""
         assert self._codec is not None, "staging memory that was not taken"
         return self._codec.decode(slots, sizes, at, rooms)
 
@@ -181,19 +192,20 @@ class Staged:
 
 
 def packed(rooms: Int64s, place: int) -> Int64s:
-    """Returns the offsets of parts of these sizes that follow each other from `place`."""
+    """Returns the offsets of ranges that follow each other without gaps, the first at `place`.
+    `rooms`: their sizes."""
     at: Int64s = place + np.cumsum(rooms) - rooms
     return at
 
 
 HUGE_S = 0.5
-"""Longest time that the start tries to get huge pages. The rest of the memory is prefaulted in
-small pages."""
+"""Longest time for which `open_staging` tries to get huge pages. The rest of the memory gets small
+pages."""
 
 
 def open_staging(num_bytes: int) -> FileMapping:
-    """Returns new prefaulted memory, in huge pages as far as the kernel has them. Raises OSError if
-    memory is short; ValueError if `num_bytes` is no multiple of SLOT_ALIGN."""
+    """Allocates and prefaults memory, in huge pages if the kernel has them. Raises OSError if
+    memory is short, and ValueError if `num_bytes` is not a positive multiple of SLOT_ALIGN."""
     if num_bytes <= 0 or num_bytes % SLOT_ALIGN:
         raise ValueError(f"{num_bytes} bytes are no multiple of {SLOT_ALIGN}")
     fd = os.memfd_create("hotkv-staging", os.MFD_CLOEXEC)
@@ -209,7 +221,8 @@ def open_staging(num_bytes: int) -> FileMapping:
 
 
 class Extents:
-    """The free bytes of the staging memory, as sorted runs that do not touch.
+    """Allocates extents (byte ranges) of the staging memory. Keeps the free bytes as sorted runs
+    that do not touch.
 
     Always true: an allocated extent overlaps no other allocated extent. Not thread-safe.
     """
@@ -223,12 +236,12 @@ class Extents:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are free."""
+        """Number of bytes that are not allocated."""
         return sum(end - begin for begin, end in self._free)
 
     def take(self, num_bytes: int) -> int | None:
-        """Allocates an extent at the first free run that is long enough. Returns its offset; None
-        if no run is."""
+        """Allocates an extent at the begin of the first free run that is long enough. Returns its
+        offset; None if all free runs are too short."""
         for number, (begin, end) in enumerate(self._free):
             if end - begin >= num_bytes:
                 left = [(begin + num_bytes, end)] if end - begin > num_bytes else []
@@ -237,7 +250,7 @@ class Extents:
         return None
 
     def give(self, begin: int, num_bytes: int) -> None:
-        """Frees an extent."""
+        """Frees an extent. It must have been allocated with this offset and size."""
         end = begin + num_bytes
         number = bisect.bisect(self._free, (begin, end))
         after = number

@@ -2,11 +2,13 @@
 
 Always true:
 
-- each block of a call is in at most one piece, and a call ends once: with the last of its pieces,
-  or when its rest is dropped while it has no pieces under way;
-- reads go before writes that have waited less than PATIENCE_S. Calls of one kind take turns, a
-  piece each, so a large call does not delay small calls;
-- of several threads at most three quarters write, so reads don't wait for writes.
+- each block of a call is in at most one piece;
+- a call ends once: when its last piece ends, or when the blocks that are in no piece yet (its rest)
+  are dropped and no piece is under way;
+- reads go before writes, unless the writes have waited for PATIENCE_S. Calls of the same kind take
+  turns, a piece each, so a large call does not delay small calls;
+- if there are several threads, at most three quarters of them write at a time, so reads don't wait
+  until writes end.
 """
 
 import math
@@ -21,8 +23,8 @@ import numpy as np
 from hotkv_server.tiers.protocol import Blocks, Codes, Int64s, Read, Seals, Write
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 256 << 10, 2 << 20
-"""Large enough that Python's share of a piece does not count; small enough that a read waits only a
-few milliseconds when all threads are busy."""
+"""Bounds of a piece. The lower bound keeps Python's time for a piece small against the disk's time.
+The upper bound keeps the wait of a read to a few milliseconds when all threads are busy."""
 NO_DEADLINE_S = math.inf
 """Writes have no deadline."""
 PATIENCE_S = 0.5
@@ -31,10 +33,12 @@ PATIENCE_S = 0.5
 
 @dataclass(eq=False, slots=True)
 class DiskCall:
-    """A read or a write of blocks. The queue owns all other fields.
+    """A read or a write of n blocks, with its results.
 
-    `codes` uint8 [n]: the result so far; FAILED at first.
-    `seals` uint64 [n]: the seals so far; 0 at first.
+    `deadline_s`: a time of time.monotonic.
+    `answer`: called with `codes` and `seals` when the call has ended.
+    `codes`: uint8 [n], the `Read` or `Write` of each block; FAILED until its result is known.
+    `seals`: uint64 [n], the seals of written blocks; 0 until they are known.
     """
 
     blocks: Blocks
@@ -56,7 +60,8 @@ class DiskCall:
         self._ends = np.cumsum(self.blocks.num_bytes)
 
     def cut(self, num_bytes: int) -> "DiskPiece":
-        """Returns the next piece, of about `num_bytes` and at least a block."""
+        """Returns the next piece: the next blocks with at most `num_bytes` in total, but at least
+        one block."""
         begin = self._num_cut
         end = int(np.searchsorted(self._ends, self._cut_bytes + num_bytes, "right"))
         self._num_cut = max(begin + 1, end)
@@ -64,7 +69,8 @@ class DiskCall:
         return DiskPiece(self, begin, self._num_cut)
 
     def cut_rest(self) -> "DiskPiece":
-        """Returns the rest as a piece that is late, so that its blocks are not moved."""
+        """Returns all blocks that are in no piece yet as a piece. The piece is marked as late, so
+        its blocks are not moved."""
         begin, self._num_cut = self._num_cut, len(self.blocks)
         self._num_open += 1
         return DiskPiece(self, begin, self._num_cut, is_late=True)
@@ -90,14 +96,14 @@ class DiskCall:
 
     @property
     def has_rest(self) -> bool:
-        """Whether blocks are in no piece yet."""
+        """True if there are blocks that are in no piece yet."""
         return self._num_cut < len(self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class DiskPiece:
-    """Blocks `begin`..`end` of a call. `is_late`: the deadline has passed, so they need not be
-    moved."""
+    """Blocks `begin` to `end` - 1 of a call, which a thread moves at once. `is_late`: True if the
+    call's deadline has passed, so the blocks are not moved and stay FAILED."""
 
     call: DiskCall
     begin: int
@@ -106,7 +112,7 @@ class DiskPiece:
 
 
 class CallQueue:
-    """Queues calls; see the module. Thread-safe. Unbounded by itself: the runtime bounds the bytes
+    """Queues calls; see the module. Thread-safe. Has no bound: the tier's caller bounds the bytes
     of its calls."""
 
     def __init__(self, num_threads: int, patience_s: float = PATIENCE_S) -> None:
@@ -127,7 +133,7 @@ class CallQueue:
         )
 
     def add(self, call: DiskCall) -> bool:
-        """Adds a call that has blocks. Returns False if the queue is closed."""
+        """Adds a call, which must have blocks. Returns False if the queue is closed."""
         with self._changed:
             if self._is_closed:
                 return False
@@ -147,15 +153,15 @@ class CallQueue:
             while not self._is_closed:
                 if (piece := self._next(time.monotonic())) is not None:
                     if self._reads or self._writes:
-                        # Each thread that is woken wakes the next.
+                        # There is more to do, so wake another thread.
                         self._changed.notify()
                     return piece
                 self._changed.wait()
             return None
 
     def done(self, piece: DiskPiece) -> bool:
-        """Ends a piece. Returns True if its call has ended; then all threads have stopped using
-        it."""
+        """Counts a piece as done. Returns True if its call has ended; then no thread uses the
+        call's slots any more."""
         with self._changed:
             if piece.call.is_write:
                 self._num_writing -= 1
@@ -164,8 +170,9 @@ class CallQueue:
             return piece.call.piece_done()
 
     def drop_late(self, now_s: float) -> list[DiskCall]:
-        """Drops the rest of reads whose deadline has passed, and returns the calls that have ended.
-        Only needed while all threads hang: `take` checks deadlines too."""
+        """Drops the blocks in no piece yet of reads whose deadline has passed. Returns those of
+        these reads that have ended; the others end with their last piece. Only needed while all
+        threads are busy, because `take` also checks deadlines."""
         with self._changed:
             late = [call for call in self._reads if call.deadline_s < now_s]
             for call in late:
@@ -173,8 +180,8 @@ class CallQueue:
             return [call for call in late if call.drop_rest()]
 
     def close(self) -> list[DiskCall]:
-        """Drops the rest of all calls, and returns those that have ended. Others end with their
-        pieces."""
+        """Closes the queue, and drops the blocks that are in no piece yet. Returns the calls that
+        have ended; the others end with their last piece."""
         with self._changed:
             self._is_closed = True
             waiting = [*self._reads, *self._writes]

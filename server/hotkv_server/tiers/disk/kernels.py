@@ -1,11 +1,11 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that move blocks between memory and a file, and seal them, without the GIL. Load by
-`hotkv_proto.native.require`.
+"""Numba kernels that move blocks between memory and a file, and compute their seals (check values),
+without the GIL. Load them with `hotkv_proto.native.require`.
 
 Always true: if a block fails, the next blocks are moved all the same.
 
-Source of the seals: XXH3 with a seed, 64 bits, for more than 240 bytes (the specification of
-xxHash: doc/xxhash_spec.md). Constants and names are from there.
+A seal is the 64-bit XXH3 with a seed, for inputs of more than 240 bytes. Algorithm, constants and
+names are from the specification of xxHash (doc/xxhash_spec.md).
 """
 
 import errno
@@ -27,8 +27,8 @@ _MOVE_MANY = types.void(types.int64, _INPUTS, _INPUTS, _INPUTS, types.int64[::1]
 
 
 def _emit_call(name: str, builder: Any, args: Any) -> Any:
-    """Emits a call of pread or pwrite (fd, address, num_bytes, offset), int64 each. Its value is
-    the number of bytes, or -errno.
+    """Emits a call of pread or pwrite with `args`: fd, address, num_bytes and offset, int64 each.
+    Returns its value: the number of bytes moved, or -errno.
 
     errno is read right after the call in the same thread, so it can't change in between.
     """
@@ -49,7 +49,7 @@ def _emit_call(name: str, builder: Any, args: Any) -> Any:
 
 @intrinsic
 def _pread(typingctx: Any, fd: Any, address: Any, num_bytes: Any, offset: Any) -> Any:
-    """Calls pread. Returns bytes, or -errno."""
+    """Calls pread. Returns the number of bytes read, or -errno."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _emit_call("pread", builder, args)
@@ -59,7 +59,7 @@ def _pread(typingctx: Any, fd: Any, address: Any, num_bytes: Any, offset: Any) -
 
 @intrinsic
 def _pwrite(typingctx: Any, fd: Any, address: Any, num_bytes: Any, offset: Any) -> Any:
-    """Calls pwrite. Returns bytes, or -errno."""
+    """Calls pwrite. Returns the number of bytes written, or -errno."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _emit_call("pwrite", builder, args)
@@ -69,12 +69,13 @@ def _pwrite(typingctx: Any, fd: Any, address: Any, num_bytes: Any, offset: Any) 
 
 @numba.njit(_MOVE_MANY, nogil=True, cache=True)
 def read_many(fd: Any, addresses: Any, offsets: Any, sizes: Any, results: Any) -> None:
-    """Reads `sizes[i]` bytes at `offsets[i]` of the file to memory at `addresses[i]`; all int64
-    [n].
+    """Reads n blocks: `sizes[i]` bytes at offset `offsets[i]` of the file to memory at
+    `addresses[i]`. All arrays are int64 [n].
 
-    Results int64 [n]: bytes read, fewer than `sizes[i]` only at the end of the file; -errno if it
-    failed, also after a partial read. A read that stops between multiples of SLOT_ALIGN is at the
-    end of the file; direct I/O could not continue from there.
+    Sets `results[i]` to the number of bytes read, which is less than `sizes[i]` only at the end of
+    the file. Sets it to -errno if the read failed, also after a part was read. A read that stops
+    between multiples of SLOT_ALIGN counts as at the end of the file; direct I/O could not continue
+    from there.
     """
     for i in range(sizes.shape[0]):
         done = 0
@@ -93,11 +94,11 @@ def read_many(fd: Any, addresses: Any, offsets: Any, sizes: Any, results: Any) -
 
 @numba.njit(_MOVE_MANY, nogil=True, cache=True)
 def write_many(fd: Any, addresses: Any, offsets: Any, sizes: Any, results: Any) -> None:
-    """Writes `sizes[i]` bytes of memory at `addresses[i]` to `offsets[i]` of the file; all int64
-    [n].
+    """Writes n blocks: `sizes[i]` bytes of memory at `addresses[i]` to offset `offsets[i]` of the
+    file. All arrays are int64 [n].
 
-    Results int64 [n]: bytes written, fewer than `sizes[i]` only if the file stops accepting bytes
-    without an error; -errno if it failed, also after a partial write.
+    Sets `results[i]` to the number of bytes written, which is less than `sizes[i]` only if pwrite
+    returns 0. Sets it to -errno if the write failed, also after a part was written.
     """
     for i in range(sizes.shape[0]):
         done = 0
@@ -137,7 +138,7 @@ _SHIFTS = np.uint64(37), np.uint64(32)
 
 
 def _lanes(builder: Any, address: Any) -> Any:
-    """Loads eight words from an address, which need not be aligned."""
+    """Loads eight 64-bit words from an address, which need not be aligned."""
     loaded = builder.load(builder.inttoptr(address, _LANES.as_pointer()))
     loaded.align = 1
     return loaded
@@ -150,7 +151,8 @@ def _keep(builder: Any, lanes: Any, address: Any) -> None:
 
 @intrinsic
 def _accumulate(typingctx: Any, sums: Any, address: Any, secret: Any, count: Any) -> Any:
-    """Adds stripes to the eight words at `sums`; the secret moves on by a word a stripe."""
+    """Adds `count` stripes (64 bytes each) at `address` to the eight words at `sums`. Stripe i uses
+    the secret from its word i on."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         sums, address, secret, count = args
@@ -173,7 +175,7 @@ def _accumulate(typingctx: Any, sums: Any, address: Any, secret: Any, count: Any
 
 @intrinsic
 def _scramble(typingctx: Any, sums: Any, secret: Any) -> Any:
-    """Scrambles the eight words at `sums`, after each 1024 bytes."""
+    """Scrambles the eight words at `sums`. XXH3 does this after each 1024 bytes of input."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         sums, secret = args
@@ -187,7 +189,7 @@ def _scramble(typingctx: Any, sums: Any, secret: Any) -> Any:
 
 @intrinsic
 def _word(typingctx: Any, address: Any) -> Any:
-    """Returns the word at an address, which need not be aligned."""
+    """Returns the 64-bit word at an address, which need not be aligned."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         loaded = builder.load(builder.inttoptr(args[0], _INT64.as_pointer()))
@@ -199,7 +201,7 @@ def _word(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def _folded(typingctx: Any, one: Any, other: Any) -> Any:
-    """Returns the two halves of the 128-bit product, xored."""
+    """Returns the xor of the two halves of the 128-bit product."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         wide = ir.IntType(128)
@@ -214,8 +216,12 @@ def _folded(typingctx: Any, one: Any, other: Any) -> Any:
     types.void(_INPUTS, _INPUTS, types.uint64[:, ::1], types.uint64[::1]), nogil=True, cache=True
 )
 def seal_many(addresses: Any, sizes: Any, secrets: Any, seals: Any) -> None:
-    """Computes the seals of `sizes[i]` bytes of memory at `addresses[i]`, more than 240, both int64
-    [n], as `tiers.seals.seal` does. `secrets` uint64 [n, 24]: from `tiers.seals.secrets`."""
+    """Sets `seals[i]` to the seal of the `sizes[i]` bytes of memory at `addresses[i]`, as
+    `tiers.seals.seal` computes it. Sizes must be more than 240.
+
+    `addresses`, `sizes`: int64 [n]. `secrets`: uint64 [n, 24], from `tiers.seals.secrets`. `seals`:
+    uint64 [n].
+    """
     sums = np.empty(8, np.uint64)
     at_sums = np.uint64(sums.ctypes.data)
     for i in range(sizes.shape[0]):

@@ -1,9 +1,11 @@
-"""Moves the blocks of a piece between the arena and the slab file, and sets each block's result.
+"""Moves the blocks of a piece (part of a call) between the arena and the slab file, and sets each
+block's result.
 
-A block whose place is smaller than its slot is stored encoded (`tiers.compression.form`). Always
-true: the seal covers all stored bytes of the place and the key, which tells whether the block is
-encoded. It is compared before decoding. So a block is FOUND only if the file returned the written
-bytes unchanged. A seal over decoded bytes would miss changes in unused bytes of the form.
+A block whose place in the file is smaller than its slot is stored encoded, that is compressed
+(`tiers.compression.form`). Always true: the seal (check value) covers all bytes of the place, and
+is seeded by the block's key, which differs between the plain and the encoded form. It is compared
+before decoding. So a block is FOUND only if the file returned the written bytes unchanged. A seal
+over decoded bytes would miss changes in unused bytes of the encoded form.
 """
 
 import errno
@@ -30,8 +32,14 @@ BoolMask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some rows of a call: their numbers and columns, int64 [n] each. `stored`: bytes of their
-    places."""
+    """Some blocks of a call, as columns, int64 [n] each.
+
+    `numbers`: index of each block in the call.
+    `slots`: byte offsets in the arena.
+    `sizes`: bytes in the arena.
+    `places`: byte offsets in the file.
+    `stored`: bytes in the file.
+    """
 
     numbers: Int64s
     slots: Int64s
@@ -44,11 +52,12 @@ class Rows:
 
     @property
     def is_encoded(self) -> bool:
-        """Whether these blocks are stored encoded. All have the same answer."""
+        """True if these blocks are stored encoded. The blocks of a `Rows` are all encoded or all
+        plain."""
         return bool((self.stored != self.sizes).any())
 
     def only(self, mask: BoolMask | slice) -> "Rows":
-        """Returns the rows that the mask or slice selects."""
+        """Returns the blocks that the mask or slice selects."""
         return Rows(
             self.numbers[mask],
             self.slots[mask],
@@ -73,9 +82,10 @@ class BlockMover:
         return f"BlockMover({self._file!r}, {self._staged!r})"
 
     def move(self, piece: DiskPiece) -> None:
-        """Moves a piece's blocks and sets their codes and seals.
+        """Moves a piece's blocks, and sets their codes and, for a write, their seals.
 
-        FAILED: blocks outside the arena, writes beyond the file, and blocks without staging memory.
+        Some blocks are not moved and stay FAILED: those outside the arena, writes beyond the file,
+        and blocks that got no staging memory in time.
         """
         call, rows = piece.call, self._rows(piece)
         is_plain = rows.stored == rows.sizes
@@ -91,7 +101,7 @@ class BlockMover:
             move(call, encoded.only(part))
 
     def _rows(self, piece: DiskPiece) -> Rows:
-        """Returns the rows of a piece that may be moved."""
+        """Returns the blocks of a piece that may be moved. Logs the number of the others."""
         blocks = piece.call.blocks
         rows = Rows(
             np.arange(piece.begin, piece.end),
@@ -109,7 +119,8 @@ class BlockMover:
         return rows.only(fits)
 
     def _decode(self, call: DiskCall, rows: Rows) -> None:
-        """Reads encoded blocks."""
+        """Reads encoded blocks to staging memory, decodes them to their slots, and sets their
+        codes."""
         num_bytes = int(rows.stored.sum())
         place = self._staged.take(num_bytes, call.deadline_s, is_write=False)
         if place is None:
@@ -124,8 +135,9 @@ class BlockMover:
             self._staged.give(place, num_bytes, is_write=False)
 
     def _fetch(self, call: DiskCall, rows: Rows, addresses: Int64s) -> BoolMask:
-        """Reads places to memory. Returns a mask of the rows that match their seals; sets the codes
-        of all others."""
+        """Reads blocks from the file to memory at `addresses`. Returns a mask of the blocks that
+        match their seals. Of the others, sets those to CORRUPT that differ or are cut short; those
+        whose read failed stay FAILED."""
         results = self._io.read_many(addresses, rows.places, rows.stored)
         whole = results == rows.stored
         found = self._sealed(call, rows.only(whole), addresses[whole])
@@ -141,7 +153,9 @@ class BlockMover:
         return is_same
 
     def _encode(self, call: DiskCall, rows: Rows) -> None:
-        """Writes blocks encoded. UNFIT: blocks that are too large for the staging memory."""
+        """Encodes blocks in staging memory, and writes their encoded forms to the file. Blocks
+        whose form is larger than their place, or that are too large for the staging memory, become
+        UNFIT."""
         num_bytes = int(rows.stored.sum())
         if not self._staged.fits(num_bytes, is_write=True):
             call.codes[rows.numbers] = Write.UNFIT
@@ -159,7 +173,8 @@ class BlockMover:
             self._staged.give(place, num_bytes, is_write=True)
 
     def _put(self, call: DiskCall, rows: Rows, addresses: Int64s) -> None:
-        """Computes seals of memory, writes it to places and sets the rows' codes and seals."""
+        """Writes the bytes of memory at `addresses` to the blocks' places in the file. Sets the
+        blocks' codes, and the seals of STORED blocks."""
         seals = self._sealed(call, rows, addresses)
         results = self._io.write_many(addresses, rows.places, rows.stored)
         whole, is_full = results == rows.stored, np.isin(-results, FULL_CODES)
@@ -171,7 +186,8 @@ class BlockMover:
             call.code = -int(failed[-1])
 
     def _sealed(self, call: DiskCall, rows: Rows, addresses: Int64s) -> Seals:
-        """Returns the seals of the rows' bytes in memory, as `tiers.seals.seal` does."""
+        """Returns the seals of the blocks' stored bytes, which are in memory at `addresses`, as
+        `tiers.seals.seal` computes them."""
         seals = np.empty(len(rows), np.uint64)
         if len(rows):
             keys = [call.blocks.keys[row] for row in rows.numbers.tolist()]

@@ -1,8 +1,8 @@
 """The slab file: a file on the local disk with room for all blocks of the disk tier.
 
-Always true: while it is open, only this process uses it (flock). Only its user may read it. All its
-bytes have disk space allocated, so writes don't stop when the file system is full. Holes are never
-punched, because filling them again could need space that is gone.
+Always true: while it is open, no other server uses it (flock). Only its user may access it. All its
+bytes have disk space allocated, so writes succeed even when the file system is full. hotkv never
+punches holes into it, because there might be no disk space to fill them again.
 """
 
 import errno
@@ -27,20 +27,22 @@ log = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------------------------------- Block I/O
 
-# Block I/O: the seam between the disk tier and the file; tests replace it by a disk with faults.
+# Block I/O: the interface between the disk tier and the file. Tests replace it with a disk that has
+# faults.
 #
-# Always true: results are only passed on; the tier decides what they mean.
+# Always true: it only returns the numbers of bytes and the errors; the tier decides what they mean.
 
 
 class BlockIO(Protocol):
-    """Moves blocks between memory and a file. Thread-safe. Blocks as long as the disk takes. Raises
-    no exceptions."""
+    """Moves blocks between memory and a file. Thread-safe. Blocks until the disk has answered.
+    Never raises."""
 
     def read_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """Reads blocks to memory; arrays and result int64 [n], as `kernels.read_many`."""
+        """Reads blocks to memory. Arguments and result: int64 [n], as in `kernels.read_many`."""
 
     def write_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """Writes blocks from memory; arrays and result int64 [n], as `kernels.write_many`."""
+        """Writes blocks from memory. Arguments and result: int64 [n], as in
+        `kernels.write_many`."""
 
 
 class FileIO:
@@ -76,8 +78,8 @@ class SlabFileError(OSError):
 class SlabFile:
     """The open slab file; see the module.
 
-    `is_direct`: I/O bypasses the page cache; addresses, offsets and sizes must be multiples of
-        SLOT_ALIGN.
+    `is_direct`: True if I/O bypasses the page cache. Then addresses, offsets and sizes must be
+        multiples of SLOT_ALIGN.
     """
 
     def __init__(self, path: Path, fd: int, num_bytes: int, is_direct: bool) -> None:
@@ -95,15 +97,15 @@ class SlabFile:
 
     @staticmethod
     def open(folder: Path, num_bytes: int, *, direct: bool = True) -> "SlabFile":
-        """Opens `folder`/slabs at exactly this size. Makes folder and file if they are missing.
-        Blocks while disk space is allocated.
+        """Opens the file `slabs` in `folder`, and gives it the size `num_bytes`. Creates folder and
+        file if they are missing. Blocks while disk space is allocated.
 
-        Growing keeps all bytes of an existing file; shrinking drops the bytes beyond `num_bytes`.
-        Raises SlabFileError; a file that was growing then has its old size again. Raises OSError if
-        the folder can't be made.
+        If the file grows, it keeps its bytes; if it shrinks, the bytes beyond `num_bytes` are lost.
+        Raises SlabFileError if the file can't be used; if it can't grow, it keeps its old size.
+        Raises OSError if the folder can't be created.
 
         `num_bytes`: a multiple of SLOT_ALIGN.
-        `direct`: uses direct I/O if the file system supports it, else logs that it does not.
+        `direct`: True uses direct I/O, or logs a warning if the file system does not support it.
         """
         if num_bytes <= 0 or num_bytes % SLOT_ALIGN:
             raise ValueError(f"{num_bytes} bytes are no multiple of {SLOT_ALIGN}")
@@ -120,8 +122,9 @@ class SlabFile:
         return SlabFile(path, fd, num_bytes, is_direct)
 
     def mend(self) -> bool:
-        """Restores the size of a file that was cut short, so that later writes have room. Returns
-        True if it was. The bytes beyond the cut are zeros then. Blocks; thread-safe."""
+        """Checks whether the file has become shorter, and if so restores its size. Then returns
+        True; the restored part contains zeros. If disk space is short, logs an error and leaves the
+        file as it is. May block. Thread-safe."""
         with self._lock:
             if not self.is_open or (left := os.fstat(self.fd).st_size) >= self.num_bytes:
                 return False
@@ -133,14 +136,14 @@ class SlabFile:
             return True
 
     def close(self) -> None:
-        """Closes and unlocks the file. All I/O must have ended: another file could get the
-        descriptor's number."""
+        """Closes and unlocks the file. All I/O must have ended, because another file may then get
+        the descriptor's number."""
         with self._lock:
             if self.is_open:
                 try:
                     os.close(self.fd)
                 finally:
-                    # Linux frees the descriptor whatever close returns.
+                    # Linux frees the descriptor even if close fails.
                     self.is_open = False
 
 
@@ -205,7 +208,7 @@ def _allocate(fd: int, path: Path, num_bytes: int) -> None:
     try:
         os.posix_fallocate(fd, 0, num_bytes)
     except OSError as error:
-        # A failed allocation keeps the bytes that it got.
+        # A failed allocation may have enlarged the file already.
         os.ftruncate(fd, before_bytes)
         raise SlabFileError(
             error.errno,
@@ -215,7 +218,8 @@ def _allocate(fd: int, path: Path, num_bytes: int) -> None:
 
 
 def _make_direct(fd: int, path: Path) -> bool:
-    """Turns direct I/O on, and tries it: some file systems refuse it only at the first read."""
+    """Turns direct I/O on and tests it with a read, because some file systems refuse it only then.
+    Returns False if the file system does not support it."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)

@@ -1,9 +1,9 @@
 """The disk tier: moves blocks between slots of the arena and the slab file, on its threads.
 
-The core chooses the places of blocks in the file and keeps their seals. Always true: a block is
-FOUND only if all its bytes match its seal, so the disk's order and durability of writes need not be
-trusted. A call ends only after its slots are no longer used, even if the disk hangs and the tier is
-closed.
+The cache core chooses the place of each block in the file, and keeps the block's seal (check
+value). Always true: a block is FOUND only if all its bytes match its seal, so it does not matter in
+which order the disk writes, or whether it loses writes. A call ends only after its slots are no
+longer used, even if the disk hangs and the tier is closed.
 """
 
 import errno
@@ -35,14 +35,16 @@ from hotkv_server.tiers.protocol import (
 )
 
 NUM_THREADS = 20
-"""Most I/O under way. The threads wait for the disk nearly all the time, on small machines too."""
+"""Number of threads, each with one piece under way. They wait for the disk nearly all the time, so
+small machines can run them too."""
 BATCH_BYTES = 16 << 20
-"""Bytes per call that give every thread several pieces."""
+"""Best size of a call: it has several pieces for each thread."""
 CLOSE_WAIT_S = 5.0
 LATE_CHECK_S = 0.1
-"""How often reads with a passed deadline are dropped, if all threads are busy."""
+"""Time between two checks for reads whose deadline has passed. The checks matter if all threads are
+busy."""
 PROBLEM_CALLS = 3
-"""The disk counts as unusable after so many calls in a row that ended with an errno."""
+"""The disk counts as unusable after this number of calls in a row that failed with an errno."""
 _ANSWERS = {
     (False, Read.FOUND): "read",
     (False, Read.CORRUPT): "corrupt",
@@ -54,12 +56,12 @@ log = logging.getLogger(__name__)
 
 
 class DiskTier:
-    """The disk tier; see the module. A `Tier` in which the core chooses places, as offsets in the
+    """The disk tier; see the module and `Tier`. The core chooses places, which are offsets in the
     slab file.
 
-    Calls that overlap in the file run in any order, so a place must be read or reused only after
-    its write has ended. Python holds the GIL for microseconds per piece; reading, writing, sealing
-    and coding run without it.
+    Calls for the same place in the file may run in any order, so the caller must read or reuse a
+    place only after the write to it has ended. Reading, writing, sealing and encoding run without
+    the GIL; Python holds it for microseconds per piece.
     """
 
     def __init__(
@@ -75,10 +77,11 @@ class DiskTier:
     ) -> None:
         """Takes ownership of the file. Loads kernels, which takes seconds the first time.
 
-        `arena`: must outlive the tier.
-        `io`: moves the blocks in place of the file's own I/O.
-        `staged`: encodes and decodes; the tier closes it.
-        `close_wait_s`: see `close`.
+        `arena`: memory with the slots; must outlive the tier.
+        `io`: moves the blocks; None: reads and writes `file`.
+        `staged`: encodes and decodes blocks in its staging memory; None: a new `Staged`. The tier
+            closes it.
+        `close_wait_s`: longest time that `close` waits for a disk that hangs.
         """
         self._file = file
         self._staged = Staged(arena) if staged is None else staged
@@ -108,8 +111,9 @@ class DiskTier:
         return f"DiskTier({self._file!r}, {self._queue!r}, {self._staged!r}, {threads})"
 
     def prepare_encoding(self) -> None:
-        """Allocates the staging memory and loads kernels, so that the first block to be coded need
-        not wait. Blocks. Raises OSError if memory is short."""
+        """Allocates the staging memory and loads the kernels for encoding, so that the first
+        encoded block does not wait for them. May block for seconds. Raises OSError if memory is
+        short."""
         self._staged.open()
 
     def facts(self) -> TierFacts:
@@ -131,16 +135,17 @@ class DiskTier:
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
         """Implements `Tier`. Reads go first, see `calls`.
 
-        FULL: the file system has no room; rare, because the blocks are allocated. UNFIT: only for
-        blocks whose places are smaller than their slots.
+        FULL: the file system has no room; rare, because disk space for the file is allocated.
+        UNFIT: only for blocks whose places are smaller than their slots.
         """
         self._add(DiskCall(blocks, True, NO_DEADLINE_S, on_done))
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Does nothing: the core frees places."""
+        """Does nothing, because the core frees the places of blocks."""
 
     def problem(self) -> str:
-        """Implements `Tier`. Calls are still tried; the first success clears the problem."""
+        """Implements `Tier`. While there is a problem, the tier still executes calls; the first
+        call that succeeds ends the problem."""
         with self._lock:
             if self._num_failed_calls < PROBLEM_CALLS:
                 return ""
@@ -148,7 +153,7 @@ class DiskTier:
             return f"{self._file.path}: the last {self._num_failed_calls} calls failed ({words})"
 
     def stalled_s(self, now_s: float) -> float:
-        """Implements `Tier`, for the thread with the oldest piece."""
+        """Implements `Tier`. Returns the time of the piece that has been under way for longest."""
         return max(0.0, now_s - min(filter(None, self._begun_s), default=now_s))
 
     def is_alive(self) -> bool:
@@ -167,8 +172,9 @@ class DiskTier:
     def close(self) -> None:
         """Implements `Tier`. Waits at most `close_wait_s` for a disk that hangs.
 
-        If it still hangs, its calls have not ended, and the arena must stay mapped. They end, and
-        the file is closed, when the disk answers. Don't call this from an `on_done`.
+        If the disk still hangs after that time, calls under way have not ended, and the arena must
+        stay mapped. When the disk answers, the calls end and the file is closed. Don't call this
+        from an `on_done`.
         """
         self._closing.set()
         self._staged.stop()
@@ -211,7 +217,7 @@ class DiskTier:
                 self._end(call)
 
     def _end(self, call: DiskCall) -> None:
-        """Counts a call that has ended, and answers it."""
+        """Adds the results of a call that has ended to the figures, and answers the call."""
         with self._lock:
             self._sums["queued_bytes"] -= call.blocks.total_bytes
             for code in np.unique(call.codes).tolist():

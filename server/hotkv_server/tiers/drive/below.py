@@ -32,20 +32,22 @@ if TYPE_CHECKING:
     from hotkv_proto.traces import Span
 
 NOTE_S = 10.0
-"""Time between two notes of the bytes written: the longest span that a killed server forgets."""
+"""Time between two notes of the bytes that were written to the disk. A server that is killed
+forgets the writes since its last note."""
 PAUSE_S = 0.05
-"""Time between two looks for blocks to move down."""
+"""Time between two checks for blocks to move down."""
 MAX_DOWN_BYTES = 64 << 20
-"""Most bytes on their way down: their slots can't be evicted until then."""
+"""Most bytes of blocks that are being moved down at a time. Their slots can't be evicted
+meanwhile."""
 
 
 class TierBelow:
-    """Drives a tier; see the module.
+    """Drives the disk tier; see the module.
 
-    `tier`: holds the bytes of the blocks that `tiers.book.lower` records.
-    `epochs`: of flushes here and of shared tiers.
-    `moving_bytes`: most bytes on their way down.
-    `memory`: the records to write down; None for a tier that ends with the process.
+    `tier`: stores the bytes of the blocks that `tiers.book.lower` records.
+    `epochs`: tells whether blocks on the disk may be older than a flush.
+    `moving_bytes`: most bytes that may be moved down at a time.
+    `memory`: the records, which are written to files; None for a tier that ends with the process.
     """
 
     def __init__(
@@ -80,7 +82,8 @@ class TierBelow:
         return f"TierBelow({self.tier!r}, {self.lower!r})"
 
     def start(self, tasks: TierTasks, tell: Callable[[], None], on_ready: OnReady = nobody) -> None:
-        """Starts moving blocks down. `tell` is called when blocks may have been removed."""
+        """Starts moving blocks down. `tell`: called when blocks may have been removed. `on_ready`:
+        called with the entries, the medium and the tier's name after blocks were moved down."""
         self._on_ready = on_ready
         if self.memory is not None:
             name = f"the thread that writes the records of {self.name}"
@@ -103,8 +106,9 @@ class TierBelow:
                 tasks.spawn(self._write(move, tell))
 
     def _keep_key_spaces(self) -> bool:
-        """Requests that new key spaces are saved; returns whether all are. Blocks of other key
-        spaces are not moved down, because the next server would not know their key space."""
+        """Makes the thread of the records write new key spaces, and returns True if all key spaces
+        are in the file. Until then no block is moved down, because the next server might not know
+        its key space."""
         memory, revision = self.memory, self._core.catalog.revision
         if memory is None:
             return True
@@ -114,7 +118,8 @@ class TierBelow:
         return memory.kept_revision == revision
 
     def note_written(self) -> None:
-        """Writes down the bytes that the gate has admitted, for the next server."""
+        """Makes a note of the bytes that the write gate has admitted to the disk, so that the next
+        server counts them in the budget."""
         now_s, wall_s = time.monotonic(), time.time()
         found = self.lower.down.gate.written(now_s)
         sizes = [size for _, size in found]
@@ -126,8 +131,8 @@ class TierBelow:
     async def _begin(
         self, entries: Entries, tell: Callable[[], None], *, is_plain: bool = False
     ) -> list[Move]:
-        """Makes room in the lower tier. Then begins to move down those of `entries` that are still
-        ready and have not been replaced meanwhile."""
+        """Makes room on the disk. Then begins to move down those of `entries` that are still ready
+        and have not been replaced meanwhile. `is_plain`: stores them without encoding."""
         index, down = self._core.space.index, self.lower.down
         generations = index.table.records[entries, table.W_GENERATION]
         async for _ in slices(down.make_room(entries, is_plain=is_plain)):
@@ -138,8 +143,9 @@ class TierBelow:
         return moves
 
     async def _write(self, move: Move, tell: Callable[[], None]) -> None:
-        """Writes the blocks of a move. Skips those that disagree with their check values. Writes
-        those that can't be encoded again as they are."""
+        """Writes the blocks of a move to the disk. A block whose bytes do not match its check value
+        does not become ready there. Blocks that can't be encoded are written again, without
+        encoding."""
         blocks = self.blocks(move)
         self._down_bytes += blocks.total_bytes
         ended: asyncio.Future[tuple[Codes, Seals]] = future()
@@ -174,27 +180,30 @@ class TierBelow:
             await self._epochs.confirm_all(key_space_id, until_s)
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
-        """Returns whether a block of these lists lies here and not in host memory."""
+        """Returns True if a block of these lists is on the disk and not in host memory."""
         return any(map(len, self.lower.up.wanted(key_space_id, groups)))
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns the positions of the blocks to load, an array per list; empty if they may not be
-        loaded."""
+        """Returns for each list the positions of the blocks that are on the disk and not in host
+        memory. Empty if they may not be loaded now, because a shared tier's store has not confirmed
+        the key space's epoch lately."""
         if not self._epochs.are_all_confirmed(key_space_id):
             return [np.empty(0, np.int64) for _ in groups]
         return self.lower.up.wanted(key_space_id, groups)
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns a mask per list of the blocks that are ready below and may be loaded."""
+        """Returns for each list a mask of the blocks that are ready on the disk. All False if they
+        may not be loaded now, as in `wanted`."""
         may = self._epochs.are_all_confirmed(key_space_id)
         return [(self.lower.up.find(key_space_id, one) != 0) & may for one in groups]
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Begins to move up the blocks here that find a slot."""
+        """Begins to load blocks from the disk: reserves slots for as many as there is room for.
+        Returns None if no block gets a slot."""
         return self.lower.up.begin(key_space_id, groups, now_s)
 
     def blocks(self, move: Move) -> Blocks:
-        """Returns the rows of a move in the form that the tier wants."""
+        """Returns the blocks of a move as the argument of `Tier.read` or `Tier.write`."""
         below = self.lower.space.index
         prefix = self._epochs.disk_prefix(move.key_space_id)
         blocks = blocks_of(self._core, move.entries, prefix)
@@ -206,7 +215,8 @@ class TierBelow:
         )
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
-        """Ends a move after the tier has read it. Returns the number of lost blocks."""
+        """Ends a move after the tier has read its blocks. Returns the number of blocks that were
+        damaged or absent."""
         is_lost = np.isin(codes, (Read.CORRUPT, Read.ABSENT))
         self.lower.up.end(move, codes == Read.FOUND, is_lost, checks, now_s)
         return int(is_lost.sum())

@@ -1,7 +1,9 @@
-"""Keeps requests away from a tier that is broken or hangs, and tries it from time to time.
+"""A circuit breaker: makes lookups skip a tier that is broken or hangs, and tries the tier again
+from time to time.
 
 Always true: a tier that is known to be broken gets a single call every RETRY_S seconds, which shows
-whether it works again. A call that hangs needs no trial: its end shows the same.
+whether it works again. A tier that hangs gets no trial call; it works again when the call that
+hangs has ended.
 """
 
 import logging
@@ -14,10 +16,12 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 2.0
 MAX_STALL_S = 1.0
-"""A tier hangs if a call takes longer than this."""
+"""A tier counts as hanging if a call takes longer than this."""
 SAY_AGAIN_S = 60.0
+"""Least time between two log lines about a tier that begins to be skipped."""
 StalledS = Callable[[float], float]
-"""Given the time, returns how long the current call has lasted; 0 without a call."""
+"""Takes a time of time.monotonic. Returns for how many seconds the call under way has lasted; 0
+without a call."""
 
 
 class Breaker:
@@ -46,31 +50,32 @@ class Breaker:
 
     @property
     def hangs(self) -> bool:
-        """Whether a call takes too long."""
+        """True if a call has lasted longer than MAX_STALL_S."""
         return self._stalled_s() > MAX_STALL_S
 
     @property
     def is_open(self) -> bool:
-        """Whether the tier is known to be broken, or hangs."""
+        """True if the tier is known to be broken, or hangs."""
         return bool(self.hangs or self._tier.problem())
 
     @property
     def lets_pass(self) -> bool:
-        """Whether a call may be made: the tier is well, or a trial is due."""
+        """True if a call may be made: the tier works, or a trial call is due."""
         if self.hangs:
             return False
         return not self._tier.problem() or time.monotonic() >= self._next_try_s
 
     def take_turn(self) -> bool:
-        """Returns `lets_pass`, and uses up a trial that was due."""
+        """Returns `lets_pass`. If that is True because a trial is due, the next trial is due only
+        after RETRY_S."""
         passes = self.lets_pass
         if passes and self._tier.problem():
             self._next_try_s = time.monotonic() + RETRY_S
         return passes
 
     def say(self) -> None:
-        """Logs when lookups begin to skip the tier and when it works again. If this changes often,
-        logs only the first time in a while."""
+        """Logs when lookups begin to skip the tier, and when it works again. If this changes often,
+        logs it at most once in SAY_AGAIN_S."""
         problem, now_s = self.problem, time.monotonic()
         if problem and not self._is_said and now_s >= self._next_say_s:
             self._is_said, self._next_say_s = True, now_s + SAY_AGAIN_S

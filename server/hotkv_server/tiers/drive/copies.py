@@ -1,10 +1,11 @@
-"""Copies blocks of host memory to a tier that other nodes share: blocks that were stored here soon;
-slowly those that came from elsewhere or failed before.
+"""Copies blocks of host memory to a tier that other nodes share. A block that an engine stored here
+is copied soon. Old blocks (loaded from the disk, left by an earlier server, or failed before) are
+copied at a limited rate.
 
 Always true: a block is written only under an epoch that the store has confirmed lately, and only if
-it agrees with its check value. The tier is first asked for blocks that it may have already, so
-these cost no bytes. While the tier has a known problem, copying pauses. Runs on the event loop; the
-tier answers on threads.
+its bytes match its check value. For old blocks the tier is first asked whether it has them already;
+such blocks are not written. While the tier has a known problem, copying pauses. Runs on the event
+loop; the tier answers on threads.
 """
 
 import asyncio
@@ -39,28 +40,30 @@ if TYPE_CHECKING:
 
 PAUSE_S = 0.05
 MAX_OUT_BYTES = 64 << 20
-"""Most bytes on their way to the tier: their slots can't be evicted until then."""
+"""Most bytes of blocks that are being copied at a time. Their slots can't be evicted meanwhile."""
 LEARN_S = 1.0
-"""Longest wait for the epoch of blocks that are to be written."""
+"""Longest wait until the store has confirmed the epoch of blocks that are to be written."""
 PROBE_S = 2.0
 """Longest wait for the tier to say which blocks it has."""
 OLD_BYTES_PER_S = 64 << 20
-"""Limit on the mean rate at which old blocks are written: many nodes may start together."""
+"""Limit on the mean rate at which old blocks are written, because many nodes may start at the same
+time."""
 MIN_OLD_BYTES = 8 << 20
-"""Least bytes of blocks in a probe."""
+"""Least size of a batch of old blocks, unless `moving_bytes` is less."""
 AGAIN_S = 1.0
 """Wait after a copy that failed. It doubles with each further failure."""
 WALKED_ENTRIES = 1 << 16
-"""Entries per turn that are searched for blocks of an earlier server."""
+"""Number of entries that are searched for blocks of an earlier server in a turn."""
 
 
 class TierCopies:
     """Copies blocks to a tier; see the module.
 
-    `moving_bytes`: most bytes on their way.
-    `num_copied`: blocks that the tier has now, because it was given them or had them already.
-    `num_refused`: blocks that the tier did not take and that are not tried again: it was full, all
-        tries failed, a flush removed them, or their bytes disagreed with their check values.
+    `moving_bytes`: most bytes that may be copied at a time.
+    `num_copied`: number of blocks that were written to the tier, or were in it already.
+    `num_refused`: number of blocks that were not copied and are not tried again: the tier was full,
+        all tries failed, a flush removed them, or their bytes did not match their check values.
+    `on_ready`: called with the entries, the medium and the tier's name after blocks were copied.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class TierCopies:
 
     @property
     def num_waiting(self) -> int:
-        """Blocks that wait to be copied."""
+        """Number of blocks that wait to be copied."""
         return self._copies.num_waiting
 
     def start(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
@@ -109,8 +112,8 @@ class TierCopies:
         tasks.spawn(self._offer_left(tasks))
 
     def offer_old(self, key_space_id: int, entries: Entries) -> None:
-        """Offers blocks that came into host memory from elsewhere. They are copied if they belong
-        to the known epoch."""
+        """Queues blocks of host memory that no engine stored here lately, if the store's epoch for
+        the key space is known. Does nothing otherwise."""
         if self._epochs.get(self._name, key_space_id):
             self._copies.add_old(entries)
 
@@ -128,7 +131,8 @@ class TierCopies:
                 tasks.spawn(self._write(move, STORED, tell))
 
     async def _copy_old(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        """Copies old blocks, one batch at a time, while blocks stored here leave room for it."""
+        """Copies old blocks, one batch at a time, whenever newly stored blocks leave bytes for
+        it."""
         batch_bytes = min(max(MIN_OLD_BYTES, self._tier.facts().batch_bytes), self._most_bytes)
         batch: asyncio.Task[None] | None = None
         async for _ in tasks.turns(f"the later copies to {self._name}", PAUSE_S):
@@ -153,7 +157,8 @@ class TierCopies:
         self._old_at_s = max(self._old_at_s, time.monotonic() + wait_s)
 
     async def _offer_left(self, tasks: TierTasks) -> None:
-        """Offers the blocks that an earlier server left, in parts, once their epoch is known."""
+        """Queues the blocks that an earlier server left in host memory, in parts. Begins with a key
+        space once its epoch in the store is known."""
         first = 0
         async for _ in tasks.turns(f"the blocks of before for {self._name}", PAUSE_S):
             if not self._left:
@@ -176,7 +181,7 @@ class TierCopies:
                     first = 0
 
     async def _write(self, move: Move, lane: int, tell: Callable[[], None]) -> None:
-        """Writes the blocks of a move that the tier lacks and that agree with their check
+        """Writes the blocks of a move that the tier lacks and whose bytes match their check
         values."""
         num_bytes = int(self._core.space.index.slot_bytes(move.entries).sum())
         self._out_bytes += num_bytes
@@ -207,8 +212,8 @@ class TierCopies:
         self.num_refused += len(move) - int(is_there.sum()) - num_again
 
     async def _probed(self, move: Move) -> Codes:
-        """Asks the tier for a move's blocks. Returns PRESENT for blocks that it has, 0 for blocks
-        that it lacks, FAILED if it is not known."""
+        """Asks the tier which of a move's blocks it has. Returns a code for each block: PRESENT if
+        the tier has it, 0 if the tier lacks it, FAILED if there was no answer."""
         codes = np.full(len(move), Write.FAILED, np.uint8)
         until_s = time.monotonic() + PROBE_S
         if await self._epochs.confirm(self._name, move.key_space_id, until_s):
@@ -224,7 +229,7 @@ class TierCopies:
         return codes
 
     async def _written(self, move: Move, at: Int64s) -> Codes:
-        """Writes the rows `at` of a move."""
+        """Writes the blocks at positions `at` of a move. Returns their `Write` codes."""
         number, ended = move.key_space_id, future()
         prefix = self._epochs.prefix(self._name, number)
         expected = self._epochs.expected(self._name, number)

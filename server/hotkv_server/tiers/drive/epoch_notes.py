@@ -1,8 +1,9 @@
-"""Keeps the book of epochs in a small file that outlives the server.
+"""Keeps the book of epochs (the record of flushes) in a small file that outlives the server.
 
-Always true: the file is replaced as a whole, and is on its disk when `write` returns. A copy lies
-beside all blocks that outlive the server; removing the blocks does not remove it. If the copies
-disagree on an epoch, it is not vouched for; its blocks are flushed as soon as a store is reached.
+Always true: the file is replaced as a whole, and is on its disk when `write` returns. Each folder
+with blocks that outlive the server has a copy; removing the blocks does not remove the copy. If the
+copies disagree on an epoch of a key space in a store, the local blocks of the key space may be
+older than a flush, so they are flushed as soon as the store answers.
 """
 
 import json
@@ -23,7 +24,7 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class NotesFolder:
-    """A folder with a copy of the file. `has_blocks`: whether an earlier server left blocks
+    """A folder with a copy of the file. `has_blocks`: True if an earlier server left blocks
     there."""
 
     path: Path
@@ -32,7 +33,7 @@ class NotesFolder:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """The content of a file."""
+    """The content of a file; see `EpochBook`."""
 
     base: int
     last: int
@@ -40,7 +41,8 @@ class _Content:
 
 
 class EpochNotes:
-    """See the module. Without folders, the book ends with the process."""
+    """Reads and writes the copies of the file; see the module. Without folders it does nothing, and
+    the book ends with the process."""
 
     def __init__(self, folders: Sequence[NotesFolder] = ()) -> None:
         self._folders = tuple(folders)
@@ -49,7 +51,8 @@ class EpochNotes:
         return f"EpochNotes({[str(one.path) for one in self._folders]})"
 
     def read(self, stores: Sequence[str]) -> EpochBook:
-        """Returns the book of an earlier server, for stores of these names. Blocks."""
+        """Returns the book that an earlier server wrote, for the stores with these names; an empty
+        book without a file. Blocks."""
         read = [(one, _read(one.path / EPOCHS_FILE)) for one in self._folders]
         contents = [content for _, content in read if content is not None]
         # A folder with blocks and without a file was left by a server that kept no notes.
@@ -61,8 +64,8 @@ class EpochNotes:
         return EpochBook(stores, records, base, last)
 
     def write(self, text: str) -> None:
-        """Replaces the files. Callable from any thread, a call at a time; blocks. Raises OSError,
-        but tries all folders first."""
+        """Replaces the file in each folder. Blocks. Callable from any thread, but only one call at
+        a time. If a folder fails, tries the others, then raises the first OSError."""
         failed: OSError | None = None
         for one in self._folders:
             try:
@@ -73,14 +76,15 @@ class EpochNotes:
             raise failed
 
     def discard(self, book: EpochBook) -> None:
-        """Removes the file of a server that leaves no blocks, unless a flush is untold. Blocks."""
+        """Removes the files, unless a store has not been told of a flush yet. Called if the server
+        leaves no blocks. Blocks."""
         if not any(s.is_untold for one in book.records.values() for s in one.stores.values()):
             for one in self._folders:
                 (one.path / EPOCHS_FILE).unlink(missing_ok=True)
 
 
 def text_of(book: EpochBook) -> str:
-    """Returns the text to write for a book."""
+    """Returns a book as the text for `EpochNotes.write`."""
     key_spaces = {
         name: {
             "local": record.local,
@@ -96,7 +100,8 @@ def text_of(book: EpochBook) -> str:
 
 
 def _merged(name: str, contents: Sequence[_Content], *, is_complete: bool) -> Record:
-    """Returns the record of a key space that the contents of all files give together."""
+    """Returns the record of the key space `name`, merged from the contents of all files.
+    `is_complete`: False if a folder has blocks but no file."""
     found = [content.records.get(name) or Record(content.base) for content in contents]
     record = Record(max(one.local for one in found))
     for store in {store for one in found for store in one.stores}:
@@ -139,5 +144,6 @@ def _record(said: Mapping[str, Any]) -> Record:
 
 
 def _fingerprint(text: str) -> str:
-    """Returns the text, if it may be a fingerprint. Raises ValueError."""
+    """Returns the text in lower case if it is hexadecimal, as fingerprints are; else raises
+    ValueError."""
     return bytes.fromhex(text).hex()

@@ -1,13 +1,15 @@
-"""Executes the decisions of the book of flushes: asks stores for epochs, has them raised, flushes
-key spaces here, saves the book.
+"""Executes flushes in all tiers, as the book of flushes (`tiers.book.epochs`) decides: asks the
+stores of shared tiers for epochs, raises the epochs, flushes key spaces on this node, and saves the
+book.
 
 Always true: a flush belongs to the node. Callers wait until it is done, and it continues if they
-leave. One task decides (`tiers.book.epochs`). At most one action of each kind is under way: a
-question and a raise for each store, one flush, one write. A write delays only moves to the disk
-and, for a bounded time, the answers of flushes. Runs on the event loop; tiers answer on threads.
+leave. One task makes the decisions. At most one action of each kind is under way: a question and a
+raise for each store, one flush, one write of the book. A write delays only moves to the disk and,
+for a bounded time, the answers to flushes. Runs on the event loop; tiers answer on threads.
 
-A store counts as away if it has a known problem or its answer is overdue. The overdue time counts
-only while this process runs: after it was stopped, it asks stores again before it uses old answers.
+A store counts as away if it has a known problem or its answer is overdue. Only time in which this
+process runs counts for that. If the process was stopped for a while, it asks the stores again
+before it uses their old answers.
 """
 
 import asyncio
@@ -36,23 +38,24 @@ IDLE_TURN_S = 1.0
 ASK_S = 2.0
 """Longest wait for the answer to a question for epochs."""
 SERVE_WAIT_S = 1.0
-"""Longest wait of a hit in host memory until a store confirms its epoch."""
+"""Longest wait of a hit in host memory until the stores have confirmed the key space's epochs."""
 MEET_S = 1.0
-"""Longest wait of a new session for stores."""
+"""Longest wait of a new session until the stores have given the key space's epochs."""
 LATE_TICKS = 20
-"""A store is away if its answer is overdue for so many ticks."""
+"""A store counts as away if it has not answered for this number of ticks."""
 GAP_S = 0.5
-"""A tick that comes so late suggests that this process was stopped."""
+"""Time between two ticks from which on the process is assumed to have been stopped meanwhile."""
 DEAF_TICKS = 30
-"""For so many ticks after that, stores do not count as away."""
+"""Number of ticks after such a stop in which a late answer does not make a store count as away."""
 SAVE_AGAIN_S = 1.0
+"""Wait after a write of the book that failed."""
 NOTES = "disk"
-"""Name reported as a pending tier of a flush that can't be written down."""
+"""Name that a flush reports as a pending tier if the book can't be written to its file."""
 
 
 class EpochRelay:
-    """Passes on to the book that a tier has met another epoch. The tier gets it before the loop
-    exists."""
+    """Notifies `Epochs` that a tier has seen another epoch than it expected. A tier gets its relay
+    when it is opened; `Epochs.start` connects the relay later."""
 
     def __init__(self) -> None:
         self.hear: Callable[[str, int], None] = lambda fingerprint, epoch: None
@@ -71,19 +74,23 @@ class _Caller:
 
 
 class _Store:
-    """The state of a shared tier in this module."""
+    """The state of a shared tier's store in this module."""
 
     def __init__(self, tier: SharedTier, relay: EpochRelay) -> None:
         self.tier = tier
         self.relay = relay
         self.name = tier.facts().name
         self.is_away = self.is_raising = False
-        # The tick at which the present question was sent.
+        # The tick at which the question under way was sent; None without a question.
         self.asked_tick: int | None = None
 
 
 class Epochs:
-    """Executes decisions; see the module. `stores`: each shared tier with its `on_epoch`."""
+    """Executes flushes, and tells which epochs are confirmed; see the module.
+
+    `stores`: each shared tier, with the relay that it calls as its `on_epoch`.
+    `notes`: files in which the book outlives the server; None: it ends with the process.
+    """
 
     def __init__(
         self,
@@ -109,8 +116,9 @@ class Epochs:
         return f"Epochs({self.book!r}, {len(self._callers)} flushes asked for)"
 
     def start(self, tasks: TierTasks, flush: Flush) -> None:
-        """Starts to follow the flushes of other nodes, and to raise the stores' epochs for flushes
-        of an earlier server."""
+        """Starts the task. It notices flushes of other nodes, and raises the stores' epochs for
+        flushes of which an earlier server could not tell them. `flush`: flushes a key space on this
+        node alone."""
         self._tasks, self._flush = tasks, flush
         loop = asyncio.get_running_loop()
 
@@ -134,19 +142,20 @@ class Epochs:
         tasks.spawn(self._run())
 
     def discard(self) -> None:
-        """Removes the notes of a server that leaves no blocks, unless a store must still raise its
-        epoch. May block."""
+        """Removes the files of the book, unless a store must still raise an epoch for a flush.
+        Called if the server leaves no blocks. May block."""
         self._notes.discard(self.book)
 
     # Flushes
 
     async def flush(self, key_space_id: int) -> Flushed:
-        """Flushes a key space here and in shared tiers, so that its earlier blocks are no longer
-        found.
+        """Flushes a key space on this node and in shared tiers, so that blocks stored before are no
+        longer found. Returns the number of blocks flushed here, and the names of tiers that don't
+        know of the flush yet.
 
-        Takes CONFIRMED_S, because other nodes may use the last answer of a store for that time. If
-        a store does not answer within TELL_S, this server or the next raises its epoch as soon as
-        the store answers.
+        With shared tiers this takes CONFIRMED_S, because other nodes may use the last answer of a
+        store for that time. If a store does not answer within TELL_S, the call returns; this server
+        or the next then raises the store's epoch as soon as the store answers.
         """
         ticket = self.book.flush(self.fingerprint(key_space_id), now_s())
         caller = _Caller(ticket, future())
@@ -183,47 +192,49 @@ class Epochs:
     # Permission to serve
 
     def get(self, store: str, key_space_id: int) -> int:
-        """Returns the epoch of blocks in the store; NO_EPOCH if they may not be read or written
-        now."""
+        """Returns the epoch in which the key space's blocks in the store may be read and written;
+        NO_EPOCH if they may not be read or written now."""
         return self.book.epoch(self.fingerprint(key_space_id), store)
 
     def prefix(self, store: str, key_space_id: int) -> bytes:
-        """Returns the beginning of the keys for the key space's blocks in the store."""
+        """Returns the prefix of the keys under which the store has the key space's blocks."""
         fingerprint = self.fingerprint(key_space_id).encode()
         return b"hotkv/1/%s/%d" % (fingerprint, self.get(store, key_space_id))
 
     def expected(self, store: str, key_space_id: int) -> EpochsOf:
-        """Returns the epochs that the store must still have after blocks were read."""
+        """Returns the key space's epoch as `Blocks.epochs`: if the store has another epoch after a
+        read, the read is void."""
         return {self.fingerprint(key_space_id): self.get(store, key_space_id)}
 
     def disk_prefix(self, key_space_id: int) -> bytes:
-        """Returns the prefix of keys in the seals of the key space's blocks on the disk."""
+        """Returns the prefix of the keys of the key space's blocks on the disk. It contains the
+        number of the last flush here, so seals (check values) from before it don't match."""
         fingerprint = self.fingerprint(key_space_id)
         local = self.book.local(fingerprint)
-        # Without a number: the seals of earlier servers, which did not number flushes.
+        # 0: no number, as in the seals of earlier servers, which did not number flushes.
         return b"hotkv/1/" + fingerprint.encode() + (b"/%d" % local if local else b"")
 
     @property
     def are_seals_saved(self) -> bool:
-        """Whether all seal numbers of the disk are written down."""
+        """True if the flush numbers that seals on the disk include are all in the book's file."""
         return self.book.are_seals_saved
 
     def is_confirmed(self, store: str, key_space_id: int) -> bool:
-        """Returns whether the store has confirmed lately that its blocks of the key space are newer
-        than all flushes."""
+        """Returns True if the store has an epoch for the key space and has confirmed it lately, so
+        its blocks may be read and written."""
         fingerprint = self.fingerprint(key_space_id)
         has_epoch = self.book.epoch(fingerprint, store) != NO_EPOCH
         return has_epoch and self.book.is_fresh(fingerprint, store, now_s())
 
     def are_all_confirmed(self, key_space_id: int) -> bool:
-        """Returns whether all stores have confirmed lately that the key space's blocks on this
-        node's disk are newer than all flushes."""
+        """Returns True if all stores have confirmed the key space's epoch lately. Then the key
+        space's blocks on this node's disk are newer than all flushes."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return all(self.book.is_fresh(fingerprint, name, at_s) for name in self._stores)
 
     def may_serve(self, key_space_id: int) -> bool:
-        """Returns whether hits in host memory may be granted now. Stores that are away are
-        ignored."""
+        """Returns True if hits on the key space's blocks in host memory may be granted now, because
+        the stores have confirmed its epoch lately. Stores that are away are ignored."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         if not self._stores:
             return True
@@ -234,7 +245,7 @@ class Epochs:
         )
 
     def must_ask(self, key_space_id: int) -> bool:
-        """Returns whether a reachable store must still confirm the epoch of the key space."""
+        """Returns True if a store that is not away must still confirm the key space's epoch."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return any(
             not store.is_away and not self.book.is_fresh(fingerprint, name, at_s)
@@ -242,7 +253,8 @@ class Epochs:
         )
 
     async def wait_to_serve(self, key_space_id: int) -> bool:
-        """Returns `may_serve`, after waiting up to SERVE_WAIT_S for stores to confirm."""
+        """Waits up to SERVE_WAIT_S until `may_serve` is True. Returns False if that takes longer,
+        or if the key space is removed."""
         until_s = now_s() + SERVE_WAIT_S
         while not self.may_serve(key_space_id):
             if not await self._ask_soon(until_s) or key_space_id not in self._core.key_spaces:
@@ -250,13 +262,14 @@ class Epochs:
         return True
 
     async def meet(self, key_space_id: int) -> None:
-        """Waits up to MEET_S until stores say which epoch the key space has. Blocks that are stored
-        earlier are not vouched for."""
+        """Waits up to MEET_S until the stores have given the key space's epochs. Blocks that an
+        engine stores before that count as possibly older than a flush."""
         await self.confirm_all(key_space_id, time.monotonic() + MEET_S)
 
     async def confirm(self, store: str, key_space_id: int, until_s: float) -> bool:
-        """Returns `is_confirmed`, after asking the store if necessary. `until_s`: of
-        time.monotonic."""
+        """Asks the store for the key space's epoch, unless the store has confirmed it lately.
+        Returns True once `is_confirmed` is True. Returns False if the store is away, or has not
+        confirmed at `until_s`, a time of time.monotonic."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces:
             if self.is_confirmed(store, key_space_id):
@@ -268,7 +281,8 @@ class Epochs:
         return False
 
     async def confirm_all(self, key_space_id: int, until_s: float) -> None:
-        """Waits for `are_all_confirmed`. `until_s`: of time.monotonic."""
+        """Asks the stores for the key space's epoch, and waits until all stores that are not away
+        have confirmed it, at most until `until_s`, a time of time.monotonic."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces and self.must_ask(key_space_id):
             self.book.use(self.fingerprint(key_space_id), now_s())
@@ -276,9 +290,9 @@ class Epochs:
                 return
 
     async def settle(self, key_space_id: int, until_s: float) -> None:
-        """Waits as `confirm_all` does, but also for stores that are away, unless the tier reports a
-        problem. A store that has just started is trusted only after some seconds. For callers with
-        patience."""
+        """Does the same as `confirm_all`, but also waits for stores that are away, unless their
+        tier reports a problem. This may take some seconds for a store that has just started, so it
+        is for prefetches, which can wait. `until_s`: a time of time.monotonic."""
         until_s += now_s() - time.monotonic()
         fingerprint = self.fingerprint(key_space_id)
         while key_space_id in self._core.key_spaces and any(
@@ -290,7 +304,8 @@ class Epochs:
                 return
 
     async def _ask_soon(self, until_s: float) -> bool:
-        """Waits for the next turn. Returns False if the time is up."""
+        """Wakes the task and waits for a change, at most until `until_s`. Returns False at once if
+        that time has passed or the node closes."""
         left_s = until_s - now_s()
         if left_s <= 0 or self._tasks.is_closing:
             return False
@@ -299,7 +314,7 @@ class Epochs:
         return True
 
     def fingerprint(self, key_space_id: int) -> str:
-        """Returns the name of a key space in stores."""
+        """Returns the key space's fingerprint in hexadecimal, its name in stores."""
         return self._core.key_space(key_space_id).fingerprint.hex()
 
     # The task
@@ -309,13 +324,13 @@ class Epochs:
             self._work()
 
     def _nudge(self) -> None:
-        """Wakes the task at once, before the next tick."""
+        """Makes the task work in the next turn of the event loop, before its next tick."""
         if not self._is_nudged:
             self._is_nudged = True
             asyncio.get_running_loop().call_soon(self._work)
 
     def _work(self) -> None:
-        """Begins all actions that the book says are due."""
+        """Begins all actions that the book decides: questions, raises, a flush, a write."""
         self._is_nudged = False
         if self._tasks.is_closing:
             return
@@ -343,7 +358,8 @@ class Epochs:
             self._tasks.spawn(self._save())
 
     def _tick(self, at_s: float) -> None:
-        """Counts the time in which this process runs, and checks which stores are away."""
+        """Counts a tick if TICK_S has passed, and decides which stores are away. Resets the waits
+        if the process was stopped meanwhile."""
         if at_s >= self._ticked_s + GAP_S:
             self._deaf_until = self._ticks + DEAF_TICKS
             for store in self._stores.values():
@@ -367,7 +383,7 @@ class Epochs:
         (shown,) = await ended
         store.asked_tick = None
         if shown is not None:
-            # A store that has just started from an old copy still counts as away.
+            # A store that has just restarted, perhaps with an old copy of its data, counts as away.
             store.is_away = any(0 < one < shown.restored_below for one in shown.epochs.values())
             has_blocks = {name for name in shown.epochs if self._has_blocks(self._number(name))}
             self.book.shown(store.name, shown.epochs, shown.restored_below, sent_s, has_blocks)
@@ -389,7 +405,7 @@ class Epochs:
         self._wake()
 
     async def _flush_here(self, fingerprint: str) -> None:
-        """Flushes a key space in this node."""
+        """Flushes a key space on this node, unless no caller asked for it and it has no blocks."""
         is_done = False
         try:
             number = self._number(fingerprint)
@@ -420,24 +436,25 @@ class Epochs:
         self._wake()
 
     def _look_at(self, fingerprint: str) -> None:
-        """Asks the stores at once, because a tier has met another epoch."""
+        """Asks the stores for the key space's epoch at once, because a tier has seen another
+        epoch."""
         self.book.doubt(fingerprint, now_s())
         self._nudge()
 
     def _wake(self) -> None:
-        """Wakes all that wait for a change."""
+        """Wakes the task, and all callers that wait in `_turn`."""
         self._nudge()
         if self._turned is not None and not self._turned.done():
             self._turned.set_result(None)
 
     async def _turn(self, wait_s: float) -> None:
-        """Waits for a change, or until the time is up."""
+        """Waits until `_wake` is called, at most for `wait_s`."""
         if self._turned is None or self._turned.done():
             self._turned = future()
         await asyncio.wait([self._turned], timeout=wait_s)
 
     def _number(self, fingerprint: str) -> int:
-        """Returns the key space's number here; 0 if it is not known here."""
+        """Returns the number of the key space on this node; 0 if the node does not know it."""
         return self._core.catalog.number(bytes.fromhex(fingerprint))
 
     def _has_blocks(self, number: int) -> bool:
@@ -445,5 +462,5 @@ class Epochs:
 
 
 def now_s() -> float:
-    """Returns seconds of a clock that also counts while the machine sleeps."""
+    """Returns the time of CLOCK_BOOTTIME in seconds, which also counts while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

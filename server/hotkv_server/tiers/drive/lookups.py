@@ -1,5 +1,6 @@
-"""Tells lookups and operators which blocks lie in tiers, as far as loading them is worthwhile. Asks
-shared tiers for a bounded time. Runs on the event loop."""
+"""Finds out which blocks are in tiers below host memory, for lookups and operators. For lookups it
+omits tiers from which loading takes longer than computing the blocks. Waits for shared tiers for a
+bounded time. Runs on the event loop."""
 
 import asyncio
 import contextlib
@@ -25,20 +26,24 @@ from hotkv_server.tiers.drive.tasks import TierTasks
 from hotkv_server.tiers.protocol import Blocks, Codes, Seals, Tier
 
 MAX_WAITING = 256
-"""Most leases and lookups of a session that wait for tiers at a time. Others get only blocks in
-host memory."""
+"""Most leases and lookups of a session that wait for tiers at a time. Further leases and lookups
+get only blocks in host memory."""
 EXPLAIN_WAIT_S = 2.0
-"""Longest wait of an operator for shared tiers."""
+"""Longest time that `TierLookups.find` waits for shared tiers."""
 
 
 # ------------------------------------------------------------------------------- A source of blocks
 
-# A tier as the runtime reads it, whether the core or the tier chooses places.
+# The protocol for reading from a tier. It is the same for the disk, where the core chooses places,
+# and for shared tiers.
 
 
 class TierSource(Protocol):
-    """A tier as a source of blocks. Groups are lists of blocks in chain order; blocks in host
-    memory are left out."""
+    """A tier from which blocks can be read.
+
+    Methods take `groups`: for each KV cache group, a list of block hashes in the order of the
+    sequence.
+    """
 
     breaker: Breaker
     reads: TierReads
@@ -49,34 +54,36 @@ class TierSource(Protocol):
         """The tier that moves the bytes."""
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Finds out which of the blocks lie there, if the core does not know."""
+        """Asks the tier which of the blocks it has, unless the core knows. Waits for the answer at
+        most until `until_s`."""
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
-        """Returns whether a block may lie there and not in host memory."""
+        """Returns True if a block that is not in host memory may be in the tier."""
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns the positions of blocks that are known to lie there and not in host memory, an
-        array per list."""
+        """Returns for each list the positions of the blocks that are known to be in the tier and
+        are not in host memory."""
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns a mask per list of the blocks that are known to lie there."""
+        """Returns for each list a mask of the blocks that are known to be in the tier."""
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Reserves slots for the wanted blocks, as far as there is room; None if no block gets a
-        slot."""
+        """Begins to move the `wanted` blocks up to host memory: reserves slots for as many as there
+        is room for. Returns None if no block gets a slot."""
 
     def blocks(self, move: Move) -> Blocks:
-        """Returns the rows of a move in the form that the tier wants."""
+        """Returns the blocks of a move as the argument of `Tier.read`."""
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
-        """Ends a move after the tier has read it. Returns the number of lost blocks."""
+        """Ends a move after the tier has read its blocks. Returns the number of blocks that were
+        lost. `codes`: the `Read` of each block. `checks`: the check value of each block."""
 
 
 # ------------------------------------------------------------------------------------------ Lookups
 
 
 class WaitingCalls:
-    """Number of leases and lookups of each session that wait for tiers."""
+    """Counts, for each session, the leases and lookups that wait for tiers."""
 
     def __init__(self) -> None:
         self._waiting: Counter[int] = Counter()
@@ -88,12 +95,12 @@ class WaitingCalls:
         return self._waiting.total()
 
     def has_many(self, session: LiveSession) -> bool:
-        """Returns whether the session has MAX_WAITING waiting calls."""
+        """Returns True if MAX_WAITING calls of the session are waiting."""
         return self._waiting[session.record.number] >= MAX_WAITING
 
     @contextlib.contextmanager
     def counted(self, session: LiveSession) -> Iterator[None]:
-        """Counts a call of the session as waiting."""
+        """Counts a call of the session as waiting, until the context ends."""
         number = session.record.number
         self._waiting[number] += 1
         try:
@@ -105,10 +112,11 @@ class WaitingCalls:
 
 
 class TierLookups:
-    """Answers lookups; see the module.
+    """Finds out which blocks are in tiers; see the module.
 
-    `sources`: in the order in which they are asked.
-    `shared`: the sources that must be asked.
+    `sources`: all tiers, in the order in which their blocks are preferred.
+    `shared`: those of them that know their blocks only themselves, so that they must be asked.
+    `lookup_wait_s`: longest time that `ask` waits for shared tiers.
     """
 
     def __init__(
@@ -140,12 +148,12 @@ class TierLookups:
         ready: Sequence[BoolMask],
         tokens_per_s: float = 0.0,
     ) -> list[BoolMask]:
-        """Returns a mask per list of a lookup's blocks that are known to lie in a tier or are being
-        moved up.
+        """Returns for each list of a lookup a mask of the blocks that are known to be in a tier, or
+        are being moved up to host memory.
 
-        `ready`: masks of the blocks in host memory.
-        `tokens_per_s`: prefill speed of the engine; 0 if unknown. Tiers that are slower than
-            computing the blocks are left out.
+        `ready`: for each list, a mask of the blocks in host memory.
+        `tokens_per_s`: prefill speed of the engine. Blocks of a tier are omitted if loading them
+            takes longer than computing them. 0 if unknown; then all tiers count.
         """
         if all(mask.all() for mask in ready):
             return [np.zeros(len(mask), np.bool_) for mask in ready]
@@ -188,7 +196,7 @@ class TierLookups:
         found: list[list[BoolMask]],
         tokens_per_s: float,
     ) -> list[bool]:
-        """Returns for each source whether loading its blocks is worthwhile."""
+        """Returns for each source whether loading its blocks is faster than computing them."""
         if not tokens_per_s or not any(map(count, found)):
             return [True] * len(sources)
         specs = self._core.key_space(key_space_id).groups
@@ -202,11 +210,12 @@ class TierLookups:
         return worth(lists, offers, tokens_per_s)
 
     def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
-        """Returns whether a shared tier must be asked: only it knows whether a block of these lists
-        is there, or may be loaded from the disk.
+        """Returns True if a shared tier must be asked before a lookup can be answered. Either it
+        may have a block that host memory lacks, or it must first confirm the key space's epoch, so
+        that blocks of the disk may be loaded.
 
-        False if the session does not know tiers or has MAX_WAITING waiting calls, and without a
-        session.
+        Returns False without a session, if the session does not know tiers, and if MAX_WAITING
+        calls of the session are waiting.
         """
         if self._tasks.is_closing or session is None or not session.knows_tiers:
             return False
@@ -223,7 +232,8 @@ class TierLookups:
         )
 
     async def ask(self, session: LiveSession, key_space_id: int, groups: list[HashList]) -> None:
-        """Waits until shared tiers have said which blocks they have, or the time is up."""
+        """Asks shared tiers which blocks they have. Waits for their answers, at most for
+        `lookup_wait_s`."""
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):
             await self._look(key_space_id, groups, until_s)
@@ -232,8 +242,8 @@ class TierLookups:
         await asyncio.gather(*(one.look(key_space_id, groups, until_s) for one in self._sources))
 
     async def find(self, key_space_id: int, groups: list[HashList]) -> list[Lying]:
-        """Returns the blocks in each tier, for operators. Asks shared tiers for blocks that host
-        memory lacks."""
+        """Returns the blocks that each tier has, for operators. Asks shared tiers for blocks that
+        host memory lacks, and waits for their answers at most for EXPLAIN_WAIT_S."""
         until_s = time.monotonic() + EXPLAIN_WAIT_S
         await self._look(key_space_id, groups, until_s)
         return [
@@ -253,7 +263,8 @@ class TierLookups:
         ready: Sequence[BoolMask],
         elsewhere: Sequence[BoolMask],
     ) -> list[HashList]:
-        """Returns the blocks elsewhere that the longest possible hit needs."""
+        """Returns the blocks of tiers that the longest possible hit needs. `ready` and `elsewhere`:
+        for each list, masks of the blocks in host memory and in tiers."""
         specs = self._core.key_space(key_space_id).groups
         meant = [at for at, one in enumerate(groups) if one.group_index < len(specs)]
         lists = [Listed(specs[groups[at].group_index], ready[at]) for at in meant]

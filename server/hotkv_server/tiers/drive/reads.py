@@ -1,7 +1,8 @@
-"""Figures of a tier: how many blocks lookups asked it for, and how long its reads took.
+"""Counts how many blocks lookups asked a tier for and how long its reads took, and decides from
+that which tiers a lookup uses.
 
-Always true: memory is fixed. Quantiles and the rate cover the last RECENT reads, sums cover all. On
-the event loop only.
+Always true: memory is fixed. Quantiles and the rate cover the last RECENT reads, sums cover all
+reads. On the event loop only.
 """
 
 import time
@@ -17,27 +18,28 @@ from hotkv_server.cache.values import BoolMask
 
 RECENT = 1024
 COSTED = 16
-"""Number of recent reads from which costs are fitted: few, so that they follow the load."""
+"""Number of recent reads from which the costs of a read are fitted. It is small, so that the costs
+follow the load."""
 READ_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
-"""Upper bounds of the histogram's buckets."""
+"""Upper bounds of the buckets in the histogram of read times."""
 
 TRIED_S = 5.0
-"""A tier that was too slow is tried again this long after its last read."""
+"""A tier that was too slow is used again this long after its last read, to measure its speed."""
 
 
 # --------------------------------------------------------------------------------------- The choice
 
-# Chooses the tiers that a lookup uses: their blocks must come sooner than the engine computes them.
+# Chooses the tiers that a lookup uses: loading their blocks must be faster than computing them.
 #
-# Pure: values in, values out.
+# Pure: no clock, no I/O, no state.
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One list of a lookup, in chain order.
+    """A list of blocks in a lookup, in the order of the sequence.
 
-    It has the spec of its group, and a mask of the blocks that are in host memory or on their way
-    there.
+    `spec`: the list's KV cache group.
+    `ready`: mask of the blocks that are in host memory, or being moved there.
     """
 
     spec: GroupSpec
@@ -46,8 +48,11 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The blocks of these lists that a tier has (a mask per list), and the time to load them:
-    `wait_s`, and `s_per_byte` for each byte."""
+    """The blocks that a tier could load for a lookup, and how long that takes.
+
+    `masks`: for each list of the lookup, a mask of the blocks that the tier has.
+    `wait_s`, `s_per_byte`: loading n bytes takes wait_s + n * s_per_byte seconds.
+    """
 
     masks: Sequence[BoolMask]
     wait_s: float
@@ -55,28 +60,30 @@ class Offer:
 
 
 def both(some: Sequence[BoolMask], others: Sequence[BoolMask]) -> list[BoolMask]:
-    """Returns the blocks that are in both, list by list."""
+    """Returns for each list the blocks that are in both masks."""
     return [one & other for one, other in zip(some, others, strict=True)]
 
 
 def either(some: Sequence[BoolMask], others: Sequence[BoolMask]) -> list[BoolMask]:
-    """Returns the blocks that are in either, list by list."""
+    """Returns for each list the blocks that are in at least one of the two masks."""
     return [one | other for one, other in zip(some, others, strict=True)]
 
 
 def count(masks: Sequence[BoolMask]) -> int:
-    """Returns the number of blocks in all lists."""
+    """Returns the number of blocks that the masks select, over all lists."""
     return sum(int(mask.sum()) for mask in masks)
 
 
 def hit_tokens(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> int:
-    """Returns the tokens of the longest hit on blocks of these masks; 0 for empty lists."""
+    """Returns the tokens of the longest hit that is possible with the blocks in `masks` (one mask
+    per list); 0 for empty lists."""
     limit = max((len(one.ready) * one.spec.block_tokens for one in lists), default=0)
     return longest_hit([one.spec for one in lists], masks, limit) if limit else 0
 
 
 def needed(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> list[BoolMask]:
-    """Returns a mask per list of the blocks that the longest hit on these masks needs."""
+    """Returns for each list a mask of the blocks that the longest hit needs. `masks`: the blocks
+    that are available."""
     ranges = needed_blocks([one.spec for one in lists], hit_tokens(lists, masks))
     found = []
     for one, blocks in zip(lists, ranges, strict=True):
@@ -87,11 +94,12 @@ def needed(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> list[BoolMask]
 
 
 def worth(lists: Sequence[Listed], offers: Sequence[Offer], tokens_per_s: float) -> list[bool]:
-    """Returns which offers to take, given the engine's prefill speed; all if the speed is unknown.
+    """Returns which offers to take, given the engine's prefill speed; all if the speed is 0, which
+    means unknown.
 
-    Tiers are read at the same time, so all take as long as the slowest. The slowest is left out as
-    long as it takes longer than computing the tokens that the offers add to the hit. Earlier offers
-    have precedence: later offers only load the blocks that earlier offers lack.
+    Tiers are read at the same time, so a lookup waits for the slowest. If that takes longer than
+    computing the tokens that the offers add to the hit, the slowest offer is dropped, and the rest
+    is compared again. A block that several offers have is loaded by the first of them.
     """
     taken = [True] * len(offers)
     if not tokens_per_s:
@@ -117,8 +125,8 @@ def _seconds(
     offers: Sequence[Offer],
     taken: Sequence[bool],
 ) -> list[float]:
-    """Returns how long each offer takes to load its part of the wanted blocks; 0 for an offer that
-    has no part or is not taken."""
+    """Returns how many seconds each offer takes to load those of the wanted blocks that no earlier
+    offer has; 0 for an offer that loads no blocks or is not taken."""
     lacking = [mask & ~one.ready for one, mask in zip(lists, wanted, strict=True)]
     seconds = []
     for offer, is_taken in zip(offers, taken, strict=True):
@@ -135,14 +143,16 @@ def _seconds(
 
 
 class TierReads:
-    """Figures of a tier. A read is a call for the blocks of some leases.
+    """Counts the lookups and reads of a tier, and estimates the cost of a read from recent reads. A
+    read is one call of the tier, for the blocks of some leases.
 
-    `asked_blocks`: blocks that lookups asked for and that faster tiers lacked.
-    `hit_blocks`: asked blocks that the tier had.
-    `left_blocks`: blocks that were there but not loaded, because the engine computes them sooner.
-    `times_s`: histogram of all reads.
-    `last_s`: when the last read ended.
-    `queued_bytes`: bytes of reads that have not ended.
+    `asked_blocks`: number of blocks that lookups asked the tier for. Lookups ask a tier only for
+        blocks that host memory and the tiers before it lack.
+    `hit_blocks`: how many of these the tier had.
+    `left_blocks`: how many of these were not loaded, because the engine computes them sooner.
+    `times_s`: histogram of the durations of all reads.
+    `last_s`: when the last read ended, a time of time.monotonic.
+    `queued_bytes`: bytes of the reads that have not ended.
     """
 
     def __init__(self) -> None:
@@ -158,12 +168,12 @@ class TierReads:
         return f"TierReads({self.num_reads} reads, {self.hit_blocks}/{self.asked_blocks} hit)"
 
     def add_lookup(self, num_asked: int, num_hit: int) -> None:
-        """Counts the blocks of a lookup."""
+        """Counts a lookup that asked for `num_asked` blocks, of which the tier had `num_hit`."""
         self.asked_blocks += num_asked
         self.hit_blocks += num_hit
 
     def add(self, seconds: float, num_bytes: int) -> None:
-        """Counts a read. `num_bytes`: bytes of the blocks that were found."""
+        """Counts a read that took `seconds`. `num_bytes`: bytes of the blocks that were found."""
         at = self.num_reads % RECENT
         self._seconds[at], self._bytes[at] = seconds, num_bytes
         self.num_reads += 1
@@ -171,23 +181,23 @@ class TierReads:
         self.last_s = time.monotonic()
 
     def quantile_s(self, share: float) -> float:
-        """Returns the time within which this share of reads ended; 0 before the first read."""
+        """Returns a quantile of the durations of recent reads; 0 before the first read."""
         recent = self._seconds[: self.num_reads]
         return float(np.quantile(recent, share)) if len(recent) else 0.0
 
     def bytes_per_s(self) -> float:
-        """Returns the bytes per second of a single read; 0 before a read has found blocks. The tier
-        as a whole is faster if reads run at the same time."""
+        """Returns the mean bytes per second of a recent read; 0 if these found no blocks. The tier
+        as a whole is faster if it does several reads at the same time."""
         has_some = self._bytes > 0
         seconds = float(self._seconds[has_some].sum())
         return float(self._bytes.sum()) / seconds if seconds > 0 else 0.0
 
     def offer(self, masks: Sequence[BoolMask], now_s: float) -> Offer:
-        """Returns the offer for a lookup that found these blocks here. It includes the wait for
-        queued reads; writes don't delay reads.
+        """Returns the tier's offer to a lookup: the blocks in `masks`, and the time to load them
+        after the queued reads. Writes are not included, because they don't delay reads.
 
-        The costs are 0 if the last read ended more than TRIED_S ago: then the present speed is
-        unknown.
+        The costs are 0 if the last read ended more than TRIED_S ago, because the present speed is
+        then unknown.
         """
         fixed_s, s_per_byte = self.costs()
         if now_s >= self.last_s + TRIED_S:
@@ -195,8 +205,9 @@ class TierReads:
         return Offer(masks, fixed_s + self.queued_bytes * s_per_byte, s_per_byte)
 
     def costs(self) -> tuple[float, float]:
-        """Returns the present costs of a read: seconds per read, and seconds per byte. Both are 0
-        if the last COSTED reads found no blocks. Fitted by least squares, at least 0."""
+        """Returns the present costs of a read: seconds per read, and seconds per byte. They are
+        fitted to the last COSTED reads by least squares, and are at least 0. Both are 0 if these
+        reads found no blocks."""
         if self._costs_at != self.num_reads:
             last = np.arange(max(0, self.num_reads - COSTED), self.num_reads) % RECENT
             self._costs = fitted(self._bytes[last], self._seconds[last])

@@ -1,15 +1,17 @@
-"""The records of a tier whose places the core chooses: a block table in memory, its key spaces, and
-the bytes written to the tier. A thread writes changes to files.
+"""The records of the disk tier: a block table in memory, which says which block is at which place,
+the table's key spaces, and a note of the bytes written to the disk. A thread writes changes of them
+to files, from which the next server restores the blocks.
 
 Always true:
 
-- the event loop uses no file of the tier, not even by mapping, so a disk that hangs stops only the
+- the event loop neither opens nor maps a file of the tier, so a disk that hangs stops only the
   thread;
-- blocks of a key space are not stored before `kept_revision` says that the key space is written
-  down;
-- a killed start has changed nothing, because the new table is a separate file until it is whole;
-- a record is trusted only in its shape: its seal decides which block it is. So the file may be
-  older than memory, by KEEP_S and the time that the disk takes.
+- a block is moved to the disk only after its key space was written to a file (`kept_revision`);
+- a start that is killed has changed nothing, because the new table is a separate file until it is
+  complete;
+- a restored record need not be right: the seal (check value) shows at the first read whether its
+  block is at the place. So the file may be older than the table in memory, by KEEP_S and the time
+  that the disk takes.
 """
 
 import contextlib
@@ -46,10 +48,10 @@ Written = list[tuple[float, int]]
 """Sizes of writes in bytes, each with its time in seconds since 1970."""
 MODE = 0o600
 KEEP_S = 0.5
-"""Time between two looks for changes."""
+"""Least time between two searches of the whole table for changed records."""
 MAX_LOOK_SHARE = 0.02
-"""Share of its time in which the thread may look for changes. Large tables are looked at less
-often."""
+"""Largest share of the thread's time for these searches. So large tables are searched less often
+than every KEEP_S."""
 RETRY_S = 1.0
 RECORD_BYTES = RECORD_WORDS * 4
 PART_BYTES, READ_BYTES = 64 << 10, 16 << 20
@@ -59,14 +61,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LowerMemory:
-    """The records of a tier. `table` is empty until the core fills it.
+    """The records of the disk tier; see the module.
 
-    `old`: the table of an earlier server, with its `state`; None if unusable.
-    `why_empty`: why there is no old table; empty on a fresh folder.
-    `kept_revision`: revision of the newest key spaces that are written down; -1 at first.
-    `problem`: why the last write failed; empty if it succeeded.
-    `num_changed`: changes of entries reported since the start.
-    `num_saved`: the number of these changes that are written.
+    `table`: the block table in memory; empty until the core fills it.
+    `old`: the table that an earlier server left; None if there is none, or if it is unusable. Also
+        None after `start`.
+    `state`: the key spaces and slab size that belong to `old`.
+    `why_empty`: why the old table is unusable; empty if it is usable or there was none.
+    `kept_revision`: revision of the newest key spaces that are in a file; -1 at first.
+    `problem`: why the last write to the files failed; empty if it succeeded.
+    `num_changed`: number of changed records that were reported since the start.
+    `num_saved`: how many of these are in the file.
     """
 
     folder: Path
@@ -97,11 +102,13 @@ class LowerMemory:
     def open(
         folder: Path, num_bytes: int, slab_bytes: int, capacity: int, *, reset: bool = False
     ) -> "LowerMemory":
-        """Makes a new table for at most `num_bytes` of places, in whole slabs, and reads the old
-        table. Blocks.
+        """Locks the folder, makes a new table, and reads the table of an earlier server. Blocks.
+        Raises BusyError if another server uses the folder, or OSError.
 
-        Slabs keep the size of a usable old table, else they have `slab_bytes`. `reset`: drops the
-        old table. Raises BusyError if another server uses the folder, or OSError.
+        `num_bytes`: size of the disk tier, which is rounded down to whole slabs.
+        `slab_bytes`: size of slabs, unless there is a usable old table; then its size is kept.
+        `capacity`: most blocks in the table.
+        `reset`: removes the old table.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock_fd = lock_file(folder / LOCK_FILE)
@@ -126,28 +133,30 @@ class LowerMemory:
         )
 
     def start(self, revision: int, state: ServerState) -> None:
-        """Starts the thread, once the table is filled. The thread replaces the old table, writes
-        these key spaces, and then keeps the files up to date. Does not wait for the disk."""
+        """Starts the thread. The table must be filled. The thread replaces the old table's file,
+        writes the key spaces in `state`, and from then on writes changes. Does not wait for the
+        disk. `revision`: of the key spaces."""
         self.old = self.state = None
         self._wanted = (revision, state)
         self._thread = threading.Thread(target=self._work, name="hotkv-disk-records", daemon=True)
         self._thread.start()
 
     def keep(self, revision: int, state: ServerState) -> None:
-        """Requests that these key spaces are written down in place of the previous key spaces. Does
-        not wait for the disk."""
+        """Makes the thread write these key spaces in place of the previous key spaces. Does not
+        wait for the disk; `kept_revision` shows when they are written."""
         self._wanted = (revision, state)
         self._asked.set()
 
     def changed(self, entries: Entries) -> None:
-        """Reports that the records of these entries have changed. They are written at once, before
-        other changes. Does not wait for the disk. On the table's thread."""
+        """Makes the thread write the records of these entries at once, instead of at its next
+        search for changes. Does not wait for the disk. To be called on the event loop, which
+        changes the table."""
         self.num_changed += len(entries)
         self._changed.append(entries)
         self._asked.set()
 
     def written(self) -> "Future[None]":
-        """Returns a future that is done once the present table is in its file. Does not wait for
+        """Returns a future that is done once all present records are in the file. Does not wait for
         the disk. Thread-safe."""
         future: Future[None] = Future()
         self._waiting.append(future)
@@ -155,23 +164,25 @@ class LowerMemory:
         return future
 
     def is_alive(self) -> bool:
-        """Returns whether changes are still being written."""
+        """Returns False if the thread has died or ended. True before `start`."""
         return self._thread is None or self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns how long the present write has lasted; 0 without a write."""
+        """Returns for how many seconds the write under way has lasted; 0 without a write. `now_s`:
+        a time of time.monotonic."""
         begun_s = self._begun_s
         return now_s - begun_s if begun_s else 0.0
 
     def keep_written(self, written: Written) -> None:
-        """Requests a note of how much was written and when, in place of the last note. It survives
-        a reset of the tier, because the writes have worn the disk. Does not wait for the disk."""
+        """Makes the thread write a note of how much was written to the disk and when, in place of
+        the last note. A reset of the tier keeps the note, because the writes have worn the disk all
+        the same. Does not wait for the disk."""
         self._admitted = written
         self._asked.set()
 
     def read_written(self) -> Written:
-        """Returns the writes that an earlier server noted; empty without a note. Raises StateError
-        if the note is damaged, or OSError."""
+        """Returns the writes in the note of an earlier server; empty without a note. Blocks. Raises
+        StateError if the note is damaged, or OSError."""
         path = self.folder / WRITTEN_FILE
         try:
             found = [(float(at_s), int(size)) for at_s, size in json.loads(path.read_bytes())]
@@ -184,9 +195,9 @@ class LowerMemory:
         return found
 
     def close(self) -> None:
-        """Writes all changes and releases the folder for another server. The table must not change
-        any more. Waits up to CLOSE_WAIT_S for a disk that hangs; then its folder stays locked until
-        the process ends."""
+        """Writes all changes and unlocks the folder for another server. The table must not change
+        any more. Waits up to CLOSE_WAIT_S for a disk that hangs; after that the folder stays locked
+        until the process ends."""
         self._closing.set()
         self._asked.set()
         if self._thread is not None:
@@ -241,8 +252,8 @@ class LowerMemory:
         self.problem = problem
 
     def _write(self, changed: list[Entries], *, walks: bool) -> None:
-        """Writes the records of changed entries; with `walks`, all other changed records too. Then
-        writes the key spaces, so that each record's key space is in the file."""
+        """Writes the records of the entries in `changed`; with `walks`, all records that have
+        changed. Then writes the key spaces and the note of written bytes, if they have changed."""
         if self._sums is None:
             self._adopt()
         else:
@@ -257,8 +268,9 @@ class LowerMemory:
             self._noted = admitted
 
     def _adopt(self) -> None:
-        """Writes the whole table and replaces the old table. In between the file of key spaces is
-        absent, so blocks are not found under a wrong key space."""
+        """Writes the whole table to a new file, which then replaces the old table's file. Removes
+        the file of key spaces first. So if the process is killed before the new key spaces are
+        written, the next server does not read the table with wrong key spaces."""
         scratch = self.folder / NEW_TABLE_FILE
         _new_file(scratch, self.table.geometry.file_bytes)
         sums = np.zeros(-(-len(self._bytes) // PART_BYTES), np.uint64)
@@ -269,8 +281,8 @@ class LowerMemory:
         self._sums = sums
 
     def _all_parts(self) -> list[int]:
-        """Returns the parts with the header and the records. The buckets are never read from the
-        file."""
+        """Returns the numbers of the table's parts (of PART_BYTES) with the header and the records.
+        The parts with the buckets are not written, because a start does not read them."""
         first = self.table.geometry.records_offset_bytes // PART_BYTES
         return sorted({0, *range(first, -(-len(self._bytes) // PART_BYTES))})
 
@@ -286,8 +298,8 @@ class LowerMemory:
         return parts
 
     def _write_parts(self, fd: int, parts: list[int], sums: NDArray[np.uint64]) -> None:
-        """Writes the parts that have changed since their last write, as `sums` tells, and updates
-        `sums`."""
+        """Writes those of the parts that have changed since their last write. `sums`: the hash of
+        each part at its last write; updated."""
         # Servers without a tier need no xxhash.
         import xxhash
 
@@ -308,7 +320,7 @@ def _memory(num_bytes: int) -> NDArray[np.uint8]:
 
 
 def _new_file(path: Path, num_bytes: int) -> None:
-    """Makes a file of zeros in place of any old file."""
+    """Creates a file of zeros. Removes a file that is already there."""
     path.unlink(missing_ok=True)
     with _opened(path, os.O_CREAT | os.O_EXCL) as fd:
         os.ftruncate(fd, num_bytes)
@@ -324,8 +336,8 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
 
 
 def _left(folder: Path, num_bytes: int) -> tuple[BlockTable | None, ServerState | None, str]:
-    """Returns the table and the key spaces of an earlier server; else the reason why they are
-    unusable."""
+    """Returns the table and the key spaces that an earlier server left, and "". If they are
+    unusable, returns None for both, and the reason. If there are none, the reason is empty."""
     path = folder / TABLE_FILE
     if not path.exists() and not (folder / STATE_FILE).exists():
         return None, None, ""
@@ -342,7 +354,7 @@ def _left(folder: Path, num_bytes: int) -> tuple[BlockTable | None, ServerState 
 
 
 def _read(fd: int) -> NDArray[np.uint8]:
-    """Returns a file's content. If the file is cut short during the read, the rest is zeros."""
+    """Returns a file's content. If the file becomes shorter during the read, the rest is zeros."""
     content = _memory(max(1, os.fstat(fd).st_size))
     view, at = content.data, 0
     while at < len(view) and (count := os.preadv(fd, [view[at : at + READ_BYTES]], at)):

@@ -1,9 +1,9 @@
-"""A tier that other nodes share and that places blocks itself. Blocks stored here are copied to it;
-lookups ask it for blocks that host memory lacks.
+"""Drives a tier that other nodes share (Mooncake, Valkey, S3). Blocks that are stored on this node
+are copied to the tier, and lookups ask it for blocks that host memory lacks.
 
 Always true: blocks are read and written only if the store has lately confirmed the epoch of their
-key space, see `epochs`. Written blocks agree with their check values. Runs on the event loop; the
-tier answers on threads.
+key space, see `epochs`. Written blocks match their check values. Runs on the event loop; the tier
+answers on threads.
 """
 
 import asyncio
@@ -42,18 +42,21 @@ from hotkv_server.tiers.protocol import (
 log = logging.getLogger(__name__)
 
 MAX_PROBED = 1 << 13
-"""Most blocks of a lookup to ask the store for."""
+"""Most blocks that a lookup asks the store for."""
 MAX_FOUND = 1 << 16
-"""Most found blocks to remember until they are read."""
+"""Most blocks to remember as found in the store."""
 FOUND_S = 10.0
+"""Time for which a found block is remembered, unless it is read before."""
 
 
 class TierShared:
     """Drives a shared tier; see the module.
 
-    `epochs`: of all shared tiers.
-    `moving_bytes`: most bytes on their way there.
-    `below`: the breaker of the disk tier; None without a disk.
+    `epochs`: the epochs of key spaces in all shared tiers.
+    `moving_bytes`: most bytes that may be copied to the tier at a time.
+    `below`: the breaker of the disk tier, which shows whether lookups skip the disk; None without a
+        disk.
+    `num_fetched`: number of blocks loaded from the tier since the start.
     """
 
     def __init__(
@@ -80,13 +83,15 @@ class TierShared:
         return f"TierShared({self.tier!r})"
 
     def start(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        """Starts copying."""
+        """Starts copying blocks to the tier. `tell`: called when blocks may have been condemned."""
         self.out.start(tasks, tell)
 
     # In
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Asks the tier for blocks that host memory lacks, except those that were found lately."""
+        """Asks the tier which of the blocks it has that neither host memory nor the disk has. Skips
+        blocks that were found lately. Waits for the answer at most until `until_s`, a time of
+        time.monotonic."""
         if not self.breaker.lets_pass:
             return
         if not await self._epochs.confirm(self.name, key_space_id, until_s):
@@ -107,13 +112,13 @@ class TierShared:
         await asyncio.wait([ended], timeout=max(0.0, until_s - time.monotonic()))
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
-        """Returns whether host memory lacks a block of these lists, so that it may be in the
-        tier."""
+        """Returns True if a block of these lists is neither in host memory nor on the disk, so it
+        may be in the tier."""
         return any(map(len, self._absent(key_space_id, groups)))
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns the positions of blocks that were found there and are not in host memory, an
-        array per list."""
+        """Returns for each list the positions of the blocks that were lately found in the tier and
+        are neither in host memory nor on the disk."""
         absent, now_s = self._absent(key_space_id, groups), time.monotonic()
         if not self._epochs.is_confirmed(self.name, key_space_id):
             return [at[:0] for at in absent]
@@ -123,14 +128,15 @@ class TierShared:
         ]
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns a mask per list of the blocks that were found there."""
+        """Returns for each list a mask of the `wanted` blocks."""
         masks = [np.zeros(len(one.hashes), np.bool_) for one in groups]
         for mask, positions in zip(masks, self.wanted(key_space_id, groups), strict=True):
             mask[positions] = True
         return masks
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Reserves slots for the blocks that were found there, as far as there is room."""
+        """Begins to load the `wanted` blocks: reserves slots for as many as there is room for.
+        Returns None if no block gets a slot."""
         record, wanted = self._core.catalog.record(key_space_id), self.wanted(key_space_id, groups)
         for keys in self._keys(key_space_id, groups, wanted):
             for key in keys:
@@ -140,22 +146,22 @@ class TierShared:
         )
 
     def blocks(self, move: Move) -> Blocks:
-        """Returns the rows of a move in the form that the tier wants."""
+        """Returns the blocks of a move as the argument of `Tier.read`."""
         number = move.key_space_id
         prefix = self._epochs.prefix(self.name, number)
         expected = self._epochs.expected(self.name, number)
         return blocks_of(self._core, move.entries, prefix, expected)
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
-        """Ends a move after the tier has read it. Returns the number of damaged blocks; a block
-        that the tier has evicted is not damaged."""
+        """Ends a move after the tier has read its blocks. Returns the number of damaged blocks; a
+        block that the tier has evicted does not count."""
         came = self._books.arrivals.end(move, codes == Read.FOUND, checks, now_s)
         self.num_fetched += len(came)
         return int((codes == Read.CORRUPT).sum())
 
     def _absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns the positions of blocks that are neither in host memory nor in the disk tier, an
-        array per list. The disk tier is ignored while lookups skip it."""
+        """Returns for each list the positions of the blocks that are neither in host memory nor on
+        the disk. Ignores the disk while lookups skip it."""
         absent = self._books.arrivals.absent(key_space_id, groups)
         lower = self._books.lower
         if lower is None or (self.below is not None and not self.below.lets_pass):
@@ -177,7 +183,7 @@ class TierShared:
         ]
 
     def _heard(self, keys: list[bytes], answer: "asyncio.Future[tuple[Codes]]") -> None:
-        """Remembers the blocks that an answer to a probe names."""
+        """Remembers the blocks that were found, once the tier has answered a probe for `keys`."""
         if not answer.cancelled():
             (codes,) = answer.result()
             self._remember(

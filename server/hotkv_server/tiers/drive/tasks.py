@@ -22,14 +22,15 @@ T = TypeVar("T")
 
 CLOSE_S = 2.0
 """Longest wait, after tiers are closed, until their answers are processed. A disk that hangs never
-answers; its slots end with the process."""
+answers; slots that it uses stay reserved until the process ends."""
 
 
 class TierTasks:
-    """Tasks under way. An exception in a task goes to the loop's exception handler at once.
+    """Runs the background tasks of all tiers. An exception in a task is passed to the event loop's
+    exception handler at once.
 
     `is_closing`: True once all tasks must end.
-    `health`: watches the tasks that loop.
+    `health`: watches the tasks that loop (`turns`).
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class TierTasks:
         return f"TierTasks({len(self._tasks)})"
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Runs `work` in the background."""
+        """Starts `work` as a task and returns the task."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -50,7 +51,7 @@ class TierTasks:
     async def turns(
         self, name: str, pause_s: float, wake: asyncio.Event | None = None
     ) -> AsyncIterator[None]:
-        """Yields like `Health.turns`, until the tasks shall end."""
+        """Yields like `Health.turns`, until `is_closing` is True."""
         async for _ in self.health.turns(name, pause_s, wake=wake):
             if self.is_closing:
                 return
@@ -64,7 +65,7 @@ class TierTasks:
             )
 
     async def close(self) -> None:
-        """Waits for the tasks for a while, then cancels the rest."""
+        """Waits for the tasks at most CLOSE_S, then cancels those that still run."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_S)
         for task in self._tasks:
@@ -120,8 +121,8 @@ def on_loop(ended: "asyncio.Future[Any]") -> Callable[..., None]:
 async def agreeing(
     core: CacheCore, verifier: Verifier, entries: Entries, tell: Callable[[], None]
 ) -> BoolMask:
-    """Returns a mask [n] of the pinned blocks that agree with their check values. Condemns the
-    others."""
+    """Compares the bytes of n pinned blocks with their check values. Returns a mask [n] of the
+    blocks that match, and condemns the others. `tell`: called after that."""
     if not core.config.check_stride:
         return np.ones(len(entries), np.bool_)
     cases = verifier.cases(entries)
@@ -132,7 +133,8 @@ async def agreeing(
 
 
 def check_values(core: CacheCore, arena: Region, move: Move) -> Seals:
-    """Computes check values for the slots of a move up. Thread-safe: only the move uses its entries
+    """Computes the check values of blocks that a tier has just read into their slots; zeros if the
+    server computes no check values. Callable on any thread, because only the move uses its entries
     and slots."""
     index, stride = core.space.index, core.config.check_stride
     checks = np.zeros(len(move), np.uint64)

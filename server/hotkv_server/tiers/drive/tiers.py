@@ -1,9 +1,9 @@
 """Moves blocks from tiers into host memory when a lease asks for them. The lease waits for a
 bounded time.
 
-Always true: a call waits for tiers at most `lookup_wait_s`, and hits in host memory don't wait. A
-slot belongs to the tier from the beginning of a move until the tier says that it has stopped using
-it. Runs on the event loop; tiers answer on their threads.
+Always true: a lease waits for tiers at most `lookup_wait_s`, and hits in host memory don't wait. A
+slot belongs to the tier from the beginning of a move until the tier reports that it has stopped
+using the slot. Runs on the event loop; tiers answer on their threads.
 """
 
 import asyncio
@@ -39,21 +39,24 @@ from hotkv_server.tiers.protocol import Blocks, Codes, Read
 log = logging.getLogger(__name__)
 
 MOVING_SHARE = 0.125
-"""Largest share of the arena on its way to a tier, and also the largest share on its way up."""
+"""Largest share of the arena whose blocks are being moved to a tier at a time. The same limit
+applies to blocks that are being loaded from all tiers."""
 PREFETCH_PAUSE_S = 0.05
 """Time between two tries of a prefetch to find room."""
 CLOSE_TIERS_S = 10.0
-"""Longest wait for tiers to close: some wait for their current call."""
+"""Longest wait for tiers to close: some wait for the call under way."""
 RECORDS_WAIT_S = 1.0
+"""Longest wait of a flush until the disk's records are in their file."""
 SAY_S = 0.2
-"""Time between two checks which tiers are skipped."""
+"""Time between two checks for tiers that hang or work again."""
 UP_TIMEOUT_S = 30.0
-"""A tier may skip a read that has not begun after this time, so that its slots are freed."""
+"""A tier may skip a read that has not begun after this time, so that the read's slots are freed."""
 
 
 @dataclass(slots=True)
 class Coming:
-    """A move up and the number of callers that wait for it."""
+    """A move up: blocks that are being loaded from a tier into host memory. `num_waiting`: number
+    of callers that wait for it."""
 
     source: TierSource
     move: Move
@@ -64,15 +67,17 @@ class Coming:
 
 @dataclass(slots=True)
 class Held:
-    """The moves whose blocks stay pinned for a caller of `bring_up` until its lease exists."""
+    """The result of `bring_up`: the moves whose blocks stay pinned until the caller has its lease
+    and calls `let_go`."""
 
     waits: list[Coming] = field(default_factory=list)
 
 
 class Tiers:
-    """All tiers below host memory, in the order in which they are asked: `below`, then `shared`.
+    """All tiers below host memory. They are asked in this order: `below` (the disk), then `shared`.
 
-    `epochs`: of flushes here and in `shared`.
+    `lookup_wait_s`: longest time that a lease or a lookup waits for tiers.
+    `epochs`: executes flushes, and tells which blocks of tiers may be older than a flush.
     """
 
     def __init__(
@@ -163,7 +168,8 @@ class Tiers:
             one.out.tracing = tracing
 
     async def close(self) -> None:
-        """Refuses new moves and ends those under way. Waits as long as the tiers' `close`."""
+        """Refuses new moves, closes the tiers and ends the moves under way. Waits for the tiers at
+        most CLOSE_TIERS_S."""
         self._tasks.is_closing = True
         if self.below is not None:
             self.below.note_written()
@@ -176,12 +182,12 @@ class Tiers:
 
     @property
     def names(self) -> list[str]:
-        """Names of the tiers by their number in `Space.origins`, which begins with 1."""
+        """Names of the tiers. The first has the number 1 in `Space.origins`, the next 2."""
         return [one.name for one in self._sources]
 
     def set_write_budget(self, bytes_per_day: int | None) -> None:
-        """Changes the budget of the disk tier, see `WriteGate.set_budget`. Does nothing without a
-        disk."""
+        """Changes the number of bytes that may be written to the disk in 24 hours, see
+        `WriteGate.set_budget`. Does nothing without a disk."""
         if self.below is not None:
             self.below.lower.down.gate.set_budget(bytes_per_day)
 
@@ -192,10 +198,11 @@ class Tiers:
         ready: Sequence[BoolMask],
         elsewhere: Sequence[BoolMask],
     ) -> None:
-        """Begins to load the blocks that a hit lacks in host memory, because its lease follows.
-        Only for sessions that know tiers: others don't lease such blocks.
+        """Begins to load the blocks of a lookup's hit that are in tiers, before the engine asks for
+        a lease on them. Does nothing for a session that does not know tiers, because it leases only
+        blocks in host memory.
 
-        `ready`, `elsewhere`: masks of the blocks in host memory, and in tiers.
+        `ready`, `elsewhere`: for each list, masks of the blocks in host memory, and in tiers.
         """
         if self._tasks.is_closing or not session.knows_tiers or self._waiting.has_many(session):
             return
@@ -212,8 +219,8 @@ class Tiers:
             await self._begin_up(session.record.key_space_id, groups)
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Loads the blocks of these lists from tiers, as far as there is room, and waits for them
-        until `until_s`."""
+        """Loads the blocks of these lists from tiers, as many as there is room for. Waits for them
+        at most until `until_s`, a time of time.monotonic."""
         await self._begin_up(key_space_id, groups, tries=False)
         await self.epochs.settle(key_space_id, until_s)
         await self._look(key_space_id, groups, until_s)
@@ -231,8 +238,8 @@ class Tiers:
     # Leases
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
-        """Returns whether a block of these lists may be in a tier and not in host memory, or is
-        being moved up. False for a session with MAX_WAITING waiting leases."""
+        """Returns True if a block of these lists is not in host memory but may be in a tier, or is
+        being loaded. False if MAX_WAITING calls of the session wait for tiers."""
         if self._tasks.is_closing or self._waiting.has_many(session):
             return False
         key_space_id = session.record.key_space_id
@@ -241,12 +248,13 @@ class Tiers:
         ) or bool(self._under_way(key_space_id, groups))
 
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Held:
-        """Loads blocks from tiers and waits until they are in host memory and pinned, or the time
-        is up. `let_go` unpins them; a cancelled caller holds no pins."""
+        """Loads blocks from tiers, and waits until they are in host memory, at most for
+        `lookup_wait_s`. The loaded blocks are pinned until the caller calls `let_go`. If the caller
+        is cancelled, it need not."""
         held, key_space_id = Held(), session.record.key_space_id
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):
-            # Begin with the known blocks: a tier may be slow to say which others it has.
+            # Begin with the blocks that are known: a tier may be slow to say which blocks it has.
             await self._begin_up(key_space_id, groups, tries=False)
             await self._look(key_space_id, groups, until_s)
             await self._begin_up(key_space_id, groups)
@@ -263,7 +271,8 @@ class Tiers:
         return held
 
     def let_go(self, held: Held) -> None:
-        """Unpins the blocks: the caller has its lease or gives up."""
+        """Unpins the blocks of a `bring_up`. To be called when the caller has its lease or gives
+        up."""
         for one in held.waits:
             one.num_waiting -= 1
             if not one.num_waiting and one.done.done():
@@ -274,7 +283,8 @@ class Tiers:
         await asyncio.gather(*looks)
 
     def _under_way(self, key_space_id: int, groups: list[HashList]) -> list[Coming]:
-        """Returns the moves up of blocks of these lists, except from tiers that hang."""
+        """Returns the moves that are loading blocks of these lists, without those from tiers that
+        lookups skip now."""
         if not self._coming:
             return []
         coming = [self._coming[n] for n in self._arrivals.numbers(key_space_id, groups)]
@@ -283,8 +293,8 @@ class Tiers:
     async def _begin_up(
         self, key_space_id: int, groups: list[HashList], *, tries: bool = True
     ) -> None:
-        """Begins to read blocks of these lists from tiers, as far as there is room. `tries`: also
-        from a broken tier whose trial is due."""
+        """Begins to load blocks of these lists from tiers, as many as there is room for. `tries`:
+        True also reads from a broken tier if a trial call is due (`Breaker`)."""
         for source in self._sources:
             if not tries and source.breaker.is_open:
                 continue
@@ -350,5 +360,6 @@ class Tiers:
 
 
 def moving_bytes(core: CacheCore) -> int:
-    """Returns the limit of bytes that move down at a time; the same limit applies to moves up."""
+    """Returns the most bytes of blocks that may be moved to a tier at a time. The same limit
+    applies to blocks that are being loaded."""
     return int(MOVING_SHARE * core.config.arena_bytes)

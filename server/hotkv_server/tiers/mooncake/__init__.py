@@ -1,5 +1,6 @@
-"""The tier in Mooncake Store, whose native client runs in child processes.
+"""The tier in Mooncake Store. Mooncake's native client runs in child processes.
 
-The client can crash, and it waits for stores that are away. A killed child can't touch slots.
-Queue, threads and health are shared with the other remote tiers.
+The client may crash, or wait for a store that is away. In a child process it can be killed, after
+which it can't touch slots of the arena. The code of queue, threads and health is shared with the
+other remote tiers.
 """

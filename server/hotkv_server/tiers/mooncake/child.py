@@ -1,9 +1,11 @@
-"""The child with Mooncake's native client: `python -m hotkv_server.tiers.mooncake.child SOCKET
-ARENA BYTES`, two descriptors and the arena's size.
+"""The child process with Mooncake's native client. The server starts it as `python -m
+hotkv_server.tiers.mooncake.child SOCKET ARENA BYTES`: the file descriptors of a socket to the
+server and of the arena, and the arena's size.
 
-Always true: it ends with its parent. It writes the arena only in `read`, and only in the slots of
-the request. Bytes of slots move between the arena and the network without a copy. A value is a head
-(`tiers.remote.values`) and the block.
+Always true: the child ends with the server. It writes to the arena only in a `read`, and only to
+the slots of that request. Blocks move between the arena and the network without a copy. If the tier
+encodes blocks, the staging memory takes the place of the arena. A value in Mooncake is a head
+(`tiers.remote.values`), followed by the block.
 """
 
 import ctypes
@@ -24,30 +26,36 @@ from hotkv_server.tiers.remote import values
 from hotkv_server.tiers.remote.calls import PART_BLOCKS
 
 LOCAL_BYTES = 16 << 20
-"""The client's memory for values that are not in the arena: epochs."""
+"""Memory that the native client allocates for values outside the arena: epochs."""
 ROW_BYTES = 64
-"""Distance between the heads in memory."""
+"""Distance between the heads of two blocks in the memory for heads."""
 HEADS_BYTES = PART_BLOCKS * ROW_BYTES
 ABSENT_CODE, FULL_CODE = -704, -200
 """OBJECT_NOT_FOUND and NO_AVAILABLE_HANDLE of Mooncake's types.h."""
 LOST_CODES = frozenset((-900, -901))
-"""The master can't be asked: RPC_FAIL, and a request that timed out."""
+"""Codes which mean that the master did not answer: RPC_FAIL, and a request that timed out."""
 MAX_DIGITS = 19
-"""Of an epoch, which fits 64 bits."""
+"""Most digits of an epoch, which fits 64 bits."""
 _PR_SET_PDEATHSIG = 1
 
 
 class MasterLostError(Exception):
-    """The master can't be asked, or has answered what no node may act on."""
+    """The master does not answer, or its answer can't be used, such as an epoch that is not a
+    number."""
 
 
 class AwayError(Exception):
-    """The memory of an epoch can't be reached: the process that gave it is gone. The master lists
-    what was in it for some seconds more."""
+    """An epoch can't be read, because the process whose memory stored it is gone. The master lists
+    the values in that memory for some seconds more."""
 
 
 class Child:
-    """Executes requests by name. `store`: a client that is set up. One thread."""
+    """Executes the server's requests. One thread.
+
+    `store`: Mooncake's native client, set up.
+    `native`: Mooncake's module.
+    `requests`: by name, the methods that answer requests.
+    """
 
     def __init__(self, store: Any, native: Any, arena: mmap.mmap) -> None:
         self._store, self._native = store, native
@@ -83,7 +91,7 @@ class Child:
                 zip(names, asked["keys"], slots, sizes, got, strict=True)
             )
         ]
-        # Read the epochs after the blocks: see `epochs` of the tier in Valkey.
+        # Read the epochs after the blocks: `valkey.epochs` has the proof.
         epochs = self._epochs(asked)
         if corrupt := [
             name for name, code in zip(names, codes, strict=True) if code == Read.CORRUPT
@@ -96,7 +104,7 @@ class Child:
             return Read.ABSENT
         if code < 0:
             _check(code)
-            # The error may only mean that the value has another size than the buffers.
+            # The reason for the error may be that the value has another size than the buffers.
             value_bytes = _check(self._store.get_size(name))
             is_other = 0 <= value_bytes != size + values.HEAD_BYTES
             return Read.CORRUPT if is_other else Read.FAILED
@@ -109,7 +117,7 @@ class Child:
     def _write(self, asked: dict[str, Any]) -> dict[str, Any]:
         names, slots, sizes = asked["names"], asked["slots"], asked["sizes"]
         codes, seals = [int(Write.PRESENT)] * len(names), [0] * len(names)
-        # Putting under an existing key counts as done, so find existing keys first.
+        # Mooncake reports a put under an existing key as success, so look for such keys first.
         rows = [row for row, code in enumerate(self._exist(names)) if code != 1]
         for at, row in enumerate(rows):
             content = self._slot(slots[row], sizes[row])
@@ -120,7 +128,7 @@ class Child:
             return {"codes": codes, "seals": seals}
         buffers = self._buffers([slots[row] for row in rows], [sizes[row] for row in rows])
         put = self._store.batch_put_from_multi_buffers(new, *buffers)
-        # A full store reports blocks as put that it evicts at once.
+        # A full store may report success for a block that it evicts at once, so look again.
         for row, code, there in zip(rows, put, self._exist(new), strict=True):
             if _check(code) == 0:
                 codes[row] = Write.STORED if there == 1 else Write.FULL
@@ -141,26 +149,26 @@ class Child:
         try:
             before = self._number(name)
         except (MasterLostError, AwayError):
-            # It must go, whatever it is.
+            # The epoch is unknown, and must be removed all the same.
             before = NO_EPOCH
         code = _check(self._store.remove(name, True))
         if code not in (0, ABSENT_CODE):
             raise MasterLostError(f"keeps an old epoch: {code}")
         epoch = self._begun(name, asked["floor"], before)
         if epoch == before == NO_EPOCH:
-            # Nodes that have seen no epoch before would not notice the flush.
+            # There was no epoch and there is none now, so other nodes would not notice the flush.
             raise MasterLostError("has no room for an epoch")
         if NO_EPOCH < epoch <= max(asked["floor"], before):
-            # Another node that knew less was faster.
+            # Another node, which did not know `floor` or `before`, has put an epoch first.
             raise MasterLostError("was given an old epoch meanwhile")
         return {"epoch": epoch}
 
     def _begun(self, name: str, *known: int) -> int:
-        """Returns the epoch of a key space; if it has none, begins an epoch above all that are
-        `known`.
+        """Returns the epoch under the key `name`; if there is none, begins an epoch above all
+        `known` epochs.
 
-        Putting under an existing key changes nothing. If two nodes begin an epoch at the same time,
-        both get the epoch that was put first.
+        A put under an existing key changes nothing. So if two nodes begin an epoch at the same
+        time, both return the epoch that was put first.
         """
         epoch = raised(time.time_ns() // 1000, 0, *known) + secrets.randbelow(RAISES // 2)
         pinned = self._native.ReplicateConfig()
@@ -172,8 +180,9 @@ class Child:
         return {name: self._number(epoch_key(name)) for name in asked["epochs"]}
 
     def _number(self, name: str) -> int:
-        """Returns an epoch; NO_EPOCH if there is none. Raises MasterLostError if it is no number,
-        and AwayError if it can't be read: a node that took it for none would not notice a flush."""
+        """Returns the epoch under the key `name`; NO_EPOCH if the key is absent. Raises
+        MasterLostError if the value is not a number, and AwayError if it can't be read; NO_EPOCH in
+        its place would hide a flush."""
         found = bytes(self._store.get(name))
         if not found:
             # The value is also empty if the master does not answer.
@@ -194,7 +203,8 @@ class Child:
     def _buffers(
         self, slots: list[int], sizes: list[int]
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Returns the addresses and the sizes of heads and slots."""
+        """Returns the addresses and the sizes of the buffers of each block: its head and its slot.
+        Raises ValueError if a slot is outside the arena."""
         if any(
             slot < 0 or size <= 0 or slot + size > len(self._arena_bytes)
             for slot, size in zip(slots, sizes, strict=True)
@@ -222,8 +232,8 @@ def _probed(code: int) -> int:
 
 
 def _set_up(line: Line, arena: mmap.mmap) -> Child | None:
-    """Returns the child that the parent's first message describes. If that fails, tells the parent
-    and returns None."""
+    """Sets the native client up, with the settings that the server sends as its first message.
+    Returns the child; if the setup fails, sends the error to the server and returns None."""
     native = importlib.import_module("mooncake.store")
     wanted = line.receive()
     store = native.MooncakeDistributedStore()
@@ -243,8 +253,8 @@ def _set_up(line: Line, arena: mmap.mmap) -> Child | None:
 
 
 def main() -> int:
-    """Answers requests until the parent is gone. Ends too if the master is lost: the parent starts
-    another child when it needs a client."""
+    """Answers requests until the server is gone or the master does not answer. In the second case
+    the server starts another child when it needs a client. Ends the process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     socket_fd, arena_fd, num_bytes = map(int, sys.argv[1:])
     line = Line(socket.socket(fileno=socket_fd))
@@ -262,7 +272,7 @@ def main() -> int:
         line.send({"error": str(error), "is_away": True})
     except (EOFError, OSError):
         pass
-    # The native client's threads would keep the process for seconds.
+    # Exit at once: the native client's threads would delay a normal exit for seconds.
     os._exit(1)
 
 

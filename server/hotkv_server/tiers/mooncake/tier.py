@@ -1,8 +1,8 @@
-"""The tier in Mooncake Store: each thread has a child process with the native client.
+"""The tier in Mooncake Store: each thread has a child process with Mooncake's native client.
 
-Always true: a call that exceeds its time ends after its child was killed and reaped, so its slots
-are no longer touched. All nodes with the same master find the written blocks. The master evicts;
-depths are not used.
+Always true: a call that exceeds its time limit ends only after its child was killed and reaped, so
+its slots are no longer touched. All nodes with the same Mooncake master find the written blocks.
+The master evicts blocks; the tier ignores their depths.
 """
 
 import mmap
@@ -34,8 +34,11 @@ CHILD = "hotkv_server.tiers.mooncake.child"
 
 
 class MooncakeClient:
-    """A child, as a `Client`. Starts the child when it is made. `arena_fd`: the file of which
-    `arena` is a shared mapping, from its start."""
+    """A `Client` whose requests a child process executes. The constructor starts the child.
+
+    `arena`: memory with the slots; a shared mapping of a file, from the file's start.
+    `arena_fd`: descriptor of that file, which the child maps too.
+    """
 
     def __init__(
         self, settings: MooncakeSettings, arena: Region, arena_fd: int, until_s: float
@@ -102,7 +105,7 @@ class MooncakeClient:
         seals: Seals,
         until_s: float,
     ) -> None:
-        """Implements `Client`. Mooncake evicts by itself."""
+        """Implements `Client`. Ignores `depths`, because Mooncake's eviction can't use them."""
         reply = self._ask({"do": "write", **self._rows(keys, slots)}, until_s)
         codes[:] = reply["codes"]
         seals[:] = np.array(reply["seals"], np.uint64)
@@ -123,7 +126,7 @@ class MooncakeClient:
         return int(self._ask(asked, until_s)["epoch"])
 
     def close(self) -> None:
-        """Implements `Client`. Kills the child, and waits until it is gone."""
+        """Implements `Client`. Kills the child, and blocks until the child is gone."""
         self._line.close()
         self._process.kill()
         self._process.wait()
@@ -162,15 +165,16 @@ def _settle(reply: dict[str, Any], expected: Epochs, codes: Codes) -> Epochs:
 
 
 class MooncakeTier(RemoteTier):
-    """See the module and `RemoteTier`."""
+    """A `RemoteTier` in Mooncake Store; see the module."""
 
     def _own_memory(self) -> TierMemory:
-        """Returns the unbounded memory of the children, without the arena that they map."""
+        """Returns the memory of the children, which has no bound, without the arena that they
+        map."""
         return TierMemory(sum(map(_own_bytes, list(_children))), 0)
 
 
 def _own_bytes(pid: int) -> int:
-    """Returns the memory of a process without shared pages; 0 if it is gone."""
+    """Returns the bytes of a process's memory without shared pages; 0 if the process is gone."""
     try:
         _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
     except OSError:
@@ -188,7 +192,7 @@ def mooncake_tier(
 ) -> RemoteTier:
     """Returns a tier in Mooncake Store.
 
-    `arena_fd`: see `MooncakeClient`.
+    `arena_fd`: descriptor of the arena's file, as in `MooncakeClient`.
     `on_epoch`, `staged`: see `RemoteTier`. If there is staging memory, the children map it in place
         of the arena.
     """

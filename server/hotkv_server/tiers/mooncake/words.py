@@ -1,7 +1,8 @@
-"""Messages between a tier and its child: one JSON object per line, over a pair of sockets.
+"""Messages between the server and a child process with Mooncake's client: one JSON object per line,
+over a pair of sockets.
 
-Always true: a request has one reply, and the next request follows it. Keys are quoted as in URLs,
-because Mooncake wants text; printable keys stay readable.
+Always true: each request has one reply, and the next request is sent after the reply. Keys are
+quoted as in URLs, because Mooncake's keys are text; printable characters stay readable.
 """
 
 import json
@@ -11,35 +12,39 @@ from typing import Any
 from urllib.parse import quote_from_bytes
 
 MAX_LINE_BYTES = 4 << 20
-"""Longest line. The largest part takes some hundred KiB."""
+"""Longest line in bytes. The line of the largest part of a call has a few hundred KiB."""
 RECEIVE_BYTES = 1 << 16
 
 
 def quoted(key: bytes) -> str:
-    """Returns a key in Mooncake's form."""
+    """Returns the text, quoted as in URLs, under which Mooncake stores a key."""
     return quote_from_bytes(key, safe="/~")
 
 
 def epoch_key(fingerprint: str) -> str:
-    """Returns the key of a key space's epoch."""
+    """Returns the key under which a key space's epoch is stored."""
     return f"hotkv/1/{fingerprint}/epoch"
 
 
 class Line:
-    """One end of the socket pair. One thread at a time. Errors are OSError; TimeoutError at the
-    time limit, EOFError if the other end is gone or sends other data."""
+    """One end of the socket pair. One thread at a time.
+
+    Methods raise TimeoutError at the time limit, EOFError or OSError if the other end is gone, and
+    EOFError or ValueError if it sends anything but a message.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._received = b""
 
     def send(self, message: dict[str, Any], until_s: float | None = None) -> None:
-        """Sends a message. `until_s`: time limit, of time.monotonic; None: no limit."""
+        """Sends a message. Blocks at most until `until_s`, a time of time.monotonic; None: no
+        limit."""
         self._limit(until_s)
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, until_s: float | None = None) -> dict[str, Any]:
-        """Waits for a message."""
+        """Waits for a message and returns it. `until_s`: as in `send`."""
         while b"\n" not in self._received:
             self._limit(until_s)
             more = self._socket.recv(RECEIVE_BYTES)

@@ -1,5 +1,6 @@
-"""Parts that tiers in remote servers share, whatever protocol the server speaks.
+"""Code that the tiers in remote stores (Mooncake, Valkey, S3) share.
 
-`tier` queues calls, and `workers` run their parts on a few threads. `client` is the protocol
-between a thread and its server. `values` lays out a block as a value.
+`tier` splits each call into parts and queues them (`calls`). The threads of `workers` execute the
+parts, each over its connection, a `client`. `encoding` wraps a connection so that blocks are stored
+compressed. `values` defines how a block is laid out as a value of a key-value store.
 """

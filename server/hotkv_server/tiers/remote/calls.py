@@ -1,8 +1,8 @@
-"""Splits calls of a tier into parts that a connection does one at a time, and queues the parts.
+"""Splits calls of a tier into parts, and queues the parts. A connection executes a part at a time.
 
 Always true: a call ends once, when all its parts have ended. A part ends once, whether it succeeded
-or not. Parts that move no blocks go first, parts of reads before parts of writes; parts of one kind
-keep their order.
+or not. Parts that move no blocks (probes) leave the queue first, then parts of reads, then parts of
+writes. Parts of the same kind keep their order.
 """
 
 import threading
@@ -17,19 +17,21 @@ from hotkv_server.tiers.protocol import Codes, Epochs, Int64s, Read, Seals, Show
 from hotkv_server.tiers.remote.client import Client
 
 PART_BYTES = 2 << 20
-"""Bytes of blocks in a part. It takes a few milliseconds, so that reads hardly wait behind writes,
-and large calls use all connections."""
+"""Most bytes of blocks in a part. Such a part takes a few milliseconds, so a read hardly waits
+behind a part of a write, and a large call has parts for all connections."""
 PART_BLOCKS = 64
 PART_KEYS = 1024
-"""Keys of a part that moves no blocks."""
+"""Most keys in a part that moves no blocks."""
 MAX_QUEUED_PARTS = 1 << 14
-"""Most parts in the queue; a call that exceeds it fails at once. The runtime's bound on bytes is
-reached long before."""
+"""Most parts in the queue; a call that would exceed it fails at once. The drive bounds the bytes of
+its calls, so this limit is hardly ever reached."""
 
 
 class RemoteCall:
-    """A call for `num_blocks` blocks. `on_end` is called with it once, by the thread that ends its
-    last part."""
+    """A tier's call for `num_blocks` blocks, with its results.
+
+    `on_end`: called once with the call, by the thread that ends its last part.
+    """
 
     def __init__(self, num_blocks: int, on_end: "Callable[[RemoteCall], None]") -> None:
         # FAILED has the same number for reads and writes.
@@ -46,22 +48,22 @@ class RemoteCall:
         return f"RemoteCall({len(self.codes)} blocks, {self._parts_left} parts left)"
 
     def expect(self, num_parts: int) -> None:
-        """Sets the number of parts, before any of them begins."""
+        """Sets the number of parts of the call. To be called before any part begins."""
         self._parts_left = num_parts
 
     def refuse(self, changed: Epochs) -> None:
-        """Voids the results of the call, because the store has these epochs instead of the expected
-        epochs."""
+        """Adds epochs that the store has in place of the expected epochs. If there are any, the
+        call ends with all its blocks ABSENT. Empty: does nothing."""
         with self._lock:
             self._changed.update(changed)
 
     @property
     def changed(self) -> Epochs:
-        """Epochs that differ from the expected epochs."""
+        """The store's epochs that differ from the expected epochs, by fingerprint."""
         return self._changed
 
     def part_ended(self) -> None:
-        """Counts a part as ended, and ends the call after the last."""
+        """Counts a part as ended, and ends the call after its last part."""
         with self._lock:
             self._parts_left -= 1
             if self._parts_left:
@@ -71,13 +73,14 @@ class RemoteCall:
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """Work for a connection.
+    """Part of a call, which a connection executes at once.
 
-    `do`: given a client and a time limit, sets the results of its blocks in the call.
-    `deadline_s`: of time.monotonic; after it the part need not begin.
-    `moves_blocks`: whether it uses slots. Such a part ends at its deadline too, because its slots
-        are needed then. Others end when the server answers: to give a connection up for a late
-        answer costs more than to wait for it.
+    `do`: function of a client and a time limit. It asks the server, and sets the results of the
+        part's blocks in the call.
+    `deadline_s`: a time of time.monotonic. The part is skipped if it has not begun by then.
+    `moves_blocks`: True if the part uses slots of the arena. Such a part is also broken off at its
+        deadline, so that its slots get free. Another part waits longer for the server's answer,
+        because breaking off costs the connection.
     """
 
     call: RemoteCall
@@ -125,11 +128,11 @@ class PartQueue:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """True once `close` was called."""
         return self._is_closed
 
     def put(self, parts: Sequence[Part], *, is_read: bool) -> bool:
-        """Adds the parts. Returns False, without adding any, if the queue is full or closed."""
+        """Adds all the parts. Returns False, and adds no part, if the queue is full or closed."""
         with self._ready:
             if self._is_closed or len(self) + len(parts) > MAX_QUEUED_PARTS:
                 return False
@@ -141,8 +144,9 @@ class PartQueue:
             return True
 
     def get(self, until_s: float, *, takes_writes: bool = True) -> Part | None:
-        """Waits for the next part and returns it. Returns None if the queue is closed or still
-        empty at `until_s`, of time.monotonic."""
+        """Waits for the next part and returns it. Returns None if the queue is closed, or if it has
+        no part at `until_s`, a time of time.monotonic. `takes_writes`: False skips parts of
+        writes."""
         with self._ready:
             while not (self._questions or self._reads or (takes_writes and self._writes)):
                 left_s = until_s - time.monotonic()

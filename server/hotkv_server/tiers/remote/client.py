@@ -1,8 +1,9 @@
-"""The protocol of a tier's connection to its store.
+"""The protocol of a tier's connection to its store (`Client`), and its errors.
 
-Always true: a method sets the codes of its blocks or raises StoreError; then the client must be
-closed. Codes are set block by block; an unsettled block keeps its code. Only `read` writes to
-slots. Epochs are read after the blocks: `valkey.epochs` has the proof.
+Always true: a method sets the code (`Read` or `Write`) of each block whose result it knows; other
+blocks keep their former code. If it raises StoreError, the client must be closed. Only `read`
+writes to slots. A client asks for epochs after it has read the blocks, so that a flush holds:
+`valkey.epochs` has the proof.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,36 +13,42 @@ from hotkv_server.tiers.protocol import Codes, Epochs, Seals, Shown
 
 # ------------------------------------------------------------------------------------------- Errors
 
-# Errors of a server, as messages that people can act on. Messages have no secrets.
+# Errors of a server, as messages from which people see how to fix the cause. Messages have no
+# secrets.
 
 MAX_WORDS = 200
+"""Most characters of a server's text in a message."""
 
 
 class StoreError(Exception):
-    """The call has failed, and its connection must not be used any more. The tier is down until a
-    connect succeeds. The message continues a sentence that begins with the store's name, as in
-    "valkey at ..."."""
+    """A call or a connect failed, and the connection must be closed.
+
+    The tier is then down, so its calls fail at once, until a connect succeeds. LostError and
+    LateError say when the tier stays up. The message continues a sentence that begins with the
+    store's name, as in "valkey at ...".
+    """
 
 
 class MissingError(Exception):
-    """A library is not installed; the message says what to do."""
+    """A library is not installed. The message says how to install it."""
 
 
 class LostError(StoreError):
     """The connection has ended, or its data is not a valid reply (such as an epoch that is not a
-    number). The tier stays up; the next call connects again."""
+    number). If a call meets this error, the tier stays up, and the next call connects again."""
 
 
 class LateError(StoreError):
-    """The time limit has passed. The tier stays up if it was the deadline of a call for blocks."""
+    """The time limit has passed. The tier stays up if the limit was the deadline of a call that
+    moves blocks."""
 
 
 class UnusableError(StoreError):
-    """The store answers, but is unusable in this state or for this user."""
+    """The store answers, but this user can't use it, or can't use it in its present state."""
 
 
 def quoted(text: bytes) -> str:
-    """Returns text of a server in printable characters, shortened."""
+    """Returns a server's text as a quoted string of at most MAX_WORDS printable characters."""
     said = text.decode("utf-8", "replace")[:MAX_WORDS]
     return repr("".join(char if char.isprintable() else "?" for char in said))
 
@@ -50,10 +57,11 @@ def quoted(text: bytes) -> str:
 
 
 class Client(Protocol):
-    """A tier's connection, for one call at a time.
+    """A tier's connection to its store. One call at a time.
 
-    Keys may contain any bytes. `until_s`: time limit, of time.monotonic. All methods may raise
-    StoreError and no other exception; RemoteTier logs others as defects.
+    Keys may contain any bytes. `until_s` is the time limit of a method, a time of time.monotonic.
+    All methods may block until then. They may raise StoreError; `Workers` logs any other exception
+    as a defect.
     """
 
     def is_fresh(self) -> bool:
@@ -62,8 +70,8 @@ class Client(Protocol):
     def probe(
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
-        """Checks which keys exist. Returns the epochs that differ from `expected`; if there are
-        any, no code is set."""
+        """Checks which keys exist, and sets their codes to FOUND, ABSENT or FAILED. Returns the
+        store's epochs that differ from `expected`; if there are any, no code is set."""
 
     def read(
         self,
@@ -73,8 +81,8 @@ class Client(Protocol):
         codes: Codes,
         until_s: float,
     ) -> Epochs:
-        """Fills slots and deletes damaged values. Returns the epochs that differ, as `probe`
-        does."""
+        """Reads the keys' values into the slots and sets the codes. Deletes damaged values. Returns
+        the epochs that differ, as `probe` does."""
 
     def write(
         self,
@@ -85,10 +93,11 @@ class Client(Protocol):
         seals: Seals,
         until_s: float,
     ) -> None:
-        """Stores slots under keys that don't exist yet. `depths`: as in `Blocks`."""
+        """Stores the bytes of each slot under its key; a key that exists keeps its value. Sets the
+        codes, and the seals of STORED blocks. `depths`: as in `Blocks`."""
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
-        """Deletes values."""
+        """Deletes the values of the keys."""
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
         """Returns the epochs of key spaces. Begins an epoch for each that has none."""
@@ -96,9 +105,10 @@ class Client(Protocol):
     def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
         """Ends the epoch of a key space. Returns the next epoch, which is above `floor`.
 
-        If a full server has no room for it, the epoch is removed and NO_EPOCH returned: blocks
-        don't pass until `epochs` begins a new epoch. Raises LostError if the server is full and
-        there was no epoch to remove, because other nodes would not notice the flush.
+        If the server is full and can't store the next epoch, this method removes the old epoch and
+        returns NO_EPOCH. Then reads find no blocks until `epochs` begins a new epoch. Raises
+        LostError if the server is full and there was no epoch to remove, because other nodes would
+        not notice the flush.
         """
 
     def close(self) -> None:
@@ -106,4 +116,5 @@ class Client(Protocol):
 
 
 Connect = Callable[[float], Client]
-"""Returns a connected client, until a time of time.monotonic. Raises StoreError."""
+"""Connects and returns the client. Blocks at most until the given time of time.monotonic. Raises
+StoreError."""

@@ -1,13 +1,14 @@
-"""A connection that stores bfloat16 blocks in 12 bits per value, over any other connection.
+"""A connection that encodes (compresses) bfloat16 blocks to 12 bits per value, and passes them to
+another connection.
 
 Blocks that don't shrink (fp8, float32, noise, small slots) are stored plain. The key tells the
-form: a plain block lies under its key, as without encoding; an encoded block lies under
-`encoded_key`, in `room_bytes` of its size. So a reader knows the stored size before it reads. It
-asks for the encoded form first and, if that is absent, for the plain form. Encoding is
-deterministic, so all nodes store a block under the same key.
+form: a plain block is stored under its key, as without encoding; an encoded block is stored under
+`encoded_key`, with `room_bytes` bytes. So a reader knows the stored size before it reads. It asks
+for the encoded form first and, if that is absent, for the plain form. Encoding is deterministic, so
+all nodes store a block under the same key.
 
-Always true: the store uses only staging memory, never a slot of the arena. Staging memory is freed
-only when the store can no longer write to it.
+Always true: the inner connection uses only staging memory, never a slot of the arena. Staging
+memory is freed only when that connection can no longer write to it.
 """
 
 import contextlib
@@ -25,8 +26,8 @@ BoolMask = NDArray[np.bool_]
 
 
 def encoding(connect: Connect, staged: Staged | None) -> Connect:
-    """Wraps `connect` so that its clients encode through this memory; returns `connect` itself
-    without staging memory."""
+    """Wraps `connect` so that its clients encode blocks in the memory `staged`. Returns `connect`
+    itself if `staged` is None."""
     if staged is None:
         return connect
     return lambda until_s: EncodingClient(connect(until_s), staged)
@@ -35,8 +36,10 @@ def encoding(connect: Connect, staged: Staged | None) -> Connect:
 class EncodingClient:
     """Encodes and decodes for another client; see the module and `Client`.
 
-    `inner`: gets parts of `staged`'s memory in place of slots. A block that finds no staging memory
-        until the time limit, or is too large for it, is not settled. Seals cover the stored bytes.
+    A block keeps its code if it is too large for the staging memory, or gets no staging memory
+    before the time limit. Seals cover the bytes as stored.
+
+    `inner`: the client that stores the blocks. It gets ranges of `staged` in place of slots.
     """
 
     def __init__(self, inner: Client, staged: Staged) -> None:
@@ -72,8 +75,9 @@ class EncodingClient:
         codes: Codes,
         until_s: float,
     ) -> Epochs:
-        """Implements `Client`. CORRUPT: the store says so, or its value is no encoded form; then it
-        is deleted. Each request asks for the epochs, so the last answer covers all."""
+        """Implements `Client`. A block is CORRUPT if the inner client says so, or if its value
+        can't be decoded; such a value is deleted. Each request to the inner client checks the
+        epochs, so the last answer holds for all blocks."""
         for rows in self._staged.parts(_sizes(slots), is_write=False):
             with self._part(keys[rows], slots[rows], until_s, is_write=False) as part:
                 if part is None:
@@ -119,8 +123,8 @@ class EncodingClient:
     def _part(
         self, keys: Sequence[bytes], slots: Sequence[memoryview], until_s: float, *, is_write: bool
     ) -> Iterator["_Part | None"]:
-        """Yields blocks with staging memory, which is freed at the end; None if there is no memory
-        in time."""
+        """Yields the blocks with staging memory, which is freed at the end. Yields None if there
+        are no bytes, or if there is no memory before `until_s`."""
         num_bytes = sum(map(len, slots))
         place = self._staged.take(num_bytes, until_s, is_write=is_write) if num_bytes else None
         if place is None:
@@ -129,14 +133,15 @@ class EncodingClient:
         try:
             yield _Part(self._staged, place, keys, slots)
         except BaseException:
-            # Close first: bytes on their way must not reach the next part.
+            # Close before the memory is freed: late bytes must not reach the next part.
             self._inner.close()
             raise
         finally:
             self._staged.give(place, num_bytes, is_write=is_write)
 
     def _read(self, part: "_Part", expected: Epochs, codes: Codes, until_s: float) -> Epochs:
-        """Reads a part, as `read` does."""
+        """Reads the blocks of a part, as `read` does: first the encoded form of those that may have
+        it, then the plain form of absent blocks."""
         is_encoded = part.may_be_encoded
         changed = self._inner.read(*part.stored(part.all, is_encoded), expected, codes, until_s)
         if changed:
@@ -160,8 +165,8 @@ class EncodingClient:
 
 
 class _Part:
-    """Blocks [n] of a request. In the staging memory, from `place` on, each has as much room as in
-    its slot, so either form fits."""
+    """The n blocks of a request. Each has as many bytes of staging memory, from `place` on, as its
+    slot has, so both the encoded and the plain form fit."""
 
     def __init__(
         self, staged: Staged, place: int, keys: Sequence[bytes], slots: Sequence[memoryview]
@@ -179,8 +184,8 @@ class _Part:
         self.may_be_encoded: BoolMask = (self._rooms < self._sizes) & np.array(has_key, np.bool_)
 
     def stored(self, rows: Int64s, is_encoded: BoolMask) -> tuple[list[bytes], list[memoryview]]:
-        """Returns the keys and the staging memory of rows, in the store's form. `is_encoded`: a
-        mask of all rows."""
+        """Returns, for each row in `rows`, the key and the staging memory of its stored form.
+        `is_encoded`: mask over all n blocks, True where that form is the encoded form."""
         keys = [encoded_key(self.keys[n]) if is_encoded[n] else self.keys[n] for n in rows.tolist()]
         begins = self._at[rows]
         ends = begins + np.where(is_encoded, self._rooms, self._sizes)[rows]
@@ -188,8 +193,8 @@ class _Part:
         return keys, [self._memory[begin:end] for begin, end in places]
 
     def encode(self) -> BoolMask:
-        """Copies or encodes all blocks to the staging memory. Returns a mask of the encoded
-        blocks."""
+        """Encodes each block to the staging memory, or copies it there if it can't be encoded.
+        Returns a mask of the encoded blocks."""
         tried, is_encoded = np.flatnonzero(self.may_be_encoded), self.may_be_encoded.copy()
         is_encoded[tried] = self._staged.encode(*self._columns(tried)) > 0
         for row in np.flatnonzero(~is_encoded).tolist():
@@ -197,7 +202,8 @@ class _Part:
         return is_encoded
 
     def decode(self, rows: Int64s) -> Int64s:
-        """Decodes blocks to their slots. Returns the rows whose bytes are no encoded form."""
+        """Decodes blocks to their slots. Returns the rows whose bytes are not a valid encoded
+        form."""
         damaged: Int64s = rows[self._staged.decode(*self._columns(rows)) == 0]
         return damaged
 

@@ -1,9 +1,9 @@
-"""A tier in a server: queues calls, and runs them on a few connections.
+"""A tier in a remote store: queues calls, and executes them on a few connections.
 
 Always true: a call ends once, and after that its slots are not touched: a connection that may still
-receive bytes for a slot is closed before the call is answered. While the server is known to fail,
-calls end at once as FAILED, and the tier tries to connect. Nodes read each other's blocks; if two
-nodes write the same key, the slower gets PRESENT.
+receive bytes for a slot is closed before the call is answered. While the store has a known problem,
+calls end at once as FAILED, and the tier tries to connect again. Nodes read each other's blocks; if
+two nodes write the same key, the slower node gets PRESENT.
 """
 
 import threading
@@ -39,19 +39,21 @@ Cut = Callable[[Int64s], Iterator[slice]]
 
 
 CONNECTION_BYTES = 128 << 10
-"""Buffers of a connection. Values move directly between socket and slot."""
+"""Bytes of a connection's buffers. They hold no values, which move directly between socket and
+slot."""
 
 
 class RemoteTier:
     """A remote tier; see the module and `SharedTier`.
 
-    A call ends at its deadline at the latest. If it has to connect first, it may end up to
-    `Limits.connect_timeout_s` later, with its slots untouched.
+    A read ends at its deadline at the latest. If it has to connect first, it may end up to
+    `RemoteLimits.connect_timeout_s` later, with its slots untouched.
 
-    `cut_reads`, `cut_writes`: split calls into parts.
-    `on_epoch`: called from any thread with (fingerprint, epoch) before a call is answered that
-        expected another epoch. NO_EPOCH: the server has no epoch. It must not block.
-    `staged`: memory of clients that encode; the tier closes it.
+    `cut_reads`, `cut_writes`: split reads and writes into parts.
+    `on_epoch`: called with (fingerprint, epoch) if the store has another epoch than a call
+        expected, before that call is answered. NO_EPOCH: the store has no epoch. It is called from
+        any thread and must not block.
+    `staged`: staging memory of clients that encode; the tier closes it. None without encoding.
     """
 
     def __init__(
@@ -122,8 +124,8 @@ class RemoteTier:
         self._workers.submit(call, parts, is_read=True)
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
-        """Implements `Tier`. Ignores `epochs` of `blocks`: blocks under the key of an old epoch are
-        never found."""
+        """Implements `Tier`. Ignores `blocks.epochs`: a block that is written under the key of an
+        old epoch is never found."""
 
         def end(call: RemoteCall) -> None:
             stored = call.codes == Write.STORED
@@ -189,7 +191,7 @@ class RemoteTier:
         return self._workers.is_alive()
 
     def memory(self) -> TierMemory:
-        """Implements `Tier`: returns its own memory and the staging memory."""
+        """Implements `Tier`: returns the sum of the connections' buffers and the staging memory."""
         own, staged_bytes = self._own_memory(), self._staged.num_bytes if self._staged else 0
         most_bytes = own.most_bytes + staged_bytes if own.most_bytes else 0
         return TierMemory(own.held_bytes + staged_bytes, most_bytes)

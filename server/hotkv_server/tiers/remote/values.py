@@ -1,7 +1,9 @@
-"""A block as a value: a head of HEAD_BYTES, then the block's bytes.
+"""The layout of a block as a value of a key-value store: a head of HEAD_BYTES, then the block's
+bytes.
 
-Always true: a value passes only if its head has the magic number, this version, the block's size,
-and a seal that matches key and bytes. So foreign bytes and values of other keys are refused.
+Always true: a value is accepted only if its head has the magic number, this version, the block's
+size, and a seal (check value) that matches key and bytes. So foreign bytes and values of other keys
+are refused.
 """
 
 import struct
@@ -17,17 +19,17 @@ HEAD_BYTES = _HEAD.size
 
 
 def head(key: bytes, content: memoryview) -> tuple[bytes, int]:
-    """Returns the head of a block's value, and its seal."""
+    """Returns the head of a block's value, and the block's seal."""
     sealed = seal(key, content)
     return _HEAD.pack(MAGIC, VERSION, len(content), sealed), sealed
 
 
 def judge_head(head: memoryview, value_bytes: int, num_bytes: int) -> Read:
-    """Judges a value by its head.
+    """Checks the head of a value that should hold a block of `num_bytes`. Does not check the seal.
 
-    FOUND: the rest may be a block of `num_bytes`. ABSENT: the value has another version of the
-    format. CORRUPT: it is damaged, foreign or of another size. `value_bytes`: the value's length,
-    head included.
+    Returns FOUND if the head is right. Returns ABSENT if the value has another version of the
+    format, and CORRUPT if it is damaged, foreign or of another size. `value_bytes`: the value's
+    length, head included.
     """
     if value_bytes < HEAD_BYTES:
         return Read.CORRUPT
@@ -41,5 +43,5 @@ def judge_head(head: memoryview, value_bytes: int, num_bytes: int) -> Read:
 
 
 def is_sound(key: bytes, head: memoryview, content: memoryview) -> bool:
-    """Returns True if these bytes match the seal under the key."""
+    """Returns True if the seal in `head` matches the key and `content`, the block's bytes."""
     return bool(seal(key, content) == _HEAD.unpack(head)[-1])

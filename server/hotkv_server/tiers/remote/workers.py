@@ -1,8 +1,9 @@
-"""The threads of a remote tier: each has a connection and does a part of a call at a time.
+"""The threads of a remote tier. Each has a connection and executes a part of a call at a time.
 
-Always true: a connection whose call has failed is closed before the part ends. While the server has
-a known problem, parts end at once without it, and one thread at a time tries to connect. Control
-calls have a separate thread and connection, so they don't wait for blocks, and end in their order.
+Always true: a connection on which a part has failed is closed before the part ends. While the
+server has a known problem, parts end at once without asking it, and one thread at a time tries to
+connect. Control calls (epochs) have a separate thread and connection, so they don't wait behind
+blocks, and end in their order.
 """
 
 import logging
@@ -23,14 +24,15 @@ log = logging.getLogger(__name__)
 # The known problem of a server, and when to try it again.
 #
 # Always true: while there is a problem, no call goes to the server. A thread claims the next try to
-# connect, so threads do not all try at once. Tries come later after each failure in a row; the
-# first that succeeds ends the problem.
+# connect, so threads do not all try at once. The wait before a try doubles with each failure in a
+# row. The first try that succeeds ends the problem.
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
+"""Waits before the tries to connect: the first, and the upper limit. Both vary by a quarter."""
 
 
 class RemoteHealth:
-    """Tracks whether the server works, and when to try it again. Thread-safe."""
+    """Tracks the server's known problem, and when to try to connect again. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -50,7 +52,8 @@ class RemoteHealth:
 
     @property
     def retry_at_s(self) -> float:
-        """When to try again, of time.monotonic; infinity if no try is due."""
+        """When to try to connect again, a time of time.monotonic. Infinity while the server works,
+        and while a thread tries."""
         return self._retry_at_s
 
     def claim(self) -> bool:
@@ -74,8 +77,8 @@ class RemoteHealth:
         self._failures = 0
 
     def fail(self, words: str) -> None:
-        """Notes that the server can't be used. `words`: the end of a sentence that begins with its
-        name."""
+        """Notes that the server can't be used, and sets the time of the next try. `words`: the rest
+        of a message that begins with the server's name."""
         with self._lock:
             problem = f"{self._name} {words}"
             if problem != self._problem:
@@ -85,7 +88,7 @@ class RemoteHealth:
             if is_known:
                 # Another thread has met the same problem: this is not a failed try.
                 return
-            # Random: nodes that lost the server together must not come back together.
+            # Random, so that nodes which lost the server together do not all connect at once.
             wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(self._failures, 20))
             self._retry_at_s = time.monotonic() + wait_s * random.uniform(0.75, 1.25)
             self._failures += 1
@@ -98,8 +101,8 @@ class RemoteHealth:
 class RemoteLimits:
     """Limits on connections.
 
-    `connections`: for blocks, with a thread each. Control calls have another.
-    `connect_timeout_s`: longest wait for a usable connection.
+    `connections`: number of connections for blocks, each with a thread. Control calls use one more.
+    `connect_timeout_s`: longest time to connect and log in.
     `timeout_s`: longest time for a part.
     """
 
@@ -109,12 +112,13 @@ class RemoteLimits:
 
 
 class Workers:
-    """The threads; see the module. Thread-safe.
+    """The threads of a remote tier and their queue; see the module. Thread-safe.
 
-    `name`: of the server, for people; begins with its kind.
-    `num_writers`: threads that also do writes, for servers whose writes are slow; None: all.
-    `connects_first`: threads connect before they take a part, for connections that take long to
-        make. Then no part waits for that while another thread is connected.
+    `name`: the server in messages, such as "valkey at host:port". Begins with the tier's kind.
+    `num_writers`: number of threads that also execute writes; fewer if the server's writes are
+        slow. None: all threads.
+    `connects_first`: threads connect before they take a part. Used if connecting takes long, so
+        that a part does not wait for it while another thread is connected.
     """
 
     def __init__(
@@ -157,8 +161,9 @@ class Workers:
         return self._health.problem
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns how long the slowest thread has waited for the server; 0 if no thread waits. A
-        thread that connects counts only if no thread for blocks is connected."""
+        """Returns for how many seconds the slowest thread has waited for the server; 0 if no thread
+        waits. A thread that is connecting counts only if no thread for blocks is connected.
+        `now_s`: a time of time.monotonic."""
         waits = zip(self._begun_s, self._is_connected, strict=True)
         is_any = any(self._is_connected[:-1])
         begun = [begun_s for begun_s, is_in in waits if begun_s and (is_in or not is_any)]
@@ -166,11 +171,11 @@ class Workers:
 
     @property
     def num_connections(self) -> int:
-        """Most connections for blocks at a time."""
+        """Most connections for blocks at a time; the connection of control calls is not counted."""
         return self._limits.connections
 
     def is_alive(self) -> bool:
-        """Returns whether all threads are running. True until `close`."""
+        """Returns False if a thread has died. True once `close` was called."""
         return self._queue.is_closed or all(thread.is_alive() for thread in self._threads)
 
     def submit(self, call: RemoteCall, parts: Sequence[Part], *, is_read: bool) -> None:
@@ -184,14 +189,14 @@ class Workers:
                 part.call.part_ended()
 
     def submit_control(self, call: RemoteCall, part: Part) -> None:
-        """Queues a call with a single part, before all other calls. Ends it at once if the queue is
-        full, or after `close`."""
+        """Queues a control call, which has a single part, for the thread of control calls. Ends the
+        call at once if the queue is full, or after `close`."""
         call.expect(1)
         if not self._control.put([part], is_read=True):
             part.call.part_ended()
 
     def close(self) -> None:
-        """Ends all calls, and waits for parts under way."""
+        """Ends the queued calls. Blocks until the parts under way have ended."""
         for part in (*self._control.close(), *self._queue.close()):
             part.call.part_ended()
         for thread in self._threads:
@@ -230,7 +235,8 @@ class Workers:
         return client
 
     def _do(self, part: Part, client: Client | None) -> Client | None:
-        """Does a part, or skips it. Returns the client for the next part."""
+        """Executes a part, or skips it if it is late or the server has a problem. Returns the
+        client for the next part; None if the thread must connect anew."""
         begun_s = time.monotonic()
         if begun_s > part.deadline_s or self._health.problem:
             return client
@@ -246,7 +252,7 @@ class Workers:
             self._health.worked()
             return client
         except StoreError as error:
-            # Close first: bytes on their way must not reach a slot.
+            # Close before the part ends: late bytes must not reach a slot.
             client.close()
             self._judge(error, part)
         except (

@@ -33,11 +33,11 @@ from hotkv_server.tiers.remote.client import LostError
 
 T = TypeVar("T")
 REQUESTS_AT_ONCE = 8
-"""Most requests that a call which reads ranges has in flight at a time."""
+"""Most requests that a call of `objects` or `ranges` has in flight at a time."""
 CLOSE_S = 1.0
-"""Longest wait for cancelled requests."""
+"""Longest wait for cancelled requests at the end."""
 GAP_BYTES = 128 << 10
-"""Ranges of an object with at most this gap become a single request."""
+"""Two ranges of an object are read with one request if the gap between them is at most this."""
 
 
 # ----------------------------------------------------------------------------------- The access key
@@ -50,7 +50,8 @@ SECTION = "default"
 
 @dataclass(frozen=True, slots=True)
 class AccessKey:
-    """The credentials of hotkv at the store. `token`: empty for a key that does not expire."""
+    """The credentials with which hotkv signs requests. `token`: the session token; empty for a key
+    that does not expire."""
 
     id: str
     secret: str = field(repr=False)
@@ -58,8 +59,8 @@ class AccessKey:
 
 
 def read_access_key(path: Path) -> AccessKey:
-    """Reads the credentials. Raises UnusableError if other users may read the file, if it is
-    unreadable, or if it has no key."""
+    """Returns the credentials in a file. Raises UnusableError if other users may access the file,
+    if it can't be read, or if it has no key."""
     try:
         check_private_key(path)
         with path.open("rb") as file:
@@ -87,10 +88,10 @@ def read_access_key(path: Path) -> AccessKey:
 
 # -------------------------------------------------------------------------------- What a store says
 
-# Turns the errors of an unusable S3 store into messages that people can act on.
+# Translates errors of an S3 store into messages that say how to fix the cause.
 #
-# Always true: a message has no secrets, and of an answer only its code: stores repeat the access
-# key, and the text that they have signed, in their errors.
+# Always true: a message has no secrets. It quotes only the code of a store's answer, because stores
+# repeat the access key and the signed text in their errors.
 
 
 class FullError(StoreError):
@@ -130,8 +131,8 @@ _FULL = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", 
 
 
 def is_gone(said: str, is_404: bool) -> bool:
-    """Returns whether an object is unavailable although its store works: it is missing, or was
-    archived."""
+    """Returns True if an error means only that an object is missing or archived. `said`: obstore's
+    message. `is_404`: True if obstore reported a missing object."""
     code = _CODE.search(said)
     return (is_404 and (code is None or code[1] != "NoSuchBucket")) or (
         code is not None and code[1] == "InvalidObjectState"
@@ -139,7 +140,8 @@ def is_gone(said: str, is_404: bool) -> bool:
 
 
 def store_error(said: str) -> StoreError:
-    """Returns the error for a message of obstore, except for a missing object."""
+    """Returns the StoreError for an error message of obstore. Not for missing objects: see
+    `is_gone`."""
     code, status = _CODE.search(said), _STATUS.search(said)
     if code is not None and code[1] in _UNUSABLE:
         return UnusableError(_UNUSABLE[code[1]])
@@ -176,7 +178,8 @@ def _by_status(status: str, code: str) -> StoreError:
 
 
 class Loop:
-    """A thread that runs requests, for threads that wait with a time limit. Thread-safe."""
+    """A thread with an asyncio event loop, on which other threads run requests with a time limit.
+    Thread-safe."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -189,7 +192,8 @@ class Loop:
         return f"Loop({'runs' if self._thread.is_alive() else 'closed'})"
 
     def run(self, request: Coroutine[object, object, T], until_s: float) -> T:
-        """Returns the result of a request. Cancels it and raises LateError at the time limit."""
+        """Runs a request and returns its result. Blocks at most until `until_s`, a time of
+        time.monotonic; then cancels the request and raises LateError."""
         future = asyncio.run_coroutine_threadsafe(request, self._loop)
         try:
             return future.result(max(0.0, until_s - time.monotonic()))
@@ -198,11 +202,12 @@ class Loop:
             raise LateError("has not answered in time") from None
 
     def is_alive(self) -> bool:
-        """Returns whether the thread is running. True until `close`."""
+        """Returns False if the thread has died. True once `close` was called."""
         return self._loop.is_closed() or self._thread.is_alive()
 
     def close(self) -> None:
-        """Ends the thread. All requests must have ended."""
+        """Ends the thread. No caller may be waiting in `run`; requests that it cancelled get
+        CLOSE_S to end."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(_end_others(), self._loop).result()
@@ -213,9 +218,10 @@ class Loop:
 
 class Bucket:
     """A bucket; see the module. Paths are relative to the settings' prefix. Connects at its first
-    request. Raises UnusableError if files of the settings are unusable.
+    request. The constructor raises UnusableError if files of the settings can't be used.
 
-    `is_refused`: an answer has said that the store is unusable with this configuration or user.
+    `is_refused`: True once an answer has said that this user can't use the store, or can't use it
+        with these settings.
     """
 
     def __init__(self, settings: S3Settings, loop: Loop) -> None:
@@ -283,7 +289,8 @@ class Bucket:
             return None
 
     def objects(self, paths: Sequence[str], until_s: float) -> list[tuple[bytes, str] | None]:
-        """Returns the result of `get` for each path. Makes REQUESTS_AT_ONCE at a time."""
+        """Returns the result of `get` for each path. Sends up to REQUESTS_AT_ONCE requests at a
+        time."""
         limit = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
         async def one(path: str) -> tuple[bytes, str] | None:
@@ -300,8 +307,9 @@ class Bucket:
         return self._ask(all_of_them(), until_s)
 
     def put(self, path: str, body: "bytes | bytearray", until_s: float, version: str = "") -> bool:
-        """Makes an object. Without `version` only if it does not exist, else only if it still has
-        this version. Returns whether it has."""
+        """Writes an object under a condition. Without `version`: only if the object does not exist.
+        With `version`: only if the object still has this version. Returns False if the condition
+        did not hold."""
         exceptions = self._obstore.exceptions
 
         async def request() -> bool:
@@ -320,7 +328,7 @@ class Bucket:
         try:
             return self._ask(request(), until_s)
         except FileNotFoundError:
-            # The object to replace is gone.
+            # The object to replace does not exist any more.
             return False
 
     def delete(self, path: str, until_s: float) -> None:
@@ -337,8 +345,13 @@ class Bucket:
     def ranges(
         self, wanted: Sequence[tuple[str, list[int], list[int]]], until_s: float
     ) -> "list[list[memoryview] | StoreError | None]":
-        """Returns the bytes for each (path, begins, lengths), shorter or empty beyond the object's
-        end; None if the object does not exist; the error if a request failed. Raises LateError."""
+        """Reads several ranges of several objects. `wanted`: for each object, its path, and the
+        begins and lengths of its ranges in bytes.
+
+        Returns for each object a list with the bytes of its ranges; a range beyond the object's end
+        is shorter or empty. In place of the list, returns None if the object does not exist, and
+        the error if a request failed. Raises LateError.
+        """
         limit = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
         async def span(path: str, begin: int, end: int) -> memoryview:
@@ -372,8 +385,8 @@ class Bucket:
     def names(
         self, folder: str, most: int, is_enough: Callable[[str], bool], until_s: float
     ) -> list[str]:
-        """Returns the first names of objects in a folder, in order: at most `most`. Stops soon
-        after a name that `is_enough`."""
+        """Returns the names of the first objects in a folder, in order of names, at most `most`.
+        Stops at the end of a page (1000 names) if `is_enough` is True for its last name."""
 
         async def request() -> list[str]:
             found: list[str] = []
@@ -389,8 +402,8 @@ class Bucket:
             return []
 
     def _ask(self, request: Coroutine[object, object, T], until_s: float) -> T:
-        """Returns the result of a request. Raises StoreError, or FileNotFoundError without the
-        store's text."""
+        """Returns the result of a request. Raises FileNotFoundError if the object is missing, else
+        StoreError. Neither quotes the store's text."""
         try:
             return self._loop.run(request, until_s)
         except (FileNotFoundError, self._obstore.exceptions.BaseError) as error:
@@ -410,8 +423,9 @@ class Bucket:
 
 
 def merged(begins: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Merges ranges into few (begin, end) ranges, in order. A gap of up to GAP_BYTES costs less
-    than another request; gaps never make more than half of a range."""
+    """Merges ranges of an object into fewer ranges, and returns them as (begin, end), in order. Two
+    ranges are merged if the gap between them is at most GAP_BYTES, because reading it costs less
+    than another request. Gaps are at most half of a merged range."""
     spans: list[tuple[int, int]] = []
     used_bytes = 0
     for begin, length in sorted(zip(begins, lengths, strict=True)):

@@ -1,7 +1,7 @@
-"""Turns calls of a tier into requests to a bucket.
+"""Translates a tier's calls into requests to a bucket.
 
-Always true, in addition to `Client`: a slot is written only with complete bytes that match their
-seal. Damaged blocks, and packs that no longer exist, are forgotten.
+Always true, in addition to `Client`: a slot is written only with a block's complete bytes, after
+they matched the seal. Damaged blocks, and packs that no longer exist, are removed from the index.
 """
 
 import itertools
@@ -30,7 +30,8 @@ from hotkv_server.tiers.seals import seal
 
 
 class Shared:
-    """State that all clients of a tier share."""
+    """State that all clients of a tier share: the bucket, the index of blocks, and the threads that
+    list packs and send requests. Thread-safe."""
 
     def __init__(self, settings: S3Settings) -> None:
         self.settings = settings
@@ -51,8 +52,9 @@ class Shared:
         return f"Shared({self.index!r}, {self.lister!r})"
 
     def bucket(self) -> Bucket:
-        """Returns the shared bucket. After it was refused, returns a new bucket that has read its
-        files again. Raises UnusableError."""
+        """Returns the shared `Bucket`. If the store has refused the last (`is_refused`), returns a
+        new `Bucket`, which has read the credentials and certificates again. Raises
+        UnusableError."""
         with self._lock:
             if self._bucket is None or self._bucket.is_refused:
                 self._is_checked = False
@@ -60,9 +62,10 @@ class Shared:
             return self._bucket
 
     def connect(self, until_s: float) -> "S3Client":
-        """Returns a client whose bucket has answered. Raises StoreError."""
+        """Checks that the bucket answers and can be used, and returns a client. Raises
+        StoreError."""
         bucket = self.bucket()
-        # An empty folder: the listing shows whether the bucket answers and permits listing.
+        # List an empty folder, to see whether the bucket answers and permits listing.
         bucket.names(epochs.CHECK, 1, lambda name: True, until_s)
         if not self._is_checked:
             epochs.check_conditions(bucket, until_s)
@@ -70,15 +73,15 @@ class Shared:
         return S3Client(self, bucket)
 
     def is_alive(self) -> bool:
-        """Returns whether its threads are running. True until `close`."""
+        """Returns False if a thread has died. True once `close` was called."""
         return self.lister.is_alive() and self.loop.is_alive()
 
     def next_number(self) -> int:
-        """Returns the number of the next pack."""
+        """Returns the number of the next pack; each call returns another number."""
         return next(self._numbers)
 
     def close(self) -> None:
-        """Ends its threads. Its clients must no longer be in use."""
+        """Ends the threads. No client may be in use any more."""
         self.lister.close()
         self.loop.close()
 
@@ -95,13 +98,14 @@ class S3Client:
         return f"S3Client({self._bucket!r})"
 
     def is_fresh(self) -> bool:
-        """Implements `Client`. An ended connection is opened again automatically."""
+        """Implements `Client`. Returns True: obstore opens an ended connection again."""
         return True
 
     def probe(
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
-        """Implements `Client`. Answers from memory; asks the bucket only for epochs."""
+        """Implements `Client`. Answers from the index in memory; asks the bucket only for the
+        epochs, and for a listing of a key space that it has not listed yet."""
         places = self._places(keys, until_s)
         changed = self._changed(expected, until_s)
         if not changed:
@@ -147,7 +151,7 @@ class S3Client:
         seals: Seals,
         until_s: float,
     ) -> None:
-        """Implements `Client`. The blocks of each key space become a pack."""
+        """Implements `Client`. Stores the blocks of each key space as one object (a pack)."""
         rows_of: dict[Space, list[int]] = {}
         first_of: dict[bytes, int] = {}
         for at, (key, place) in enumerate(zip(keys, self._places(keys, until_s), strict=True)):
@@ -168,8 +172,8 @@ class S3Client:
                 codes[at] = max(Write.PRESENT, codes[first])
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
-        """Implements `Client`. Only this node forgets them; objects stay until the lifecycle rule
-        removes them."""
+        """Implements `Client`. Removes the blocks from this node's index only. The objects stay
+        until the bucket's lifecycle rule removes them."""
         self._index.forget(keys)
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
@@ -183,7 +187,8 @@ class S3Client:
         return raised
 
     def close(self) -> None:
-        """Implements `Client`. Connections end with the last reference to the bucket."""
+        """Implements `Client`. Does nothing: connections end with the last reference to the
+        bucket."""
 
     def _places(self, keys: Sequence[bytes], until_s: float) -> list[Place | None]:
         for space in dict.fromkeys(map(space_of, keys)):
@@ -199,8 +204,11 @@ class S3Client:
         settled: Codes,
         until_s: float,
     ) -> StoreError | None:
-        """Fills slots from packs. `rows_of`: for each pack, pairs of a row of the call and a row of
-        the pack. Returns the first error; its blocks keep their codes."""
+        """Reads blocks from packs into their slots, and sets their codes in `settled`. Returns the
+        first error; blocks whose request failed keep their codes.
+
+        `rows_of`: for each pack, the blocks to read, as (row in the call, row in the pack).
+        """
         wanted = []
         for pack, rows in rows_of.items():
             in_pack = [row for _, row in rows]
@@ -228,7 +236,8 @@ class S3Client:
     def _put(
         self, space: Space, keys: list[bytes], slots: list[memoryview], until_s: float
     ) -> Pack | None:
-        """Writes a pack. Returns None if the store is full."""
+        """Writes the blocks as a pack, and adds it to the index. Returns None if the store is full.
+        Raises UnusableError if an object of this name exists."""
         number = self._shared.next_number()
         name = new_name(_now_us(), self._shared.settings.node, number, len(keys))
         pack, body = packed(space, name, keys, slots)

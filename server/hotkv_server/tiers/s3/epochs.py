@@ -1,23 +1,25 @@
-"""Epochs in a bucket: a number in the object `epochs/1/{fingerprint}`, which a flush raises.
+"""Epochs in a bucket. A key space's epoch is a number in the object `epochs/1/{fingerprint}`, which
+each flush raises.
 
-Always true: the epoch of a key space never returns to an earlier value that its raiser knows. The
-first write fails if the object exists (If-None-Match), and a raise fails if the object has changed
-since it was read (If-Match). So of all writes after the same read, exactly one succeeds. Keys of
-blocks contain the epoch: only a node that has not heard of the flush finds blocks of an old epoch.
-The order of its requests stops such a node: **the epoch is read after the blocks**.
+Always true: a raise gives a greater epoch than all that the raising node knows. The first write of
+the object fails if it exists (If-None-Match), and a raise fails if the object has changed since it
+was read (If-Match). So of all writes after the same read, exactly one succeeds. The keys of blocks
+contain the epoch, so only a node that does not know of a flush yet asks for blocks of an old epoch.
+The order of its requests keeps it from using them: **the epoch is read after the blocks**.
 
 Proof. The store is strongly consistent: a read that begins after the answer to a write sees that
-write. Let a node read blocks, then, when all have come, the epoch, and let it read E, the epoch in
-its keys. Epochs do not come back, so a flush that ended E was answered after that read of the epoch
-had begun, hence after the blocks had come. If a flush was answered before the read of the blocks
-began, the epoch differs and the blocks are refused. Each part of a call reads the epoch; the whole
-call is refused if any part saw another epoch.
+write. Suppose a node reads blocks and, when all have arrived, the epoch, and this is E, the epoch
+in the blocks' keys. An epoch that has ended does not return. So a flush that ends E was answered
+after the read of the epoch began, hence after the blocks had arrived. Conversely, if a flush was
+answered before the read of the blocks began, the node sees another epoch, and refuses the blocks.
+Each part of a call reads the epoch; the whole call is refused if any part saw another epoch.
 
-The proof needs one bucket: a replica in another region may give an old epoch. The first connection
-tries whether the store honours both conditions.
+The proof assumes a single bucket: a replica in another region may show an old epoch. The first
+connection tests that the store honours If-None-Match and If-Match (`check_conditions`).
 
-An absent epoch equals no epoch: no block passes. An epoch begins at the clock's time, not at 0
-(`epoch_numbers`), so a bucket that lost its epoch does not reuse earlier numbers.
+If the epoch's object is absent, every block is refused. A new epoch is computed from this node's
+clock (`protocol.begun`) instead of counting from 0, so a bucket that lost its epoch does not reuse
+earlier numbers.
 """
 
 import re
@@ -28,27 +30,29 @@ from hotkv_server.tiers.remote.client import LostError, UnusableError
 from hotkv_server.tiers.s3.bucket import Bucket, FullError
 
 CHECK = "check"
-"""The object that is used to test conditional writes."""
+"""Path of the object with which conditional writes are tested."""
 TRIES = 16
+"""Most tries to begin or raise an epoch, if other nodes change it at the same time."""
 _FINGERPRINT = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 
 def epoch_path(fingerprint: str) -> str:
-    """Returns the path of a key space's epoch. It is outside `blocks/`, so that a lifecycle rule
-    can spare it."""
+    """Returns the path of a key space's epoch. It is outside `blocks/`, so that the lifecycle rule
+    for blocks does not remove epochs. Raises LostError for a fingerprint with other characters than
+    letters, digits, _ and -."""
     if not _FINGERPRINT.fullmatch(fingerprint):
         raise LostError("keeps no epoch under such a fingerprint")
     return f"epochs/1/{fingerprint}"
 
 
 def read_epoch(bucket: Bucket, fingerprint: str, until_s: float) -> int:
-    """Returns the epoch; NO_EPOCH if it does not exist. Raises StoreError."""
+    """Returns a key space's epoch; NO_EPOCH if it has none. Raises StoreError."""
     return _read(bucket, fingerprint, until_s)[0]
 
 
 def begin_epoch(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -> int:
-    """Returns the epoch. Begins an epoch if it does not exist; NO_EPOCH if the store has no room
-    for it. Raises StoreError.
+    """Returns a key space's epoch, and begins an epoch if it has none. Returns NO_EPOCH if the
+    store has no room for the epoch. Raises StoreError.
 
     `now_us`: microseconds of the wall clock.
     """
@@ -67,8 +71,8 @@ def begin_epoch(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -
 def begin_epochs(
     bucket: Bucket, fingerprints: Sequence[str], now_us: int, until_s: float
 ) -> dict[str, int]:
-    """Returns the epochs of several key spaces, as `begin_epoch` does. Asks for all at once. Leaves
-    out epochs that are no number. Raises StoreError."""
+    """Returns the epochs of several key spaces, as `begin_epoch` does. Reads all at the same time.
+    Omits a key space whose epoch is not a number. Raises StoreError."""
     objects = bucket.objects([epoch_path(name) for name in fingerprints], until_s)
     epochs: dict[str, int] = {}
     for name, found in zip(fingerprints, objects, strict=True):
@@ -81,11 +85,13 @@ def begin_epochs(
 
 
 def raise_epoch(bucket: Bucket, fingerprint: str, floor: int, now_us: int, until_s: float) -> int:
-    """Ends the epoch, and returns the next epoch, above `floor`. NO_EPOCH if the store has no room
-    for it: then blocks don't pass until an epoch begins. Raises StoreError."""
+    """Ends a key space's epoch, and returns the next epoch, which is above `floor`. If the store
+    has no room for the next epoch, deletes the old epoch and returns NO_EPOCH; blocks are then
+    refused until an epoch begins. Raises StoreError. `now_us`: microseconds of the wall clock."""
     for _ in range(TRIES):
         epoch, version = _read(bucket, fingerprint, until_s)
-        # Without a version the epoch was lost; the next must differ from an epoch that begins now.
+        # Without a version the epoch is absent. The next must differ from an epoch that another
+        # node begins now.
         wanted = raised(now_us, epoch, floor) if version else raised(now_us, begun(now_us), floor)
         try:
             if bucket.put(epoch_path(fingerprint), b"%d" % wanted, until_s, version):
@@ -99,7 +105,8 @@ def raise_epoch(bucket: Bucket, fingerprint: str, floor: int, now_us: int, until
 
 
 def check_conditions(bucket: Bucket, until_s: float) -> None:
-    """Checks that the store honours the two conditions. Raises UnusableError if it does not."""
+    """Checks that the store honours If-None-Match and If-Match. Raises UnusableError if it does
+    not."""
     bucket.put(CHECK, b"1", until_s)
     found = bucket.get(CHECK, until_s)
     if found is None:
@@ -115,7 +122,8 @@ def _read(bucket: Bucket, fingerprint: str, until_s: float) -> tuple[int, str]:
 
 
 def _parsed(found: tuple[bytes, str] | None) -> tuple[int, str]:
-    """Returns the epoch and the version of an object. Raises LostError."""
+    """Returns the epoch in an object and the object's version; NO_EPOCH and "" for a missing
+    object. Raises LostError if the object does not hold an epoch."""
     if found is None:
         return NO_EPOCH, ""
     text, version = found

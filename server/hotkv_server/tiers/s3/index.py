@@ -1,8 +1,9 @@
-"""The blocks of a bucket that this node knows of, in memory.
+"""An index, in memory, of the blocks that this node knows to be in the bucket. A pack is an object
+with the blocks of a write.
 
-Always true: at most `max_blocks` rows of packs are kept. Beyond that the oldest packs are
-forgotten; the bucket keeps them. A block that lies in several packs is found in the newest. The
-index is a hint: a pack may no longer exist in the bucket.
+Always true: the index holds the blocks of at most `max_blocks` rows of packs, or a single larger
+pack. If more are added, it drops the oldest packs, which stay in the bucket. A block that is in
+several packs is found in the newest. The index is a hint: a pack may no longer exist in the bucket.
 """
 
 import heapq
@@ -17,7 +18,7 @@ _ROW_MASK = (1 << _ROW_BITS) - 1
 
 
 class Place(NamedTuple):
-    """The place of a block: a row of a pack."""
+    """The place of a block: a pack, and the block's row in the pack's list."""
 
     pack: Pack
     row: int
@@ -29,12 +30,12 @@ class PackIndex:
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._lock = threading.Lock()
-        # Number of the pack and row, by the tag of a key.
+        # By the tag of a key: pack number << _ROW_BITS | row.
         self._where: dict[int, int] = {}
         self._packs: dict[int, Pack] = {}
         self._numbers: dict[str, int] = {}
         self._next = 0
-        # (-age, number): the oldest first. Packs that are dropped stay in it until then.
+        # Heap of (-age, number), with the oldest pack on top. Dropped packs are removed later.
         self._oldest: list[tuple[int, int]] = []
         self._num_rows = 0
 
@@ -45,7 +46,8 @@ class PackIndex:
         return len(self._where)
 
     def add(self, pack: Pack) -> bool:
-        """Adds a pack. Returns False if the index is full of newer packs."""
+        """Adds a pack; drops older packs if there is no room. Returns False, and adds nothing, if
+        the index is full of packs that are at least as new."""
         with self._lock:
             if pack.path in self._numbers:
                 return True
@@ -67,11 +69,11 @@ class PackIndex:
             return True
 
     def has(self, path: str) -> bool:
-        """Returns whether a pack is known."""
+        """Returns True if the pack with this path is in the index."""
         return path in self._numbers
 
     def find(self, keys: Sequence[bytes]) -> list[Place | None]:
-        """Returns the known places of blocks."""
+        """Returns the place of each key's block; None for a block that is not in the index."""
         tags = [tag(key) for key in keys]
         with self._lock:
             found = [self._where.get(key_tag) for key_tag in tags]
@@ -81,19 +83,20 @@ class PackIndex:
             ]
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Forgets blocks; they stay in the bucket."""
+        """Removes blocks from the index. They stay in the bucket."""
         tags = [tag(key) for key in keys]
         with self._lock:
             for key_tag in tags:
                 self._where.pop(key_tag, None)
 
     def drop(self, path: str) -> None:
-        """Forgets a pack."""
+        """Removes a pack from the index. It stays in the bucket."""
         with self._lock:
             self._drop(path)
 
     def drop_others(self, fingerprint: str, space: Space | None) -> None:
-        """Forgets all packs of a key space, except packs of the epoch in `space`."""
+        """Removes all packs of the key space `fingerprint` from the index, except those in `space`
+        (the key space in one epoch). None: removes all."""
         with self._lock:
             packs = list(self._packs.values())
         for pack in packs:

@@ -1,16 +1,18 @@
-"""Learns, on a thread, which packs a bucket has.
+"""Finds out, on a thread, which packs (objects with blocks) a bucket has, and adds them to the
+index.
 
 Always true: a key space is listed only when its blocks are requested, at most once in `refresh_s`.
-The first request waits for the first packs. Later requests are answered from the known packs, and
-the listing follows.
+The first request waits until the newest packs are known. A later request is answered from the known
+packs, and the listing runs after it.
 
-Names sort newest first, so a listing usually reads one page of names. Names from before the last
-listing, less OVERLAP_S, count as seen. A pack that comes later than its name says, or from a node
-whose clock is further behind, is found only after the next start. If this node's clock jumps by
-more than JUMP_S, the key space is listed again from the beginning.
+Names sort newest first, so a listing usually reads one page of names. It skips packs whose names
+are from earlier than OVERLAP_S before the last listing. So a pack may be missed until the next
+start if it appears more than OVERLAP_S after the time in its name, for example because its node's
+clock is behind. If this node's clock jumps by more than JUMP_S, the key space is listed again from
+the beginning.
 
-Bounded: MAX_SPACES key spaces, MAX_PACKS names per listing, and the seen names of OVERLAP_S are
-remembered.
+Memory is bounded: the lister remembers at most MAX_SPACES key spaces, reads at most MAX_PACKS names
+in a listing, and keeps the seen names of the last OVERLAP_S.
 """
 
 import logging
@@ -38,24 +40,28 @@ log = logging.getLogger(__name__)
 OVERLAP_S = 120.0
 JUMP_S = OVERLAP_S / 2
 UNSEEN = 10**16
-"""A horizon older than all packs."""
+"""A horizon before all packs, so that a listing skips none of them."""
 MAX_SPACES = 4096
 MAX_PACKS = 16384
-"""256 GiB, if each has 16 MiB."""
+"""Most names in a listing: 256 GiB of blocks in packs of 16 MiB."""
 LISTS_AT_ONCE = 16
+"""Number of packs whose lists are read at the same time."""
 FIRST_PACKS = 256
-"""Number of newest packs to read before the first answer."""
+"""Number of newest packs that are read before the first request is answered."""
 
 
 @dataclass(slots=True)
 class _Folder:
-    """The state of a key space.
+    """The state of a key space in an epoch.
 
-    `is_known`: whether its newest packs are known.
+    `is_known`: True once its newest packs are in the index.
+    `is_queued`: True while a listing is queued or under way.
     `looks`: number of listings that have ended, successful or not.
-    `error`: of the last listing.
-    `horizon`: packs of this age and older count as seen.
+    `due_s`: when the next listing is due, a time of time.monotonic.
+    `horizon`: the next listing skips packs of this age (`age_of`) and older.
     `clock_s`: the wall clock minus the monotonic clock when the horizon was reset.
+    `seen`: names of packs newer than the horizon that the listing need not read again.
+    `error`: the error of the last listing; None if it succeeded.
     """
 
     is_known: bool = False
@@ -69,7 +75,13 @@ class _Folder:
 
 
 class Lister:
-    """Lists packs; see the module. Thread-safe. `connect`: makes a bucket; raises StoreError."""
+    """Lists packs; see the module. Thread-safe.
+
+    `index`: the found packs are added to it.
+    `connect`: returns the bucket; raises StoreError.
+    `refresh_s`: least time between two listings of a key space.
+    `timeout_s`: longest time for a request.
+    """
 
     def __init__(
         self,
@@ -94,8 +106,9 @@ class Lister:
         return f"Lister({len(self._folders)} key spaces, {len(self._queue)} to look at)"
 
     def ask(self, space: Space, until_s: float) -> None:
-        """Requests a listing of a key space if it is due. Waits if the key space was never listed.
-        Raises StoreError if it is still unknown."""
+        """Queues a listing of a key space if it is due. If its packs are not known yet, blocks
+        until they are, at most until `until_s`, a time of time.monotonic; then raises
+        StoreError."""
         with self._changed:
             folder = self._folder(space)
             is_due = not folder.is_known or time.monotonic() >= folder.due_s
@@ -120,24 +133,25 @@ class Lister:
             self._folder(space).seen.add(name)
 
     def forget_others(self, fingerprint: str, space: Space | None) -> None:
-        """Forgets a key space, except its epoch in `space`."""
+        """Forgets the state of the key space `fingerprint` in all epochs, except the epoch of
+        `space`."""
         with self._changed:
             for one in [one for one in self._folders if one.partition("/")[0] == fingerprint]:
                 if one != space:
                     del self._folders[one]
 
     def is_alive(self) -> bool:
-        """Returns whether the thread is running. True until `stop`."""
+        """Returns False if the thread has died. True once `stop` was called."""
         return self._is_closed or self._thread.is_alive()
 
     def stop(self) -> None:
-        """Wakes all callers that wait, and ends the thread after the present listing."""
+        """Makes the thread end after the listing under way. Waiting callers get LostError."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Waits for the end of the thread."""
+        """Calls `stop` and blocks until the thread has ended."""
         self.stop()
         self._thread.join()
 
@@ -217,8 +231,8 @@ class Lister:
             self._changed.notify_all()
 
     def _learn(self, bucket: Bucket, space: Space, names: list[str]) -> bool:
-        """Reads the lists of these packs. Returns False if the index has no room for older
-        packs."""
+        """Reads the lists of these packs and adds the packs to the index. Returns False if the
+        index had no room for one of them, so it has none for older packs either."""
         until_s = time.monotonic() + self._timeout_s
         wanted = [(path_of(space, name), [0], [list_bytes(name)]) for name in names]
         has_room = True

@@ -1,9 +1,11 @@
-"""A pack: an object with a list of blocks, followed by the blocks of a write, in order.
+"""Packs: objects of a bucket, each with the blocks of a write. A pack begins with a list of its
+blocks; the blocks follow in order.
 
-Always true: a pack is written once and never changed. Its name has its node's random name and a
-number, so names are unique, and they sort newest first. The list has a seal over the pack's path,
-so foreign bytes and lists of other packs are refused. A block passes only if its bytes match its
-seal under its key, wherever the list says that it lies.
+Always true: a pack is written once and never changed. Its name contains the name of its node and a
+number, so names are unique; and it begins so that newer packs sort first. The list has a seal
+(check value) seeded by the pack's path, so foreign bytes and lists of other packs are refused. A
+block is accepted only if its bytes match the seal under its key, so a wrong offset in the list does
+no harm.
 
 The path is `blocks/1/{fingerprint}/{epoch}/{name}`: a lifecycle rule removes the objects below
 `blocks/`.
@@ -23,14 +25,14 @@ from hotkv_server.tiers.protocol import Int64s
 from hotkv_server.tiers.seals import seal
 
 Space = NewType("Space", str)
-"""A key space in an epoch: the folder of its packs."""
+"""A key space in one epoch, as `{fingerprint}/{epoch}`. Its packs are in a folder of this name."""
 Tags = NDArray[np.uint64]
-"""Values of `tag`."""
+"""Array of values of `tag`."""
 
 BLOCKS = "blocks/1"
 """Folder of all packs. The number is the version of this format."""
 MIN_PACK_BYTES = 4 << 20
-"""If the rest of a write is smaller, it joins the pack before it."""
+"""Least size of the last pack of a write. A smaller rest is added to the pack before it."""
 _KEY = re.compile(rb"hotkv/1/([0-9A-Za-z_-]{1,64})/([0-9]{1,20})/")
 _NAME = re.compile(r"([0-9]{16})-[0-9a-z]{1,32}-[0-9a-f]{1,16}-([0-9]{1,5})")
 _LAST_US = 10**16 - 1
@@ -43,7 +45,11 @@ _ROW = np.dtype([("tag", "<u8"), ("num_bytes", "<i8"), ("seal", "<u8")])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
-    """A pack as its list describes it, a row per block. `begins`: offsets in the object."""
+    """A pack as its list describes it. Arrays have a row per block, in the order of the blocks.
+
+    `tags`: `tag` of each block's key.
+    `begins`: byte offset of each block in the object.
+    """
 
     space: Space
     name: str
@@ -57,29 +63,31 @@ class Pack:
 
     @property
     def path(self) -> str:
-        """The path of its object."""
+        """The path of the pack's object."""
         return path_of(self.space, self.name)
 
     @property
     def age(self) -> int:
-        """An age that is greater for older packs."""
+        """A number that is greater for older packs, as in `age_of`."""
         return age_of(self.name)
 
 
 def tag(key: bytes) -> int:
-    """Returns 64 bits that stand for a key in a list. If two keys have the same tag, a read of the
-    wrong block fails its seal and is CORRUPT: a miss, never wrong bytes."""
+    """Returns a 64-bit hash that stands for a key in a pack's list. If two keys have the same tag,
+    a read may get the other key's block; then the seal does not match, and the result is
+    CORRUPT."""
     return xxhash.xxh3_64_intdigest(key)
 
 
 def space_of(key: bytes) -> Space | None:
-    """Returns the folder of blocks with this key; None if it is no key of a block."""
+    """Returns the key space and epoch in a block's key; None if `key` is not the key of a
+    block."""
     match = _KEY.match(key)
     return Space((b"%b/%b" % match.groups()).decode()) if match else None
 
 
 def folder_of(space: Space) -> str:
-    """Returns the folder of a key space's packs in an epoch."""
+    """Returns the path of the folder with the packs of a key space in an epoch."""
     return f"{BLOCKS}/{space}"
 
 
@@ -89,23 +97,26 @@ def path_of(space: Space, name: str) -> str:
 
 
 def new_name(now_us: int, node: str, number: int, count: int) -> str:
-    """Returns the name of the `number`th pack of a node, with `count` blocks. `now_us`:
+    """Returns the name for the `number`th pack that a node writes, with `count` blocks. `now_us`:
     microseconds of the wall clock."""
     return f"{_LAST_US - now_us:016d}-{node}-{number:x}-{count}"
 
 
 def age_of(name: str) -> int:
-    """Returns an age that is greater for older packs. `name`: of `new_name`, or its beginning."""
+    """Returns a number that is greater for older packs. `name`: a pack's name, or at least its
+    first 16 characters."""
     return int(name[:16])
 
 
 def age_at(time_us: int) -> int:
-    """Returns the age, as in `age_of`, of a pack made at this time."""
+    """Returns the age, as in `age_of`, of a pack made at `time_us` microseconds of the wall
+    clock."""
     return _LAST_US - time_us
 
 
 def list_bytes(name: str) -> int:
-    """Returns the number of bytes before a pack's blocks; 0 if this is no name of a pack."""
+    """Returns the size of a pack's list in bytes, with its head; the blocks follow it. Returns 0
+    if `name` is not the name of a pack."""
     match = _NAME.fullmatch(name)
     return _HEAD.size + int(match[2]) * _ROW.itemsize if match else 0
 
@@ -113,8 +124,8 @@ def list_bytes(name: str) -> int:
 def packed(
     space: Space, name: str, keys: Sequence[bytes], slots: Sequence[memoryview]
 ) -> tuple[Pack, bytearray]:
-    """Returns a pack and the bytes of its object. The name must have been made for so many
-    blocks."""
+    """Returns a pack of these blocks, and the bytes of its object. `name`: made by `new_name` for
+    this number of blocks."""
     rows = np.empty(len(keys), _ROW)
     rows["tag"] = [tag(key) for key in keys]
     rows["num_bytes"] = [len(slot) for slot in slots]
@@ -131,8 +142,8 @@ def packed(
 
 
 def parsed(space: Space, name: str, front: memoryview) -> Pack | None:
-    """Returns the pack that the first `list_bytes` of an object describe; None if they are
-    damaged."""
+    """Returns the pack that an object's list describes; None if the list is damaged. `front`: the
+    first `list_bytes(name)` bytes of the object."""
     if len(front) != list_bytes(name) or len(front) < _HEAD.size:
         return None
     magic, zero, sealed = _HEAD.unpack_from(front)
@@ -143,8 +154,9 @@ def parsed(space: Space, name: str, front: memoryview) -> Pack | None:
 
 
 def cut_packs(num_bytes: Int64s, pack_bytes: int) -> Iterator[slice]:
-    """Splits the rows of a write into parts of `pack_bytes` or a little more. The last may be
-    smaller, but not below MIN_PACK_BYTES unless it is the only part."""
+    """Splits the rows of a write into parts, a pack each. A part ends with the block that makes it
+    at least `pack_bytes`. The last part may be smaller, but not smaller than MIN_PACK_BYTES unless
+    it is the only part."""
     ends, begin, total = list[int](), 0, 0
     for at, size in enumerate(num_bytes.tolist()):
         total += size

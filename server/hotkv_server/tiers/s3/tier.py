@@ -16,19 +16,22 @@ from hotkv_server.tiers.s3.client import Shared
 from hotkv_server.tiers.s3.packs import cut_packs
 
 INDEX_ENTRY_BYTES = 170
+"""Memory of a block in the index, measured."""
 LINGER_S = 5.0
-"""Blocks wait so long for a whole pack: calls cost money."""
+"""Longest time for which blocks wait until a pack is full. Stores charge for each request, so few
+large packs are cheaper."""
 READ_BYTES, READ_BLOCKS = 8 << 20, 256
-"""Bytes and blocks in a part of a read: a good size of a request."""
+"""Most bytes and blocks in a part of a read."""
 
 
 class S3Tier(RemoteTier):
     """A tier in an S3 bucket. See `RemoteTier`. Raises MissingError if its library is not
     installed.
 
-    The blocks of a `write` are stored in one object, so calls should have `batch_bytes`; smaller
-    calls cost a request all the same. Other nodes find the blocks after `refresh_s`. After
-    `forget`, only this node forgets the blocks, until it starts again.
+    A `write` stores its blocks in objects of about `batch_bytes` (packs), so a smaller call costs
+    as much as a call of that size. Other nodes find the blocks when they list the bucket again,
+    after `refresh_s`. `forget` removes blocks only from this node's index; after its next start the
+    node finds them again.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class S3Tier(RemoteTier):
 
         facts = TierFacts(name, Medium.REMOTE, False, 0, True, settings.pack_bytes, LINGER_S)
         self._shared = Shared(settings)
-        # Writing a pack takes long: reads must not wait until all threads have written.
+        # Writing a pack takes long, so only half of the threads write; the others serve reads.
         workers = Workers(
             f"{name} at {settings.place}",
             RemoteLimits(settings.connections, settings.connect_timeout_s, settings.timeout_s),
@@ -72,8 +75,9 @@ class S3Tier(RemoteTier):
         return super().is_alive() and self._shared.is_alive()
 
     def _own_memory(self) -> TierMemory:
-        """Returns the memory of the index, of packs that are being written (each with a copy), and
-        of ranges that are being read (with as much again for gaps)."""
+        """Returns the memory of the index and of requests under way. A pack that is being written
+        counts twice, because it is copied; a range that is being read counts twice, because it may
+        contain as many bytes that are not needed."""
         settings, index = self._shared.settings, self._shared.index
         writers = (settings.connections + 1) // 2
         moving_bytes = 2 * (writers * settings.pack_bytes + settings.connections * READ_BYTES)

@@ -1,5 +1,6 @@
 """The tier in a Valkey or Redis server, which many nodes can share.
 
-`resp_client` turns calls into commands. `connection` carries these to one server, `cluster` to
-many. `resp` and `stream` implement the protocol. `epochs` makes a flush hold on all nodes.
+`resp_client` translates the tier's calls into commands. `connection` sends the commands to a single
+server, `cluster` to the servers of a cluster. `resp` and `stream` implement RESP, the servers'
+protocol. `epochs` stores a counter for each key space, so that a flush holds on all nodes.
 """

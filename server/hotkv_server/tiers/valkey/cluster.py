@@ -1,12 +1,12 @@
-"""Connections to a cluster of Valkey or Redis servers, each with some of the hash slots.
+"""Connections to a cluster of Valkey or Redis servers, each of which has some of the hash slots.
 
-A command goes to the server that has the slot of its key. A server that has given the slot away
-answers MOVED, or ASK while keys move. The command then goes to the server that the answer names,
-over a separate connection without other commands.
+A command is sent to the server that has the hash slot of its key. If the slot has moved to another
+server, the first server answers MOVED, or ASK while the slot's keys move. The command is then sent
+to the server that the answer names, over a separate connection (a detour) without other commands.
 
-Always true: there is a connection to each server that has slots. Batches have keys of all servers,
-so a server that is away takes the whole cluster away. One of the servers has shown the map of
-slots; after MOVED the map is asked for again before further commands.
+Always true: there is a connection to each server that has hash slots. If a server can't be reached,
+the whole cluster counts as unusable, because each batch has keys of all servers. The map of hash
+slots comes from one of the servers; after MOVED it is asked for again before the next commands.
 """
 
 import binascii
@@ -45,12 +45,12 @@ class ClusterPipe:
         self._servers: dict[Address, ValkeyConnection] = {}
         self._detours: dict[Address, ValkeyConnection] = {}
         self._owners: list[Address] = []
-        # By server, how many replicas it has.
+        # Number of replicas of each server.
         self._num_replicas: dict[Address, int] = {}
-        # By slot, the place of its server in `_owners`; -1 without a server.
+        # For each hash slot, the index of its server in `_owners`; -1 without a server.
         self._owner_of = np.full(NUM_SLOTS, -1, np.int16)
         self._is_outdated = False
-        # Commands whose replies were not read, and the connections they went to.
+        # Commands whose replies were not read, and the connections that sent them.
         self._sent: deque[tuple[Command, ValkeyConnection | None]] = deque()
         try:
             self._find(until_s)
@@ -95,13 +95,14 @@ class ClusterPipe:
         return self._receive(lambda connection: connection.value(head, place, until_s), until_s)
 
     def outlives_failover(self, key: bytes, until_s: float) -> bool:
-        """Implements `Pipe`. Raises UnusableError if this user may not ask."""
+        """Implements `Pipe`. Raises UnusableError if this user may not use CLUSTER SLOTS or
+        WAIT."""
         slot = slot_of(key)
         owner = self._owners[self._owner_of[slot]]
         if self._is_outdated:
-            # After a redirect the write was on another connection, and its replicas are not known.
+            # A redirected write used another connection, and WAIT covers only its connection.
             return False
-        # The server may have got a replica since the map was read.
+        # Read the map again: a replica may have joined.
         self._learn(self._servers[owner], until_s)
         if self._owner_of[slot] < 0 or self._owners[self._owner_of[slot]] != owner:
             return False
@@ -118,8 +119,8 @@ class ClusterPipe:
             one.close()
 
     def _receive(self, read: Callable[[ValkeyConnection], T], until_s: float) -> T | ErrorReply:
-        """Reads the next reply, and follows redirects. If the error says that the slot has no
-        server, its code becomes INCOMPLETE."""
+        """Reads the next reply, and follows redirects. Returns an error with the code INCOMPLETE
+        if the hash slot has no server, or if the reply has one of INCOMPLETE_CODES."""
         sent, connection = self._sent.popleft()
         if connection is None:
             self._is_outdated = True
@@ -144,8 +145,8 @@ class ClusterPipe:
         return reply
 
     def _find(self, until_s: float) -> None:
-        """Learns the map of slots from the first server of the settings that answers. Each has an
-        equal share of the time, so that all are tried even if some hang."""
+        """Reads the map of hash slots from the first server of the settings that answers. Each
+        server gets an equal share of the remaining time, so all are tried even if some hang."""
         seeds = self._settings.hosts_and_ports
         for at, address in enumerate(seeds, 1):
             now_s = time.monotonic()
@@ -160,8 +161,8 @@ class ClusterPipe:
             return self._learn(seed, until_s)
 
     def _learn(self, teller: ValkeyConnection, until_s: float) -> None:
-        """Asks a server for the map of slots. Connects to new servers and disconnects from servers
-        without slots."""
+        """Asks a server for the map of hash slots. Connects to new servers, and closes the
+        connections to servers without slots and all detours."""
         (reply,) = teller.ask([CLUSTER_SLOTS], until_s)
         if isinstance(reply, ErrorReply):
             raise unusable(reply.code) or unusable(STANDALONE) or LostError("is no cluster")
@@ -185,7 +186,7 @@ class ClusterPipe:
         self._num_replicas = num_replicas
 
     def _connected(self, address: Address, until_s: float) -> ValkeyConnection:
-        """Connects to a server that has slots."""
+        """Connects to a server that has hash slots. Raises UnusableError if it can't be reached."""
         try:
             return ValkeyConnection(self._settings, address, until_s)
         except LostError as error:
@@ -196,7 +197,8 @@ class ClusterPipe:
 
 
 def slot_of(key: bytes) -> int:
-    """Returns the hash slot of a key. Only the first {…} in it counts, if it is not empty."""
+    """Returns the hash slot of a key. If the key contains {…}, only the bytes in the first braces
+    are hashed, unless they are empty."""
     begin = key.find(b"{")
     end = key.find(b"}", begin + 1)
     tag = key[begin + 1 : end] if begin >= 0 and end > begin + 1 else key
@@ -212,8 +214,8 @@ def _named(reply: ErrorReply, asked: ValkeyConnection) -> Address:
 
 
 def _range(part: Reply, teller: ValkeyConnection) -> tuple[int, int, Address]:
-    """Returns a range of slots, first and last, and its server, from a member of the reply to
-    CLUSTER SLOTS."""
+    """Returns the first and last hash slot of a range, and the range's server, from a member of the
+    reply to CLUSTER SLOTS."""
     first, last, primary, *_ = [*_list(part), None, None, None]
     host, port, *_ = [*_list(primary), None, None]
     numbers = [one for one in (first, last, port) if isinstance(one, int)]
@@ -223,8 +225,8 @@ def _range(part: Reply, teller: ValkeyConnection) -> tuple[int, int, Address]:
 
 
 def _address(host: Reply, port: int, teller: ValkeyConnection) -> Address:
-    """Returns a server's address. A reply without a host means the host of `teller`, the server
-    that was asked."""
+    """Returns a server's address. If the reply has no host, the server is on the host of `teller`,
+    the server that was asked."""
     if isinstance(host, bytes) and host:
         return host.decode("ascii", "replace"), port
     assert teller.address is not None, "a server of a cluster is reached over TCP"

@@ -26,26 +26,28 @@ from hotkv_server.tiers.valkey.stream import ValkeyStream, connect
 MAX_SECRET_BYTES = 4096
 DEFAULT_USER = "default"
 CHECK_KEY = b"hotkv/1/check"
-"""A key that never exists. Asking for it shows whether the server answers this user."""
+"""A key that never exists. An EXISTS of it shows whether the server answers this user."""
 ROLE_CODES = {b"replica": "READONLY", b"slave": "READONLY"}
 MODE_CODES = {b"cluster": "MOVED", b"sentinel": "SENTINEL"}
 MODE_CODES_IN_CLUSTER = {b"standalone": STANDALONE, b"sentinel": "SENTINEL"}
 
 Ask = Callable[[Sequence[bytes], float], list[Reply]]
-"""Sends commands and returns their replies, until a time of time.monotonic."""
+"""Sends commands and returns their replies. Blocks at most until the given time of
+time.monotonic."""
 
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """The credentials of hotkv at the server."""
+    """The user name and password with which hotkv logs in at the server."""
 
     user: str
     password: bytes = field(repr=False)
 
 
 def read_login(settings: ValkeySettings) -> Login | None:
-    """Reads the password; None if the settings have no password. Raises UnusableError if other
-    users may read its file, or if it is unreadable."""
+    """Returns the login, with the password from its file; None if the settings name no file. Raises
+    UnusableError if other users may access the file, or if it can't be read, is empty or is too
+    long."""
     path = settings.password_file
     if path is None:
         return None
@@ -64,10 +66,11 @@ def read_login(settings: ValkeySettings) -> Login | None:
 
 
 def greet(ask: Ask, login: Login | None, settings: ValkeySettings, until_s: float) -> None:
-    """Logs in, chooses the database and checks that keys can be asked for. Raises StoreError.
+    """Logs in, selects the database, and checks that the server answers commands for keys. Raises
+    StoreError.
 
-    Servers of a cluster are not asked for keys, because they may be replicas; the map of slots
-    gives the right server.
+    In a cluster this skips that check, because the server may be a replica; the map of hash slots
+    tells which server has a key.
     """
     words = [b"HELLO", b"3"]
     if login is not None:
@@ -104,7 +107,7 @@ def _greet_version_2(ask: Ask, login: Login | None, until_s: float) -> None:
         if isinstance(reply, ErrorReply) and reply.code != "WRONGPASS":
             raise UnusableError("does not accept AUTH: check user and password_file")
         _check(reply)
-    # A name is for people who look at the server's list of clients; it may be refused.
+    # The name only appears in the server's list of clients, so a refusal is ignored.
     ask([command(b"CLIENT", b"SETNAME", b"hotkv")], until_s)
 
 
@@ -128,29 +131,33 @@ def _check_kind(hello: "dict[bytes, Reply]", settings: ValkeySettings) -> None:
 
 
 class Pipe(Protocol):
-    """Carries commands to a store and its replies back. One thread at a time. Methods that wait
-    do so until `until_s`, of time.monotonic, and raise StoreError."""
+    """Sends commands to a store and receives its replies. One thread at a time.
+
+    Methods with `until_s` block at most until that time of time.monotonic, and raise StoreError.
+    """
 
     keeps_order: bool
-    """Whether the store executes commands in the order in which they were sent."""
+    """True if the store executes commands in the order in which they were sent; False for a
+    cluster."""
     has_one_clock: bool
-    """Whether the store is a single server, so that INFO tells its time and start."""
+    """True if the store is a single server, so that INFO gives its time and its start."""
 
     def is_fresh(self) -> bool:
-        """Returns False if the store has closed a connection or has sent too much."""
+        """Returns False if the store has closed a connection, or has sent bytes that belong to no
+        command."""
 
     def send(self, commands: Sequence[Command], until_s: float) -> None:
         """Sends commands. All replies to earlier commands must have been read."""
 
     def next(self, until_s: float) -> Reply:
-        """Returns the next unread reply."""
+        """Returns the next reply, in the order of the commands."""
 
     def value(self, head: memoryview, place: Place, until_s: float) -> Bulk | ErrorReply | None:
-        """Reads a value as `Replies.value` does. Replaces `next`."""
+        """Reads the next reply as `Replies.value` does. Called in place of `next`."""
 
     def outlives_failover(self, key: bytes, until_s: float) -> bool:
-        """Returns whether the last write of a key would outlive its server: a replica has it, or no
-        replica would take over."""
+        """Returns False if a failover could lose the last write of a key. Returns True if a replica
+        has the write, or if the key's server has no replica that could take over."""
 
     def close(self) -> None:
         """Closes all connections."""
@@ -199,12 +206,12 @@ class ValkeyConnection:
         return self._replies.value(head, place, until_s)
 
     def ask(self, commands: Sequence[bytes], until_s: float) -> list[Reply]:
-        """Sends the bytes of commands and returns their replies."""
+        """Sends commands, given as their RESP bytes, and returns their replies."""
         self._stream.send([b"".join(commands)], until_s)
         return [self._replies.next(until_s) for _ in commands]
 
     def outlives_failover(self, key: bytes, until_s: float) -> bool:
-        """Implements `Pipe`. A single server is the only one that hotkv knows."""
+        """Implements `Pipe`. Returns True: hotkv never fails over from a single server."""
         return True
 
     def close(self) -> None:
@@ -213,8 +220,8 @@ class ValkeyConnection:
 
 
 def _joined(commands: Sequence[Command]) -> Iterator[bytes | memoryview]:
-    """Yields the bytes of commands. Joins neighbouring pieces, except slots: TLS makes a record of
-    each piece."""
+    """Yields the bytes of commands. Joins adjacent pieces, except slots of the arena, because TLS
+    makes a record of each piece."""
     pieces = itertools.chain.from_iterable(one.pieces for one in commands)
     for is_slot, run in itertools.groupby(pieces, lambda piece: isinstance(piece, memoryview)):
         if is_slot:

@@ -1,28 +1,31 @@
-"""Epochs in Valkey: an integer under `hotkv/1/{fingerprint}/epoch`, which a flush raises.
+"""Epochs in Valkey. A key space's epoch is an integer under the key `hotkv/1/{fingerprint}/epoch`,
+which each flush raises.
 
-Always true: the epoch of a key space never returns to an earlier value that its raiser knows. Keys
-of blocks contain the epoch: only a node that has not heard of the flush finds blocks of an old
-epoch. The order in a read's pipeline stops such a node: **the epoch is read after the blocks**.
+Always true: a raise gives a greater epoch than all that the raising node knows. The keys of blocks
+contain the epoch, so only a node that does not know of a flush yet asks for blocks of an old epoch.
+The order of commands in a read keeps it from using them: **the epoch is read after the blocks**.
 
 Proof. The server executes commands one at a time, and the commands of a connection in their order.
-Let a read GET blocks b1 ... bn, then the epoch, and let the reply be E, the epoch in its keys.
-Epochs do not come back, so a flush that ended E was executed after the GET of the epoch, hence
-after each GET of a block, and answered later still. If a flush was answered before a block is read,
-the epoch differs and the block is refused. With the epoch first, the flush could be executed and
-answered between the two, and the old block would be served. Each part of a call reads the epoch;
-the whole call is refused if any part saw another epoch.
+Suppose a read GETs the blocks b1 ... bn, then the epoch, and the reply is E, the epoch in the
+blocks' keys. An epoch that has ended does not return. So a flush that ends E is executed after the
+GET of the epoch, hence after the GET of each block, and is answered later still. Conversely, if a
+flush was answered before a block is read, the read sees another epoch, and refuses the block. If
+the epoch were read first, a flush could be executed and answered between the two, and the old block
+would be served. Each part of a call reads the epoch; the whole call is refused if any part saw
+another epoch.
 
-The proof needs one server. In a cluster, blocks and epoch lie on different servers. There the GET
-of the epoch is sent after each GET of a block was executed, and the rest holds as above.
+The proof assumes a single server. In a cluster, blocks and epoch are on different servers. There
+the client sends the GET of the epoch after it has the replies to all GETs of blocks, so the order
+is the same.
 
-A server that returns with an old copy of its data (a snapshot, a replica without the last commands)
-shows an earlier epoch. Nodes that know a later epoch raise it above that; other nodes can't tell.
-So an epoch older than the server is trusted only after the server has been seen for GRACE_S
-(`StoreClock`), in which the nodes that know more come back.
+A server that restarts with an old copy of its data (a snapshot, a replica without the last
+commands) shows an earlier epoch. Nodes that know a later epoch raise the server's epoch above it;
+other nodes can't see the error. So in the first GRACE_S after a restart (`StoreClock`), epochs that
+began before the restart are not trusted. In this time the nodes that know later epochs reconnect.
 
-An absent epoch equals no epoch: no block passes. An epoch begins at the server's time, not at 0
-(`epoch_numbers`), so a server that lost its epoch (restart, FLUSHALL, eviction under an allkeys
-policy) does not reuse earlier numbers.
+If the epoch's key is absent, every block is refused. A new epoch is computed from the server's
+clock (`protocol.begun`) instead of counting from 0. So a server that lost its epoch (restart,
+FLUSHALL, eviction under an allkeys policy) does not reuse earlier numbers.
 """
 
 import threading
@@ -35,17 +38,18 @@ from hotkv_server.tiers.valkey.errors import unusable
 from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Reply, command
 
 GRACE_S = 5.0
-"""For so long after a server's start, epochs older than the start are not trusted. Nodes that lost
-the server try to connect at least every 2.5 s (`remote.health`)."""
+"""For this time after a restarted server is first seen, epochs from before its start are not
+trusted. It is longer than the 2.5 s within which nodes that lost the server try to connect again
+(`remote.workers`)."""
 YOUNG_S = 600.0
-"""A server that has run for longer has not just started, even when it is seen for the first
+"""A server that has run for longer is taken as not restarted, even if it is seen for the first
 time."""
 RAISE_TRIES = 8
-"""Most tries of a raise whose epoch is lost between its two commands."""
+"""Most tries of a raise, if the server loses the epoch between the raise's commands each time."""
 
 
 class StoreClock:
-    """The time and the start of a server, shared by all connections to it. Thread-safe."""
+    """Detects that a server has just restarted. Shared by all connections to it. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,12 +61,13 @@ class StoreClock:
         return f"StoreClock(run_id={self._run_id!r}, started_us={self._started_us})"
 
     def restored_below(self, reply: Reply, now_s: float) -> int:
-        """Returns `restored_below` of `Shown`, from the reply to INFO_SERVER and a time of
-        time.monotonic. 0 if the reply does not tell."""
+        """Returns `restored_below` of `Shown`: the least epoch that can have begun after the
+        server's start, if the server has just restarted; else 0. 0 also if the reply lacks the
+        figures. `reply`: to INFO_SERVER. `now_s`: a time of time.monotonic."""
         run_id, now_us, up_s = _said(reply)
         if not run_id or not now_us:
             return 0
-        # The start is known to a second. Later replies may narrow it.
+        # The reply gives the start only to a second. The earliest of several is the closest.
         started_us = now_us - up_s * 1_000_000
         with self._lock:
             if run_id != self._run_id:
@@ -77,13 +82,13 @@ INFO_SERVER = Command(b"", (command(b"INFO", b"server"),))
 
 def now_us(reply: Reply) -> int:
     """Returns the server's wall clock in microseconds, from the reply to INFO_SERVER; this
-    machine's clock if the reply does not tell."""
+    machine's clock if the reply lacks it."""
     return _said(reply)[1] or time.time_ns() // 1000
 
 
 def _said(reply: Reply) -> tuple[bytes, int, int]:
-    """Returns the run id, microseconds of the wall clock, and seconds since the start; empty and 0
-    if the reply does not tell."""
+    """Returns the server's run id, its wall clock in microseconds, and the seconds since its start,
+    from the reply to INFO_SERVER. A value that the reply lacks is empty or 0."""
     if not isinstance(reply, bytes):
         return b"", 0, 0
     said = dict(line.partition(b":")[::2] for line in reply.splitlines())
@@ -100,7 +105,7 @@ def _said(reply: Reply) -> tuple[bytes, int, int]:
 
 
 def epoch_key(fingerprint: str) -> bytes:
-    """Returns the key of a key space's epoch."""
+    """Returns the key under which a key space's epoch is stored."""
     return b"hotkv/1/%b/epoch" % fingerprint.encode()
 
 
@@ -117,18 +122,19 @@ def begin(fingerprint: str, now_us: int) -> Command:
 
 
 def raise_(fingerprint: str, by: int) -> Command:
-    """Returns the command that raises an epoch."""
+    """Returns the command that adds `by` to an epoch."""
     return Command.of(epoch_key(fingerprint), b"INCRBY", b"%d" % by)
 
 
 def remove(fingerprint: str) -> Command:
-    """Returns the command that removes an epoch. A full server refuses INCR but not this, so a
-    flush works there too."""
+    """Returns the command that removes an epoch. A full server refuses INCRBY but not UNLINK, so a
+    flush can end an epoch there too."""
     return Command.of(epoch_key(fingerprint), b"UNLINK")
 
 
 def parsed_or_none(reply: Reply) -> int | None:
-    """Returns the epoch as `parsed` does; None if the reply is no epoch."""
+    """Returns the epoch or NO_EPOCH as `parsed` does; None if the reply is not an epoch. Raises
+    UnusableError."""
     try:
         return parsed(reply)
     except LostError:
@@ -136,8 +142,8 @@ def parsed_or_none(reply: Reply) -> int | None:
 
 
 def parsed(reply: Reply) -> int:
-    """Returns the epoch in a reply, or NO_EPOCH. Raises LostError or UnusableError if the reply is
-    no epoch."""
+    """Returns the epoch in a reply; NO_EPOCH if the key is absent. Raises UnusableError if the
+    reply is an error of the whole server, else LostError if the reply is not an epoch."""
     if reply is None:
         return NO_EPOCH
     if isinstance(reply, ErrorReply):

@@ -1,4 +1,4 @@
-"""Turns the errors of an unusable Valkey server into messages that people can act on.
+"""Translates error codes of a Valkey server into messages that say how to make it usable.
 
 Always true: messages have no secrets. Replies to AUTH and HELLO are never quoted, because servers
 repeat the arguments of unknown commands.
@@ -9,11 +9,11 @@ from hotkv_server.tiers.remote.client import UnusableError
 FULL_CODES = ("OOM", "MISCONF", "NOREPLICAS")
 """Codes of errors with which a server refuses writes while reads go on."""
 INCOMPLETE = "INCOMPLETE"
-"""Our code for a cluster that answers with a code of INCOMPLETE_CODES where a cluster is
-expected."""
+"""Code of hotkv, not of Valkey: the settings name a cluster, and it answers with one of
+INCOMPLETE_CODES, or a hash slot has no server."""
 INCOMPLETE_CODES = ("MOVED", "ASK", "CLUSTERDOWN", "CROSSSLOT", "TRYAGAIN")
 STANDALONE = "STANDALONE"
-"""Our own code for a single server where a cluster is expected."""
+"""Code of hotkv, not of Valkey: the settings name a cluster, and the server is not in a cluster."""
 _CLUSTER = "is a cluster: set cluster = true"
 _UNUSABLE = {
     "LOADING": "still loads its data",
@@ -33,22 +33,25 @@ _UNUSABLE = {
 
 
 def unusable(code: str) -> UnusableError | None:
-    """Returns the error for a reply with this code, if it concerns the whole server; else None."""
+    """Returns the error for a reply with this error code, if the code means that the whole server
+    is unusable; else None."""
     words = _UNUSABLE.get(code)
     return UnusableError(words) if words else None
 
 
 class Errors:
-    """Errors of a pipeline's commands. Keeps the first that concerns the whole server."""
+    """Collects the error codes of a pipeline's replies. Keeps the first error that makes the whole
+    server unusable."""
 
     def __init__(self) -> None:
         self._first: UnusableError | None = None
 
     def add(self, code: str) -> None:
-        """Adds the code of a reply."""
+        """Adds the error code of a reply."""
         self._first = self._first or unusable(code)
 
     def check(self) -> None:
-        """Raises that error, if there is any. Call it after the last reply."""
+        """Raises UnusableError if a code meant that the whole server is unusable. Call it after the
+        last reply was read."""
         if self._first is not None:
             raise self._first

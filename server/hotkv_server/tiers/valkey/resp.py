@@ -1,4 +1,4 @@
-"""RESP, the protocol of Redis and Valkey, versions 2 and 3: commands to bytes, bytes to replies.
+"""RESP, the protocol of Redis and Valkey, in versions 2 and 3. Encodes commands and parses replies.
 
 Always true: a reply is read exactly to its last byte, or the reader raises and the connection must
 be closed. A value is read directly into the caller's memory. All sizes that a server sends are
@@ -15,14 +15,15 @@ MAX_LINE_BYTES = 4096
 MAX_REPLY_BYTES = 1 << 16
 """Longest string in a reply that is not a block's value."""
 MAX_SKIPPED_BYTES = 64 << 20
-"""Longest string that is skipped. Beyond this, connecting anew is faster than reading past it."""
+"""Longest string that the reader skips, in bytes. To connect anew is faster than to skip more."""
 MAX_ITEMS = 1 << 14
-"""Most members of an array, map or set: as many as a cluster has slots."""
+"""Most members of an array, map or set: the number of hash slots of a cluster."""
 MAX_DEPTH = 8
+"""Most levels of arrays within arrays in a reply."""
 BUFFER_BYTES = 1 << 14
 BESIDE_VALUE_BYTES = 128
-"""Number of bytes to read ahead around values. It holds the end of a value and the begin of the
-next, so that a value needs a single system call; copying it costs next to nothing."""
+"""Number of bytes to read beyond the end of a value. They hold the value's line end and the begin
+of the next reply, so a value needs a single system call; to copy so few bytes costs little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +34,17 @@ class ErrorReply:
 
     @property
     def code(self) -> str:
-        """The first word, such as OOM."""
+        """The first word of the error, such as OOM."""
         return self.text.split(b" ", 1)[0].decode("ascii", "replace")
 
 
 @dataclass(frozen=True, slots=True)
 class Bulk:
-    """A value that was read.
+    """A string reply that `Replies.value` has read.
 
-    `num_bytes`: its length.
-    `is_placed`: whether the bytes after its head are in the memory that was given.
+    `num_bytes`: length of the value, head included.
+    `is_placed`: True if the bytes after the head are in the memory that `place` returned; False if
+        they were skipped.
     """
 
     num_bytes: int
@@ -53,39 +55,39 @@ Reply: TypeAlias = (
     "bool | int | float | bytes | ErrorReply | list[Reply] | dict[bytes, Reply] | None"
 )
 Place: TypeAlias = Callable[[int], "memoryview | None"]
-"""Given a value's length after its head was read, returns memory of exactly the size of the rest;
-None to skip it."""
+"""Called with a value's length once its head was read. Returns memory of exactly the size of the
+rest of the value, or None to skip the rest."""
 
 
 class ReplySource(Protocol):
     """A source of bytes for `Replies`."""
 
     def receive(self, buffers: Sequence[memoryview], until_s: float) -> int:
-        """Fills the buffers in order with the bytes that have come. Waits for the first byte.
-        Returns the number of bytes, at least 1."""
+        """Waits for bytes, and writes those that have come to the buffers in order. Returns their
+        number, at least 1; it may be less than the buffers hold."""
 
 
 def command(*words: bytes) -> bytes:
-    """Returns a command's bytes."""
+    """Returns the RESP bytes of a command, given as its name and its arguments."""
     return b"".join(
         (b"*%d\r\n" % len(words), *(b"$%d\r\n%b\r\n" % (len(word), word) for word in words))
     )
 
 
 class Command(NamedTuple):
-    """A command for a key. `pieces`: its bytes, in order."""
+    """A command that names a key. `pieces`: buffers with the command's bytes, in order."""
 
     key: bytes
     pieces: tuple[bytes | memoryview, ...]
 
     @classmethod
     def of(cls, key: bytes, name: bytes, *words: bytes) -> "Command":
-        """Returns the command `name` with the key, followed by `words`."""
+        """Returns the command `name key words...`."""
         return cls(key, (command(name, key, *words),))
 
 
 class Replies:
-    """Reads replies from a source. One thread at a time."""
+    """Reads and parses replies from a source. One thread at a time."""
 
     def __init__(self, source: ReplySource) -> None:
         self._source = source
@@ -99,7 +101,7 @@ class Replies:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all received bytes belong to replies that were read."""
+        """True if no received bytes are left to parse."""
         return self._begin == self._end
 
     def next(self, until_s: float) -> Reply:
@@ -107,14 +109,14 @@ class Replies:
         while True:
             kind, rest = self._line(until_s, BUFFER_BYTES)
             reply = self._reply(kind, rest, until_s, 0)
-            # A push answers no command. Attributes only describe the reply that follows.
+            # Skip pushes, which answer no command, and attributes, which describe the next reply.
             if kind not in b">|":
                 return reply
 
     def value(self, head: memoryview, place: Place, until_s: float) -> "Bulk | ErrorReply | None":
-        """Returns the next reply, which must be a string, null or an error. Fills `head`, then the
-        memory that `place` gives; a value that is shorter than `head` is skipped. Raises LostError
-        or LateError."""
+        """Reads the next reply, which must be a string, null or an error. Writes a string's first
+        bytes to `head` and the rest to the memory that `place` returns. Skips a string that is
+        shorter than `head`. Returns None for null. Raises LostError or LateError."""
         kind, rest = self._line(until_s, BESIDE_VALUE_BYTES)
         while kind in b">|":
             self._reply(kind, rest, until_s, 0)
@@ -185,7 +187,7 @@ class Replies:
         return items
 
     def _line(self, until_s: float, ahead_bytes: int) -> tuple[bytes, bytes]:
-        """Returns the first byte and the rest of the next line."""
+        """Returns the next line, as its first byte (the kind of reply) and the rest."""
         while True:
             begin, end = self._begin, self._bytes.find(b"\r\n", self._begin, self._end)
             if end > begin:
@@ -203,7 +205,7 @@ class Replies:
             raise LostError("sends a string that is longer than it says")
 
     def _take(self, into: memoryview, until_s: float) -> None:
-        """Fills `into` with the next bytes. Bypasses the buffer as far as possible."""
+        """Fills `into` with the next bytes. Receives directly into it all that is not buffered."""
         at = min(len(into), self._end - self._begin)
         into[:at] = self._buffer[self._begin : self._begin + at]
         self._begin += at

@@ -1,7 +1,7 @@
-"""Turns calls of a tier into commands for a Valkey or Redis server, or for a cluster.
+"""Translates a tier's calls into commands for a Valkey or Redis server, or for a cluster.
 
-Always true, in addition to `Client`: after a method all replies have been read, so each reply
-belongs to its command.
+Always true, in addition to `Client`: a method that returns has read all replies to its commands, so
+the next method does not read them.
 """
 
 import time
@@ -17,22 +17,24 @@ from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Reply
 
 # ------------------------------------------------------------------------------------- Time to live
 
-# The lifetime of a block's value, by its depth.
+# The lifetime of a block's value depends on its depth: the number of blocks before it in its
+# sequence.
 
 HALFWAY_BLOCKS = 64
-"""The depth at which half of the fall in `ttl_ms` has happened."""
+"""The depth at which `ttl_ms` has fallen by half of its total fall, to 3/4 of `base_s`."""
 
 
 def ttl_ms(base_s: float, depth_blocks: int) -> int:
-    """Returns the time to live, in milliseconds, of a block with `depth_blocks` blocks before it:
-    `base_s` for the first block, falling towards half of it.
+    """Returns the time to live, in milliseconds, of a block with `depth_blocks` blocks before it in
+    its sequence. It is `base_s` for the first block, and falls with the depth towards half of that.
 
     A block is useful only while all blocks before it exist. A server with `maxmemory-policy
-    volatile-ttl` evicts the keys that expire first. Since the time falls with depth, it evicts
-    sequences from their ends, and prefixes stay whole: of 124 remaining blocks 109 were usable,
-    against 30 under `allkeys-lru`. The fall is steep at first, because shared blocks lie there.
-    Then it is flat, because the end of a long sequence must not expire while memory is free. Blocks
-    of different age keep this order if their ages differ by less than their times.
+    volatile-ttl` evicts the keys that expire first. Since the time falls with depth, the server
+    evicts sequences from their ends, and prefixes stay whole: of 124 remaining blocks 109 were
+    usable, against 30 under `allkeys-lru`. The time falls steeply at first, because sequences share
+    their first blocks. Then it falls slowly, so that the end of a long sequence does not expire
+    while memory is free. A later block that was stored after an earlier block still expires first
+    if the difference of their ages is less than the difference of their times to live.
     """
     return max(1, int(base_s * 500 * (1 + HALFWAY_BLOCKS / (HALFWAY_BLOCKS + depth_blocks))))
 
@@ -41,11 +43,12 @@ def ttl_ms(base_s: float, depth_blocks: int) -> int:
 
 
 class RespClient:
-    """A client over a pipe; see the module and `Client`."""
+    """A client that sends its commands over a `Pipe`; see the module and `Client`."""
 
     def __init__(self, pipe: Pipe, ttl_s: float, clock: epochs.StoreClock) -> None:
         """Takes ownership of `pipe`.
 
+        `ttl_s`: time to live of the first block of a sequence.
         `clock`: shared by all connections to the server.
         """
         self._pipe = pipe
@@ -92,7 +95,7 @@ class RespClient:
         """Implements `Client`."""
         self._send_before_epochs([Command.of(key, b"GET") for key in keys], expected, until_s)
         errors = Errors()
-        # Results count only after the epochs have been seen.
+        # Set the codes only after the epochs were checked.
         settled = codes.copy() if expected else codes
         for at, (key, slot) in enumerate(zip(keys, slots, strict=True)):
             settled[at] = self._value(key, slot, errors, until_s)
@@ -100,7 +103,7 @@ class RespClient:
         if changed:
             return changed
         codes[:] = settled
-        # Forget at once: the block may be written again as soon as this call has ended.
+        # Delete damaged values now: after this call ends, another call may write the block anew.
         self.forget([keys[at] for at in (settled == Read.CORRUPT).nonzero()[0].tolist()], until_s)
         return changed
 
@@ -188,14 +191,15 @@ class RespClient:
                     raise LostError("is full: it has no room for the epoch of a key space")
                 self._check_replica(fingerprint, until_s)
                 return NO_EPOCH
-            # If it is less, the epoch was lost after it was read, and began again at 0.
+            # A lower number means that the server lost the epoch after it was read, and INCRBY
+            # began at 0.
             if (epoch := epochs.parsed(reply)) >= wanted:
                 self._check_replica(fingerprint, until_s)
                 return epoch
         raise LostError("loses an epoch again and again")
 
     def _check_replica(self, fingerprint: str, until_s: float) -> None:
-        """Raises LostError if a failover now would bring an old epoch back."""
+        """Raises LostError if a failover to a replica would now bring an old epoch back."""
         if not self._pipe.outlives_failover(epochs.epoch_key(fingerprint), until_s):
             raise LostError("has no replica that has the epoch of a key space")
 
@@ -204,7 +208,8 @@ class RespClient:
         self._pipe.close()
 
     def _info(self, until_s: float) -> Reply:
-        """Returns the server's reply to INFO; None for a cluster, or if this user may not ask."""
+        """Returns the server's reply to INFO; None for a cluster, or if the server refused an
+        earlier INFO of this user."""
         if not self._says_info:
             return None
         (reply,) = self._ask([epochs.INFO_SERVER], until_s)
@@ -214,8 +219,9 @@ class RespClient:
     def _send_before_epochs(
         self, commands: Sequence[Command], expected: Epochs, until_s: float
     ) -> None:
-        """Sends commands, and the questions for epochs that `_changed` reads, behind them. This
-        order makes a flush hold: see `epochs`."""
+        """Sends commands, and after them the GETs of epochs whose replies `_changed` reads. Sends
+        no such GETs to a cluster, where `_changed` sends them. This order makes a flush hold: see
+        `epochs`."""
         asked = [epochs.get(name) for name in expected] if self._pipe.keeps_order else []
         self._pipe.send([*commands, *asked], until_s)
 

@@ -1,8 +1,9 @@
 """A stream of bytes to a server, over a Unix socket, TCP or TLS, with a time limit on each step.
 
 Always true: `send` and `receive` move bytes between the socket and the caller's memory without a
-copy. They end at `until_s` (of time.monotonic), and don't touch a buffer after that. Errors are
-LostError or LateError. Only the look-up of a host name has no limit but the resolver's.
+copy. They end at `until_s` (a time of time.monotonic), and don't touch a buffer after that. They
+raise LostError or LateError. Only looking up a host name may take longer, as long as the resolver
+allows.
 """
 
 import os
@@ -17,11 +18,11 @@ from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.tiers.remote.client import LateError, LostError, UnusableError
 
 MAX_PIECES = 1024
-"""Most buffers of a sendmsg: IOV_MAX of Linux."""
+"""Most buffers that one sendmsg accepts: IOV_MAX of Linux."""
 
 
 class ValkeyStream:
-    """See the module. One thread at a time."""
+    """A connected socket; see the module. One thread at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -31,7 +32,7 @@ class ValkeyStream:
         return f"ValkeyStream(fd={self._socket.fileno()}{', tls' if self._is_tls else ''})"
 
     def send(self, pieces: Sequence[bytes | memoryview], until_s: float) -> None:
-        """Sends all pieces. Their items must be bytes."""
+        """Sends all pieces in order. A memoryview must have items of one byte."""
         left = [memoryview(piece) for piece in pieces if len(piece)]
         at = 0
         while at < len(left):
@@ -50,8 +51,8 @@ class ValkeyStream:
                 left[at] = left[at][sent:]
 
     def receive(self, buffers: Sequence[memoryview], until_s: float) -> int:
-        """Fills the buffers in order with the bytes that have come. Waits for the first byte.
-        Returns the number of bytes, at least 1."""
+        """Waits for bytes, and writes those that have come to the buffers in order. Returns their
+        number, at least 1; it may be less than the buffers hold."""
         self._limit(until_s)
         try:
             if self._is_tls:
@@ -65,8 +66,8 @@ class ValkeyStream:
         return count
 
     def is_quiet(self) -> bool:
-        """Returns False if bytes or the end of the stream wait to be read. After the last reply
-        this means an error."""
+        """Returns False if there are bytes to read, or the server has closed the connection. After
+        the last expected reply both mean an error."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN | select.POLLRDHUP)
         return not poll.poll(0)
@@ -85,10 +86,11 @@ class ValkeyStream:
 def connect(
     settings: ValkeySettings, address: tuple[str, int] | None, until_s: float
 ) -> ValkeyStream:
-    """Connects as the settings say. Raises LostError, LateError, or UnusableError if files of the
-    settings can't be used. `address`: host and port; None for the Unix socket."""
+    """Connects as the settings say. Raises LostError or LateError if that fails, and UnusableError
+    if the settings' files for TLS can't be used. `address`: host and port; None for the Unix
+    socket."""
     left_s = max(until_s - time.monotonic(), 1e-3)
-    # Make the context first: bad files on this side are no fault of the server.
+    # Make the context first: an error in local files must not look like an error of the server.
     context = _tls_context(settings) if settings.tls else None
     try:
         if address is None:
