@@ -37,7 +37,7 @@ from hotkv_proto.errors import HotKVError
 
 # --------------------------------------------------------------------------- the bench's own server
 
-# The server of `hotkv bench` is a process of the installed `hotkv-server`. Its arena and its sockets
+# The server of `hotkv bench` is a process of the installed `hotkv-server`. Its arena and sockets
 # are removed when it ends.
 
 
