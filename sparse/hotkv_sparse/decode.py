@@ -111,10 +111,10 @@ class Decoded:
     selection: the selected blocks; `map` need not contain all of them yet.
     ahead: int32, hot slots that the caller must fill (with `hot.block_of` of each slot) before the
         next step.
-    num_loaded: blocks that this step's selection added to `map`. The caller must load them before
-        it attends.
-    num_adopted: blocks that were prefetched after the previous step, and that this step added to
-        `map`.
+    num_loaded: number of candidate blocks that this step's selection added to `map`. The caller
+        must load them before it attends.
+    num_adopted: number of candidate blocks that were prefetched after the previous step, and that
+        this step added to `map`.
     num_selected, num_resident: as in `hotset.Step`.
     """
 
