@@ -169,7 +169,7 @@ class BlockResult(enum.IntEnum):
     WRITTEN = 3
     """This rank's shard is written; the shards of other ranks are not yet."""
     RESERVED = 4
-    """The lease holds a slot for the block, and no shard is written yet."""
+    """The lease holds a slot for the block; this rank's shard is not written yet."""
     NO_SPACE = 5
     """Refused: the server could not free a slot."""
     IN_FLIGHT = 6

@@ -26,11 +26,11 @@ def _refuse(name: str, value: object, fix: str) -> HotKVError:
 class SparseConfig:
     """Settings of sparse decode. Raises HotKVError (INVALID_FIELD) if they make no sense.
 
-    sparse_topk: budget: tokens to which a layer of a sequence attends, including the always kept
-        tokens. A whole number counts tokens; a fraction is a share of the context.
+    sparse_topk: number of tokens to which a layer of a sequence attends (the budget), including the
+        always kept tokens. A whole number counts tokens; a fraction is a share of the context.
     adaptive_p: share of the attention mass, 0 to 1, at which the selection ends; `sparse_topk` is
-        then only the upper limit. .85 is bold, .9 usual, .95 careful. None: always select the whole
-        budget. Needs `rot2u`, `rot3u` or `mix2`; refused with `residency`.
+        then only the upper limit. Without this setting the whole budget is selected. .85 is bold,
+        .9 usual, .95 careful. Needs `rot2u`, `rot3u` or `mix2`; refused with `residency`.
     scorer: name of the representation's format by which blocks are scored.
     fusion: exponent of each scorer. Blocks are scored by a weighted geometric mean of these scorers
         instead of `scorer` (for research); empty: not used.
@@ -44,8 +44,8 @@ class SparseConfig:
     copy_method: how `ArrayPages` copies blocks; see `COPY_METHODS`. Engines ignore it.
     min_context_tokens: requests with a shorter context attend to the whole context.
     residency: `off` keeps the whole context on the device. `host` keeps old blocks in host memory
-        only, so a context may be larger than the device's memory. `auto` does the same, but only
-        for requests for whose whole context the device has no room.
+        only, so a context may be larger than the device's memory. `auto` does the same for a
+        request when the device has no room for its whole context.
     """
 
     sparse_topk: int | float = 0.1

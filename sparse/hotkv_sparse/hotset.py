@@ -268,9 +268,9 @@ class HotSet:
     def step(self, selection: Selection, max_loads: int) -> Step:
         """Makes a step: adds missing blocks of `selection` to the map, and evicts blocks for them.
 
-        Of the missing candidates the `max_loads` heaviest are added; the others are in
-        `Step.prefetch`. Always kept blocks that are missing (they were never seeded) are added
-        first, in addition to `max_loads`.
+        Missing always kept blocks (blocks that were never seeded) are added first, and all of them.
+        Then the heaviest missing candidates are added, until `max_loads` blocks are added in total.
+        The other missing blocks are in `Step.prefetch`, unless a prefetch of them is in progress.
 
         selection: this step's selection over the current `span`.
         """

@@ -103,7 +103,7 @@ def _shown(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 def _fish(top: argparse.ArgumentParser) -> Iterator[str]:
     """Yields the lines of the script for fish, with a description of each command and flag."""
     first = "not __fish_seen_subcommand_from " + " ".join(_parsers(top))
-    # No files but where a flag takes one.
+    # -f: do not complete file names, except as the value of a flag that takes a file.
     yield "complete -c hotkv -f"
     for name, parser in _parsers(top).items():
         yield f"complete -c hotkv -n '{first}' -a {name} -d {_quoted(parser.description or '')}"

@@ -64,7 +64,7 @@ class Memory:
     room: device memory that is left for requests.
     kv_token: keys and values of a token in all layers.
     request_kv, request_representations: the parts of `request`, the device memory of a request.
-    device: device memory of the whole batch, at most `device_limit`.
+    device: device memory of the whole batch; the batch fits if this is at most `device_limit`.
     largest_batch: number of requests of this context that fit in device and host memory.
     """
 
