@@ -132,8 +132,8 @@ class Session:
 
     @property
     def stored_bytes(self) -> int:
-        """Returns the bytes of this key space that the server had in host memory when the last
-        connection was opened."""
+        """Returns the bytes of this key space's blocks that the server had in host memory when the
+        last connection was opened; 0 before the first connection."""
         return self._life.opened.stored_bytes
 
     @property
@@ -181,10 +181,11 @@ class Session:
         return connection.order_message if connection is not None else ""
 
     def probe(self, group_index: int, hashes: Sequence[bytes]) -> BoolMask | None:
-        """Returns which blocks are ready, as a hint from the shared block table; None without a
-        table.
+        """Looks up blocks in the server's block table, which this process has mapped. Returns a
+        mask of the blocks that are ready; None without a table.
 
-        Needs no call to the server and takes microseconds.
+        Makes no call to the server and takes microseconds. The result is a hint: the server may
+        evict a block at any time, until a lease pins it.
         """
         connection = self._connection
         if connection is None or connection.table is None:
@@ -327,7 +328,8 @@ class Session:
         ended: Sequence[EndedRequest[Sequence[bytes]]] = (),
         loads: Sequence[LoadEnd] = (),
     ) -> None:
-        """Reports scheduled requests to the server. There is no answer.
+        """Reports scheduled requests, ended requests and ended loads to the server. The call has no
+        answer.
 
         Raises HotKVError if a hash has another length than the key space's hashes.
 
@@ -383,7 +385,7 @@ class Session:
     def report_sparse(
         self, positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]
     ) -> None:
-        """Reports to the server what sparse decode did since the previous report. There is no
+        """Reports the sparse decode steps since the previous report to the server. The call has no
         answer.
 
         positions: by sequence id, int32 positions of the blocks that any layer selected or added to
@@ -514,7 +516,8 @@ class Session:
             raise SessionLostError("a store is under way that has no word of the fence")
 
     def selects(self) -> Selects:
-        """Opens a stream of selections by the server. The caller closes it.
+        """Opens a stream by which the server selects blocks for sequences of this session. The
+        caller closes it.
 
         Raises SessionLostError without a connection.
         """

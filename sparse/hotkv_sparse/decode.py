@@ -84,8 +84,8 @@ class Always:
     """The attention mass of the always kept blocks (sinks, recent window, partial block). It is
     either known, or the kernel computes it from the blocks' keys in `pages`.
 
-    log_mass: float32 [Q]. Without pages, the log mass of these blocks. With pages, the log mass
-        that is added to theirs, such as that of learned sinks; -inf adds no mass.
+    log_mass: float32 [Q]. Without pages, the log mass of these blocks. With pages, a log mass that
+        is added to the blocks' log mass, such as that of learned sinks; -inf adds no mass.
     pages: uint8 [pages, H, bytes], a layer's keys as in `score_kernels.page_log_mass`; may be
         empty.
     blocks: int32, indices in `pages` of the always kept blocks.

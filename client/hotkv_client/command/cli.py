@@ -1,6 +1,7 @@
-"""`hotkv`: shows from the command line what the server holds and why a prompt missed.
+"""The command line `hotkv`: asks a server about its blocks, hits and misses, and controls it.
 
-Prints tables by default, JSON with `--json`. A command's docstring is its help text.
+Answers are tables by default, JSON with `--json`. The docstring of a command's function is the help
+text of the command.
 """
 
 import argparse

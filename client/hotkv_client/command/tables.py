@@ -1,4 +1,4 @@
-"""Formats the answers of `AdminClient` as tables and lines for people."""
+"""Formats the answers of `AdminClient` as tables and lines of text."""
 
 import datetime
 from collections.abc import Sequence
@@ -464,7 +464,7 @@ def tier_rows(tiers: list[dict[str, Any]]) -> list[str]:
 
 
 def residency_line(counters: dict[str, Any]) -> list[str]:
-    """Formats a line about residencies; empty if none of their counters is set."""
+    """Formats a line about residencies; an empty list if all of their counters are 0."""
     names = ("residencies", "residencies_waiting", "residency_grace_bytes")
     if not any(counters.get(name) for name in names):
         return []

@@ -296,7 +296,9 @@ class FakeSession:
     ) -> Future[Any]:
         """Records a call, and resolves its future at once or holds it until `FakeServer.settle`.
 
-        kind: name of the call. name: id of the lease, transfer and so on. what: its arguments.
+        kind: name of the call.
+        name: id of the call's lease, transfer, residency or sequence; empty without an id.
+        what: the arguments to record.
         act: computes the answer.
         begin: runs when the call reaches the server. If it raises HotKVError, that is the answer.
         """
