@@ -155,7 +155,7 @@ class AdminClient:
         The first pair and the end of the stream are as for `watch_requests`.
 
         tiers: include events of blocks in lower tiers; False: host memory only.
-        state: begin with an event for each block that is cached, if the server knows its tokens.
+        state: begin with events for the blocks that are cached, if the server knows their tokens.
         """
         return _admin_wire.subscribe(
             self._stubs, key_space_id, seconds, tiers, state, self._metadata
@@ -225,8 +225,8 @@ class AdminClient:
 
     def explain_session(self, session_id: str, tenant: str = "") -> list[dict[str, Any]]:
         """Returns, for each tenant that has a session with this id: where the session's blocks are
-        stored, which hints named them, and the receipt (hit and computed tokens) of its
-        requests."""
+        stored, which hints named them, and the receipt of its requests (prompt tokens, hits, saved
+        time)."""
         told = self.hints(session_id=session_id, tenant=tenant)
         spaces = self.explain(session_id=session_id, tenant=tenant)
         known = {one["tenant"]: one for one in told["sessions"]}

@@ -235,9 +235,10 @@ class Session:
     ) -> "Future[LeaseGrant]":
         """Acquires a read lease: pins those blocks of `groups` that are ready.
 
-        The same call again gets the same answer. The same `lease_id` with other blocks fails as
-        DUPLICATE_ID. If a block was stored before the server restarted, the server first compares
-        its bytes with its check value.
+        If blocks are in lower tiers, the answer waits for their promotion, within a limit of the
+        server. If a block was stored before the server restarted, the server first compares its
+        bytes with its check value. The same call again gets the same answer. The same `lease_id`
+        with other blocks fails as DUPLICATE_ID.
 
         ttl_s: time until the lease expires; 0: the server's default.
         traceparent: as for `lookup`.

@@ -150,7 +150,7 @@ def subscribe(
 
     seconds: time until the stream ends; 0: never.
     tiers: include events of blocks in tiers below host memory.
-    state: begin with an event for each block that is cached.
+    state: begin with events for the blocks that are cached.
     """
     request = events_pb2.SubscribeRequest(key_space_id=key_space_id, tiers=tiers, state=state)
     stream = stubs.events.Subscribe(request, timeout=seconds or None, metadata=metadata)
