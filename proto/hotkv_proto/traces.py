@@ -159,8 +159,9 @@ class Traces:
     def begin(self, name: str, traceparent: str, *, is_served: bool = False) -> Span | None:
         """Begins the span of a call. Returns None for a call that is not traced.
 
-        traceparent: the caller's span as a W3C header, or empty. If it is empty or can't be read,
-            the call is traced with a probability of `sample_ratio`.
+        traceparent: the caller's span as a W3C header, or empty. The call is traced if this span is
+            sampled. If it is empty or can't be read, the call is traced with a probability of
+            `sample_ratio`.
         is_served: whether the call came from another process.
         """
         kind = SpanKind.SERVER if is_served else SpanKind.INTERNAL

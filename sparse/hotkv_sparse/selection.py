@@ -192,8 +192,8 @@ def choose(
 
 
 def enough(weights: F32, always_mass: float, p: float, floor_blocks: int) -> npt.NDArray[np.intp]:
-    """Returns the indices of the heaviest blocks: as many as are needed for their weights plus
-    `always_mass` to reach `p`, but at least `floor_blocks`. The indices are ascending.
+    """Returns the indices of the heaviest blocks, ascending: as many as are needed for the sum of
+    their weights and `always_mass` to reach `p`, but at least `floor_blocks`.
     """
     order = np.argsort(-weights, kind="stable")
     reached = np.concatenate(
